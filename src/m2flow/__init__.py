@@ -1,0 +1,43 @@
+"""m2flow: reinforcement learning of foundation models. Write the step; m2flow plans and runs it.
+
+Importing this package pulls in neither torch nor Ray: what needs them is loaded when it is asked
+for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from m2flow.errors import FlowError, M2FlowError, PlanError, RunFailed, UserError
+from m2flow.flow import Batch, Flow, Place, Ragged, Stream, Worker, loop, stage
+
+if TYPE_CHECKING:
+    from m2flow.runtime.launch import Run, launch
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Batch",
+    "Flow",
+    "FlowError",
+    "M2FlowError",
+    "Place",
+    "PlanError",
+    "Ragged",
+    "Run",
+    "RunFailed",
+    "Stream",
+    "UserError",
+    "Worker",
+    "launch",
+    "loop",
+    "stage",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("launch", "Run"):
+        from m2flow.runtime import launch
+
+        return getattr(launch, name)
+    raise AttributeError(f"module 'm2flow' has no attribute {name!r}")

@@ -1,0 +1,73 @@
+"""Advantages from rewards alone: how much better an answer did than the others to its prompt.
+
+Pure functions of reward tensors. Rows of one group are consecutive. Nothing here knows where the
+rewards came from or how the advantages are used.
+
+Shapes: B rows (samples), N groups, G rows in a group; B = N * G.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from m2flow.errors import UserError
+
+
+def group_advantages(
+    rewards_B: Tensor, group_size: int, normalize_std: bool = True, eps: float = 1e-6
+) -> Tensor:
+    """Group-relative advantages: `(r - mean) / (std + eps)` within each group of consecutive rows.
+
+    The standard deviation is the population one (divided by G). With `normalize_std=False` only
+    the mean is taken off, as Dr.GRPO does (arXiv 2503.20783). A group whose rewards are all equal
+    gets exactly zero, so that rounding of the mean is never blown up by a vanishing deviation.
+
+    Source: DeepSeekMath (arXiv 2402.03300), section 4.1.2.
+
+    Args:
+        rewards_B: [B], any real dtype.
+        group_size: G, rows of one group.
+        normalize_std: whether to divide by the deviation.
+        eps: added to the deviation.
+
+    Returns:
+        [B], in the dtype of the rewards where that is a floating one, else float32.
+
+    Raises:
+        UserError: a group of one (it has no baseline), rows that do not fill whole groups, or a
+            reward that is NaN or infinite.
+    """
+    assert rewards_B.ndim == 1, rewards_B.shape
+    if group_size < 2:
+        raise UserError(
+            "a group-relative advantage needs several samples of one prompt to compare",
+            key="samples_per_prompt",
+            value=group_size,
+            expected="at least 2",
+            hint="raise samples_per_prompt, or choose an algorithm with another baseline",
+        )
+    if rewards_B.numel() % group_size:
+        raise UserError(
+            "the rewards do not fill whole groups",
+            key="samples_per_prompt",
+            value=group_size,
+            expected=f"a divisor of the number of samples, {rewards_B.numel()}",
+        )
+    finite_B = torch.isfinite(rewards_B)
+    if not bool(finite_B.all()):
+        row = int((~finite_B).nonzero()[0])
+        raise UserError(
+            f"the reward of sample {row} is not a finite number",
+            key="reward",
+            value=float(rewards_B[row]),
+            expected="a finite number for every sample",
+            hint="mend the verifier that scored it",
+        )
+    dtype = rewards_B.dtype if rewards_B.is_floating_point() else torch.float32
+    rewards_NG = rewards_B.to(torch.float64).view(-1, group_size)
+    centred_NG = rewards_NG - rewards_NG.mean(dim=1, keepdim=True)
+    if normalize_std:
+        centred_NG = centred_NG / (rewards_NG.std(dim=1, correction=0, keepdim=True) + eps)
+    equal_N1 = (rewards_NG == rewards_NG[:, :1]).all(dim=1, keepdim=True)
+    return torch.where(equal_N1, 0.0, centred_NG).to(dtype).view(-1)

@@ -1,0 +1,63 @@
+"""How per-token losses become one number: a weight for each token over one global denominator.
+
+Weights depend on a token's own sequence alone and denominators add up over sequences. So a
+mini-batch may be cut in any pieces: sum `weights * losses` and the denominators of the pieces,
+divide once at the end, and the result is the loss of the whole, not a mean of means.
+
+Shapes: T completion tokens of B sequences lying one after another, `lengths_B` long.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, assert_never
+
+import torch
+from torch import Tensor
+
+Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"]
+
+
+def token_weights(
+    lengths_B: Tensor, mode: Aggregation, mask_T: Tensor | None = None, *, dtype: torch.dtype
+) -> Tensor:
+    """The weight of each token's loss: 1, or 1 / (unmasked tokens of its sequence); 0 if masked.
+
+    token-mean is DAPO's (arXiv 2503.14476, equation 8), sequence-mean-token-mean GRPO's
+    (arXiv 2402.03300, equation 3), sequence-mean-token-sum has no division by length at all, as
+    Dr.GRPO asks for (arXiv 2503.20783).
+
+    Args:
+        lengths_B: [B] int64, sequence lengths in tokens; they sum to T.
+        mode: the aggregation.
+        mask_T: [T] bool, False for tokens that do not count; None when all do.
+        dtype: of the result.
+
+    Returns:
+        [T].
+    """
+    match mode:
+        case "token-mean" | "sequence-mean-token-sum":
+            num_tokens = int(lengths_B.sum())
+            weights_T = torch.ones(num_tokens, dtype=dtype, device=lengths_B.device)
+        case "sequence-mean-token-mean":
+            counts_B = unmasked_tokens(lengths_B, mask_T).clamp(min=1)
+            weights_T = torch.repeat_interleave(counts_B.to(dtype).reciprocal(), lengths_B)
+        case _:
+            assert_never(mode)
+    return weights_T if mask_T is None else weights_T * mask_T.to(dtype)
+
+
+def denominator(lengths_B: Tensor, mode: Aggregation, mask_T: Tensor | None = None) -> int:
+    """What the weighted sum is divided by: unmasked tokens, or sequences that have at least one."""
+    counts_B = unmasked_tokens(lengths_B, mask_T)
+    return int(counts_B.sum()) if mode == "token-mean" else int((counts_B > 0).sum())
+
+
+def unmasked_tokens(lengths_B: Tensor, mask_T: Tensor | None = None) -> Tensor:
+    """[B] int64: how many tokens of each sequence count."""
+    if mask_T is None:
+        return lengths_B
+    sequence_T = torch.repeat_interleave(
+        torch.arange(lengths_B.numel(), device=lengths_B.device), lengths_B
+    )
+    return torch.zeros_like(lengths_B).index_add(0, sequence_T, mask_T.to(lengths_B.dtype))

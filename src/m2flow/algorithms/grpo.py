@@ -1,0 +1,113 @@
+"""GRPO and its near relatives, by composition only: every formula lives in a file of its own.
+
+Defaults are DAPO's choices (clip-higher, token-mean, no KL term). `sequence-mean-token-mean` with
+a KL term gives the first paper's GRPO, `ratio_level="sequence"` GSPO, and
+`sequence-mean-token-sum` without `normalize_std` Dr.GRPO. Sources: the files composed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from m2flow.algorithms.advantages import group_advantages
+from m2flow.algorithms.aggregation import Aggregation, token_weights
+from m2flow.algorithms.kl import KLEstimator, kl_per_token
+from m2flow.algorithms.loss import LossTerms, TokenColumns, token_sum
+from m2flow.algorithms.policy_loss import RatioLevel, clipped_policy_loss
+
+
+@dataclass(frozen=True)
+class GRPO:
+    """Group-relative policy optimisation; an `m2flow.algorithms.loss.Algorithm`.
+
+    Attributes:
+        clip_low, clip_high: how far below and above 1 the ratio may move.
+        dual_clip: bound of the loss for negative advantages, or None.
+        ratio_level: one ratio a token, or one a sequence.
+        aggregation: how per-token losses become one number.
+        normalize_std: whether advantages are divided by the group's deviation.
+        kl_coefficient: weight of KL(policy || reference) in the loss; 0 needs no reference.
+        kl_estimator: k1, k2 or k3.
+        entropy_coefficient: weight of an entropy bonus.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float | None = None
+    ratio_level: RatioLevel = "token"
+    aggregation: Aggregation = "token-mean"
+    normalize_std: bool = True
+    kl_coefficient: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    entropy_coefficient: float = 0.0
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """Per-token figures of `loss`: sums over tokens, to be divided by the tokens."""
+        figures: tuple[str, ...] = ("clip_fraction", "ratio", "behaviour_kl", "logprob_gap")
+        figures += ("kl",) if self.needs_reference else ()
+        return figures + (("entropy",) if self.needs_entropy else ())
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coefficient != 0.0
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.entropy_coefficient != 0.0
+
+    @property
+    def zero_advantage_is_idle(self) -> bool:
+        return not (self.needs_reference or self.needs_entropy)
+
+    def advantages(self, rewards_B: Tensor, group_size: int) -> Tensor:
+        """[B] advantages of samples whose groups are consecutive; see `group_advantages`."""
+        return group_advantages(rewards_B, group_size, self.normalize_std)
+
+    def loss(self, columns: TokenColumns) -> LossTerms:
+        """Clipped surrogate + kl_coefficient * KL - entropy_coefficient * entropy, weighted."""
+        mask_T = columns.mask_T
+        policy = clipped_policy_loss(
+            columns.logprobs_T,
+            columns.old_logprobs_T,
+            columns.advantages_T,
+            columns.lengths_B,
+            mask_T,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
+            ratio_level=self.ratio_level,
+        )
+        loss_T = policy.loss_T
+        # KL(behaviour || policy): its tokens are the behaviour policy's, hence the swapped sides.
+        behaviour_kl_T = kl_per_token(-policy.log_ratio_T, torch.zeros_like(policy.log_ratio_T))
+        sums = {
+            "clip_fraction": token_sum(policy.clipped_T, mask_T),
+            "ratio": token_sum(policy.ratio_T, mask_T),
+            "behaviour_kl": token_sum(behaviour_kl_T, mask_T),
+            "logprob_gap": token_sum(policy.log_ratio_T.abs(), mask_T),
+        }
+        if self.needs_reference:
+            assert columns.reference_logprobs_T is not None
+            kl_T = kl_per_token(
+                _masked(columns.logprobs_T, mask_T),
+                _masked(columns.reference_logprobs_T, mask_T),
+                self.kl_estimator,
+            )
+            loss_T = loss_T + self.kl_coefficient * kl_T
+            sums["kl"] = token_sum(kl_T, mask_T)
+        if self.needs_entropy:
+            assert columns.entropy_T is not None
+            entropy_T = _masked(columns.entropy_T, mask_T)
+            loss_T = loss_T - self.entropy_coefficient * entropy_T
+            sums["entropy"] = token_sum(entropy_T, mask_T)
+        weights_T = token_weights(columns.lengths_B, self.aggregation, mask_T, dtype=loss_T.dtype)
+        return LossTerms((weights_T * loss_T).sum(), sums)
+
+
+def _masked(values_T: Tensor, mask_T: Tensor | None) -> Tensor:
+    """Zero where masked: filled before any formula, so that nothing masked can overflow in it."""
+    return values_T if mask_T is None else values_T.masked_fill(~mask_T, 0.0)

@@ -1,0 +1,106 @@
+"""The clipped surrogate of PPO, at token or at sequence level, one loss per token.
+
+`loss_T` is not aggregated: weights and denominators are another file's idea (`aggregation`).
+Masked tokens and log-ratios of any size, infinite and NaN ones in masked places included, leave
+finite losses and gradients behind: a masked token takes part in nothing.
+
+Shapes: T completion tokens of B sequences lying one after another, `lengths_B` long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from m2flow.algorithms.kl import MAX_LOG_RATIO
+
+RatioLevel = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """Per-token loss [T] with what became of the ratio; masked tokens hold zeros everywhere.
+
+    `ratio_T` (detached) is what the advantage was multiplied by, `log_ratio_T` (detached) the
+    log-ratio of the token itself whatever the level, `clipped_T` (bool) the tokens for which the
+    clipped branch was taken, so that no gradient flows through them.
+    """
+
+    loss_T: Tensor
+    ratio_T: Tensor
+    log_ratio_T: Tensor
+    clipped_T: Tensor
+
+
+def clipped_policy_loss(
+    logprobs_T: Tensor,
+    old_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    lengths_B: Tensor,
+    mask_T: Tensor | None = None,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    ratio_level: RatioLevel = "token",
+) -> PolicyLoss:
+    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` for every token.
+
+    Sources: PPO (arXiv 1707.06347), equation 7; separate bounds from DAPO (arXiv 2503.14476),
+    equation 8; dual clip (arXiv 1912.09729), equation 5: for A < 0 the loss is at most
+    `-dual_clip * A`; sequence level from GSPO (arXiv 2507.18071), equation 7: every token of a
+    sequence has the ratio `exp(mean over its unmasked tokens of the log-ratio)`.
+
+    Args:
+        logprobs_T: [T] under the policy that learns; gradients flow through them.
+        old_logprobs_T: [T] under the policy that the ratio is taken against.
+        advantages_T: [T], constant.
+        lengths_B: [B] int64, the sequences' lengths in tokens; they sum to T.
+        mask_T: [T] bool, False for tokens that do not count; None when all do.
+        clip_low, clip_high: how far below and above 1 the ratio may move.
+        dual_clip: bound above 1 for negative advantages, or None.
+        ratio_level: one ratio a token, or one a sequence.
+
+    Returns:
+        Figures at least float32, float64 where the log-probabilities are.
+    """
+    assert 0 <= clip_low <= 1 and clip_high >= 0 and (dual_clip is None or dual_clip > 1)
+    dtype = torch.promote_types(logprobs_T.dtype, torch.float32)
+    log_ratio_T = logprobs_T.to(dtype) - old_logprobs_T.to(dtype)
+    advantages_T = advantages_T.to(dtype)
+    if mask_T is not None:
+        # Before `exp`, and not after: 0 * inf in the backward pass would be NaN.
+        log_ratio_T = log_ratio_T.masked_fill(~mask_T, 0.0)
+        advantages_T = advantages_T.masked_fill(~mask_T, 0.0)
+    if ratio_level == "sequence":
+        exponent_T = _sequence_mean(log_ratio_T, lengths_B, mask_T)
+    else:
+        exponent_T = log_ratio_T
+    ratio_T = exponent_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    free_T = -ratio_T * advantages_T
+    bounded_T = -ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T
+    loss_T = torch.maximum(free_T, bounded_T)
+    clipped_T = bounded_T > free_T
+    if dual_clip is not None:
+        ceiling_T = -dual_clip * advantages_T
+        capped_T = (advantages_T < 0) & (loss_T > ceiling_T)
+        loss_T = torch.where(capped_T, ceiling_T, loss_T)
+        clipped_T = clipped_T | capped_T
+    return PolicyLoss(loss_T, ratio_T.detach(), log_ratio_T.detach(), clipped_T)
+
+
+def _sequence_mean(values_T: Tensor, lengths_B: Tensor, mask_T: Tensor | None) -> Tensor:
+    """The mean of each sequence's unmasked values, at each of its tokens; masked ones are 0."""
+    num_sequences = lengths_B.numel()
+    sequence_T = torch.repeat_interleave(
+        torch.arange(num_sequences, device=lengths_B.device), lengths_B
+    )
+    counted_T = torch.ones_like(values_T) if mask_T is None else mask_T.to(values_T.dtype)
+    zeros_B = values_T.new_zeros(num_sequences)
+    totals_B = zeros_B.index_add(0, sequence_T, values_T)
+    counts_B = zeros_B.index_add(0, sequence_T, counted_T)
+    means_T = (totals_B / counts_B.clamp(min=1)).index_select(0, sequence_T)
+    return means_T if mask_T is None else means_T.masked_fill(~mask_T, 0.0)

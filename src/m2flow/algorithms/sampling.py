@@ -1,0 +1,125 @@
+"""Sampling that belongs to the item: what an item draws depends on its seed and nothing else.
+
+The random number for token t of an item is a hash of (seed, t), so no generator state exists,
+and batch composition, order, restarts and placement cannot change a draw. Knows nothing of
+models or engines.
+
+Legend: B batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA
+# 2014): the increment, and the two multipliers of its finaliser (variant 13 of David Stafford).
+_INCREMENT = 0x9E3779B97F4A7C15
+_MULTIPLIER_1 = 0xBF58476D1CE4E5B9
+_MULTIPLIER_2 = 0x94D049BB133111EB
+_MASK_64 = (1 << 64) - 1
+_MASK_63 = (1 << 63) - 1
+
+
+def derive_seed(*parts: int) -> int:
+    """Mixes integers of any size and sign into one seed in [0, 2**63).
+
+    Order and number of the parts matter: (1, 2), (2, 1) and (1, 2, 0) give unrelated seeds.
+    """
+    state = _finalise_int(len(parts) + _INCREMENT)
+    for part in parts:
+        magnitude = abs(part)
+        limbs = [magnitude >> shift & _MASK_64 for shift in range(0, magnitude.bit_length(), 64)]
+        # The head tells sign and length, so that no two lists of parts mix the same words.
+        for word in (2 * len(limbs) + (part < 0), *limbs):
+            state = _finalise_int((state ^ word) + _INCREMENT)
+    return state & _MASK_63
+
+
+def uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
+    """The uniform number in [0, 1) with which an item draws its token at a completion position.
+
+    SplitMix64's finaliser of `seed + (position + 1) * 0x9E3779B97F4A7C15` modulo 2**64; its top
+    53 bits over 2**53, which is exact in float64.
+
+    Args:
+        seed_B: int64, any shape.
+        position_B: int64, broadcastable to `seed_B`; 0 is the first token of the completion.
+
+    Returns:
+        float64, the broadcast shape.
+    """
+    # int64 arithmetic wraps modulo 2**64, so signed tensors carry unsigned bits unharmed.
+    mixed = _finalise_tensor(seed_B + (position_B + 1) * _signed(_INCREMENT))
+    return _shift_right(mixed, 11).to(torch.float64) * 2.0**-53
+
+
+def sample_tokens(
+    logits_BV: Tensor, seed_B: Tensor, position_B: Tensor, temperature: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Draws one token per row by inverting the cumulative distribution at `uniform(seed, t)`.
+
+    The distribution is softmax(logits / temperature) in float64. The token is the first whose
+    cumulative probability exceeds the uniform number; where rounding leaves the whole sum below
+    it, the last token that adds to the sum. Temperature 0 is greedy.
+
+    Args:
+        logits_BV: float, finite or -inf (an excluded token).
+        seed_B: int64.
+        position_B: int64, position in the completion, from 0.
+        temperature: one number, or float64 [B]; not negative.
+
+    Returns:
+        token_B: int64.
+        logprob_B: in the dtype of the logits, computed in float64: log softmax(logits /
+            temperature) of the drawn token, under temperature 1 where the row is greedy.
+            NaN where the logits are not a distribution.
+    """
+    logits64_BV = logits_BV.to(torch.float64)
+    if isinstance(temperature, Tensor):
+        greedy_B = temperature == 0
+        # Always the product with the reciprocal: one number and a column give the same bits.
+        scale_B = temperature.to(torch.float64).masked_fill(greedy_B, 1.0).reciprocal()
+        prob_BV = torch.softmax(logits64_BV * scale_B.unsqueeze(-1), dim=-1)
+        drawn_B = _invert_cdf(prob_BV, uniform(seed_B, position_B))
+        token_B = torch.where(greedy_B, logits_BV.argmax(dim=-1), drawn_B)
+    elif temperature == 0:
+        prob_BV = torch.softmax(logits64_BV, dim=-1)
+        token_B = logits_BV.argmax(dim=-1)
+    else:
+        prob_BV = torch.softmax(logits64_BV * (1.0 / temperature), dim=-1)
+        token_B = _invert_cdf(prob_BV, uniform(seed_B, position_B))
+    logprob_B = prob_BV.gather(1, token_B.unsqueeze(1)).squeeze(1).log_()
+    return token_B, logprob_B.to(logits_BV.dtype)
+
+
+def _invert_cdf(prob_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    cdf_BV = prob_BV.cumsum(dim=-1)
+    first_above_B1 = torch.searchsorted(cdf_BV, uniform_B.unsqueeze(1), right=True)
+    last_B1 = torch.searchsorted(cdf_BV, cdf_BV[:, -1:].contiguous())
+    # The clamp matters for NaN only: the index stays in range and the log-probability tells.
+    token_B1 = torch.minimum(first_above_B1, last_B1).clamp_(max=prob_BV.shape[1] - 1)
+    return token_B1.squeeze(1)
+
+
+def _finalise_int(value: int) -> int:
+    value &= _MASK_64
+    value = ((value ^ (value >> 30)) * _MULTIPLIER_1) & _MASK_64
+    value = ((value ^ (value >> 27)) * _MULTIPLIER_2) & _MASK_64
+    return value ^ (value >> 31)
+
+
+def _finalise_tensor(value: Tensor) -> Tensor:
+    value = (value ^ _shift_right(value, 30)) * _signed(_MULTIPLIER_1)
+    value = (value ^ _shift_right(value, 27)) * _signed(_MULTIPLIER_2)
+    return value ^ _shift_right(value, 31)
+
+
+def _shift_right(value: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's shift of int64 is arithmetic, so the sign bits are masked away."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits."""
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,175 @@
+"""The command line: `m2flow COMMAND`.
+
+Exit codes: 0 done, 2 the input is wrong (one line on standard error), 1 anything else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from m2flow.errors import RunFailed, UserError
+
+# Idle OpenMP threads must sleep, or two busy processes on two cores slow each other several times.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+app = typer.Typer(
+    name="m2flow",
+    help="Reinforcement learning of foundation models: write the step, m2flow plans and runs it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Recipe = Annotated[Path, typer.Argument(help="A recipe: a YAML file.")]
+Overrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer reads this annotation at run time
+    typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the recipe."),
+]
+Mode = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="Plan to build: eager, collocated or disaggregated."),
+]
+PlanFile = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--plan", help="A plan file to run instead."),
+]
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    mode: Mode = None,
+    plan: PlanFile = None,
+    run_dir: Annotated[Optional[Path], typer.Option(help="Where the run is kept.")] = None,  # noqa: UP045
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with --run-dir.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would run, start nothing.")
+    ] = False,
+) -> None:
+    """Train a recipe, from the start or from its last checkpoint."""
+    from m2flow.cli.train import train as run
+
+    run(
+        recipe,
+        with_mode(overrides, mode),
+        plan_file=plan,
+        run_dir=run_dir,
+        resume=resume,
+        dry_run=dry_run,
+    )
+
+
+@app.command("plan")
+def plan_command(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    mode: Mode = None,
+    plan: PlanFile = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print the graph, and the plan in words.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Show how a recipe would be carried out."""
+    from m2flow.cli.planning import planned
+    from m2flow.cli.recipe import read_recipe
+    from m2flow.plan import explain as in_words
+    from m2flow.plan import to_json
+
+    settings = read_recipe(recipe, with_mode(overrides, mode))
+    graph, chosen = planned(settings, plan)
+    if json or not explain:
+        print(to_json(chosen), end="")
+    if explain:
+        lines = ["flow:", *(f"  {line}" for line in graph.describe())]
+        out = sys.stderr if json else sys.stdout
+        print("\n".join(lines + in_words(chosen, graph, settings.prompts_per_step)), file=out)
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="A checkpoint or a Hugging Face folder.")],
+    data: Annotated[Path, typer.Option(help="Problems as JSON lines.")],
+    samples: Annotated[int, typer.Option(help="Answers drawn for each problem.")] = 1,
+    temperature: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="0 is greedy; by default 0 for one sample and 1 for several."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
+    limit: Annotated[Optional[int], typer.Option(help="Only the first so many problems.")] = None,  # noqa: UP045
+    seed: Annotated[int, typer.Option(help="Fixes what is sampled.")] = 0,
+    lanes: Annotated[str, typer.Option(help="Lanes, such as cpu:2.")] = "auto",
+    on_bad_row: Annotated[str, typer.Option(help="fail or skip.")] = "fail",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Accuracy and pass@k of a model on problems with known answers."""
+    from m2flow.cli.evaluate import evaluate as run
+
+    run(
+        model,
+        data,
+        samples=samples,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        limit=limit,
+        seed=seed,
+        lanes=lanes,
+        on_bad_row=on_bad_row,
+        as_json=json,
+    )
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
+    """Write report.html from what a run directory holds."""
+    from m2flow.observe.report import write_report
+
+    print(write_report(run_dir))
+
+
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What this machine has, what is missing, and the command that mends it."""
+    from m2flow.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(as_json=json))
+
+
+def with_mode(overrides: list[str] | None, mode: str | None) -> list[str]:
+    """The overrides, with `--mode` as one of them."""
+    return [*(overrides or []), *([f"mode={mode}"] if mode else [])]
+
+
+def main() -> None:
+    """Entry point: runs a command, and turns errors into exit codes."""
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except RunFailed as error:
+        print(f"the run failed: {first_cause(error)}", file=sys.stderr)
+        raise SystemExit(1) from error
+    except KeyboardInterrupt:
+        print("interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def first_cause(error: BaseException) -> str:
+    """The first thing that went wrong, then how it came up to here."""
+    causes = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    lines = []
+    for cause in reversed(causes):
+        lines.append(f"{type(cause).__name__}: {cause}")
+        lines += getattr(cause, "__notes__", [])
+    return "\n".join(lines)

@@ -1,0 +1,378 @@
+"""`m2flow doctor`: what this machine has, what is missing, and the command that mends it.
+
+Every check looks at one thing and returns findings; a check that fails becomes a finding and
+stops no other. What must be installed is read from m2flow's own metadata, so that the list
+cannot drift from `pyproject.toml`. Nothing on the machine is changed, and torch and Ray are
+imported by their checks alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import tomllib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from packaging.requirements import Requirement
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+Status = Literal["ok", "warn", "missing", "optional"]
+
+GIB = 2**30
+PROC, CGROUP, SHM = Path("/proc"), Path("/sys/fs/cgroup"), Path("/dev/shm")
+SOURCE_TREE = Path(__file__).parents[3]
+MEMORY_FILES = (
+    ("memory.max", "memory.current"),  # version 2 of control groups
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),  # version 1
+)
+
+MODULE_NAMES = {"pyyaml": "yaml"}  # where pip's name and Python's differ by more than a hyphen
+STATUS_STYLES = {"ok": "green", "warn": "yellow", "missing": "bold red", "optional": "dim"}
+
+# How a package that is there but broken fails at import, and a file of the system at reading.
+EXPECTED_FAILURES = (ImportError, OSError, RuntimeError, ValueError, AttributeError, TypeError)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: what was looked at.
+        status: `ok`; `warn` (it works, slower or less safely than it could); `missing` (m2flow
+            cannot do its main job without it); `optional` (an extra that is not installed).
+        detail: what was found.
+        fix: the command that mends it, or what to do; None where nothing needs mending.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    fix: str | None = None
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What m2flow declares that it needs: for its main job, and by extra."""
+
+    core: Sequence[Requirement]
+    extras: Mapping[str, Sequence[Requirement]]
+
+
+def run_doctor(*, as_json: bool = False) -> int:
+    """Print all findings, as a table or as JSON; 0 if the core works, 1 if something is missing."""
+    findings = diagnose()
+    works = all(finding.status != "missing" for finding in findings)
+    if as_json:
+        report = {"works": works, "findings": [asdict(finding) for finding in findings]}
+        print(json.dumps(report, indent=2))
+    else:
+        print_findings(findings, Console())
+    return 0 if works else 1
+
+
+def diagnose() -> list[Finding]:
+    """All findings for this machine and this interpreter, in the order of the report."""
+    checks: dict[str, Callable[[], list[Finding]]] = {
+        "Python": check_python,
+        "CPU cores": check_cores,
+        "memory": check_memory,
+        "shared memory": check_shared_memory,
+        "disk": check_disk,
+        "bfloat16 on CPU": check_cpu_bfloat16,
+        "OpenMP": check_openmp,
+        "packages": check_packages,
+        "GPU": check_gpu,
+        "extras": check_extras,
+    }
+    return [finding for name, check in checks.items() for finding in isolated(name, check)]
+
+
+def isolated(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
+    """The check's findings; where it fails, one finding that says how."""
+    try:
+        return check()
+    except EXPECTED_FAILURES as error:
+        return [Finding(name, "warn", f"could not be checked: {_one_line(error)}")]
+
+
+def print_findings(findings: Sequence[Finding], console: Console) -> None:
+    """A table of the findings; under it, ready to copy, what mends them."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "status", "found"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        verdict = Text(finding.status, STATUS_STYLES[finding.status])
+        table.add_row(Text(finding.name), verdict, Text(finding.detail))
+    console.print(table)
+    for status, heading in (
+        ("missing", "m2flow does not work without:"),
+        ("warn", "Worth mending:"),
+        ("optional", "Extras, when you want them:"),
+    ):
+        fixes = [finding for finding in findings if finding.status == status and finding.fix]
+        if fixes:
+            console.print(f"\n{heading}", style="bold")
+        for finding in fixes:
+            console.print(Text(f"  {finding.name:<16} {finding.fix}"), soft_wrap=True)
+
+
+# The machine
+
+
+def check_python() -> list[Finding]:
+    """The interpreter that runs, and whether it belongs to a virtual environment."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    place = "" if sys.prefix != sys.base_prefix else ", not in a virtual environment"
+    return [Finding("Python", "ok", f"{version}{place} ({sys.executable})")]
+
+
+def cgroup_folders(controller: str, proc: Path, cgroup: Path) -> Iterator[Path]:
+    """Where limits on this process may stand: its control group and all that hold it, v1 and v2."""
+    for line in _read(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = cgroup / controller if controllers else cgroup
+        own = top / path.lstrip("/")
+        yield own
+        yield from (folder for folder in own.parents if folder.is_relative_to(top))
+
+
+def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> float:
+    """CPU cores this process may use: its affinity mask, or less where a cgroup's quota says so."""
+    on_linux = hasattr(os, "sched_getaffinity")
+    cores: float = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
+    for folder in cgroup_folders("cpu", proc, cgroup):
+        v1 = f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
+        quota_and_period = (_read(folder / "cpu.max") or v1).split()
+        if len(quota_and_period) == 2 and quota_and_period[0] not in ("max", "-1"):
+            quota, period = map(int, quota_and_period)
+            cores = min(cores, quota / period)
+    return cores
+
+
+def check_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> list[Finding]:
+    """The cores that may be used; on a machine without a GPU they are the lanes."""
+    cores = usable_cores(proc, cgroup)
+    detail = f"{cores:g} usable of {os.cpu_count()}"
+    if cores < 2:
+        fix = "give this job two cores or more (docker run --cpus, taskset, cpuset)"
+        return [Finding("CPU cores", "warn", f"{detail}: stages cannot overlap", fix)]
+    return [Finding("CPU cores", "ok", detail)]
+
+
+def usable_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> tuple[int, int]:
+    """`(available, total)` bytes of memory: the machine's, or the cgroup's where it allows less."""
+    rows = dict(line.split(":", 1) for line in _read(proc / "meminfo").splitlines() if ":" in line)
+    if not {"MemTotal", "MemAvailable"} <= rows.keys():
+        raise OSError(f"{proc / 'meminfo'} does not say how much memory there is")
+    total, available = (int(rows[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    for folder in cgroup_folders("memory", proc, cgroup):
+        for limit_name, usage_name in MEMORY_FILES:
+            limit, usage = _read(folder / limit_name), _read(folder / usage_name)
+            if limit.isdigit() and int(limit) < total:  # no limit: `max`, or more than there is
+                total = int(limit)
+                available = min(available, total - int(usage or 0))
+    return max(available, 0), total
+
+
+def check_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> list[Finding]:
+    """Memory: each lane is a process of its own that imports torch."""
+    available, total = usable_memory(proc, cgroup)
+    detail = f"{_gib(available)} available of {_gib(total)}"
+    if available < 4 * GIB:
+        fix = "close other programs, or raise this job's memory limit"
+        return [Finding("memory", "warn", f"{detail}: a run wants 4 GiB", fix)]
+    return [Finding("memory", "ok", detail)]
+
+
+def check_shared_memory(shm: Path = SHM) -> list[Finding]:
+    """Room in /dev/shm, which holds Ray's object store."""
+    if not shm.is_dir():
+        detail = f"{shm} is not there: Ray's object store falls back to files"
+        return [Finding("shared memory", "warn", detail)]
+    usage = shutil.disk_usage(shm)
+    detail = f"{_gib(usage.free)} free of {_gib(usage.total)} in {shm}"
+    if usage.free < 2 * GIB:
+        fix = f"docker run --shm-size=8g, or: mount -o remount,size=8g {shm}"
+        detail += ": below 2 GiB, Ray's object store falls back to files"
+        return [Finding("shared memory", "warn", detail, fix)]
+    return [Finding("shared memory", "ok", detail)]
+
+
+def check_disk(places: Sequence[Path] | None = None) -> list[Finding]:
+    """Free disk where runs are written (here) and where Ray spills (the temporary directory)."""
+    places = places or [Path.cwd(), Path(tempfile.gettempdir())]
+    free = {place: shutil.disk_usage(place).free for place in places}
+    detail = ", ".join(f"{_gib(count)} free in {place}" for place, count in free.items())
+    if min(free.values()) < 5 * GIB:
+        fix = "free some space, or name a larger disk with --run-dir and TMPDIR"
+        return [Finding("disk", "warn", detail, fix)]
+    return [Finding("disk", "ok", detail)]
+
+
+def check_cpu_bfloat16(proc: Path = PROC) -> list[Finding]:
+    """Whether this CPU multiplies bfloat16 in hardware; where it does not, bfloat16 is emulated."""
+    flags = set(_read(proc / "cpuinfo").split())
+    found = sorted(flags & {"avx512_bf16", "amx_bf16", "bf16"})  # the last is Arm's name
+    detail = f"fast ({', '.join(found)})" if found else "emulated: float32 is the faster choice"
+    return [Finding("bfloat16 on CPU", "ok", detail)]
+
+
+def check_openmp(environ: Mapping[str, str] | None = None) -> list[Finding]:
+    """The OpenMP settings that decide whether processes on the same cores hinder each other."""
+    environ = os.environ if environ is None else environ
+    policy, threads = (environ.get(key, "unset") for key in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS"))
+    detail = f"OMP_WAIT_POLICY {policy}, OMP_NUM_THREADS {threads}"
+    cores = max(1, math.floor(usable_cores()))
+    if policy.upper() != "PASSIVE":
+        detail += ": idle threads keep cores from busy ones"
+        return [Finding("OpenMP", "warn", detail, "export OMP_WAIT_POLICY=PASSIVE")]
+    if threads.isdigit() and int(threads) > cores:
+        detail += f": more threads than the {cores} cores"
+        return [Finding("OpenMP", "warn", detail, f"export OMP_NUM_THREADS={cores}")]
+    return [Finding("OpenMP", "ok", detail)]
+
+
+# The software
+
+
+def declared_requirements() -> Requirements:
+    """What m2flow declares, as it was installed; else as the source tree of this file says.
+
+    Raises:
+        OSError: m2flow is neither installed nor in its source tree.
+    """
+    try:
+        names = metadata.metadata("m2flow").get_all("Provides-Extra") or []
+        declared = [Requirement(line) for line in metadata.requires("m2flow") or []]
+    except metadata.PackageNotFoundError:
+        project = tomllib.loads((SOURCE_TREE / "pyproject.toml").read_text())["project"]
+        extras = project["optional-dependencies"].items()
+        return Requirements(
+            [Requirement(line) for line in project["dependencies"]],
+            {extra: [Requirement(line) for line in lines] for extra, lines in extras},
+        )
+    core = [one for one in declared if _applies(one, extra="")]
+    rest = [one for one in declared if one not in core]
+    return Requirements(
+        core, {name: [one for one in rest if _applies(one, name)] for name in names}
+    )
+
+
+def _applies(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def check_packages(requirements: Requirements | None = None) -> list[Finding]:
+    """One finding for each package of the core: is it there, does it import, is it in range?"""
+    return [check_package(one) for one in (requirements or declared_requirements()).core]
+
+
+def check_package(requirement: Requirement) -> Finding:
+    """Whether one package is there, can be imported, and has a version in its range."""
+    name, install = requirement.name, _pip_install(_pip_form(requirement))
+    version = _version(requirement)
+    if version is None:
+        return Finding(name, "missing", "not installed", install)
+    try:
+        importlib.import_module(MODULE_NAMES.get(name.lower(), name.replace("-", "_")))
+    except EXPECTED_FAILURES as error:
+        detail = f"{version} is installed and does not import: {_one_line(error)}"
+        return Finding(name, "missing", detail, f"{install} --force-reinstall")
+    if not requirement.specifier.contains(version, prereleases=True):
+        detail = f"{version} is outside the range {requirement.specifier}"
+        return Finding(name, "warn", detail, install)
+    return Finding(name, "ok", version)
+
+
+def check_gpu() -> list[Finding]:
+    """The GPUs that torch can use, or why it cannot use those that are there."""
+    import torch
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")  # torch warns where it could say why a driver is too old
+        usable = torch.cuda.is_available()
+    if usable:
+        gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        listed = ", ".join(f"{gpu.name} ({_gib(gpu.total_memory)})" for gpu in gpus)
+        return [Finding("GPU", "ok", f"{listed}; CUDA {torch.version.cuda}")]
+    if shutil.which("nvidia-smi") is None:
+        return [Finding("GPU", "ok", "none: lanes are sets of CPU cores")]
+    if torch.version.cuda is None:
+        detail = f"there is an NVIDIA driver, but torch {torch.__version__} is a build for CPU"
+        wanted = next(one for one in declared_requirements().core if one.name == "torch")
+        fix = f"{_pip_install(_pip_form(wanted))} --force-reinstall"
+        return [Finding("GPU", "warn", detail, fix)]
+    reason = f": {_one_line(caught[0].message)}" if caught else ""
+    detail = f"torch, built for CUDA {torch.version.cuda}, finds none{reason}"
+    return [Finding("GPU", "warn", detail, "nvidia-smi  # is the driver loaded, and new enough?")]
+
+
+def check_extras(requirements: Requirements | None = None) -> list[Finding]:
+    """One finding for each extra: its versions, or the command that installs what it lacks."""
+    findings = []
+    for extra, wanted in (requirements or declared_requirements()).extras.items():
+        name = f"extra {extra}"
+        versions = {one.name: _version(one) for one in wanted}
+        absent = [package for package, version in versions.items() if version is None]
+        if absent:
+            detail = f"without {', '.join(absent)}"
+            findings.append(Finding(name, "optional", detail, _install_extra(extra)))
+        else:
+            detail = ", ".join(f"{package} {version}" for package, version in versions.items())
+            findings.append(Finding(name, "ok", detail))
+    return findings
+
+
+def _install_extra(extra: str) -> str:
+    # Through m2flow itself, never the package alone: pip then keeps torch within its range.
+    try:
+        metadata.version("m2flow")
+    except metadata.PackageNotFoundError:
+        return _pip_install("-e", f"{SOURCE_TREE}[{extra}]")
+    return _pip_install(f"m2flow[{extra}]")
+
+
+def _pip_install(*arguments: str) -> str:
+    return shlex.join([sys.executable, "-m", "pip", "install", *arguments])
+
+
+def _pip_form(requirement: Requirement) -> str:
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    return f"{requirement.name}{extras}{requirement.specifier}"
+
+
+def _version(requirement: Requirement) -> str | None:
+    try:
+        return metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _read(path: Path) -> str:
+    """The text of a small system file; empty where the system has no such file."""
+    return path.read_text().strip() if path.is_file() else ""
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"
+
+
+def _one_line(error: object) -> str:
+    """What the error says, on one line; its type where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__

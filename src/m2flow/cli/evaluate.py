@@ -1,0 +1,95 @@
+"""`m2flow eval`: accuracy and pass@k of a model on problems with known answers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from m2flow.errors import UserError
+from m2flow.plan import parse_lanes
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """The chance that at least one of k answers is right, estimated without bias.
+
+    1 - C(n - c, k) / C(n, k): Chen et al. 2021 (arXiv 2107.03374), equation 1.
+    """
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def evaluate(
+    model: Path,
+    data: Path,
+    *,
+    samples: int = 1,
+    temperature: float | None = None,
+    max_new_tokens: int = 256,
+    limit: int | None = None,
+    seed: int = 0,
+    lanes: str = "auto",
+    on_bad_row: str = "fail",
+    as_json: bool = False,
+) -> dict[str, Any]:
+    """Draw answers, score them, print the figures.
+
+    Args:
+        model: a checkpoint of a run (its `model/` is taken) or a Hugging Face folder.
+        data: JSON lines with a question and an answer.
+        samples: answers for each problem; pass@k is reported for k = samples and powers of two.
+        temperature: of the sampling; None is 0 for one sample and 1 for several.
+        max_new_tokens: longest answer.
+        limit: only the first so many problems.
+        seed: fixes what is drawn.
+        lanes: where it runs.
+        on_bad_row: "fail" or "skip".
+        as_json: print one JSON object instead of lines.
+
+    Raises:
+        UserError: the model or the data are missing or wrong.
+    """
+    for key, value in (("--samples", samples), ("--max-new-tokens", max_new_tokens)):
+        if value < 1:
+            raise UserError("must be at least 1", key=key, value=value)
+    if temperature is None:
+        temperature = 0.0 if samples == 1 else 1.0
+    elif temperature < 0:
+        raise UserError("must not be negative", key="--temperature", value=temperature)
+    from m2flow.reasoning.evaluation import evaluate_file  # imports torch: seconds
+
+    specs = parse_lanes(lanes)
+    scores = evaluate_file(
+        model,
+        data,
+        samples=samples,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        limit=limit,
+        seed=seed,
+        lanes=specs,
+        on_bad_row=on_bad_row,
+    )
+    correct = [sum(reward >= 1.0 for reward in rewards) for rewards in scores.rewards]
+    ks = sorted({1, samples} | {2**n for n in range(1, samples.bit_length()) if 2**n <= samples})
+    figures: dict[str, Any] = {
+        "model": str(model),
+        "data": str(data),
+        "problems": len(correct),
+        "samples": samples,
+        "temperature": temperature,
+        "accuracy": sum(correct) / (len(correct) * samples),
+        **{f"pass@{k}": sum(pass_at_k(samples, c, k) for c in correct) / len(correct) for k in ks},
+        "mean_tokens": scores.mean_tokens,
+        "truncated_share": scores.truncated_share,
+        "seconds": scores.seconds,
+    }
+    if as_json:
+        print(json.dumps(figures))
+    else:
+        print(f"{len(correct)} problems of {data}, {samples} answer(s) each")
+        for name in ("accuracy", *(f"pass@{k}" for k in ks)):
+            print(f"  {name:<16} {figures[name]:.4f}")
+        for name in ("mean_tokens", "truncated_share", "seconds"):
+            print(f"  {name:<16} {figures[name]:.2f}")
+    return figures

@@ -1,0 +1,37 @@
+"""From a recipe to its graph and plan, without torch, Ray or any data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from m2flow.engine.plan import Plan
+from m2flow.flow.graph import FlowGraph
+from m2flow.plan import build_plan, parse_lanes, read_plan, validate
+from m2flow.reasoning.config import ReasoningRecipe
+from m2flow.reasoning.flow import grpo_flow
+from m2flow.reasoning.workers import ModelSource
+
+
+def graph_of(recipe: ReasoningRecipe) -> FlowGraph:
+    """The macro flow of a recipe, traced with workers that will never be loaded."""
+    return grpo_flow(recipe, ModelSource(""), None).trace()
+
+
+def planned(recipe: ReasoningRecipe, plan_file: Path | None = None) -> tuple[FlowGraph, Plan]:
+    """The graph and the plan that a recipe leads to on this machine.
+
+    Raises:
+        UserError: the lanes, the mode or the plan file are wrong.
+    """
+    graph = graph_of(recipe)
+    if plan_file is not None:
+        plan = read_plan(plan_file)
+    else:
+        lanes = parse_lanes(recipe.lanes)
+        plan = build_plan(recipe.mode, graph, lanes, recipe.prompts_per_step)
+        plan = replace(
+            plan, max_staleness=recipe.max_staleness, deadline_seconds=recipe.deadline_seconds
+        )
+    validate(plan, graph, recipe.prompts_per_step)
+    return graph, plan

@@ -1,0 +1,44 @@
+"""Who waits for whom: what the engine says when a run stops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from m2flow.engine.messages import ExportWeights, InstallWeights, RunCall, RunFinish
+from m2flow.engine.steps import StepState
+from m2flow.flow.graph import FlowGraph
+
+if TYPE_CHECKING:
+    from m2flow.engine.core import Call, CallCommand
+
+
+def call_name(graph: FlowGraph, command: CallCommand) -> str:
+    """A call in words."""
+    match command:
+        case RunCall(node=node, step=step, call=call):
+            return f"{graph.nodes[node].name} (step {step}, call {call})"
+        case RunFinish(node=node, step=step, minibatch=minibatch):
+            return f"{graph.nodes[node].name}.finish (step {step}, mini-batch {minibatch})"
+        case ExportWeights(source=source, version=version):
+            return f"export of {source}'s weights (version {version})"
+        case InstallWeights(source=source, target=target, version=version):
+            return f"install of {source}'s weights in {target} (version {version})"
+
+
+def who_waits(graph: FlowGraph, calls: Iterable[Call], steps: Iterable[StepState]) -> list[str]:
+    """One line for each call in progress and each stage that is not complete."""
+    lines = [
+        f"  running: {call_name(graph, call.command)} on lanes {sorted(call.running)}"
+        for call in calls
+    ]
+    for state in steps:
+        for node in graph.nodes:
+            ledger = state.ledgers[node.index]
+            if not ledger.complete:
+                lines.append(
+                    f"  waiting: {node.name} (step {state.step}): {ledger.low} of "
+                    f"{ledger.num_units} {node.unit}s done, {ledger.ready()} ready, "
+                    f"{ledger.leased} leased"
+                )
+    return lines

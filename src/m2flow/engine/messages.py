@@ -1,0 +1,185 @@
+"""What goes into the engine (events) and what comes out of it (commands).
+
+Items are integers: an item's index within its step. Payloads never pass through here; a `Part`
+says which stage made the items that a call is to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+# --- events -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepSubmitted:
+    """The source items 0 ... num_items-1 of a step are there."""
+
+    step: int
+    num_items: int
+
+
+@dataclass(frozen=True, slots=True)
+class ItemsProduced:
+    """A call has handed on finished output items.
+
+    Attributes:
+        items: indices in the item space of the stage's output.
+        num_bytes: their size, all together.
+        leaving: those that leave the loop the stage stands in.
+    """
+
+    call: int
+    items: tuple[int, ...]
+    num_bytes: int = 0
+    leaving: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallFinished:
+    """One lane has finished its part of a call."""
+
+    call: int
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailed:
+    """A call raised."""
+
+    call: int
+    lane: int
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLost:
+    """A lane's process is gone."""
+
+    lane: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The time, in seconds of any one clock."""
+
+    now: float
+
+
+Event: TypeAlias = StepSubmitted | ItemsProduced | CallFinished | CallFailed | LaneLost | Tick
+
+# --- commands ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Items to read from the output of one stage (or SOURCE)."""
+
+    producer: int
+    items: tuple[int, ...]
+
+
+Inputs: TypeAlias = tuple[tuple[Part, ...], ...]
+"""For each input stream of a stage, the parts that make up its items, aligned by item."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunCall:
+    """Run a stage on a gang of lanes; lane k works on `inputs[k]`."""
+
+    call: int
+    node: int
+    step: int
+    lanes: tuple[int, ...]
+    inputs: tuple[Inputs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FeedCall:
+    """Give more items to a streaming call while it runs."""
+
+    call: int
+    node: int
+    step: int
+    lane: int
+    inputs: Inputs
+
+
+@dataclass(frozen=True, slots=True)
+class RunFinish:
+    """Every item of a mini-batch has been folded in: run `finish` on all lanes of the worker."""
+
+    call: int
+    node: int
+    step: int
+    minibatch: int
+    lanes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportWeights:
+    """Make the source worker's weights of this version readable from other lanes."""
+
+    call: int
+    source: str
+    version: int
+    lanes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InstallWeights:
+    """Install a version on one lane: from the source worker if it stands there, else its export."""
+
+    call: int
+    source: str
+    target: str
+    version: int
+    lanes: tuple[int, ...]
+    local: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MoveState:
+    """Offload or onload a worker on a lane; done before any later command to that lane."""
+
+    what: Literal["offload", "onload"]
+    worker: str
+    lane: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseItems:
+    """No stage will read these outputs any more; their payload may go."""
+
+    step: int
+    producer: int
+    items: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteStep:
+    """Everything of a step is done, its weights are installed, its payloads may go.
+
+    Attributes:
+        staleness: for each version lag, how many items were leased to a stage that runs on
+            published weights with that lag.
+    """
+
+    step: int
+    version: int
+    staleness: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FailRun:
+    """Stop the run; `cause` is the first thing that went wrong."""
+
+    message: str
+    cause: BaseException | None = None
+
+
+LaneCommand: TypeAlias = RunCall | FeedCall | RunFinish | ExportWeights | InstallWeights | MoveState
+Command: TypeAlias = LaneCommand | ReleaseItems | CompleteStep | FailRun

@@ -1,0 +1,97 @@
+"""`Plan`: the micro flow, as the engine reads it. Plain data.
+
+It says which lanes each worker has, how many units a call takes, how much may wait on an edge and
+in which order a lane prefers its stages. `m2flow.plan` reads and writes it as JSON, checks it
+against a graph and a machine, and builds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSpec:
+    """One process that owns one accelerator, or a fixed set of CPU cores.
+
+    Attributes:
+        id: the lane's number.
+        kind: "cpu" or "gpu".
+        cores: CPU cores the lane is bound to; empty for no binding.
+        gpu: index of the accelerator, or None.
+        memory_bytes: the most that the states resident on the lane may take; None for no limit.
+    """
+
+    id: int
+    kind: str = "cpu"
+    cores: tuple[int, ...] = ()
+    gpu: int | None = None
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a worker stands.
+
+    Attributes:
+        replicas: each replica is the tuple of lanes (a gang) that take part in each of its calls.
+        state_bytes: what its state takes on each lane while it is resident.
+    """
+
+    replicas: tuple[tuple[int, ...], ...]
+    state_bytes: int = 0
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """Every lane that holds the worker, in order of rank."""
+        return tuple(dict.fromkeys(lane for gang in self.replicas for lane in gang))
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """How a stage is cut into calls.
+
+    Attributes:
+        chunk: units a call takes; None for all that its window (mini-batch or step) has.
+        max_running: for a streaming stage, the most items a call may hold at once.
+    """
+
+    chunk: int | None = None
+    max_running: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EdgePlan:
+    """What may wait, or be in the making, between two stages; None for no limit."""
+
+    max_items: int | None = None
+    max_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A complete micro flow for one graph.
+
+    Attributes:
+        mode: the name of the builder that made it, or "custom".
+        lanes: the lanes used.
+        placements: by worker (a pure function counts as a worker of its own).
+        stages: by stage name; a stage left out runs one call for each window.
+        edges: by `producer->consumer`; an edge left out has no limit.
+        order: stage names, most preferred first, where a lane has a choice; topological if empty.
+        max_staleness: how many steps the weights that generate may lag behind (0: on-policy).
+        deadline_seconds: longest that a call may take before the run is stopped with an account
+            of who waits for whom.
+        predicted_seconds: what the planner expects of a step, or None.
+    """
+
+    mode: str
+    lanes: tuple[LaneSpec, ...]
+    placements: Mapping[str, Placement]
+    stages: Mapping[str, StagePlan] = field(default_factory=dict)
+    edges: Mapping[str, EdgePlan] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+    max_staleness: int = 0
+    deadline_seconds: float = 600.0
+    predicted_seconds: float | None = None

@@ -1,0 +1,220 @@
+"""`Runner`: feeds steps into engines, has their commands carried out, and gives results back.
+
+The loop is the same whatever carries the commands out (one process, Ray): it knows no placement
+and no payload. Every wait has a deadline, because the engine is told the time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from m2flow.engine.core import Engine
+from m2flow.engine.messages import (
+    Command,
+    CompleteStep,
+    Event,
+    FailRun,
+    StepSubmitted,
+    Tick,
+)
+from m2flow.engine.plan import Plan
+from m2flow.engine.spans import Span
+from m2flow.errors import RunFailed, UserError
+from m2flow.flow.batch import Batch
+from m2flow.flow.graph import FlowGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a carrier says: an event for the engine, and facts for people.
+
+    Attributes:
+        event: what happened; None for facts alone.
+        spans: what a lane did meanwhile.
+        metrics: what a `finish` returned (by the first lane of its gang).
+    """
+
+    event: Event | None
+    spans: tuple[Span, ...] = ()
+    metrics: Mapping[str, float] | None = None
+
+
+class Carrier(Protocol):
+    """Carries out commands on lanes."""
+
+    def submit(self, flow: str, step: int, batch: Batch) -> None:
+        """Make a step's source items readable for the lanes."""
+        ...
+
+    def carry_out(self, flow: str, command: Command) -> None:
+        """Start a command, without waiting for it."""
+        ...
+
+    def wait(self, seconds: float) -> list[Report]:
+        """What has happened; waits for the first report, but no longer than this."""
+        ...
+
+    def collect(self, flow: str, step: int) -> Batch:
+        """The items that the step returned; its payloads may go after this."""
+        ...
+
+
+@dataclass(slots=True)
+class StepResult:
+    """A step that is done.
+
+    Attributes:
+        step: its number.
+        output: the items that the flow's method returned, in order of item.
+        metrics: what the `finish` of its accumulating stages returned: the mean over mini-batches.
+        spans: what the lanes did for it, and between it and the step before.
+        started: when it was submitted, in seconds of the clock of the spans.
+        seconds: from its submission to its end.
+        version: version of the weights after it.
+        staleness: mean version lag of the items that ran on published weights, or None.
+    """
+
+    step: int
+    output: Batch
+    metrics: dict[str, float]
+    spans: list[Span]
+    started: float
+    seconds: float
+    version: int
+    staleness: float | None
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Stage name to seconds of lanes spent in it."""
+        totals: dict[str, float] = {}
+        for span in self.spans:
+            if span.kind in ("call", "finish"):
+                totals[span.name] = totals.get(span.name, 0.0) + span.seconds
+        return totals
+
+
+@dataclass(slots=True)
+class _Open:
+    started: float
+    metrics: list[Mapping[str, float]] = field(default_factory=list)
+
+
+class Runner:
+    """Runs steps of one traced method under one plan.
+
+    Args:
+        name: the method's name.
+        graph, plan: what to run and how.
+        carrier: carries out the commands.
+        first_step: number of the first step.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        graph: FlowGraph,
+        plan: Plan,
+        carrier: Carrier,
+        first_step: int = 0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.name, self.graph, self.plan, self.carrier = name, graph, plan, carrier
+        self.clock = clock
+        self.engine = Engine(graph, plan, first_step)
+        self.next_step = first_step
+        self._open: dict[int, _Open] = {}
+        self._spans: list[Span] = []
+        self._done: list[StepResult] = []
+
+    def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
+        """Run one step for each batch of source items, in order.
+
+        As many steps are in flight as the plan's staleness allows; results come in order of step.
+
+        Raises:
+            RunFailed: the run stopped; the first cause is chained.
+            UserError: a stage or the input was wrong.
+        """
+        source = iter(batches)
+        exhausted = False
+        while True:
+            while not exhausted and len(self._open) <= self.plan.max_staleness:
+                batch = next(source, None)
+                if batch is None:
+                    exhausted = True
+                else:
+                    self._submit(batch)
+            if not self._open and not self._done:
+                return
+            while not self._done:
+                self._advance()
+            yield self._done.pop(0)
+
+    def step(self, batch: Batch) -> StepResult:
+        """Run a single step to its end."""
+        return next(self.run([batch]))
+
+    def _submit(self, batch: Batch) -> None:
+        if not len(batch):
+            raise UserError("a step needs at least one item", key=f"step {self.next_step}")
+        batch = Batch(batch.columns)  # items are named by their position in the step
+        step, self.next_step = self.next_step, self.next_step + 1
+        self._open[step] = _Open(self.clock())
+        self.carrier.submit(self.name, step, batch)
+        self._handle(Tick(self.clock()))
+        self._handle(StepSubmitted(step, len(batch)))
+
+    def _advance(self) -> None:
+        reports = self.carrier.wait(seconds=1.0)
+        self._handle(Tick(self.clock()))
+        for report in reports:
+            self._spans += report.spans
+            if report.metrics is not None and self._open:
+                step = next(iter(self._open)) if len(self._open) == 1 else self._step_of(report)
+                self._open[step].metrics.append(report.metrics)
+            if report.event is not None:
+                self._handle(report.event)
+
+    def _step_of(self, report: Report) -> int:
+        call = getattr(report.event, "call", None)
+        return self.engine.calls[call].step if call in self.engine.calls else min(self._open)
+
+    def _handle(self, event: Event) -> None:
+        for command in self.engine.handle(event):
+            match command:
+                case CompleteStep():
+                    self._complete(command)
+                case FailRun(message=message, cause=cause):
+                    if isinstance(cause, UserError):
+                        raise cause
+                    raise RunFailed(message) from cause
+                case _:
+                    self.carrier.carry_out(self.name, command)
+
+    def _complete(self, command: CompleteStep) -> None:
+        opened = self._open.pop(command.step)
+        items = sum(command.staleness.values())
+        lag = sum(lag * count for lag, count in command.staleness.items())
+        spans, self._spans = self._spans, []
+        self._done.append(
+            StepResult(
+                step=command.step,
+                output=self.carrier.collect(self.name, command.step),
+                metrics=_mean(opened.metrics),
+                spans=spans,
+                started=opened.started,
+                seconds=self.clock() - opened.started,
+                version=command.version,
+                staleness=lag / items if items else None,
+            )
+        )
+
+
+def _mean(rows: list[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the rows that have it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    values = {name: [row[name] for row in rows if name in row] for name in names}
+    return {name: sum(some) / len(some) for name, some in values.items()}

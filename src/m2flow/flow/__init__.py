@@ -1,0 +1,27 @@
+"""The flow language: what the user writes. Standard library only."""
+
+from m2flow.flow.batch import Batch, Ragged
+from m2flow.flow.flow import Flow
+from m2flow.flow.graph import SOURCE, FlowGraph, LoopSpec, StageNode, WeightEdge
+from m2flow.flow.stage import BoundStage, Stage, StageSpec, stage
+from m2flow.flow.trace import Stream, loop
+from m2flow.flow.worker import Place, Worker
+
+__all__ = [
+    "SOURCE",
+    "Batch",
+    "BoundStage",
+    "Flow",
+    "FlowGraph",
+    "LoopSpec",
+    "Place",
+    "Ragged",
+    "Stage",
+    "StageNode",
+    "StageSpec",
+    "Stream",
+    "WeightEdge",
+    "Worker",
+    "loop",
+    "stage",
+]

@@ -1,0 +1,218 @@
+"""`Batch`: columns of values for many items; what a stage receives and what it returns.
+
+A column is one of three things, each with one entry per item:
+  * a tensor (torch or NumPy) whose first dimension counts the items;
+  * a `Ragged`: rows of different lengths over one flat tensor (token ids, log-probabilities);
+  * a list of Python values.
+
+Rows are named by `ids`, the items' indices within the step, so that a piece of a step can be cut
+out, sent anywhere and put back. A Batch is immutable: every method returns a new one and shares
+the columns that it did not change. Standard library only: tensors are handled by duck typing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from m2flow.errors import UserError, suggestion
+
+Tensor: TypeAlias = Any
+"""A torch.Tensor or a numpy.ndarray; this floor imports neither."""
+
+
+class Ragged:
+    """Rows of different lengths, stored as one flat tensor.
+
+    Args:
+        values: tensor of shape [sum(lengths), ...].
+        lengths: the number of entries of each row.
+    """
+
+    __slots__ = ("lengths", "values")
+
+    def __init__(self, values: Tensor, lengths: Sequence[int]) -> None:
+        self.values = values
+        self.lengths = tuple(lengths)
+        if len(values) != sum(self.lengths):
+            raise UserError(
+                "a ragged column's lengths must add up to its number of values",
+                value=(sum(self.lengths), len(values)),
+            )
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Tensor]) -> Ragged:
+        """Join rows (tensors that agree in all but the first dimension); at least one row."""
+        return cls(_concatenate(list(rows)), [len(row) for row in rows])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> Tensor:
+        return self.rows()[row]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.rows())
+
+    def rows(self) -> list[Tensor]:
+        """Views of the rows, in order."""
+        views, offset = [], 0
+        for length in self.lengths:
+            views.append(self.values[offset : offset + length])
+            offset += length
+        return views
+
+    def select(self, rows: Sequence[int]) -> Ragged:
+        views = self.rows()
+        if not rows:
+            return Ragged(self.values[:0], ())
+        return Ragged.from_rows([views[row] for row in rows])
+
+    @property
+    def nbytes(self) -> int:
+        return _nbytes(self.values)
+
+    def __repr__(self) -> str:
+        return f"Ragged(rows={len(self.lengths)}, values={len(self.values)})"
+
+
+Column: TypeAlias = Any
+"""A tensor, a Ragged, or a list of Python values."""
+
+
+class Batch:
+    """Columns for `len(ids)` items.
+
+    Args:
+        columns: name to column; every column has one entry per item.
+        ids: the items' indices within the step; 0, 1, 2, ... when left out.
+    """
+
+    __slots__ = ("columns", "ids")
+
+    def __init__(self, columns: Mapping[str, Column], ids: Iterable[int] | None = None) -> None:
+        self.columns: dict[str, Column] = dict(columns)
+        if ids is None:
+            first = next(iter(self.columns.values()), ())
+            ids = range(len(first))
+        self.ids: tuple[int, ...] = tuple(ids)
+        for name, column in self.columns.items():
+            if len(column) != len(self.ids):
+                raise UserError(
+                    "column has the wrong length",
+                    key=name,
+                    value=len(column),
+                    expected=f"{len(self.ids)}, one entry per item",
+                )
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    def __getitem__(self, name: str) -> Column:
+        try:
+            return self.columns[name]
+        except KeyError:
+            raise UserError(
+                "no such column", key=name, hint=suggestion(name, self.columns)
+            ) from None
+
+    def __repr__(self) -> str:
+        return f"Batch({len(self)} items: {', '.join(self.columns)})"
+
+    def with_columns(self, **columns: Column) -> Batch:
+        """The same items with columns added or replaced."""
+        return Batch({**self.columns, **columns}, self.ids)
+
+    def without(self, *names: str) -> Batch:
+        """The same items less the named columns; a name that is not there is no error."""
+        return Batch({k: v for k, v in self.columns.items() if k not in names}, self.ids)
+
+    def only(self, *names: str) -> Batch:
+        """The same items with the named columns alone."""
+        return Batch({name: self[name] for name in names}, self.ids)
+
+    def select(self, rows: Sequence[int]) -> Batch:
+        """The items at these row positions, in this order."""
+        rows = list(rows)
+        if rows == list(range(len(self))):
+            return self
+        picked = {name: _select(column, rows) for name, column in self.columns.items()}
+        return Batch(picked, [self.ids[row] for row in rows])
+
+    def take(self, ids: Iterable[int]) -> Batch:
+        """The items with these ids, in this order."""
+        where = {item: row for row, item in enumerate(self.ids)}
+        return self.select([where[item] for item in ids])
+
+    def repeat(self, n: int) -> Batch:
+        """Every item n times, side by side; item i becomes items i*n ... i*n + n-1."""
+        rows = [row for row in range(len(self)) for _ in range(n)]
+        picked = {name: _select(column, rows) for name, column in self.columns.items()}
+        return Batch(picked, [item * n + k for item in self.ids for k in range(n)])
+
+    def row(self, index: int) -> dict[str, Any]:
+        """One item as a dictionary of its values."""
+        return {name: column[index] for name, column in self.columns.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the columns; Python values are counted by `sys.getsizeof`."""
+        return sum(_nbytes(column) for column in self.columns.values())
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """The items of several batches with the same columns, one batch after the other."""
+        if len(batches) == 1:
+            return batches[0]
+        names = batches[0].columns.keys()
+        for batch in batches[1:]:
+            if batch.columns.keys() != names:
+                raise UserError(
+                    "batches to be joined have different columns",
+                    value=sorted(batch.columns.keys() ^ names),
+                )
+        joined = {name: _join([batch.columns[name] for batch in batches]) for name in names}
+        return Batch(joined, [item for batch in batches for item in batch.ids])
+
+
+def _select(column: Column, rows: list[int]) -> Column:
+    if isinstance(column, Ragged):
+        return column.select(rows)
+    if isinstance(column, list):
+        return [column[row] for row in rows]
+    if isinstance(column, tuple | range):
+        return [column[row] for row in rows]
+    return column[rows]
+
+
+def _join(columns: list[Column]) -> Column:
+    first = columns[0]
+    if isinstance(first, Ragged):
+        lengths = [length for column in columns for length in column.lengths]
+        return Ragged(_concatenate([column.values for column in columns]), lengths)
+    if isinstance(first, list | tuple | range):
+        return [value for column in columns for value in column]
+    return _concatenate(columns)
+
+
+def _concatenate(parts: list[Tensor]) -> Tensor:
+    """`torch.concatenate` or `numpy.concatenate`, whichever made the parts."""
+    library = importlib.import_module(type(parts[0]).__module__.partition(".")[0])
+    return library.concatenate(parts)
+
+
+def _nbytes(column: Column) -> int:
+    size = getattr(column, "nbytes", None)
+    if isinstance(size, int):
+        return size
+    return sum(_nbytes_of_value(value) for value in column)
+
+
+def _nbytes_of_value(value: Any) -> int:
+    size = getattr(value, "nbytes", None)
+    return size if isinstance(size, int) else sys.getsizeof(value)

@@ -1,0 +1,170 @@
+"""`@stage`: declares what is true of a computation, and nothing about where or when it runs.
+
+Called with a Batch a stage simply runs, so it can be tried in a debugger or a test. Called with a
+Stream, inside `Flow.step`, it adds itself to the graph that is being traced.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args, overload
+
+from m2flow.errors import FlowError
+from m2flow.flow.trace import Stream, record_call
+
+Unit: TypeAlias = Literal["item", "group", "step"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """The declaration of a stage.
+
+    Attributes:
+        name: the function's name.
+        unit: the smallest set of items the stage can work on.
+        streaming: takes items while running and hands each one on when it is finished.
+        accumulates: folds items into state; `finish` runs at each mini-batch boundary.
+        expands: how many items one item becomes; a number, or the name of the keyword argument or
+            Worker attribute that holds it.
+        sticky: an item must return to the lane that holds its state.
+        minibatches: how many mini-batches a step is cut into by item index (accumulating stages
+            only); a number, or a name as for `expands`.
+    """
+
+    name: str
+    unit: Unit = "item"
+    streaming: bool = False
+    accumulates: bool = False
+    expands: int | str = 1
+    sticky: bool = False
+    minibatches: int | str = 1
+
+
+class Stage:
+    """A declared function or Worker method. Made by `@stage`; not constructed by hand."""
+
+    def __init__(self, function: Callable[..., Any], spec: StageSpec) -> None:
+        self.function = function
+        self.spec = spec
+        self.finish_function: Callable[..., Any] | None = None
+        functools.update_wrapper(self, function)
+
+    def finish(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: the method to run when every item of a mini-batch has been folded in.
+
+        It takes no argument beside `self` and returns a mapping of metric names to numbers.
+        """
+        if not self.spec.accumulates:
+            raise FlowError(
+                "has a finish but does not accumulate",
+                key=self.spec.name,
+                hint="declare @stage(accumulates=True)",
+            )
+        self.finish_function = function
+        return function
+
+    def __get__(self, owner: Any, owner_type: type | None = None) -> Stage | BoundStage:
+        return self if owner is None else BoundStage(self, owner)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if any(isinstance(arg, Stream) for arg in args):
+            return record_call(BoundStage(self, None), args, options)
+        return self.function(*args, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundStage:
+    """A stage together with the Worker it belongs to (None for a pure function)."""
+
+    stage: Stage
+    owner: Any
+
+    @property
+    def spec(self) -> StageSpec:
+        return self.stage.spec
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if any(isinstance(arg, Stream) for arg in args):
+            return record_call(self, args, options)
+        return self.stage.function(self.owner, *args, **options)
+
+    def resolve(self, declared: int | str, options: dict[str, Any], what: str) -> int:
+        """The number behind `expands` or `minibatches`: itself, an option, or an attribute."""
+        value: Any = declared
+        if isinstance(declared, str):
+            value = options.get(declared, getattr(self.owner, declared, None))
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise FlowError(
+                f"{what}={declared!r} must be a whole number of at least 1",
+                key=self.spec.name,
+                value=value,
+                hint="give it as a keyword argument of the call or an attribute of the Worker",
+            )
+        return value
+
+
+@overload
+def stage(function: Callable[..., Any], /) -> Stage: ...
+@overload
+def stage(
+    *,
+    unit: Unit = ...,
+    streaming: bool = ...,
+    accumulates: bool = ...,
+    expands: int | str = ...,
+    sticky: bool = ...,
+    minibatches: int | str = ...,
+) -> Callable[[Callable[..., Any]], Stage]: ...
+
+
+def stage(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    unit: Unit = "item",
+    streaming: bool = False,
+    accumulates: bool = False,
+    expands: int | str = 1,
+    sticky: bool = False,
+    minibatches: int | str = 1,
+) -> Stage | Callable[[Callable[..., Any]], Stage]:
+    """Declare a Worker method, or a plain function, as a stage; see `StageSpec` for the promises.
+
+    A stage takes one Batch per input stream, aligned by item, and returns one Batch with the same
+    items in the same order (with `expands=n`, item i becomes items i*n ... i*n + n-1, as
+    `Batch.repeat` makes them). Keyword arguments given in `Flow.step` are constants of the call.
+
+    A streaming stage is a generator function. It yields Batches of finished items, whose `ids` say
+    which they are, and receives from each `yield` either None or a Batch of items that have
+    arrived meanwhile. It returns when it has nothing left to do.
+
+    Raises:
+        FlowError: the declarations contradict each other.
+    """
+
+    def declare(function: Callable[..., Any]) -> Stage:
+        spec = StageSpec(
+            function.__name__, unit, streaming, accumulates, expands, sticky, minibatches
+        )
+        _check(spec)
+        return Stage(function, spec)
+
+    return declare if function is None else declare(function)
+
+
+def _check(spec: StageSpec) -> None:
+    def refuse(reason: str) -> None:
+        raise FlowError(reason, key=spec.name)
+
+    if spec.unit not in get_args(Unit):
+        refuse(f"unit {spec.unit!r} is not one of {', '.join(get_args(Unit))}")
+    if spec.streaming and spec.unit != "item":
+        refuse("a streaming stage works on single items, so its unit must be 'item'")
+    if spec.streaming and spec.accumulates:
+        refuse("a stage cannot both stream its items on and fold them into state")
+    if spec.accumulates and spec.expands != 1:
+        refuse("a stage that accumulates cannot expand its items")
+    if spec.minibatches != 1 and not spec.accumulates:
+        refuse("minibatches is declared, but the stage does not accumulate")

@@ -1,0 +1,226 @@
+"""Tracing: `Flow.step` runs once with symbolic Streams, and every stage call leaves a record.
+
+No worker is started and no item exists while this happens. Python control flow inside `step` is
+ordinary code as long as it does not look at a Stream's content; where it does, the error says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from m2flow.errors import FlowError
+
+if TYPE_CHECKING:
+    from m2flow.flow.stage import BoundStage
+
+
+class Stream:
+    """A handle to items that will exist. Only a stage can look inside."""
+
+    __slots__ = ("producer", "trace")
+
+    def __init__(self, trace: Trace, producer: int | None) -> None:
+        self.trace = trace
+        self.producer = producer
+        """Index of the record that makes the items; None for the input of the step."""
+
+    def _opaque(self, *_: Any, **__: Any) -> NoReturn:
+        raise FlowError(
+            "the content of a Stream is not known while the flow is traced: step() runs once, "
+            "before any item exists",
+            key=self.trace.name_of(self),
+            hint="put what depends on the items into a stage, or on a loop's `until` column",
+        )
+
+    __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = _opaque
+    __lt__ = __le__ = __gt__ = __ge__ = __add__ = __sub__ = __mul__ = _opaque
+    __int__ = __float__ = __index__ = _opaque
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # let copy, pickle and inspect ask their questions
+            raise AttributeError(name)
+        self._opaque()
+
+    def __repr__(self) -> str:
+        return f"<Stream {self.trace.name_of(self)}>"
+
+
+@dataclass(slots=True)
+class CallRecord:
+    """One stage call seen while tracing.
+
+    Attributes:
+        stage: what was called.
+        inputs: producers of the input streams (None is the step's input).
+        options: keyword arguments, constant over the run.
+        loop: number of the loop it is part of, or None.
+    """
+
+    stage: BoundStage
+    inputs: list[int | None]
+    options: dict[str, Any]
+    loop: int | None = None
+
+
+@dataclass(slots=True)
+class LoopRecord:
+    """A cycle: items pass through `members` in turn until column `until` is true."""
+
+    members: list[int]
+    until: str
+    max_turns: int | None
+
+
+@dataclass(slots=True)
+class Trace:
+    """What tracing has recorded so far."""
+
+    flow_name: str
+    worker_names: dict[int, str]
+    calls: list[CallRecord] = field(default_factory=list)
+    loops: list[LoopRecord] = field(default_factory=list)
+    weight_edges: list[tuple[str, str]] = field(default_factory=list)
+
+    def label(self, stage: BoundStage) -> str:
+        """`worker.method`, or the function's name."""
+        if stage.owner is None:
+            return stage.spec.name
+        return f"{self.worker_name(stage.owner)}.{stage.spec.name}"
+
+    def worker_name(self, worker: Any) -> str:
+        name = self.worker_names.get(id(worker))
+        if name is None:
+            raise FlowError(
+                "is used in the flow but is not one of its workers",
+                key=type(worker).__name__,
+                hint=f"declare it as an attribute of {self.flow_name} and pass it to the flow",
+            )
+        return name
+
+    def name_of(self, stream: Stream) -> str:
+        if stream.producer is None:
+            return f"the input of {self.flow_name}.step"
+        return self.label(self.calls[stream.producer].stage)
+
+    def add(self, stage: BoundStage, inputs: list[int | None], options: dict[str, Any]) -> int:
+        self.label(stage)  # refuses a stranger's worker at the call that names it
+        self.calls.append(CallRecord(stage, inputs, options))
+        return len(self.calls) - 1
+
+
+_current: ContextVar[Trace | None] = ContextVar("m2flow_trace", default=None)
+
+
+@contextmanager
+def tracing(trace: Trace) -> Iterator[Trace]:
+    """Make `trace` the one that stage calls and publishes are recorded in."""
+    token = _current.set(trace)
+    try:
+        yield trace
+    finally:
+        _current.reset(token)
+
+
+def current_trace() -> Trace | None:
+    """The trace that stage calls are recorded in, if any."""
+    return _current.get()
+
+
+def record_call(stage: BoundStage, args: tuple[Any, ...], options: dict[str, Any]) -> Stream:
+    """Record a stage call whose positional arguments are Streams; returns its output."""
+    trace = next(arg.trace for arg in args if isinstance(arg, Stream))
+    name = trace.label(stage)
+    for arg in args:
+        if not isinstance(arg, Stream):
+            raise FlowError(
+                "takes Streams as positional arguments and constants as keywords",
+                key=name,
+                value=arg,
+            )
+        _check_same_trace(trace, arg, name)
+    for key, value in options.items():
+        if isinstance(value, Stream):
+            raise FlowError(f"keyword {key!r} is a Stream", key=name, hint="pass it by position")
+    return Stream(trace, trace.add(stage, [arg.producer for arg in args], dict(options)))
+
+
+def _check_same_trace(trace: Trace, stream: Stream, name: str) -> None:
+    if stream.trace is not trace or current_trace() is not trace:
+        raise FlowError(
+            "was given a Stream that was made outside this step",
+            key=name,
+            hint="a Stream lives only while its step is traced; do not store it",
+        )
+
+
+class Loop:
+    """Stages that items pass through in turn, as often as it takes; see `loop`."""
+
+    def __init__(self, stages: tuple[BoundStage, ...], until: str, max_turns: int | None) -> None:
+        self.stages, self.until, self.max_turns = stages, until, max_turns
+
+    def __call__(self, items: Stream) -> Stream:
+        """Send `items` around the loop; the stream of items that have left it."""
+        trace = items.trace
+        _check_same_trace(trace, items, "loop")
+        members: list[int] = []
+        producer = items.producer
+        for stage in self.stages:
+            producer = trace.add(stage, [producer], {})
+            trace.calls[producer].loop = len(trace.loops)
+            members.append(producer)
+        trace.loops.append(LoopRecord(members, self.until, self.max_turns))
+        return Stream(trace, members[-1])
+
+
+def loop(*stages: BoundStage, until: str = "done", max_turns: int | None = None) -> Loop:
+    """A cycle of stages, such as environment and policy; apply it to the stream that enters it.
+
+        trajectories = loop(self.env.step, self.policy.act, until="done")(observations)
+
+    Args:
+        stages: the stages an item passes through in turn; none may expand or accumulate.
+        until: a column; an item leaves after the first stage whose output holds a true value in it.
+        max_turns: the most often an item may pass through the loop (then it leaves after the last
+            stage); None for no bound.
+
+    Raises:
+        FlowError: no stages, no exit, or a member that cannot stand in a loop.
+    """
+    if not stages:
+        raise FlowError("a loop needs at least one stage", key="loop")
+    if not until and max_turns is None:
+        raise FlowError(
+            "a loop without an exit never ends", key="loop", hint="give `until` or `max_turns`"
+        )
+    if max_turns is not None and max_turns < 1:
+        raise FlowError("max_turns must be at least 1", key="loop", value=max_turns)
+    for member in stages:
+        spec = member.spec
+        if spec.expands != 1 or spec.accumulates or spec.streaming or spec.unit != "item":
+            raise FlowError(
+                "only plain stages on single items can stand in a loop "
+                "(not expanding, accumulating, streaming, or on groups)",
+                key=spec.name,
+            )
+    return Loop(stages, until, max_turns)
+
+
+def record_publish(source: Any, targets: tuple[Any, ...]) -> None:
+    """Record weight edges from one Worker to others."""
+    trace = current_trace()
+    if trace is None:
+        raise FlowError(
+            "publish is a declaration and belongs into Flow.sync", key=type(source).__name__
+        )
+    name = trace.worker_name(source)
+    for target in targets:
+        other = trace.worker_name(target)
+        if other == name:
+            raise FlowError("publishes its weights to itself", key=name)
+        if (name, other) not in trace.weight_edges:
+            trace.weight_edges.append((name, other))

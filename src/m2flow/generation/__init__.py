@@ -1,0 +1,1 @@
+"""Generation engines: one protocol, several ways to turn prompts into sampled tokens."""

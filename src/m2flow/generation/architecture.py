@@ -1,0 +1,128 @@
+"""Dense decoders of the Llama family, as far as generation must know them.
+
+Reads a Hugging Face configuration and refuses, by name, whatever the decoder would compute
+differently from transformers: a silent difference would show as a policy that is off its own
+log-probabilities.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from m2flow.errors import UserError
+
+# The model types, and whether each normalises queries and keys per head.
+_QK_NORM = {"qwen2": False, "llama": False, "qwen3": True}
+# Rotary frequencies that do not depend on the length of the sequence at hand.
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes and switches of a decoder.
+
+    `heads` is the number of query heads; `group` of them share one of the `kv_heads`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_epsilon: float
+    qk_norm: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    tied_embeddings: bool
+    max_position: int
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+
+def architecture_of(config: Any) -> Architecture:
+    """Reads a `transformers` configuration.
+
+    Raises:
+        UserError: the model is none of those that this decoder computes exactly.
+    """
+    if config.model_type not in _QK_NORM:
+        raise UserError(
+            "the native engine does not compute this architecture",
+            key="model_type",
+            value=config.model_type,
+            expected=f"one of {', '.join(_QK_NORM)}",
+        )
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise UserError(
+            "the native engine attends to the whole context",
+            key="layer_types",
+            value="sliding_attention",
+            expected="full_attention in every layer",
+        )
+    if config.hidden_act != "silu":
+        raise UserError("not computed", key="hidden_act", value=config.hidden_act, expected="silu")
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type not in _STATIC_ROPE:
+        raise UserError(
+            "rotary frequencies that change with the length are not computed",
+            key="rope_type",
+            value=rope_type,
+            expected=f"one of {', '.join(_STATIC_ROPE)}",
+        )
+    is_qwen2 = config.model_type == "qwen2"
+    attention_bias = bool(getattr(config, "attention_bias", False))
+    return Architecture(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
+        norm_epsilon=config.rms_norm_eps,
+        qk_norm=_QK_NORM[config.model_type],
+        # Qwen2 has biases on queries, keys and values alone, and no switch for them.
+        qkv_bias=is_qwen2 or attention_bias,
+        out_bias=not is_qwen2 and attention_bias,
+        mlp_bias=bool(getattr(config, "mlp_bias", False)),
+        tied_embeddings=bool(config.tie_word_embeddings),
+        max_position=config.max_position_embeddings,
+    )
+
+
+def rotation_table(config: Any, positions: int, dtype: torch.dtype) -> Tensor:
+    """The rotary embedding of every position as unit complex numbers.
+
+    Row p holds `exp(i * p * frequency)` for each channel pair of a head (Su et al., "RoFormer",
+    arXiv 2104.09864, equation 34), times the attention scaling of the configuration. Angles are
+    computed in float32 and rounded to `dtype`, as transformers does.
+
+    Returns:
+        complex64 (complex128 for float64) [positions, head_dim / 2].
+    """
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        head_dim = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        frequency, scaling = 1.0 / (rope["rope_theta"] ** exponent), 1.0
+    else:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        frequency, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    angle = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * frequency.float()
+    real, imaginary = (part.mul(scaling).to(dtype) for part in (angle.cos(), angle.sin()))
+    if dtype is not torch.float64:
+        real, imaginary = real.float(), imaginary.float()
+    return torch.complex(real, imaginary)

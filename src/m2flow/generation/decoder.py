@@ -1,0 +1,207 @@
+"""A decoder of the Llama family: prompts in, keys, values and logits out; one token at a time.
+
+Computes what transformers computes, rounding included where the dtype is not float32, over the
+fused weights. Knows nothing of requests, seeds or sampling.
+
+Legend: N rows of activations (tokens), U prompts, P prompt tokens (padded), B running sequences,
+K key-value heads, G query heads per key-value head, D channels of a head, E hidden size,
+V vocabulary, L layers; Y = N K and X = B K heads, row by row, S = G + 2 the queries, the key and the
+value of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from m2flow.generation.architecture import Architecture, architecture_of, rotation_table
+from m2flow.generation.kv_cache import CacheView
+from m2flow.generation.linear import linear, padded_rows
+from m2flow.generation.rms_norm import RMSNorm
+from m2flow.generation.weights import DecoderWeights
+
+Attend = Callable[[int, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """What a prefill of U prompts leaves behind.
+
+    Attributes:
+        kv_LUKPW: key and value of every token side by side; beyond a prompt's length, garbage.
+        logits_UV: after each prompt's last token.
+    """
+
+    kv_LUKPW: Tensor
+    logits_UV: Tensor
+
+    def nbytes(self) -> int:
+        return self.kv_LUKPW.nbytes + self.logits_UV.nbytes
+
+
+class Decoder:
+    """Weights and forward passes on one device."""
+
+    def __init__(
+        self, config: Any, *, context: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.architecture: Architecture = architecture_of(config)
+        a = self.architecture
+        self.dtype, self.device = dtype, device
+        self.weights = DecoderWeights(self.architecture, dtype, device)
+        self._norm = RMSNorm(a.hidden_size, a.norm_epsilon, dtype, device)
+        self._head_norm = RMSNorm(a.head_dim, a.norm_epsilon, dtype, device)
+        self._rotation = rotation_table(config, context, dtype).to(device)
+        # bmm beats the fused kernel for float32 and float64 on the CPU; elsewhere the fused kernel
+        # is faster, and for half precision it keeps the scores in float32.
+        self._plain_attention = device.type == "cpu" and dtype in (torch.float32, torch.float64)
+
+    def install(self, weights: Mapping[str, Tensor]) -> None:
+        """Copies all weights; see `GenerationEngine.install`."""
+        self.weights.install(weights)
+        self._norm.prepare(self.weights.norm)
+        for layer in self.weights.layers:
+            self._norm.prepare(layer.attention_norm)
+            self._norm.prepare(layer.mlp_norm)
+            if layer.qk_norm is not None:
+                self._head_norm.prepare(layer.qk_norm)
+
+    @property
+    def logprob_dtype(self) -> torch.dtype:
+        """float64 for a float64 model, else float32."""
+        return torch.float64 if self.dtype is torch.float64 else torch.float32
+
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.weights.tensors(), self._rotation))
+
+    def to(self, device: torch.device) -> None:
+        """Moves weights and tables; passes run on the device given at the start only."""
+        if self._rotation.device != device:
+            self._rotation = self._rotation.to(device)
+            self.weights.to(device)
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
+        """Runs whole prompts, padded on the right to the longest."""
+        a = self.architecture
+        lengths = [len(prompt) for prompt in prompts]
+        count, width = len(prompts), max(lengths)
+        num_rows = padded_rows(count * width)
+        ids_N = torch.zeros(num_rows, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            ids_N[row * width : row * width + len(prompt)] = torch.tensor(prompt)
+        position_N = torch.arange(num_rows, device=self.device) % width
+        kv_LUKPW = torch.empty(
+            (a.layers, count, a.kv_heads, width, 2 * a.head_dim),
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+        def attend(layer: int, qkv_YSD: Tensor) -> Tensor:
+            shape = (count, width, a.kv_heads, a.group + 2, a.head_dim)
+            qkv_UPKSD = qkv_YSD[: count * width * a.kv_heads].view(shape)
+            kv_LUKPW[layer].copy_(qkv_UPKSD[..., a.group :, :].flatten(3).transpose(1, 2))
+            key_UKPD, value_UKPD = kv_LUKPW[layer].chunk(2, dim=-1)
+            query_UPHD = qkv_UPKSD[..., : a.group, :].flatten(2, 3)
+            # Padding lies behind every real token, where the causal mask hides it.
+            out_UHPD = F.scaled_dot_product_attention(
+                query_UPHD.transpose(1, 2),
+                key_UKPD,
+                value_UKPD,
+                is_causal=True,
+                enable_gqa=a.group > 1,
+            )
+            out_NE = qkv_YSD.new_zeros(num_rows, a.heads * a.head_dim)
+            out_NE[: count * width] = out_UHPD.transpose(1, 2).reshape(count * width, -1)
+            return out_NE
+
+        hidden_NE = self._layers(ids_N.to(self.device), position_N, attend)
+        last_U = torch.tensor([row * width + length - 1 for row, length in enumerate(lengths)])
+        return Prefilled(kv_LUKPW, self._logits(hidden_NE[last_U.to(self.device)]))
+
+    def decode(
+        self, token_N: Tensor, position_N: Tensor, num_running: int, cache: CacheView
+    ) -> Tensor:
+        """Feeds one token to each of the first B sequences of the cache.
+
+        Args:
+            token_N: int64, N = `padded_rows(B)`; what lies behind the first B is computed and
+                dropped.
+            position_N: int64, the position of that token, so far absent from the cache.
+            num_running: B.
+            cache: takes the new keys and values.
+
+        Returns:
+            logits_BV in float32, or float64 for float64 weights.
+        """
+        a = self.architecture
+        num_rows, num_heads = token_N.shape[0], num_running * a.kv_heads
+        scale = a.head_dim**-0.5
+
+        def attend(layer: int, qkv_YSD: Tensor) -> Tensor:
+            query_XGD, kv_X2D = qkv_YSD.narrow(0, 0, num_heads).split((a.group, 2), dim=1)
+            cache.append(layer, kv_X2D.flatten(1))
+            out_YGD = qkv_YSD.new_empty(num_rows * a.kv_heads, a.group, a.head_dim)
+            for segment in cache.segments:
+                rows = slice(segment.begin, segment.end)
+                key_XCD, value_XCD = cache.window(layer, segment)
+                if self._plain_attention:
+                    score_XGC = torch.baddbmm(
+                        segment.mask_X1C, query_XGD[rows], key_XCD.transpose(1, 2), alpha=scale
+                    )
+                    torch.bmm(score_XGC.softmax(dim=-1), value_XCD, out=out_YGD[rows])
+                else:
+                    # A head of a row stands where the kernel has the batch, and its group of
+                    # queries where the kernel has positions.
+                    out_YGD[rows] = F.scaled_dot_product_attention(
+                        query_XGD[rows].unsqueeze(1),
+                        key_XCD.unsqueeze(1),
+                        value_XCD.unsqueeze(1),
+                        attn_mask=segment.mask_X1C.unsqueeze(1),
+                    ).squeeze(1)
+            return out_YGD.view(num_rows, -1)
+
+        hidden_NE = self._layers(token_N, position_N, attend)
+        return self._logits(hidden_NE)[:num_running]
+
+    def _layers(self, ids_N: Tensor, position_N: Tensor, attend: Attend) -> Tensor:
+        a = self.architecture
+        shape = (-1, a.group + 2, a.head_dim)
+        position_Y = position_N.repeat_interleave(a.kv_heads)
+        rotation_Y1C = self._rotation.index_select(0, position_Y).unsqueeze(1)
+        hidden_NE = self.weights.embedding.index_select(0, ids_N)
+        for index, layer in enumerate(self.weights.layers):
+            normed_NE = self._norm(hidden_NE, layer.attention_norm)
+            qkv_YSD = linear(normed_NE, layer.qkv, layer.qkv_bias).view(shape)
+            query_key = qkv_YSD.narrow(1, 0, a.group + 1)
+            if layer.qk_norm is not None:
+                query_key.copy_(self._head_norm(query_key, layer.qk_norm))
+            rotate(query_key, rotation_Y1C)
+            hidden_NE += linear(attend(index, qkv_YSD), layer.out, layer.out_bias)
+            normed_NE = self._norm(hidden_NE, layer.mlp_norm)
+            gate, up = linear(normed_NE, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+            hidden_NE += linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+        return hidden_NE
+
+    def _logits(self, hidden_NE: Tensor) -> Tensor:
+        normed_NE = self._norm(hidden_NE, self.weights.norm)
+        logits_NV = linear(normed_NE, self.weights.head)
+        return logits_NV if logits_NV.dtype is torch.float64 else logits_NV.float()
+
+
+def rotate(query_key: Tensor, rotation: Tensor) -> None:
+    """Rotates adjacent channel pairs in place: one complex product per pair.
+
+    Args:
+        query_key: [..., D]. rotation: complex, broadcastable to [..., D / 2].
+    """
+    pairs = query_key.unflatten(-1, (-1, 2))
+    if query_key.dtype in (torch.float32, torch.float64):
+        torch.view_as_complex(pairs).mul_(rotation)
+    else:
+        rotated = torch.view_as_complex(pairs.float()).mul_(rotation)
+        pairs.copy_(torch.view_as_real(rotated))

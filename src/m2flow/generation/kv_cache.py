@@ -1,0 +1,160 @@
+"""Keys and values of the running sequences: one slot per row of the batch, dense from row 0.
+
+Token p of a sequence lies in column p of its slot. The tensor grows with the need, in rows and in
+columns, and never holds more than `capacity` tokens; what is beyond a sequence's length is finite
+and masked. Knows rows and columns, not requests.
+
+Legend: L layers, R slots, B running rows, K key-value heads, X = B K the heads of all rows, row by
+row, C columns, W = 2 D the key and the value of a head side by side, U prompts, P prompt tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from m2flow.generation.architecture import Architecture
+
+_ROUND_COLUMNS = 64
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Heads [begin, end), counted over all rows, attend over the first `window` columns.
+
+    `mask_X1C` [heads, 1, window] is 0 where the row has a token and -inf elsewhere.
+    """
+
+    begin: int
+    end: int
+    window: int
+    mask_X1C: Tensor
+
+
+class KVCache:
+    """The slots. Empty until `ensure`, and again after `free`."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        *,
+        context: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`context`: columns a slot can have at most; `capacity`: rows * columns at most."""
+        assert context <= capacity
+        self._architecture, self._context, self._capacity = architecture, context, capacity
+        self._dtype, self._device = dtype, device
+        self._column = torch.arange(context, device=device)
+        self._present = torch.zeros((), dtype=dtype, device=device)
+        self._absent = torch.full((), -torch.inf, dtype=dtype, device=device)
+        self.free()
+
+    def free(self) -> None:
+        """Gives the memory back; all content is lost."""
+        self.rows = self.columns = 0
+        self._allocate(0, 0)
+
+    def nbytes(self) -> int:
+        return self._kv_LRKCW.nbytes
+
+    def fits(self, rows: int, columns: int) -> bool:
+        """Whether so many slots of so many tokens are within the capacity."""
+        return rows * columns <= self._capacity
+
+    def ensure(self, rows: int, columns: int) -> None:
+        """Makes room for at least so many slots of so many columns; keeps the content."""
+        if rows <= self.rows and columns <= self.columns:
+            return
+        assert self.fits(rows, columns), (rows, columns, self._capacity)
+        old, kept_rows, kept_columns = self._kv_LRKCW, self.rows, self.columns
+        new_rows = max(rows, self.rows)
+        new_columns = self.columns
+        if columns > self.columns:
+            doubled = max(columns, 2 * self.columns)
+            new_columns = -(-doubled // _ROUND_COLUMNS) * _ROUND_COLUMNS
+            new_columns = min(new_columns, self._context)
+        if not self.fits(new_rows, new_columns):
+            # Rows that are not needed go first; then the columns take all that is left.
+            new_rows = rows
+            new_columns = max(columns, min(new_columns, self._capacity // rows))
+        self._allocate(new_rows, new_columns)
+        kept_rows, kept_columns = min(kept_rows, new_rows), min(kept_columns, new_columns)
+        kept = (slice(None), slice(kept_rows), slice(None), slice(kept_columns))
+        self._kv_LRKCW[kept] = old[kept]
+
+    def write_prompts(self, rows: Sequence[int], kv_LUKPW: Tensor, prompts: Sequence[int]) -> None:
+        """Copies prompt `prompts[i]` into slot `rows[i]`."""
+        source = kv_LUKPW.index_select(1, torch.tensor(prompts, device=self._device))
+        target = self._kv_LRKCW[:, :, :, : kv_LUKPW.shape[3]]
+        target.index_copy_(1, torch.tensor(rows, device=self._device), source)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], columns: int) -> None:
+        """Copies the first columns of slots over other slots; no slot is both."""
+        used = self._kv_LRKCW[:, :, :, :columns]
+        for source, target in zip(sources, targets, strict=True):
+            used[:, target] = used[:, source]
+
+    def permute(self, order: Sequence[int], columns: int) -> None:
+        """Slot i becomes what slot `order[i]` was, in the first columns."""
+        used = self._kv_LRKCW[:, : len(order), :, :columns]
+        used.copy_(used.index_select(1, torch.tensor(order, device=self._device)))
+
+    def view(self, position_B: Tensor, segments: Sequence[tuple[int, int, int]]) -> CacheView:
+        """What one decode step needs: where each row's next token goes, and who attends to what.
+
+        Args:
+            position_B: int64, tokens in each slot so far: the column that this step fills.
+            segments: `(begin, end, window)`, covering the rows.
+        """
+        heads = self._architecture.kv_heads
+        position_X = position_B.repeat_interleave(heads)
+        index_X = self._first_index_X.narrow(0, 0, position_X.shape[0]) + position_X
+        position_X1 = position_X.unsqueeze(1)
+        masked = []
+        for begin, end, window in segments:
+            last_X1 = position_X1.narrow(0, begin * heads, (end - begin) * heads)
+            absent_XC = self._column.narrow(0, 0, window) > last_X1
+            mask_XC = torch.where(absent_XC, self._absent, self._present)
+            masked.append(Segment(begin * heads, end * heads, window, mask_XC.unsqueeze(1)))
+        return CacheView(self._kv_LRKCW, index_X, masked)
+
+    def _allocate(self, rows: int, columns: int) -> None:
+        a = self._architecture
+        shape = (a.layers, rows, a.kv_heads, columns, 2 * a.head_dim)
+        # Zeros: a masked column must not hold a NaN, which 0 * NaN would let through.
+        self._kv_LRKCW = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        self.rows, self.columns = rows, columns
+        self._first_index_X = torch.arange(rows * a.kv_heads, device=self._device) * columns
+
+
+class CacheView:
+    """The cache during one decode step."""
+
+    def __init__(self, kv_LRKCW: Tensor, index_X: Tensor, segments: list[Segment]) -> None:
+        """`index_X`: where in a layer each head's key and value of this step go."""
+        self.segments = segments
+        self._kv_LRKCW, self._index_X = kv_LRKCW, index_X
+        self._flat_LYW = kv_LRKCW.flatten(1, 3)
+        self._layer_stride, _, self._head_stride, self._column_stride, _ = kv_LRKCW.stride()
+
+    def append(self, layer: int, kv_XW: Tensor) -> None:
+        """Writes this step's keys and values of a layer."""
+        self._flat_LYW[layer].index_copy_(0, self._index_X, kv_XW)
+
+    def window(self, layer: int, segment: Segment) -> tuple[Tensor, Tensor]:
+        """Keys and values [heads of the segment's rows, window, D] that it attends over."""
+        # One strided view where indexing would take half a dozen: at this rate they cost.
+        head_dim = self._kv_LRKCW.shape[-1] // 2
+        shape = (segment.end - segment.begin, segment.window, head_dim)
+        stride = (self._head_stride, self._column_stride, 1)
+        offset = layer * self._layer_stride + segment.begin * self._head_stride
+        return (
+            self._kv_LRKCW.as_strided(shape, stride, offset),
+            self._kv_LRKCW.as_strided(shape, stride, offset + head_dim),
+        )

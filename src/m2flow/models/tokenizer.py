@@ -1,0 +1,79 @@
+"""Tokenizers that need no download: one token a character, or one token a byte.
+
+Both are ordinary `PreTrainedTokenizerFast` objects. `save_pretrained` writes them in Hugging Face
+layout and `AutoTokenizer.from_pretrained` reads them back offline. Text is always taken literally:
+the name of a special token inside a text is plain characters, never the special token.
+"""
+
+from __future__ import annotations
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from m2flow.errors import UserError
+
+EOS_TOKEN = "<eos>"
+PAD_TOKEN = "<pad>"
+
+
+def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+    """One token for each of the given characters, in their order, then eos and pad.
+
+    Ids: `characters[i]` is i, eos is len(characters), pad is len(characters) + 1. Text with any
+    other character cannot be encoded and raises.
+
+    Raises:
+        UserError: no characters, or one of them twice.
+    """
+    repeated = sorted({c for c in characters if characters.count(c) > 1})
+    if not characters or repeated:
+        raise UserError(
+            "a character vocabulary needs each character once",
+            key="characters",
+            value=characters,
+            expected="distinct characters, at least one",
+            hint=f"repeated: {' '.join(map(repr, repeated))}" if repeated else None,
+        )
+    vocabulary = {character: index for index, character in enumerate(characters)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    # The dot of this regular expression language does not match a line break.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return _literal(tokenizer)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte of UTF-8: the id of a byte is its value, eos is 256, pad is 257.
+
+    Every text makes the round trip unchanged. Ids that are no valid UTF-8 decode to U+FFFD.
+    """
+    # BPE without merges over the byte alphabet: GPT-2's stand-ins, one printable character a byte.
+    vocabulary = {character: byte for byte, character in enumerate(_byte_alphabet())}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _literal(tokenizer)
+
+
+def _byte_alphabet() -> list[str]:
+    """The character that byte-level BPE writes for each byte.
+
+    A printable Latin-1 character stands for itself, the others follow from U+0100 in byte order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _literal(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """Adds eos and pad, and switches off everything that would read or change the text."""
+    tokenizer.add_special_tokens([EOS_TOKEN, PAD_TOKEN])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD_TOKEN,
+        eos_token=EOS_TOKEN,
+        padding_side="left",
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )

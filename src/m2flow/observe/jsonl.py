@@ -1,0 +1,179 @@
+"""JSON that any reader accepts, and files of one JSON object per line that survive a crash.
+
+Promises: a number that is not finite is written as null; a line is handed to the operating system
+whole and at once; a last line torn by a crash is mended before anything is appended; a file can be
+cut back to a step. Knows rows and steps, not what the columns mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+
+class Rows(NamedTuple):
+    """The rows of a file, and the 1-based numbers of lines that are no JSON object."""
+
+    rows: list[dict[str, Any]]
+    unreadable: tuple[int, ...]
+
+
+def json_safe(value: object) -> Any:
+    """`value` in terms of what JSON knows.
+
+    NaN and infinities become None. Scalars and arrays of numeric libraries are recognised by their
+    `tolist` method, so none of those libraries is imported.
+
+    Raises:
+        TypeError: the value has no JSON form.
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value.value if isinstance(value, enum.Enum) else value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, AbstractSet):
+        return sorted((json_safe(item) for item in value), key=repr)
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        return [json_safe(item) for item in value]
+    if isinstance(value, enum.Enum):
+        return json_safe(value.value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {field.name: json_safe(getattr(value, field.name)) for field in fields}
+    to_list = getattr(value, "tolist", None)
+    if callable(to_list):
+        return json_safe(to_list())
+    raise TypeError(f"{type(value).__name__} has no JSON form: {value!r}")
+
+
+def encode(value: object, *, indent: int | None = None) -> bytes:
+    """UTF-8 JSON of `json_safe(value)`; a lone surrogate is kept as its \\u escape."""
+    text = json.dumps(json_safe(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    return text.encode("utf-8", "backslashreplace")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace the file at `path`: a reader sees the old content or the new, never a part."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The object on a line, or None where the line holds none."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def read_rows(path: Path) -> Rows:
+    """The rows of a file; a missing file has none.
+
+    A last line without an end is being written at this moment, or was torn by a crash: it counts
+    as a row if it is whole, else it is left out without complaint.
+    """
+    if not path.exists():
+        return Rows([], ())
+    rows: list[dict[str, Any]] = []
+    unreadable: list[int] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            row = parse_line(line)
+            if row is not None:
+                rows.append(row)
+            elif line.endswith(b"\n"):
+                unreadable.append(number)
+    return Rows(rows, tuple(unreadable))
+
+
+def mend_tail(path: Path) -> None:
+    """End the last line if it is whole, remove it if it is torn; a missing file stays missing."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("rb+") as file:
+        start, tail = _last_line(file)
+        if tail.endswith(b"\n"):
+            return
+        if parse_line(tail) is not None:
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+        else:
+            file.truncate(start)
+
+
+def _last_line(file: BinaryIO, block: int = 1 << 16) -> tuple[int, bytes]:
+    """Where the last line starts, in bytes, and the line, with its end if it has one."""
+    end = file.seek(0, os.SEEK_END)
+    start, tail = end, b""
+    while start > 0:
+        start = max(0, start - block)
+        file.seek(start)
+        tail = file.read(end - start)
+        line_break = tail.rfind(b"\n", 0, len(tail) - 1)
+        if line_break >= 0:
+            return start + line_break + 1, tail[line_break + 1 :]
+    return 0, tail
+
+
+def cut_after_step(path: Path, last_step: int) -> int:
+    """Remove every row with `step` > `last_step` and every unreadable line.
+
+    Returns:
+        The number of lines removed. The file is replaced at once or not at all.
+    """
+    if not path.exists():
+        return 0
+    lines = path.read_bytes().splitlines()
+    kept = list(_lines_until(lines, last_step))
+    if len(kept) == len(lines):
+        mend_tail(path)
+        return 0
+    write_atomically(path, b"".join(line + b"\n" for line in kept))
+    return len(lines) - len(kept)
+
+
+def _lines_until(lines: Sequence[bytes], last_step: int) -> Iterator[bytes]:
+    for line in lines:
+        row = parse_line(line)
+        if row is not None and row.get("step", 0) <= last_step:
+            yield line
+
+
+class JsonLines:
+    """Appends rows to a file, each in one write; mends the file's tail before the first."""
+
+    def __init__(self, path: Path) -> None:
+        mend_tail(path)
+        self._file = path.open("ab")
+
+    def append(self, *rows: Mapping[str, object]) -> None:
+        """Write the rows; they are in the operating system's hands when this returns."""
+        self._file.write(b"".join(encode(row) + b"\n" for row in rows))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

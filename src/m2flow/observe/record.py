@@ -1,0 +1,154 @@
+"""Everything that a run directory says, read once, for the report to draw.
+
+Promises: a file that is missing, half written or spoiled never stops the reading; what could not
+be read is listed in `problems`. Figures are looked up by their keys in `metrics.jsonl`; the few
+that may be written under several keys are listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from m2flow.errors import UserError
+from m2flow.observe.jsonl import read_rows
+from m2flow.observe.run_directory import RunDirectory, merge_steps, read_document
+from m2flow.observe.trace import Trace, read_trace
+
+T = TypeVar("T")
+
+EVALUATION = ("eval/accuracy", "eval/success")
+ACCURACY = ("accuracy/mean", "success/mean")
+LOSS = ("loss/total", "loss/policy", "loss", "loss/mean")
+RESPONSE_LENGTH = ("length/mean", "response_length/mean", "tokens/response_mean")
+STEPS = ("steps", "num_steps", "total_steps")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The contents of a run directory; empty where a file is missing."""
+
+    directory: RunDirectory
+    run: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Sequence[Mapping[str, Any]] = ()
+    samples: Sequence[Mapping[str, Any]] = ()
+    trace: Trace = field(default_factory=Trace)
+    problems: Sequence[str] = ()
+
+    def series(self, key: str) -> list[tuple[float, float | None]]:
+        """(step, value) of a key; None where the value was not finite."""
+        return [(row["step"], as_number(row[key])) for row in self.metrics if key in row]
+
+    def first_key(self, keys: Sequence[str]) -> str | None:
+        """The first of `keys` with a finite value in any row."""
+        for key in keys:
+            if any(value is not None for _, value in self.series(key)):
+                return key
+        return None
+
+    def values(self, key: str) -> list[float]:
+        """The finite values of a key, in order of steps."""
+        return [value for _, value in self.series(key) if value is not None]
+
+    def response_lengths(self) -> list[tuple[float, float | None]]:
+        """Mean tokens per response at each step."""
+        key = self.first_key(RESPONSE_LENGTH)
+        if key is not None:
+            return self.series(key)
+        points: list[tuple[float, float | None]] = []
+        for row in self.metrics:
+            tokens, samples = as_number(row.get("tokens/generated")), as_number(row.get("samples"))
+            if tokens is not None and samples:
+                points.append((row["step"], tokens / samples))
+        return points
+
+    def fact(self, key: str) -> Any:
+        """A fact from `run.json`, else from the top of the configuration, else from the plan."""
+        for source in (self.run, self.config, self.plan):
+            if source.get(key) is not None:
+                return source[key]
+        return None
+
+    @property
+    def name(self) -> str:
+        """What the run is called: its recipe, or its directory."""
+        recipe = self.run.get("recipe") or self.config.get("recipe") or self.config.get("name")
+        if isinstance(recipe, str):
+            return Path(recipe).name.removesuffix(".yaml")
+        return self.directory.path.resolve().name
+
+    @property
+    def last_step(self) -> int:
+        """The newest step with figures; 0 if there is none."""
+        return max((row["step"] for row in self.metrics), default=0)
+
+    @property
+    def planned_steps(self) -> int | None:
+        """How many steps the run was to have, if that is known."""
+        for key in STEPS:
+            steps = self.fact(key)
+            if isinstance(steps, int):
+                return steps
+        return None
+
+    @property
+    def seconds_elapsed(self) -> float | None:
+        """From the first row of figures to the last."""
+        times = [time for row in self.metrics if (time := as_number(row.get("time"))) is not None]
+        return times[-1] - times[0] if len(times) > 1 else None
+
+
+def as_number(value: object) -> float | None:
+    """`value` as a float if it is a number, else None."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    return None
+
+
+def read_run(path: Path | str) -> RunRecord:
+    """Read a run directory.
+
+    Raises:
+        UserError: there is no such directory.
+    """
+    directory = RunDirectory(path)
+    if not directory.path.is_dir():
+        raise UserError("no such run directory", value=str(path), hint="see ls runs/")
+    problems: list[str] = []
+    run = _attempt(read_document, directory.run, problems) or {}
+    plan = _attempt(read_document, directory.plan, problems) or {}
+    config = _attempt(read_document, directory.config, problems) or {}
+    metrics, samples = read_rows(directory.metrics), read_rows(directory.samples)
+    for file, rows in ((directory.metrics, metrics), (directory.samples, samples)):
+        if rows.unreadable:
+            lines = ", ".join(str(line) for line in rows.unreadable[:5])
+            problems.append(f"{file.name}: {len(rows.unreadable)} unreadable lines ({lines})")
+    trace = _attempt(read_trace, directory.timeline, problems)
+    return RunRecord(
+        directory,
+        run=run,
+        config=config,
+        config_text=directory.config.read_text("utf-8", "replace")
+        if directory.config.exists()
+        else "",
+        plan=plan,
+        metrics=merge_steps(metrics.rows),
+        samples=[row for row in samples.rows if isinstance(row.get("step"), int)],
+        trace=trace or Trace(),
+        problems=problems,
+    )
+
+
+def _attempt(read: Callable[[Path], T | None], path: Path, problems: list[str]) -> T | None:
+    if not path.exists():
+        return None
+    try:
+        return read(path)
+    except UserError as error:
+        problems.append(str(error).replace(str(path), path.name))
+        return None

@@ -1,0 +1,282 @@
+"""`report.html`: what happened in a run, on one page that can be mailed.
+
+Promises: reads the run directory alone; every file may be missing or half written (a run in
+progress), and the page then shows what there is; everything that a model or a user wrote is
+escaped; no script, no address outside the page. Writes `timeline.svg` beside it when the run has
+recorded spans.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from m2flow.observe.curves import curve_cards, more_cards
+from m2flow.observe.formatting import number, percent, seconds
+from m2flow.observe.gantt import gantt_svg
+from m2flow.observe.health import CHECKED, findings
+from m2flow.observe.jsonl import write_atomically
+from m2flow.observe.lane_time import pictured_steps, time_note, time_table, timeline_svg
+from m2flow.observe.page import page, pill, section
+from m2flow.observe.record import ACCURACY, EVALUATION, RunRecord, as_number, read_run
+from m2flow.observe.rollouts import rollout_columns
+
+__all__ = ["gantt_svg", "render_report", "write_report"]
+
+
+def write_report(run_dir: Path | str) -> Path:
+    """Write `report.html`, and `timeline.svg` if spans were recorded, into a run directory.
+
+    Returns:
+        The path of the report.
+
+    Raises:
+        UserError: there is no such directory.
+    """
+    record = read_run(run_dir)
+    picture = timeline_svg(record.trace, title=_picture_title(record), standalone=True)
+    if picture:
+        write_atomically(record.directory.timeline_picture, picture.encode())
+    write_atomically(record.directory.report, render_report(record).encode("utf-8", "replace"))
+    return record.directory.report
+
+
+def render_report(record: RunRecord) -> str:
+    """The report as HTML."""
+    return page(
+        f"{record.name} · m2flow",
+        [
+            _header(record),
+            _tiles(record),
+            _health(record),
+            _curves(record),
+            _timeline(record),
+            section("Where the time went", table, time_note(record.trace))
+            if (table := time_table(record.trace))
+            else "",
+            section("Rollouts", rollouts, "the first recorded step against the last")
+            if (rollouts := rollout_columns(record.samples))
+            else "",
+            _plan(record),
+            _configuration(record),
+            _footer(record),
+        ],
+    )
+
+
+def _header(record: RunRecord) -> str:
+    facts = {
+        "mode": record.plan.get("mode") or record.fact("mode"),
+        "seed": record.fact("seed"),
+        "machine": record.fact("machine"),
+        "started": _moment(record),
+        "took": seconds(record.seconds_elapsed) if record.seconds_elapsed else None,
+        "m2flow": record.run.get("version"),
+    }
+    shown = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(str(fact))}</dd></div>"
+        for name, fact in facts.items()
+        if fact is not None
+    )
+    return (
+        '<header><div class="top"><div><div class="brand">m2flow · training run</div>'
+        f"<h1>{escape(record.name)}</h1></div>{_state(record)}</div>"
+        f'<dl class="facts">{shown}</dl></header>'
+    )
+
+
+def _state(record: RunRecord) -> str:
+    done, planned = record.last_step, record.planned_steps
+    if not record.metrics:
+        return pill("no step yet")
+    if record.run.get("finished") is not None or (planned is not None and done >= planned):
+        return pill(f"finished, {done:,} steps", "good")
+    return pill(f"step {done:,}" + (f" of {planned:,}" if planned is not None else ""), "warn")
+
+
+def _moment(record: RunRecord) -> str | None:
+    started = record.run.get("started")
+    if started is None and record.metrics:
+        started = record.metrics[0].get("time")
+    unix = as_number(started)
+    if unix is None:
+        return None if started is None else str(started)
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix))
+
+
+def _tiles(record: RunRecord) -> str:
+    tiles = [
+        _change("Held-out accuracy", record, EVALUATION, percent),
+        _change("Reward", record, ("reward/mean",), number),
+        _throughput(record),
+        _step_time(record),
+        _change("Accuracy in training", record, ACCURACY, percent),
+    ]
+    shown = [tile for tile in tiles if tile][:4]
+    return f'<div class="tiles">{"".join(shown)}</div>' if shown else ""
+
+
+def _change(
+    title: str, record: RunRecord, keys: Sequence[str], form: Callable[[float], str]
+) -> str:
+    key = record.first_key(keys)
+    if key is None:
+        return ""
+    values = record.values(key)
+    if key in EVALUATION or len(values) < 20:
+        first, last, more = values[0], values[-1], f"{len(values)} measurements"
+    else:
+        window = max(3, len(values) // 10)
+        first, last = _mean(values[:window]), _mean(values[-window:])
+        more = f"mean of the first and the last {window} steps"
+    begin = f'<span class="from">{form(first)} → </span>' if len(values) > 1 else ""
+    return _tile(title, begin + form(last), more)
+
+
+def _throughput(record: RunRecord) -> str:
+    values = record.values("throughput/tokens_per_s")
+    if not values:
+        return ""
+    generated = sum(record.values("tokens/generated"))
+    more = f"{number(generated)} generated in all" if generated else "median"
+    return _tile("Throughput", f"{number(_median(values))} <small>tokens/s</small>", more)
+
+
+def _step_time(record: RunRecord) -> str:
+    values = record.values("seconds/step")
+    if not values:
+        return ""
+    predicted = record.values("plan/predicted_seconds")
+    more = f"the plan expected {seconds(predicted[-1])}" if predicted else "median"
+    return _tile("Time per step", seconds(_median(values)), more)
+
+
+def _tile(title: str, figure: str, more: str) -> str:
+    return (
+        f'<div class="card tile"><div class="what">{escape(title)}</div>'
+        f'<div class="figure">{figure}</div><div class="more">{escape(more)}</div></div>'
+    )
+
+
+def _health(record: RunRecord) -> str:
+    found = findings(record)
+    if not found:
+        if not record.metrics:
+            return ""
+        checked = ", ".join(CHECKED)
+        body = (
+            f'<div class="finding good">{pill("healthy", "good")}'
+            f"<p>Nothing to report. Checked: {escape(checked)}.</p></div>"
+        )
+        return section("Health", f'<div class="findings">{body}</div>')
+    rows = [
+        f'<div class="finding {finding.level}">'
+        f"{pill('problem' if finding.level == 'bad' else 'warning', finding.level)}"
+        f"<p><b>{escape(finding.title)}.</b> {escape(finding.detail)}</p></div>"
+        for finding in found
+    ]
+    return section("Health", f'<div class="findings">{"".join(rows)}</div>')
+
+
+def _curves(record: RunRecord) -> str:
+    cards = curve_cards(record)
+    if not cards:
+        return section("Curves", '<div class="card empty">No figures have been recorded yet.</div>')
+    more = more_cards(record)
+    rest = f"<details><summary>All other figures</summary>{more}</details>" if more else ""
+    return section("Curves", cards + rest, "point at a curve to read its values")
+
+
+def _picture_title(record: RunRecord) -> str:
+    mode = record.plan.get("mode") or record.fact("mode")
+    return record.name + (f", mode {mode}" if mode else "")
+
+
+def _timeline(record: RunRecord) -> str:
+    picture = timeline_svg(record.trace)
+    if not picture:
+        return ""
+    steps = [str(step.step) for step in pictured_steps(record.trace)]
+    note = f"step{'s' if len(steps) > 1 else ''} {' and '.join(steps)}; every span of the steps "
+    note += f"kept is in {record.directory.timeline.name}, which Perfetto opens"
+    body = f'<div class="card"><div class="scroll">{picture}</div></div>'
+    return section("Timeline", body, note)
+
+
+def _plan(record: RunRecord) -> str:
+    if not record.plan:
+        return ""
+    rows = "".join(
+        f"<tr><td>{escape(worker)}</td><td>{escape(lanes)}</td></tr>"
+        for worker, lanes in _placements(record.plan)
+    )
+    table = f"<table><tr><th>worker</th><th>lanes</th></tr>{rows}</table>" if rows else ""
+    chunks = "".join(
+        f"<tr><td>{escape(stage)}</td><td>{escape(chunk)}</td></tr>"
+        for stage, chunk in _chunks(record.plan)
+    )
+    if chunks:
+        table += f"<table><tr><th>stage</th><th>items a call</th></tr>{chunks}</table>"
+    words = record.plan.get("explanation")
+    if isinstance(words, list):
+        words = "\n".join(str(line) for line in words)
+    if isinstance(words, str):
+        table += f"<pre>{escape(words)}</pre>"
+    whole = escape(json.dumps(record.plan, indent=2, ensure_ascii=False))
+    body = f'<div class="card plan">{table}</div>' if table else ""
+    body += f"<details><summary>{record.directory.plan.name}</summary><pre>{whole}</pre></details>"
+    return section("Plan", body, _plan_note(record.plan))
+
+
+def _plan_note(plan: Mapping[str, Any]) -> str:
+    parts = []
+    if plan.get("mode"):
+        parts.append(f"mode {plan['mode']}")
+    if isinstance(plan.get("lanes"), (list, dict)):
+        parts.append(f"{len(plan['lanes'])} lanes")
+    predicted = as_number(plan.get("predicted_seconds"))
+    if predicted is not None:
+        parts.append(f"{seconds(predicted)} a step expected")
+    return ", ".join(parts)
+
+
+def _placements(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    placements = plan.get("placements")
+    for worker, placement in placements.items() if isinstance(placements, dict) else ():
+        replicas = placement.get("replicas") if isinstance(placement, dict) else None
+        if isinstance(replicas, list) and all(isinstance(gang, list) for gang in replicas):
+            yield worker, ", ".join("+".join(str(lane) for lane in gang) for gang in replicas)
+
+
+def _chunks(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    stages = plan.get("stages")
+    for stage, choice in stages.items() if isinstance(stages, dict) else ():
+        chunk = choice.get("chunk") if isinstance(choice, dict) else None
+        yield stage, "all at once" if chunk is None else str(chunk)
+
+
+def _configuration(record: RunRecord) -> str:
+    if not record.config_text:
+        return ""
+    text = escape(record.config_text)
+    body = f"<details><summary>{record.directory.config.name}</summary><pre>{text}</pre></details>"
+    return section("Configuration", body, "resolved, every default included")
+
+
+def _footer(record: RunRecord) -> str:
+    files = [record.directory.metrics, record.directory.samples, record.directory.timeline]
+    links = "".join(f'<a href="{file.name}">{file.name}</a>' for file in files if file.exists())
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
+    return f"<footer><span>Written by m2flow report, {written}</span>{links}</footer>"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -1,0 +1,240 @@
+"""The directory of one run: who owns which file, how each is written, and how a run resumes.
+
+Promises: a fresh run never writes over an old one; documents (`config.yaml`, `plan.json`) appear
+whole or not at all; rows (`metrics.jsonl`, `samples.jsonl`) are flushed one by one; after
+`cut_after` no step is reported twice. Knows nothing of what is trained, nor how checkpoints look
+inside.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+from m2flow.errors import UserError
+from m2flow.observe.jsonl import (
+    JsonLines,
+    cut_after_step,
+    encode,
+    json_safe,
+    read_rows,
+    write_atomically,
+)
+
+MARKS = ("run.json", "config.yaml", "metrics.jsonl", "samples.jsonl", "plan.json", "checkpoints")
+"""A directory that holds any of these holds a run."""
+
+
+class RunDirectory:
+    """The files of a run. Making this object touches nothing on disk; `create` does."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.run = self.path / "run.json"
+        self.config = self.path / "config.yaml"
+        self.plan = self.path / "plan.json"
+        self.profile = self.path / "profile.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.samples = self.path / "samples.jsonl"
+        self.timeline = self.path / "timeline.json"
+        self.timeline_picture = self.path / "timeline.svg"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.report = self.path / "report.html"
+        self._open: dict[Path, JsonLines] = {}
+
+    @classmethod
+    def create(
+        cls,
+        path: Path | str | None,
+        recipe_name: str,
+        *,
+        resume: bool = False,
+        now: float | None = None,
+    ) -> RunDirectory:
+        """Make the directory of a fresh run, or open that of a run to resume.
+
+        Args:
+            path: where; None means `runs/<recipe>-<YYYYmmdd-HHMMSS>`, made unique.
+            recipe_name: the recipe's name, or the path of its file.
+            resume: the directory must hold a run; without it, it must hold none.
+            now: Unix seconds of the start, for the default name; the current time if None.
+
+        Raises:
+            UserError: the directory holds a run already, or holds none to resume.
+        """
+        if path is None:
+            if resume:
+                raise UserError(
+                    "which run should be resumed?",
+                    key="--resume",
+                    hint="name its directory with --run-dir DIR",
+                )
+            return cls(_new_directory(Path("runs"), recipe_name, now))
+        directory = cls(path)
+        found = [name for name in MARKS if (directory.path / name).exists()]
+        if directory.path.exists() and not directory.path.is_dir():
+            raise UserError("is a file", key="--run-dir", value=str(path), expected="a directory")
+        if resume and not found:
+            raise UserError(
+                "holds no run to resume",
+                key="--run-dir",
+                value=str(path),
+                expected="a directory that m2flow train wrote",
+                hint="leave out --resume to start a fresh run there",
+            )
+        if found and not resume:
+            raise UserError(
+                f"holds a run already ({', '.join(found)})",
+                key="--run-dir",
+                value=str(path),
+                hint="add --resume to go on with it, or name another directory",
+            )
+        directory.path.mkdir(parents=True, exist_ok=True)
+        return directory
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of a step lies."""
+        return self.checkpoints / f"step_{step:06d}"
+
+    @property
+    def latest_checkpoint(self) -> Path:
+        """The link that names the newest whole checkpoint; it need not exist."""
+        return self.checkpoints / "latest"
+
+    def write_run(self, **facts: object) -> None:
+        """Add facts to `run.json`: recipe, mode, seed, machine, steps, started, finished, ..."""
+        known = read_document(self.run) or {}
+        write_atomically(self.run, encode({**known, **facts}, indent=2) + b"\n")
+
+    def write_config(self, config: Mapping[str, object]) -> None:
+        """Write the resolved configuration, every default included, in the order given."""
+        text = yaml.safe_dump(
+            json_safe(config), sort_keys=False, allow_unicode=True, default_flow_style=False
+        )
+        write_atomically(self.config, text.encode())
+
+    def write_plan(self, plan: object) -> None:
+        """Write the plan: a JSON text, or anything that `json_safe` takes."""
+        write_atomically(self.plan, _document(plan))
+
+    def write_profile(self, profile: object) -> None:
+        """Write the profile: a JSON text, or anything that `json_safe` takes."""
+        write_atomically(self.profile, _document(profile))
+
+    def append_metrics(self, step: int, metrics: Mapping[str, object]) -> None:
+        """Append one line for a step; `time` is Unix seconds unless `metrics` brings its own."""
+        assert "step" not in metrics or metrics["step"] == step, "two steps in one row"
+        self._append(self.metrics, {"step": step, "time": time.time(), **metrics})
+
+    def append_samples(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
+        """Append rollouts: `item`, `prompt`, `completion`, `reward`, `answer`, `finish_reason`."""
+        self._append(self.samples, *({"step": step, **sample} for sample in samples))
+
+    def cut_after(self, step: int) -> int:
+        """Go back to a checkpoint's step: rows of later steps and torn lines leave both files.
+
+        Returns:
+            The number of lines removed.
+        """
+        self.close()
+        return cut_after_step(self.metrics, step) + cut_after_step(self.samples, step)
+
+    def close(self) -> None:
+        """Close the files; appending opens them again."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _append(self, path: Path, *rows: Mapping[str, object]) -> None:
+        if path not in self._open:
+            self._open[path] = JsonLines(path)
+        self._open[path].append(*rows)
+
+
+def read_metrics(directory: Path | str) -> list[dict[str, Any]]:
+    """The metrics of a run, one row per step in order; lines of one step are merged."""
+    return merge_steps(read_rows(RunDirectory(directory).metrics).rows)
+
+
+def first_and_last(
+    rows: Iterable[Mapping[str, Any]],
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Of every figure in the rows, its first value and its last, as `progress.summary` takes them.
+
+    Keys are looked at one by one: accuracy on held-out items is not measured at each step.
+    """
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    for row in rows:
+        for key, value in row.items():
+            if isinstance(value, (int, float)):
+                first.setdefault(key, value)
+                last[key] = value
+    return first, last
+
+
+def merge_steps(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row per step, ordered by step; where two lines name a key, the later one holds."""
+    merged: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        step = row.get("step")
+        if isinstance(step, int):
+            merged.setdefault(step, {}).update(row)
+    return [merged[step] for step in sorted(merged)]
+
+
+def read_document(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON or YAML file; None where there is no file.
+
+    Raises:
+        UserError: the file holds something else.
+    """
+    if not path.exists():
+        return None
+    try:
+        content = (yaml.safe_load if path.suffix == ".yaml" else json.loads)(path.read_bytes())
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"cannot be read: {error}", key=str(path)) from error
+    if not isinstance(content, dict):
+        raise UserError("holds no object", key=str(path), expected="keys and values")
+    return content
+
+
+def _document(content: object) -> bytes:
+    if isinstance(content, str):
+        return content.encode()
+    return encode(content, indent=2) + b"\n"
+
+
+def _new_directory(parent: Path, recipe_name: str, now: float | None) -> Path:
+    stem = Path(recipe_name).name.removesuffix(".yaml").removesuffix(".yml")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.") or "run"
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    suffix = 1
+    while True:
+        path = parent / (f"{name}-{stamp}" + (f"-{suffix}" if suffix > 1 else ""))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            suffix += 1
+        else:
+            return path

@@ -1,0 +1,178 @@
+"""The timeline as a file: Chrome trace events, which Perfetto and chrome://tracing open.
+
+Promises: one named thread per lane; events of one thread nest (a span that overlaps another partly
+gets a second row of its lane, since viewers drop such events otherwise); what is written can be
+read back. Times in the file are microseconds since the first span.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from m2flow.errors import UserError
+from m2flow.observe.jsonl import encode, write_atomically
+from m2flow.observe.spans import Lane, LaneTime, Span, SpanLike, extent, lane_order
+
+PROCESS = 1
+STEPS_THREAD = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpans:
+    """The spans of one step and its window in seconds; `dropped` spans did not fit in memory."""
+
+    step: int
+    start: float
+    end: float
+    spans: Sequence[SpanLike]
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a trace file holds: the steps kept in detail, and the account over all steps."""
+
+    steps: Sequence[StepSpans] = ()
+    totals: Sequence[LaneTime] = ()
+    num_steps: int = 0
+
+
+def write_chrome_trace(path: Path | str, spans: Iterable[SpanLike]) -> None:
+    """Write spans, in seconds, as one Chrome trace file, whole or not at all."""
+    listed = list(spans)
+    start, end = extent(listed)
+    write_trace(path, Trace([StepSpans(0, start, end, listed)] if listed else []))
+
+
+def write_trace(path: Path | str, trace: Trace) -> None:
+    """Write the steps of a trace as events, and the account beside them."""
+    origin = min((min(step.start, extent(step.spans)[0]) for step in trace.steps), default=0.0)
+    tagged = [(step.step, span) for step in trace.steps for span in step.spans]
+    rows = nesting_rows([span for _, span in tagged])
+    threads = {key: number for number, key in enumerate(_thread_order(rows), start=1)}
+    events = [_metadata("process_name", STEPS_THREAD, name="m2flow")]
+    events += _thread_events("steps", STEPS_THREAD, lane=None)
+    for (lane, row), number in threads.items():
+        name = lane_label(lane) + (f" ({row + 1})" if row else "")
+        events += _thread_events(name, number, lane=lane)
+    for step in trace.steps if trace.num_steps else ():
+        marker = Span("steps", f"step {step.step}", "call", step.start, step.end)
+        events.append(_event(marker, STEPS_THREAD, origin, step.step))
+    for (step_number, span), key in zip(tagged, rows, strict=True):
+        events.append(_event(span, threads[key], origin, step_number))
+    account = {
+        "steps": [
+            {
+                "step": step.step,
+                "start": step.start - origin,
+                "end": step.end - origin,
+                "dropped": step.dropped,
+            }
+            for step in trace.steps
+        ],
+        "num_steps": trace.num_steps,
+        "totals": trace.totals,
+    }
+    document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"m2flow": account}}
+    write_atomically(Path(path), encode(document))
+
+
+def read_trace(path: Path | str) -> Trace:
+    """Read a file of `write_trace` back; times are seconds since the first span.
+
+    Raises:
+        UserError: the file is no such trace.
+    """
+    try:
+        document = json.loads(Path(path).read_bytes())
+        account = document["otherData"]["m2flow"]
+        lanes: dict[int, Lane] = {
+            event["tid"]: event["args"]["lane"]
+            for event in document["traceEvents"]
+            if event["ph"] == "M" and event["args"].get("lane") is not None
+        }
+        spans: dict[int, list[Span]] = {}
+        for event in document["traceEvents"]:
+            if event["ph"] == "X" and event["tid"] in lanes:
+                step, span = _span(event, lanes[event["tid"]])
+                spans.setdefault(step, []).append(span)
+        steps = [StepSpans(spans=spans.get(step["step"], ()), **step) for step in account["steps"]]
+        totals = [LaneTime(**total) for total in account["totals"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            "cannot be read as a timeline", key=str(path), expected="a file written by m2flow"
+        ) from error
+    return Trace(steps, totals, account["num_steps"])
+
+
+def lane_label(lane: Lane) -> str:
+    """How a lane is called where people see it."""
+    return f"lane {lane}" if isinstance(lane, int) else lane
+
+
+def nesting_rows(spans: Sequence[SpanLike]) -> list[tuple[Lane, int]]:
+    """For each span its lane and the first row of that lane on which it nests or stands free."""
+    order = sorted(range(len(spans)), key=lambda i: (spans[i].start, -spans[i].end))
+    open_ends: dict[Lane, list[list[float]]] = {}
+    rows: list[tuple[Lane, int]] = [("", 0)] * len(spans)
+    for index in order:
+        span = spans[index]
+        lane_rows = open_ends.setdefault(span.lane, [])
+        row = _free_row(lane_rows, span)
+        if row == len(lane_rows):
+            lane_rows.append([])
+        lane_rows[row].append(span.end)
+        rows[index] = span.lane, row
+    return rows
+
+
+def _free_row(lane_rows: Sequence[list[float]], span: SpanLike) -> int:
+    """The first row whose innermost open span has ended or outlives `span`."""
+    for row, open_ends in enumerate(lane_rows):
+        while open_ends and open_ends[-1] <= span.start:
+            open_ends.pop()
+        if not open_ends or span.end <= open_ends[-1]:
+            return row
+    return len(lane_rows)
+
+
+def _thread_order(rows: Iterable[tuple[Lane, int]]) -> list[tuple[Lane, int]]:
+    return sorted(set(rows), key=lambda key: (lane_order(key[0]), key[1]))
+
+
+def _thread_events(name: str, thread: int, lane: Lane | None) -> list[dict[str, Any]]:
+    return [
+        _metadata("thread_name", thread, name=name, lane=lane),
+        _metadata("thread_sort_index", thread, sort_index=thread),
+    ]
+
+
+def _metadata(event: str, thread: int, **args: object) -> dict[str, Any]:
+    return {"name": event, "ph": "M", "pid": PROCESS, "tid": thread, "args": args}
+
+
+def _event(span: SpanLike, thread: int, origin: float, step: int) -> dict[str, Any]:
+    args: Mapping[str, object] = {**span.args, "step": step}
+    # Both ends are rounded, and not the duration, so that neighbours still meet exactly.
+    begin, end = (round((moment - origin) * 1e6, 3) for moment in (span.start, span.end))
+    return {
+        "name": span.name,
+        "cat": span.kind,
+        "ph": "X",
+        "pid": PROCESS,
+        "tid": thread,
+        "ts": begin,
+        "dur": round(end - begin, 3),
+        "args": args,
+    }
+
+
+def _span(event: Mapping[str, Any], lane: Lane) -> tuple[int, Span]:
+    start = event["ts"] / 1e6
+    args = {key: value for key, value in event["args"].items() if key != "step"}
+    end = start + event["dur"] / 1e6
+    return event["args"]["step"], Span(lane, event["name"], event["cat"], start, end, args)

@@ -1,0 +1,30 @@
+"""The micro flow: plans, their files, their validation, and the builders of the fixed modes."""
+
+from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
+from m2flow.plan.builders import BUILDERS, build_plan, collocated, disaggregated, eager
+from m2flow.plan.companion import companion
+from m2flow.plan.explain import explain
+from m2flow.plan.files import from_json, read_plan, to_json
+from m2flow.plan.lanes import available_cores, parse_lanes
+from m2flow.plan.validate import validate
+
+__all__ = [
+    "BUILDERS",
+    "EdgePlan",
+    "LaneSpec",
+    "Placement",
+    "Plan",
+    "StagePlan",
+    "available_cores",
+    "build_plan",
+    "collocated",
+    "companion",
+    "disaggregated",
+    "eager",
+    "explain",
+    "from_json",
+    "parse_lanes",
+    "read_plan",
+    "to_json",
+    "validate",
+]

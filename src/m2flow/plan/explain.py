@@ -1,0 +1,42 @@
+"""A plan in words: lanes, who stands where, and how each stage is cut into calls."""
+
+from __future__ import annotations
+
+from m2flow.engine.plan import Plan, StagePlan
+from m2flow.flow.graph import FlowGraph, StageNode
+
+
+def explain(plan: Plan, graph: FlowGraph, num_items: int) -> list[str]:
+    """Lines for people.
+
+    Args:
+        plan, graph: what is to be explained.
+        num_items: source items of a step.
+    """
+    lines = [f"plan: {plan.mode}, {len(plan.lanes)} lane(s), staleness {plan.max_staleness}"]
+    for lane in plan.lanes:
+        workers = [w for w, spot in plan.placements.items() if lane.id in spot.lanes]
+        where = f"gpu {lane.gpu}" if lane.gpu is not None else f"cores {list(lane.cores)}"
+        lines.append(f"  lane {lane.id} ({where}): {', '.join(workers)}")
+    width = max(len(node.name) for node in graph.nodes)
+    lines += [f"  {node.name:<{width}}  {_calls(plan, node, num_items)}" for node in graph.nodes]
+    for name, edge in plan.edges.items():
+        limits = [f"{edge.max_items} items"] if edge.max_items else []
+        limits += [f"{edge.max_bytes} bytes"] if edge.max_bytes else []
+        lines.append(f"  {name}: at most {' and '.join(limits)}")
+    return lines
+
+
+def _calls(plan: Plan, node: StageNode, num_items: int) -> str:
+    stage = plan.stages.get(node.name, StagePlan())
+    items = num_items * node.fanout
+    unit = {"item": 1, "group": node.group_size, "step": items}[node.unit]
+    window = items // unit // node.minibatches
+    chunk = min(stage.chunk or window, window)
+    replicas = plan.placements[node.worker].replicas
+    gang = f" of {len(replicas[0])} lanes" if len(replicas[0]) > 1 else ""
+    text = (
+        f"{items} items, {len(replicas)} replica(s){gang}, "
+        f"{-(-window // chunk) * node.minibatches} call(s) of {chunk} {node.unit}(s)"
+    )
+    return text + (f", {node.minibatches} mini-batches" if node.minibatches > 1 else "")

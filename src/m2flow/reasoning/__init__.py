@@ -1,0 +1,1 @@
+"""Reasoning by language models: tasks, data and rule-based rewards."""

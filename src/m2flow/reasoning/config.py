@@ -1,0 +1,180 @@
+"""The recipe of a reasoning run: typed, validated, every default in one place.
+
+Sizes are named for what they count. Nothing here imports torch; `cli.recipe` reads YAML into
+`ReasoningRecipe` and turns validation errors into one line.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from m2flow.errors import UserError
+
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A part of a recipe: unknown keys are refused, values are not coerced from other types."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """The policy: a folder in Hugging Face layout, or a tiny Qwen2 built on the spot."""
+
+    path: str | None = None
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    hidden_size: Count = 128
+    num_hidden_layers: Count = 4
+    num_attention_heads: Count = 4
+    num_key_value_heads: Count = 2
+    intermediate_size: Count = 384
+    max_position_embeddings: Count = 2048
+    initializer_range: Positive = 0.08
+
+
+class DataSection(Section):
+    """The problems. `task` is addition, jsonl or gym; each other key belongs to some of them."""
+
+    task: Literal["addition", "jsonl", "gym"] = "addition"
+    path: str | None = None
+    eval_path: str | None = None
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    template: str | None = None
+    dataset: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class WarmupSection(Section):
+    """Supervised steps on the task's demonstrations before reinforcement; 0 for none."""
+
+    steps: Annotated[int, Field(ge=0)] = 0
+    samples_per_step: Count = 16
+    learning_rate: Positive = 2e-3
+
+
+class GenerationSection(Section):
+    """How answers are drawn."""
+
+    max_new_tokens: Count = 24
+    temperature: Positive = 1.0
+    max_running: Count = 256
+
+
+class AlgorithmSection(Section):
+    """GRPO and its near relatives."""
+
+    name: Literal["grpo"] = "grpo"
+    clip_low: Positive = 0.2
+    clip_high: Positive = 0.28
+    dual_clip: Positive | None = None
+    ratio_level: Literal["token", "sequence"] = "token"
+    aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"] = (
+        "token-mean"
+    )
+    normalize_std: bool = True
+    kl_coefficient: NonNegative = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coefficient: NonNegative = 0.0
+
+
+class OptimizerSection(Section):
+    """AdamW."""
+
+    learning_rate: Positive = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: Positive | None = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+
+
+class TrainingSection(Section):
+    """How the learner computes; none of these changes the result but by rounding."""
+
+    tokens_per_microbatch: Count = 2048
+    share_prompts: bool = True
+    drop_zero_advantage: bool = True
+    recompute_logprobs: bool = False
+
+
+class EvaluationSection(Section):
+    """Greedy accuracy on held-out problems, at step 0, every `every` steps, and at the end."""
+
+    every: Count = 20
+    problems: Annotated[int, Field(ge=0)] = 512
+
+
+class CheckpointSection(Section):
+    """Checkpoints every `every` steps and at the end; the newest `keep` are kept."""
+
+    every: Count = 20
+    keep: Count = 2
+
+
+class ReasoningRecipe(Section):
+    """A whole run."""
+
+    workload: Literal["reasoning"] = "reasoning"
+    name: str = "reasoning"
+    seed: Annotated[int, Field(ge=0)] = 0
+    steps: Count = 80
+    mode: Literal["eager", "collocated", "disaggregated"] = "collocated"
+    lanes: str = "auto"
+    prompts_per_step: Count = 32
+    samples_per_prompt: Count = 8
+    minibatches: Count = 2
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    deadline_seconds: Positive = 600.0
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    warmup: WarmupSection = WarmupSection()
+    generation: GenerationSection = GenerationSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    training: TrainingSection = TrainingSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    logger: tuple[Literal["jsonl", "tensorboard"], ...] = ("jsonl",)
+    samples_logged_per_step: Annotated[int, Field(ge=0)] = 4
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def samples_per_minibatch(self) -> int:
+        return self.samples_per_step // self.minibatches
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> ReasoningRecipe:
+        if self.algorithm.name == "grpo" and self.samples_per_prompt < 2:
+            raise UserError(
+                "GRPO compares the samples of a prompt with each other",
+                key="samples_per_prompt",
+                value=self.samples_per_prompt,
+                expected="at least 2",
+            )
+        if self.samples_per_step % self.minibatches:
+            raise UserError(
+                f"{self.prompts_per_step} x {self.samples_per_prompt} = {self.samples_per_step} "
+                f"samples do not divide into {self.minibatches} mini-batches of the same size",
+                key="prompts_per_step x samples_per_prompt, minibatches",
+                hint="change one of the three",
+            )
+        if self.model.path is not None and not self.model.path:
+            raise UserError("is empty", key="model.path")
+        return self
+
+    def derived(self) -> dict[str, int]:
+        """What follows from the sizes; printed by `--dry-run`."""
+        return {
+            "samples_per_step": self.samples_per_step,
+            "samples_per_minibatch": self.samples_per_minibatch,
+            "optimizer_steps": self.steps * self.minibatches,
+            "prompts_total": self.steps * self.prompts_per_step,
+        }

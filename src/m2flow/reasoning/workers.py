@@ -1,0 +1,373 @@
+"""The workers of a reasoning flow: generator, verifier, learner and reference.
+
+Columns of an item, as they come into being:
+  prompt_ids (Ragged int64), prompt, answer, metadata, seed     from the data
+  completion_ids, behaviour_logprobs (Ragged), finish_reason, version   Generator
+  text, reward                                                  Verifier
+  advantage (float64)                                           group_advantage
+  old_logprobs / reference_logprobs (Ragged)                    Learner.logprobs / Reference.logprobs
+
+Each worker is cheap until `load`, which brings up torch and the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from m2flow.flow import Batch, Place, Ragged, Worker, stage
+from m2flow.reasoning.config import ReasoningRecipe
+
+if TYPE_CHECKING:
+    from m2flow.generation.protocol import SamplingParams
+    from m2flow.training.rollouts import Rollouts, TokenPairs
+
+OUTCOME = ("prompt", "text", "answer", "reward", "finish_reason", "num_tokens", "num_prompt_tokens")
+"""Columns that a step hands back for metrics and samples; token ids stay on the lanes."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a worker loads its weights from: a folder in Hugging Face layout, and a dtype."""
+
+    path: str
+    dtype: str = "float32"
+
+    def load(self, device: str) -> Any:
+        """The transformers model, on the device."""
+        import torch
+
+        from m2flow.models.causal_lm import load_model
+
+        return load_model(self.path, getattr(torch, self.dtype)).to(device)
+
+    def tokenizer(self) -> Any:
+        from m2flow.models.causal_lm import load_tokenizer
+
+        return load_tokenizer(self.path)
+
+
+class Generator(Worker):
+    """Draws completions by continuous batching.
+
+    Args:
+        model: initial weights.
+        samples_per_prompt: completions for each prompt.
+        max_new_tokens, temperature: how they are drawn.
+        max_running: sequences decoded together at most.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource,
+        *,
+        samples_per_prompt: int,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        max_running: int = 256,
+    ) -> None:
+        self.model = model
+        self.samples_per_prompt = samples_per_prompt
+        self.max_new_tokens, self.temperature = max_new_tokens, temperature
+        self.max_running = max_running
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        import torch
+
+        from m2flow.generation.native import NativeEngine
+
+        model = self.model.load("cpu")
+        self.engine = NativeEngine(
+            model.config,
+            max_running=self.max_running,
+            dtype=getattr(torch, self.model.dtype),
+            device=place.device,
+        )
+        self.engine.install(model.state_dict(), 0)
+        stops = model.generation_config.eos_token_id
+        self._stop_ids = tuple(stops) if isinstance(stops, list) else (stops,)
+
+    @stage(streaming=True, expands="samples_per_prompt")
+    def generate(
+        self,
+        prompts: Batch,
+        *,
+        samples_per_prompt: int | None = None,
+        temperature: float | None = None,
+    ) -> Iterator[Batch]:
+        """One prompt in, several samples out, each when it is finished."""
+        from m2flow.generation.protocol import SamplingParams
+
+        params = SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature if temperature is None else temperature,
+            stop_token_ids=self._stop_ids,
+        )
+        running: dict[int, tuple[Batch, int]] = {}
+        self._submit(prompts, samples_per_prompt or self.samples_per_prompt, params, running)
+        while self.engine.busy:
+            finished = self.engine.step()
+            if not finished:
+                continue
+            arrived = yield _completed(finished, [running.pop(done.id) for done in finished])
+            if arrived is not None:
+                self._submit(
+                    arrived, samples_per_prompt or self.samples_per_prompt, params, running
+                )
+
+    def _submit(
+        self,
+        prompts: Batch,
+        count: int,
+        params: SamplingParams,
+        running: dict[int, tuple[Batch, int]],
+    ) -> None:
+        from m2flow.algorithms.sampling import derive_seed
+        from m2flow.generation.protocol import Request
+
+        samples = prompts.repeat(count)
+        prompt_rows, seeds = prompts["prompt_ids"].rows(), prompts["seed"]
+        requests = []
+        for row, item in enumerate(samples.ids):
+            parent, number = divmod(row, count)
+            seed = derive_seed(seeds[parent], number)
+            requests.append(Request(item, prompt_rows[parent], seed, params))
+            running[item] = (samples, row)
+        self.engine.submit(requests)
+
+    def install(self, weights: Mapping[str, Any], version: int) -> None:
+        self.engine.install(weights, version)
+
+    def offload(self) -> None:
+        self.engine.sleep()
+
+    def onload(self) -> None:
+        self.engine.wake()
+
+    def state_bytes(self) -> int:
+        return self.engine.state_bytes()
+
+
+def _completed(finished: list[Any], sources: list[tuple[Batch, int]]) -> Batch:
+    """Finished requests as a Batch; rows keep the columns of the prompts they came from."""
+    rows_of: dict[int, tuple[Batch, list[int], list[Any]]] = {}
+    for done, (batch, row) in zip(finished, sources, strict=True):
+        _, rows, some = rows_of.setdefault(id(batch), (batch, [], []))
+        rows.append(row)
+        some.append(done)
+    parts = []
+    for batch, rows, some in rows_of.values():
+        parts.append(
+            batch.select(rows).with_columns(
+                completion_ids=Ragged.from_rows([done.token_ids for done in some]),
+                behaviour_logprobs=Ragged.from_rows([done.logprobs for done in some]),
+                finish_reason=[done.finish_reason for done in some],
+                version=[done.versions for done in some],
+            )
+        )
+    return Batch.concat(parts)
+
+
+class Scorer(Protocol):
+    """The part of a task that a verifier needs."""
+
+    def score(
+        self,
+        answer: str,
+        completion: str,
+        *,
+        finished: bool = True,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> float:
+        """The reward of a completion; see `m2flow.reasoning.tasks.Task.score`."""
+        ...
+
+
+class Verifier(Worker):
+    """Scores completions by the task's rule.
+
+    Args:
+        model: whose tokenizer turns token ids into text.
+        task: the rule; None for a verifier that is never loaded.
+    """
+
+    def __init__(self, model: ModelSource, task: Scorer | None) -> None:
+        self.model, self.task = model, task
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        self.tokenizer = self.model.tokenizer()
+
+    @stage
+    def score(self, samples: Batch) -> Batch:
+        """Adds `text` and `reward`."""
+        texts = self.tokenizer.batch_decode(
+            [row.tolist() for row in samples["completion_ids"]], skip_special_tokens=True
+        )
+        task = self.task
+        assert task is not None, "a verifier needs a task to score by"
+        rewards = [
+            task.score(answer, text, finished=reason == "stop", metadata=metadata)
+            for answer, text, reason, metadata in zip(
+                samples["answer"],
+                texts,
+                samples["finish_reason"],
+                samples["metadata"],
+                strict=True,
+            )
+        ]
+        return samples.with_columns(text=texts, reward=rewards)
+
+
+@stage
+def outcome(samples: Batch) -> Batch:
+    """What is left of a sample when it has been used: figures and text, no token ids."""
+    lengths = {
+        "num_tokens": list(samples["completion_ids"].lengths),
+        "num_prompt_tokens": list(samples["prompt_ids"].lengths),
+    }
+    return samples.with_columns(**lengths).only(*OUTCOME)
+
+
+@stage(unit="group")
+def group_advantage(samples: Batch, *, group_size: int, normalize_std: bool = True) -> Batch:
+    """Adds `advantage`: the reward against the others of its group."""
+    import torch
+
+    from m2flow.algorithms.advantages import group_advantages
+
+    rewards_B = torch.tensor(samples["reward"], dtype=torch.float64)
+    advantages_B = group_advantages(rewards_B, group_size, normalize_std)
+    return samples.with_columns(advantage=advantages_B)
+
+
+class Learner(Worker):
+    """Trains the policy: folds samples in as they come, one optimizer step a mini-batch.
+
+    Args:
+        model: initial weights.
+        recipe: algorithm, optimizer, packing, mini-batches.
+        checkpoint: folder of the checkpoint whose trainer state to go on from, or None.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource,
+        recipe: ReasoningRecipe,
+        checkpoint: str | None = None,
+    ) -> None:
+        self.model, self.recipe, self.checkpoint = model, recipe, checkpoint
+        self.minibatches = recipe.minibatches
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        from m2flow.reasoning.learning import loss_of, trainer_config
+        from m2flow.training import checkpoint
+        from m2flow.training.policy import PolicyTrainer
+
+        self.policy = self.model.load(place.device)
+        self.trainer = PolicyTrainer(self.policy, loss_of(self.recipe), trainer_config(self.recipe))
+        if self.checkpoint is not None:
+            saved = checkpoint.load(Path(self.checkpoint))
+            self.trainer.load_state_dict(saved.trainer_state)
+
+    @stage
+    def logprobs(self, samples: Batch) -> Batch:
+        """Adds `old_logprobs`: under the weights at the start of the step."""
+        values = self.trainer.logprobs(_pairs(samples)).cpu()
+        return samples.with_columns(old_logprobs=Ragged(values, samples["completion_ids"].lengths))
+
+    @stage(accumulates=True, minibatches="minibatches")
+    def train(self, samples: Batch) -> Batch:
+        """Accumulates the gradient of these samples."""
+        self.trainer.fold(_rollouts(samples))
+        return outcome(samples)
+
+    @train.finish
+    def train_finish(self) -> dict[str, float]:
+        """One optimizer step on the mini-batch; its figures."""
+        return self.trainer.finish(self.place.all_reduce if self.place.size > 1 else None)
+
+    def weights(self) -> Mapping[str, Any]:
+        return dict(self.policy.state_dict())
+
+    def save_checkpoint(self, checkpoints: str, step: int, extra: dict[str, Any], keep: int) -> str:
+        """Write a checkpoint; returns its folder."""
+        from m2flow.training.checkpoint import save
+
+        folder = save(
+            Path(checkpoints),
+            step,
+            model=self.policy,
+            tokenizer=self.model.tokenizer(),
+            trainer_state=self.trainer.state_dict(),
+            extra=extra,
+            keep=keep,
+        )
+        return str(folder)
+
+    def parameters(self) -> dict[str, Any]:
+        """Copies of the weights, on the CPU."""
+        return {name: tensor.cpu().clone() for name, tensor in self.weights().items()}
+
+
+class Reference(Worker):
+    """A frozen model, for a KL term."""
+
+    def __init__(self, model: ModelSource, recipe: ReasoningRecipe) -> None:
+        self.model, self.recipe = model, recipe
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        self.policy = self.model.load(place.device).eval()
+
+    @stage
+    def logprobs(self, samples: Batch) -> Batch:
+        """Adds `reference_logprobs`."""
+        from m2flow.reasoning.learning import trainer_config
+        from m2flow.training.policy import logprobs_of
+
+        config = trainer_config(self.recipe)
+        values = logprobs_of(
+            self.policy,
+            _pairs(samples),
+            config.tokens_per_microbatch,
+            sharing=config.sharing,
+            temperature=config.temperature,
+        ).cpu()
+        return samples.with_columns(
+            reference_logprobs=Ragged(values, samples["completion_ids"].lengths)
+        )
+
+
+def _pairs(samples: Batch) -> TokenPairs:
+    import torch
+
+    from m2flow.training.rollouts import TokenPairs
+
+    prompts, completions = samples["prompt_ids"], samples["completion_ids"]
+    return TokenPairs(
+        prompts.values,
+        torch.tensor(prompts.lengths),
+        completions.values,
+        torch.tensor(completions.lengths),
+    )
+
+
+def _rollouts(samples: Batch) -> Rollouts:
+    import torch
+
+    from m2flow.training.rollouts import Rollouts
+
+    pairs = _pairs(samples)
+    behaviour = samples["behaviour_logprobs"].values
+    advantages_T = torch.repeat_interleave(samples["advantage"], pairs.completion_lengths_B)
+    rollouts = Rollouts(pairs, behaviour, advantages_T.to(behaviour.dtype))
+    if "old_logprobs" in samples:
+        rollouts = replace(rollouts, old_logprobs_T=samples["old_logprobs"].values)
+    if "reference_logprobs" in samples:
+        rollouts = replace(rollouts, reference_logprobs_T=samples["reference_logprobs"].values)
+    return rollouts

@@ -1,0 +1,1 @@
+"""Lanes on Ray, and the way a flow is put on them."""

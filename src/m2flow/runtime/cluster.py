@@ -1,0 +1,51 @@
+"""The Ray cluster a run uses: the one that is there, or one of its own that ends with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from m2flow.engine.plan import LaneSpec
+
+
+class Cluster:
+    """A connection to Ray.
+
+    `RAY_ADDRESS`, or a connection that exists already, is used as it is. Otherwise a cluster is
+    started on this machine, with a temporary directory of its own, and shut down by `close`.
+    """
+
+    def __init__(self, lanes: tuple[LaneSpec, ...]) -> None:
+        import ray
+
+        self._folder: Path | None = None
+        self._ours = not ray.is_initialized()
+        if not self._ours:
+            return
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        if os.environ.get("RAY_ADDRESS"):
+            ray.init(logging_level=logging.ERROR)
+            return
+        self._folder = Path(tempfile.mkdtemp(prefix="m2flow-ray-"))
+        ray.init(
+            address="local",
+            num_cpus=max(1, sum(len(lane.cores) for lane in lanes)),
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            log_to_driver=True,
+            _temp_dir=str(self._folder),
+        )
+
+    def close(self) -> None:
+        """Disconnect; a cluster that was started here is ended and its files removed."""
+        import ray
+
+        if self._ours:
+            ray.shutdown()
+            self._ours = False
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None

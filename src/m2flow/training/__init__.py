@@ -1,0 +1,1 @@
+"""Training: packed forward and backward passes, optimizer steps, checkpoints."""

@@ -1,0 +1,243 @@
+"""How a pack attends: every node to its ancestors, in an untouched transformers model.
+
+The model's linear layers run on the flat nodes of a pack. For attention alone, queries, keys and
+values are gathered into padded blocks of similar size: some of a row's own nodes ask, the path
+down to them answers, and each node asks exactly once. The function is registered with
+transformers under `IMPLEMENTATION`; the layout travels as a keyword argument through the model's
+forward.
+
+Shapes: N nodes; blocks of R segments with Q asking and K answering nodes, both padded; H query
+heads, J key-value heads, G = H / J, D head dimension, F = heads x D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from m2flow.errors import UserError
+
+IMPLEMENTATION = "m2flow_packed"
+
+BLOCK_COST = 4096
+"""What one more block costs a layer, in query-key pairs: its dozen small operations."""
+
+GATHER_COST = 4
+"""What gathering one key and value costs, in query-key pairs."""
+
+MIN_SEGMENT, MAX_SEGMENTS_PER_ROW = 64, 8
+"""A long row asks in up to 8 segments, none shorter than 64 nodes."""
+
+MAX_MATERIALISED_PAIRS = 256 * 256
+"""Segments with more query-key pairs go to the fused kernel, which never stores the scores."""
+
+
+@dataclass(frozen=True)
+class PackLayout:
+    """Where the blocks' queries and keys come from, and where the answers go; indices are int64.
+
+    Padding repeats the last node, so every query sees some key and no row of the softmax is empty.
+
+    Attributes:
+        query_nodes: the asking nodes of all blocks, one block after another.
+        key_nodes: the answering ones, likewise.
+        biases: for each block [R, Q, K] float32: 0 where a query sees a key, else minus infinity.
+        slot_N: where in the blocks' answers that of each node lies.
+    """
+
+    query_nodes: Tensor
+    key_nodes: Tensor
+    biases: tuple[Tensor, ...]
+    slot_N: Tensor
+
+    @classmethod
+    def build(cls, path_nodes: Tensor, lengths: Tensor, shared: Tensor) -> PackLayout:
+        """Lay out paths given one after another.
+
+        Args:
+            path_nodes: int64 nodes of each path, root first. Past the `shared` leading ones they
+                are the row's own: all rows' own nodes, in order, number the pack 0, 1, 2, ...
+            lengths: nodes of each path.
+            shared: how many leading nodes of it belong to earlier rows.
+        """
+        own = lengths - shared
+        path_offsets = lengths.cumsum(0) - lengths
+        node_offsets = own.cumsum(0) - own - shared  # of a row's own node, less its depth
+        slot_N = torch.empty(int(own.sum()), dtype=torch.int64)
+        queries, keys, biases = [], [], []
+        num_slots = 0
+        for block in _blocks(_segments(shared.tolist(), lengths.tolist())):
+            row_R, begin_R, end_R = torch.tensor(block).T
+            last_R1 = end_R[:, None] - 1
+            asked_RQ = begin_R[:, None] + torch.arange(int((end_R - begin_R).max()))
+            depth_RQ = torch.minimum(asked_RQ, last_R1)
+            query_RQ = node_offsets[row_R, None] + depth_RQ
+            depth_K = torch.arange(int(end_R.max()))
+            key_RK = path_nodes[path_offsets[row_R, None] + torch.minimum(depth_K, last_R1)]
+            hidden_RQK = depth_K > depth_RQ[..., None]
+            queries.append(query_RQ.flatten())
+            keys.append(key_RK.flatten())
+            biases.append(torch.zeros(hidden_RQK.shape).masked_fill_(hidden_RQK, float("-inf")))
+            real_RQ = asked_RQ <= last_R1
+            slot_RQ = num_slots + torch.arange(query_RQ.numel()).view(query_RQ.shape)
+            slot_N[query_RQ[real_RQ]] = slot_RQ[real_RQ]
+            num_slots += query_RQ.numel()
+        return cls(torch.cat(queries), torch.cat(keys), tuple(biases), slot_N)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> PackLayout:
+        """The layout on a device."""
+        return PackLayout(
+            self.query_nodes.to(device, non_blocking=non_blocking),
+            self.key_nodes.to(device, non_blocking=non_blocking),
+            tuple(bias.to(device, non_blocking=non_blocking) for bias in self.biases),
+            self.slot_N.to(device, non_blocking=non_blocking),
+        )
+
+
+Segment = tuple[int, int, int]  # row, and the depths [begin, end) of its own nodes that ask
+
+
+def _segments(shared: list[int], lengths: list[int]) -> list[Segment]:
+    """Long rows in several pieces: an early node need not be scored against the keys after it."""
+    segments: list[Segment] = []
+    for row, (begin, end) in enumerate(zip(shared, lengths, strict=True)):
+        size = max(MIN_SEGMENT, -(-(end - begin) // MAX_SEGMENTS_PER_ROW))
+        segments += [(row, first, min(first + size, end)) for first in range(begin, end, size)]
+    return segments
+
+
+def _blocks(segments: list[Segment]) -> Iterator[list[Segment]]:
+    """Group segments so that no block wastes more on padding than another block would cost."""
+    members: list[Segment] = []
+    exact = max_asking = max_length = 0
+    for segment in sorted(segments, key=lambda s: (s[2] - s[1], s[2], s[0], s[1])):
+        _, begin, length = segment
+        asking = length - begin
+        cost = length * (asking + GATHER_COST)
+        joint_asking, joint_length = max(max_asking, asking), max(max_length, length)
+        padded = (len(members) + 1) * joint_length * (joint_asking + GATHER_COST)
+        if members and padded - exact - cost > BLOCK_COST:
+            yield members
+            members, exact, joint_asking, joint_length = [], 0, asking, length
+        members.append(segment)
+        exact, max_asking, max_length = exact + cost, joint_asking, joint_length
+    if members:
+        yield members
+
+
+def packed_attention(
+    module: nn.Module,  # noqa: ARG001  (transformers passes it)
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    pack_layout: PackLayout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a pack, in the form that transformers calls.
+
+    Args:
+        query, key, value: [1, H, N, D], [1, J, N, D] and [1, J, N, D].
+        attention_mask: None; the layout says it all.
+        scaling: of the scores; 1 / sqrt(D) if None.
+        dropout: must be 0.
+        pack_layout: the pack's layout.
+
+    Returns:
+        [1, N, H, D], and None for the weights.
+
+    Raises:
+        UserError: the model asks for attention that is not computed here.
+    """
+    assert pack_layout is not None and attention_mask is None and query.shape[0] == 1
+    _refuse_unsupported(dropout, kwargs)
+    H, D = query.shape[1], query.shape[3]
+    scaling = D**-0.5 if scaling is None else scaling
+    # One gather for all blocks: its backward is one scatter, and not one the size of N a block.
+    biases = pack_layout.biases
+    num_queries = [bias.shape[0] * bias.shape[1] for bias in biases]
+    num_keys = [bias.shape[0] * bias.shape[2] for bias in biases]
+    query_SF = (_nodes_first(query) * scaling).index_select(0, pack_layout.query_nodes)
+    key_SF = _nodes_first(key).index_select(0, pack_layout.key_nodes)
+    value_SF = _nodes_first(value).index_select(0, pack_layout.key_nodes)
+    answers = [
+        _attend(*block, H, D)
+        for block in zip(
+            torch.split(query_SF, num_queries),
+            torch.split(key_SF, num_keys),
+            torch.split(value_SF, num_keys),
+            biases,
+            strict=True,
+        )
+    ]
+    answer_NF = torch.cat(answers).index_select(0, pack_layout.slot_N)
+    return answer_NF.view(1, -1, H, D), None
+
+
+def _nodes_first(heads_1HND: Tensor) -> Tensor:
+    return heads_1HND[0].transpose(0, 1).flatten(1)
+
+
+def _attend(
+    query_SF: Tensor, key_SF: Tensor, value_SF: Tensor, bias_RQK: Tensor, H: int, D: int
+) -> Tensor:
+    """Answers [R * Q, H * D] of one block; S is R * Q for queries and R * K for keys and values."""
+    R, Q, K = bias_RQK.shape
+    J = key_SF.shape[1] // D
+    query_RQJGD = query_SF.view(R, Q, J, H // J, D)
+    key_RKJD = key_SF.view(R, K, J, D)
+    value_RKJD = value_SF.view(R, K, J, D)
+    if Q * K > MAX_MATERIALISED_PAIRS:
+        answer_RHQD = nn.functional.scaled_dot_product_attention(
+            query_RQJGD.view(R, Q, H, D).transpose(1, 2),
+            key_RKJD.transpose(1, 2),
+            value_RKJD.transpose(1, 2),
+            attn_mask=bias_RQK[:, None].to(query_SF.dtype),
+            scale=1.0,
+            enable_gqa=H != J,
+        )
+    else:
+        # Query heads that share a key head stand in one matrix (X = G Q rows): no key is repeated.
+        query_BXD = query_RQJGD.permute(0, 2, 3, 1, 4).reshape(R * J, -1, D)  # B = R J
+        key_BDK = key_RKJD.permute(0, 2, 3, 1).reshape(R * J, D, K)
+        value_BKD = value_RKJD.transpose(1, 2).reshape(R * J, K, D)
+        scores_RHQK = torch.bmm(query_BXD, key_BDK).view(R, H, Q, K).add_(bias_RQK[:, None])
+        weights_BXK = scores_RHQK.softmax(-1).view(R * J, -1, K).to(value_SF.dtype)
+        answer_RHQD = torch.bmm(weights_BXK, value_BKD).view(R, H, Q, D)
+    return answer_RHQD.transpose(1, 2).reshape(R * Q, H * D)
+
+
+def _refuse_unsupported(dropout: float, kwargs: dict[str, Any]) -> None:
+    """A model that attends in some way not computed here must not be trained as if it did not."""
+    found: dict[str, Any] = {"attention_dropout": dropout or None}
+    found |= {name: kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux")}
+    for name, value in found.items():
+        if value is not None:
+            raise UserError(
+                "packed training does not compute this kind of attention",
+                key=name,
+                value=value if isinstance(value, int | float) else "a tensor",
+                expected="a model with plain causal attention",
+            )
+
+
+@contextmanager
+def packed_attention_on(model: nn.Module) -> Iterator[None]:
+    """Within, the transformers `model` attends by layouts; after, as it did before."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, packed_attention)
+    config: Any = model.config
+    before = config._attn_implementation
+    config._attn_implementation = IMPLEMENTATION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before

@@ -1,0 +1,277 @@
+"""Checkpoints that are either whole or not there, however the writer dies.
+
+`root/step_NNNNNN/` holds `model/` (Hugging Face layout), `trainer/state.safetensors`,
+`trainer/extra.json` and, written last, `MANIFEST.json` with size and SHA-256 of every file. All of
+it is written and fsynced in a hidden sibling folder, then renamed; then the link `latest` is
+replaced. A folder without a manifest, or whose files do not match it, is never resumed from.
+
+Trainer state is one safetensors file, not a pickle: any tool reads it, it is mapped and not copied,
+and opening it runs no code. Several writers may fill the folder that `begin` gives before one of
+them calls `commit`. One run writes to a root at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from m2flow.errors import UserError
+
+MANIFEST = "MANIFEST.json"
+LATEST = "latest"
+_STEP = re.compile(r"step_(\d{6,})")
+
+
+class SavesPretrained(Protocol):
+    """What transformers models and tokenizers have in common."""
+
+    def save_pretrained(self, save_directory: str) -> object:
+        """Write oneself into a folder."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was found whole: its step, folders and the trainer's state."""
+
+    path: Path
+    step: int
+    trainer_state: dict[str, Tensor]
+    extra: dict[str, Any]
+
+    @property
+    def model_path(self) -> Path:
+        """The Hugging Face folder."""
+        return self.path / "model"
+
+
+def save(
+    root: Path,
+    step: int,
+    model: SavesPretrained,
+    tokenizer: SavesPretrained | None,
+    trainer_state: dict[str, Tensor],
+    *,
+    extra: dict[str, Any] | None = None,
+    keep: int | None = None,
+) -> Path:
+    """Write a checkpoint of one replica and point `latest` at it.
+
+    Args:
+        root: the run's `checkpoints` folder; made if need be.
+        step: training steps done.
+        model, tokenizer: written to `model/` in their own format.
+        trainer_state: named tensors, contiguous or not, of any device.
+        extra: JSON for whatever else the run must remember: counters, seeds, versions.
+        keep: how many checkpoints to keep, this one included; None for all.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    from safetensors.torch import save_file
+
+    if keep is not None and keep < 1:
+        raise UserError(
+            "a run must keep a checkpoint", key="keep", value=keep, expected="1 or more"
+        )
+    partial = begin(root, step)
+    model.save_pretrained(str(partial / "model"))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(partial / "model"))
+    (partial / "trainer").mkdir()
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in trainer_state.items()}
+    save_file(tensors, partial / "trainer" / "state.safetensors")
+    (partial / "trainer" / "extra.json").write_text(json.dumps(extra or {}, indent=1))
+    return commit(root, step, keep=keep)
+
+
+def begin(root: Path, step: int) -> Path:
+    """An empty hidden folder for the checkpoint of a step; sweeps up what dead writers left."""
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(".*.partial"):
+        _remove(leftover)
+    partial = _partial(root, step)
+    partial.mkdir()
+    return partial
+
+
+def commit(root: Path, step: int, *, keep: int | None = None) -> Path:
+    """Make the folder that `begin` gave a checkpoint, point `latest` at it, delete old ones.
+
+    Where `latest` already names a whole checkpoint of this very step, that one stays. A checkpoint
+    of the same step that `latest` does not name belongs to an abandoned future and is replaced.
+    """
+    partial, final = _partial(root, step), root / _name(step)
+    _write_manifest(partial, step)
+    if final.exists():
+        if _target(root) == final and broken_file(final) is None:
+            _remove(partial)
+            return final
+        _discard(final)
+    os.replace(partial, final)
+    _sync(root)
+    _move_latest(root, final)
+    if keep is not None:
+        past = [path for path in _steps(root) if _step_of(path) <= step]
+        for path in past[:-keep]:
+            if path != _target(root):
+                _discard(path)
+    return final
+
+
+def resume_point(root: Path) -> Path | None:
+    """The checkpoint to resume from: the one `latest` names; None where nothing was ever saved.
+
+    Where the writer died before it made the first link, the newest whole checkpoint.
+
+    Raises:
+        UserError: `latest` names a checkpoint that is not whole. The message says which file is
+            wrong and which whole checkpoint there is instead.
+    """
+    target = _target(root)
+    if target is None:
+        return latest_complete(root)
+    broken = broken_file(target)
+    if broken is not None:
+        other = latest_complete(root)
+        raise UserError(
+            f"the checkpoint is not whole: {broken}",
+            key=str(target),
+            hint=f"resume from {other} instead: point {root / LATEST} at it"
+            if other
+            else "no whole checkpoint is left; start a new run",
+        )
+    return target
+
+
+def latest_complete(root: Path) -> Path | None:
+    """The whole checkpoint with the highest step, whatever `latest` says; None if there is none."""
+    whole = [path for path in _steps(root) if broken_file(path) is None]
+    return whole[-1] if whole else None
+
+
+def load(path: Path) -> Checkpoint:
+    """Read a checkpoint, every checksum compared.
+
+    Raises:
+        UserError: it is not whole, or a file changed since it was written.
+    """
+    from safetensors.torch import load_file
+
+    broken = broken_file(path, checksums=True)
+    if broken is not None:
+        raise UserError(f"the checkpoint is not whole: {broken}", key=str(path))
+    return Checkpoint(
+        path=path,
+        step=int(json.loads((path / MANIFEST).read_text())["step"]),
+        trainer_state=load_file(path / "trainer" / "state.safetensors"),
+        extra=json.loads((path / "trainer" / "extra.json").read_text()),
+    )
+
+
+def load_trainer_state(path: Path | str) -> dict[str, Tensor]:
+    """The trainer's tensors of a checkpoint, every checksum of it compared; see `load`."""
+    return load(Path(path)).trainer_state
+
+
+def broken_file(path: Path, *, checksums: bool = False) -> str | None:
+    """What keeps a folder from being a whole checkpoint, in words; None if it is one.
+
+    Args:
+        path: `.../step_NNNNNN`.
+        checksums: compare contents too, and not sizes alone.
+    """
+    manifest = path / MANIFEST
+    if not manifest.is_file():
+        return f"{manifest} is missing"
+    try:
+        files: dict[str, dict[str, Any]] = json.loads(manifest.read_text())["files"]
+    except (ValueError, KeyError):
+        return f"{manifest} cannot be read"
+    for name, written in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{file} is missing"
+        if file.stat().st_size != written["bytes"]:
+            return f"{file} has {file.stat().st_size} bytes, {written['bytes']} were written"
+        if checksums and _sha256(file) != written["sha256"]:
+            return f"{file} is not what was written"
+    return None
+
+
+def _write_manifest(folder: Path, step: int) -> None:
+    files = {}
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        _sync(file)
+        written = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+        files[file.relative_to(folder).as_posix()] = written
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"format": 1, "step": step, "files": files}, indent=1))
+    _sync(manifest)
+    for directory in [path for path in folder.rglob("*") if path.is_dir()] + [folder]:
+        _sync(directory)
+
+
+def _move_latest(root: Path, final: Path) -> None:
+    link = root / f".{LATEST}.partial"
+    link.symlink_to(final.name)
+    os.replace(link, root / LATEST)
+    _sync(root)
+
+
+def _discard(path: Path) -> None:
+    """Delete a checkpoint; its name goes first, so that no half of it is left under that name."""
+    doomed = path.with_name(f".{path.name}.doomed.partial")
+    _remove(doomed)
+    os.replace(path, doomed)
+    _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def _target(root: Path) -> Path | None:
+    link = root / LATEST
+    return root / link.readlink() if link.is_symlink() else None
+
+
+def _steps(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    return sorted((p for p in root.iterdir() if _STEP.fullmatch(p.name)), key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _partial(root: Path, step: int) -> Path:
+    return root / f".{_name(step)}.partial"
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

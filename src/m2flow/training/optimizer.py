@@ -1,0 +1,177 @@
+"""AdamW on sums of gradients: accumulate, add up over replicas, divide once, clip, step.
+
+Gradients accumulate in one flat buffer per dtype, of which every `parameter.grad` is a view, so a
+replica sends one bucket and the norm is one reduction. Nothing is normalised before `step`, for
+only then the global denominator is known. A gradient that is not finite never reaches the weights.
+Knows nothing of losses, rollouts or models beyond their parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from m2flow.errors import RunFailed
+from m2flow.training.schedule import Schedule
+
+AllReduce = Callable[[list[Tensor]], None]
+"""Sums each tensor of the list, in place, over the data-parallel replicas."""
+
+
+class NotFinite(RunFailed):
+    """A loss or gradient is NaN or infinite; no optimizer step was taken."""
+
+
+@dataclass(frozen=True)
+class AdamWConfig:
+    """AdamW (arXiv 1711.05101), its schedule, and the bound on the gradient's norm (None: none)."""
+
+    learning_rate: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    schedule: Schedule = field(default_factory=Schedule)
+    max_grad_norm: float | None = 1.0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step: the norm before clipping, the learning rate, and the reduced sums."""
+
+    grad_norm: float
+    learning_rate: float
+    sums: Tensor
+
+
+class SumOptimizer:
+    """Owns the gradients and the optimizer state of a model's trainable parameters.
+
+    Args:
+        named_parameters: as `model.named_parameters()` gives them; those that need no gradient
+            are left alone.
+        config: every figure of the optimizer.
+    """
+
+    def __init__(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], config: AdamWConfig
+    ) -> None:
+        self._named = [(name, p) for name, p in named_parameters if p.requires_grad]
+        assert self._named, "a model without trainable parameters"
+        self._config = config
+        self._flats = self._flat_gradients()
+        self._adamw = torch.optim.AdamW(
+            [p for _, p in self._named],
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self.num_steps = 0
+        """Optimizer steps taken."""
+
+    def zero(self) -> None:
+        """Forget the gradients accumulated so far."""
+        for flat in self._flats:
+            flat.zero_()
+
+    def step(self, sums: Tensor, denominator: int, all_reduce: AllReduce | None) -> StepResult:
+        """Reduce, divide by the global denominator, clip, step, zero.
+
+        Args:
+            sums: float64 vector of this replica's sums: reduced along with the gradients. The
+                element numbered `denominator` is what gradients are divided by; element 0 is the
+                loss. Where the denominator is 0 nothing was learnt from, and no step is taken.
+            denominator: an index into `sums`.
+            all_reduce: sums over replicas, which all call `step` together; None for one replica.
+
+        Raises:
+            NotFinite: on every replica alike. Gradients are zeroed, weights and state untouched.
+        """
+        self._assert_views()
+        sums = sums.to(self._flats[0].device)
+        if all_reduce is not None:
+            all_reduce([*self._flats, sums])
+        divisor = float(sums[denominator])
+        norm = torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(flat).double() for flat in self._flats])
+        )
+        grad_norm = float(norm) / divisor if divisor else 0.0
+        learning_rate = self._config.learning_rate * self._config.schedule.factor(self.num_steps)
+        finite = bool(torch.isfinite(norm)) and bool(torch.isfinite(sums[0]))
+        if divisor and finite:
+            scale = 1.0 / divisor
+            bound = self._config.max_grad_norm
+            if bound is not None:
+                scale *= min(1.0, bound / (grad_norm + 1e-6))
+            for flat in self._flats:
+                flat.mul_(scale)
+            for group in self._adamw.param_groups:
+                group["lr"] = learning_rate
+            self._adamw.step()
+            self.num_steps += 1
+        found = "" if finite else self._what_is_not_finite(float(sums[0]))
+        self.zero()
+        if not finite:
+            raise NotFinite(found)
+        return StepResult(grad_norm, learning_rate, sums)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Optimizer state as `<quantity>/<parameter>`, and `num_steps`."""
+        state = {"num_steps": torch.tensor(self.num_steps)}
+        for name, parameter in self._named:
+            for quantity, value in self._adamw.state[parameter].items():
+                state[f"{quantity}/{name}"] = value
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over a copy of what `state_dict` gave, for a model with the same parameters."""
+        self.num_steps = int(state["num_steps"])
+        by_name: dict[str, dict[str, Tensor]] = {name: {} for name, _ in self._named}
+        for key, value in state.items():
+            if key != "num_steps":
+                quantity, name = key.split("/", 1)
+                assert name in by_name, f"state of another model: it has no parameter {name}"
+                by_name[name][quantity] = value.detach().clone()
+        for name, parameter in self._named:
+            quantities = {q: v.to(parameter.device) for q, v in by_name[name].items()}
+            assert all(q == "step" or v.shape == parameter.shape for q, v in quantities.items())
+            self._adamw.state[parameter] = quantities
+
+    def _flat_gradients(self) -> list[Tensor]:
+        by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for _, parameter in self._named:
+            by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        flats = []
+        for (dtype, device), parameters in by_kind.items():
+            flat = torch.zeros(sum(p.numel() for p in parameters), dtype=dtype, device=device)
+            start = 0
+            for parameter in parameters:
+                view = flat[start : start + parameter.numel()]
+                parameter.grad = view.view(parameter.shape)
+                start += parameter.numel()
+            flats.append(flat)
+        return flats
+
+    def _assert_views(self) -> None:
+        starts = {flat.untyped_storage().data_ptr() for flat in self._flats}
+        for name, parameter in self._named:
+            gradient = parameter.grad
+            assert gradient is not None and gradient.untyped_storage().data_ptr() in starts, (
+                f"something replaced the gradient of {name}"
+            )
+
+    def _what_is_not_finite(self, loss: float) -> str:
+        names = [
+            name
+            for name, parameter in self._named
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
+        ]
+        listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        return (
+            f"no step was taken: the summed loss is {loss} and the gradients of {len(names)} of "
+            f"{len(self._named)} parameters are not finite" + (f" ({listed})" if names else "")
+        )

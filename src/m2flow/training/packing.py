@@ -1,0 +1,189 @@
+"""Packing of ragged sequences into padding-free micro-batches, in which common prefixes enter once.
+
+A pack is a set of token trees. Each row (a prompt and its completion) is a path from a root; what
+a row has in common with the row before it is not repeated, so a prompt shared by a group is
+computed once, and so is a prefix common to several completions. Every node sees exactly its
+ancestors: the log-probabilities and gradients are those of separate rows.
+
+The last completion token predicts nothing and never enters. Packing is deterministic, and no row
+is dropped: one longer than the budget gets a pack of its own. Device and model are unknown here.
+
+Shapes: N nodes of a pack, R rows, T completion tokens of these rows, M nodes that predict some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from m2flow.errors import UserError
+from m2flow.training.attention import PackLayout
+from m2flow.training.rollouts import TokenPairs, flat_index
+
+Sharing = Literal["none", "prompt", "prefix"]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One micro-batch; all index tensors are int64.
+
+    Attributes:
+        rows_R: which rows of the packed pairs it holds, in pack order.
+        input_ids_N, position_ids_N: the nodes' tokens and depths.
+        layout: which nodes each node attends to.
+        predicting_M: the nodes whose output predicts a completion token.
+        prediction_T: for each completion token, its row in `predicting_M`.
+        target_ids_T: the completion tokens, row after row.
+        token_index_T: their places in the flat completion column of the packed pairs.
+        lengths_R: completion tokens of each row.
+    """
+
+    rows_R: Tensor
+    input_ids_N: Tensor
+    position_ids_N: Tensor
+    layout: PackLayout
+    predicting_M: Tensor
+    prediction_T: Tensor
+    target_ids_T: Tensor
+    token_index_T: Tensor
+    lengths_R: Tensor
+
+    @property
+    def num_nodes(self) -> int:
+        """Tokens that the model computes."""
+        return self.input_ids_N.numel()
+
+    def to(self, device: torch.device) -> Pack:
+        """The pack with its tensors on a device; itself where they are there already."""
+        if self.input_ids_N.device == device:
+            return self
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor | PackLayout)
+        }
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class _Row:
+    index: int
+    prompt_length: int
+    inputs: list[int]  # prompt and all of the completion but its last token
+    shared: int  # leading tokens in common with the row before
+
+
+def pack(pairs: TokenPairs, tokens_per_microbatch: int, sharing: Sharing = "prefix") -> list[Pack]:
+    """Cut rows into packs of at most `tokens_per_microbatch` computed tokens.
+
+    Rows with an empty completion have nothing to learn and enter no pack.
+
+    Args:
+        pairs: the rows, on the CPU.
+        tokens_per_microbatch: budget of nodes; a row that alone exceeds it gets its own pack.
+        sharing: `none` lays rows side by side; `prompt` computes a prompt once for consecutive
+            rows that have it in common; `prefix` orders rows by their tokens and computes every
+            prefix, in prompts and completions, once a pack.
+
+    Raises:
+        UserError: a budget below one token.
+    """
+    if tokens_per_microbatch < 1:
+        raise UserError(
+            "a micro-batch must hold a token",
+            key="tokens_per_microbatch",
+            value=tokens_per_microbatch,
+            expected="a positive number",
+        )
+    return [_build(pairs, rows) for rows in _cut(_rows(pairs, sharing), tokens_per_microbatch)]
+
+
+def _rows(pairs: TokenPairs, sharing: Sharing) -> list[_Row]:
+    """Rows in pack order, each with what it shares with the one before."""
+    prompt_lengths = pairs.prompt_lengths_B.tolist()
+    completion_lengths = pairs.completion_lengths_B.tolist()
+    prompts = _split(pairs.prompt_ids_P, prompt_lengths)
+    completions = _split(pairs.completion_ids_T, completion_lengths)
+    inputs = [p + c[:-1] for p, c in zip(prompts, completions, strict=True)]
+    order = [row for row, length in enumerate(completion_lengths) if length]
+    if sharing == "prefix":
+        order.sort(key=inputs.__getitem__)
+    rows: list[_Row] = []
+    for row in order:
+        shared = 0
+        if rows and sharing == "prefix":
+            shared = _common_prefix(rows[-1].inputs, inputs[row])
+        elif rows and sharing == "prompt" and prompts[rows[-1].index] == prompts[row]:
+            shared = prompt_lengths[row]
+        rows.append(_Row(row, prompt_lengths[row], inputs[row], shared))
+    return rows
+
+
+def _cut(rows: list[_Row], budget: int) -> Iterator[list[_Row]]:
+    """Greedy, in order; the first row of each pack has nothing to share with."""
+    current: list[_Row] = []
+    num_nodes = 0
+    for row in rows:
+        if current and num_nodes + len(row.inputs) - row.shared > budget:
+            yield current
+            current, num_nodes = [], 0
+        if not current:
+            row = replace(row, shared=0)
+        current.append(row)
+        num_nodes += len(row.inputs) - row.shared
+    if current:
+        yield current
+
+
+def _build(pairs: TokenPairs, rows: list[_Row]) -> Pack:
+    rows_R = torch.tensor([row.index for row in rows])
+    lengths_R = pairs.completion_lengths_B[rows_R]
+    token_index_T = flat_index(pairs.completion_lengths_B, rows_R)
+    input_ids: list[int] = []
+    positions: list[int] = []
+    path: list[int] = []  # the nodes of the row at hand, root first
+    paths: list[int] = []  # those of all rows, one after another
+    predictors: list[int] = []
+    for row in rows:
+        first, length = len(input_ids), len(row.inputs)
+        input_ids += row.inputs[row.shared :]
+        positions += range(row.shared, length)
+        path = path[: row.shared] + list(range(first, len(input_ids)))
+        paths += path
+        predictors += path[row.prompt_length - 1 :]
+    predicting_M, prediction_T = torch.unique(torch.tensor(predictors), return_inverse=True)
+    return Pack(
+        rows_R=rows_R,
+        input_ids_N=torch.tensor(input_ids),
+        position_ids_N=torch.tensor(positions),
+        layout=PackLayout.build(
+            torch.tensor(paths),
+            torch.tensor([len(row.inputs) for row in rows]),
+            torch.tensor([row.shared for row in rows]),
+        ),
+        predicting_M=predicting_M,
+        prediction_T=prediction_T,
+        target_ids_T=pairs.completion_ids_T[token_index_T],
+        token_index_T=token_index_T,
+        lengths_R=lengths_R,
+    )
+
+
+def _split(flat_T: Tensor, lengths: list[int]) -> list[list[int]]:
+    values = flat_T.tolist()
+    rows: list[list[int]] = []
+    start = 0
+    for length in lengths:
+        rows.append(values[start : start + length])
+        start += length
+    return rows
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    if a == b[: len(a)]:
+        return len(a)
+    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

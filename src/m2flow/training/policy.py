@@ -1,0 +1,253 @@
+"""Policy-gradient training of one model replica: fold rollouts in any pieces, then finish.
+
+`fold` adds un-normalised loss gradients, denominators and figures of some rollouts; `finish` adds
+them up over replicas, divides by the global denominator and takes one optimizer step. So chunking,
+packing and placement change the result by floating-point rounding at most. The algorithm is given;
+this file does not know which it is. It does not know where rollouts come from.
+
+Shapes: T completion tokens, R rows of a pack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from m2flow.algorithms.aggregation import denominator, unmasked_tokens
+from m2flow.algorithms.loss import Algorithm, TokenColumns
+from m2flow.errors import UserError
+from m2flow.training.forward import token_logprobs
+from m2flow.training.optimizer import AdamWConfig, AllReduce, SumOptimizer
+from m2flow.training.packing import Pack, Sharing, pack
+from m2flow.training.rollouts import Rollouts, TokenPairs
+
+
+@dataclass(frozen=True)
+class PolicyTrainerConfig:
+    """How a policy is trained, the algorithm apart.
+
+    Attributes:
+        optimizer: AdamW, schedule, gradient clipping.
+        tokens_per_microbatch: tokens computed at a time; bounds memory.
+        sharing: what is computed once in a pack: see `m2flow.training.packing.pack`.
+        temperature: that of the sampling, so that log-probabilities compare.
+        drop_zero_advantage: skip rows without any gradient; their tokens count all the same.
+        compute_dtype: of matrix products, such as torch.bfloat16; None for the weights' own.
+    """
+
+    optimizer: AdamWConfig = field(default_factory=AdamWConfig)
+    tokens_per_microbatch: int = 2048
+    sharing: Sharing = "prefix"
+    temperature: float = 1.0
+    drop_zero_advantage: bool = True
+    compute_dtype: torch.dtype | None = None
+
+
+_TOTALS = (
+    "loss",
+    "denominator",
+    "tokens",
+    "samples",
+    "samples_dropped",
+    "tokens_trained",
+    "tokens_computed",
+    "behaviour_entropy",
+)
+
+
+class PolicyTrainer:
+    """A model with its optimizer; `fold` and `finish` make one step of it.
+
+    Args:
+        model: a transformers causal LM; trained in place, with dropout off.
+        algorithm: the loss.
+        config: everything else.
+    """
+
+    def __init__(self, model: nn.Module, algorithm: Algorithm, config: PolicyTrainerConfig) -> None:
+        self.model = model.eval()
+        self.algorithm = algorithm
+        self.config = config
+        self.optimizer = SumOptimizer(model.named_parameters(), config.optimizer)
+        self._names = _TOTALS + algorithm.figures
+        self._sums: dict[str, float | Tensor] = dict.fromkeys(self._names, 0.0)
+
+    def fold(self, rollouts: Rollouts) -> None:
+        """Accumulate the gradient of some rollouts of the mini-batch at hand.
+
+        Raises:
+            UserError: an advantage or behaviour log-probability is not finite, or the algorithm
+                needs reference log-probabilities and there are none.
+        """
+        self._check(rollouts)
+        lengths_B, mask_T = rollouts.pairs.completion_lengths_B, rollouts.mask_T
+        counted_T = slice(None) if mask_T is None else mask_T
+        self._add(
+            denominator=denominator(lengths_B, self.algorithm.aggregation, mask_T),
+            tokens=int(unmasked_tokens(lengths_B, mask_T).sum()),
+            samples=len(rollouts),
+            behaviour_entropy=-float(rollouts.behaviour_logprobs_T[counted_T].double().sum()),
+        )
+        if self.config.drop_zero_advantage and self.algorithm.zero_advantage_is_idle:
+            idle_B = rollouts.idle_rows()
+            self._add(samples_dropped=int(idle_B.sum()))
+            rollouts = rollouts.select((~idle_B).nonzero()[:, 0])
+        for microbatch in self._packs(rollouts.pairs):
+            self._fold_pack(rollouts, microbatch)
+
+    def finish(self, all_reduce: AllReduce | None = None) -> dict[str, float]:
+        """One optimizer step on everything folded since the last one.
+
+        Args:
+            all_reduce: sums tensors over the data-parallel replicas, which all call `finish`
+                together, with or without rollouts of their own. None for one replica.
+
+        Returns:
+            Figures of the whole mini-batch, the same on every replica: `loss`, `grad_norm` before
+            clipping, `learning_rate`, the algorithm's figures as means over the tokens trained on,
+            `behaviour_entropy` (minus the mean log-probability at sampling, over all tokens),
+            `tokens`, `samples`, `samples_dropped`, `tokens_trained`, `tokens_computed` (after
+            sharing), and `steps` (0 where no token counted, so that no step was taken, else 1).
+
+        Raises:
+            NotFinite: the loss or a gradient is NaN or infinite; no step was taken.
+        """
+        steps_before = self.optimizer.num_steps
+        sums = torch.tensor([float(self._sums[name]) for name in self._names], dtype=torch.float64)
+        self._sums = dict.fromkeys(self._names, 0.0)
+        result = self.optimizer.step(sums, self._names.index("denominator"), all_reduce)
+        totals = dict(zip(self._names, result.sums.tolist(), strict=True))
+        trained = max(totals["tokens_trained"], 1.0)
+        return {
+            "loss": totals["loss"] / max(totals["denominator"], 1.0),
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            **{name: totals[name] / trained for name in self.algorithm.figures},
+            "behaviour_entropy": totals["behaviour_entropy"] / max(totals["tokens"], 1.0),
+            **{name: totals[name] for name in _TOTALS if name.startswith(("tokens", "samples"))},
+            "steps": float(self.optimizer.num_steps - steps_before),
+        }
+
+    def logprobs(self, rollouts: Rollouts | TokenPairs) -> Tensor:
+        """[T] log-probabilities of all completion tokens under the present weights; no gradient.
+
+        For stale data, several epochs over one batch, and reference models.
+        """
+        pairs = rollouts.pairs if isinstance(rollouts, Rollouts) else rollouts
+        return logprobs_of(
+            self.model,
+            pairs,
+            self.config.tokens_per_microbatch,
+            sharing=self.config.sharing,
+            temperature=self.config.temperature,
+            compute_dtype=self.config.compute_dtype,
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What must be saved beside the weights to go on."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.optimizer.load_state_dict(state)
+
+    def _packs(self, pairs: TokenPairs) -> list[Pack]:
+        return pack(pairs, self.config.tokens_per_microbatch, self.config.sharing)
+
+    def _fold_pack(self, rollouts: Rollouts, microbatch: Pack) -> None:
+        figures = token_logprobs(
+            self.model,
+            microbatch,
+            temperature=self.config.temperature,
+            with_entropy=self.algorithm.needs_entropy,
+            compute_dtype=self.config.compute_dtype,
+        )
+        device = figures.logprobs_T.device
+
+        def column(values_T: Tensor | None) -> Tensor | None:
+            return None if values_T is None else values_T[microbatch.token_index_T].to(device)
+
+        old_T = rollouts.old_logprobs_T
+        old_logprobs_T = column(rollouts.behaviour_logprobs_T if old_T is None else old_T)
+        advantages_T = column(rollouts.advantages_T)
+        mask_T = column(rollouts.mask_T)
+        assert old_logprobs_T is not None and advantages_T is not None
+        terms = self.algorithm.loss(
+            TokenColumns(
+                logprobs_T=figures.logprobs_T,
+                old_logprobs_T=old_logprobs_T,
+                advantages_T=advantages_T,
+                lengths_B=microbatch.lengths_R.to(device),
+                mask_T=mask_T,
+                reference_logprobs_T=column(rollouts.reference_logprobs_T),
+                entropy_T=figures.entropy_T,
+            )
+        )
+        torch.autograd.backward(terms.loss)
+        num_trained = microbatch.target_ids_T.numel() if mask_T is None else int(mask_T.sum())
+        self._add(
+            loss=terms.loss.detach().double(),
+            tokens_trained=num_trained,
+            tokens_computed=microbatch.num_nodes,
+            **terms.sums,
+        )
+
+    def _add(self, **sums: float | Tensor) -> None:
+        """Figures on an accelerator stay there until `finish`: nobody waits for them before."""
+        for name, value in sums.items():
+            self._sums[name] = self._sums[name] + value
+
+    def _check(self, rollouts: Rollouts) -> None:
+        if self.algorithm.needs_reference and rollouts.reference_logprobs_T is None:
+            raise UserError(
+                "the loss has a KL term, but the rollouts carry no reference log-probabilities",
+                key="reference_logprobs",
+                hint="compute them with the reference model, or set kl_coefficient=0",
+            )
+        for name in (
+            "advantages_T",
+            "behaviour_logprobs_T",
+            "old_logprobs_T",
+            "reference_logprobs_T",
+        ):
+            column_T: Tensor | None = getattr(rollouts, name)
+            if column_T is None:
+                continue
+            bad_T = ~torch.isfinite(column_T)
+            if rollouts.mask_T is not None:
+                bad_T &= rollouts.mask_T
+            if bool(bad_T.any()):
+                token = int(bad_T.nonzero()[0])
+                raise UserError(
+                    f"{int(bad_T.sum())} of {bad_T.numel()} values are not finite, the first at "
+                    f"completion token {token}",
+                    key=name.removesuffix("_T"),
+                    value=float(column_T[token]),
+                    expected="a finite number for every unmasked token",
+                )
+
+
+def logprobs_of(
+    model: nn.Module,
+    pairs: TokenPairs,
+    tokens_per_microbatch: int,
+    *,
+    sharing: Sharing = "prefix",
+    temperature: float = 1.0,
+    compute_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """[T] log-probabilities of all completion tokens, on the CPU, without gradient."""
+    logprobs_T: Tensor | None = None
+    with torch.no_grad():
+        for microbatch in pack(pairs, tokens_per_microbatch, sharing):
+            figures = token_logprobs(
+                model, microbatch, temperature=temperature, compute_dtype=compute_dtype
+            )
+            if logprobs_T is None:
+                logprobs_T = figures.logprobs_T.new_empty(
+                    pairs.completion_ids_T.numel(), device="cpu"
+                )
+            logprobs_T[microbatch.token_index_T] = figures.logprobs_T.cpu()
+    return torch.empty(0) if logprobs_T is None else logprobs_T

@@ -1,0 +1,60 @@
+"""Learning rate as a pure function of the number of optimizer steps taken.
+
+No state: resuming needs the step counter and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+from m2flow.errors import UserError
+
+Decay = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up, then constant, or linear or cosine decay to a fraction of the peak.
+
+    Attributes:
+        decay: the shape after the warm-up.
+        warmup_steps: steps over which the rate rises linearly; the first is peak / warmup_steps.
+        total_steps: the step, counted from 0, at which decay has reached its end. Needed unless
+            constant.
+        final_fraction: of the peak, from `total_steps` on.
+    """
+
+    decay: Decay = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    final_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.decay != "constant" and (
+            self.total_steps is None or self.total_steps <= self.warmup_steps
+        ):
+            raise UserError(
+                f"a {self.decay} schedule must know where it ends",
+                key="total_steps",
+                value=self.total_steps,
+                expected=f"more than the {self.warmup_steps} warm-up steps",
+            )
+
+    def factor(self, step: int) -> float:
+        """What the peak rate is multiplied by at the given step, counted from 0."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return 1.0
+        assert self.total_steps is not None
+        progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        match self.decay:
+            case "linear":
+                remaining = 1.0 - progress
+            case "cosine":
+                remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
+            case _:
+                assert_never(self.decay)
+        return self.final_fraction + (1.0 - self.final_fraction) * remaining

@@ -1,0 +1,149 @@
+"""The clipped surrogate against a loop over tokens, and the overflows that break others."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from m2flow.algorithms.policy_loss import RatioLevel, clipped_policy_loss
+
+
+def loop_loss(
+    sequences: list[list[tuple[float, float, float, bool]]],
+    low: float,
+    high: float,
+    dual: float | None,
+    level: str,
+) -> list[float]:
+    """Sequences of (log-probability, old log-probability, advantage, counts)."""
+    losses = []
+    for sequence in sequences:
+        log_ratios = [new - old for new, old, _, counts in sequence if counts]
+        for new, old, advantage, counts in sequence:
+            if not counts:
+                losses.append(0.0)
+                continue
+            log_ratio = new - old if level == "token" else sum(log_ratios) / len(log_ratios)
+            ratio = math.exp(log_ratio)
+            clipped = min(max(ratio, 1 - low), 1 + high)
+            objective = min(ratio * advantage, clipped * advantage)
+            if dual is not None and advantage < 0:
+                objective = max(objective, dual * advantage)
+            losses.append(-objective)
+    return losses
+
+
+TOKEN = st.tuples(st.floats(-4, 0), st.floats(-4, 0), st.floats(-2, 2), st.booleans())
+
+
+@given(
+    sequences=st.lists(st.lists(TOKEN, max_size=5), min_size=1, max_size=4),
+    dual=st.sampled_from([None, 3.0]),
+    level=st.sampled_from(["token", "sequence"]),
+)
+def test_agrees_with_a_loop(
+    sequences: list[list[tuple[float, float, float, bool]]], dual: float | None, level: RatioLevel
+) -> None:
+    tokens = [token for sequence in sequences for token in sequence]
+    new, old, advantages = (
+        torch.tensor([token[i] for token in tokens], dtype=torch.float64) for i in range(3)
+    )
+    found = clipped_policy_loss(
+        new,
+        old,
+        advantages,
+        torch.tensor([len(sequence) for sequence in sequences]),
+        torch.tensor([token[3] for token in tokens], dtype=torch.bool),
+        clip_low=0.2,
+        clip_high=0.28,
+        dual_clip=dual,
+        ratio_level=level,
+    )
+    expected = loop_loss(sequences, 0.2, 0.28, dual, level)
+    torch.testing.assert_close(found.loss_T, torch.tensor(expected, dtype=torch.float64))
+
+
+def loss_of(log_ratio: list[float], advantage: list[float], **options: Any) -> tuple[Any, Tensor]:
+    new = torch.tensor(log_ratio, requires_grad=True)
+    result = clipped_policy_loss(
+        new,
+        torch.zeros(len(log_ratio)),
+        torch.tensor(advantage),
+        torch.tensor([len(log_ratio)]),
+        clip_low=0.2,
+        clip_high=0.28,
+        **options,
+    )
+    result.loss_T.sum().backward()
+    assert new.grad is not None
+    return result, new.grad
+
+
+def test_gradient_flows_only_where_the_clipped_branch_was_not_taken() -> None:
+    up, down = math.log(1.5), math.log(0.5)
+    result, gradient = loss_of([up, up, down, down, 0.0], [1.0, -1.0, 1.0, -1.0, 1.0])
+    assert result.clipped_T.tolist() == [True, False, False, True, False]
+    torch.testing.assert_close(gradient, torch.tensor([0.0, 1.5, -0.5, 0.0, -1.0]))
+
+
+def test_bounds_are_separate() -> None:
+    result, _ = loss_of([math.log(1.25), math.log(0.75)], [1.0, -1.0])
+    assert result.clipped_T.tolist() == [False, True]
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
+    result, gradient = loss_of([3.0], [-2.0], dual_clip=3.0)
+    assert result.loss_T.tolist() == [6.0]
+    assert bool(result.clipped_T)
+    assert float(gradient) == 0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_ratio_overflow_leaks_no_nan_gradient(level: RatioLevel, advantage: float) -> None:
+    result, gradient = loss_of([200.0, 0.0], [advantage] * 2, ratio_level=level)
+    assert torch.isfinite(result.loss_T).all()
+    assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("garbage", [float("nan"), float("-inf"), 1e4])
+def test_masked_prefix_takes_no_part(level: RatioLevel, garbage: float) -> None:
+    """Whatever stands in masked places, the rest is as if they were not there."""
+    new = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    old, advantages = torch.tensor([-1.1, -1.7, -0.6]), torch.tensor([0.5, 0.5, -1.0])
+    alone = clipped_policy_loss(new, old, advantages, torch.tensor([2, 1]), ratio_level=level)
+    (expected,) = torch.autograd.grad(alone.loss_T.sum(), new)
+
+    spoilt = torch.tensor([garbage, garbage, -1.0, -2.0, garbage, -0.5], requires_grad=True)
+    mask = torch.tensor([False, False, True, True, False, True])
+    result = clipped_policy_loss(
+        spoilt,
+        torch.zeros(6).masked_scatter(mask, old),
+        torch.full((6,), garbage).masked_scatter(mask, advantages),
+        torch.tensor([4, 2]),
+        mask,
+        ratio_level=level,
+    )
+    (gradient,) = torch.autograd.grad(result.loss_T.sum(), spoilt)
+    torch.testing.assert_close(result.loss_T[mask], alone.loss_T)
+    torch.testing.assert_close(gradient[mask], expected)
+    for outside in (result.loss_T, result.log_ratio_T, gradient, result.clipped_T):
+        assert not outside[~mask].any()
+
+
+def test_sequence_ratio_is_the_geometric_mean_of_the_tokens() -> None:
+    result, _ = loss_of([0.1, 0.3, -0.1], [1.0] * 3, ratio_level="sequence")
+    torch.testing.assert_close(result.ratio_T, torch.full((3,), math.exp(0.1)))
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    values = torch.tensor([-1.0], dtype=torch.bfloat16)
+    result = clipped_policy_loss(values, values, values, torch.tensor([1]))
+    assert result.loss_T.dtype == torch.float32

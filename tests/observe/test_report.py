@@ -1,0 +1,251 @@
+"""The report: well-formed, self-contained, safe against what models write, and honest."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from m2flow.errors import UserError
+from m2flow.observe.health import findings
+from m2flow.observe.record import RunRecord, read_run
+from m2flow.observe.report import write_report
+from m2flow.observe.run_directory import RunDirectory
+
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+LOADING = {"src", "srcset", "data", "action", "poster", "xlink:href", "formaction", "background"}
+
+
+class Checker(HTMLParser):
+    """Collects elements; fails on tags that are not closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value) for name, value in [("", ""), *attrs]]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value) for name, value in [("", ""), *attrs]]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def check(path: Path) -> Checker:
+    """Parse a report; it must be well-formed, load nothing and run nothing."""
+    html = path.read_text("utf-8")
+    checker = Checker()
+    checker.feed(html)
+    checker.close()
+    assert checker.open == []
+    assert not {tag for tag, _, _ in checker.attributes} & {"script", "iframe", "object", "link"}
+    for tag, name, value in checker.attributes:
+        assert name not in LOADING, f"<{tag} {name}={value!r}>"
+        assert not name.startswith("on")
+    assert not re.search(r"@import|url\((?!#)", html)
+    without_namespaces = re.sub(r'xmlns="[^"]*"', "", html)
+    assert not re.search(r"https?://|//[a-z]+\.", without_namespaces)
+    return checker
+
+
+def words(checker: Checker) -> str:
+    return " ".join(checker.text)
+
+
+def test_the_report_of_a_run_shows_every_part(
+    tmp_path: Path, fake_run: Callable[..., Path]
+) -> None:
+    path = write_report(fake_run(tmp_path / "run"))
+    text = words(check(path))
+    for part in (
+        "grpo_addition",
+        "finished, 80 steps",
+        "AMD EPYC 9B14",
+        "Held-out accuracy",
+        "Response length",
+        "All other figures",
+        "steps 79 and 80",
+        "Where the time went",
+        "80 steps, ",
+        "Training is the bottleneck",
+        "prompts_per_step: 32",
+        "Nothing to report",
+    ):
+        assert part in text, part
+
+
+def test_the_timeline_is_written_as_a_picture_of_its_own(
+    tmp_path: Path, fake_run: Callable[..., Path]
+) -> None:
+    run = fake_run(tmp_path / "run", num_steps=4)
+    write_report(run)
+    svg = (run / "timeline.svg").read_text()
+    assert ET.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
+    assert "grpo_addition, mode hybrid" in svg
+    assert "prefers-color-scheme:dark" in svg
+
+
+def test_an_empty_directory_gives_a_page(tmp_path: Path) -> None:
+    text = words(check(write_report(tmp_path)))
+    assert "No figures have been recorded yet." in text
+    assert "no step yet" in text
+    assert not (tmp_path / "timeline.svg").exists()
+
+
+def test_a_missing_directory_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such run directory"):
+        write_report(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["run.json", "config.yaml", "plan.json", "metrics.jsonl", "samples.jsonl", "timeline.json"],
+)
+@pytest.mark.parametrize("damage", ["missing", "empty", "half", "garbage"])
+def test_any_file_may_be_missing_or_spoiled(
+    tmp_path: Path, fake_run: Callable[..., Path], name: str, damage: str
+) -> None:
+    run = fake_run(tmp_path / "run", num_steps=3)
+    path = run / name
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        spoiled = {"empty": b"", "half": content[: len(content) // 2], "garbage": b"\x00\xff[\n{\n"}
+        path.write_bytes(spoiled[damage])
+    text = words(check(write_report(run)))
+    if damage == "garbage":
+        assert "could not be read whole" in text
+        assert name in text
+        assert str(tmp_path) not in text
+
+
+def test_a_run_in_progress_says_how_far_it_is(
+    tmp_path: Path, fake_run: Callable[..., Path]
+) -> None:
+    run = fake_run(tmp_path / "run", num_steps=7, planned_steps=80)
+    assert "step 7 of 80" in words(check(write_report(run)))
+
+
+HOSTILE = "</pre></article><script>alert(1)</script><img src=x onerror=alert(2)>&lt;\u202e\ud800"
+
+
+def test_what_a_model_writes_is_text(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", "r") as run:
+        run.write_run(recipe=HOSTILE, machine=HOSTILE)
+        run.write_config({"name": HOSTILE, "steps": 2})
+        run.write_plan({"mode": HOSTILE, "placements": {HOSTILE: {"replicas": [[0]]}}})
+        for step in (1, 2):
+            run.append_metrics(step, {"reward/mean": 0.5, f"loss/{HOSTILE}": 1.0})
+            sample = {"prompt": HOSTILE, "completion": HOSTILE, "answer": HOSTILE}
+            run.append_samples(step, [{**sample, "reward": 1, "finish_reason": HOSTILE}])
+    text = words(check(write_report(run.path)))
+    assert "<script>alert(1)</script>" in text
+
+
+def test_a_very_long_completion_is_cut_and_says_so(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", "r") as run:
+        run.append_samples(1, [{"prompt": "p", "completion": "x" * 50_000, "reward": 0.0}])
+    path = write_report(run.path)
+    assert "38,000 more characters" in words(check(path))
+    assert path.stat().st_size < 60_000
+
+
+def test_rollouts_of_the_first_and_last_step_stand_side_by_side(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", "r") as run:
+        for step in (1, 2, 3):
+            rows = [
+                {"prompt": f"p{item // 4}", "completion": f"{step}-{item}"} for item in range(20)
+            ]
+            run.append_samples(step, rows)
+    text = words(check(write_report(run.path)))
+    assert re.findall(r"\b\d-\d+\b", text) == [
+        "1-0",
+        "1-4",
+        "1-8",
+        "1-12",
+        "3-0",
+        "3-4",
+        "3-8",
+        "3-12",
+    ]
+
+
+def titles(
+    rows: list[Mapping[str, Any]], samples: list[Mapping[str, Any]] | None = None
+) -> set[str]:
+    record = RunRecord(RunDirectory("."), metrics=rows, samples=samples or [])
+    return {finding.title for finding in findings(record)}
+
+
+def row(step: int, **figures: float | None) -> dict[str, Any]:
+    return {"step": step, **{key.replace("__", "/"): value for key, value in figures.items()}}
+
+
+def test_nan_is_found() -> None:
+    rows = [
+        row(1, loss__policy=0.1),
+        row(2, loss__policy=None),
+        row(3, plan__predicted_seconds=None),
+    ]
+    assert titles(rows) == {"loss/policy was not finite"}
+
+
+def test_groups_without_signal_and_truncation_are_found() -> None:
+    rows = [row(s, zero_variance_share=0.9, health__truncated_share=0.5) for s in range(12)]
+    assert titles(rows) == {"Most groups carry no signal", "Many answers are cut off"}
+    rows = [row(s, zero_variance_share=0.5, health__truncated_share=0.1) for s in range(12)]
+    assert titles(rows) == set()
+
+
+def test_truncation_is_seen_in_the_samples_where_no_figure_tells_it() -> None:
+    samples = [{"step": 5, "finish_reason": "length" if i % 2 else "stop"} for i in range(12)]
+    assert titles([row(5)], samples) == {"Many answers are cut off"}
+
+
+def test_a_reward_that_falls_or_stands_still_is_found() -> None:
+    falling = [row(s, reward__mean=1 - s / 50) for s in range(40)]
+    assert titles(falling) == {"The reward is falling"}
+    flat = [row(s, reward__mean=0.5 + 0.1 * (s % 2)) for s in range(40)]
+    assert titles(flat) == {"The reward does not rise"}
+    rising = [row(s, reward__mean=s / 50) for s in range(40)]
+    assert titles(rising) == set()
+
+
+def test_evaluation_below_its_start_is_found() -> None:
+    assert titles([row(0, eval__accuracy=0.5), row(9, eval__accuracy=0.4)]) == {
+        "eval/accuracy is lower than before training"
+    }
+
+
+def test_a_plan_that_mispredicts_is_found() -> None:
+    rows = [row(s, seconds__step=0.8, plan__predicted_seconds=0.4) for s in range(6)]
+    assert titles(rows) == {"The plan's prediction is off"}
+
+
+def test_the_record_reads_back_what_was_written(
+    tmp_path: Path, fake_run: Callable[..., Path]
+) -> None:
+    record = read_run(fake_run(tmp_path / "run", num_steps=5))
+    assert record.name == "grpo_addition"
+    assert (record.last_step, record.planned_steps) == (5, 5)
+    assert record.first_key(("nothing", "reward/mean")) == "reward/mean"
+    assert len(record.response_lengths()) == 5
+    assert record.trace.num_steps == 5
+    assert json.loads(json.dumps(record.plan))["mode"] == "hybrid"

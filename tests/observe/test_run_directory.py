@@ -1,0 +1,200 @@
+"""The run directory: fresh and resumed runs, rows that survive crashes, no step told twice."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m2flow.errors import UserError
+from m2flow.observe.jsonl import JsonLines, cut_after_step, encode, json_safe, mend_tail, read_rows
+from m2flow.observe.run_directory import RunDirectory, first_and_last, read_metrics
+
+
+def test_default_name_is_recipe_and_time_and_never_taken_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = RunDirectory.create(None, "recipes/grpo addition.yaml", now=1_790_000_000.0)
+    second = RunDirectory.create(None, "recipes/grpo addition.yaml", now=1_790_000_000.0)
+    assert re.fullmatch(r"runs/grpo-addition-\d{8}-\d{6}", str(first.path))
+    assert str(second.path) == f"{first.path}-2"
+
+
+def test_a_fresh_run_refuses_a_directory_that_holds_one(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", "r") as run:
+        run.append_metrics(1, {"reward/mean": 0.5})
+    with pytest.raises(UserError, match=r"holds a run already \(metrics.jsonl\).*--resume"):
+        RunDirectory.create(tmp_path / "run", "r")
+    assert RunDirectory.create(tmp_path / "run", "r", resume=True).path == tmp_path / "run"
+
+
+def test_a_directory_with_other_files_is_free(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert RunDirectory.create(tmp_path, "r").path == tmp_path
+
+
+@pytest.mark.parametrize(("path", "words"), [(None, "--run-dir DIR"), ("nothing", "leave out")])
+def test_resume_needs_a_run(path: str | None, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        RunDirectory.create(tmp_path / path if path else None, "r", resume=True)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        RunDirectory.create(tmp_path / "run", "r")
+
+
+def test_documents_are_whole_and_leave_nothing_beside_them(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", "r")
+    run.write_config({"seed": 1, "path": Path("a/b"), "learning_rate": 1e-4, "name": "Müller"})
+    run.write_plan('{"mode": "eager"}')
+    run.write_profile({"seconds": (1.0, math.nan)})
+    run.write_run(recipe="r", seed=1)
+    run.write_run(finished=12.5)
+    config = yaml.safe_load(run.config.read_text())
+    assert list(config) == ["seed", "path", "learning_rate", "name"]
+    assert config["learning_rate"] == 1e-4
+    assert json.loads(run.plan.read_text()) == {"mode": "eager"}
+    assert json.loads(run.profile.read_text()) == {"seconds": [1.0, None]}
+    assert json.loads(run.run.read_text()) == {"recipe": "r", "seed": 1, "finished": 12.5}
+    names = {path.name for path in run.path.iterdir()}
+    assert names == {"config.yaml", "plan.json", "profile.json", "run.json"}
+
+
+def test_a_document_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", "r")
+    run.write_plan({"mode": "eager"})
+    with pytest.raises(TypeError, match="no JSON form"):
+        run.write_plan({"mode": object()})
+    assert json.loads(run.plan.read_text()) == {"mode": "eager"}
+
+
+def test_rows_are_flushed_and_not_finite_becomes_null(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", "r")
+    run.append_metrics(3, {"loss/policy": math.nan, "reward/mean": math.inf, "samples": 256})
+    line = run.metrics.read_text()
+    assert line.endswith("\n")
+    row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert row["step"] == 3
+    assert row["loss/policy"] is row["reward/mean"] is None
+    assert row["time"] > 1e9
+    run.close()
+
+
+def test_resume_cuts_later_steps_and_a_torn_line(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", "r") as run:
+        for step in range(6):
+            run.append_metrics(step, {"reward/mean": step / 10})
+            run.append_samples(step, [{"item": 0}, {"item": 1}])
+    with run.metrics.open("ab") as file:
+        file.write(b'{"step": 6, "rewa')
+    run = RunDirectory.create(run.path, "r", resume=True)
+    assert run.cut_after(3) == 2 + 1 + 4
+    run.append_metrics(4, {"reward/mean": 0.9})
+    run.close()
+    assert [row["step"] for row in read_metrics(run.path)] == [0, 1, 2, 3, 4]
+    assert read_metrics(run.path)[4]["reward/mean"] == 0.9
+    assert [row["step"] for row in read_rows(run.samples).rows] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_lines_of_one_step_are_merged_in_order(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path / "run", "r") as run:
+        run.append_metrics(2, {"time": 1.0, "reward/mean": 0.5})
+        run.append_metrics(1, {"time": 0.0})
+        run.append_metrics(2, {"time": 2.0, "eval/accuracy": 0.7})
+    merged = {"step": 2, "time": 2.0, "reward/mean": 0.5, "eval/accuracy": 0.7}
+    assert read_metrics(run.path) == [{"step": 1, "time": 0.0}, merged]
+
+
+def test_first_and_last_look_at_each_figure_alone() -> None:
+    rows = [
+        {"step": 0, "eval": 0.4},
+        {"step": 1, "reward": 0.5, "bad": None},
+        {"step": 2, "eval": 1},
+    ]
+    first, last = first_and_last(rows)
+    assert first == {"step": 0, "eval": 0.4, "reward": 0.5}
+    assert last == {"step": 2, "eval": 1, "reward": 0.5}
+
+
+def test_reading_a_missing_run_gives_nothing(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "none") == []
+
+
+def test_a_spoiled_line_is_counted_and_a_torn_one_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"step": 1}\n\x00\x00\n[1]\n{"step": 2}\n{"st')
+    assert read_rows(path).rows == [{"step": 1}, {"step": 2}]
+    assert read_rows(path).unreadable == (2, 3)
+
+
+@dataclass(frozen=True)
+class Inner:
+    value: float
+
+
+class Scalar:
+    """Stands for a number of an array library."""
+
+    def tolist(self) -> float:
+        return math.nan
+
+
+def test_json_safe_knows_what_a_run_records() -> None:
+    value = {1: (True, 2, -0.5), "set": {2, 1}, "data": Inner(math.inf), "array": [Scalar()]}
+    expected = {"1": [True, 2, -0.5], "set": [1, 2], "data": {"value": None}, "array": [None]}
+    assert json_safe(value) == expected
+    with pytest.raises(TypeError, match="bytes has no JSON form"):
+        json_safe(b"bytes")
+
+
+def test_any_text_of_a_model_survives() -> None:
+    text = "\ud800 \x00 \u2028 \r\n </script> é"
+    line = encode({"completion": text})
+    assert b"\n" not in line
+    assert json.loads(line.decode())["completion"] == text
+
+
+rows_of_steps = st.lists(st.integers(0, 9), max_size=8)
+
+
+@given(steps=rows_of_steps, torn=st.integers(0, 40), cut=st.integers(-1, 9))
+def test_whatever_a_crash_tears_off_only_the_last_row_is_lost(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[int], torn: int, cut: int
+) -> None:
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    writer = JsonLines(path)
+    for number, step in enumerate(steps):
+        writer.append({"step": step, "number": number, "text": "é\n"})
+    writer.close()
+    content = path.read_bytes()
+    last_line = len(content) - (content.rfind(b"\n", 0, -1) + 1) if content else 0
+    torn = min(torn, last_line)
+    path.write_bytes(content[: len(content) - torn])
+    whole = steps if torn <= 1 else steps[:-1]  # one byte is the line's end, no content
+    writer = JsonLines(path)
+    writer.append({"step": 0, "number": -1})
+    writer.close()
+    assert [row["step"] for row in read_rows(path).rows] == [*whole, 0]
+    assert read_rows(path).unreadable == ()
+    kept = [step for step in [*whole, 0] if step <= cut]
+    assert cut_after_step(path, cut) == len(whole) + 1 - len(kept)
+    assert [row["step"] for row in read_rows(path).rows] == kept
+
+
+def test_mending_reads_back_over_a_line_longer_than_a_block(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    first = encode({"step": 1, "text": "x" * 200_000}) + b"\n"
+    path.write_bytes(first + encode({"step": 2, "text": "y" * 200_000})[:-5])
+    mend_tail(path)
+    assert path.read_bytes() == first

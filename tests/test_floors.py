@@ -1,0 +1,201 @@
+"""The house keeps its floors: imports go down only, and the control plane stays light.
+
+The rules are read off the source with `ast`, imports inside functions and under `TYPE_CHECKING`
+included: knowing the floor above is what is forbidden, whenever it happens. What a rule about
+single files cannot see (a light module that imports a heavy one through a third) is asked of a
+fresh interpreter.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+PROJECT = Path(__file__).parents[1]
+PACKAGE = PROJECT / "src" / "m2flow"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+FLOORS = {
+    **dict.fromkeys(("errors", "flow", "engine", "algorithms"), 0),
+    "plan": 1,
+    "runtime": 2,
+    **dict.fromkeys(("generation", "training", "models"), 3),
+    **dict.fromkeys(("reasoning", "embodied", "agentic"), 4),
+    **dict.fromkeys(("cli", "observe"), 5),
+    # The front door: what `import m2flow` and `python -m m2flow` show may come from any floor.
+    **dict.fromkeys(("__init__", "__main__"), 5),
+}
+STDLIB_ONLY = ("errors", "flow", "engine")
+CONTROL_PLANE = (*STDLIB_ONLY, "plan")
+HEAVY = frozenset({"torch", "ray", "transformers", "numpy", "math_verify", "reasoning_gym"})
+
+
+def module_name(path: Path) -> str:
+    """`src/m2flow/plan/search.py` -> `m2flow.plan.search`; a package is named by its folder."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room(module: str) -> str:
+    """The part of the house a module of m2flow lies in: `m2flow.plan.search` -> `plan`."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imported_modules(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """`(line, module)` for every import, wherever in the file it stands."""
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, base] if base else parents)
+            for alias in node.names:
+                # `from m2flow import plan` takes a room, `from m2flow import Flow` the front door.
+                is_room = base == "m2flow" and alias.name in FLOORS
+                yield node.lineno, f"{base}.{alias.name}" if is_room else base
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if called in {"import_module", "__import__"} and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What one file imports against the rules, as `line N: ...`; empty when it keeps them."""
+    here = room(module)
+    if here not in FLOORS:
+        return [f"m2flow.{here} has no floor: give it one in {Path(__file__).name}"]
+    found = []
+    for line, imported in imported_modules(source, module, is_package):
+        top = imported.split(".")[0]
+        if top == "m2flow":
+            there = room(imported)
+            if FLOORS.get(there, 99) > FLOORS[here]:
+                found.append(f"line {line}: {here} knows {imported}, which lies above it")
+            if here in CONTROL_PLANE and there == "algorithms":
+                found.append(f"line {line}: {here} imports {imported}, and with it torch")
+            if here in STDLIB_ONLY and there not in STDLIB_ONLY:
+                found.append(f"line {line}: {here} imports {imported}")
+            if here == "algorithms" and there not in ("algorithms", "errors"):
+                found.append(f"line {line}: pure tensor functions import {imported}")
+        elif top in sys.stdlib_module_names:
+            continue
+        elif here in STDLIB_ONLY:
+            found.append(f"line {line}: {here} uses the standard library only, not {imported}")
+        elif here in CONTROL_PLANE and top in {"torch", "ray"}:
+            found.append(f"line {line}: {here} imports {imported}")
+        elif here == "algorithms" and top != "torch":
+            found.append(f"line {line}: algorithms know torch only, not {imported}")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=[str(p.relative_to(PACKAGE)) for p in SOURCES])
+def test_no_import_runs_upward(path: Path) -> None:
+    assert not violations(path.read_text(), module_name(path), path.name == "__init__.py")
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("m2flow.flow.batch", "import torch"),
+        ("m2flow.flow.batch", "def f():\n    import numpy as np"),
+        ("m2flow.engine.core", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n  import ray"),
+        ("m2flow.engine.core", "from m2flow.plan import Plan"),
+        ("m2flow.engine.core", "from m2flow import plan"),
+        ("m2flow.engine.core", "from ..plan import Plan"),
+        ("m2flow.engine.core", "from m2flow.algorithms.sampling import derive_seed"),
+        ("m2flow.plan.search", "import importlib\nimportlib.import_module('torch.nn')"),
+        ("m2flow.plan.search", "from m2flow.algorithms import sampling"),
+        ("m2flow.plan.search", "from m2flow.runtime.lane import Lane"),
+        ("m2flow.algorithms.gae", "import numpy"),
+        ("m2flow.algorithms.gae", "from m2flow.flow.batch import Batch"),
+        ("m2flow.training.packed", "from m2flow.reasoning import grpo"),
+        ("m2flow.runtime.lane", "from m2flow import Flow"),
+        ("m2flow.somewhere.new", "import json"),
+    ],
+)
+def test_the_rules_find_what_breaks_them(module: str, source: str) -> None:
+    assert violations(source, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("m2flow.flow.batch", "import json\nfrom m2flow.errors import FlowError"),
+        ("m2flow.engine.core", "from .ledger import Ledger\nfrom m2flow.flow import Item"),
+        ("m2flow.plan.search", "from m2flow.engine import Engine\nfrom m2flow import flow"),
+        ("m2flow.algorithms.gae", "import torch.nn.functional as F"),
+        ("m2flow.training.packed", "import torch\nfrom m2flow.algorithms import losses"),
+        ("m2flow.cli.app", "from m2flow import Flow\nfrom m2flow.reasoning import grpo"),
+    ],
+)
+def test_the_rules_allow_what_goes_down(module: str, source: str) -> None:
+    assert not violations(source, module)
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The top-level modules a fresh interpreter holds after `statement`."""
+    code = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(ran.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "floor", sorted({room(module_name(path)) for path in SOURCES} & set(CONTROL_PLANE))
+)
+def test_the_control_plane_pulls_in_nothing_heavy(floor: str) -> None:
+    modules = [module_name(path) for path in SOURCES if room(module_name(path)) == floor]
+    allowed = {"numpy"} if floor == "plan" else set()
+    loaded = loaded_by("\n".join(f"import {module}" for module in modules))
+    assert not loaded & (HEAVY - allowed)
+
+
+def test_import_m2flow_is_light_and_quick() -> None:
+    """Neither torch, ray, transformers nor numpy, and well under half a second."""
+    pattern = re.compile(r"import time:\s+\d+ \|\s+(\d+) \|\s+(\S+)")
+    microseconds = []
+    for _ in range(3):  # the quickest of three: other programs share these cores
+        ran = subprocess.run(
+            [sys.executable, "-X", "importtime", "-c", "import m2flow"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+        imported = {name: int(total) for total, name in pattern.findall(ran.stderr)}
+        assert not {name.split(".")[0] for name in imported} & HEAVY
+        microseconds.append(imported["m2flow"])
+    assert min(microseconds) < 500_000
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    """Nothing works here only because another package happened to bring it along."""
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    lines = chain(project["dependencies"], *project["optional-dependencies"].values())
+    declared = {Requirement(line).name.lower().replace("_", "-") for line in lines}
+    distributions = metadata.packages_distributions()
+    undeclared = []
+    for path in SOURCES:
+        is_package = path.name == "__init__.py"
+        for line, name in imported_modules(path.read_text(), module_name(path), is_package):
+            top = name.split(".")[0]
+            if top == "m2flow" or top in sys.stdlib_module_names:
+                continue
+            owners = {owner.lower().replace("_", "-") for owner in distributions.get(top, [top])}
+            if not owners & declared:
+                undeclared.append(f"{path.relative_to(PROJECT)}:{line} imports {name}")
+    assert not undeclared

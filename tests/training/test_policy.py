@@ -1,0 +1,315 @@
+"""Policy training: against a plain loop, cut in any pieces, over replicas, and that it learns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from m2flow.algorithms.grpo import GRPO
+from m2flow.errors import UserError
+from m2flow.training.optimizer import AdamWConfig, NotFinite
+from m2flow.training.packing import Sharing
+from m2flow.training.policy import PolicyTrainer, PolicyTrainerConfig, logprobs_of
+from m2flow.training.rollouts import Rollouts, TokenPairs
+
+MakeModel = Callable[..., nn.Module]
+MakeRollouts = Callable[..., Rollouts]
+ADAMW = AdamWConfig(learning_rate=1e-2, betas=(0.9, 0.99), weight_decay=0.1, max_grad_norm=0.3)
+CONFIG = PolicyTrainerConfig(optimizer=ADAMW, tokens_per_microbatch=30)
+FULL = GRPO(kl_coefficient=0.05, entropy_coefficient=0.01)
+
+
+def weights(trainer: PolicyTrainer) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def gradient(trainer: PolicyTrainer) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+
+
+def with_reference(rollouts: Rollouts) -> Rollouts:
+    return replace(rollouts, reference_logprobs_T=rollouts.behaviour_logprobs_T - 0.3)
+
+
+def test_two_steps_agree_with_a_plain_loop(
+    make_model: MakeModel,
+    make_rollouts: MakeRollouts,
+    plain_logprobs: Callable[[nn.Module, TokenPairs], Tensor],
+) -> None:
+    rollouts, plain = make_rollouts(), make_model()
+    trainer = PolicyTrainer(make_model(), GRPO(), CONFIG)
+    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
+    for _ in range(2):
+        trainer.fold(rollouts)
+        figures = trainer.finish()
+        ratio = (plain_logprobs(plain, rollouts.pairs) - rollouts.behaviour_logprobs_T).exp()
+        clipped = ratio.clamp(0.8, 1.28)
+        advantages = rollouts.advantages_T
+        loss = -torch.minimum(ratio * advantages, clipped * advantages).mean()
+        adamw.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        adamw.step()
+        assert figures["loss"] == pytest.approx(float(loss.detach()), abs=1e-12)
+        assert figures["grad_norm"] == pytest.approx(float(norm), abs=1e-12)
+    expected = torch.cat([p.detach().flatten() for p in plain.parameters()])
+    torch.testing.assert_close(weights(trainer), expected, rtol=0, atol=1e-10)
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_chunking_packing_and_sharing_gives_the_same_weights(
+    make_model: MakeModel, make_rollouts: MakeRollouts, data: st.DataObject
+) -> None:
+    rollouts = with_reference(make_rollouts(groups=2))
+    aggregation = data.draw(
+        st.sampled_from(["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"])
+    )
+    algorithm = replace(FULL, aggregation=aggregation)
+    whole = PolicyTrainer(make_model(), algorithm, CONFIG)
+    whole.fold(rollouts)
+    expected = whole.finish()
+
+    sharing: Sharing = data.draw(st.sampled_from(["none", "prompt", "prefix"]))
+    budget = data.draw(st.integers(1, 60))
+    config = replace(CONFIG, sharing=sharing, tokens_per_microbatch=budget)
+    pieces = PolicyTrainer(make_model(), algorithm, config)
+    order = torch.tensor(data.draw(st.permutations(range(len(rollouts)))))
+    for rows in order.split(data.draw(st.integers(1, len(rollouts)))):
+        pieces.fold(rollouts.select(rows))
+    found = pieces.finish()
+    torch.testing.assert_close(weights(pieces), weights(whole), rtol=0, atol=1e-10)
+    for name in set(expected) - {"tokens_computed"}:
+        assert found[name] == pytest.approx(expected[name], abs=1e-10), name
+
+
+def test_dropping_samples_without_advantage_changes_no_gradient(
+    make_model: MakeModel, make_rollouts: MakeRollouts
+) -> None:
+    rollouts = make_rollouts()
+    gradients, figures = [], []
+    for drop in (False, True):
+        config = replace(CONFIG, drop_zero_advantage=drop)
+        trainer = PolicyTrainer(make_model(), GRPO(), config)
+        trainer.fold(rollouts)
+        gradients.append(gradient(trainer))
+        figures.append(trainer.finish())
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+    kept, dropped = figures
+    assert dropped["samples_dropped"] == 4
+    assert dropped["tokens_computed"] < kept["tokens_computed"]
+    for name in ("loss", "grad_norm", "tokens", "samples", "behaviour_entropy"):
+        assert dropped[name] == pytest.approx(kept[name], abs=1e-12)
+
+
+def test_samples_without_advantage_are_kept_where_they_have_a_kl_term(
+    make_model: MakeModel, make_rollouts: MakeRollouts
+) -> None:
+    trainer = PolicyTrainer(make_model(), FULL, CONFIG)
+    trainer.fold(with_reference(make_rollouts()))
+    figures = trainer.finish()
+    assert figures["samples_dropped"] == 0
+    assert figures["kl"] > 0
+    assert figures["entropy"] > 0
+
+
+class Replicas:
+    """An all-reduce among threads."""
+
+    def __init__(self, count: int) -> None:
+        self.barrier = threading.Barrier(count)
+        self.given: list[list[Tensor]] = []
+
+    def __call__(self, tensors: list[Tensor]) -> None:
+        self.given.append([tensor.clone() for tensor in tensors])
+        self.barrier.wait(10)
+        for position, tensor in enumerate(tensors):
+            tensor.copy_(sum(given[position] for given in self.given))
+        self.barrier.wait(10)
+
+
+def finish_together(trainers: list[PolicyTrainer]) -> list[Any]:
+    replicas, results = Replicas(len(trainers)), [None] * len(trainers)
+
+    def run(i: int) -> None:
+        try:
+            results[i] = trainers[i].finish(replicas)  # type: ignore[call-overload]
+        except NotFinite as error:
+            results[i] = error  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(trainers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_replicas_with_unequal_shares_make_the_step_of_one(
+    make_model: MakeModel, make_rollouts: MakeRollouts
+) -> None:
+    """One replica has 3 samples, one 9, one none at all: a mean of means would differ."""
+    rollouts = make_rollouts()
+    alone = PolicyTrainer(make_model(), GRPO(), CONFIG)
+    alone.fold(rollouts)
+    expected = alone.finish()
+    trainers = [PolicyTrainer(make_model(), GRPO(), CONFIG) for _ in range(3)]
+    trainers[0].fold(rollouts.select(torch.tensor([4, 0, 11])))
+    trainers[1].fold(rollouts.select(torch.tensor([1, 2, 3, 5, 6, 7, 8, 9, 10])))
+    results = finish_together(trainers)
+    for trainer, figures in zip(trainers, results, strict=True):
+        torch.testing.assert_close(weights(trainer), weights(alone), rtol=0, atol=1e-10)
+        assert figures == results[0]
+    for name in set(expected) - {"tokens_computed"}:
+        assert results[0][name] == pytest.approx(expected[name], abs=1e-10), name
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_nan_loss_stops_every_replica_before_the_step(
+    make_model: MakeModel, make_rollouts: MakeRollouts, replicas: int
+) -> None:
+    trainers = [PolicyTrainer(make_model(), GRPO(), CONFIG) for _ in range(replicas)]
+    before = weights(trainers[0])
+    model: Any = trainers[0].model
+    norm_weight = model.model.norm.weight.detach()
+    norm_weight[0] = float("nan")
+    for trainer in trainers:
+        trainer.fold(make_rollouts())
+    norm_weight[0] = 1.0
+    if replicas == 1:
+        with pytest.raises(NotFinite, match=r"no step was taken: the summed loss is nan.*model\."):
+            trainers[0].finish()
+    else:
+        assert all(isinstance(result, NotFinite) for result in finish_together(trainers))
+    for trainer in trainers:
+        assert torch.equal(weights(trainer), before)
+        assert trainer.optimizer.num_steps == 0
+        assert not gradient(trainer).any()
+
+
+def test_goes_on_after_a_step_that_was_not_taken(
+    make_model: MakeModel, make_rollouts: MakeRollouts
+) -> None:
+    spoilt, fresh = (PolicyTrainer(make_model(), GRPO(), CONFIG) for _ in range(2))
+    spoilt.fold(make_rollouts())
+    parameter = next(spoilt.model.parameters())
+    assert parameter.grad is not None
+    parameter.grad[0, 0] = float("inf")
+    with pytest.raises(NotFinite, match="1 of"):
+        spoilt.finish()
+    for trainer in (spoilt, fresh):
+        trainer.fold(make_rollouts())
+        trainer.finish()
+    assert torch.equal(weights(spoilt), weights(fresh))
+
+
+@pytest.mark.parametrize("column", ["behaviour_logprobs_T", "advantages_T"])
+def test_columns_that_are_no_numbers_are_refused_unless_masked(
+    make_model: MakeModel, make_rollouts: MakeRollouts, column: str
+) -> None:
+    rollouts = make_rollouts()
+    values = getattr(rollouts, column).clone()
+    values[3] = float("nan")
+    rollouts = replace(rollouts, **{column: values})
+    trainer = PolicyTrainer(make_model(), GRPO(), CONFIG)
+    with pytest.raises(UserError, match="completion token 3"):
+        trainer.fold(rollouts)
+    trainer.fold(replace(rollouts, mask_T=~values.isnan()))
+    assert torch.isfinite(torch.tensor(trainer.finish()["loss"]))
+
+
+def test_kl_without_reference_is_refused(
+    make_model: MakeModel, make_rollouts: MakeRollouts
+) -> None:
+    with pytest.raises(UserError, match="kl_coefficient=0"):
+        PolicyTrainer(make_model(), FULL, CONFIG).fold(make_rollouts())
+
+
+def test_minibatch_in_which_no_token_counts_takes_no_step(
+    make_model: MakeModel, make_rollouts: MakeRollouts
+) -> None:
+    trainer = PolicyTrainer(make_model(), GRPO(), CONFIG)
+    before = weights(trainer)
+    rollouts = make_rollouts()
+    trainer.fold(replace(rollouts, mask_T=torch.zeros_like(rollouts.advantages_T).bool()))
+    assert trainer.finish()["steps"] == 0
+    assert torch.equal(weights(trainer), before)
+
+
+def test_logprobs_are_those_of_a_plain_forward_pass(
+    make_model: MakeModel,
+    make_rollouts: MakeRollouts,
+    plain_logprobs: Callable[[nn.Module, TokenPairs], Tensor],
+) -> None:
+    trainer, rollouts = PolicyTrainer(make_model(), GRPO(), CONFIG), make_rollouts()
+    found = trainer.logprobs(rollouts)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, plain_logprobs(trainer.model, rollouts.pairs).detach())
+    assert logprobs_of(trainer.model, TokenPairs.from_rows([], []), 10).numel() == 0
+
+
+def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(
+    make_model: MakeModel, make_rollouts: MakeRollouts
+) -> None:
+    trainer, rollouts = PolicyTrainer(make_model(), GRPO(), CONFIG), make_rollouts()
+    trainer.fold(replace(rollouts, old_logprobs_T=trainer.logprobs(rollouts)))
+    figures = trainer.finish()
+    assert figures["ratio"] == pytest.approx(1)
+    assert figures["clip_fraction"] == 0
+    assert figures["behaviour_kl"] == pytest.approx(0, abs=1e-12)
+
+
+def test_resumed_trainer_goes_on_as_if_it_had_not_stopped(
+    make_model: MakeModel, make_rollouts: MakeRollouts
+) -> None:
+    through = PolicyTrainer(make_model(), GRPO(), CONFIG)
+    through.fold(make_rollouts(0))
+    through.finish()
+    resumed = PolicyTrainer(make_model(), GRPO(), CONFIG)
+    resumed.model.load_state_dict(through.model.state_dict())
+    resumed.load_state_dict(through.state_dict())
+    for trainer in (through, resumed):
+        trainer.fold(make_rollouts(1))
+        trainer.finish()
+    assert torch.equal(weights(through), weights(resumed))
+    assert resumed.optimizer.num_steps == 2
+
+
+def test_learns_which_token_is_rewarded(make_model: MakeModel) -> None:
+    """Sampled from the policy itself, rewarded for answering the prompt's own token."""
+    trainer = PolicyTrainer(
+        make_model(torch.float32),
+        grpo := GRPO(),
+        replace(CONFIG, optimizer=AdamWConfig(learning_rate=1e-2, betas=(0.9, 0.99))),
+    )
+    generator = torch.Generator().manual_seed(0)
+    prompts = [[token, 6] for token in range(4) for _ in range(16)]
+    means = []
+    for _ in range(30):
+        with torch.no_grad():
+            model: Any = trainer.model
+            logprobs = model(input_ids=torch.tensor(prompts)).logits[:, -1].log_softmax(-1)
+        tokens = torch.multinomial(logprobs.exp(), 1, generator=generator)
+        rewards = torch.tensor(
+            [float(token == prompt[0]) for token, prompt in zip(tokens, prompts, strict=True)]
+        )
+        means.append(float(rewards.mean()))
+        trainer.fold(
+            Rollouts.from_rows(
+                prompts,
+                list(tokens),
+                list(logprobs.gather(1, tokens)),
+                grpo.advantages(rewards, 16),
+            )
+        )
+        trainer.finish()
+    assert sum(means[:3]) / 3 < 0.4
+    assert sum(means[-3:]) / 3 > 0.9

@@ -1,0 +1,36 @@
+"""Learning-rate schedules at the points that matter."""
+
+from __future__ import annotations
+
+import pytest
+
+from m2flow.errors import UserError
+from m2flow.training.schedule import Schedule
+
+
+def test_constant_is_one_from_the_first_step() -> None:
+    assert [Schedule().factor(step) for step in (0, 1, 10**6)] == [1, 1, 1]
+
+
+def test_warmup_rises_linearly_and_is_never_zero() -> None:
+    schedule = Schedule(warmup_steps=4)
+    assert [schedule.factor(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_linear_falls_to_its_end_and_stays_there() -> None:
+    schedule = Schedule("linear", warmup_steps=2, total_steps=12, final_fraction=0.02)
+    assert schedule.factor(2) == 1.0
+    assert schedule.factor(7) == pytest.approx(0.51)
+    assert schedule.factor(12) == schedule.factor(100) == pytest.approx(0.02)
+
+
+def test_cosine_passes_the_middle_halfway() -> None:
+    schedule = Schedule("cosine", total_steps=10)
+    assert schedule.factor(5) == pytest.approx(0.5)
+    assert schedule.factor(10) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("total_steps", [None, 3])
+def test_decay_must_know_its_end(total_steps: int | None) -> None:
+    with pytest.raises(UserError, match="total_steps"):
+        Schedule("linear", warmup_steps=3, total_steps=total_steps)
