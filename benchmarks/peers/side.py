@@ -5,48 +5,77 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from peers.wire import Settings, StepRecord
 
 
 class SideFailed(RuntimeError):
-    """A side ended before it was told to; its own error stands on standard error."""
+    """A side ended before it was told to; its own error is in its log file."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some steps in a row: their records, and the processor seconds of all the side's processes."""
+
+    records: list[StepRecord]
+    cpu_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds of the steps, without the waiting between blocks."""
+        return sum(record.seconds for record in self.records)
 
 
 class Side:
     """One system under measurement, running `module` under `python` with `settings`.
 
-    Starting it does not wait: `ready` does. `run` blocks until the steps are done.
+    Starting it does not wait: `ready` does. `run` blocks until the steps are done, and between two
+    calls the side waits. Use it in a `with` statement, which ends the process.
     """
 
     def __init__(
-        self, module: str, python: Path, settings: Settings, environment: Mapping[str, str], log: Path
+        self, module: str, python: Path, settings: Settings, search_path: str, log: Path
     ) -> None:
         self.settings, self.log = settings, log
-        self._stderr = log.open("w")
-        self._process = subprocess.Popen(
-            [str(python), "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-            env={
-                **os.environ,
-                "OMP_WAIT_POLICY": "PASSIVE",
-                "OMP_NUM_THREADS": "1",
-                "TOKENIZERS_PARALLELISM": "false",
-                "HF_HUB_OFFLINE": "1",
-                "PYTHONPATH": str(Path(__file__).parents[1]),
-                **environment,
-            },
-        )
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [str(python), "-m", module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={
+                    **os.environ,
+                    "OMP_WAIT_POLICY": "PASSIVE",
+                    "OMP_NUM_THREADS": "1",
+                    "TOKENIZERS_PARALLELISM": "false",
+                    "HF_HUB_OFFLINE": "1",
+                    "PYTHONPATH": search_path,
+                },
+            )
         self._send(settings.to_json())
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
 
     def _send(self, line: str) -> None:
         assert self._process.stdin is not None
-        print(line, file=self._process.stdin, flush=True)
+        try:
+            print(line, file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            raise SideFailed(f"exit code {self._process.wait()}; see {self.log}") from None
 
     def _receive(self) -> list[StepRecord]:
         assert self._process.stdout is not None
@@ -59,17 +88,25 @@ class Side:
         """Wait until the side stands before its first step."""
         assert self._receive() == []
 
-    def run(self, steps: int) -> list[StepRecord]:
+    def run(self, steps: int) -> Block:
         """Let the side make `steps` more training steps."""
+        before = cpu_seconds(self._process.pid)
         self._send(json.dumps({"steps": steps}))
         records = self._receive()
         assert len(records) == steps
-        return records
+        return Block(records, cpu_seconds(self._process.pid) - before)
 
-    def stop(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-        self._process.stdout.close()
-        self._stderr.close()
+
+def cpu_seconds(pid: int) -> float:
+    """Processor seconds that a process and all that descend from it and live have used (Linux)."""
+    ticks, waiting = 0, [pid]
+    while waiting:
+        process = Path(f"/proc/{waiting.pop()}")
+        try:
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+            for thread in (process / "task").iterdir():
+                waiting += [int(child) for child in (thread / "children").read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # It ended while we looked: it has used nothing since.
+    return ticks / os.sysconf("SC_CLK_TCK")

@@ -146,9 +146,7 @@ class Engine:
         lane: int = ANYWHERE,
     ) -> None:
         for consumer in at:
-            ledger = state.ledgers[consumer]
-            for item in items:
-                ledger.arrive(item, lane)
+            state.ledgers[consumer].arrive(items, lane)
             self._wake(state.step, consumer)
 
     def _items_produced(self, event: ItemsProduced) -> None:
@@ -161,12 +159,14 @@ class Engine:
         else:
             self._go_around(state, node, event, call.command.lanes[0])
         if node.streaming:
+            done = []
             for item in event.items:
                 unit = item // node.expands
                 call.unfinished[unit] -= 1
                 if call.unfinished[unit] == 0:
                     del call.unfinished[unit]
-                    self._unit_done(state, node, unit)
+                    done.append(unit)
+            self._units_done(state, node, done)
             self._close_window(state, node)
             self._wake(call.step, node.index)
 
@@ -230,19 +230,19 @@ class Engine:
             for unit in call.unfinished:  # fed when the call had already run dry: never started
                 state.ledgers[node.index].give_back(unit)
         else:
-            for unit in call.units:
-                self._unit_done(state, node, unit)
+            self._units_done(state, node, call.units)
         members = (node.index,) if node.loop is None else self.graph.loops[node.loop].members
         for member in members:
             self._close_window(state, self.graph.nodes[member])
             self._wake(call.step, member)
 
-    def _unit_done(self, state: StepState, node: StageNode, unit: int) -> None:
-        """A unit's outputs are all there: its inputs may go, and producers may have room again."""
+    def _units_done(self, state: StepState, node: StageNode, units: Sequence[int]) -> None:
+        """All outputs of units are there: inputs may go, and producers may have room again."""
         ledger = state.ledgers[node.index]
-        if node.loop is None:
-            self._release(state, state.consumed(node, ledger.items_of(unit)))
-        ledger.finish(unit)
+        if node.loop is None and units:
+            items = [item for unit in units for item in ledger.items_of(unit)]
+            self._release(state, state.consumed(node, items))
+        ledger.finish(units)
         for producer in self._admission.bounded_producers(node.index):
             self._wake_in_all_steps(producer)
 

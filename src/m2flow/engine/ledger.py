@@ -9,6 +9,7 @@ done and below the low-water mark is a number, not a set.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from m2flow.flow.graph import StageNode
@@ -74,18 +75,19 @@ class StageLedger:
         self._done_ahead: set[int] = set()
         self._homes = homes
 
-    def arrive(self, item: int, lane: int = ANYWHERE) -> None:
-        """An input item is there; `lane` holds its payload."""
-        assert 0 <= item < self.num_items, f"{self.node.name} has no item {item}"
-        unit = item // self.unit_items
+    def arrive(self, items: Sequence[int], lane: int = ANYWHERE) -> None:
+        """Input items are there; `lane` holds their payload."""
         needed = self.unit_items * self._inputs
-        if needed > 1:
-            arrived = self._arrived.get(unit, 0) + 1
-            if arrived < needed:
-                self._arrived[unit] = arrived
-                return
-            self._arrived.pop(unit, None)
-        self._make_ready(unit, lane)
+        for item in items:
+            assert 0 <= item < self.num_items, f"{self.node.name} has no item {item}"
+            unit = item // self.unit_items
+            if needed > 1:
+                arrived = self._arrived.get(unit, 0) + 1
+                if arrived < needed:
+                    self._arrived[unit] = arrived
+                    continue
+                self._arrived.pop(unit, None)
+            self._make_ready(unit, lane)
 
     def _make_ready(self, unit: int, lane: int) -> None:
         if self.node.sticky:
@@ -132,12 +134,14 @@ class StageLedger:
         self.leased -= 1
         self._make_ready(unit, ANYWHERE)
 
-    def finish(self, unit: int) -> None:
-        """A leased unit is done."""
-        self._leased_units.remove(unit)
-        self.leased -= 1
-        self._window_done += 1
-        self._mark_done(unit)
+    def finish(self, units: Sequence[int]) -> None:
+        """Leased units are done."""
+        self._leased_units.difference_update(units)
+        self.leased -= len(units)
+        assert self.leased == len(self._leased_units), f"{self.node.name}: a unit was done twice"
+        self._window_done += len(units)
+        for unit in units:
+            self._mark_done(unit)
 
     def _mark_done(self, unit: int) -> None:
         self._done_ahead.add(unit)
@@ -234,9 +238,10 @@ class LoopLedger(StageLedger):
         super().__init__(node, num_items, homes)
         self.loop = loop
 
-    def arrive(self, item: int, lane: int = ANYWHERE) -> None:
-        self.loop.waiting += 1
-        self._make_ready(item, lane)
+    def arrive(self, items: Sequence[int], lane: int = ANYWHERE) -> None:
+        self.loop.waiting += len(items)
+        for item in items:
+            self._make_ready(item, lane)
 
     def lease(self, lane: int, amount: int, end: int) -> list[int]:
         units = super().lease(lane, amount, end)
@@ -249,12 +254,14 @@ class LoopLedger(StageLedger):
         self.loop.waiting += 1
         self.loop.leased -= 1
 
-    def finish(self, unit: int) -> None:
-        self._leased_units.remove(unit)
-        self.leased -= 1
-        self.loop.leased -= 1
-        if unit >= self.low and unit not in self._done_ahead:
-            self._mark_done(unit)
+    def finish(self, units: Sequence[int]) -> None:
+        self._leased_units.difference_update(units)
+        self.leased -= len(units)
+        assert self.leased == len(self._leased_units), f"{self.node.name}: a unit was done twice"
+        self.loop.leased -= len(units)
+        for unit in units:
+            if unit >= self.low and unit not in self._done_ahead:
+                self._mark_done(unit)
 
     @property
     def nothing_more_comes(self) -> bool:

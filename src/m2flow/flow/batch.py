@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 from m2flow.errors import UserError, suggestion
@@ -51,7 +52,8 @@ class Ragged:
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> Tensor:
-        return self.rows()[row]
+        start = sum(self.lengths[:row]) if row >= 0 else sum(self.lengths[: len(self) + row])
+        return self.values[start : start + self.lengths[row]]
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.rows())
@@ -65,10 +67,20 @@ class Ragged:
         return views
 
     def select(self, rows: Sequence[int]) -> Ragged:
-        views = self.rows()
+        """The rows at these positions, in this order; neighbours are copied together."""
         if not rows:
             return Ragged(self.values[:0], ())
-        return Ragged.from_rows([views[row] for row in rows])
+        offsets = [0, *accumulate(self.lengths)]
+        pieces = []
+        first = last = rows[0]
+        for row in rows[1:]:
+            if row != last + 1:
+                pieces.append(self.values[offsets[first] : offsets[last + 1]])
+                first = row
+            last = row
+        pieces.append(self.values[offsets[first] : offsets[last + 1]])
+        values = pieces[0] if len(pieces) == 1 else _concatenate(pieces)
+        return Ragged(values, [self.lengths[row] for row in rows])
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +151,7 @@ class Batch:
     def select(self, rows: Sequence[int]) -> Batch:
         """The items at these row positions, in this order."""
         rows = list(rows)
-        if rows == list(range(len(self))):
+        if len(rows) == len(self) and rows == list(range(len(self))):
             return self
         picked = {name: _select(column, rows) for name, column in self.columns.items()}
         return Batch(picked, [self.ids[row] for row in rows])
@@ -161,7 +173,7 @@ class Batch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by the columns; Python values are counted by `sys.getsizeof`."""
+        """Bytes held by the columns; for Python values an estimate from a few of them."""
         return sum(_nbytes(column) for column in self.columns.values())
 
     @staticmethod
@@ -210,7 +222,8 @@ def _nbytes(column: Column) -> int:
     size = getattr(column, "nbytes", None)
     if isinstance(size, int):
         return size
-    return sum(_nbytes_of_value(value) for value in column)
+    some = column[:: max(1, len(column) // 8)]
+    return sum(map(_nbytes_of_value, some)) * len(column) // max(1, len(some))
 
 
 def _nbytes_of_value(value: Any) -> int:

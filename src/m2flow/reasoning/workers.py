@@ -21,8 +21,12 @@ from m2flow.flow import Batch, Place, Ragged, Worker, stage
 from m2flow.reasoning.config import ReasoningRecipe
 
 if TYPE_CHECKING:
-    from m2flow.generation.protocol import SamplingParams
+    from m2flow.generation.protocol import Completion, SamplingParams
     from m2flow.training.rollouts import Rollouts, TokenPairs
+
+HANDED_ON = 8
+"""Completions are handed on once they are 1 / HANDED_ON of those that still run: many at a time while
+many run, and one by one in the tail."""
 
 OUTCOME = ("prompt", "text", "answer", "reward", "finish_reason", "num_tokens", "num_prompt_tokens")
 """Columns that a step hands back for metrics and samples; token ids stay on the lanes."""
@@ -99,7 +103,7 @@ class Generator(Worker):
         temperature: float | None = None,
     ) -> Iterator[Batch]:
         """One prompt in, several samples out, each when it is finished."""
-        from m2flow.generation.protocol import SamplingParams
+        from m2flow.generation.protocol import Completion, SamplingParams
 
         params = SamplingParams(
             max_new_tokens=self.max_new_tokens,
@@ -108,11 +112,13 @@ class Generator(Worker):
         )
         running: dict[int, tuple[Batch, int]] = {}
         self._submit(prompts, samples_per_prompt or self.samples_per_prompt, params, running)
+        finished: list[Completion] = []
         while self.engine.busy:
-            finished = self.engine.step()
-            if not finished:
+            finished += self.engine.step()
+            if len(finished) * HANDED_ON < self.engine.num_running or not finished:
                 continue
             arrived = yield _completed(finished, [running.pop(done.id) for done in finished])
+            finished = []
             if arrived is not None:
                 self._submit(
                     arrived, samples_per_prompt or self.samples_per_prompt, params, running

@@ -109,20 +109,18 @@ def commit(root: Path, step: int, *, keep: int | None = None) -> Path:
     of the same step that `latest` does not name belongs to an abandoned future and is replaced.
     """
     partial, final = _partial(root, step), root / _name(step)
-    _write_manifest(partial, step)
-    if final.exists():
-        if _target(root) == final and broken_file(final) is None:
-            _remove(partial)
-            return final
-        _discard(final)
-    os.replace(partial, final)
-    _sync(root)
-    _move_latest(root, final)
+    if _target(root) == final and broken_file(final) is None:
+        _remove(partial)
+    else:
+        _write_manifest(partial, step)
+        if final.exists():
+            _discard(final)
+        os.replace(partial, final)
+        _sync(root)
+        _move_latest(root, final)
     if keep is not None:
-        past = [path for path in _steps(root) if _step_of(path) <= step]
-        for path in past[:-keep]:
-            if path != _target(root):
-                _discard(path)
+        for path in [path for path in _steps(root) if _step_of(path) <= step][:-keep]:
+            _discard(path)
     return final
 
 

@@ -1,0 +1,58 @@
+"""Checkpoints that both sides start from: a folder in Hugging Face layout for each task.
+
+Addition's is the quick start's own. Countdown's is made here, by m2flow's supervised training on
+the task's demonstrations, once; the folder's name changes with the task's code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from harness import CACHE
+from starting_point import quickstart
+
+from m2flow.models.causal_lm import TinySpec, build_tiny
+from m2flow.models.tokenizer import character_tokenizer
+from m2flow.training.rollouts import TokenPairs
+from m2flow.training.supervised import Progress, SupervisedConfig, train_supervised
+from peers import countdown
+from peers.countdown import Countdown
+
+WARM_UP = SupervisedConfig(steps=1200, batch_size=16)
+
+
+def starting_point(task_name: str) -> Path:
+    """The folder of the checkpoint; made if it is not there."""
+    if task_name == "addition":
+        return Path(quickstart()[2].path)
+    code = Path(countdown.__file__).read_bytes() + repr(WARM_UP).encode()
+    folder = CACHE / f"countdown-{hashlib.sha256(code).hexdigest()[:12]}"
+    if not (folder / "config.json").is_file():
+        print(f"warming up the countdown model (once; kept in {folder})", flush=True)
+        _warm_up(folder)
+    return folder
+
+
+def _warm_up(folder: Path) -> None:
+    task = Countdown()
+    assert task.characters is not None
+    tokenizer = character_tokenizer(task.characters)
+    model = build_tiny(
+        TinySpec(),
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=0,
+    )
+    shown = [task.demonstration(n) for n in range(WARM_UP.steps * WARM_UP.batch_size)]
+    prompts = tokenizer([prompt for prompt, _ in shown])["input_ids"]
+    answers = tokenizer([answer for _, answer in shown])["input_ids"]
+    pairs = TokenPairs.from_rows(prompts, [[*ids, tokenizer.eos_token_id] for ids in answers])
+    train_supervised(model, pairs, WARM_UP, on_progress=_say)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _say(at: Progress) -> None:
+    print(f"warm-up {at.step}/{at.steps}: loss {at.loss:.4f}", flush=True)

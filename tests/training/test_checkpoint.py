@@ -1,0 +1,250 @@
+"""Checkpoints: a writer may die at any moment, and nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from m2flow.errors import UserError
+from m2flow.training import checkpoint
+from m2flow.training.checkpoint import broken_file, latest_complete, load, resume_point, save
+
+
+class Weights:
+    """A model of one number."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def save_pretrained(self, save_directory: str) -> None:
+        folder = Path(save_directory)
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "weights").write_text(str(self.value))
+
+
+def put(root: Path, step: int, value: float | None = None, keep: int | None = None) -> Path:
+    value = float(step) if value is None else value
+    state = {"exp_avg/w": torch.full((3,), value), "num_steps": torch.tensor(step)}
+    return save(root, step, Weights(value), None, state, extra={"value": value}, keep=keep)
+
+
+def value_at(path: Path) -> float:
+    """The value saved, the same in every part."""
+    whole = load(path)
+    values = {
+        float((whole.model_path / "weights").read_text()),
+        float(whole.trainer_state["exp_avg/w"][0]),
+        float(whole.extra["value"]),
+    }
+    assert len(values) == 1
+    return values.pop()
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    path = put(tmp_path, 3)
+    assert path == tmp_path / "step_000003" == resume_point(tmp_path)
+    assert (tmp_path / "latest").readlink() == Path("step_000003")
+    assert load(path).step == 3
+    assert value_at(path) == 3.0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000003"]
+
+
+def test_nothing_saved_nothing_to_resume(tmp_path: Path) -> None:
+    assert resume_point(tmp_path) is None
+    assert resume_point(tmp_path / "absent") is None
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it, no clean-up runs."""
+
+
+class Killer:
+    """Kills at the n-th change of the file system, as Python's audit hooks report them."""
+
+    events = ("open", "os.rename", "os.mkdir", "os.symlink", "os.remove", "os.rmdir")
+
+    def __init__(self) -> None:
+        self.left: int | None = None
+        sys.addaudithook(self.hook)
+
+    def hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.left is not None and event in self.events:
+            self.left -= 1
+            if self.left < 0:
+                self.left = None
+                raise Killed
+
+
+@pytest.fixture(scope="module")
+def killer() -> Iterator[Killer]:
+    killer = Killer()
+    yield killer
+    killer.left = None  # a hook cannot be taken away, but it can rest
+
+
+def killed_at(killer: Killer, moment: int, root: Path, step: int, **options: Any) -> bool:
+    killer.left = moment
+    try:
+        put(root, step, **options)
+    except Killed:
+        return True
+    finally:
+        killer.left = None
+    return False
+
+
+@pytest.mark.parametrize("keep", [None, 1])
+def test_writer_killed_at_any_moment_loses_nothing(
+    tmp_path: Path, killer: Killer, keep: int | None
+) -> None:
+    moment, steps_found = 0, set()
+    while True:
+        root = tmp_path / str(moment)
+        put(root, 1)
+        died = killed_at(killer, moment, root, 2, keep=keep)
+        found = resume_point(root)
+        assert found is not None
+        steps_found.add(value_at(found))
+        put(root, 2, keep=keep)
+        assert value_at(root / "step_000002") == 2.0
+        left = {path.name for path in root.iterdir()}
+        assert left - {"step_000001"} == {"latest", "step_000002"}
+        assert ("step_000001" in left) == (keep is None)
+        if not died:
+            break
+        moment += 1
+    assert moment > 20
+    assert steps_found == {1.0, 2.0}
+
+
+def test_first_writer_killed_at_any_moment(tmp_path: Path, killer: Killer) -> None:
+    """Before the link there is either nothing to resume or one whole checkpoint."""
+    moment = 0
+    while killed_at(killer, moment, root := tmp_path / str(moment), 1):
+        found = resume_point(root)
+        assert found is None or value_at(found) == 1.0
+        moment += 1
+    assert moment > 10
+
+
+def test_writer_killed_while_it_replaces_an_abandoned_future(
+    tmp_path: Path, killer: Killer
+) -> None:
+    """The run went on from step 1 although step 2 had been saved, and comes to step 2 again."""
+    moment, died = 0, True
+    while died:
+        root = tmp_path / str(moment)
+        put(root, 1)
+        put(root, 2, value=-2.0)
+        (root / "latest").unlink()
+        (root / "latest").symlink_to("step_000001")
+        died = killed_at(killer, moment, root, 2)
+        found = resume_point(root)
+        assert found is not None
+        assert value_at(found) == (1.0 if found.name == "step_000001" else 2.0)
+        moment += 1
+    assert resume_point(root) == root / "step_000002"
+
+
+def test_step_that_latest_names_already_stays(tmp_path: Path) -> None:
+    put(tmp_path, 1)
+    put(tmp_path, 1, value=-1.0)
+    assert value_at(tmp_path / "step_000001") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "found"),
+    [
+        ("model/weights", "truncate", "0 bytes, 3 were written"),
+        ("trainer/state.safetensors", "delete", "state.safetensors is missing"),
+        ("MANIFEST.json", "delete", "MANIFEST.json is missing"),
+        ("MANIFEST.json", "truncate", "MANIFEST.json cannot be read"),
+    ],
+)
+def test_broken_checkpoint_is_named_and_a_whole_one_offered(
+    tmp_path: Path, file: str, damage: str, found: str
+) -> None:
+    put(tmp_path, 1)
+    broken = put(tmp_path, 2)
+    if damage == "truncate":
+        (broken / file).write_text("")
+    else:
+        (broken / file).unlink()
+    with pytest.raises(UserError) as caught:
+        resume_point(tmp_path)
+    assert found in str(caught.value)
+    assert f"resume from {tmp_path / 'step_000001'} instead" in str(caught.value)
+    assert latest_complete(tmp_path) == tmp_path / "step_000001"
+
+
+def test_altered_file_of_the_same_size_is_found_on_loading(tmp_path: Path) -> None:
+    path = put(tmp_path, 1)
+    (path / "model" / "weights").write_text("9.0")
+    assert broken_file(path) is None
+    with pytest.raises(UserError, match="weights is not what was written"):
+        load(path)
+
+
+def test_latest_that_names_nothing_is_an_error_with_a_way_out(tmp_path: Path) -> None:
+    put(tmp_path, 1)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("step_000007")
+    with pytest.raises(UserError, match=r"step_000007.*step_000001 instead"):
+        resume_point(tmp_path)
+
+
+def test_no_whole_checkpoint_left_is_said_plainly(tmp_path: Path) -> None:
+    (put(tmp_path, 1) / "MANIFEST.json").unlink()
+    with pytest.raises(UserError, match="no whole checkpoint is left"):
+        resume_point(tmp_path)
+
+
+def test_retention_keeps_the_newest_and_what_latest_names(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        put(tmp_path, step, keep=2)
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_000003", "step_000004"]
+    with pytest.raises(UserError, match="keep"):
+        put(tmp_path, 5, keep=0)
+
+
+def test_retention_does_not_count_an_abandoned_future(tmp_path: Path) -> None:
+    for step in (1, 5, 6, 2):
+        put(tmp_path, step, keep=None if step > 2 else 1)
+    assert resume_point(tmp_path) == tmp_path / "step_000002"
+    assert not (tmp_path / "step_000001").exists()
+
+
+def test_several_writers_may_fill_one_checkpoint(tmp_path: Path) -> None:
+    partial = checkpoint.begin(tmp_path, 4)
+    assert resume_point(tmp_path) is None
+    for shard in range(2):
+        (partial / f"shard_{shard}").write_text("...")
+    path = checkpoint.commit(tmp_path, 4)
+    manifest = json.loads((path / "MANIFEST.json").read_text())
+    assert set(manifest["files"]) == {"shard_0", "shard_1"}
+
+
+def test_model_folder_is_one_that_transformers_reads(tmp_path: Path, make_model: Any) -> None:
+    model = make_model(torch.float32)
+    vocabulary = {str(token): token for token in range(7)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="0"))
+    )
+    path = save(tmp_path, 1, model, tokenizer, {"num_steps": torch.tensor(1)})
+    again = AutoModelForCausalLM.from_pretrained(load(path).model_path)
+    for (name, one), (_, other) in zip(
+        model.named_parameters(), again.named_parameters(), strict=True
+    ):
+        assert torch.equal(one, other), name
+    again = PreTrainedTokenizerFast.from_pretrained(path / "model")
+    assert again.get_vocab() == vocabulary
