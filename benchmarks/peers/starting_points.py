@@ -19,7 +19,7 @@ from m2flow.training.supervised import Progress, SupervisedConfig, train_supervi
 from peers import countdown
 from peers.countdown import Countdown
 
-WARM_UP = SupervisedConfig(steps=1200, batch_size=16)
+WARM_UP = SupervisedConfig(steps=500, batch_size=16)
 
 
 def starting_point(task_name: str) -> Path:

@@ -1,13 +1,11 @@
 """The TRL side: GRPOTrainer on CPU, one generation batch and its optimizer steps at each word.
 
-Runs inside TRL's own environment, started by `peers.side`; it may import nothing of m2flow.
-Settings arrive as one JSON line on standard input, then `{"steps": n}` lines; each is answered by
-a JSON line with the records of those steps, and the end of input stops it. Between two words it
-waits and uses no processor.
+Runs inside TRL's own environment, started by `peers.side`. Of m2flow it imports the task alone, so
+that both sides have the same problems and the same rule.
 
-TRL is given what makes it fast here: a process of one thread for each core (data parallel; half
-as long again with one process of several threads), no gradient checkpointing (its default), the
-fused AdamW, whole mini-batches; nothing logged, saved, reported or evaluated.
+TRL is given what makes it fast here: a process of one thread for each core (data parallel, pinned;
+one process with several threads is slower), no gradient checkpointing (its default), the fused
+AdamW, whole mini-batches; nothing logged, saved, reported or evaluated.
 """
 
 from __future__ import annotations
@@ -26,8 +24,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from peers.tasks import TASKS
-from peers.wire import Settings, StepRecord, Wire
+from m2flow.reasoning.tasks import Task
+from peers.countdown import task
+from peers.wire import Sample, Settings, StepRecord, Wire
 
 
 class Gate(TrainerCallback):
@@ -41,12 +40,7 @@ class Gate(TrainerCallback):
         self.wire, self.optimizer_steps = wire, optimizer_steps
         self.asked, self.began = 0, -1.0
         self.done: list[StepRecord] = []
-        self.rewards: list[float] = []
-        self.lengths: list[int] = []
-
-    def note(self, rewards: list[float], lengths: list[int]) -> None:
-        """Take what the reward function saw in this step."""
-        self.rewards, self.lengths = self.rewards + rewards, self.lengths + lengths
+        self.samples: list[Sample] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Called before each optimizer step; the gate stands before the first of a generation."""
@@ -54,16 +48,14 @@ class Gate(TrainerCallback):
             return
         if self.began >= 0:
             seconds = time.perf_counter() - self.began
-            seen = every_rank((self.rewards, self.lengths))
-            self.rewards, self.lengths = [], []
-            self.done.append(
-                StepRecord(seconds, [r for mine, _ in seen for r in mine], [n for _, mine in seen for n in mine])
-            )
+            seen = [sample for samples in every_rank(self.samples) for sample in samples]
+            self.samples = []
+            self.done.append(StepRecord.of(seconds, seen))
         if len(self.done) == self.asked:
             answer = self.wire.next_request(self.done) if self.wire else 0
             self.asked, self.done = every_rank(answer)[0], []
             if not self.asked:
-                os._exit(0)
+                os._exit(0)  # The trainer has steps left; there is nothing to save.
         self.began = time.perf_counter()
 
 
@@ -76,21 +68,27 @@ def every_rank(value: Any) -> list[Any]:
     return values
 
 
-def reward_function(task_name: str, gate: Gate, end_id: int) -> Any:
-    """The task's rule as TRL wants it; also hands rewards and lengths to the gate."""
-    rule = TASKS[task_name].reward
+def reward_function(rule: Task, gate: Gate, end_id: int) -> Any:
+    """The task's rule as TRL wants it; also hands each sample's reward and length to the gate."""
 
-    def exact_match(
-        completions: list[str], completion_ids: list[list[int]], solution: list[str], **_: Any
+    def score(
+        completions: list[str],
+        completion_ids: list[list[int]],
+        number: list[int],
+        answer: list[str],
+        **_: Any,
     ) -> list[float]:
         rewards = [
-            rule(completion, bool(ids) and ids[-1] == end_id, right)
-            for completion, ids, right in zip(completions, completion_ids, solution, strict=True)
+            rule.score(right, completion, finished=bool(ids) and ids[-1] == end_id)
+            for right, completion, ids in zip(answer, completions, completion_ids, strict=True)
         ]
-        gate.note(rewards, [len(ids) for ids in completion_ids])
+        gate.samples += [
+            Sample(at, reward, len(ids))
+            for at, reward, ids in zip(number, rewards, completion_ids, strict=True)
+        ]
         return rewards
 
-    return exact_match
+    return score
 
 
 def configuration(settings: Settings, folder: str) -> GRPOConfig:
@@ -121,7 +119,7 @@ def configuration(settings: Settings, folder: str) -> GRPOConfig:
         "max_steps": settings.max_steps * settings.minibatches,
         "seed": settings.seed,
         # Sampling: the model's own distribution.
-        "max_completion_length": TASKS[settings.task].max_new_tokens,
+        "max_completion_length": settings.max_new_tokens,
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
@@ -212,20 +210,20 @@ def main() -> None:
     rank = take_rank(settings)
     if rank > 0:
         threading.Thread(target=end_with_parent, daemon=True).start()
-    task = TASKS[settings.task]
+    source = task(settings.task, settings.seed)
+    problems = [source.train(n) for n in range(settings.max_steps * settings.prompts_per_step)]
     tokenizer = AutoTokenizer.from_pretrained(settings.checkpoint, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(settings.checkpoint, dtype=torch.float32)
-    problems = task.problems(settings.max_steps * settings.prompts_per_step, settings.seed)
     gate = Gate(wire if rank == 0 else None, settings.minibatches)
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
-            model=model,
-            reward_funcs=reward_function(settings.task, gate, tokenizer.eos_token_id),
+            model=AutoModelForCausalLM.from_pretrained(settings.checkpoint, dtype=torch.float32),
+            reward_funcs=reward_function(source, gate, tokenizer.eos_token_id),
             args=configuration(settings, folder),
             train_dataset=Dataset.from_dict(
                 {
                     "prompt": [problem.prompt for problem in problems],
-                    "solution": [problem.solution for problem in problems],
+                    "answer": [problem.answer for problem in problems],
+                    "number": list(range(len(problems))),
                 }
             ),
             processing_class=tokenizer,

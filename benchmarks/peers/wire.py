@@ -1,9 +1,9 @@
 """The line protocol between the driver and a side, and the words both use.
 
 The driver writes a settings line, then one request line for each block of steps; the side answers
-each request with the records of its steps. Standard output belongs to the protocol: whatever a
-library prints goes to standard error. Standard library only, for each side imports this file in
-an environment of its own.
+each request with the records of its steps, and between two requests it waits and uses no
+processor. Standard output belongs to the protocol: whatever a library prints goes to standard
+error. Standard library only, for each side imports this file in an environment of its own.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -20,16 +21,18 @@ class Settings:
     """What one side is to run; the same for both but for `extra`.
 
     Attributes:
-        task: name in `peers.tasks.TASKS`.
+        task: `addition` or `countdown`.
         checkpoint: folder in Hugging Face layout, with its tokenizer.
+        max_new_tokens: the longest completion.
         seed: decides the prompts (alike on both sides) and each side's own sampling.
         max_steps: how many steps may be asked for, all blocks together.
-        cores: processor cores the side may use.
+        cores: processor cores that the side may use.
         extra: options of one side alone, such as a switch that is turned off.
     """
 
     task: str
     checkpoint: str
+    max_new_tokens: int
     seed: int
     max_steps: int
     cores: int
@@ -42,22 +45,40 @@ class Settings:
     def samples_per_step(self) -> int:
         return self.prompts_per_step * self.samples_per_prompt
 
-    def to_json(self) -> str:
-        """One line, as `Wire.settings` reads it."""
-        return json.dumps(asdict(self))
-
     @property
     def samples_per_minibatch(self) -> int:
         return self.samples_per_step // self.minibatches
 
+    def to_json(self) -> str:
+        """One line, as `Wire.settings` reads it."""
+        return json.dumps(asdict(self))
+
+
+class Sample(NamedTuple):
+    """One completion: number of its problem in the run, reward, length in tokens with the end."""
+
+    problem: int
+    reward: float
+    num_tokens: int
+
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step: its wall-clock seconds, and each sample's reward and length in tokens."""
+    """One training step: its wall-clock seconds and, in order of problem, rewards and lengths."""
 
     seconds: float
     rewards: list[float]
-    lengths: list[int]
+    num_tokens: list[int]
+
+    @classmethod
+    def of(cls, seconds: float, samples: Iterable[Sample]) -> StepRecord:
+        """The record of samples in any order."""
+        ordered = sorted(samples, key=lambda sample: sample.problem)
+        return cls(
+            seconds,
+            [sample.reward for sample in ordered],
+            [sample.num_tokens for sample in ordered],
+        )
 
 
 class Wire:
@@ -78,4 +99,4 @@ class Wire:
         """
         print(json.dumps([asdict(record) for record in done]), file=self._answers, flush=True)
         line = sys.stdin.readline()
-        return json.loads(line)["steps"] if line else 0
+        return int(json.loads(line)["steps"]) if line else 0

@@ -87,7 +87,8 @@ def sample_tokens(
         prob_BV = torch.softmax(logits64_BV, dim=-1)
         token_B = logits_BV.argmax(dim=-1)
     else:
-        prob_BV = torch.softmax(logits64_BV * (1.0 / temperature), dim=-1)
+        scaled_BV = logits64_BV if temperature == 1 else logits64_BV * (1.0 / temperature)
+        prob_BV = torch.softmax(scaled_BV, dim=-1)
         token_B = _invert_cdf(prob_BV, uniform(seed_B, position_B))
     logprob_B = prob_BV.gather(1, token_B.unsqueeze(1)).squeeze(1).log_()
     return token_B, logprob_B.to(logits_BV.dtype)
@@ -110,14 +111,15 @@ def _finalise_int(value: int) -> int:
 
 
 def _finalise_tensor(value: Tensor) -> Tensor:
-    value = (value ^ _shift_right(value, 30)) * _signed(_MULTIPLIER_1)
-    value = (value ^ _shift_right(value, 27)) * _signed(_MULTIPLIER_2)
-    return value ^ _shift_right(value, 31)
+    """`_finalise_int` on int64, in place."""
+    value.bitwise_xor_(_shift_right(value, 30)).mul_(_signed(_MULTIPLIER_1))
+    value.bitwise_xor_(_shift_right(value, 27)).mul_(_signed(_MULTIPLIER_2))
+    return value.bitwise_xor_(_shift_right(value, 31))
 
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
     """Logical shift: torch's shift of int64 is arithmetic, so the sign bits are masked away."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
+    return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _signed(value: int) -> int:

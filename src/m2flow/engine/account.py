@@ -10,7 +10,7 @@ from m2flow.engine.steps import StepState
 from m2flow.flow.graph import FlowGraph
 
 if TYPE_CHECKING:
-    from m2flow.engine.core import Call, CallCommand
+    from m2flow.engine.dispatch import Call, CallCommand
 
 
 def call_name(graph: FlowGraph, command: CallCommand) -> str:

@@ -5,8 +5,8 @@ fused weights. Knows nothing of requests, seeds or sampling.
 
 Legend: N rows of activations (tokens), U prompts, P prompt tokens (padded), B running sequences,
 K key-value heads, G query heads per key-value head, D channels of a head, E hidden size,
-V vocabulary, L layers; Y = N K and X = B K heads, row by row, S = G + 2 the queries, the key and the
-value of one.
+V vocabulary, L layers; Y = N K and X = B K heads, row by row; S = G + 2 the queries, the key and
+the value of one.
 """
 
 from __future__ import annotations

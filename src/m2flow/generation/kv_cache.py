@@ -67,25 +67,24 @@ class KVCache:
         """Whether so many slots of so many tokens are within the capacity."""
         return rows * columns <= self._capacity
 
-    def ensure(self, rows: int, columns: int) -> None:
-        """Makes room for at least so many slots of so many columns; keeps the content."""
+    def ensure(self, rows: int, columns: int, *, keep: int) -> None:
+        """Makes room for at least so many slots of so many columns; keeps the first `keep` slots.
+
+        Slots grow to what is needed, columns to twice what they were. More columns for fewer slots
+        give the other slots back.
+        """
         if rows <= self.rows and columns <= self.columns:
             return
         assert self.fits(rows, columns), (rows, columns, self._capacity)
-        old, kept_rows, kept_columns = self._kv_LRKCW, self.rows, self.columns
-        new_rows = max(rows, self.rows)
         new_columns = self.columns
         if columns > self.columns:
-            doubled = max(columns, 2 * self.columns)
-            new_columns = -(-doubled // _ROUND_COLUMNS) * _ROUND_COLUMNS
-            new_columns = min(new_columns, self._context)
-        if not self.fits(new_rows, new_columns):
-            # Rows that are not needed go first; then the columns take all that is left.
-            new_rows = rows
-            new_columns = max(columns, min(new_columns, self._capacity // rows))
-        self._allocate(new_rows, new_columns)
-        kept_rows, kept_columns = min(kept_rows, new_rows), min(kept_columns, new_columns)
-        kept = (slice(None), slice(kept_rows), slice(None), slice(kept_columns))
+            grown = -(-max(columns, 2 * self.columns) // _ROUND_COLUMNS) * _ROUND_COLUMNS
+            new_columns = min(grown, self._context)
+        if not self.fits(rows, new_columns):
+            new_columns = max(columns, self._capacity // rows)
+        old = self._kv_LRKCW
+        kept = (slice(None), slice(keep), slice(None), slice(min(self.columns, new_columns)))
+        self._allocate(rows, new_columns)
         self._kv_LRKCW[kept] = old[kept]
 
     def write_prompts(self, rows: Sequence[int], kv_LUKPW: Tensor, prompts: Sequence[int]) -> None:

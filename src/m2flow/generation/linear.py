@@ -16,7 +16,7 @@ from torch import Tensor
 # Below, a compiled kernel costs more to look up than it saves (measured; crossing at 8 to 16).
 _ONEDNN_MIN_ROWS = 16
 _ROW_STEP = 8
-_HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(  # type: ignore[attr-defined]
+_HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(
     torch.ops.mkldnn, "_linear_pointwise"
 )
 

@@ -200,7 +200,7 @@ class NativeEngine:
             return []
         admitted.sort(key=lambda sequence: -sequence.length)
         first = len(self._rows)
-        self._cache.ensure(first + len(admitted), longest)
+        self._cache.ensure(first + len(admitted), longest, keep=first)
         logits_BV = self._place(admitted, first)
         rows = slice(first, first + len(admitted))
         fields = [
@@ -245,9 +245,9 @@ class NativeEngine:
 
     def _sample(self, logits_BV: Tensor, first: int) -> tuple[Tensor, Tensor]:
         rows = slice(first, first + logits_BV.shape[0])
-        temperature: float | Tensor = self._temperature[rows]
-        if self._same_temperature is not None:
-            temperature = self._same_temperature
+        temperature: float | Tensor | None = self._same_temperature
+        if temperature is None:
+            temperature = self._temperature[rows]
         return sample_tokens(
             logits_BV, self._state[_SEED, rows], self._state[_DRAWN, rows], temperature
         )
@@ -271,24 +271,23 @@ class NativeEngine:
 
     def _make_room(self) -> list[tuple[int, int, int]]:
         """Room for one more token in every running slot, and the segments to attend by."""
-        longest = max(sequence.length for sequence in self._rows)
-        while not self._cache.fits(len(self._rows), longest):
-            youngest = max(range(len(self._rows)), key=lambda row: self._rows[row].order)
-            self._requeue([youngest])
-            longest = max(sequence.length for sequence in self._rows)
-        self._cache.ensure(len(self._rows), longest)
-        if self._segments is None:
-            self._cut()
+        segments = self._segments or self._cut()
+        while not self._cache.fits(len(self._rows), _longest(segments)):
+            self._requeue([max(range(len(self._rows)), key=lambda row: self._rows[row].order)])
+            segments = self._cut()
+        self._cache.ensure(len(self._rows), _longest(segments), keep=len(self._rows))
         self._excess += max(0, self._waste - self._sorted_waste)
-        if self._excess > _SORT_PASSES * longest * len(self._rows):
+        if self._excess > _SORT_PASSES * len(self._rows) * _longest(segments):
             self._sort()
-        assert self._segments is not None
-        return self._segments
+            segments = self._cut()
+            self._excess, self._sorted_waste = 0, self._waste
+        return segments
 
-    def _cut(self) -> None:
+    def _cut(self) -> list[tuple[int, int, int]]:
         lengths = [sequence.length for sequence in self._rows]
         self._segments = cut(lengths, self._segment_overhead)
         self._waste = waste(lengths, self._segments)
+        return self._segments
 
     def _sort(self) -> None:
         """Longest first, so that few short rows lie in the segments of long ones.
@@ -300,8 +299,6 @@ class NativeEngine:
         self._cache.permute(order, columns)
         self._state[:, : len(order)] = self._state[:, torch.tensor(order, device=self.device)]
         self._rows = [self._rows[row] for row in order]
-        self._cut()
-        self._excess, self._sorted_waste = 0, self._waste
 
     def _vacate(self, rows: Sequence[int]) -> list[RunningSequence]:
         """Takes rows out; the last ones move into the gaps, so that the batch stays dense."""
@@ -405,6 +402,10 @@ def _batches(
         batch.append(prefix)
     if batch:
         yield batch
+
+
+def _longest(segments: Sequence[tuple[int, int, int]]) -> int:
+    return max(window for _, _, window in segments)
 
 
 def _float_bits(value: float) -> int:

@@ -18,8 +18,9 @@ def cut(lengths: Sequence[int], overhead: int) -> list[tuple[int, int, int]]:
     in row-columns read from the cache, exceeds `overhead`. Good when the rows are roughly ordered
     longest first, right in any order.
     """
-    if not lengths:
-        return []
+    longest = max(lengths, default=0)
+    if len(lengths) * (longest - min(lengths, default=0)) <= overhead:
+        return [(0, len(lengths), longest)] if lengths else []
     # The longest from a row on: a staircase downwards, whatever the order.
     longest_from = list(lengths)
     for row in range(len(lengths) - 2, -1, -1):
@@ -29,9 +30,7 @@ def cut(lengths: Sequence[int], overhead: int) -> list[tuple[int, int, int]]:
     while stack:
         begin, end = stack.pop()
         top = longest_from[begin]
-        saving, row = 0, begin
-        if (end - begin) * (top - longest_from[end - 1]) > overhead:
-            saving, row = max(((end - r) * (top - longest_from[r]), r) for r in range(begin, end))
+        saving, row = max(((end - r) * (top - longest_from[r]), r) for r in range(begin, end))
         if saving > overhead:
             stack += [(row, end), (begin, row)]
         else:

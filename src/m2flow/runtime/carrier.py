@@ -29,7 +29,7 @@ from m2flow.engine.messages import (
 )
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.engine.runner import Report
-from m2flow.errors import RunFailed
+from m2flow.errors import RunFailed, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import SOURCE, FlowGraph
 from m2flow.flow.worker import Worker
@@ -67,6 +67,7 @@ class RayCarrier:
         load_seconds: float = START_SECONDS,
     ) -> None:
         register_tensors()
+        _check_room(plan)
         self.graphs, self.plan = graphs, plan
         self._lanes = {lane.id: _start(lane) for lane in plan.lanes}
         self._outstanding: dict[Any, _Outstanding] = {}
@@ -291,8 +292,25 @@ class RayCarrier:
         self._lanes = {}
 
 
+def _resources(lane: LaneSpec) -> dict[str, int]:
+    return {"num_cpus": len(lane.cores)} if lane.gpu is None else {"num_gpus": 1}
+
+
+def _check_room(plan: Plan) -> None:
+    """Refuse lanes that the cluster has no room for: Ray would wait for it without a word."""
+    free = ray.available_resources()
+    for key, name in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
+        needed = sum(_resources(lane).get(key, 0) for lane in plan.lanes)
+        if needed > free.get(name, 0):
+            raise UserError(
+                f"the lanes need {needed} {name}s and the Ray cluster has {free.get(name, 0):g} free",
+                key="lanes",
+                hint="use fewer lanes, or end what else runs on the cluster",
+            )
+
+
 def _start(lane: LaneSpec) -> Any:
     """Start a lane's process."""
-    resources = {"num_cpus": len(lane.cores)} if lane.gpu is None else {"num_gpus": 1}
+    resources = _resources(lane)
     actor = ray.remote(concurrency_groups={"items": 2, "control": 1}, **resources)(LaneProcess)
     return actor.remote(lane)

@@ -1,8 +1,8 @@
 """Addition of two numbers, at once or column by column: a task that a small model can learn.
 
 `347+285=` is answered at once, `#632`, or with thought, `12,13,06#632`: the column sums from the
-lowest digit, carry included, two digits each. Warm-up shows both equally often; only thinking is
-reliable, and that is what reinforcement finds. The reward is an exact match after `#`.
+lowest digit, carry included, two digits each. Warm-up shows both; only thinking is reliable, and
+that is what reinforcement finds. The reward is an exact match after `#`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ class Addition:
         min_digits, max_digits: each problem draws its number of digits from this range.
         equal_lengths: whether both numbers of a problem have the same number of digits; else each
             draws its own.
+        thinking_share: the share of the demonstrations that think first. What is shown less often
+            is what a greedy model does not do after the warm-up.
 
     Raises:
-        UserError: a range of digits that is empty or outside 1 to 18.
+        UserError: a range of digits that is empty or outside 1 to 18, or a share outside 0 to 1.
     """
 
     name = "addition"
@@ -45,6 +47,7 @@ class Addition:
         min_digits: int = 3,
         max_digits: int = 4,
         equal_lengths: bool = True,
+        thinking_share: float = 0.5,
     ) -> None:
         if not 1 <= min_digits <= max_digits <= 18:
             raise UserError(
@@ -53,7 +56,15 @@ class Addition:
                 value=(min_digits, max_digits),
                 expected="1 <= min_digits <= max_digits <= 18",
             )
+        if not 0 <= thinking_share <= 1:
+            raise UserError(
+                "must be a share",
+                key="task.thinking_share",
+                value=thinking_share,
+                expected="0 <= thinking_share <= 1",
+            )
         self.seed = seed
+        self.thinking_share = thinking_share
         self.digits = (min_digits, max_digits)
         self.equal_lengths = equal_lengths
 
@@ -74,10 +85,10 @@ class Addition:
         return [_problem(*pair) for pair in pairs]
 
     def demonstration(self, index: int) -> tuple[str, str]:
-        """(prompt, completion) number `index` for warm-up, half of them with thought."""
+        """(prompt, completion) number `index` for warm-up, some of them with thought."""
         draw = generator("addition", "demonstration", self.seed, index)
         a, b = self._training_pair(draw)
-        thought = column_sums(a, b) if draw.random() < 0.5 else ""
+        thought = column_sums(a, b) if draw.random() < self.thinking_share else ""
         return f"{a}+{b}=", f"{thought}#{a + b}"
 
     def score(

@@ -1,0 +1,165 @@
+"""Tiny models are what their seed says; damaged folders are named, never half-loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from m2flow.errors import UserError
+from m2flow.models.causal_lm import TinySpec, build_tiny, load_model, load_tokenizer
+from m2flow.models.tokenizer import character_tokenizer
+
+SMALL = TinySpec(hidden_size=16, num_hidden_layers=2, intermediate_size=32)
+
+
+def small(seed: int = 0, dtype: torch.dtype = torch.float32, spec: TinySpec = SMALL):  # type: ignore[no-untyped-def]
+    return build_tiny(spec, vocab_size=7, eos_token_id=5, pad_token_id=6, seed=seed, dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    small().save_pretrained(folder)
+    character_tokenizer("01234").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def test_the_default_model_has_079_million_parameters() -> None:
+    model = build_tiny(TinySpec(), vocab_size=18, eos_token_id=16, pad_token_id=17, seed=0)
+    assert sum(p.numel() for p in model.parameters()) == 790_912
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.eos_token_id == 16
+
+
+def test_weights_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    first = small(seed=3).state_dict()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.rand(5)
+    again, other = small(seed=3).state_dict(), small(seed=4).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["model.norm.weight"] + 1, other["model.norm.weight"])
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(first[name], other[name])
+    assert first[name].std() == pytest.approx(0.08, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_every_dtype_rounds_the_same_numbers(dtype: torch.dtype) -> None:
+    reference, model = small(), small(dtype=dtype)
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, reference.state_dict()[name].to(dtype))
+    assert model.dtype == model.config.dtype == dtype
+
+
+def test_bfloat16_leaves_the_rotary_frequencies_unrounded() -> None:
+    expected = small().model.rotary_emb.inv_freq
+    assert torch.equal(small(dtype=torch.bfloat16).model.rotary_emb.inv_freq, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"hidden_size": 36}, "hidden_size"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"initializer_range": 0.0}, "initializer_range"),
+    ],
+)
+def test_a_spec_that_makes_no_model_is_refused(change: dict[str, float], key: str) -> None:
+    with pytest.raises(UserError, match=f"^{key}"):
+        TinySpec(**change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_model_loads_as_it_was(folder: Path, dtype: torch.dtype) -> None:
+    model = load_model(folder, dtype)
+    assert not model.training
+    assert model.dtype == dtype
+    for name, tensor in small(dtype=dtype).state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer("0123").input_ids == [0, 1, 2, 3]
+    assert tokenizer.eos_token_id == 5
+
+
+def test_shards_load_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    small().save_pretrained(tmp_path, max_shard_size="6KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 1
+    assert torch.equal(load_model(tmp_path).lm_head.weight, small().lm_head.weight)
+    shards[1].unlink()
+    with pytest.raises(UserError, match=shards[1].name):
+        load_model(tmp_path)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(UserError, match="does not exist.*hf download"):
+            load(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file"):
+        load_model(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_named(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(UserError, match=name.replace(".", r"\.")):
+        load_model(folder)
+
+
+def test_weights_of_another_format_are_not_taken_for_missing(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="convert pytorch_model.bin"):
+        load_model(folder)
+
+
+def test_a_tokenizer_that_is_not_there(folder: Path) -> None:
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match=r"tokenizer_config\.json"):
+        load_tokenizer(folder)
+
+
+def test_a_tokenizer_without_eos(folder: Path) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="no eos token"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_weights_that_were_cut_off(folder: Path, keep: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"model\.safetensors is cut off"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "{}"])
+def test_a_damaged_configuration(folder: Path, content: str) -> None:
+    (folder / "config.json").write_text(content)
+    with pytest.raises(UserError, match=r"config\.json"):
+        load_model(folder)
+
+
+def test_weights_of_another_model_are_not_filled_up_at_random(folder: Path) -> None:
+    """transformers draws tensors that the file lacks at random, with no more than a warning."""
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = 3
+    config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"lack \d+ of the model's tensors"):
+        load_model(folder)
