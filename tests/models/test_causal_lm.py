@@ -11,7 +11,7 @@ import torch
 
 from m2flow.errors import UserError
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_model, load_tokenizer
-from m2flow.models.tokenizer import character_tokenizer
+from m2flow.models.tokenizer import byte_tokenizer, character_tokenizer
 
 SMALL = TinySpec(hidden_size=16, num_hidden_layers=2, intermediate_size=32)
 
@@ -106,7 +106,7 @@ def test_shards_load_and_a_missing_one_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     for load in (load_model, load_tokenizer):
-        with pytest.raises(UserError, match="does not exist.*hf download"):
+        with pytest.raises(UserError, match=r"does not exist.*hf download"):
             load(tmp_path / "nowhere")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="is a file"):
@@ -122,7 +122,7 @@ def test_a_missing_file_is_named(folder: Path, name: str) -> None:
 
 def test_weights_of_another_format_are_not_taken_for_missing(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match="convert pytorch_model.bin"):
+    with pytest.raises(UserError, match=r"convert pytorch_model\.bin"):
         load_model(folder)
 
 
@@ -130,6 +130,19 @@ def test_a_tokenizer_that_is_not_there(folder: Path) -> None:
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(UserError, match=r"tokenizer_config\.json"):
         load_tokenizer(folder)
+
+
+def test_a_tokenizer_beside_a_qwen2_model_stays_what_it_is(folder: Path) -> None:
+    """AutoTokenizer rebuilds it as Qwen2's own: normalised, without line breaks, one id more."""
+    for tokenizer, text in (
+        (character_tokenizer("01 \n"), "0 1\n\n0"),
+        (byte_tokenizer(), "e\N{COMBINING ACUTE ACCENT} <eos>\n"),
+    ):
+        tokenizer.save_pretrained(folder)
+        back = load_tokenizer(folder)
+        assert back(text).input_ids == tokenizer(text).input_ids
+        assert back.decode(back(text).input_ids) == text
+        assert len(back) == len(tokenizer)
 
 
 def test_a_tokenizer_without_eos(folder: Path) -> None:

@@ -7,7 +7,7 @@ and no payload. Every wait has a deadline, because the engine is told the time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -109,7 +109,6 @@ class Runner:
         graph, plan: what to run and how.
         carrier: carries out the commands.
         first_step: number of the first step.
-        clock: seconds.
     """
 
     def __init__(
@@ -119,10 +118,8 @@ class Runner:
         plan: Plan,
         carrier: Carrier,
         first_step: int = 0,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self.name, self.graph, self.plan, self.carrier = name, graph, plan, carrier
-        self.clock = clock
         self.engine = Engine(graph, plan, first_step)
         self.next_step = first_step
         self._open: dict[int, _Open] = {}
@@ -162,14 +159,14 @@ class Runner:
             raise UserError("a step needs at least one item", key=f"step {self.next_step}")
         batch = Batch(batch.columns)  # items are named by their position in the step
         step, self.next_step = self.next_step, self.next_step + 1
-        self._open[step] = _Open(self.clock())
+        self._open[step] = _Open(time.time())
         self.carrier.submit(self.name, step, batch)
-        self._handle(Tick(self.clock()))
+        self._handle(Tick(time.monotonic()))
         self._handle(StepSubmitted(step, len(batch)))
 
     def _advance(self) -> None:
         reports = self.carrier.wait(seconds=1.0)
-        self._handle(Tick(self.clock()))
+        self._handle(Tick(time.monotonic()))
         for report in reports:
             self._spans += report.spans
             if report.metrics is not None and self._open:
@@ -206,7 +203,7 @@ class Runner:
                 metrics=_mean(opened.metrics),
                 spans=spans,
                 started=opened.started,
-                seconds=self.clock() - opened.started,
+                seconds=time.time() - opened.started,
                 version=command.version,
                 staleness=lag / items if items else None,
             )

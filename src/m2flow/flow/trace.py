@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from m2flow.errors import FlowError
 
 if TYPE_CHECKING:
-    from m2flow.flow.stage import BoundStage
+    from m2flow.flow.stage import BoundStage, Stage
 
 
 class Stream:
@@ -177,7 +177,7 @@ class Loop:
         return Stream(trace, members[-1])
 
 
-def loop(*stages: BoundStage, until: str = "done", max_turns: int | None = None) -> Loop:
+def loop(*stages: BoundStage | Stage, until: str = "done", max_turns: int | None = None) -> Loop:
     """A cycle of stages, such as environment and policy; apply it to the stream that enters it.
 
         trajectories = loop(self.env.step, self.policy.act, until="done")(observations)
@@ -199,7 +199,8 @@ def loop(*stages: BoundStage, until: str = "done", max_turns: int | None = None)
         )
     if max_turns is not None and max_turns < 1:
         raise FlowError("max_turns must be at least 1", key="loop", value=max_turns)
-    for member in stages:
+    members = tuple(_bound(member) for member in stages)
+    for member in members:
         spec = member.spec
         if spec.expands != 1 or spec.accumulates or spec.streaming or spec.unit != "item":
             raise FlowError(
@@ -207,7 +208,18 @@ def loop(*stages: BoundStage, until: str = "done", max_turns: int | None = None)
                 "(not expanding, accumulating, streaming, or on groups)",
                 key=spec.name,
             )
-    return Loop(stages, until, max_turns)
+    return Loop(members, until, max_turns)
+
+
+def _bound(member: BoundStage | Stage) -> BoundStage:
+    """A member of a loop; a pure function belongs to no Worker."""
+    from m2flow.flow.stage import BoundStage, Stage  # that module stands on this one
+
+    if isinstance(member, Stage):
+        return BoundStage(member, None)
+    if not isinstance(member, BoundStage):
+        raise FlowError("is not a stage", key="loop", value=member, hint="declare it with @stage")
+    return member
 
 
 def record_publish(source: Any, targets: tuple[Any, ...]) -> None:

@@ -7,10 +7,8 @@ were silently drawn at random.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import (
@@ -18,13 +16,15 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 
 from m2flow.errors import UserError
+from m2flow.models.folder import check_safetensors, model_folder, read_json, weight_files
 
-_HEADER_LENGTH_BYTES = 8
+_GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,14 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
     Raises:
         UserError: the folder, its `config.json` or its weights are missing or incomplete.
     """
-    folder = _model_folder(path)
-    config = _read_json(folder / "config.json", "the architecture")
+    folder = model_folder(path)
+    config = read_json(folder / "config.json", "the architecture")
     if "model_type" not in config:
         raise UserError(
             "config.json names no architecture", key=str(folder), expected="a field model_type"
         )
-    for file in _weight_files(folder):
-        _check_safetensors(file)
+    for file in weight_files(folder):
+        check_safetensors(file)
     model, loading = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
     )
@@ -129,9 +129,14 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         UserError: the folder or its tokenizer files are missing, or there is no eos token.
     """
-    folder = _model_folder(path)
-    _read_json(folder / "tokenizer_config.json", "the tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    folder = model_folder(path)
+    declared = read_json(folder / "tokenizer_config.json", "the tokenizer").get("tokenizer_class")
+    # A folder that declares the generic class says all in tokenizer.json. AutoTokenizer does not
+    # believe it beside some architectures (Qwen2 among them) and rebuilds the tokenizer with that
+    # architecture's own normalisation and splitting, which drops characters without a word.
+    generic = declared in _GENERIC_TOKENIZERS and (folder / "tokenizer.json").is_file()
+    reader = PreTrainedTokenizerFast if generic else AutoTokenizer
+    tokenizer = reader.from_pretrained(folder, local_files_only=True)
     if tokenizer.eos_token_id is None:
         raise UserError(
             "the tokenizer has no eos token, so no completion could end",
@@ -139,89 +144,3 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             hint="set eos_token in tokenizer_config.json",
         )
     return tokenizer
-
-
-def _model_folder(path: str | Path) -> Path:
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        problem = "is a file" if folder.exists() else "does not exist"
-        raise UserError(
-            f"the model folder {problem}",
-            key=str(path),
-            expected="a folder with config.json, *.safetensors and tokenizer files",
-            hint="a model of the Hugging Face hub: `hf download ORG/NAME --local-dir FOLDER` first",
-        )
-    return folder
-
-
-def _read_json(file: Path, what: str) -> dict[str, Any]:
-    if not file.is_file():
-        raise UserError(
-            f"{file.name} is missing, which describes {what}",
-            key=str(file.parent),
-            hint="the folder is half-written, or it is no model folder",
-        )
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(
-            f"{file.name} cannot be read: {error}",
-            key=str(file.parent),
-            expected="JSON",
-            hint="copy the file again",
-        ) from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file.name} holds no JSON object", key=str(file.parent))
-    return content
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the model; every one exists."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = sorted(set(_read_json(index, "the shards").get("weight_map", {}).values()))
-        missing = [name for name in shards if not (folder / name).is_file()]
-        if missing or not shards:
-            raise UserError(
-                f"{len(missing)} of {len(shards)} weight files are missing: {', '.join(missing)}",
-                key=str(folder),
-                hint="finish the download or the copy",
-            )
-        return [folder / name for name in shards]
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        other = sorted(f.name for f in folder.glob("*") if f.suffix in {".bin", ".pt", ".gguf"})
-        raise UserError(
-            "the weights are missing: neither model.safetensors nor model.safetensors.index.json",
-            key=str(folder),
-            hint=f"convert {other[0]} to safetensors" if other else "the folder is half-written",
-        )
-    return [single]
-
-
-def _check_safetensors(file: Path) -> None:
-    """The file is as long as its header says; a copy that was cut off is not.
-
-    The format: 8 bytes of little-endian header length, a JSON header with the byte range of each
-    tensor, then the tensors (https://github.com/huggingface/safetensors#format).
-    """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        header_length = int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
-        header = stream.read(header_length) if header_length <= size else b""
-    expected = _HEADER_LENGTH_BYTES + header_length
-    if size >= expected and header:
-        try:
-            tensors = json.loads(header)
-        except ValueError as error:
-            raise UserError(
-                f"{file.name} is no safetensors file", key=str(file.parent), hint="copy it again"
-            ) from error
-        tensors.pop("__metadata__", None)
-        expected += max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
-    if size != expected or not header:
-        raise UserError(
-            f"{file.name} is cut off or damaged: {size} bytes where its header asks for {expected}",
-            key=str(file.parent),
-            hint="copy the file again",
-        )

@@ -5,7 +5,7 @@ Columns of an item, as they come into being:
   completion_ids, behaviour_logprobs (Ragged), finish_reason, version   Generator
   text, reward                                                  Verifier
   advantage (float64)                                           group_advantage
-  old_logprobs / reference_logprobs (Ragged)                    Learner.logprobs / Reference.logprobs
+  old_logprobs, reference_logprobs (Ragged)                     Learner, Reference
 
 Each worker is cheap until `load`, which brings up torch and the model.
 """
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from m2flow.training.rollouts import Rollouts, TokenPairs
 
 HANDED_ON = 8
-"""Completions are handed on once they are 1 / HANDED_ON of those that still run: many at a time while
-many run, and one by one in the tail."""
+"""Completions are handed on once they are 1 / HANDED_ON of those that still run: many at a time
+while many run, and one by one in the tail."""
 
 OUTCOME = ("prompt", "text", "answer", "reward", "finish_reason", "num_tokens", "num_prompt_tokens")
 """Columns that a step hands back for metrics and samples; token ids stay on the lanes."""
@@ -103,15 +103,16 @@ class Generator(Worker):
         temperature: float | None = None,
     ) -> Iterator[Batch]:
         """One prompt in, several samples out, each when it is finished."""
-        from m2flow.generation.protocol import Completion, SamplingParams
+        from m2flow.generation.protocol import SamplingParams
 
         params = SamplingParams(
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature if temperature is None else temperature,
             stop_token_ids=self._stop_ids,
         )
+        count = samples_per_prompt or self.samples_per_prompt
         running: dict[int, tuple[Batch, int]] = {}
-        self._submit(prompts, samples_per_prompt or self.samples_per_prompt, params, running)
+        self._submit(prompts, count, params, running)
         finished: list[Completion] = []
         while self.engine.busy:
             finished += self.engine.step()
@@ -120,9 +121,7 @@ class Generator(Worker):
             arrived = yield _completed(finished, [running.pop(done.id) for done in finished])
             finished = []
             if arrived is not None:
-                self._submit(
-                    arrived, samples_per_prompt or self.samples_per_prompt, params, running
-                )
+                self._submit(arrived, count, params, running)
 
     def _submit(
         self,

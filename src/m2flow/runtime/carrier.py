@@ -39,6 +39,9 @@ from m2flow.runtime.serialization import register_tensors
 START_SECONDS = 120.0
 """Longest that lanes may take to start, or workers to load."""
 
+CLOSE_SECONDS = 3.0
+"""Longest that lanes may take to close before they are ended."""
+
 
 @dataclass(slots=True)
 class _Outstanding:
@@ -286,7 +289,7 @@ class RayCarrier:
     def close(self) -> None:
         """End the lanes."""
         closing = [process.shut_down.remote() for process in self._lanes.values()]
-        ray.wait(closing, num_returns=len(closing), timeout=10.0)
+        ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
         for process in self._lanes.values():
             ray.kill(process)
         self._lanes = {}
@@ -303,7 +306,7 @@ def _check_room(plan: Plan) -> None:
         needed = sum(_resources(lane).get(key, 0) for lane in plan.lanes)
         if needed > free.get(name, 0):
             raise UserError(
-                f"the lanes need {needed} {name}s and the Ray cluster has {free.get(name, 0):g} free",
+                f"the lanes need {needed} {name}s, the Ray cluster has {free.get(name, 0):g} free",
                 key="lanes",
                 hint="use fewer lanes, or end what else runs on the cluster",
             )

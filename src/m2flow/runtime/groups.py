@@ -39,12 +39,13 @@ class LaneGroups:
         same_node: bool,
         timeout_seconds: float,
     ) -> None:
+        import torch
         import torch.distributed as dist
 
         if same_node:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             init_method=f"tcp://{address}",
             rank=lane_index,
             world_size=num_lanes,

@@ -1,0 +1,103 @@
+"""A model folder of Hugging Face layout: whether all of it is there.
+
+Looks at names, sizes and headers only. Whatever is missing, cut off or damaged is a `UserError`
+that names it; nothing is repaired.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from m2flow.errors import UserError
+
+_HEADER_LENGTH_BYTES = 8
+
+
+def model_folder(path: str | Path) -> Path:
+    """The folder, if it is one."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        problem = "is a file" if folder.exists() else "does not exist"
+        raise UserError(
+            f"the model folder {problem}",
+            key=str(path),
+            expected="a folder with config.json, *.safetensors and tokenizer files",
+            hint="a model of the Hugging Face hub: `hf download ORG/NAME --local-dir FOLDER` first",
+        )
+    return folder
+
+
+def read_json(file: Path, what: str) -> dict[str, Any]:
+    """The object in a JSON file that describes `what`."""
+    if not file.is_file():
+        raise UserError(
+            f"{file.name} is missing, which describes {what}",
+            key=str(file.parent),
+            hint="the folder is half-written, or it is no model folder",
+        )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(
+            f"{file.name} cannot be read: {error}",
+            key=str(file.parent),
+            expected="JSON",
+            hint="copy the file again",
+        ) from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file.name} holds no JSON object", key=str(file.parent))
+    return content
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up the model; every one exists."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = sorted(set(read_json(index, "the shards").get("weight_map", {}).values()))
+        missing = [name for name in shards if not (folder / name).is_file()]
+        if missing or not shards:
+            raise UserError(
+                f"{len(missing)} of {len(shards)} weight files are missing: {', '.join(missing)}",
+                key=str(folder),
+                hint="finish the download or the copy",
+            )
+        return [folder / name for name in shards]
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        other = sorted(f.name for f in folder.glob("*") if f.suffix in {".bin", ".pt", ".gguf"})
+        raise UserError(
+            "the weights are missing: neither model.safetensors nor model.safetensors.index.json",
+            key=str(folder),
+            hint=f"convert {other[0]} to safetensors" if other else "the folder is half-written",
+        )
+    return [single]
+
+
+def check_safetensors(file: Path) -> None:
+    """The file is as long as its header says; a copy that was cut off is not.
+
+    The format: 8 bytes of little-endian header length, a JSON header with the byte range of each
+    tensor, then the tensors (https://github.com/huggingface/safetensors#format).
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        header_length = int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
+        header = stream.read(header_length) if header_length <= size else b""
+    expected = _HEADER_LENGTH_BYTES + header_length
+    if size >= expected and header:
+        try:
+            tensors = json.loads(header)
+        except ValueError as error:
+            raise UserError(
+                f"{file.name} is no safetensors file", key=str(file.parent), hint="copy it again"
+            ) from error
+        tensors.pop("__metadata__", None)
+        expected += max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+    if size != expected or not header:
+        raise UserError(
+            f"{file.name} is cut off or damaged: {size} bytes where its header asks for {expected}",
+            key=str(file.parent),
+            hint="copy the file again",
+        )
