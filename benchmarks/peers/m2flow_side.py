@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import time
 
+from peers.countdown import task
+from peers.wire import Sample, Settings, StepRecord, Wire
+
 from m2flow.algorithms.sampling import derive_seed
 from m2flow.flow import Batch
 from m2flow.reasoning.config import ReasoningRecipe
@@ -17,8 +20,6 @@ from m2flow.reasoning.experiment import encode
 from m2flow.reasoning.flow import grpo_flow
 from m2flow.reasoning.workers import ModelSource
 from m2flow.runtime.launch import launch
-from peers.countdown import task
-from peers.wire import Sample, Settings, StepRecord, Wire
 
 
 def recipe_of(settings: Settings) -> ReasoningRecipe:

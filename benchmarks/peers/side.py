@@ -7,6 +7,7 @@ import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from peers.wire import Settings, StepRecord
 
@@ -57,7 +58,7 @@ class Side:
             )
         self._send(settings.to_json())
 
-    def __enter__(self) -> Side:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

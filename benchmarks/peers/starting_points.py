@@ -10,14 +10,14 @@ import hashlib
 from pathlib import Path
 
 from harness import CACHE
+from peers import countdown
+from peers.countdown import Countdown
 from starting_point import quickstart
 
 from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.models.tokenizer import character_tokenizer
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.supervised import Progress, SupervisedConfig, train_supervised
-from peers import countdown
-from peers.countdown import Countdown
 
 WARM_UP = SupervisedConfig(steps=500, batch_size=16)
 

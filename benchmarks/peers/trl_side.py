@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peers.countdown import task
+from peers.wire import Sample, Settings, StepRecord, Wire
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from m2flow.reasoning.tasks import Task
-from peers.countdown import task
-from peers.wire import Sample, Settings, StepRecord, Wire
 
 
 class Gate(TrainerCallback):

@@ -320,6 +320,11 @@ def between(graph: FlowGraph, producer: int, consumer: int) -> list[int]:
     return sorted(after & before)
 
 
+def inside_a_loop(graph: FlowGraph, producer: int, consumer: int) -> bool:
+    loops = {graph.nodes[producer].loop, graph.nodes[consumer].loop}
+    return len(loops) == 1 and None not in loops
+
+
 def room_needed(graph: FlowGraph, producer: int, consumer: int, num_items: int) -> int:
     """Items of the producer that must fit on an edge so that the consumer can go on."""
     first, *rest = between(graph, producer, consumer)
@@ -357,7 +362,9 @@ def plans(draw: Draw, graph: FlowGraph, num_items: int, max_lanes: int = 4) -> P
         )
     edges = {}
     for producer, consumer in graph.edges:
-        if producer == SOURCE or draw(st.integers(0, 2)):
+        if producer == SOURCE or inside_a_loop(graph, producer, consumer):
+            continue
+        if draw(st.integers(0, 2)):
             continue
         needed = room_needed(graph, producer, consumer, num_items)
         edges[graph.edge_name(producer, consumer)] = EdgePlan(

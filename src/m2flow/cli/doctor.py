@@ -18,7 +18,7 @@ import sys
 import tempfile
 import tomllib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -29,16 +29,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from m2flow.plan.machine import CGROUP, PROC, read_text, usable_cores, usable_memory
+
 Status = Literal["ok", "warn", "missing", "optional"]
 
 GIB = 2**30
-PROC, CGROUP, SHM = Path("/proc"), Path("/sys/fs/cgroup"), Path("/dev/shm")
+SHM = Path("/dev/shm")
 SOURCE_TREE = Path(__file__).parents[3]
-MEMORY_FILES = (
-    ("memory.max", "memory.current"),  # version 2 of control groups
-    ("memory.limit_in_bytes", "memory.usage_in_bytes"),  # version 1
-)
-
 MODULE_NAMES = {"pyyaml": "yaml"}  # where pip's name and Python's differ by more than a hyphen
 STATUS_STYLES = {"ok": "green", "warn": "yellow", "missing": "bold red", "optional": "dim"}
 
@@ -140,31 +137,6 @@ def check_python() -> list[Finding]:
     return [Finding("Python", "ok", f"{version}{place} ({sys.executable})")]
 
 
-def cgroup_folders(controller: str, proc: Path, cgroup: Path) -> Iterator[Path]:
-    """Where limits on this process may stand: its control group and all that hold it, v1 and v2."""
-    for line in _read(proc / "self" / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        top = cgroup / controller if controllers else cgroup
-        own = top / path.lstrip("/")
-        yield own
-        yield from (folder for folder in own.parents if folder.is_relative_to(top))
-
-
-def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> float:
-    """CPU cores this process may use: its affinity mask, or less where a cgroup's quota says so."""
-    on_linux = hasattr(os, "sched_getaffinity")
-    cores: float = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
-    for folder in cgroup_folders("cpu", proc, cgroup):
-        v1 = f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
-        quota_and_period = (_read(folder / "cpu.max") or v1).split()
-        if len(quota_and_period) == 2 and quota_and_period[0] not in ("max", "-1"):
-            quota, period = map(int, quota_and_period)
-            cores = min(cores, quota / period)
-    return cores
-
-
 def check_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> list[Finding]:
     """The cores that may be used; on a machine without a GPU they are the lanes."""
     cores = usable_cores(proc, cgroup)
@@ -173,21 +145,6 @@ def check_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> list[Finding]:
         fix = "give this job two cores or more (docker run --cpus, taskset, cpuset)"
         return [Finding("CPU cores", "warn", f"{detail}: stages cannot overlap", fix)]
     return [Finding("CPU cores", "ok", detail)]
-
-
-def usable_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> tuple[int, int]:
-    """`(available, total)` bytes of memory: the machine's, or the cgroup's where it allows less."""
-    rows = dict(line.split(":", 1) for line in _read(proc / "meminfo").splitlines() if ":" in line)
-    if not {"MemTotal", "MemAvailable"} <= rows.keys():
-        raise OSError(f"{proc / 'meminfo'} does not say how much memory there is")
-    total, available = (int(rows[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
-    for folder in cgroup_folders("memory", proc, cgroup):
-        for limit_name, usage_name in MEMORY_FILES:
-            limit, usage = _read(folder / limit_name), _read(folder / usage_name)
-            if limit.isdigit() and int(limit) < total:  # no limit: `max`, or more than there is
-                total = int(limit)
-                available = min(available, total - int(usage or 0))
-    return max(available, 0), total
 
 
 def check_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> list[Finding]:
@@ -227,7 +184,7 @@ def check_disk(places: Sequence[Path] | None = None) -> list[Finding]:
 
 def check_cpu_bfloat16(proc: Path = PROC) -> list[Finding]:
     """Whether this CPU multiplies bfloat16 in hardware; where it does not, bfloat16 is emulated."""
-    flags = set(_read(proc / "cpuinfo").split())
+    flags = set(read_text(proc / "cpuinfo").split())
     found = sorted(flags & {"avx512_bf16", "amx_bf16", "bf16"})  # the last is Arm's name
     detail = f"fast ({', '.join(found)})" if found else "emulated: float32 is the faster choice"
     return [Finding("bfloat16 on CPU", "ok", detail)]
@@ -362,11 +319,6 @@ def _version(requirement: Requirement) -> str | None:
         return metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _read(path: Path) -> str:
-    """The text of a small system file; empty where the system has no such file."""
-    return path.read_text().strip() if path.is_file() else ""
 
 
 def _gib(count: int) -> str:

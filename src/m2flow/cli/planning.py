@@ -7,7 +7,7 @@ from pathlib import Path
 
 from m2flow.engine.plan import Plan
 from m2flow.flow.graph import FlowGraph
-from m2flow.plan import build_plan, parse_lanes, read_plan, validate
+from m2flow.plan import build_plan, check_machine, parse_lanes, read_plan, validate
 from m2flow.reasoning.config import ReasoningRecipe
 from m2flow.reasoning.flow import grpo_flow
 from m2flow.reasoning.workers import ModelSource
@@ -27,6 +27,7 @@ def planned(recipe: ReasoningRecipe, plan_file: Path | None = None) -> tuple[Flo
     graph = graph_of(recipe)
     if plan_file is not None:
         plan = read_plan(plan_file)
+        check_machine(plan)
     else:
         lanes = parse_lanes(recipe.lanes)
         plan = build_plan(recipe.mode, graph, lanes, recipe.prompts_per_step)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,28 @@ from m2flow.errors import UserError, nearest, suggestion
 from m2flow.reasoning.config import ReasoningRecipe
 
 WORKLOADS: Mapping[str, type[BaseModel]] = {"reasoning": ReasoningRecipe}
+
+EXPECTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "tuple_type": "a list, such as [1, 2]",
+    "dict_type": "a table of keys",
+    "model_type": "a table of keys",
+    "literal_error": "{expected}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "missing": "a value",
+    "too_long": "{max_length} values",
+}
+"""What was expected, in our words, by the kind of error that pydantic reports."""
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> ReasoningRecipe:
@@ -30,23 +53,35 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> ReasoningRecipe:
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
-            raise UserError("is not an override", value=override, expected="key=value")
-        _set(data, key.split("."), _parsed(value, key))
+            raise UserError(
+                "is not an override", key=override, expected="key=value, such as steps=100"
+            )
+        _set(data, key, _parsed(value, key))
     return validated(data)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     if not path.is_file():
-        close = nearest(path.name, [p.name for p in path.parent.glob("*.yaml")])
-        raise UserError(
-            "there is no such recipe",
-            key=str(path),
-            hint=f"did you mean {path.parent / close}?" if close else None,
-        )
-    data = _parsed(path.read_text(), str(path))
+        problem = "is a folder" if path.is_dir() else "there is no such recipe"
+        there = {p.name: p for p in _recipes_near(path)}
+        close = nearest(path.name, there)
+        hint = f"did you mean {there[close]}?" if close else None
+        raise UserError(problem, key=str(path), expected="a YAML file", hint=hint)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError("is not text", key=str(path), expected="a YAML file in UTF-8") from None
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", key=str(path)) from None
+    data = _parsed(text, str(path))
     if not isinstance(data, dict):
-        raise UserError("must be a table of keys", key=str(path), value=data)
+        found = type(data).__name__ if data is not None else "nothing"
+        raise UserError(
+            f"must be a table of keys, and holds {found}",
+            key=str(path),
+            expected="lines such as `steps: 100`",
+        )
     return data
 
 
@@ -69,47 +104,96 @@ def validated(data: Mapping[str, Any]) -> ReasoningRecipe:
     return recipe
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML with the numbers of version 1.2 (`1e-4`), where every key is text and stands once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:str" or names.count(key.value) > 1:
+                problem = "stands twice" if names.count(key.value) > 1 else "is no name of a key"
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key.value!r} {problem}", problem_mark=key.start_mark
+                )
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
 def _parsed(text: str, key: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"is not YAML: {error}", key=key) from None
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        problem = f"is not YAML that can be read: {error.problem}{where}"
+    except (yaml.YAMLError, ValueError) as error:  # a date such as 2024-13-45 is a ValueError
+        problem = f"is not YAML that can be read: {error}"
+    raise UserError(problem, key=key)
 
 
-def _set(data: dict[str, Any], path: list[str], value: Any) -> None:
-    for name in path[:-1]:
-        inner = data.setdefault(name, {})
+def _set(data: dict[str, Any], key: str, value: Any) -> None:
+    """Put a value where the dots of a key lead, through sections that may be missing or empty."""
+    *sections, name = key.split(".")
+    for number, section in enumerate(sections):
+        inner = data.get(section)
+        if inner is None:
+            inner = data[section] = {}
         if not isinstance(inner, dict):
-            raise UserError("is not a section", key=name, value=inner)
+            there = ".".join(sections[: number + 1])
+            raise UserError(f"{there} is no section", key=key, value=inner)
         data = inner
-    data[path[-1]] = value
+    data[name] = value
 
 
 def _one_line(model: type[BaseModel], error: ValidationError) -> UserError:
     """The first thing that pydantic found, in our words."""
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]
-    key = ".".join(path)
+    key, context = ".".join(path), first.get("ctx", {})
     if first["type"] == "extra_forbidden":
-        return UserError("unknown key", key=key, hint=suggestion(path[-1], _fields(model, path)))
-    if isinstance(cause := first.get("ctx", {}).get("error"), UserError):
+        return UserError("unknown key", key=key, hint=_near_key(model, path))
+    if isinstance(cause := context.get("error"), UserError):
         return cause
+    expected = EXPECTED.get(first["type"], first["msg"]).format_map(context)
+    valid = re.findall(r"'([^']*)'", expected) if first["type"] == "literal_error" else []
+    close = nearest(str(first.get("input")), valid)
     return UserError(
-        "is wrong", key=key, value=first.get("input"), expected=_expected(first["msg"])
+        "is wrong",
+        key=key,
+        value=first.get("input"),
+        expected=expected,
+        hint=f"did you mean {close!r}?" if close else None,
     )
 
 
-def _expected(message: str) -> str:
-    for opening in ("Input should be ", "Value error, "):
-        message = message.removeprefix(opening)
-    return message
-
-
-def _fields(model: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """Valid names at the place in the recipe that a path leads to."""
+def _near_key(model: type[BaseModel], path: Sequence[str]) -> str:
+    """What an unknown key may have meant: a like name in its section, or its name in another."""
+    here = model
     for name in path[:-1]:
-        inner = model.model_fields[name].annotation
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            break
-        model = inner
-    return list(model.model_fields)
+        inner = here.model_fields[name].annotation
+        assert isinstance(inner, type) and issubclass(inner, BaseModel), "only sections have keys"
+        here = inner
+    elsewhere = [key for key in _keys(model) if key.split(".")[-1] == path[-1]]
+    if elsewhere and not nearest(path[-1], here.model_fields):
+        return f"did you mean {elsewhere[0]!r}?"
+    return suggestion(path[-1], here.model_fields)
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of a recipe, with dots, those of a section after the section itself."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+
+
+def _recipes_near(path: Path) -> Iterator[Path]:
+    """Recipes beside the path, and in a folder `recipes` beside it."""
+    for folder in (path.parent, path.parent / "recipes"):
+        yield from folder.glob("*.y*ml")

@@ -43,6 +43,7 @@ class InlineCarrier:
         workers: the flow's workers; `load` is called here.
         num_threads: threads a worker may use.
         device: where tensors live.
+        version: number of the weights that the run begins with.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class InlineCarrier:
         workers: Mapping[str, Worker],
         num_threads: int = 1,
         device: str = "cpu",
+        version: int = 0,
     ) -> None:
         for name, placement in plan.placements.items():
             if name in workers and len(placement.lanes) > 1:
@@ -67,7 +69,8 @@ class InlineCarrier:
         for name, worker in workers.items():
             if name in plan.placements:
                 lane = plan.placements[name].lanes[0]
-                worker.load(Place(lane=lane, device=device, num_threads=num_threads))
+                place = Place(lane, device=device, num_threads=num_threads, version=version)
+                worker.load(place)
 
     def submit(self, flow: str, step: int, batch: Batch) -> None:
         self._host.store.put(flow, step, SOURCE, batch)

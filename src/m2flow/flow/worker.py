@@ -30,6 +30,7 @@ class Place:
         size: how many lanes hold the worker.
         device: "cpu" or "cuda:0".
         num_threads: threads the worker may use.
+        version: number of the weights that the run begins with.
         all_reduce: sums a list of tensors in place over the worker's lanes. It is collective: to be
             called in `finish` only, which runs on all of them.
     """
@@ -39,6 +40,7 @@ class Place:
     size: int = 1
     device: str = "cpu"
     num_threads: int = 1
+    version: int = 0
     all_reduce: Callable[[Sequence[Any]], None] = _alone
 
 

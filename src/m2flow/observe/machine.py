@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
 
+from m2flow.plan.machine import usable_cores, usable_memory
+
 
 def describe_machine(accelerators: Sequence[str] = ()) -> str:
     """Cores that this process may use, processor, memory, and the accelerators' names if given."""
-    parts = [f"{usable_cores()} cores", processor_name()]
-    memory = memory_bytes()
-    if memory is not None:
-        parts.append(f"{memory / 2**30:.0f} GiB")
+    _, memory = usable_memory()
+    parts = [f"{usable_cores():g} cores", processor_name(), f"{memory / 2**30:.0f} GiB"]
     if accelerators:
         names = sorted(set(accelerators))
         parts.append(", ".join(f"{accelerators.count(name)} x {name}" for name in names))
     else:
         parts.append("no accelerator")
     return " · ".join(part for part in parts if part)
-
-
-def usable_cores() -> int:
-    """The number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def processor_name() -> str:
@@ -38,11 +30,3 @@ def processor_name() -> str:
             if key.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
-
-
-def memory_bytes() -> int | None:
-    """Bytes of main memory; None where the system does not say."""
-    names = getattr(os, "sysconf_names", {})
-    if "SC_PHYS_PAGES" not in names or "SC_PAGE_SIZE" not in names:
-        return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -5,7 +5,8 @@ from m2flow.plan.builders import BUILDERS, build_plan, collocated, disaggregated
 from m2flow.plan.companion import companion
 from m2flow.plan.explain import explain
 from m2flow.plan.files import from_json, read_plan, to_json
-from m2flow.plan.lanes import available_cores, parse_lanes
+from m2flow.plan.lanes import check_machine, parse_lanes
+from m2flow.plan.machine import available_cores
 from m2flow.plan.validate import validate
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "StagePlan",
     "available_cores",
     "build_plan",
+    "check_machine",
     "collocated",
     "companion",
     "disaggregated",

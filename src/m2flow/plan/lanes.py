@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
-from m2flow.engine.plan import LaneSpec
-from m2flow.errors import UserError
-
-
-def available_cores() -> tuple[int, ...]:
-    """CPU cores that this process may run on."""
-    return tuple(sorted(os.sched_getaffinity(0)))
-
-
-def visible_gpus() -> int:
-    """NVIDIA accelerators that this process may use, counted without any library."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
-    return len([device for device in Path("/dev").glob("nvidia*") if device.name[6:].isdigit()])
+from m2flow.engine.plan import LaneSpec, Plan
+from m2flow.errors import PlanError, UserError
+from m2flow.plan.machine import available_cores, visible_gpus
 
 
 def parse_lanes(
@@ -65,3 +51,27 @@ def parse_lanes(
     if kind == "gpu":
         return tuple(LaneSpec(n, "gpu", cores=share[n], gpu=n) for n in range(count))
     return tuple(LaneSpec(n, "cpu", cores=share[n]) for n in range(count))
+
+
+def check_machine(plan: Plan) -> None:
+    """Refuse a plan whose lanes want cores or accelerators that this machine does not have.
+
+    Raises:
+        PlanError: names the lane and what it wants.
+    """
+    cores, num_gpus = set(available_cores()), visible_gpus()
+    for lane in plan.lanes:
+        if not set(lane.cores) <= cores:
+            raise PlanError(
+                f"lane {lane.id} is bound to cores that this machine does not have",
+                key="lanes",
+                value=sorted(set(lane.cores) - cores),
+                expected=f"some of {sorted(cores)}",
+            )
+        if lane.gpu is not None and lane.gpu >= num_gpus:
+            raise PlanError(
+                f"lane {lane.id} wants an accelerator that this machine does not have",
+                key="lanes",
+                value=lane.gpu,
+                expected=f"less than {num_gpus}",
+            )

@@ -12,15 +12,25 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from m2flow.errors import UserError
 
-Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
+# Strict: a truth value is no number, and a number that came as text is a mistake in the YAML.
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+Natural = Annotated[int, Field(ge=0, strict=True)]
+NonNegative = Annotated[float, Field(ge=0, strict=True)]
+Positive = Annotated[float, Field(gt=0, strict=True)]
+Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
 
 
 class Section(BaseModel):
-    """A part of a recipe: unknown keys are refused, values are not coerced from other types."""
+    """A part of a recipe: unknown keys are refused, and a number where text is due is its text."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
+    )
 
 
 class ModelSection(Section):
@@ -37,6 +47,16 @@ class ModelSection(Section):
     initializer_range: Positive = 0.08
 
 
+KEYS_OF_TASKS = {
+    "path": ("jsonl",),
+    "eval_path": ("jsonl",),
+    "on_bad_row": ("jsonl",),
+    "template": ("jsonl", "gym"),
+    "dataset": ("gym",),
+}
+"""Keys of `data` to the tasks that read them; `options` are the task's or data set's own."""
+
+
 class DataSection(Section):
     """The problems. `task` is addition, jsonl or gym; each other key belongs to some of them."""
 
@@ -48,11 +68,24 @@ class DataSection(Section):
     dataset: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
 
+    @model_validator(mode="after")
+    def _keys_belong_to_the_task(self) -> DataSection:
+        for key, tasks in KEYS_OF_TASKS.items():
+            value = getattr(self, key)
+            if self.task not in tasks and value != type(self).model_fields[key].default:
+                raise UserError(
+                    f"the {self.task} task has no use for it",
+                    key=f"data.{key}",
+                    value=value,
+                    hint=f"set data.task to {' or '.join(tasks)}, or take it out",
+                )
+        return self
+
 
 class WarmupSection(Section):
     """Supervised steps on the task's demonstrations before reinforcement; 0 for none."""
 
-    steps: Annotated[int, Field(ge=0)] = 0
+    steps: Natural = 0
     samples_per_step: Count = 16
     learning_rate: Positive = 2e-3
 
@@ -69,14 +102,14 @@ class AlgorithmSection(Section):
     """GRPO and its near relatives."""
 
     name: Literal["grpo"] = "grpo"
-    clip_low: Positive = 0.2
+    clip_low: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.2
     clip_high: Positive = 0.28
-    dual_clip: Positive | None = None
+    dual_clip: Annotated[float, Field(gt=1, strict=True)] | None = None
     ratio_level: Literal["token", "sequence"] = "token"
     aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"] = (
         "token-mean"
     )
-    normalize_std: bool = True
+    normalize_std: Flag = True
     kl_coefficient: NonNegative = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_coefficient: NonNegative = 0.0
@@ -86,27 +119,27 @@ class OptimizerSection(Section):
     """AdamW."""
 
     learning_rate: Positive = 1e-4
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[Decay, Decay] = (0.9, 0.99)
     weight_decay: NonNegative = 0.0
     max_grad_norm: Positive | None = 1.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Natural = 0
 
 
 class TrainingSection(Section):
     """How the learner computes; none of these changes the result but by rounding."""
 
     tokens_per_microbatch: Count = 2048
-    share_prompts: bool = True
-    drop_zero_advantage: bool = True
-    recompute_logprobs: bool = False
+    share_prompts: Flag = True
+    drop_zero_advantage: Flag = True
+    recompute_logprobs: Flag = False
 
 
 class EvaluationSection(Section):
     """Greedy accuracy on held-out problems, at step 0, every `every` steps, and at the end."""
 
     every: Count = 20
-    problems: Annotated[int, Field(ge=0)] = 512
+    problems: Natural = 512
 
 
 class CheckpointSection(Section):
@@ -121,14 +154,14 @@ class ReasoningRecipe(Section):
 
     workload: Literal["reasoning"] = "reasoning"
     name: str = "reasoning"
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     steps: Count = 80
     mode: Literal["eager", "collocated", "disaggregated"] = "collocated"
     lanes: str = "auto"
     prompts_per_step: Count = 32
     samples_per_prompt: Count = 8
     minibatches: Count = 2
-    max_staleness: Annotated[int, Field(ge=0)] = 0
+    max_staleness: Natural = 0
     deadline_seconds: Positive = 600.0
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
@@ -140,7 +173,7 @@ class ReasoningRecipe(Section):
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     logger: tuple[Literal["jsonl", "tensorboard"], ...] = ("jsonl",)
-    samples_logged_per_step: Annotated[int, Field(ge=0)] = 4
+    samples_logged_per_step: Natural = 4
 
     @property
     def samples_per_step(self) -> int:
@@ -166,8 +199,32 @@ class ReasoningRecipe(Section):
                 key="prompts_per_step x samples_per_prompt, minibatches",
                 hint="change one of the three",
             )
-        if self.model.path is not None and not self.model.path:
-            raise UserError("is empty", key="model.path")
+        return self
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> ReasoningRecipe:
+        if self.model.path == "":
+            raise UserError(
+                "is empty",
+                key="model.path",
+                expected="a model folder",
+                hint="take it out to start from a tiny model built on the spot",
+            )
+        optimizer, optimizer_steps = self.optimizer, self.steps * self.minibatches
+        if optimizer.schedule != "constant" and optimizer.warmup_steps >= optimizer_steps:
+            raise UserError(
+                f"leaves nothing of the {optimizer.schedule} schedule",
+                key="optimizer.warmup_steps",
+                value=optimizer.warmup_steps,
+                expected=f"fewer than steps x minibatches = {optimizer_steps}",
+            )
+        if "jsonl" not in self.logger:
+            raise UserError(
+                "jsonl is missing",
+                key="logger",
+                value=list(self.logger),
+                hint="add jsonl: the report and --resume read metrics.jsonl",
+            )
         return self
 
     def derived(self) -> dict[str, int]:

@@ -90,7 +90,7 @@ class Generator(Worker):
             dtype=getattr(torch, self.model.dtype),
             device=place.device,
         )
-        self.engine.install(model.state_dict(), 0)
+        self.engine.install(model.state_dict(), place.version)
         stops = model.generation_config.eos_token_id
         self._stop_ids = tuple(stops) if isinstance(stops, list) else (stops,)
 

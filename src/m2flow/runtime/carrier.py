@@ -59,6 +59,7 @@ class RayCarrier:
         graphs: the flow's traced methods by name.
         plan: gives the lanes and the placement of workers.
         workers: the flow's workers; each lane gets copies of those placed on it.
+        version: number of the weights that the run begins with.
         load_seconds: longest that loading the workers may take.
     """
 
@@ -67,6 +68,7 @@ class RayCarrier:
         graphs: Mapping[str, FlowGraph],
         plan: Plan,
         workers: Mapping[str, Worker],
+        version: int = 0,
         load_seconds: float = START_SECONDS,
     ) -> None:
         register_tensors()
@@ -79,9 +81,9 @@ class RayCarrier:
         self._copied_to: dict[tuple[str, int, int], set[int]] = {}
         self._to_release: dict[tuple[str, int, int], list[tuple[int, Sequence[int]]]] = {}
         self._exports: dict[tuple[str, int], Any] = {}
-        self._load(workers, load_seconds)
+        self._load(workers, version, load_seconds)
 
-    def _load(self, workers: Mapping[str, Worker], seconds: float) -> None:
+    def _load(self, workers: Mapping[str, Worker], version: int, seconds: float) -> None:
         order = list(self._lanes)
         addresses = self._get([lane.ready.remote() for lane in self._lanes.values()], seconds)
         placements = {
@@ -117,7 +119,8 @@ class RayCarrier:
                 for name, lanes in placements.items()
                 if number in lanes
             }
-            loads.append(lane.load.remote(self.graphs, cloudpickle.dumps(placed), meetings[index]))
+            sent = cloudpickle.dumps(placed)
+            loads.append(lane.load.remote(self.graphs, sent, meetings[index], version))
         self.process_ids = dict(zip(order, self._get(loads, seconds), strict=True))
 
     def _get(self, references: Sequence[Any], seconds: float) -> list[Any]:

@@ -100,13 +100,16 @@ class LaneProcess:
 
         return free_port()
 
-    def load(self, graphs: Mapping[str, FlowGraph], placed: bytes, meeting: Meeting | None) -> int:
+    def load(
+        self, graphs: Mapping[str, FlowGraph], placed: bytes, meeting: Meeting | None, version: int
+    ) -> int:
         """Bring up this lane's workers; returns the process id.
 
         Args:
             graphs: the flow's traced methods.
             placed: pickled mapping of worker name to (worker, lanes, rank of this lane).
             meeting: None when no worker stands on two lanes.
+            version: number of the weights that the run begins with.
         """
         self._bind()
         import torch
@@ -129,7 +132,7 @@ class LaneProcess:
         device = "cpu" if self.lane.gpu is None else "cuda:0"
         workers: dict[str, Worker] = {}
         for name, (worker, lanes, rank) in pickle.loads(placed).items():
-            place = Place(self.lane.id, rank, len(lanes), device, self.num_threads)
+            place = Place(self.lane.id, rank, len(lanes), device, self.num_threads, version)
             if len(lanes) > 1:
                 place = replace(place, all_reduce=self._groups.all_reduce(lanes))
             worker.load(place)

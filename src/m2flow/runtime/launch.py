@@ -70,7 +70,7 @@ def launch(
         threads = num_threads or max(1, len(plan.lanes[0].cores))
         device = "cpu" if plan.lanes[0].kind == "cpu" else "cuda:0"
         _set_num_threads(threads)
-        carrier: Any = InlineCarrier(graphs, everything, workers, threads, device)
+        carrier: Any = InlineCarrier(graphs, everything, workers, threads, device, first_step)
         return Run(graphs, plans, carrier, items_per_step, first_step)
 
     from m2flow.runtime.carrier import RayCarrier
@@ -78,7 +78,7 @@ def launch(
 
     cluster = Cluster(plan.lanes)
     try:
-        carrier = RayCarrier(graphs, everything, workers)
+        carrier = RayCarrier(graphs, everything, workers, first_step)
     except BaseException:
         cluster.close()
         raise

@@ -1,0 +1,265 @@
+"""m2flow against TRL's GRPOTrainer on CPU: the same model, task, batch, algorithm and cores.
+
+Both sides start from one checkpoint and train for real, in processes of their own (TRL in its own
+environment, made on first use), on alternating blocks of steps: while one works, the others wait.
+Two workloads: `addition` is the quick start's, `countdown` has answers of log-normal length.
+
+What is left out of the work is told apart from what is done faster: the m2flow side runs with
+everything on, and then, one after another, without dropping samples of zero advantage, without
+sharing the prompts of a group, and with the log-probability pass that TRL makes.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import CACHE, ROOT, Target, arguments, conclude, table
+from peers.agreement import Agreement, compare_rewards
+from peers.environment import TRL_VERSION, trl_python
+from peers.side import Block, Side
+from peers.starting_points import starting_point
+from peers.wire import Settings, StepRecord
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One side of a workload: what it is called, and what makes it differ from the others."""
+
+    name: str
+    module: str
+    extra: dict[str, Any]
+
+    @property
+    def is_trl(self) -> bool:
+        return self.module == "peers.trl_side"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A task with its sizes, the sides that run it, and what m2flow has to reach on it."""
+
+    task: str
+    max_new_tokens: int
+    target: float
+    rounds: int
+    steps_per_round: int
+    rows: tuple[Row, ...]
+
+    @property
+    def steps(self) -> int:
+        """The first step of each side only warms it up; its rewards count, its time does not."""
+        return 1 + self.rounds * self.steps_per_round
+
+
+CONTINUOUS = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {
+        "page_size": 32,
+        "num_blocks": 2048,
+        "max_batch_tokens": 2048,
+        "max_requests_per_batch": 128,
+    },
+}
+SWITCHES = (
+    ("m2flow", {}),
+    ("m2flow, every sample trained", {"drop_zero_advantage": False}),
+    ("  and no prompt shared", {"drop_zero_advantage": False, "share_prompts": False}),
+    (
+        "  and a log-probability pass",
+        {"drop_zero_advantage": False, "share_prompts": False, "recompute_logprobs": True},
+    ),
+)
+
+
+def workloads(quick: bool, mode: str) -> tuple[Workload, Workload]:
+    """Both workloads; the quick ones have fewer steps, and only the two outer m2flow rows."""
+    trl = Row("TRL", "peers.trl_side", {})
+    batching = Row("TRL, continuous batching", "peers.trl_side", CONTINUOUS)
+    ours = [
+        Row(name, "peers.m2flow_side", {"mode": mode, "training": training})
+        for name, training in SWITCHES
+    ]
+    if quick:
+        rows = (trl, ours[0], ours[-1])
+        return (
+            Workload("addition", 24, 1.6, 3, 3, rows),
+            Workload("countdown", 384, 2.5, 2, 1, rows),
+        )
+    return (
+        Workload("addition", 24, 1.6, 16, 5, (trl, *ours)),
+        Workload("countdown", 384, 2.5, 8, 3, (trl, batching, *ours)),
+    )
+
+
+def run(workload: Workload, cores: int, logs: Path) -> dict[str, list[Block]]:
+    """The blocks of each row, the warming one first. All rows are alive; one works at a time."""
+    checkpoint = starting_point(workload.task)
+    here = str(Path(__file__).parent)
+    search_path = os.pathsep.join([here, str(ROOT / "src")])
+    with ExitStack() as stack:
+        sides = {}
+        for number, row in enumerate(workload.rows):
+            settings = Settings(
+                workload.task,
+                str(checkpoint),
+                workload.max_new_tokens,
+                SEED,
+                workload.steps,
+                cores,
+                extra=row.extra,
+            )
+            python = trl_python(CACHE / "trl") if row.is_trl else sys.executable
+            log = logs / f"{workload.task}-{number}.log"
+            sides[row.name] = stack.enter_context(
+                Side(row.module, Path(python), settings, search_path, log)
+            )
+        for side in sides.values():
+            side.ready()
+        blocks = {name: [side.run(1)] for name, side in sides.items()}
+        for _ in range(workload.rounds):
+            for name, side in sides.items():
+                blocks[name].append(side.run(workload.steps_per_round))
+    return blocks
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one row came to; times leave the warming step out.
+
+    Attributes:
+        ratio: samples per second over TRL's, the median over rounds.
+        ratio_quartiles: of the rounds.
+        cpu_seconds_per_step: of all the side's processes; what a busy machine disturbs least.
+        tokens_mean: completion tokens a sample.
+        idle_share: share of samples whose group's rewards are all alike (advantage zero).
+    """
+
+    samples_per_s: float
+    seconds_per_step: float
+    cpu_seconds_per_step: float
+    ratio: float
+    ratio_quartiles: list[float]
+    tokens_mean: float
+    tokens_p99: int
+    tokens_max: int
+    idle_share: float
+
+    @classmethod
+    def of(cls, blocks: list[Block], peer: list[Block], samples_per_prompt: int) -> Figures:
+        """The figures of a row against the blocks of the peer."""
+        timed, steps = blocks[1:], _steps(blocks[1:])
+        seconds = sum(block.seconds for block in timed)
+        ratios = [b.seconds / a.seconds for a, b in zip(timed, peer[1:], strict=True)]
+        tokens = sorted(n for step in _steps(blocks) for n in step.num_tokens)
+        return cls(
+            samples_per_s=sum(len(step.rewards) for step in steps) / seconds,
+            seconds_per_step=statistics.median(step.seconds for step in steps),
+            cpu_seconds_per_step=sum(block.cpu_seconds for block in timed) / len(steps),
+            ratio=statistics.median(ratios),
+            ratio_quartiles=statistics.quantiles(ratios, n=4),
+            tokens_mean=statistics.mean(tokens),
+            tokens_p99=tokens[int(0.99 * len(tokens))],
+            tokens_max=tokens[-1],
+            idle_share=_idle_share(_steps(blocks), samples_per_prompt),
+        )
+
+
+def _steps(blocks: Sequence[Block]) -> list[StepRecord]:
+    return [record for block in blocks for record in block.records]
+
+
+def _idle_share(steps: Sequence[StepRecord], group: int) -> float:
+    groups = [
+        step.rewards[at : at + group] for step in steps for at in range(0, len(step.rewards), group)
+    ]
+    return sum(min(rewards) == max(rewards) for rewards in groups) / len(groups)
+
+
+def report(
+    workload: Workload, blocks: dict[str, list[Block]]
+) -> tuple[dict[str, Any], list[Target]]:
+    """Print the tables of a workload; its results and its targets."""
+    rivals = [row.name for row in workload.rows if row.is_trl]
+    peer = min(rivals, key=lambda name: sum(block.seconds for block in blocks[name][1:]))
+    group = Settings.samples_per_prompt
+    figures = {name: Figures.of(some, blocks[peer], group) for name, some in blocks.items()}
+    agreement = compare_rewards(_steps(blocks[peer]), _steps(blocks["m2flow"]), group)
+    print(f"\n{workload.task}: {workload.steps - 1} steps of {Settings.prompts_per_step} x {group}")
+    table(
+        ["", "samples/s", "of TRL", "s/step", "CPU s/step", "tokens", "p99", "max", "idle"],
+        [
+            [
+                name,
+                f"{row.samples_per_s:.0f}",
+                f"{row.ratio:.2f}",
+                row.seconds_per_step,
+                row.cpu_seconds_per_step,
+                f"{row.tokens_mean:.1f}",
+                row.tokens_p99,
+                row.tokens_max,
+                f"{row.idle_share:.0%}",
+            ]
+            for name, row in figures.items()
+        ],
+    )
+    table(
+        ["mean reward", peer, "m2flow", "difference", "noise"],
+        [[f"{end} {at.steps} steps", at.peer, at.ours, at.difference, at.noise]
+         for end, at in agreement.items()],
+    )  # fmt: skip
+    results = {
+        "peer": peer,
+        "rows": {name.strip(): vars(row) for name, row in figures.items()},
+        "rewards": {end: vars(at) for end, at in agreement.items()},
+        "reward_of_each_step": {
+            name.strip(): [round(statistics.mean(step.rewards), 4) for step in _steps(some)]
+            for name, some in blocks.items()
+        },
+    }
+    return results, _targets(workload, figures["m2flow"], agreement)
+
+
+def _targets(workload: Workload, ours: Figures, agreement: dict[str, Agreement]) -> list[Target]:
+    ratio = Target(f"{workload.task}: samples/s against TRL", ours.ratio, workload.target)
+    return [
+        ratio,
+        *(
+            Target(
+                f"{workload.task}: rewards of the {end} steps agree (1: yes)", float(at.holds), 1
+            )
+            for end, at in agreement.items()
+        ),
+    ]
+
+
+def main() -> None:
+    parser = arguments((__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", choices=("addition", "countdown"), help="one workload alone")
+    parser.add_argument("--mode", default="collocated", help="m2flow's plan")
+    parser.add_argument("--cores", type=int, default=2, help="processor cores for each side")
+    options: Namespace = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))[: options.cores]
+    os.sched_setaffinity(0, cores)
+    logs = CACHE / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {"trl": TRL_VERSION, "cores": len(cores), "mode": options.mode}
+    targets: list[Target] = []
+    for workload in workloads(options.quick, options.mode):
+        if options.only in (None, workload.task):
+            results[workload.task], verdicts = report(workload, run(workload, len(cores), logs))
+            targets += verdicts
+    conclude("peers_trl", results, targets, options)
+
+
+if __name__ == "__main__":
+    main()
