@@ -6,7 +6,8 @@ Two workloads: `addition` is the quick start's, `countdown` has answers of log-n
 
 What is left out of the work is told apart from what is done faster: the m2flow side runs with
 everything on, and then, one after another, without dropping samples of zero advantage, without
-sharing the prompts of a group, and with the log-probability pass that TRL makes.
+sharing what completions of a group have in common, without sharing their prompt, and with the
+log-probability pass that TRL makes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import statistics
 import sys
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -70,34 +72,43 @@ CONTINUOUS = {
         "max_requests_per_batch": 128,
     },
 }
-SWITCHES = (
-    ("m2flow", {}),
-    ("m2flow, every sample trained", {"drop_zero_advantage": False}),
-    ("  and no prompt shared", {"drop_zero_advantage": False, "share_prompts": False}),
-    (
-        "  and a log-probability pass",
-        {"drop_zero_advantage": False, "share_prompts": False, "recompute_logprobs": True},
-    ),
+DROPPED: dict[str, Any] = {"drop_zero_advantage": True}
+TRAINED: dict[str, Any] = {"drop_zero_advantage": False}
+RECOMPUTED: dict[str, Any] = {"drop_zero_advantage": False, "recompute_logprobs": True}
+SWITCHES: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("m2flow", DROPPED, "prefix"),
+    ("m2flow, every sample trained", TRAINED, "prefix"),
+    ("m2flow, also only prompts shared", TRAINED, "prompt"),
+    ("m2flow, also nothing shared", TRAINED, "none"),
+    ("m2flow, also a log-probability pass", RECOMPUTED, "none"),
 )
+"""Each row switches one more saving off; the last one does all the work that TRL does."""
 
 
-def workloads(quick: bool, mode: str) -> tuple[Workload, Workload]:
-    """Both workloads; the quick ones have fewer steps, and only the two outer m2flow rows."""
-    trl = Row("TRL", "peers.trl_side", {})
-    batching = Row("TRL, continuous batching", "peers.trl_side", CONTINUOUS)
-    ours = [
-        Row(name, "peers.m2flow_side", {"mode": mode, "training": training})
-        for name, training in SWITCHES
-    ]
-    if quick:
-        rows = (trl, ours[0], ours[-1])
+def workloads(options: Namespace) -> tuple[Workload, Workload]:
+    """Both workloads; the quick ones have fewer steps and fewer rows.
+
+    Every row stays alive with its two or more processes, so the second workload, whose answers
+    also take memory, has only the rows that matter most.
+    """
+    extra = CONTINUOUS if options.trl_generation == "continuous" else {}
+    trl = Row("TRL", "peers.trl_side", extra)
+    on, trained, prompts, alone, everything = (
+        Row(
+            name,
+            "peers.m2flow_side",
+            {"mode": options.mode, "training": training, "sharing": sharing},
+        )
+        for name, training, sharing in SWITCHES
+    )
+    if options.quick:
         return (
-            Workload("addition", 24, 1.6, 3, 3, rows),
-            Workload("countdown", 384, 2.5, 2, 1, rows),
+            Workload("addition", 24, 1.6, 3, 3, (trl, on, everything)),
+            Workload("countdown", 384, 2.5, 2, 1, (trl, on)),
         )
     return (
-        Workload("addition", 24, 1.6, 16, 5, (trl, *ours)),
-        Workload("countdown", 384, 2.5, 8, 3, (trl, batching, *ours)),
+        Workload("addition", 24, 1.6, 16, 5, (trl, on, trained, prompts, alone, everything)),
+        Workload("countdown", 384, 2.5, 8, 2, (trl, on, prompts, everything)),
     )
 
 
@@ -141,6 +152,7 @@ class Figures:
         ratio_quartiles: of the rounds.
         cpu_seconds_per_step: of all the side's processes; what a busy machine disturbs least.
         tokens_mean: completion tokens a sample.
+        tokens_histogram: samples by length: up to 8 tokens, 16, 32 and so on.
         idle_share: share of samples whose group's rewards are all alike (advantage zero).
     """
 
@@ -152,6 +164,7 @@ class Figures:
     tokens_mean: float
     tokens_p99: int
     tokens_max: int
+    tokens_histogram: dict[int, int]
     idle_share: float
 
     @classmethod
@@ -170,12 +183,19 @@ class Figures:
             tokens_mean=statistics.mean(tokens),
             tokens_p99=tokens[int(0.99 * len(tokens))],
             tokens_max=tokens[-1],
+            tokens_histogram=_histogram(tokens),
             idle_share=_idle_share(_steps(blocks), samples_per_prompt),
         )
 
 
 def _steps(blocks: Sequence[Block]) -> list[StepRecord]:
     return [record for block in blocks for record in block.records]
+
+
+def _histogram(lengths: Sequence[int]) -> dict[int, int]:
+    """How many lengths lie in (bound / 2, bound], for bounds that are powers of two from 8 on."""
+    counted = Counter(max(8, 1 << (length - 1).bit_length()) for length in lengths)
+    return dict(sorted(counted.items()))
 
 
 def _idle_share(steps: Sequence[StepRecord], group: int) -> float:
@@ -189,11 +209,10 @@ def report(
     workload: Workload, blocks: dict[str, list[Block]]
 ) -> tuple[dict[str, Any], list[Target]]:
     """Print the tables of a workload; its results and its targets."""
-    rivals = [row.name for row in workload.rows if row.is_trl]
-    peer = min(rivals, key=lambda name: sum(block.seconds for block in blocks[name][1:]))
+    peer = blocks["TRL"]
     group = Settings.samples_per_prompt
-    figures = {name: Figures.of(some, blocks[peer], group) for name, some in blocks.items()}
-    agreement = compare_rewards(_steps(blocks[peer]), _steps(blocks["m2flow"]), group)
+    figures = {name: Figures.of(some, peer, group) for name, some in blocks.items()}
+    agreement = compare_rewards(_steps(peer), _steps(blocks["m2flow"]), group)
     print(f"\n{workload.task}: {workload.steps - 1} steps of {Settings.prompts_per_step} x {group}")
     table(
         ["", "samples/s", "of TRL", "s/step", "CPU s/step", "tokens", "p99", "max", "idle"],
@@ -213,16 +232,15 @@ def report(
         ],
     )
     table(
-        ["mean reward", peer, "m2flow", "difference", "noise"],
+        ["mean reward", "TRL", "m2flow", "difference", "noise"],
         [[f"{end} {at.steps} steps", at.peer, at.ours, at.difference, at.noise]
          for end, at in agreement.items()],
     )  # fmt: skip
     results = {
-        "peer": peer,
-        "rows": {name.strip(): vars(row) for name, row in figures.items()},
+        "rows": {name: vars(row) for name, row in figures.items()},
         "rewards": {end: vars(at) for end, at in agreement.items()},
         "reward_of_each_step": {
-            name.strip(): [round(statistics.mean(step.rewards), 4) for step in _steps(some)]
+            name: [round(statistics.mean(step.rewards), 4) for step in _steps(some)]
             for name, some in blocks.items()
         },
     }
@@ -246,15 +264,26 @@ def main() -> None:
     parser = arguments((__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=("addition", "countdown"), help="one workload alone")
     parser.add_argument("--mode", default="collocated", help="m2flow's plan")
+    parser.add_argument(
+        "--trl-generation",
+        default="generate",
+        choices=("generate", "continuous"),
+        help="TRL's way to generate: transformers' generate, or its continuous batching",
+    )
     parser.add_argument("--cores", type=int, default=2, help="processor cores for each side")
     options: Namespace = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))[: options.cores]
     os.sched_setaffinity(0, cores)
     logs = CACHE / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"trl": TRL_VERSION, "cores": len(cores), "mode": options.mode}
+    results: dict[str, Any] = {
+        "trl": TRL_VERSION,
+        "cores": len(cores),
+        "mode": options.mode,
+        "trl_generation": options.trl_generation,
+    }
     targets: list[Target] = []
-    for workload in workloads(options.quick, options.mode):
+    for workload in workloads(options):
         if options.only in (None, workload.task):
             results[workload.task], verdicts = report(workload, run(workload, len(cores), logs))
             targets += verdicts

@@ -34,6 +34,9 @@ class Settings:
     seed: int = 0
     checkpoint: Path | None = None
     dtype: str = "float32"
+    min_digits: int = 3
+    max_digits: int = 4
+    thinking_share: float = 0.4
     prompts_per_step: int = 32
     samples_per_prompt: int = 8
     minibatches: int = 2
@@ -59,29 +62,35 @@ class Problem:
     answer: str
 
 
-def training_problem(seed: int, index: int) -> Problem:
-    """Problem number `index` of a run: a function of seed and index alone."""
-    a, b = training_pair(random.Random(f"addition/train/{seed}/{index}"))
-    return Problem(f"{a}+{b}=", str(a + b))
+def training_problem(settings: Settings, index: int) -> Problem:
+    """Problem number `index` of a run: a function of settings and index alone."""
+    draw = random.Random(f"addition/train/{settings.seed}/{index}")
+    return problem_of(training_pair(draw, settings))
 
 
-def held_out_problems(count: int) -> list[Problem]:
+def held_out_problems(settings: Settings) -> list[Problem]:
     """Problems that training never sees, the same for every seed."""
     draw = random.Random("addition/held out")
-    pairs: list[tuple[int, int]] = []
-    while len(pairs) < count:
-        pair = random_pair(draw)
-        if is_held_out(pair) and pair not in pairs:
-            pairs.append(pair)
-    return [Problem(f"{a}+{b}=", str(a + b)) for a, b in pairs]
+    pairs: dict[tuple[int, int], None] = {}
+    for _ in range(5000 + 100 * settings.eval_problems):  # few digits: there may not be enough
+        pair = random_pair(draw, settings)
+        if is_held_out(pair) and len(pairs) < settings.eval_problems:
+            pairs[pair] = None
+    return [problem_of(pair) for pair in pairs]
 
 
-def demonstration(seed: int, index: int) -> tuple[str, str]:
-    """Prompt and completion number `index` for the warm-up; every other one thinks first."""
-    draw = random.Random(f"addition/demonstration/{seed}/{index}")
-    a, b = training_pair(draw)
-    thought = column_sums(a, b) if draw.random() < 0.5 else ""
-    return f"{a}+{b}=", f"{thought}#{a + b}"
+def demonstration(settings: Settings, index: int) -> tuple[str, str]:
+    """Prompt and completion number `index` for the warm-up; some of them think first."""
+    draw = random.Random(f"addition/demonstration/{settings.seed}/{index}")
+    pair = training_pair(draw, settings)
+    problem = problem_of(pair)
+    thought = column_sums(*pair) if draw.random() < settings.thinking_share else ""
+    return problem.prompt, f"{thought}#{problem.answer}"
+
+
+def problem_of(pair: tuple[int, int]) -> Problem:
+    """The sum of two numbers."""
+    return Problem(f"{pair[0]}+{pair[1]}=", str(sum(pair)))
 
 
 def column_sums(a: int, b: int) -> str:
@@ -94,16 +103,16 @@ def column_sums(a: int, b: int) -> str:
     return ",".join(sums)
 
 
-def training_pair(draw: random.Random) -> tuple[int, int]:
+def training_pair(draw: random.Random, settings: Settings) -> tuple[int, int]:
     """The first pair drawn that is not held out."""
-    while is_held_out(pair := random_pair(draw)):
+    while is_held_out(pair := random_pair(draw, settings)):
         pass
     return pair
 
 
-def random_pair(draw: random.Random) -> tuple[int, int]:
-    """Two numbers of three digits, or two of four."""
-    digits = draw.randint(3, 4)
+def random_pair(draw: random.Random, settings: Settings) -> tuple[int, int]:
+    """Two numbers of equally many digits."""
+    digits = draw.randint(settings.min_digits, settings.max_digits)
     low, high = 10 ** (digits - 1), 10**digits - 1
     return draw.randint(low, high), draw.randint(low, high)
 
@@ -164,7 +173,7 @@ def warm_up(model: nn.Module, settings: Settings, log: Callable[[str], None] = p
     to 2 % of its peak.
     """
     steps, size = settings.warmup_steps, settings.warmup_samples_per_step
-    shown = [demonstration(settings.seed, index) for index in range(steps * size)]
+    shown = [demonstration(settings, index) for index in range(steps * size)]
     order = torch.randperm(len(shown), generator=torch.Generator().manual_seed(settings.seed))
     rising = min(50, steps // 10)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01)
@@ -189,7 +198,7 @@ def warm_up(model: nn.Module, settings: Settings, log: Callable[[str], None] = p
 def completion_logprobs(
     model: nn.Module, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of tokens 1, 2, ... of each row, and which of them are completion: [B, L-1]."""
+    """[B, L-1] log-probabilities of each row's second token and on, and which are completion."""
     rows = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
     width = max(map(len, rows))
     input_ids_BL = torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
@@ -363,7 +372,7 @@ def policy_loss(
 
 def accuracy(model: nn.Module, settings: Settings) -> float:
     """Share of the held-out problems that greedy answers get right."""
-    problems = held_out_problems(settings.eval_problems)
+    problems = held_out_problems(settings)
     prompts = [encode(problem.prompt) for problem in problems]
     answers = generate(model, prompts, None, settings.max_new_tokens)
     return sum(map(reward_of, problems, answers)) / len(problems)
@@ -379,7 +388,7 @@ def train_step(
     for index in range(first, first + settings.prompts_per_step):
         item_seed = derive_seed(settings.seed, 1, index)
         for number in range(count):
-            problems.append(training_problem(settings.seed, index))
+            problems.append(training_problem(settings, index))
             seeds.append(derive_seed(item_seed, number))
     prompts = [encode(problem.prompt) for problem in problems]
     completions = generate(model, prompts, seeds, settings.max_new_tokens)

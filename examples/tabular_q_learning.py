@@ -29,7 +29,7 @@ GRID = (
 SIZE, NUM_CELLS = len(GRID), len(GRID) ** 2
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))  # left, down, right, up
 BEGIN = -1  # in place of a move: start the episode
-MAX_MOVES = 40
+MAX_MOVES = 20
 EPISODES_PER_STEP, EPSILON, DISCOUNT, LEARNING_RATE = 64, 0.3, 0.95, 0.7
 
 Transition = tuple[int, int, float, int, bool]  # cell, move, reward, next cell, ended there
@@ -101,7 +101,8 @@ class Policy(Worker):
         epsilon = episodes["epsilon"][:, None]
         chances = epsilon / len(MOVES) + (1 - epsilon) * best / best.sum(1, keepdim=True)
         move, _ = sample_tokens(chances.log(), episodes["seed"], episodes["turn"], 1.0)
-        return episodes.with_columns(move=move)
+        # What goes around has the columns of what comes in, so that one call may take both.
+        return episodes.only("episode", "seed", "epsilon").with_columns(move=move)
 
     def install(self, weights: Mapping[str, Tensor], version: int) -> None:
         self.value = weights["value"].clone()

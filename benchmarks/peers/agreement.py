@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from peers.wire import StepRecord
 
 STANDARD_ERRORS = 3.0
-BETWEEN_RUNS = 0.05
+BETWEEN_RUNS = 0.03
 """Allowance for what sampling alone does to a training run: two runs of one side differ by it."""
 
 

@@ -1,10 +1,13 @@
 """Countdown: a task whose answers are long-tailed because its prompts say how long they are.
 
-`029:` is answered by `028027...001000` and the end token: three tokens a number. So the prompt
-decides the length, whoever generates the answer and however well it has learnt; nothing is cut or
-padded to make it so. The starts are drawn such that the lengths are log-normal with a mean of 48
-tokens, up to 384. Warm-up shows answers in which a number is left out now and then; that is what
-reinforcement mends, and it changes a length by three tokens.
+`28:` is answered by `27ab26bb...00ba` and the end token: two digits and two letters a number. So
+the prompt decides the length, whoever generates the answer and however well it has learnt; nothing
+is cut or padded to make it so. The starts are drawn such that the lengths are log-normal with a
+mean of 48 tokens, up to 384.
+
+The letters are free, `a` or `b`, and the warm-up teaches to draw them at random: 0.35 nats a token,
+so that the samples of a group part early, as those of language models do. Warm-up also leaves a
+number out now and then; that is what reinforcement mends, and it changes a length by four tokens.
 
 Both sides import this file, each in an environment of its own: it needs nothing but m2flow's task
 protocol, which is standard library only.
@@ -20,8 +23,8 @@ from typing import Any
 from m2flow.reasoning.tasks.problem import Problem, Task, generator
 
 MEAN_TOKENS, SIGMA, MAX_TOKENS = 48.0, 1.0, 384
-DIGITS = 3
-"""Tokens a number."""
+LETTERS = "ab"
+TOKENS_PER_NUMBER = 4
 SKIPPED = 0.04
 """Share of numbers that a demonstration leaves out."""
 
@@ -30,16 +33,16 @@ class Countdown:
     """Count down from a number to zero; an `m2flow.reasoning.tasks.DemonstratedTask`."""
 
     name = "countdown"
-    characters: str | None = "0123456789:"
+    characters: str | None = f"0123456789:{LETTERS}"
     num_train: int | None = None
 
     def __init__(self, *, seed: int = 0) -> None:
         self.seed = seed
 
     def train(self, index: int) -> Problem:
-        """Training problem number `index`."""
+        """Training problem number `index`; its answer is the digits alone."""
         start = _log_normal_start(generator("countdown", "train", self.seed, index))
-        return Problem(f"{start:03d}:", _numbers_below(start))
+        return Problem(f"{start:02d}:", "".join(f"{n:02d}" for n in reversed(range(start))))
 
     def held_out(self, count: int) -> list[Problem]:
         """None: there are as many problems as lengths, and training may meet each."""
@@ -54,7 +57,9 @@ class Countdown:
         longest = _start_for(MAX_TOKENS)
         start = _log_normal_start(draw) if draw.random() < 0.5 else draw.randint(1, longest)
         kept = [n for n in range(start - 1, 0, -1) if draw.random() >= SKIPPED]
-        return f"{start:03d}:", "".join(f"{n:03d}" for n in [*kept, 0])
+        letters = ["".join(draw.choices(LETTERS, k=2)) for _ in (*kept, 0)]
+        written = (f"{n:02d}{pair}" for n, pair in zip((*kept, 0), letters, strict=True))
+        return f"{start:02d}:", "".join(written)
 
     def score(
         self,
@@ -64,8 +69,15 @@ class Countdown:
         finished: bool = True,
         metadata: Mapping[str, Any] | None = None,
     ) -> float:
-        """1.0 for every number in its place and the end token, else 0.0."""
-        return float(finished and completion == answer)
+        """1.0 for every number in its place, letters between, and the end token; else 0.0."""
+        numbers = [
+            completion[at : at + TOKENS_PER_NUMBER]
+            for at in range(0, len(completion), TOKENS_PER_NUMBER)
+        ]
+        digits = "".join(number[:2] for number in numbers)
+        letters = "".join(number[2:] for number in numbers)
+        right = digits == answer and len(letters) == len(answer) and set(letters) <= set(LETTERS)
+        return float(finished and right)
 
 
 def task(name: str, seed: int) -> Task:
@@ -75,20 +87,11 @@ def task(name: str, seed: int) -> Task:
     return Countdown(seed=seed) if name == "countdown" else make_task(name, seed=seed)
 
 
-def wanted_tokens(start: int) -> int:
-    """Length of the right answer to `start`, end token included."""
-    return DIGITS * start + 1
-
-
 def _start_for(num_tokens: float) -> int:
-    """The start whose right answer is about that long, and no longer than the longest allowed."""
-    nearest = round((num_tokens - 1) / DIGITS)
-    return min(max(nearest, 1), (MAX_TOKENS - 1) // DIGITS)
+    """The start whose right answer, end token included, is about that long and never too long."""
+    nearest = round((num_tokens - 1) / TOKENS_PER_NUMBER)
+    return min(max(nearest, 1), (MAX_TOKENS - 1) // TOKENS_PER_NUMBER)
 
 
 def _log_normal_start(draw: random.Random) -> int:
     return _start_for(draw.lognormvariate(math.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA))
-
-
-def _numbers_below(start: int) -> str:
-    return "".join(f"{number:03d}" for number in reversed(range(start)))

@@ -25,7 +25,7 @@ def trl_python(folder: Path) -> Path:
         print(f"making TRL's environment in {folder} (once)", file=sys.stderr)
         venv.create(folder, with_pip=True, clear=True)
         subprocess.run(
-            [str(python), "-m", "pip", "install", "--quiet", *requirements()],
+            [str(python), "-m", "pip", "install", "-qq", *requirements()],
             check=True,
             stdout=sys.stderr,
         )

@@ -116,7 +116,8 @@ def configuration(settings: Settings, folder: str) -> GRPOConfig:
         "gradient_accumulation_steps": 1,
         "num_iterations": 1,
         "shuffle_dataset": False,
-        "max_steps": settings.max_steps * settings.minibatches,
+        # One more than will be asked for: a step ends where the next one begins.
+        "max_steps": (settings.max_steps + 1) * settings.minibatches,
         "seed": settings.seed,
         # Sampling: the model's own distribution.
         "max_completion_length": settings.max_new_tokens,
@@ -211,7 +212,9 @@ def main() -> None:
     if rank > 0:
         threading.Thread(target=end_with_parent, daemon=True).start()
     source = task(settings.task, settings.seed)
-    problems = [source.train(n) for n in range(settings.max_steps * settings.prompts_per_step)]
+    problems = [
+        source.train(n) for n in range((settings.max_steps + 1) * settings.prompts_per_step)
+    ]
     tokenizer = AutoTokenizer.from_pretrained(settings.checkpoint, padding_side="left")
     gate = Gate(wire if rank == 0 else None, settings.minibatches)
     with tempfile.TemporaryDirectory() as folder:

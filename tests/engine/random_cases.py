@@ -10,14 +10,16 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import strategies as st
 
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
+from m2flow.errors import PlanError
 from m2flow.flow import SOURCE, Flow, FlowGraph, StageNode, Worker, loop
 from m2flow.flow.stage import Stage, StageSpec
+from m2flow.plan import validate
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
@@ -25,7 +27,7 @@ MAX_ITEMS = 96
 """The most items that a stage of a random flow sees in a step."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Case:
     """One random run: a graph, a plan that fits it, and seeded costs."""
 
@@ -38,11 +40,14 @@ class Case:
     def costs(self) -> SeededCosts:
         return SeededCosts(self.graph, self.seed)
 
-    def __repr__(self) -> str:  # what Hypothesis prints for a case that fails
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # what Hypothesis prints
+        printer.text(repr(self))
+
+    def __repr__(self) -> str:
         lines = "\n  ".join(self.graph.describe())
         return (
             f"Case(num_items={self.num_items}, num_steps={self.num_steps}, seed={self.seed}, "
-            f"plan={self.plan},\n  loops={self.graph.loops}\n  output={self.graph.output}\n  {lines})"
+            f"plan={self.plan},\n  {lines}\n  output={self.graph.output} loops={self.graph.loops})"
         )
 
 
@@ -252,7 +257,9 @@ def _build(sketch: _Sketch, output: int, weight_edges: list[tuple[str, str]]) ->
     names = dict.fromkeys(worker for _, worker in stages.values() if worker)
     workers = {
         name: type(
-            name.upper(), (Worker,), {m: made for m, (made, owner) in stages.items() if owner == name}
+            name.upper(),
+            (Worker,),
+            {m: made for m, (made, owner) in stages.items() if owner == name},
         )()
         for name in names
     }
@@ -305,32 +312,22 @@ def unit_items(node: StageNode, num_items: int) -> int:
     return {"item": 1, "group": node.group_size, "step": num_items * node.fanout}[node.unit]
 
 
-def between(graph: FlowGraph, producer: int, consumer: int) -> list[int]:
-    """Stages on any way from producer to consumer, both ends included."""
-    forward = [(made_by, node.index) for node in graph.nodes for made_by in node.inputs]
-
-    def reach(start: int, edges: list[tuple[int, int]]) -> set[int]:
-        found = {start}
-        while more := {b for a, b in edges if a in found} - found:
-            found |= more
-        return found
-
-    after = reach(producer, forward)
-    before = reach(consumer, [(b, a) for a, b in forward])
-    return sorted(after & before)
-
-
 def inside_a_loop(graph: FlowGraph, producer: int, consumer: int) -> bool:
     loops = {graph.nodes[producer].loop, graph.nodes[consumer].loop}
     return len(loops) == 1 and None not in loops
 
 
-def room_needed(graph: FlowGraph, producer: int, consumer: int, num_items: int) -> int:
-    """Items of the producer that must fit on an edge so that the consumer can go on."""
-    first, *rest = between(graph, producer, consumer)
-    node = graph.nodes[first]
-    needed = [unit_items(node, num_items) * node.expands]
-    return max(needed + [unit_items(graph.nodes[index], num_items) for index in rest])
+def _fitting(graph: FlowGraph, plan: Plan, num_items: int) -> Plan:
+    """The plan without the limits in items that `validate` finds too small."""
+    while True:
+        try:
+            validate(plan, graph, num_items)
+        except PlanError as error:
+            name = str(error.key).removeprefix("edges.").removesuffix(".max_items")
+            edges = {**plan.edges, name: replace(plan.edges[name], max_items=None)}
+            plan = replace(plan, edges=edges)
+        else:
+            return plan
 
 
 def _gangs(draw: Draw, lanes: list[int], may_gang: bool) -> tuple[tuple[int, ...], ...]:
@@ -366,13 +363,13 @@ def plans(draw: Draw, graph: FlowGraph, num_items: int, max_lanes: int = 4) -> P
             continue
         if draw(st.integers(0, 2)):
             continue
-        needed = room_needed(graph, producer, consumer, num_items)
+        items = num_items * graph.nodes[consumer].fanout
         edges[graph.edge_name(producer, consumer)] = EdgePlan(
-            draw(st.one_of(st.none(), st.integers(needed, 2 * needed + 3))),
+            draw(st.one_of(st.none(), st.integers(1, items + 1))),
             draw(st.one_of(st.none(), st.integers(1, 30))),
         )
     names = draw(st.permutations([node.name for node in graph.nodes]))
-    return Plan(
+    plan = Plan(
         "custom",
         tuple(LaneSpec(n, memory_bytes=_memory(draw, graph, placements, n)) for n in lanes),
         placements,
@@ -382,6 +379,7 @@ def plans(draw: Draw, graph: FlowGraph, num_items: int, max_lanes: int = 4) -> P
         max_staleness=draw(st.integers(0, 3)),
         deadline_seconds=1e9,
     )
+    return _fitting(graph, plan, num_items)
 
 
 def _memory(

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
-from m2flow.errors import RunFailed, UserError
+from m2flow.errors import RunFailed, UserError, suggestion
 
 # Idle OpenMP threads must sleep, or two busy processes on two cores slow each other several times.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -20,7 +21,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 app = typer.Typer(
     name="m2flow",
     help="Reinforcement learning of foundation models: write the step, m2flow plans and runs it.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -57,7 +57,7 @@ def train(
 
     run(
         recipe,
-        with_mode(overrides, mode),
+        with_mode(overrides, mode, plan),
         plan_file=plan,
         run_dir=run_dir,
         resume=resume,
@@ -82,7 +82,7 @@ def plan_command(
     from m2flow.plan import explain as in_words
     from m2flow.plan import to_json
 
-    settings = read_recipe(recipe, with_mode(overrides, mode))
+    settings = read_recipe(recipe, with_mode(overrides, mode, plan))
     graph, chosen = planned(settings, plan)
     if json or not explain:
         print(to_json(chosen), end="")
@@ -104,6 +104,10 @@ def evaluate(
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     limit: Annotated[Optional[int], typer.Option(help="Only the first so many problems.")] = None,  # noqa: UP045
     seed: Annotated[int, typer.Option(help="Fixes what is sampled.")] = 0,
+    template: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="The prompt, with {question} in it; as data.template of a recipe."),
+    ] = None,
     lanes: Annotated[str, typer.Option(help="Lanes, such as cpu:2.")] = "auto",
     on_bad_row: Annotated[str, typer.Option(help="fail or skip.")] = "fail",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -119,6 +123,7 @@ def evaluate(
         max_new_tokens=max_new_tokens,
         limit=limit,
         seed=seed,
+        template=template,
         lanes=lanes,
         on_bad_row=on_bad_row,
         as_json=json,
@@ -143,24 +148,60 @@ def doctor(
     raise typer.Exit(run_doctor(as_json=json))
 
 
-def with_mode(overrides: list[str] | None, mode: str | None) -> list[str]:
-    """The overrides, with `--mode` as one of them."""
+def with_mode(overrides: list[str] | None, mode: str | None, plan: Path | None = None) -> list[str]:
+    """The overrides, with `--mode` as one of them; it may not stand beside a plan."""
+    if mode and plan:
+        raise UserError(
+            f"--plan {plan} says how to run already",
+            key="--mode",
+            value=mode,
+            hint="give one of the two",
+        )
     return [*(overrides or []), *([f"mode={mode}"] if mode else [])]
+
+
+CommandLineError: type[typer.BadParameter] = typer.BadParameter.__mro__[2]
+"""Base of what Typer raises for words it cannot read; Click's or its own copy, by its version."""
+
+INTERRUPTED = 130
 
 
 def main() -> None:
     """Entry point: runs a command, and turns errors into exit codes."""
     try:
-        app()
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except CommandLineError as error:
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
     except RunFailed as error:
         print(f"the run failed: {first_cause(error)}", file=sys.stderr)
         raise SystemExit(1) from error
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except Exception as error:
+        print(f"failed: {first_cause(error)}", file=sys.stderr)
+        traceback.print_exception(error)
+        raise SystemExit(1) from error
+    if code == INTERRUPTED:
         print("interrupted; --resume goes on from the last checkpoint", file=sys.stderr)
-        raise SystemExit(130) from None
+    raise SystemExit(code or 0)
+
+
+def in_one_line(error: typer.BadParameter) -> str:
+    """What Typer could not read, and where to look."""
+    message = " ".join(error.format_message().split()).rstrip(".")
+    if error.ctx is None:
+        return f"{message}; see `m2flow --help`"
+    if message.startswith("No such option") and (word := getattr(error, "option_name", "")):
+        params = error.ctx.command.params
+        options = [name for param in params for name in param.opts if name.startswith("-")]
+        message = f"{word}: no such option; {suggestion(word, options or ['--help'])}"
+        if any(param.name == "overrides" for param in params):
+            message += f" Keys of the recipe are given as {word.strip('-')}=VALUE"
+    return f"{message}; see `{error.ctx.command_path} --help`"
 
 
 def first_cause(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from m2flow.errors import UserError
 from m2flow.plan import parse_lanes
+from m2flow.reasoning.data import DEFAULT_TEMPLATE
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -28,6 +29,7 @@ def evaluate(
     max_new_tokens: int = 256,
     limit: int | None = None,
     seed: int = 0,
+    template: str | None = None,
     lanes: str = "auto",
     on_bad_row: str = "fail",
     as_json: bool = False,
@@ -42,6 +44,7 @@ def evaluate(
         max_new_tokens: longest answer.
         limit: only the first so many problems.
         seed: fixes what is drawn.
+        template: the prompt, with `{question}` in it; None for the one that recipes have.
         lanes: where it runs.
         on_bad_row: "fail" or "skip".
         as_json: print one JSON object instead of lines.
@@ -49,16 +52,31 @@ def evaluate(
     Raises:
         UserError: the model or the data are missing or wrong.
     """
-    for key, value in (("--samples", samples), ("--max-new-tokens", max_new_tokens)):
-        if value < 1:
-            raise UserError("must be at least 1", key=key, value=value)
+    counts = {"--samples": samples, "--max-new-tokens": max_new_tokens, "--limit": limit}
+    for key, value in counts.items():
+        if value is not None and value < 1:
+            raise UserError("is too small", key=key, value=value, expected="at least 1")
     if temperature is None:
         temperature = 0.0 if samples == 1 else 1.0
-    elif temperature < 0:
-        raise UserError("must not be negative", key="--temperature", value=temperature)
+    elif not 0 <= temperature < math.inf:
+        raise UserError(
+            "is no temperature", key="--temperature", value=temperature, expected="0 or more"
+        )
+    if not 0 <= seed < 2**63:
+        raise UserError("is no seed", key="--seed", value=seed, expected="0 to 2**63 - 1")
+    if on_bad_row not in ("fail", "skip"):
+        raise UserError("is unknown", key="--on-bad-row", value=on_bad_row, expected="fail or skip")
+    template = DEFAULT_TEMPLATE if template is None else template
+    if "{question}" not in template:
+        raise UserError(
+            "has no place for the question",
+            key="--template",
+            value=template,
+            expected="a text with {question} in it",
+        )
+    specs = parse_lanes(lanes)
     from m2flow.reasoning.evaluation import evaluate_file  # imports torch: seconds
 
-    specs = parse_lanes(lanes)
     scores = evaluate_file(
         model,
         data,
@@ -67,8 +85,9 @@ def evaluate(
         max_new_tokens=max_new_tokens,
         limit=limit,
         seed=seed,
+        template=template,
         lanes=specs,
-        on_bad_row=on_bad_row,
+        on_bad_row="skip" if on_bad_row == "skip" else "fail",
     )
     correct = [sum(reward >= 1.0 for reward in rewards) for rewards in scores.rewards]
     ks = sorted({1, samples} | {2**n for n in range(1, samples.bit_length()) if 2**n <= samples})

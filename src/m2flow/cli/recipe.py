@@ -24,7 +24,7 @@ EXPECTED = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "a text",
-    "tuple_type": "a list, such as [1, 2]",
+    "tuple_type": "a list in square brackets",
     "dict_type": "a table of keys",
     "model_type": "a table of keys",
     "literal_error": "{expected}",
@@ -104,17 +104,21 @@ def validated(data: Mapping[str, Any]) -> ReasoningRecipe:
     return recipe
 
 
+_KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
+
+
 class _Loader(yaml.SafeLoader):
     """YAML with the numbers of version 1.2 (`1e-4`), where every key is text and stands once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
+        seen = set()
         for key, _ in node.value:
-            if key.tag != "tag:yaml.org,2002:str" or names.count(key.value) > 1:
-                problem = "stands twice" if names.count(key.value) > 1 else "is no name of a key"
-                raise yaml.MarkedYAMLError(
-                    problem=f"{key.value!r} {problem}", problem_mark=key.start_mark
-                )
+            if key.tag not in _KEY_TAGS:
+                raise yaml.MarkedYAMLError(problem="a key is no text", problem_mark=key.start_mark)
+            if key.value in seen:
+                problem = f"{key.value} stands there twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
 
@@ -131,9 +135,9 @@ def _parsed(text: str, key: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        problem = f"is not YAML that can be read: {error.problem}{where}"
+        problem = f"cannot be read as YAML: {error.problem}{where}"
     except (yaml.YAMLError, ValueError) as error:  # a date such as 2024-13-45 is a ValueError
-        problem = f"is not YAML that can be read: {error}"
+        problem = f"cannot be read as YAML: {error}"
     raise UserError(problem, key=key)
 
 

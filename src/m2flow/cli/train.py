@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from m2flow.cli.planning import planned
-from m2flow.cli.recipe import read_recipe, read_yaml, validated
+from m2flow.cli.planning import check_runnable, planned
+from m2flow.cli.recipe import read_recipe
+from m2flow.cli.resume import check_directory, resume_point, step_of
 from m2flow.engine.plan import Plan
 from m2flow.engine.runner import StepResult
-from m2flow.errors import UserError
 from m2flow.observe.loggers import Loggers, make_loggers
 from m2flow.observe.machine import describe_machine
 from m2flow.observe.progress import TrainProgress, summary
@@ -27,11 +28,8 @@ if TYPE_CHECKING:
     from m2flow.reasoning.workers import ModelSource
     from m2flow.runtime.launch import Run
 
-MAY_CHANGE = {
-    "steps", "mode", "lanes", "deadline_seconds", "logger", "samples_logged_per_step",
-    "evaluation", "checkpoint",
-}  # fmt: skip
-"""Keys that may differ when a run is resumed: they change no weight."""
+WARMUP = "warmup"
+"""Folder in the run directory of the model that reinforcement begins with, if it is made here."""
 
 
 def train(
@@ -64,19 +62,23 @@ def train(
     if dry_run:
         print("\n".join(describe(recipe, plan_file)))
         return None
-    if resume and run_dir is not None:
-        _check_same(recipe, run_dir)
+    check_directory(recipe, run_dir, resume)
+    _, plan = planned(recipe, plan_file)
+    check_runnable(plan)
+    _check_loggers(recipe)
     with TrainProgress() as progress:
         progress.start(
             f"m2flow: {recipe.name}, seed {recipe.seed}, {recipe.steps} steps of "
-            f"{recipe.prompts_per_step} x {recipe.samples_per_prompt} samples, mode {recipe.mode}"
+            f"{recipe.prompts_per_step} x {recipe.samples_per_prompt} samples, mode {plan.mode}"
         )
-        _, plan = planned(recipe, plan_file)
+        checkpoint = resume_point(recipe, run_dir) if resume and run_dir is not None else None
         from m2flow.reasoning.experiment import ReasoningExperiment  # imports torch: seconds
 
         experiment = ReasoningExperiment(recipe)
-        directory = RunDirectory.create(run_dir, recipe.name, resume=resume)
-        Training(experiment, plan, directory, progress, resumed=resume).run()
+        training = Training(
+            experiment, plan, run_dir, progress, resumed=resume, checkpoint=checkpoint
+        )
+        directory = training.run()
     print(summary(*first_and_last(read_metrics(directory.path)), directory.path))
     return directory.path
 
@@ -92,22 +94,10 @@ def describe(recipe: ReasoningRecipe, plan_file: Path | None = None) -> list[str
     return lines + explain(plan, graph, recipe.prompts_per_step)
 
 
-def _check_same(recipe: ReasoningRecipe, run_dir: Path) -> None:
-    """A run goes on as it began."""
-    path = run_dir / "config.yaml"
-    if not path.is_file():
-        raise UserError("holds no run to resume", key="--run-dir", value=str(run_dir))
-    before = validated(read_yaml(path))
-    old, new = before.model_dump(mode="json"), recipe.model_dump(mode="json")
-    for key in old:
-        if key not in MAY_CHANGE and old[key] != new[key]:
-            raise UserError(
-                "differs from the run that is to be resumed",
-                key=key,
-                value=new[key],
-                expected=repr(old[key]),
-                hint="start a new run to change it",
-            )
+def _check_loggers(recipe: ReasoningRecipe) -> None:
+    """Refuse a logger whose package is missing before anything is written."""
+    with tempfile.TemporaryDirectory() as nowhere:
+        make_loggers(recipe.logger, RunDirectory(nowhere)).close()
 
 
 class Training:
@@ -116,43 +106,51 @@ class Training:
     Args:
         experiment: what is trained.
         plan: how it is carried out.
-        directory: where everything is written.
+        run_dir: where everything is written; None for a new folder below `runs/`.
         progress: what the person at the terminal sees.
-        resumed: go on from the last checkpoint.
+        resumed: go on with the run in `run_dir`.
+        checkpoint: from here; None from the start.
     """
 
     def __init__(
         self,
         experiment: ReasoningExperiment,
         plan: Plan,
-        directory: RunDirectory,
+        run_dir: Path | None,
         progress: TrainProgress,
         *,
         resumed: bool,
+        checkpoint: Path | None,
     ) -> None:
-        self.experiment, self.plan = experiment, plan
+        self.experiment, self.plan, self.progress = experiment, plan, progress
         self.recipe = experiment.recipe
-        self.directory, self.progress = directory, progress
-        self.checkpoint = self._resume_point() if resumed else None
-        self.first_step = 0 if self.checkpoint is None else int(self.checkpoint.name[5:])
+        self.run_dir, self.resumed, self.checkpoint = run_dir, resumed, checkpoint
+        self.first_step = 0 if checkpoint is None else step_of(checkpoint)
         self.timeline = Timeline()
+        self._directory: RunDirectory | None = None
 
-    def _resume_point(self) -> Path | None:
-        from m2flow.training.checkpoint import resume_point
-
-        return resume_point(self.directory.checkpoints)
-
-    def run(self) -> None:
-        """Train to the last step, and write the report."""
-        recipe, directory = self.recipe, self.directory
-        if self.first_step >= recipe.steps:
-            raise UserError(
-                "the run has taken this many steps already", key="steps", value=recipe.steps,
-                hint="ask for more steps to go on",
-            )  # fmt: skip
+    def run(self) -> RunDirectory:
+        """Train to the last step, and write the report; where it lies."""
         if self.checkpoint is not None:
-            directory.cut_after(self.first_step)
             self.progress.note(f"going on from {self.checkpoint}")
+        elif self.resumed:
+            self.progress.note("no checkpoint was saved: beginning again")
+        self._train(self._starting_model())
+        directory = self._begun()
+        directory.write_run(finished=time.time())
+        from m2flow.observe.report import write_report
+
+        write_report(directory.path)
+        return directory
+
+    def _begun(self) -> RunDirectory:
+        """The run's directory; made at the last moment, so that a refusal leaves nothing behind."""
+        if self._directory is not None:
+            return self._directory
+        recipe = self.recipe
+        directory = RunDirectory.create(self.run_dir, recipe.name, resume=self.resumed)
+        if self.resumed:
+            directory.cut_after(self._last_kept_step)
         directory.write_config(recipe.model_dump(mode="json"))
         directory.write_plan(to_json(self.plan))
         directory.write_run(
@@ -164,104 +162,115 @@ class Training:
             started=time.time(),
             finished=None,
         )
-        resumed_step = self.first_step if self.checkpoint is not None else None
-        loggers = make_loggers(recipe.logger, directory, resumed_step)
-        try:
-            self._train(self._starting_model(), loggers)
-        finally:
-            loggers.close()
-            self.timeline.write(directory.timeline)
-            directory.close()
-        directory.write_run(finished=time.time())
-        from m2flow.observe.report import write_report
+        self._directory = directory
+        return directory
 
-        write_report(directory.path)
+    @property
+    def _last_kept_step(self) -> int:
+        """Rows of later steps will be written again; without a checkpoint that is all of them."""
+        return -1 if self.checkpoint is None else self.first_step
 
     def _starting_model(self) -> ModelSource:
-        """The model reinforcement began with; made now, unless the run is resumed."""
+        """The model reinforcement began with; made now, unless a resumed run has it."""
         from m2flow.reasoning.workers import ModelSource
 
-        folder = self.directory.path / "warmup"
-        if (folder / "config.json").is_file():
-            return ModelSource(str(folder), self.recipe.model.dtype)
+        model = self.recipe.model
+        if model.path is not None and not self.experiment.makes_model:
+            return ModelSource(model.path, model.dtype)
+        if self.resumed and self.run_dir is not None:
+            folder = self.run_dir / WARMUP
+            if (folder / "config.json").is_file():
+                return ModelSource(str(folder), model.dtype)
+        folder = self._begun().path / WARMUP
         if self.recipe.warmup.steps:
             self.progress.phase("warm-up", self.recipe.warmup.steps)
         return self.experiment.prepare(
             folder, lambda at: self.progress.update(at.step, {"loss": at.loss})
         )
 
-    def _train(self, model: ModelSource, loggers: Loggers) -> None:
+    def _train(self, model: ModelSource) -> None:
         from m2flow.runtime.launch import launch
 
         recipe, experiment = self.recipe, self.experiment
         flow = grpo_flow(recipe, model, experiment.task, self.checkpoint)
-        first_batch = experiment.batch(self.first_step, model)
         held_out = experiment.held_out(model)
         also = {"evaluate": len(held_out)} if held_out is not None else {}
         with launch(
             flow,
-            items_per_step=len(first_batch),
+            items_per_step=recipe.prompts_per_step,
             plan=self.plan,
             first_step=self.first_step,
             also=also,
         ) as run:
-            if self.first_step == 0:
-                self._evaluate(run, 0, held_out, loggers)
-            self.progress.phase("training", recipe.steps, self.first_step)
-            done = self.first_step
-            while done < recipe.steps:
-                pause = min(
-                    _next(done, recipe.evaluation.every), _next(done, recipe.checkpoint.every)
-                )
-                pause = min(pause, recipe.steps)
-                for result in run.steps(self._batches(done, pause, model)):
-                    done = result.step + 1
-                    self._report(result, done, loggers)
-                last = done == recipe.steps
-                if last or done % recipe.evaluation.every == 0:
-                    self._evaluate(run, done, held_out, loggers)
-                if last or done % recipe.checkpoint.every == 0:
-                    self._save(run, done)
+            directory = self._begun()
+            resumed_step = self._last_kept_step if self.resumed else None
+            loggers = make_loggers(recipe.logger, directory, resumed_step)
+            try:
+                self._steps(run, model, held_out, loggers)
+            finally:
+                loggers.close()
+                self.timeline.write(directory.timeline)
+                directory.close()
 
-    def _batches(self, start: int, end: int, model: ModelSource) -> Iterator[Batch]:
-        return (self.experiment.batch(step, model) for step in range(start, end))
+    def _steps(
+        self, run: Run, model: ModelSource, held_out: Batch | None, loggers: Loggers
+    ) -> None:
+        recipe, done = self.recipe, self.first_step
+        if done == 0 and held_out is not None:
+            loggers.log(0, self._evaluation(run, 0, held_out))
+        self.progress.phase("training", recipe.steps, done)
+        figures: dict[str, float] = {}
+        while done < recipe.steps:
+            pause = min(
+                recipe.steps,
+                _next(done, recipe.evaluation.every),
+                _next(done, recipe.checkpoint.every),
+            )
+            batches = (self.experiment.batch(step, model) for step in range(done, pause))
+            for result in run.steps(batches):
+                done = result.step + 1
+                figures = self._figures(result, done)
+                if done < pause:
+                    loggers.log(done, figures)
+            last = done == recipe.steps
+            if held_out is not None and (last or done % recipe.evaluation.every == 0):
+                figures |= self._evaluation(run, done, held_out)
+            loggers.log(done, figures)
+            if last or done % recipe.checkpoint.every == 0:
+                self._save(run, done)
 
-    def _report(self, result: StepResult, step: int, loggers: Loggers) -> None:
-        metrics = self.experiment.metrics(result)
+    def _figures(self, result: StepResult, step: int) -> dict[str, float]:
+        """The figures of a step that is done; its rollouts and spans are kept here."""
+        figures = self.experiment.metrics(result)
         if self.plan.predicted_seconds is not None:
-            metrics["plan/predicted_seconds"] = self.plan.predicted_seconds
-        loggers.log(step, metrics)
+            figures["plan/predicted_seconds"] = self.plan.predicted_seconds
         rows = self.experiment.samples(result, self.recipe.samples_logged_per_step)
-        self.directory.append_samples(step, rows)
+        self._begun().append_samples(step, rows)
         for span in result.spans:
             self.timeline.add(span)
         self.timeline.end_step(step, result.started, result.started + result.seconds)
-        self.progress.update(step, metrics)
+        self.progress.update(step, figures)
+        return figures
 
-    def _evaluate(self, run: Run, step: int, held_out: Batch | None, loggers: Loggers) -> None:
-        if held_out is None:
-            return
+    def _evaluation(self, run: Run, step: int, held_out: Batch) -> dict[str, float]:
         result = run.run_method("evaluate", held_out)
         rewards = result.output["reward"]
         accuracy = sum(reward >= 1.0 for reward in rewards) / len(rewards)
         lengths = result.output["num_tokens"]
-        loggers.log(
-            step,
-            {
-                "eval/accuracy": accuracy,
-                "eval/length": sum(lengths) / len(lengths),
-                "eval/problems": float(len(rewards)),
-                "eval/seconds": result.seconds,
-            },
-        )
         self.progress.note(f"step {step}: held-out greedy accuracy {accuracy:.1%}")
+        return {
+            "eval/accuracy": accuracy,
+            "eval/length": sum(lengths) / len(lengths),
+            "eval/problems": float(len(rewards)),
+            "eval/seconds": result.seconds,
+        }
 
     def _save(self, run: Run, step: int) -> None:
         extra: dict[str, Any] = {"version": step, "seed": self.recipe.seed}
         run.worker_call(
             "learner",
             "save_checkpoint",
-            str(self.directory.checkpoints.resolve()),
+            str(self._begun().checkpoints.resolve()),
             step,
             extra,
             self.recipe.checkpoint.keep,

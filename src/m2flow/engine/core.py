@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from m2flow.engine.account import call_name, who_waits
 from m2flow.engine.admission import Admission
 from m2flow.engine.dispatch import Call, Dispatcher
+from m2flow.engine.homes import ANYWHERE
 from m2flow.engine.lanes import Barrier
-from m2flow.engine.ledger import ANYWHERE
 from m2flow.engine.messages import (
     CallFailed,
     CallFinished,
@@ -35,6 +35,7 @@ from m2flow.engine.messages import (
 )
 from m2flow.engine.plan import Plan
 from m2flow.engine.steps import StepState
+from m2flow.engine.turns import Turns
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 
 
@@ -57,7 +58,9 @@ class Engine:
         self.failed = False
         self.steps: dict[int, StepState] = {}
         self._admission = Admission(graph, plan, first_step)
-        self._dispatcher = Dispatcher(graph, plan, self._admission, self.steps)
+        self._turns = Turns(graph)
+        self._dispatcher = Dispatcher(graph, plan, self._admission, self._turns, self.steps)
+        self._nodes_of = {w: [n for n in graph.nodes if n.worker == w] for w in graph.workers}
         self._readers: dict[int, list[int]] = {n: [] for n in range(SOURCE, len(graph.nodes))}
         for node in graph.nodes:
             for stream in node.inputs:
@@ -86,7 +89,7 @@ class Engine:
             case LaneLost():
                 self._fail(f"lane {event.lane} was lost: {event.reason}")
             case Tick():
-                self._tick(event.now)
+                self._tick(event)
         if not self.failed and not self._dispatcher.start_what_can():
             self._fail("nothing runs and nothing can start")
         return self._dispatcher.out
@@ -142,6 +145,9 @@ class Engine:
         leaving, staying = [], []
         asked_to_leave = set(event.leaving)
         self._release(state, state.moved_on(node, event.items))
+        self._units_done(
+            state, node, event.items
+        )  # at once: an item may be back before the call ends
         for item in event.items:
             loop.came_from[item] = node.index
             turn = loop.turns.get(item, 0) + at_the_end
@@ -170,24 +176,32 @@ class Engine:
                 self._next_window(state, self.graph.nodes[index])
             case ExportWeights(source=source):
                 self._ask_installs(state, source)
-            case InstallWeights(target=target, version=version, lanes=lanes):
-                self._admission.installed(target, lanes[0], version)
+            case InstallWeights(source=source, target=target, version=version, lanes=lanes):
+                self._admission.installed(source, target, lanes[0], version)
                 state.installs -= 1
-                for node in self.graph.nodes:
-                    if node.worker == target:
-                        self._dispatcher.wake_in_all_steps(node.index)
-        if not (state.open_nodes or state.installs or state.active_calls):
-            del self.steps[call.step]
+                self._wake_worker(target)
+        self._complete_steps()
+
+    def _complete_steps(self) -> None:
+        """Steps are complete in order: one that has overtaken an older one waits for it."""
+        for state in list(self.steps.values()):
+            if state.open_nodes or state.installs or state.active_calls:
+                return
+            del self.steps[state.step]
             self._dispatcher.out.append(
-                CompleteStep(call.step, call.step + 1, dict(state.staleness))
+                CompleteStep(state.step, state.step + 1, dict(state.staleness))
             )
+
+    def _wake_worker(self, worker: str) -> None:
+        for node in self._nodes_of[worker]:
+            self._dispatcher.wake_in_all_steps(node.index)
 
     def _stage_call_finished(self, call: Call, node: StageNode) -> None:
         state = self.steps[call.step]
         if node.streaming:
             for unit in call.unfinished:  # fed when the call had already run dry: never started
                 state.ledgers[node.index].give_back(unit)
-        else:
+        elif node.loop is None:
             self._units_done(state, node, call.units)
         members = (node.index,) if node.loop is None else self.graph.loops[node.loop].members
         for member in members:
@@ -214,6 +228,8 @@ class Engine:
         if not ledger.window_complete or node.index in state.finishing:
             return
         if node.has_finish:
+            if not self._turns.may_finish(state, node):
+                return
             state.finishing.add(node.index)
             lanes = self.plan.placements[node.worker].lanes
             finish = RunFinish(0, node.index, state.step, ledger.window, lanes)
@@ -222,15 +238,31 @@ class Engine:
             self._next_window(state, node)
 
     def _next_window(self, state: StepState, node: StageNode) -> None:
-        """A window was closed; when a worker has done all of its step, its weights go out."""
+        """A window was closed; if it was the last one, others may have waited for this stage."""
         ledger = state.ledgers[node.index]
         ledger.next_window()
         self._dispatcher.wake(state.step, node.index)
-        if ledger.complete and state.worker_done(node.worker):
-            self._publish(state, node.worker)
+        if not ledger.complete:
+            return
+        state.node_done(node)
+        for other in self._nodes_of[node.worker]:
+            self._dispatcher.wake(state.step, other.index)
+            if other.has_finish:
+                self._close_window(state, other)
+        if state.worker_done(node.worker):
+            sources = [e.source for e in self.graph.weight_edges if e.target == node.worker]
+            for worker in (node.worker, *sources):
+                self._settle(state, worker)
 
-    def _publish(self, state: StepState, source: str) -> None:
-        targets = [edge.target for edge in self.graph.weight_edges if edge.source == source]
+    def _settle(self, state: StepState, worker: str) -> None:
+        """Send a worker's weights out once it, and those who run on them, have done the step."""
+        targets = [edge.target for edge in self.graph.weight_edges if edge.source == worker]
+        if all(state.worker_done(one) for one in (worker, *targets)):
+            state.settled.add(worker)
+            self._wake_worker(worker)
+            self._publish(state, worker, targets)
+
+    def _publish(self, state: StepState, source: str, targets: Sequence[str]) -> None:
         lanes = [lane for target in targets for lane in self.plan.placements[target].lanes]
         state.installs += len(lanes)
         home = self.plan.placements[source].lanes
@@ -250,9 +282,9 @@ class Engine:
                     )
                     self._dispatcher.ask(Barrier((lane,), state.step, SOURCE, command=install))
 
-    def _tick(self, now: float) -> None:
-        self._dispatcher.now = now
-        call = self._dispatcher.overdue()
+    def _tick(self, event: Tick) -> None:
+        self._dispatcher.now = event.now
+        call = self._dispatcher.overdue() if event.judge else None
         if call is not None:
             self._fail(
                 f"{call_name(self.graph, call.command)} has not finished within its deadline of "

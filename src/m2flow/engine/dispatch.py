@@ -5,7 +5,8 @@ A call starts when all of this holds:
   1. *order*: its lanes are idle and no barrier holds them (`LaneBoard`);
   2. *admission*: the weights are fresh enough, and each edge that leads out has room (`Admission`);
   3. *chunking*: `chunk` units are ready, or all that are still to come are (`StageLedger`);
-  4. *preference*: older steps first, then the plan's order of stages.
+  4. *turns*: a stage whose worker learns waits for those that come before it (`Turns`);
+  5. *preference*: older steps first, then the plan's order of stages.
 
 When nothing runs, a part of a chunk is started rather than wait: a run that can make progress does.
 What has not been woken is not looked at, so the work is linear in what happens.
@@ -31,6 +32,7 @@ from m2flow.engine.messages import (
 from m2flow.engine.plan import Plan, StagePlan
 from m2flow.engine.residency import Residency
 from m2flow.engine.steps import StepState
+from m2flow.engine.turns import Turns
 from m2flow.flow.graph import FlowGraph, StageNode
 
 CallCommand: TypeAlias = RunCall | RunFinish | ExportWeights | InstallWeights
@@ -61,6 +63,7 @@ class Dispatcher:
     Args:
         graph, plan: as for `Engine`.
         admission: what may be taken.
+        turns: who waits for whom.
         steps: the steps in flight, oldest first; the engine's own table.
 
     Attributes:
@@ -74,13 +77,14 @@ class Dispatcher:
         graph: FlowGraph,
         plan: Plan,
         admission: Admission,
+        turns: Turns,
         steps: Mapping[int, StepState],
     ) -> None:
         self.graph, self.plan, self.steps = graph, plan, steps
         self.calls: dict[int, Call] = {}
         self.out: list[Command] = []
         self.now = 0.0
-        self._admission = admission
+        self._admission, self._turns = admission, turns
         self._replicas = {worker: plan.placements[worker].replicas for worker in graph.workers}
         self._board = LaneBoard([lane.id for lane in plan.lanes], self._replicas)
         self._residency = Residency(plan)
@@ -163,6 +167,8 @@ class Dispatcher:
         ledger = state.ledgers[node.index]
         if not ledger.leased and not ledger.ready() and not node.sticky:
             return
+        if not self._turns.may_take_items(self.steps, state, node):
+            return
         unused = []
         while (replica := self._board.next_replica(node.worker)) is not None:
             fresh = self._fresh(state, node, replica)
@@ -176,7 +182,7 @@ class Dispatcher:
                 break
         for replica in unused:
             self._board.put_back(node.worker, replica)
-        if node.streaming:
+        if node.streaming and len(node.inputs) == 1:  # a generator is sent one Batch at a time
             self._feed(state, node)
         self._want_gangs(state, node)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from m2flow.engine.messages import FeedCall, Inputs, MoveState, RunCall, RunFinish
+from m2flow.engine.messages import FeedCall, Inputs, MoveState, Part, RunCall, RunFinish
 from m2flow.engine.store import Store
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
@@ -64,12 +64,23 @@ class LaneHost:
         share = command.inputs[command.lanes.index(self.lane)]
         if not any(part.items for part in share[0]):  # a gang with fewer items than lanes
             return iter(())
+        if node.loop is not None:
+            return self._go_around(flow, command, node, share[0])
         batches = self._gather(flow, command.step, share)
         if node.streaming:
             self._fed[command.call] = deque()  # it can be fed from now on
             return self._stream(flow, command, node, batches)
         output = self._function(flow, node)(*batches, **node.options)
         return iter((self._keep(flow, command.step, node, _named(node, batches[0], output)),))
+
+    def _go_around(
+        self, flow: str, command: RunCall, node: StageNode, parts: Sequence[Part]
+    ) -> Iterator[Produced]:
+        """Work on items of a loop, those with the same columns together: they differ by turn."""
+        wanted = [(part.producer, part.items) for part in parts]
+        for batch in self.store.gather_alike(flow, command.step, wanted):
+            output = self._function(flow, node)(batch, **node.options)
+            yield self._keep(flow, command.step, node, _named(node, batch, output))
 
     def _gather(self, flow: str, step: int, inputs: Inputs) -> list[Batch]:
         return [
@@ -91,26 +102,25 @@ class LaneHost:
         try:
             while True:
                 stage = self._function(flow, node)(*batches, **node.options)
-                output = next(stage, None)
-                while output is not None:
-                    unknown = set(output.ids) - waiting
-                    if unknown:
-                        raise UserError(
-                            "handed on items it was not given, or handed on before",
-                            key=node.name,
-                            value=sorted(unknown)[:8],
-                            hint="keep the ids: make outputs with Batch.repeat, select and take",
-                        )
+                if not isinstance(stage, Generator):
+                    raise UserError(
+                        "streams, so it must be a generator function that yields Batches",
+                        key=node.name,
+                        value=type(stage).__name__,
+                    )
+                fed: Batch | None = None
+                while True:
+                    try:
+                        output = stage.send(fed)
+                    except StopIteration:
+                        break
+                    _check_handed_on(node, output, waiting)
                     waiting.difference_update(output.ids)
                     if len(output):
                         yield self._keep(flow, command.step, node, output)
                     fed = _drain(inbox)
                     if fed is not None:
                         waiting |= _outputs_of(node, fed)
-                    try:
-                        output = stage.send(fed)
-                    except StopIteration:
-                        output = None
                 if waiting:
                     raise UserError(
                         f"ended with {len(waiting)} items not handed on",
@@ -175,6 +185,25 @@ def _drain(inbox: deque[Batch]) -> Batch | None:
     while inbox:
         batches.append(inbox.popleft())
     return Batch.concat(batches) if batches else None
+
+
+def _check_handed_on(node: StageNode, output: object, waiting: set[int]) -> None:
+    """Check what a streaming stage yielded against the outputs that are still to come."""
+    if not isinstance(output, Batch):
+        raise UserError(
+            "must yield Batches",
+            key=node.name,
+            value=type(output).__name__,
+            hint="yield an empty one, batch.select([]), to ask for more items",
+        )
+    unknown = set(output.ids) - waiting
+    if unknown or len(set(output.ids)) != len(output):
+        raise UserError(
+            "handed on items it was not given, or handed on before",
+            key=node.name,
+            value=sorted(unknown or output.ids)[:8],
+            hint="keep the ids: make outputs with Batch.repeat, select and take",
+        )
 
 
 def _named(node: StageNode, given: Batch, output: object) -> Batch:

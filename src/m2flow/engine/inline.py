@@ -114,7 +114,7 @@ class InlineCarrier:
                 return [Report(None, (span,))]
             case FeedCall():
                 self._host.feed(flow, command)
-                return []
+                return [Report(None)]
         raise AssertionError(f"no lane carries out {command}")
 
     def _on(self, lane: int) -> LaneHost:

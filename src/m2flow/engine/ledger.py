@@ -12,10 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
+from m2flow.engine.homes import ANYWHERE, Homes
 from m2flow.flow.graph import StageNode
-
-ANYWHERE = -1
-"""Stands for a lane where a unit's payload may be anywhere."""
 
 
 class StageLedger:
@@ -27,8 +25,7 @@ class StageLedger:
     Args:
         node: the stage.
         num_items: how many items the step brings to it.
-        homes: for a sticky stage, item to the lane that holds its state; shared by the sticky
-            stages of one worker.
+        homes: for a sticky stage, the lanes that hold its items' states.
 
     Attributes:
         unit_items: items in a unit.
@@ -42,6 +39,7 @@ class StageLedger:
         "_arrived",
         "_done_ahead",
         "_homes",
+        "_homes_seen",
         "_inputs",
         "_leased_units",
         "_ready",
@@ -57,7 +55,7 @@ class StageLedger:
         "window",
     )
 
-    def __init__(self, node: StageNode, num_items: int, homes: dict[int, int]) -> None:
+    def __init__(self, node: StageNode, num_items: int, homes: Homes) -> None:
         self.node = node
         self.num_items = num_items
         self.unit_items = {"item": 1, "group": node.group_size, "step": num_items}[node.unit]
@@ -74,6 +72,7 @@ class StageLedger:
         self._leased_units: set[int] = set()
         self._done_ahead: set[int] = set()
         self._homes = homes
+        self._homes_seen = 0
 
     def arrive(self, items: Sequence[int], lane: int = ANYWHERE) -> None:
         """Input items are there; `lane` holds their payload."""
@@ -91,7 +90,7 @@ class StageLedger:
 
     def _make_ready(self, unit: int, lane: int) -> None:
         if self.node.sticky:
-            lane = self._homes.get(unit, ANYWHERE)
+            lane = self._homes.of(unit)
         window = unit // self._window_units
         heappush(self._ready.setdefault(window, {}).setdefault(lane, []), unit)
         self._waiting[window] = self._waiting.get(window, 0) + 1
@@ -100,8 +99,18 @@ class StageLedger:
         """Units of the current window that wait for a call on this lane."""
         if not self.node.sticky:
             return self._waiting.get(self.window, 0)
+        self._send_home()
         queues = self._ready.get(self.window, {})
-        return len(queues.get(ANYWHERE, ())) + len(queues.get(lane, ()))
+        return sum(len(queues.get(place, ())) for place in {ANYWHERE, lane})
+
+    def _send_home(self) -> None:
+        """Queue units again that other stages have bound to a lane since they became ready."""
+        if len(self._homes) == self._homes_seen:
+            return
+        self._homes_seen = len(self._homes)
+        for queues in self._ready.values():
+            for unit in queues.pop(ANYWHERE, ()):
+                heappush(queues.setdefault(self._homes.of(unit), []), unit)
 
     def lease(self, lane: int, amount: int, end: int) -> list[int]:
         """Lease units that wait for a call on this lane: its own first, the lowest first.
@@ -111,6 +120,8 @@ class StageLedger:
             amount: the most to lease.
             end: units from this one up are not admitted.
         """
+        if self.node.sticky:
+            self._send_home()
         queues = self._ready.get(self.window, {})
         units = _pop(queues, lane, amount, end)
         if len(units) < amount:
@@ -122,7 +133,9 @@ class StageLedger:
             assert unit not in self._leased_units, f"{self.node.name}: {unit} was leased twice"
             self._leased_units.add(unit)
             if self.node.sticky:
-                self._homes.setdefault(unit, lane)
+                self._homes.bind(unit, lane)
+        if self.node.sticky:
+            self._homes_seen = len(self._homes)
         if units:
             self._waiting[self.window] -= len(units)
         self.leased += len(units)
@@ -232,9 +245,7 @@ class LoopLedger(StageLedger):
 
     __slots__ = ("loop",)
 
-    def __init__(
-        self, node: StageNode, num_items: int, homes: dict[int, int], loop: LoopState
-    ) -> None:
+    def __init__(self, node: StageNode, num_items: int, homes: Homes, loop: LoopState) -> None:
         super().__init__(node, num_items, homes)
         self.loop = loop
 

@@ -64,9 +64,16 @@ class LaneLost:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """The time, in seconds of any one clock."""
+    """The time, in seconds of any one clock.
+
+    Attributes:
+        now: the time.
+        judge: whether to look for calls that are past their deadline. A driver that has news which
+            it has not told yet does not ask for it: a call may have ended in the meantime.
+    """
 
     now: float
+    judge: bool = True
 
 
 Event: TypeAlias = StepSubmitted | ItemsProduced | CallFinished | CallFailed | LaneLost | Tick

@@ -133,8 +133,18 @@ class Runner:
 
         Raises:
             RunFailed: the run stopped; the first cause is chained.
-            UserError: a stage or the input was wrong.
+            UserError: a stage or the input was wrong, or steps of an earlier call are still in
+                flight, because their results have not been taken.
         """
+        if self.engine.failed:
+            raise RunFailed("the run has stopped already; launch the flow again")
+        if self._open or self._done:
+            raise UserError(
+                "steps of an earlier call are still in flight",
+                key=self.name,
+                value=sorted([*self._open, *(result.step for result in self._done)]),
+                hint="take all of its results before you start another one",
+            )
         source = iter(batches)
         exhausted = False
         while True:
@@ -155,18 +165,18 @@ class Runner:
         return next(self.run([batch]))
 
     def _submit(self, batch: Batch) -> None:
+        batch = Batch(batch.columns)  # items are named by their position in the step
         if not len(batch):
             raise UserError("a step needs at least one item", key=f"step {self.next_step}")
-        batch = Batch(batch.columns)  # items are named by their position in the step
         step, self.next_step = self.next_step, self.next_step + 1
         self._open[step] = _Open(time.time())
         self.carrier.submit(self.name, step, batch)
-        self._handle(Tick(time.monotonic()))
+        self._handle(Tick(time.monotonic(), judge=False))
         self._handle(StepSubmitted(step, len(batch)))
 
     def _advance(self) -> None:
         reports = self.carrier.wait(seconds=1.0)
-        self._handle(Tick(time.monotonic()))
+        self._handle(Tick(time.monotonic(), judge=not reports))
         for report in reports:
             self._spans += report.spans
             if report.metrics is not None and self._open:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from m2flow.engine.homes import Homes
 from m2flow.engine.ledger import LoopLedger, LoopState, StageLedger
 from m2flow.engine.messages import Inputs, Part
 from m2flow.errors import UserError
@@ -23,6 +24,7 @@ class StepState:
         active_calls: calls of this step in progress.
         installs: weight installs that this step's publish still waits for.
         finishing: stages whose `finish` has been asked for.
+        settled: workers that have done the step and whose weights are on their way.
         staleness: version lag to the number of items leased with it.
 
     Raises:
@@ -35,20 +37,22 @@ class StepState:
         self.active_calls = 0
         self.installs = 0
         self.finishing: set[int] = set()
+        self.settled: set[str] = set()
         self.staleness: dict[int, int] = {}
-        homes: dict[str, dict[int, int]] = {worker: {} for worker in graph.workers}
+        self._lanes_of_items: dict[str, dict[tuple[int, int], int]] = {w: {} for w in graph.workers}
         self.loops = [
             LoopState(num_items * graph.nodes[loop.members[0]].fanout) for loop in graph.loops
         ]
-        self.ledgers = [self._ledger(node, homes[node.worker]) for node in graph.nodes]
+        self.ledgers = [self._ledger(node) for node in graph.nodes]
         self._open_of_worker = {
             worker: sum(node.worker == worker for node in graph.nodes) for worker in graph.workers
         }
         self._readers = _readers(graph)
         self._reads_left: dict[tuple[int, int], int] = {}
 
-    def _ledger(self, node: StageNode, homes: dict[int, int]) -> StageLedger:
+    def _ledger(self, node: StageNode) -> StageLedger:
         total = self.num_items * node.fanout
+        homes = Homes(self._lanes_of_items[node.worker], _fanouts(self.graph, node))
         ledger = (
             StageLedger(node, total, homes)
             if node.loop is None
@@ -63,11 +67,14 @@ class StepState:
             )
         return ledger
 
-    def worker_done(self, worker: str) -> bool:
-        """Count one stage of a worker as complete; True if it was the worker's last."""
+    def node_done(self, node: StageNode) -> None:
+        """Count a stage as complete."""
         self.open_nodes -= 1
-        self._open_of_worker[worker] -= 1
-        return self._open_of_worker[worker] == 0
+        self._open_of_worker[node.worker] -= 1
+
+    def worker_done(self, worker: str) -> bool:
+        """Whether all stages of a worker are complete."""
+        return not self._open_of_worker.get(worker)
 
     def inputs(self, node: StageNode, ledger: StageLedger, units: Iterable[int]) -> Inputs:
         """Where a call on these units reads its items, for each input stream."""
@@ -75,20 +82,21 @@ class StepState:
         return tuple(self._parts(node, stream, items) for stream in node.inputs)
 
     def _parts(self, node: StageNode, stream: int, items: tuple[int, ...]) -> tuple[Part, ...]:
-        loop = self._loop_behind(node, stream)
-        if loop is None:
+        """Who made the items of a stream: its stage, or for a loop the members they came from."""
+        loops = self._loops_behind(node, stream)
+        if not loops:
             return (Part(stream, items),)
         by_producer: dict[int, list[int]] = {}
         for item in items:
-            by_producer.setdefault(loop.came_from.get(item, stream), []).append(item)
+            made_by = (loop.came_from[item] for loop in loops if item in loop.came_from)
+            by_producer.setdefault(next(made_by, stream), []).append(item)
         return tuple(Part(producer, tuple(some)) for producer, some in by_producer.items())
 
-    def _loop_behind(self, node: StageNode, stream: int) -> LoopState | None:
-        """The loop whose members made the items, if it was a loop."""
-        loop = node.loop
-        if loop is None and stream != SOURCE:
-            loop = self.graph.nodes[stream].loop
-        return None if loop is None else self.loops[loop]
+    def _loops_behind(self, node: StageNode, stream: int) -> list[LoopState]:
+        """The loop that the stage stands in, and another one whose items it takes in."""
+        made_in = None if stream == SOURCE else self.graph.nodes[stream].loop
+        loops = dict.fromkeys((node.loop, made_in))
+        return [self.loops[loop] for loop in loops if loop is not None]
 
     def consumed(self, node: StageNode, items: Sequence[int]) -> list[Part]:
         """`node` has read these inputs: the payloads that nobody needs any more."""
@@ -117,6 +125,17 @@ class StepState:
         else:
             self._reads_left.pop((stream, item), None)
         return left == 0
+
+
+def _fanouts(graph: FlowGraph, node: StageNode) -> list[int]:
+    """Spaces in which the state of a sticky stage's items may be known: its own one first."""
+    upstream = [
+        other.fanout
+        for other in graph.nodes
+        if node.sticky and other.sticky and other.worker == node.worker
+        if graph.between(other.index, node.index)
+    ]
+    return list(dict.fromkeys([node.fanout, *upstream]))
 
 
 def _readers(graph: FlowGraph) -> dict[int, int]:

@@ -39,15 +39,27 @@ class Store:
             flow, step: whose.
             wanted: (producer, items) pairs; an item stands in one of them only.
         """
+        return _joined(self._cut_out(flow, step, wanted))
+
+    def gather_alike(
+        self, flow: str, step: int, wanted: Sequence[tuple[int, Sequence[int]]]
+    ) -> list[Batch]:
+        """The same, as one Batch for each set of columns that the items have."""
+        alike: dict[frozenset[str], list[Batch]] = {}
+        for piece in self._cut_out(flow, step, wanted):
+            alike.setdefault(frozenset(piece.columns), []).append(piece)
+        return [_joined(pieces) for pieces in alike.values()]
+
+    def _cut_out(
+        self, flow: str, step: int, wanted: Sequence[tuple[int, Sequence[int]]]
+    ) -> list[Batch]:
         rows_of: dict[_Chunk, list[int]] = {}
         for producer, items in wanted:
             chunks = self._chunks[flow, step, producer]
             for item in items:
                 chunk = chunks[item]
                 rows_of.setdefault(chunk, []).append(chunk.rows[item])
-        joined = Batch.concat([chunk.batch.select(rows) for chunk, rows in rows_of.items()])
-        order = sorted(range(len(joined)), key=joined.ids.__getitem__)
-        return joined.select(order)
+        return [chunk.batch.select(rows) for chunk, rows in rows_of.items()]
 
     def all_of(self, flow: str, step: int, producers: Iterable[int]) -> Batch:
         """Every item that is here of the named stages, in ascending order of item."""
@@ -65,3 +77,8 @@ class Store:
         """Let everything of a step go."""
         for key in [key for key in self._chunks if key[:2] == (flow, step)]:
             del self._chunks[key]
+
+
+def _joined(pieces: Sequence[Batch]) -> Batch:
+    joined = Batch.concat(pieces)
+    return joined.select(sorted(range(len(joined)), key=joined.ids.__getitem__))

@@ -106,16 +106,16 @@ class Batch:
 
     def __init__(self, columns: Mapping[str, Column], ids: Iterable[int] | None = None) -> None:
         self.columns: dict[str, Column] = dict(columns)
+        lengths = {name: _length(name, column) for name, column in self.columns.items()}
         if ids is None:
-            first = next(iter(self.columns.values()), ())
-            ids = range(len(first))
+            ids = range(next(iter(lengths.values()), 0))
         self.ids: tuple[int, ...] = tuple(ids)
-        for name, column in self.columns.items():
-            if len(column) != len(self.ids):
+        for name, length in lengths.items():
+            if length != len(self.ids):
                 raise UserError(
                     "column has the wrong length",
                     key=name,
-                    value=len(column),
+                    value=length,
                     expected=f"{len(self.ids)}, one entry per item",
                 )
 
@@ -190,6 +190,21 @@ class Batch:
                 )
         joined = {name: _join([batch.columns[name] for batch in batches]) for name in names}
         return Batch(joined, [item for batch in batches for item in batch.ids])
+
+
+def _length(name: str, column: Column) -> int:
+    """Entries of a column; a number, a text or a tensor of no dimension is none."""
+    try:
+        if isinstance(column, str | bytes | Mapping):
+            raise TypeError
+        return len(column)
+    except TypeError:
+        raise UserError(
+            "is not a column",
+            key=name,
+            value=type(column).__name__,
+            expected="a tensor, a Ragged or a list, with one entry per item",
+        ) from None
 
 
 def _select(column: Column, rows: list[int]) -> Column:

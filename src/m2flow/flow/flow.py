@@ -66,6 +66,7 @@ class Flow:
         Raises:
             FlowError: the flow makes no sense, or looks at a Stream's content.
         """
+        _check_distinct(self.workers)
         trace = Trace(
             type(self).__name__, {id(worker): name for name, worker in self.workers.items()}
         )
@@ -78,8 +79,19 @@ class Flow:
                     value=type(output).__name__,
                 )
             if method == "step":
+                trace.in_sync = True
                 self.sync()
         return build_graph(trace, output, method)
+
+
+def _check_distinct(workers: dict[str, Worker]) -> None:
+    names: dict[int, str] = {}
+    for name, worker in workers.items():
+        if id(worker) in names:
+            raise FlowError(
+                f"is the same worker as {names[id(worker)]}", key=name, hint="make two of them"
+            )
+        names[id(worker)] = name
 
 
 def _declared(flow: type) -> dict[str, Any]:

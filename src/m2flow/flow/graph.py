@@ -118,6 +118,18 @@ class FlowGraph:
         first = "source" if producer == SOURCE else self.nodes[producer].name
         return f"{first}->{self.nodes[consumer].name}"
 
+    def between(self, producer: int, consumer: int) -> tuple[int, ...]:
+        """Stages on any way from one stage to another: without the first, with the last."""
+        found = {producer}
+        for node in self.nodes:  # in topological order
+            if node.index > producer and not found.isdisjoint(node.inputs):
+                found.add(node.index)
+        wanted = {consumer}
+        for node in reversed(self.nodes[: consumer + 1]):
+            if node.index in wanted:
+                wanted.update(node.inputs)
+        return tuple(sorted((found & wanted) - {producer}))
+
     def components(self) -> tuple[tuple[int, ...], ...]:
         """Strongly connected components in topological order: a cycle is one, of several nodes."""
         return tuple(tuple(sorted(component)) for component in _tarjan(len(self.nodes), self.edges))
@@ -216,6 +228,8 @@ def _node(
             key=name,
             hint="make it a method of a Worker",
         )
+    if owner is None and name in trace.worker_names.values():
+        raise FlowError("is a function with the name of a worker", key=name, hint="rename one")
     expands = call.stage.resolve(spec.expands, call.options, "expands")
     node = StageNode(
         index=index,

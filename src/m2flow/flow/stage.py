@@ -69,7 +69,7 @@ class Stage:
         return self if owner is None else BoundStage(self, owner)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        if any(isinstance(arg, Stream) for arg in args):
+        if _traced(args, options):
             return record_call(BoundStage(self, None), args, options)
         return self.function(*args, **options)
 
@@ -86,7 +86,7 @@ class BoundStage:
         return self.stage.spec
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        if any(isinstance(arg, Stream) for arg in args):
+        if _traced(args, options):
             return record_call(self, args, options)
         return self.stage.function(self.owner, *args, **options)
 
@@ -103,6 +103,10 @@ class BoundStage:
                 hint="give it as a keyword argument of the call or an attribute of the Worker",
             )
         return value
+
+
+def _traced(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    return any(isinstance(value, Stream) for value in (*args, *options.values()))
 
 
 @overload
@@ -164,6 +168,8 @@ def _check(spec: StageSpec) -> None:
         refuse("a streaming stage works on single items, so its unit must be 'item'")
     if spec.streaming and spec.accumulates:
         refuse("a stage cannot both stream its items on and fold them into state")
+    if spec.sticky and spec.unit != "item":
+        refuse("a sticky stage works on single items, so its unit must be 'item'")
     if spec.accumulates and spec.expands != 1:
         refuse("a stage that accumulates cannot expand its items")
     if spec.minibatches != 1 and not spec.accumulates:

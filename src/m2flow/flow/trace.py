@@ -37,8 +37,10 @@ class Stream:
         )
 
     __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = _opaque
-    __lt__ = __le__ = __gt__ = __ge__ = __add__ = __sub__ = __mul__ = _opaque
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _opaque
+    __add__ = __sub__ = __mul__ = __truediv__ = __radd__ = __rsub__ = __rmul__ = _opaque
     __int__ = __float__ = __index__ = _opaque
+    __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # let copy, pickle and inspect ask their questions
@@ -84,6 +86,7 @@ class Trace:
     calls: list[CallRecord] = field(default_factory=list)
     loops: list[LoopRecord] = field(default_factory=list)
     weight_edges: list[tuple[str, str]] = field(default_factory=list)
+    in_sync: bool = False
 
     def label(self, stage: BoundStage) -> str:
         """`worker.method`, or the function's name."""
@@ -132,8 +135,9 @@ def current_trace() -> Trace | None:
 
 def record_call(stage: BoundStage, args: tuple[Any, ...], options: dict[str, Any]) -> Stream:
     """Record a stage call whose positional arguments are Streams; returns its output."""
-    trace = next(arg.trace for arg in args if isinstance(arg, Stream))
-    name = trace.label(stage)
+    values = (*args, *options.values())
+    trace = next(value.trace for value in values if isinstance(value, Stream))
+    name = trace.label(stage) if trace is current_trace() else stage.spec.name
     for arg in args:
         if not isinstance(arg, Stream):
             raise FlowError(
@@ -165,6 +169,8 @@ class Loop:
 
     def __call__(self, items: Stream) -> Stream:
         """Send `items` around the loop; the stream of items that have left it."""
+        if not isinstance(items, Stream):
+            raise FlowError("takes one Stream", key="loop", value=type(items).__name__)
         trace = items.trace
         _check_same_trace(trace, items, "loop")
         members: list[int] = []
@@ -225,7 +231,7 @@ def _bound(member: BoundStage | Stage) -> BoundStage:
 def record_publish(source: Any, targets: tuple[Any, ...]) -> None:
     """Record weight edges from one Worker to others."""
     trace = current_trace()
-    if trace is None:
+    if trace is None or not trace.in_sync:
         raise FlowError(
             "publish is a declaration and belongs into Flow.sync", key=type(source).__name__
         )

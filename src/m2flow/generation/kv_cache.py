@@ -60,6 +60,11 @@ class KVCache:
         self.rows = self.columns = 0
         self._allocate(0, 0)
 
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of one token in one layer: what attention reads for it in a step."""
+        return 2 * self._architecture.kv_heads * self._architecture.head_dim * self._dtype.itemsize
+
     def nbytes(self) -> int:
         return self._kv_LRKCW.nbytes
 
@@ -87,11 +92,10 @@ class KVCache:
         self._allocate(rows, new_columns)
         self._kv_LRKCW[kept] = old[kept]
 
-    def write_prompts(self, rows: Sequence[int], kv_LUKPW: Tensor, prompts: Sequence[int]) -> None:
-        """Copies prompt `prompts[i]` into slot `rows[i]`."""
-        source = kv_LUKPW.index_select(1, torch.tensor(prompts, device=self._device))
-        target = self._kv_LRKCW[:, :, :, : kv_LUKPW.shape[3]]
-        target.index_copy_(1, torch.tensor(rows, device=self._device), source)
+    def write_prompts(self, rows: Tensor, kv_LUKPW: Tensor, prompts: Tensor, columns: int) -> None:
+        """Copies the first columns of prompt `prompts[i]` into slot `rows[i]`; both int64."""
+        source = kv_LUKPW[:, :, :, :columns].index_select(1, prompts)
+        self._kv_LRKCW[:, :, :, :columns].index_copy_(1, rows, source)
 
     def move(self, sources: Sequence[int], targets: Sequence[int], columns: int) -> None:
         """Copies the first columns of slots over other slots; no slot is both."""

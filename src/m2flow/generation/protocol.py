@@ -75,7 +75,12 @@ class GenerationEngine(Protocol):
         """
 
     def step(self) -> list[Completion]:
-        """Draws one token for every running request; returns those that finished by it."""
+        """Draws one token for every running request; returns those that finished by it.
+
+        Raises:
+            M2FlowError: the weights give logits that are not finite. With other weights installed,
+                `sleep` and `wake` clear what they left in the caches, and no request is lost.
+        """
 
     def abort(self, ids: Iterable[int]) -> list[Completion]:
         """Drops requests and returns what they had drawn. Ids that are not here are passed over,

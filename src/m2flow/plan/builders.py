@@ -8,6 +8,7 @@ weights belongs to the *rollout* side.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
 from m2flow.errors import UserError, suggestion
@@ -19,7 +20,7 @@ PIECES = 4
 
 def eager(graph: FlowGraph, lanes: Sequence[LaneSpec], num_items: int) -> Plan:  # noqa: ARG001 - a builder
     """Everything on one lane, each stage in one call after the other."""
-    lane = LaneSpec(0, lanes[0].kind, cores=tuple(c for x in lanes for c in x.cores))
+    lane = replace(lanes[0], id=0, cores=tuple(core for lane in lanes for core in lane.cores))
     placements = {worker: Placement(((0,),)) for worker in graph.workers}
     return Plan("eager", (lane,), placements)
 

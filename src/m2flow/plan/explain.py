@@ -23,7 +23,8 @@ def explain(plan: Plan, graph: FlowGraph, num_items: int) -> list[str]:
     for name, edge in plan.edges.items():
         limits = [f"{edge.max_items} items"] if edge.max_items else []
         limits += [f"{edge.max_bytes} bytes"] if edge.max_bytes else []
-        lines.append(f"  {name}: at most {' and '.join(limits)}")
+        limited = f"at most {' and '.join(limits)}" if limits else "no limit"
+        lines.append(f"  {name}: {limited}")
     return lines
 
 

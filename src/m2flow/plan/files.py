@@ -34,6 +34,8 @@ def from_json(text: str, where: str = "plan") -> Plan:
     except json.JSONDecodeError as error:
         raise PlanError(f"is not JSON: {error}", key=where) from None
     fields = dict(_checked(Plan, data, where))
+    if not isinstance(fields["lanes"], list):
+        raise PlanError("must be a list", key=f"{where}: lanes", value=fields["lanes"])
     fields["lanes"] = tuple(
         _build(LaneSpec, lane, f"{where}: lanes[{n}]") for n, lane in enumerate(fields["lanes"])
     )
@@ -56,7 +58,11 @@ def read_plan(path: Path | str) -> Plan:
     path = Path(path)
     if not path.is_file():
         raise PlanError("there is no such plan file", key="--plan", value=str(path))
-    return from_json(path.read_text(), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise PlanError("is not a text file", key="--plan", value=str(path)) from None
+    return from_json(text, str(path))
 
 
 def _checked(kind: type[Any], data: object, where: str) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan
+from m2flow.engine.turns import whole_step_edges
 from m2flow.errors import PlanError, suggestion
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 
@@ -32,7 +33,7 @@ def validate(plan: Plan, graph: FlowGraph, num_items: int | None = None) -> None
     for edge in graph.weight_edges:
         if edge.source not in plan.placements or edge.target not in plan.placements:
             raise PlanError("a weight edge has an end with no placement", key=edge.source)
-    _check_memory(plan)
+    _check_memory(plan, graph)
     names = [node.name for node in graph.nodes]
     for name, stage in plan.stages.items():
         _check_known("stages", name, names)
@@ -42,10 +43,12 @@ def validate(plan: Plan, graph: FlowGraph, num_items: int | None = None) -> None
         _check_known("order", name, names)
     for node in graph.nodes:
         _check_gang(node, plan.placements[node.worker])
+        if num_items is not None:
+            _check_minibatches(node, num_items)
     _check_edges(plan, graph, num_items)
     if plan.max_staleness < 0:
         raise PlanError("must not be negative", key="max_staleness", value=plan.max_staleness)
-    if plan.deadline_seconds <= 0:
+    if not plan.deadline_seconds > 0:  # true of a NaN as well
         raise PlanError("must be positive", key="deadline_seconds", value=plan.deadline_seconds)
 
 
@@ -55,12 +58,21 @@ def _check_lanes(lanes: tuple[LaneSpec, ...]) -> None:
     twice = [lane for lane, count in Counter(lane.id for lane in lanes).items() if count > 1]
     if twice:
         raise PlanError("names a lane twice", key="lanes", value=twice[0])
+    for lane in lanes:
+        if lane.kind not in ("cpu", "gpu"):
+            raise PlanError(
+                "is no kind of lane", key="lanes", value=lane.kind, expected="cpu or gpu"
+            )
     cores = Counter(core for lane in lanes for core in set(lane.cores))
     gpus = Counter(lane.gpu for lane in lanes if lane.gpu is not None)
     for what, counts in (("core", cores), ("gpu", gpus)):
         shared = [number for number, count in counts.items() if count > 1]
         if shared:
-            owners = [x.id for x in lanes if shared[0] in x.cores or x.gpu == shared[0]]
+            owners = [
+                lane.id
+                for lane in lanes
+                if shared[0] in (lane.cores if what == "core" else (lane.gpu,))
+            ]
             raise PlanError(f"lanes {owners} overlap on {what} {shared[0]}", key="lanes")
 
 
@@ -88,18 +100,36 @@ def _check_placement(worker: str, placement: Placement, lanes: set[int]) -> None
         raise PlanError("stands twice on the same lane", key=key, value=used)
 
 
-def _check_memory(plan: Plan) -> None:
+def _check_memory(plan: Plan, graph: FlowGraph) -> None:
+    """A worker must fit alone, and beside the one on its lane that it takes weights from."""
+    together: list[tuple[str, ...]] = [(worker,) for worker in plan.placements]
+    together += [(edge.source, edge.target) for edge in graph.weight_edges]
     for lane in plan.lanes:
-        for worker, placement in plan.placements.items():
-            limit = lane.memory_bytes
-            if limit is not None and lane.id in placement.lanes and placement.state_bytes > limit:
+        for workers in together:
+            spots = [plan.placements[worker] for worker in workers]
+            needed = sum(spot.state_bytes for spot in spots)
+            if lane.memory_bytes is None or needed <= lane.memory_bytes:
+                continue
+            if all(lane.id in spot.lanes for spot in spots):
                 raise PlanError(
-                    f"its state does not fit on lane {lane.id}",
-                    key=f"placements.{worker}",
-                    value=placement.state_bytes,
-                    expected=f"at most {limit} bytes",
+                    f"its state does not fit on lane {lane.id}"
+                    + (f" beside {workers[0]}'s, whose weights it takes" if spots[1:] else ""),
+                    key=f"placements.{workers[-1]}",
+                    value=needed,
+                    expected=f"at most {lane.memory_bytes} bytes",
                     hint="give the lane more memory or spread the worker over more lanes",
                 )
+
+
+def _check_minibatches(node: StageNode, num_items: int) -> None:
+    units = num_items * node.fanout // _unit_items(node, num_items)
+    if units % node.minibatches:
+        raise PlanError(
+            f"cannot cut {units} {node.unit}s of a step into mini-batches of the same size",
+            key=node.name,
+            value=node.minibatches,
+            hint="change the items of a step or `minibatches`",
+        )
 
 
 def _check_gang(node: StageNode, placement: Placement) -> None:
@@ -122,19 +152,30 @@ def _check_edges(plan: Plan, graph: FlowGraph, num_items: int | None) -> None:
         _check_known("edges", name, list(known))
         _check_positive(f"edges.{name}.max_items", edge.max_items)
         _check_positive(f"edges.{name}.max_bytes", edge.max_bytes)
-        if edge.max_items is None:
-            continue
-        producer, consumer = (graph.nodes[index] for index in known[name])
-        needed = max(
-            _unit_items(producer, num_items) * producer.expands, _unit_items(consumer, num_items)
-        )
-        if edge.max_items < needed:
+        loop = graph.nodes[known[name][1]].loop
+        if loop is not None and loop == graph.nodes[known[name][0]].loop:
+            raise PlanError("goes around inside a loop, which has no limit", key=f"edges.{name}")
+    limits = {known[name]: edge for name, edge in plan.edges.items()}
+    whole = set() if num_items is None else whole_step_edges(graph, limits, num_items)
+    for name, edge in plan.edges.items():
+        producer, consumer = known[name]
+        needed = _room_needed(graph, producer, consumer, num_items)
+        if num_items is not None and (producer, consumer) in whole:
+            needed = num_items * graph.nodes[consumer].fanout
+        if edge.max_items is not None and edge.max_items < needed:
             raise PlanError(
-                "is less than one unit of the stages it joins",
+                "is less than the stages behind it need at once",
                 key=f"edges.{name}.max_items",
                 value=edge.max_items,
                 expected=f"at least {needed}",
             )
+
+
+def _room_needed(graph: FlowGraph, producer: int, consumer: int, num_items: int | None) -> int:
+    """Items that an edge must hold, lest the stages behind it wait for ever."""
+    made_at_once = _unit_items(graph.nodes[producer], num_items) * graph.nodes[producer].expands
+    behind = [graph.nodes[stage] for stage in graph.between(producer, consumer)]
+    return max(made_at_once, *(_unit_items(node, num_items) for node in behind))
 
 
 def _unit_items(node: StageNode, num_items: int | None) -> int:

@@ -9,10 +9,9 @@ from typing import Any
 
 from m2flow.algorithms.sampling import derive_seed
 from m2flow.engine.plan import LaneSpec
-from m2flow.errors import UserError
 from m2flow.flow import Flow, Stream
-from m2flow.reasoning.data import read_problems
-from m2flow.reasoning.experiment import encode
+from m2flow.reasoning.data import OnBadRow, read_problems
+from m2flow.reasoning.encoding import Names, context_of, encode
 from m2flow.reasoning.verify import verify
 from m2flow.reasoning.workers import Generator, ModelSource, Verifier, outcome
 
@@ -73,22 +72,19 @@ def evaluate_file(
     max_new_tokens: int,
     limit: int | None,
     seed: int,
+    template: str,
     lanes: Sequence[LaneSpec],
-    on_bad_row: str,
+    on_bad_row: OnBadRow,
 ) -> Scores:
     """Score a model on a JSON lines file; see `m2flow.cli.evaluate` for the arguments."""
-    from m2flow.models.causal_lm import load_model
     from m2flow.runtime.launch import launch
 
-    if on_bad_row not in ("fail", "skip"):
-        raise UserError(
-            "unknown value", key="--on-bad-row", value=on_bad_row, expected="fail or skip"
-        )
-    problems = read_problems(data, on_bad_row="skip" if on_bad_row == "skip" else "fail")[:limit]
+    problems = read_problems(data, template=template, on_bad_row=on_bad_row)[:limit]
     source = ModelSource(str(model_folder(model)))
-    context = load_model(source.path).config.max_position_embeddings
+    tokenizer, context = source.tokenizer(), context_of(source.path)
     seeds = [derive_seed(seed, 2, index) for index in range(len(problems))]
-    batch = encode(problems, seeds, source.tokenizer(), context, max_new_tokens)
+    names = Names(str(data), "--max-new-tokens", "max_position_embeddings")
+    batch = encode(problems, seeds, tokenizer, context, max_new_tokens, names)
     flow = Evaluate(
         generator=Generator(
             source,

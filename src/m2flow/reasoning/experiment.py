@@ -6,7 +6,10 @@ alone, so that a resumed run needs nothing else), and the figures of a finished 
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,50 +18,88 @@ import torch
 from m2flow.algorithms.sampling import derive_seed
 from m2flow.engine.runner import StepResult
 from m2flow.errors import UserError
-from m2flow.flow import Batch, Ragged
+from m2flow.flow import Batch
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_model, load_tokenizer
 from m2flow.models.tokenizer import byte_tokenizer, character_tokenizer
 from m2flow.reasoning.config import ReasoningRecipe
+from m2flow.reasoning.encoding import Names, context_of, encode, may_not_fit, token_rows
 from m2flow.reasoning.tasks import DemonstratedTask, Problem, Task, make_task
 from m2flow.reasoning.workers import ModelSource
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.supervised import Progress, SupervisedConfig, train_supervised
+
+TASK_KEYS = {"name": "data.task", "dataset": "data.dataset", "template": "data.template"}
+"""What a task calls its settings, in the recipe's words; the others are `data.options`."""
 
 
 def task_of(recipe: ReasoningRecipe) -> Task:
     """The task that a recipe names.
 
     Raises:
-        UserError: a data key is missing, or belongs to another task, or the data are wrong.
+        UserError: a data key or an option is missing or wrong, or the data are.
     """
     data = recipe.data
     settings: dict[str, Any] = {"seed": recipe.seed}
-    if data.task == "jsonl":
-        settings |= {"path": data.path, "eval_path": data.eval_path, "on_bad_row": data.on_bad_row}
-    elif data.task == "gym":
-        settings |= {"dataset": data.dataset, "options": dict(data.options)}
-    else:
-        settings |= dict(data.options)
-    if data.template is not None:
-        settings["template"] = data.template
-    for key, needed in (("path", "jsonl"), ("dataset", "gym")):
-        if data.task == needed and getattr(data, key) is None:
-            raise UserError(f"the {needed} task needs it", key=f"data.{key}")
-        if data.task != needed and getattr(data, key) is not None:
+    keys = {
+        "jsonl": ("path", "eval_path", "on_bad_row", "template"),
+        "gym": ("dataset", "template"),
+    }
+    for key in keys.get(data.task, ()):
+        value = getattr(data, key)
+        if value is not None:
+            settings[key] = value
+        elif key in ("path", "dataset"):
             raise UserError(
-                f"belongs to the {needed} task, and data.task is {data.task}", key=f"data.{key}"
+                f"the {data.task} task needs it",
+                key=f"data.{key}",
+                expected="a file of JSON lines" if key == "path" else "a data set of reasoning-gym",
             )
-    return make_task(data.task, **{k: v for k, v in settings.items() if v is not None})
+    if data.task == "gym":
+        settings["options"] = dict(data.options)
+    else:
+        for option, value in data.options.items():
+            if option in settings or option in type(data).model_fields:
+                raise UserError(
+                    f"{option} is a key of its own, and no option", key=f"data.options.{option}"
+                )
+            settings[option] = value
+    try:
+        return make_task(data.task, **settings)
+    except (
+        TypeError
+    ) as error:  # the options come from outside, and a task does not check their types
+        raise UserError(
+            f"the {data.task} task cannot use them: {error}",
+            key="data.options",
+            value=data.options,
+        ) from error
+    except UserError as error:
+        raise _in_recipe_keys(error) from error
+
+
+def _in_recipe_keys(error: UserError) -> UserError:
+    """A task's refusal with the keys that the user wrote."""
+    if error.key is None or not error.key.startswith(("task.", "template")):
+        return error
+    message = str(error).removeprefix(error.key)
+    names = [name.strip().removeprefix("task.") for name in error.key.split(",")]
+    own = [name if name.startswith("options") else f"options.{name}" for name in names]
+    keys = [TASK_KEYS.get(name, f"data.{key}") for name, key in zip(names, own, strict=True)]
+    return UserError(f"{', '.join(keys)}{message}")
 
 
 class ReasoningExperiment:
     """What a recipe means.
 
+    Making one writes nothing, and refuses whatever of the recipe, the data and the model's folder
+    can be refused before a run begins. Weights that are only loaded by the lanes are theirs to
+    refuse.
+
     Args:
         recipe: the validated recipe.
 
     Raises:
-        UserError: the task or its data are wrong.
+        UserError: the task, its data, the model's sizes or its tokenizer are wrong.
     """
 
     def __init__(self, recipe: ReasoningRecipe) -> None:
@@ -71,9 +112,44 @@ class ReasoningExperiment:
                 value=recipe.warmup.steps,
                 hint="set it to 0",
             )
+        self._held_out = self.task.held_out(recipe.evaluation.problems)
         self._tokenizer: Any = None
+        self._tiny = _tiny_spec(recipe) if recipe.model.path is None else None
+        tokenizer = self._starting_tokenizer()
+        path, positions = recipe.model.path, recipe.model.max_position_embeddings
+        self._context = positions if path is None else context_of(path)
+        self._check_prompts(tokenizer)
+        self._loaded = self._load() if path is not None and recipe.warmup.steps else None
+
+    @property
+    def makes_model(self) -> bool:
+        """Whether `prepare` builds or trains a model, and so writes one."""
+        return self.recipe.model.path is None or self.recipe.warmup.steps > 0
+
+    def _check_prompts(self, tokenizer: Any) -> None:
+        """Encode the first prompts, and those of a file that might not fit into the context."""
+        first = self.recipe.prompts_per_step
+        problems = [self.task.train(index) for index in range(first)]
+        rest = map(self.task.train, range(first, self.task.num_train or 0))
+        problems += [p for p in rest if may_not_fit(p, self._context, self._max_new)]
+        data = self.recipe.data
+        files = (data.path or "data", data.eval_path or data.path or "data")
+        for file, some in zip(files, (problems, self._held_out), strict=True):
+            if some:
+                token_rows(some, tokenizer, self._context, self._max_new, Names(data=file))
 
     # --- the starting point -----------------------------------------------------------------------
+
+    def _starting_tokenizer(self) -> Any:
+        if self.recipe.model.path is not None:
+            return load_tokenizer(self.recipe.model.path)
+        characters = self.task.characters
+        return byte_tokenizer() if characters is None else character_tokenizer(characters)
+
+    def _load(self) -> Any:
+        model = self.recipe.model
+        assert model.path is not None
+        return load_model(model.path, getattr(torch, model.dtype))
 
     def prepare(
         self, folder: Path, on_progress: Callable[[Progress], None] | None = None
@@ -81,32 +157,37 @@ class ReasoningExperiment:
         """The model that reinforcement starts from.
 
         Args:
-            folder: where a model built or warmed up here is written, in Hugging Face layout.
+            folder: where a model built or warmed up here is written, in Hugging Face layout; once
+                its `config.json` is there, it is whole.
             on_progress: told about the supervised warm-up.
         """
         recipe = self.recipe
-        dtype = getattr(torch, recipe.model.dtype)
-        if recipe.model.path is not None:
-            tokenizer = load_tokenizer(recipe.model.path)
-            if not recipe.warmup.steps:
-                return ModelSource(recipe.model.path, recipe.model.dtype)
-            model = load_model(recipe.model.path, dtype)
+        if not self.makes_model:
+            assert recipe.model.path is not None
+            return ModelSource(recipe.model.path, recipe.model.dtype)
+        tokenizer = self._starting_tokenizer()
+        if self._tiny is None:
+            model = self._load() if self._loaded is None else self._loaded
+            self._loaded = None
         else:
-            characters = self.task.characters
-            tokenizer = byte_tokenizer() if characters is None else character_tokenizer(characters)
-            sizes = recipe.model.model_dump(exclude={"path", "dtype"})
             model = build_tiny(
-                TinySpec(**sizes),
+                self._tiny,
                 vocab_size=len(tokenizer),
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,
                 seed=recipe.seed,
-                dtype=dtype,
+                dtype=getattr(torch, recipe.model.dtype),
             )
         if recipe.warmup.steps:
             self._warm_up(model, tokenizer, on_progress)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        partial = folder / ".partial"
+        if partial.exists():
+            shutil.rmtree(partial)
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
+            os.replace(file, folder / file.name)
+        partial.rmdir()
         return ModelSource(str(folder), recipe.model.dtype)
 
     def _warm_up(
@@ -121,6 +202,8 @@ class ReasoningExperiment:
         config = SupervisedConfig(
             steps=warmup.steps, batch_size=warmup.samples_per_step, seed=self.recipe.seed
         )
+        optimizer = replace(config.resolved_optimizer(), learning_rate=warmup.learning_rate)
+        config = replace(config, optimizer=optimizer)
         train_supervised(model, pairs, config, on_progress=on_progress, progress_every=25)
 
     # --- the data ---------------------------------------------------------------------------------
@@ -135,24 +218,16 @@ class ReasoningExperiment:
 
     def held_out(self, model: ModelSource) -> Batch | None:
         """The problems of an evaluation; None if there are to be none."""
-        problems = self.task.held_out(self.recipe.evaluation.problems)
-        if not problems:
+        if not self._held_out:
             return None
-        return self._encoded(problems, [0] * len(problems), model)
+        return self._encoded(self._held_out, [0] * len(self._held_out), model)
 
     def _encoded(
         self, problems: Sequence[Problem], seeds: Sequence[int], model: ModelSource
     ) -> Batch:
         if self._tokenizer is None:
             self._tokenizer = model.tokenizer()
-        return encode(problems, seeds, self._tokenizer, self._context(model), self._max_new)
-
-    def _context(self, model: ModelSource) -> int:
-        from transformers import AutoConfig
-
-        if not hasattr(self, "_positions"):
-            self._positions = int(AutoConfig.from_pretrained(model.path).max_position_embeddings)
-        return self._positions
+        return encode(problems, seeds, self._tokenizer, self._context, self._max_new)
 
     @property
     def _max_new(self) -> int:
@@ -185,53 +260,11 @@ class ReasoningExperiment:
         return [sample_row(output, row) for row in rows]
 
 
-def encode(
-    problems: Sequence[Problem],
-    seeds: Sequence[int],
-    tokenizer: Any,
-    context: int,
-    max_new_tokens: int,
-) -> Batch:
-    """Problems as items.
-
-    Args:
-        problems: the problems.
-        seeds: one for each; what is sampled for an item depends on its seed alone.
-        tokenizer: turns prompts into token ids.
-        context: positions of the model.
-        max_new_tokens: room that an answer needs.
-
-    Raises:
-        UserError: a prompt does not fit into the context, or cannot be written in the vocabulary.
-    """
+def _tiny_spec(recipe: ReasoningRecipe) -> TinySpec:
     try:
-        rows = tokenizer([problem.prompt for problem in problems])["input_ids"]
-    except Exception as error:
-        raise UserError(
-            "the model's tokenizer cannot encode the data",
-            key="data",
-            value=str(error),
-            hint="use a model whose vocabulary covers the text",
-        ) from error
-    for problem, ids in zip(problems, rows, strict=True):
-        if len(ids) + max_new_tokens > context:
-            where = f"line {problem.metadata['line']}" if "line" in problem.metadata else "a prompt"
-            raise UserError(
-                f"{where} has {len(ids)} tokens, and with generation.max_new_tokens = "
-                f"{max_new_tokens} it does not fit into the model's context of {context}",
-                key="data",
-                hint="shorten the prompts, ask for fewer tokens, or use a longer context "
-                "(model.max_position_embeddings)",
-            )
-    return Batch(
-        {
-            "prompt_ids": Ragged.from_rows([torch.tensor(ids) for ids in rows]),
-            "prompt": [problem.prompt for problem in problems],
-            "answer": [problem.answer for problem in problems],
-            "metadata": [dict(problem.metadata) for problem in problems],
-            "seed": list(seeds),
-        }
-    )
+        return TinySpec(**recipe.model.model_dump(exclude={"path", "dtype"}))
+    except UserError as error:
+        raise UserError(f"model.{error}") from error
 
 
 def sample_figures(output: Batch, group_size: int) -> dict[str, float]:

@@ -6,6 +6,7 @@ from lane to lane; only the source items and the items that a step returns pass 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,9 @@ START_SECONDS = 120.0
 
 CLOSE_SECONDS = 3.0
 """Longest that lanes may take to close before they are ended."""
+
+ROOM_SECONDS = 3.0
+"""Longest that the cluster may take to know that the lanes of an earlier run have ended."""
 
 
 @dataclass(slots=True)
@@ -208,7 +212,12 @@ class RayCarrier:
             return
         key = (flow, step, producer)
         lanes = {self._holders[key].pop(item) for item in items if item in self._holders[key]}
-        for lane in lanes | self._copied_to.get(key, set()):
+        lanes |= self._copied_to.get(key, set())
+        if self.graphs[flow].nodes[producer].loop is not None:
+            for lane in lanes:
+                self._lanes[lane].release_in_turn.remote(flow, step, producer, items)
+            return
+        for lane in lanes:
             self._to_release.setdefault((flow, step, lane), []).append((producer, items))
 
     def _send_releases(self) -> None:
@@ -303,16 +312,29 @@ def _resources(lane: LaneSpec) -> dict[str, int]:
 
 
 def _check_room(plan: Plan) -> None:
-    """Refuse lanes that the cluster has no room for: Ray would wait for it without a word."""
-    free = ray.available_resources()
-    for key, name in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
-        needed = sum(_resources(lane).get(key, 0) for lane in plan.lanes)
-        if needed > free.get(name, 0):
+    """Refuse lanes that the cluster has no room for: Ray would wait for it without a word.
+
+    What the lanes of a run that has just ended held comes back a moment later.
+    """
+    needed = {
+        name: sum(_resources(lane).get(key, 0) for lane in plan.lanes)
+        for key, name in (("num_cpus", "CPU"), ("num_gpus", "GPU"))
+    }
+    deadline = time.monotonic() + ROOM_SECONDS
+    while True:
+        free = ray.available_resources()
+        lacking = [name for name, count in needed.items() if count > free.get(name, 0)]
+        if not lacking:
+            return
+        if time.monotonic() > deadline:
+            name = lacking[0]
             raise UserError(
-                f"the lanes need {needed} {name}s, the Ray cluster has {free.get(name, 0):g} free",
+                f"the lanes need {needed[name]} {name}s, the Ray cluster has "
+                f"{free.get(name, 0):g} free",
                 key="lanes",
                 hint="use fewer lanes, or end what else runs on the cluster",
             )
+        time.sleep(0.05)
 
 
 def _start(lane: LaneSpec) -> Any:

@@ -216,6 +216,10 @@ class LaneProcess:
         if self._groups is not None:
             self._groups.close()
 
+    def release_in_turn(self, flow: str, step: int, producer: int, items: Sequence[int]) -> None:
+        """Let payloads of a loop go before a later call makes the same items anew."""
+        self.host.store.release(flow, step, producer, items)
+
     # --- beside the commands ----------------------------------------------------------------------
 
     @ray.method(concurrency_group="items")

@@ -1,0 +1,235 @@
+"""Writes the tables of the reference that follow from the code: recipe keys and commands.
+
+    python docs/generate_reference.py            # write them
+    python docs/generate_reference.py --check    # exit 1 where a page is out of date
+
+A page keeps its hand-written text; what stands between its two marks is replaced. Defaults, kinds
+and bounds are read from the models; what a key means stands in `MEANING`, which must name every
+key and no other.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from m2flow.cli.app import app
+from m2flow.reasoning.config import ReasoningRecipe
+
+DOCS = Path(__file__).parent
+BEGIN, END = "<!-- generated: {} -->", "<!-- end of generated: {} -->"
+
+MEANING = {
+    "workload": "what kind of run it is",
+    "name": "names the run and its directory",
+    "seed": "fixes the model's initial weights, the problems and everything that is sampled",
+    "steps": "training steps",
+    "mode": "the plan to build; `--mode` sets it too, `--plan FILE` replaces it",
+    "lanes": "`cpu:N` (the cores shared evenly by N lanes), `gpu:N`, or `auto`: all GPUs, else "
+    "a lane for each core",
+    "prompts_per_step": "prompts of a step",
+    "samples_per_prompt": "answers drawn for each prompt: a group",
+    "minibatches": "optimizer steps in a training step; samples are assigned by their index",
+    "max_staleness": "how many versions the weights that generate may lag behind; 0 is on-policy",
+    "deadline_seconds": "longest that one call may take before the run is stopped with an account "
+    "of who waits for whom",
+    "logger": "where figures go; `jsonl` must be among them, `tensorboard` needs the `dash` extra",
+    "samples_logged_per_step": "rollouts of a step that are written to `samples.jsonl`",
+    "model.path": "a folder in Hugging Face layout; without it a tiny Qwen2 is built on the spot",
+    "model.dtype": "of weights and computation, in generation and training",
+    "model.hidden_size": "tiny model: width",
+    "model.num_hidden_layers": "tiny model: layers",
+    "model.num_attention_heads": "tiny model: query heads",
+    "model.num_key_value_heads": "tiny model: key-value heads",
+    "model.intermediate_size": "tiny model: width of the MLP",
+    "model.max_position_embeddings": "tiny model: longest prompt and answer together, in tokens",
+    "model.initializer_range": "tiny model: standard deviation of its initial weights",
+    "data.task": "where problems come from and how answers are scored",
+    "data.path": "`jsonl`: the file to train on",
+    "data.eval_path": "`jsonl`: a file to hold out; without it the last rows of `data.path` are "
+    "(a tenth, at most 256)",
+    "data.on_bad_row": "`jsonl`: stop at a row that cannot be used, or leave it out with a warning",
+    "data.template": "`jsonl`, `gym`: the prompt, with `{question}` where the question goes",
+    "data.dataset": "`gym`: name of a reasoning-gym data set",
+    "data.options": "settings of the task itself (`addition`: `min_digits`, `max_digits`, "
+    "`equal_lengths`, `thinking_share`; `jsonl`: `held_out_rows`), or of the data set (`gym`)",
+    "warmup.steps": "supervised steps on the task's demonstrations before reinforcement",
+    "warmup.samples_per_step": "demonstrations of a supervised step",
+    "warmup.learning_rate": "peak of the warm-up's own schedule",
+    "generation.max_new_tokens": "longest answer",
+    "generation.temperature": "of the sampling; the trainer uses the same",
+    "generation.max_running": "sequences decoded together on a lane at most",
+    "algorithm.name": "the loss; GRPO's relatives are settings of it",
+    "algorithm.clip_low": "how far below 1 the probability ratio may move",
+    "algorithm.clip_high": "how far above 1 it may move",
+    "algorithm.dual_clip": "bound of the loss for negative advantages",
+    "algorithm.ratio_level": "one ratio a token (PPO, GRPO) or a sequence (GSPO)",
+    "algorithm.aggregation": "how token losses become one number: DAPO, GRPO's first paper, "
+    "Dr.GRPO, in this order",
+    "algorithm.normalize_std": "divide advantages by the group's standard deviation",
+    "algorithm.kl_coefficient": "weight of the KL term against the starting model; above 0 a "
+    "reference worker joins the flow",
+    "algorithm.kl_estimator": "how the KL is estimated",
+    "algorithm.entropy_coefficient": "weight of an entropy bonus",
+    "optimizer.learning_rate": "peak learning rate of AdamW",
+    "optimizer.betas": "AdamW's two decay rates",
+    "optimizer.weight_decay": "AdamW's weight decay",
+    "optimizer.max_grad_norm": "gradients are scaled down to this norm; `null` for no bound",
+    "optimizer.schedule": "of the learning rate, over all optimizer steps of the run",
+    "optimizer.warmup_steps": "optimizer steps over which the learning rate rises",
+    "training.tokens_per_microbatch": "tokens computed at a time; bounds memory",
+    "training.share_prompts": "compute common prefixes of a micro-batch once",
+    "training.drop_zero_advantage": "skip the forward pass of samples that have no gradient; their "
+    "tokens count all the same",
+    "training.recompute_logprobs": "take the ratio against the trainer's own log-probabilities at "
+    "the start of the step, not those recorded while sampling",
+    "evaluation.every": "steps between evaluations; there is one at step 0 and at the end too",
+    "evaluation.problems": "held-out problems, answered greedily; 0 for no evaluation",
+    "checkpoint.every": "steps between checkpoints; there is one at the end too",
+    "checkpoint.keep": "checkpoints kept",
+}
+"""What each key of a recipe means, by its path."""
+
+
+def recipe_tables() -> str:
+    """A table for the top level of a recipe and one for each section."""
+    paths = [path for path, _ in fields_of(ReasoningRecipe)]
+    strangers = set(MEANING) ^ set(paths)
+    assert not strangers, f"MEANING and the models differ in {sorted(strangers)}"
+    parts = [_table(ReasoningRecipe, "")]
+    for name, field in ReasoningRecipe.model_fields.items():
+        if (section := _section(field)) is not None:
+            assert section.__doc__ is not None
+            parts += [f"### {name}", section.__doc__.splitlines()[0], _table(section, f"{name}.")]
+    return "\n\n".join(parts)
+
+
+def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """(path, field) of every key that holds a value, sections opened."""
+    for name, field in model.model_fields.items():
+        section = _section(field)
+        if section is None:
+            yield prefix + name, field
+        else:
+            yield from fields_of(section, f"{prefix}{name}.")
+
+
+def _section(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _table(model: type[BaseModel], prefix: str) -> str:
+    lines = ["| key | default | values | meaning |", "|---|---|---|---|"]
+    for name, field in model.model_fields.items():
+        if _section(field) is None:
+            cells = (f"`{prefix}{name}`", _default(field), _kind(field), MEANING[prefix + name])
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return "none"
+    text = f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+    return f"`{text.lower() if isinstance(value, bool) else text}`"
+
+
+def _kind(field: FieldInfo) -> str:
+    return _name_of(field.annotation, field.metadata)
+
+
+def _name_of(kind: Any, constraints: typing.Iterable[Any] = ()) -> str:
+    """A type in the words of a person who writes YAML."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        inner = [x for info in parts[1:] for x in getattr(info, "metadata", [info])]
+        return _name_of(parts[0], [*inner, *constraints])
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in parts)
+    if origin in (types.UnionType, typing.Union):
+        names = [_name_of(part, constraints) for part in parts if part is not type(None)]
+        return " or ".join(names) + (" or `null`" if type(None) in parts else "")
+    if origin is tuple:
+        inner_names = dict.fromkeys(_name_of(part) for part in parts if part is not Ellipsis)
+        return f"list of {' or '.join(inner_names)}"
+    if origin is dict or kind is dict:
+        return "table"
+    name = {int: "whole number", float: "number", str: "text", bool: "`true`, `false`"}[kind]
+    return name + "".join(_bounds(constraints))
+
+
+def _bounds(constraints: typing.Iterable[Any]) -> Iterator[str]:
+    words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    for constraint in constraints:
+        for name, word in words.items():
+            if (bound := getattr(constraint, name, None)) is not None:
+                yield f", {word} {'2**63' if bound == 2**63 else format(bound, 'g')}"
+
+
+def command_tables() -> str:
+    """For each command its form, what it does, and a table of what it takes."""
+    group: Any = typer.main.get_command(app)
+    parts = []
+    for name, command in group.commands.items():
+        arguments = [p for p in command.params if p.param_type_name == "argument"]
+        options = [p for p in command.params if p.param_type_name == "option"]
+        form = " ".join([f"m2flow {name}", *(_metavar(p) for p in arguments), "[OPTIONS]"])
+        parts += [f"### {name}", f"    {form}", command.help.strip()]
+        rows = [(f"`{_metavar(p)}`", "", p.help) for p in arguments]
+        rows += [(f"`{', '.join(p.opts)}`", _option_default(p), p.help) for p in options]
+        rows = [row for row in rows if row[0] != "`--help`"]
+        table = ["| argument or option | default | meaning |", "|---|---|---|"]
+        parts.append("\n".join([*table, *(f"| {' | '.join(row)} |" for row in rows)]))
+    return "\n\n".join(parts)
+
+
+def _metavar(argument: Any) -> str:
+    return "[KEY=VALUE ...]" if argument.nargs == -1 else str(argument.name).upper()
+
+
+def _option_default(option: Any) -> str:
+    if option.required:
+        return "required"
+    return "" if option.default is None or option.is_flag else f"`{option.default}`"
+
+
+PAGES = {
+    "recipe keys": (DOCS / "reference" / "recipe.md", recipe_tables),
+    "commands": (DOCS / "reference" / "cli.md", command_tables),
+}
+
+
+def up_to_date(name: str) -> str:
+    """The text of a page with its generated part as it should be."""
+    path, generate = PAGES[name]
+    before, begin, rest = path.read_text().partition(BEGIN.format(name))
+    _, end, after = rest.partition(END.format(name))
+    assert begin and end, f"{path} has lost its marks for {name}"
+    return f"{before}{begin}\n\n{generate()}\n\n{end}{after}"
+
+
+def main() -> int:
+    """Write the pages, or with `--check` say which are out of date."""
+    stale = [name for name, (path, _) in PAGES.items() if path.read_text() != up_to_date(name)]
+    for name in stale:
+        path = PAGES[name][0]
+        if "--check" in sys.argv:
+            print(f"{path} is out of date: python docs/generate_reference.py")
+        else:
+            path.write_text(up_to_date(name))
+            print(f"wrote {path}")
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

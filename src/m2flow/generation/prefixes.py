@@ -1,0 +1,104 @@
+"""Prompts that were prefilled: each once, for all requests that have it.
+
+What a prefill left behind is kept while a request with that prompt is here, waiting or running,
+so that a group may be spread over many steps. Must be cleared when the weights change.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from m2flow.generation.decoder import Decoder, Prefilled
+from m2flow.generation.kv_cache import KVCache
+from m2flow.generation.sequence import RunningSequence
+
+Ids = tuple[int, ...]
+
+
+class Prefixes:
+    """Prefills token sequences and copies them to slots.
+
+    Args:
+        max_tokens: of one prefill pass, padding included; a longer prompt has a pass of its own.
+    """
+
+    def __init__(self, decoder: Decoder, cache: KVCache, *, max_tokens: int) -> None:
+        self._decoder, self._cache, self._max_tokens = decoder, cache, max_tokens
+        self._users: Counter[Ids] = Counter()
+        self._kept: dict[Ids, tuple[Prefilled, int]] = {}
+
+    def __len__(self) -> int:
+        """Prompts in use, prefilled or not."""
+        return len(self._users)
+
+    def acquire(self, prompt: Ids) -> None:
+        """A request with this prompt has come."""
+        self._users[prompt] += 1
+
+    def release(self, prompt: Ids) -> None:
+        """A request with this prompt has gone; what the last one leaves is dropped."""
+        self._users[prompt] -= 1
+        if not self._users[prompt]:
+            del self._users[prompt]
+            self._kept.pop(prompt, None)
+
+    def clear(self) -> None:
+        """Forgets what was computed; the requests stay known."""
+        self._kept.clear()
+
+    def nbytes(self) -> int:
+        """Bytes of all that is kept."""
+        return sum(p.nbytes() for p in {id(p): p for p, _ in self._kept.values()}.values())
+
+    def fill(self, sequences: Sequence[RunningSequence], first: int) -> Tensor:
+        """Fills the slots from `first` on with the sequences' tokens so far.
+
+        Returns:
+            logits_BV of each sequence's next token.
+        """
+        found = self._find({sequence.prefix(): None for sequence in sequences})
+        passes: dict[int, tuple[Prefilled, list[int]]] = {}
+        for order, sequence in enumerate(sequences):
+            prefilled, _ = found[sequence.prefix()]
+            passes.setdefault(id(prefilled), (prefilled, []))[1].append(order)
+        device = self._decoder.device
+        logits_BV = torch.empty(
+            len(sequences),
+            self._decoder.architecture.vocab_size,
+            dtype=self._decoder.logprob_dtype,
+            device=device,
+        )
+        for prefilled, orders in passes.values():
+            prompts = torch.tensor([found[sequences[i].prefix()][1] for i in orders], device=device)
+            targets = torch.tensor(orders, device=device)
+            columns = max(sequences[i].length for i in orders)
+            self._cache.write_prompts(targets + first, prefilled.kv_LUKPW, prompts, columns)
+            logits_BV[targets] = prefilled.logits_UV[prompts]
+        return logits_BV
+
+    def _find(self, wanted: Collection[Ids]) -> dict[Ids, tuple[Prefilled, int]]:
+        found = {prefix: self._kept[prefix] for prefix in wanted if prefix in self._kept}
+        missing = [prefix for prefix in wanted if prefix not in found]
+        for batch in batches(missing, self._max_tokens):
+            prefilled = self._decoder.prefill(batch)
+            for index, prefix in enumerate(batch):
+                found[prefix] = (prefilled, index)
+                if prefix in self._users:
+                    self._kept[prefix] = found[prefix]
+        return found
+
+
+def batches(prefixes: Iterable[Ids], max_tokens: int) -> Iterator[list[Ids]]:
+    """Batches of similar length, longest first, of at most `max_tokens` with padding."""
+    batch: list[Ids] = []
+    for prefix in sorted(prefixes, key=len, reverse=True):
+        if batch and (len(batch) + 1) * len(batch[0]) > max_tokens:
+            yield batch
+            batch = []
+        batch.append(prefix)
+    if batch:
+        yield batch

@@ -1,0 +1,150 @@
+"""The running batch: which sequence holds which slot, and what the device must know of each row.
+
+Rows are dense from 0 and in step with the slots of the cache: wherever a row moves, its keys and
+values move too. Decides how rows are ordered and cut for attention; knows nothing of the queue,
+of prompts, or of weights.
+
+Legend: B running rows, N rows computed, which is B padded, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from m2flow.algorithms.sampling import sample_tokens
+from m2flow.generation.kv_cache import CacheView, KVCache
+from m2flow.generation.linear import padded_rows
+from m2flow.generation.segments import cut, waste
+from m2flow.generation.sequence import RunningSequence
+
+# Fields of a row, one int64 each: the token to feed and its position, how many tokens are drawn,
+# the seed, and the bits of the temperature in float64.
+_TOKEN, _POSITION, _DRAWN, _SEED, _TEMPERATURE = range(5)
+# Sorting reads and writes the used cache twice.
+_SORT_PASSES = 4
+
+
+class RunningBatch:
+    """Rows and their slots.
+
+    Args:
+        cache: whose slots the rows hold.
+        max_running: rows at most.
+        cut_overhead: what one more segment costs, in row-columns read from the cache.
+        device: of the rows' fields.
+    """
+
+    def __init__(
+        self, cache: KVCache, *, max_running: int, cut_overhead: int, device: torch.device
+    ) -> None:
+        self.sequences: list[RunningSequence] = []
+        self._cache, self._cut_overhead, self._device = cache, cut_overhead, device
+        shape = (5, padded_rows(max_running))
+        self._state = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._temperature = self._state[_TEMPERATURE].view(torch.float64)
+        self._same_temperature: float | None = None
+        self._segments: list[tuple[int, int, int]] | None = None
+        self._waste = self._sorted_waste = self._excess = 0
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def longest(self) -> int:
+        """Columns that the longest sequence needs in the next decode step."""
+        return max((window for _, _, window in self._current_segments()), default=0)
+
+    def add(self, sequences: Sequence[RunningSequence]) -> None:
+        """Appends rows; their slots hold all of their tokens already."""
+        first, end = len(self), len(self) + len(sequences)
+        fields = [
+            [0, s.length - 1, len(s.tokens), s.request.seed, _float_bits(s.temperature)]
+            for s in sequences
+        ]
+        self._state[:, first:end] = torch.tensor(fields, device=self._device).T
+        self.sequences += sequences
+        self._changed()
+
+    def remove(self, rows: Sequence[int]) -> list[RunningSequence]:
+        """Takes rows out; the last ones move into the gaps, so that the batch stays dense."""
+        if not rows:
+            return []
+        leaving = [self.sequences[row] for row in rows]
+        gone, kept = set(rows), len(self) - len(rows)
+        targets = [row for row in rows if row < kept]
+        sources = [row for row in range(kept, len(self)) if row not in gone]
+        if targets:
+            columns = max(self.sequences[row].length for row in sources)
+            self._cache.move(sources, targets, min(columns, self._cache.columns))
+            index = torch.tensor([targets, sources], device=self._device)
+            self._state[:, index[0]] = self._state[:, index[1]]
+            for source, target in zip(sources, targets, strict=True):
+                self.sequences[target] = self.sequences[source]
+        del self.sequences[kept:]
+        self._changed()
+        return leaving
+
+    def decode_inputs(self) -> tuple[Tensor, Tensor, CacheView]:
+        """token_N, position_N and the cache's view for one decode step.
+
+        The next token of every sequence must fit the cache's capacity.
+        """
+        longest = self.longest
+        self._cache.ensure(len(self), longest, keep=len(self))
+        self._excess += max(0, self._waste - self._sorted_waste)
+        if self._excess > _SORT_PASSES * len(self) * longest:
+            self._sort()
+        token_N, position_N = self._state[: _POSITION + 1, : padded_rows(len(self))]
+        segments = self._current_segments()
+        view = self._cache.view(position_N.narrow(0, 0, len(self)), segments)
+        self._segments = [(begin, end, window + 1) for begin, end, window in segments]
+        return token_N, position_N, view
+
+    def draw(self, logits_BV: Tensor, first: int = 0) -> tuple[list[int], list[float]]:
+        """Samples the next token of the rows from `first` on; it is what they feed next.
+
+        Returns:
+            tokens and their log-probabilities.
+        """
+        token_B, position_B, drawn_B, seed_B, _ = self._state[:, first : len(self)]
+        temperature: float | Tensor | None = self._same_temperature
+        if temperature is None:
+            temperature = self._temperature[first : len(self)]
+        new_token_B, logprob_B = sample_tokens(logits_BV, seed_B, drawn_B, temperature)
+        token_B.copy_(new_token_B)
+        position_B.add_(1)
+        drawn_B.add_(1)
+        return new_token_B.tolist(), logprob_B.tolist()
+
+    def _changed(self) -> None:
+        self._segments = None
+        temperatures = {sequence.temperature for sequence in self.sequences}
+        self._same_temperature = temperatures.pop() if len(temperatures) == 1 else None
+
+    def _current_segments(self) -> list[tuple[int, int, int]]:
+        if self._segments is None:
+            lengths = [sequence.length for sequence in self.sequences]
+            self._segments = cut(lengths, self._cut_overhead)
+            self._waste = waste(lengths, self._segments)
+        return self._segments
+
+    def _sort(self) -> None:
+        """Longest first, so that few short rows lie in the segments of long ones.
+
+        Called when what the disorder has cost since the last sort would have paid for this one.
+        """
+        order = sorted(range(len(self)), key=lambda row: -self.sequences[row].length)
+        columns = self.sequences[order[0]].length - 1
+        self._cache.permute(order, columns)
+        self._state[:, : len(self)] = self._state[:, torch.tensor(order, device=self._device)]
+        self.sequences = [self.sequences[row] for row in order]
+        self._segments = None
+        self._current_segments()
+        self._excess, self._sorted_waste = 0, self._waste
+
+
+def _float_bits(value: float) -> int:
+    return int(torch.tensor(value, dtype=torch.float64).view(torch.int64))

@@ -1,0 +1,196 @@
+"""`m2flow eval`: figures that can be checked by hand, and mistakes in one line."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from m2flow.cli.evaluate import pass_at_k
+
+M2flow = Callable[..., Any]
+Refused = Callable[..., str]
+
+LANES = ["--lanes", "cpu:1"]
+SHORT = ["--template", "{question}=", "--max-new-tokens", "6"]
+
+
+@given(st.integers(1, 9), st.data())
+def test_pass_at_k_against_trying_every_choice(num_samples: int, data: st.DataObject) -> None:
+    num_correct = data.draw(st.integers(0, num_samples))
+    k = data.draw(st.integers(1, num_samples))
+    answers = [True] * num_correct + [False] * (num_samples - num_correct)
+    choices = [any(choice) for choice in itertools.combinations(answers, k)]
+    assert pass_at_k(num_samples, num_correct, k) == pytest.approx(sum(choices) / len(choices))
+
+
+@pytest.fixture
+def problems(run: Path) -> Path:
+    """Questions in the characters that the tiny model knows, behind no template of words."""
+    path = Path("problems.jsonl")
+    rows = [{"question": f"{a}+{b}", "answer": a + b} for a in range(2, 5) for b in range(3, 6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def evaluated(m2flow: M2flow, model: Path, data: Path, *words: str) -> dict[str, Any]:
+    outcome = m2flow("eval", model, "--data", data, *SHORT, *LANES, "--json", *words)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.count("\n") == 1
+    figures: dict[str, Any] = json.loads(outcome.out)
+    return figures
+
+
+def greedy_by_hand(model: Path, data: Path) -> tuple[float, float]:
+    """(accuracy, mean tokens), a whole forward pass of transformers for every token."""
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    right, tokens = 0, 0
+    for row in rows:
+        prompt = tokenizer(row["question"] + "=")["input_ids"]
+        ids = list(prompt)
+        while len(ids) < len(prompt) + 6 and ids[-1] != tokenizer.eos_token_id:
+            with torch.no_grad():
+                ids.append(int(policy(torch.tensor([ids])).logits[0, -1].argmax()))
+        tokens += len(ids) - len(prompt)
+        numbers = re.findall(r"\d+", tokenizer.decode(ids[len(prompt) :]))
+        right += bool(numbers) and int(numbers[-1]) == row["answer"]
+    return right / len(rows), tokens / len(rows)
+
+
+def test_greedy_against_a_loop(run: Path, problems: Path, m2flow: M2flow) -> None:
+    model = run / "checkpoints" / "latest"
+    figures = evaluated(m2flow, model, problems)
+    accuracy, mean_tokens = greedy_by_hand(model / "model", problems)
+    assert figures["accuracy"] == figures["pass@1"] == accuracy
+    assert figures["mean_tokens"] == pytest.approx(mean_tokens)
+    assert (figures["problems"], figures["samples"], figures["temperature"]) == (9, 1, 0)
+    assert evaluated(m2flow, model / "model", problems)["accuracy"] == accuracy
+
+
+def test_several_answers(run: Path, problems: Path, m2flow: M2flow) -> None:
+    model = run / "warmup"
+    figures = evaluated(m2flow, model, problems, "--samples", "6")
+    assert figures["temperature"] == 1
+    assert [key for key in figures if key.startswith("pass@")] == [
+        "pass@1",
+        "pass@2",
+        "pass@4",
+        "pass@6",
+    ]
+    assert figures["pass@1"] == pytest.approx(figures["accuracy"])
+    assert figures["pass@1"] < figures["pass@2"] < figures["pass@4"] < figures["pass@6"]
+    again = evaluated(m2flow, model, problems, "--samples", "6")
+    other = evaluated(m2flow, model, problems, "--samples", "6", "--seed", "1")
+    without_time = {key for key in figures if key != "seconds"}
+    assert all(again[key] == figures[key] for key in without_time)
+    assert any(other[key] != figures[key] for key in without_time)
+
+
+def test_several_greedy_answers_are_one(run: Path, problems: Path, m2flow: M2flow) -> None:
+    words = ["--samples", "3", "--temperature", "0"]
+    figures = evaluated(m2flow, run / "warmup", problems, *words)
+    assert figures["pass@3"] == figures["accuracy"]
+    assert figures["accuracy"] == evaluated(m2flow, run / "warmup", problems)["accuracy"]
+
+
+def test_only_the_first(run: Path, problems: Path, m2flow: M2flow) -> None:
+    assert evaluated(m2flow, run / "warmup", problems, "--limit", "2")["problems"] == 2
+
+
+def test_bad_rows(run: Path, problems: Path, m2flow: M2flow, refused: Refused) -> None:
+    with problems.open("a") as file:
+        file.write("{\n")
+    words = ["eval", run / "warmup", "--data", problems, *LANES]
+    line = refused(*words)
+    assert line.startswith("problems.jsonl:10: is not valid JSON")
+    figures = evaluated(m2flow, run / "warmup", problems, "--on-bad-row", "skip")
+    assert figures["problems"] == 9
+
+
+def test_figures_for_people(run: Path, problems: Path, m2flow: M2flow) -> None:
+    words = ["--data", problems, *LANES, *SHORT, "--samples", "2"]
+    outcome = m2flow("eval", run / "warmup", *words)
+    assert outcome.code == 0
+    first, *lines = outcome.out.splitlines()
+    assert first == "9 problems of problems.jsonl, 2 answer(s) each"
+    names = [line.split()[0] for line in lines]
+    assert names == ["accuracy", "pass@1", "pass@2", "mean_tokens", "truncated_share", "seconds"]
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--samples", "0"], ["--samples", "got 0", "at least 1"]),
+        (["--max-new-tokens", "0"], ["--max-new-tokens", "got 0"]),
+        (["--limit", "0"], ["--limit", "got 0", "at least 1"]),
+        (["--limit", "-1"], ["--limit", "got -1"]),
+        (["--temperature", "-0.5"], ["--temperature", "got -0.5", "0 or more"]),
+        (["--temperature", "nan"], ["--temperature", "got nan"]),
+        (["--temperature", "inf"], ["--temperature", "got inf"]),
+        (["--seed", "-1"], ["--seed", "got -1"]),
+        (["--on-bad-row", "ignore"], ["--on-bad-row", "'ignore'", "fail or skip"]),
+        (["--lanes", "cpu:64"], ["lanes", "'cpu:64'", "at most"]),
+        (["--lanes", "fast"], ["lanes", "'fast'", "cpu:N"]),
+        (["--template", "Answer!"], ["--template", "'Answer!'", "{question}"]),
+        (["--data", "problem.jsonl"], ["problem.jsonl: no such file", "'problems.jsonl'"]),
+        (["--data", "run"], ["run: is a folder"]),
+        (["--max-new-tokens", "99"], ["problems.jsonl:1", "--max-new-tokens = 99", "= 64"]),
+    ],
+)
+def test_a_mistake_is_one_line(
+    run: Path, problems: Path, refused: Refused, words: list[str], parts: list[str]
+) -> None:
+    data = [] if "--data" in words else ["--data", "problems.jsonl"]
+    template = [] if "--template" in words else ["--template", "{question}="]
+    line = refused("eval", run / "warmup", *data, *template, *words)
+    for part in parts:
+        assert part in line
+
+
+def test_a_vocabulary_that_has_no_letters(run: Path, problems: Path, refused: Refused) -> None:
+    line = refused("eval", run / "warmup", "--data", problems, *LANES)
+    assert line.startswith("problems.jsonl: the model's tokenizer cannot encode the prompts")
+
+
+@pytest.mark.parametrize(
+    ("break_it", "parts"),
+    [
+        (shutil.rmtree, ["run/warmup", "does not exist"]),
+        (lambda model: (model / "config.json").unlink(), ["config.json", "missing"]),
+        (lambda model: (model / "config.json").write_text("{}"), ["config.json"]),
+        (lambda model: (model / "tokenizer_config.json").unlink(), ["tokenizer_config.json"]),
+        (lambda model: (model / "model.safetensors").unlink(), ["weights are missing"]),
+        (
+            lambda model: os.truncate(model / "model.safetensors", 1000),
+            ["model.safetensors is cut off or damaged", "1000 bytes"],
+        ),
+    ],
+)
+def test_a_model_that_is_not_whole(
+    run: Path,
+    problems: Path,
+    refused: Refused,
+    break_it: Callable[[Path], object],
+    parts: list[str],
+) -> None:
+    break_it(run / "warmup")
+    words = ["--data", problems, *LANES, *SHORT]
+    line = refused("eval", run / "warmup", *words)
+    for part in parts:
+        assert part in line

@@ -1,0 +1,160 @@
+"""Recipes and overrides: every mistake is one line that names the key and what would be right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from m2flow.cli.planning import planned
+from m2flow.cli.recipe import read_recipe
+from m2flow.errors import UserError
+from m2flow.reasoning.config import ReasoningRecipe
+
+Refused = Callable[..., str]
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("promts_per_step=4", ["promts_per_step", "unknown key", "'prompts_per_step'"]),
+        ("generation.max_new_token=4", ["generation.max_new_token", "'max_new_tokens'"]),
+        ("temperature=0.5", ["temperature", "'generation.temperature'"]),
+        ("xyzzy=4", ["xyzzy", "valid names", "prompts_per_step"]),
+        ("1.2=3", ["1: unknown key"]),
+        ("steps=abc", ["steps", "'abc'", "whole number"]),
+        ("steps=0", ["steps", "got 0", "at least 1"]),
+        ("steps=true", ["steps", "got True", "whole number"]),
+        ("steps=2.0", ["steps", "got 2.0", "whole number"]),
+        ("steps='4'", ["steps", "'4'", "whole number"]),
+        ("steps=", ["steps", "whole number"]),
+        ("steps=[1, 2]", ["steps", "[1, 2]", "whole number"]),
+        ("steps=[1,", ["steps", "YAML"]),
+        ("steps=2024-13-45", ["steps", "YAML"]),
+        ("steps.now=4", ["steps.now", "steps is no section", "got 3"]),
+        ("seed=-1", ["seed", "got -1", "at least 0"]),
+        ("seed=99999999999999999999", ["seed", "less than"]),
+        ("optimizer.betas=3", ["optimizer.betas", "got 3", "a list"]),
+        ("optimizer.betas=[1, 2, 3]", ["optimizer.betas", "[1, 2, 3]", "2 values"]),
+        ("optimizer.betas=[0.9]", ["optimizer.betas", "a value"]),
+        ("optimizer.betas=[0.9, 1.5]", ["optimizer.betas.1", "got 1.5", "less than 1"]),
+        ("optimizer.learning_rate=.inf", ["optimizer.learning_rate", "finite"]),
+        ("optimizer.learning_rate=0", ["optimizer.learning_rate", "more than 0"]),
+        ("optimizer.learning_rate=fast", ["optimizer.learning_rate", "'fast'", "a number"]),
+        ("algorithm.dual_clip=0.5", ["algorithm.dual_clip", "more than 1"]),
+        ("algorithm.clip_low=2", ["algorithm.clip_low", "at most 1"]),
+        ("training.share_prompts=maybe", ["training.share_prompts", "'maybe'", "true or false"]),
+        ("model=3", ["model", "got 3", "table of keys"]),
+        ("model.dtype=float16", ["model.dtype", "'float16'", "did you mean 'bfloat16'?"]),
+        ("model.path=''", ["model.path", "empty", "take it out"]),
+        ("mode=nonsense", ["mode", "'nonsense'", "'eager', 'collocated' or 'disaggregated'"]),
+        ("mode=colocated", ["mode", "did you mean 'collocated'?"]),
+        ("data.task=adition", ["data.task", "did you mean 'addition'?"]),
+        ("data.path=x.jsonl", ["data.path", "addition", "'x.jsonl'", "set data.task to jsonl"]),
+        ("data.eval_path=x.jsonl", ["data.eval_path", "addition", "set data.task to jsonl"]),
+        ("data.on_bad_row=skip", ["data.on_bad_row", "addition"]),
+        ("data.template=x", ["data.template", "jsonl or gym"]),
+        ("data.dataset=chain_sum", ["data.dataset", "set data.task to gym"]),
+        ("logger=[tensorboard]", ["logger", "jsonl is missing", "add jsonl"]),
+        ("logger=jsonl", ["logger", "'jsonl'", "a list"]),
+        ("logger=[jsnl]", ["logger.0", "did you mean 'jsonl'?"]),
+        ("workload=agentic", ["workload", "'agentic'", "reasoning"]),
+        ("samples_per_prompt=1", ["samples_per_prompt", "GRPO", "got 1", "at least 2"]),
+        (
+            "minibatches=3",
+            ["prompts_per_step", "samples_per_prompt", "minibatches", "16", "3 mini-batches"],
+        ),
+        ("steps", ["steps", "not an override", "key=value"]),
+        ("=4", ["=4", "not an override", "key=value"]),
+    ],
+)
+def test_a_wrong_override_is_one_line(
+    tiny: Path, refused: Refused, override: str, parts: list[str]
+) -> None:
+    line = refused("train", tiny, override)
+    for part in parts:
+        assert part in line
+
+
+def test_a_schedule_must_outlast_its_warm_up(tiny: Path, refused: Refused) -> None:
+    wrong = ["optimizer.schedule=linear", "optimizer.warmup_steps=6"]
+    line = refused("train", tiny, *wrong)
+    assert "optimizer.warmup_steps" in line
+    assert "steps x minibatches = 6" in line
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (b"steps: [", ["YAML", "line 1"]),
+        (b"steps: 3\n\tseed: 1\n", ["YAML", "line 2"]),
+        (b"steps: 3\nseed: 1\nsteps: 4\n", ["steps stands there twice", "line 3"]),
+        (b"model: {dtype: float32, dtype: float64}\n", ["dtype stands there twice"]),
+        (b"on: 3\n", ["key is no text", "line 1"]),
+        (b"- steps\n- 3\n", ["table of keys", "list"]),
+        (b"just words\n", ["table of keys", "str"]),
+        (b"", ["table of keys", "nothing"]),
+        (b"\xff\xfe\x00", ["not text", "UTF-8"]),
+        (b"name: \x00\n", ["YAML"]),
+        (b"modell: {dtype: float32}\n", ["modell", "did you mean 'model'?"]),
+        (b"model:\n", ["model", "table of keys"]),
+    ],
+)
+def test_a_file_that_is_no_recipe(
+    tiny: Path, refused: Refused, content: bytes, parts: list[str]
+) -> None:
+    Path("bad.yaml").write_bytes(content)
+    line = refused("train", "bad.yaml")
+    for part in parts:
+        assert part in line
+
+
+def test_a_recipe_that_is_not_there(tiny: Path, refused: Refused) -> None:
+    assert "did you mean tiny.yaml?" in refused("train", "tinny.yaml")
+    Path("recipes").mkdir()
+    Path("recipes/quickstart.yaml").write_text("steps: 3\n")
+    line = refused("plan", "quickstart")
+    assert "there is no such recipe" in line
+    assert "did you mean recipes/quickstart.yaml?" in line
+    assert "is a folder" in refused("train", "recipes")
+    assert "there is no such recipe" in refused("train", "nowhere/at/all.yaml")
+
+
+def test_overrides_reach_into_sections_and_files(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("steps: 7\nmodel:\ndata: {options: {min_digits: 2}}\n")
+    recipe = read_recipe(
+        path,
+        ["model.hidden_size=64", "data.options.max_digits=3", "optimizer.learning_rate=1e-6"],
+    )
+    assert recipe.steps == 7
+    assert recipe.model.hidden_size == 64
+    assert recipe.data.options == {"min_digits": 2, "max_digits": 3}
+    assert recipe.optimizer.learning_rate == 1e-6, "YAML 1.1 takes this for text"
+
+
+def test_the_later_override_holds(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("steps: 7\n")
+    assert read_recipe(path, ["steps=8", "steps=9"]).steps == 9
+
+
+def test_text_may_look_like_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("name: 2026\n")
+    assert read_recipe(path).name == "2026"
+    recipe = read_recipe(path, ["lanes=2"])
+    with pytest.raises(UserError, match="lane specification"):
+        planned(recipe)
+
+
+def test_an_empty_table_is_all_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("{}\n")
+    assert read_recipe(path) == ReasoningRecipe()
+
+
+@pytest.mark.parametrize("name", ["quickstart", "gsm8k"])
+def test_the_recipes_of_the_project_are_valid(name: str) -> None:
+    assert read_recipe(Path(__file__).parents[2] / "recipes" / f"{name}.yaml").name == name

@@ -1,0 +1,310 @@
+"""A run that was stopped or killed and resumed ends as if nothing had happened, or says why not.
+
+The kills are SIGKILL in processes of their own, at chosen moments, so that no clean-up runs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+Refused = Callable[..., str]
+M2flow = Callable[..., Any]
+
+STEPS = ["steps=4"]
+
+KILLER = """
+import os, signal, sys
+
+import torch
+from m2flow.cli.app import main
+from m2flow.models import causal_lm
+from m2flow.observe.run_directory import RunDirectory
+from m2flow.reasoning import experiment, workers
+from m2flow.training import checkpoint, supervised
+
+recipe, *moments = sys.argv[1:]
+
+
+def die(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def after_step(number):
+    append = RunDirectory.append_metrics
+
+    def patched(self, step, metrics):
+        append(self, step, metrics)
+        if step == number:
+            die()
+
+    RunDirectory.append_metrics = patched
+
+
+def arrange(moment):
+    if moment == "warm-up":
+        experiment.train_supervised = die
+    elif moment == "half a model":
+        experiment.build_tiny = half_saved(experiment.build_tiny)
+    elif moment == "half a checkpoint":
+        checkpoint.commit = die
+    else:
+        after_step(int(moment.removeprefix("step ")))
+
+
+def half_saved(build):
+    def patched(*arguments, **options):
+        model = build(*arguments, **options)
+
+        def save_pretrained(folder):
+            model.config.save_pretrained(folder)
+            die()
+
+        model.save_pretrained = save_pretrained
+        return model
+
+    return patched
+
+
+for moment in moments:
+    child = os.fork()
+    if not child:
+        arrange(moment)
+        sys.argv = ["m2flow", "train", recipe, "steps=4", "--run-dir", moment]
+        main()
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status), f"{moment}: ended by itself with status {status}"
+"""
+
+MOMENTS = ("warm-up", "half a model", "step 0", "step 1", "half a checkpoint", "step 3", "step 4")
+
+
+@pytest.fixture(scope="module")
+def killed(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run directory for each moment at which a run was killed."""
+    folder = tmp_path_factory.mktemp("killed")
+    command = [sys.executable, "-c", KILLER, str(finished.parent / "tiny.yaml"), *MOMENTS]
+    ran = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight(finished: Path, tmp_path_factory: pytest.TempPathFactory, m2flow: M2flow) -> Path:
+    """The run that was never stopped."""
+    recipe, folder = finished.parent / "tiny.yaml", tmp_path_factory.mktemp("straight") / "run"
+    outcome = m2flow("train", recipe, *STEPS, "--run-dir", folder)
+    assert outcome.code == 0, outcome.err
+    return folder
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def figures(run: Path) -> list[dict[str, Any]]:
+    """What the run's metrics say, less everything that time has a part in."""
+    return [
+        {
+            key: value
+            for key, value in row.items()
+            if key != "time" and not key.startswith(("seconds/", "throughput/", "eval/seconds"))
+        }
+        for row in rows(run)
+    ]
+
+
+def same_weights(run: Path, other: Path) -> None:
+    for name in ("model/model.safetensors", "trainer/state.safetensors"):
+        here = load_file(run / "checkpoints" / "latest" / name)
+        there = load_file(other / "checkpoints" / "latest" / name)
+        assert here.keys() == there.keys()
+        for key in here:
+            assert here[key].equal(there[key]), f"{name}: {key}"
+
+
+def ends_like(run: Path, straight: Path) -> None:
+    """Bit for bit the same weights and optimizer state; the same figures, each step once."""
+    same_weights(run, straight)
+    assert figures(run) == figures(straight)
+    assert [row["step"] for row in rows(run)] == [0, 1, 2, 3, 4]
+    samples = (run / "samples.jsonl").read_text()
+    assert samples == (straight / "samples.jsonl").read_text()
+    assert not list(run.rglob(".*")), "left-overs were swept up"
+
+
+def test_the_weights_move_at_each_step(straight: Path) -> None:
+    """Or the other tests would compare runs that learn nothing."""
+    assert all(row["train/grad_norm"] > 0 for row in rows(straight)[1:])
+    assert any(0 < row["reward/mean"] < 1 for row in rows(straight)[1:])
+
+
+def test_stopped_after_two_steps(tiny: Path, straight: Path, m2flow: M2flow) -> None:
+    assert m2flow("train", tiny, "steps=2", "--run-dir", "run").code == 0
+    outcome = m2flow("train", tiny, *STEPS, "--run-dir", "run", "--resume")
+    assert outcome.code == 0, outcome.err
+    assert "going on from run/checkpoints/step_000002" in outcome.out
+    ends_like(Path("run"), straight)
+
+
+@pytest.mark.parametrize("moment", MOMENTS[:-1])
+def test_killed(tiny: Path, killed: Path, straight: Path, m2flow: M2flow, moment: str) -> None:
+    shutil.copytree(killed / moment, "run", symlinks=True)
+    outcome = m2flow("train", tiny, *STEPS, "--run-dir", "run", "--resume")
+    assert outcome.code == 0, outcome.err
+    ends_like(Path("run"), straight)
+    again = ["warm-up", "half a model", "step 0", "step 1", "half a checkpoint"]
+    assert ("beginning again" in outcome.out) == (moment in again)
+    assert ("warm-up" in outcome.out) == (moment in again[:2]), "done once, if it was whole"
+
+
+def test_killed_and_killed_again(tiny: Path, killed: Path, straight: Path, m2flow: M2flow) -> None:
+    """The last step had been reported, but not saved."""
+    shutil.copytree(killed / "step 4", "run", symlinks=True)
+    with Path("run/metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rewa')  # and a line was torn
+    outcome = m2flow("train", tiny, *STEPS, "--run-dir", "run", "--resume")
+    assert outcome.code == 0, outcome.err
+    ends_like(Path("run"), straight)
+
+
+def test_the_plan_may_change(tiny: Path, run: Path, m2flow: M2flow) -> None:
+    changes = ["steps=4", "deadline_seconds=99", "evaluation.every=3", "checkpoint.keep=1"]
+    assert m2flow("train", tiny, *changes, "--run-dir", run, "--resume").code == 0
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["latest", "step_000004"]
+    assert "deadline_seconds: 99" in (run / "config.yaml").read_text()
+
+
+# What cannot be resumed
+
+
+def test_which_run(tiny: Path, refused: Refused) -> None:
+    assert "--run-dir DIR" in refused("train", tiny, "--resume")
+    assert "no such directory (got 'none')" in refused(
+        "train", tiny, "--resume", "--run-dir", "none"
+    )
+    Path("empty").mkdir()
+    line = refused("train", tiny, "--resume", "--run-dir", "empty")
+    assert "--run-dir: holds no run to resume (got 'empty')" in line
+
+
+def resume(refused: Refused, *overrides: str) -> str:
+    return refused("train", "tiny.yaml", *overrides, "--run-dir", "run", "--resume")
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("seed=3", ["seed: differs", "got 3", "expected 0"]),
+        ("optimizer.learning_rate=0.5", ["optimizer.learning_rate: differs", "0.5", "0.003"]),
+        ("data.options.min_digits=0", ["data.options: differs", "'min_digits': 1"]),
+        ("samples_per_prompt=8", ["samples_per_prompt: differs", "got 8", "expected 4"]),
+        ("warmup.steps=0", ["warmup.steps: differs"]),
+    ],
+)
+def test_what_changes_the_weights_must_stay(
+    run: Path, refused: Refused, override: str, parts: list[str]
+) -> None:
+    line = resume(refused, override, "steps=4")
+    for part in [*parts, "start a new run"]:
+        assert part in line
+
+
+def test_a_schedule_ends_where_it_began_to(tiny: Path, m2flow: M2flow, refused: Refused) -> None:
+    schedule = "optimizer.schedule=linear"
+    assert m2flow("train", tiny, schedule, "steps=2", "--run-dir", "run").code == 0
+    line = resume(refused, schedule, "steps=4")
+    assert "steps: the linear schedule" in line
+    assert "expected 2" in line
+
+
+def test_all_steps_are_done(run: Path, refused: Refused) -> None:
+    line = resume(refused)
+    assert "steps: the run has taken 3 steps already (got 3)" in line
+    assert "m2flow report run" in line
+
+
+def test_a_run_without_its_configuration(run: Path, refused: Refused) -> None:
+    (run / "config.yaml").unlink()
+    assert "config.yaml" in resume(refused, "steps=4")
+    (run / "config.yaml").write_text("steps: [")
+    assert "run/config.yaml: cannot be read as YAML" in resume(refused, "steps=4")
+
+
+# Checkpoints that are not whole
+
+
+def cut(path: Path) -> None:
+    with path.open("rb+") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "parts"),
+    [
+        (lambda at: cut(at / "model/model.safetensors"), ["model.safetensors has", "bytes"]),
+        (lambda at: cut(at / "trainer/state.safetensors"), ["state.safetensors has", "bytes"]),
+        (lambda at: flip(at / "trainer/state.safetensors"), ["state.safetensors is not what"]),
+        (lambda at: (at / "trainer/extra.json").unlink(), ["extra.json is missing"]),
+        (lambda at: (at / "MANIFEST.json").unlink(), ["MANIFEST.json is missing"]),
+        (lambda at: cut(at / "MANIFEST.json"), ["MANIFEST.json cannot be read"]),
+        (shutil.rmtree, ["MANIFEST.json is missing"]),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole(
+    run: Path, refused: Refused, break_it: Callable[[Path], None], parts: list[str]
+) -> None:
+    """The line says which file it is, and which whole checkpoint there is instead."""
+    assert sorted(p.name for p in (run / "checkpoints").glob("step_*")) == [
+        "step_000002",
+        "step_000003",
+    ]
+    break_it(run / "checkpoints" / "step_000003")
+    line = resume(refused, "steps=4")
+    for part in [*parts, "the checkpoint is not whole"]:
+        assert part in line
+    assert "resume from run/checkpoints/step_000002 instead" in line
+    assert "run/checkpoints/latest" in line
+
+
+def test_the_whole_checkpoint_that_was_named_is_resumed_from(
+    run: Path, straight: Path, m2flow: M2flow
+) -> None:
+    cut(run / "checkpoints/step_000003/model/model.safetensors")
+    latest = run / "checkpoints" / "latest"
+    latest.unlink()
+    latest.symlink_to("step_000002")
+    assert m2flow("train", "tiny.yaml", *STEPS, "--run-dir", run, "--resume").code == 0
+    same_weights(run, straight)
+
+
+def test_no_whole_checkpoint_is_left(run: Path, refused: Refused) -> None:
+    for step in ("step_000002", "step_000003"):
+        flip(run / "checkpoints" / step / "model" / "model.safetensors")
+    line = resume(refused, "steps=4")
+    assert "no whole checkpoint is left; start a new run" in line
+
+
+def test_left_over_folders_are_no_checkpoints(run: Path, straight: Path, m2flow: M2flow) -> None:
+    checkpoints = run / "checkpoints"
+    shutil.copytree(checkpoints / "step_000003", checkpoints / ".step_000004.partial")
+    shutil.copytree(checkpoints / "step_000003", checkpoints / ".step_000001.doomed.partial")
+    outcome = m2flow("train", "tiny.yaml", *STEPS, "--run-dir", run, "--resume")
+    assert "going on from run/checkpoints/step_000003" in outcome.out
+    same_weights(run, straight)
+    assert not list(checkpoints.glob(".*"))

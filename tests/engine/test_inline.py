@@ -1,0 +1,488 @@
+"""The inline driver through `launch`: results, metrics, refusals, debugging, loops, weights."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Generator, Mapping
+
+import pytest
+import torch
+
+import m2flow
+from m2flow import Batch, Flow, Stream, Worker, loop, stage
+from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
+from m2flow.errors import UserError
+from m2flow.runtime.launch import Run
+
+
+class Generator4(Worker):
+    """Makes four items of each, one at a time; notes what it was given and what it installed."""
+
+    def __init__(self) -> None:
+        self.expands, self.weight = 4, 0
+        self.given: list[tuple[int, ...]] = []
+        self.installed: list[tuple[int, int]] = []
+
+    @stage(streaming=True, expands="expands")
+    def generate(self, prompts: Batch) -> Generator[Batch, Batch | None, None]:
+        self.given.append(prompts.ids)
+        pending = prompts.repeat(self.expands)
+        while len(pending):
+            first = pending.select([0])
+            sample = torch.tensor(first.ids) % self.expands
+            fed = yield first.with_columns(y=first["x"] * 2 + self.weight + sample)
+            pending = pending.select(range(1, len(pending)))
+            if fed is not None:
+                self.given.append(fed.ids)
+                more = fed.repeat(self.expands)
+                pending = Batch.concat([pending, more]) if len(pending) else more
+
+    def install(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        self.weight = int(weights["w"])
+        self.installed.append((version, self.weight))
+
+
+class Learner(Worker):
+    def __init__(self) -> None:
+        self.w = self.sum = self.finished = 0
+
+    @stage
+    def logprobs(self, batch: Batch) -> Batch:
+        return batch.with_columns(z=batch["y"] + 1)
+
+    @stage(accumulates=True, minibatches=2)
+    def train(self, batch: Batch) -> Batch:
+        self.sum += int(batch["z"].sum())
+        return batch
+
+    @train.finish
+    def train_finish(self) -> dict[str, float]:
+        self.w, self.finished = (self.w + self.sum) % 1000, self.finished + 1
+        metrics = {"sum": float(self.sum)}
+        if self.finished % 2:
+            metrics["odd"] = float(self.finished)
+        self.sum = 0
+        return metrics
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {"w": torch.tensor(self.w)}
+
+
+@stage(unit="group")
+def centre(batch: Batch) -> Batch:
+    y = batch["y"].reshape(-1, 4)
+    return batch.with_columns(a=(4 * y - y.sum(1, keepdim=True)).flatten())
+
+
+class Training(Flow):
+    generator: Generator4
+    learner: Learner
+
+    def step(self, prompts: Stream) -> Stream:
+        samples = centre(self.generator.generate(prompts))
+        return self.learner.train(self.learner.logprobs(samples))
+
+    def evaluate(self, prompts: Stream) -> Stream:
+        return self.generator.generate(prompts)
+
+    def sync(self) -> None:
+        self.learner.publish(self.generator)
+
+
+def start(flow: Flow, items: int, **settings: object) -> Run:
+    return m2flow.launch(flow, items_per_step=items, mode="eager", lanes="cpu:1", **settings)
+
+
+def training() -> Training:
+    return Training(generator=Generator4(), learner=Learner())
+
+
+def prompts(count: int, first: int = 0) -> Batch:
+    return Batch({"x": torch.arange(first, first + count)})
+
+
+def refusal(flow: Flow, batch: Batch, **settings: object) -> str:
+    """The line with which a step is refused."""
+    with start(flow, len(batch), **settings) as run, pytest.raises(UserError) as caught:
+        run.step(batch)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_results_and_metrics_are_those_of_plain_python() -> None:
+    with start(training(), 6) as run:
+        results = list(run.steps(prompts(6, step) for step in range(4)))
+    w = 0
+    for step, result in enumerate(results):
+        y = [(step + k // 4) * 2 + w + k % 4 for k in range(24)]
+        sums = [sum(v + 1 for v in half) for half in (y[:12], y[12:])]
+        w = (w + sum(sums)) % 1000
+        assert result.step == step
+        assert result.output.ids == tuple(range(24))
+        assert result.output["y"].tolist() == y
+        assert result.output["z"].tolist() == [v + 1 for v in y]
+        assert result.output["a"].tolist() == [-6, -2, 2, 6] * 6
+        # A mean over the mini-batches that have the metric.
+        assert result.metrics == {"sum": sum(sums) / 2, "odd": 2.0 * step + 1}
+
+
+def test_weights_are_installed_after_each_step_with_its_version() -> None:
+    flow = training()
+    with start(flow, 2, first_step=5) as run:
+        assert flow.generator.place.version == 5
+        results = list(run.steps(prompts(2) for _ in range(3)))
+    assert [result.step for result in results] == [5, 6, 7]
+    assert [result.version for result in results] == [6, 7, 8]
+    assert [result.staleness for result in results] == [0, 0, 0]
+    assert [version for version, _ in flow.generator.installed] == [6, 7, 8]
+    assert flow.generator.installed[-1] == (8, flow.learner.w)
+
+
+def test_staleness_is_unknown_where_nothing_is_published() -> None:
+    with start(Doubling(), 2) as run:
+        assert run.step(prompts(2)).staleness is None
+
+
+def hand_written(flow: Flow, stages: Mapping[str, StagePlan]) -> Plan:
+    placements = {worker: Placement(((0,),)) for worker in flow.trace().workers}
+    return Plan("eager", (LaneSpec(0),), placements, stages)
+
+
+def test_a_streaming_stage_is_fed_in_pieces() -> None:
+    flow = training()
+    plan = hand_written(flow, {"generator.generate": StagePlan(max_running=2)})
+    with start(flow, 6, plan=plan) as run:
+        result = run.step(prompts(6))
+    with start(training(), 6) as run:
+        expected = run.step(prompts(6))
+    assert result.output.ids == expected.output.ids
+    assert result.output["z"].tolist() == expected.output["z"].tolist()
+    assert sorted(item for piece in flow.generator.given for item in piece) == list(range(6))
+    assert len(flow.generator.given) > 1
+    assert all(len(piece) <= 2 for piece in flow.generator.given)
+
+
+def test_whole_windows_are_one_call() -> None:
+    flow = training()
+    with start(flow, 6) as run:
+        run.step(prompts(6))
+    assert flow.generator.given == [tuple(range(6))]
+
+
+# --- stages that break their promise --------------------------------------------------------------
+
+
+class Doubling(Flow):
+    def step(self, items: Stream) -> Stream:
+        return double(items)
+
+
+@stage
+def double(batch: Batch) -> Batch:
+    return batch.with_columns(y=batch["x"] * 2)
+
+
+class Careless(Worker):
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    @stage
+    def score(self, batch: Batch) -> object:
+        match self.fault:
+            case "count":
+                return batch.select(range(len(batch) - 1))
+            case "column":
+                return batch.with_columns(reward=[0.0] * (len(batch) + 1))
+            case "scalar":
+                return batch.with_columns(reward=1.0)
+            case "type":
+                return {"reward": [0.0] * len(batch)}
+            case "nothing":
+                return None
+            case "ids":
+                return Batch(batch.columns, [item + 100 for item in batch.ids])
+        raise AssertionError(self.fault)
+
+
+class CarelessFlow(Flow):
+    careless: Careless
+
+    def step(self, items: Stream) -> Stream:
+        return self.careless.score(items)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("count", ["careless.score: returned the wrong number of items", "got 2", "expected 3"]),
+        ("type", ["careless.score: must return a Batch", "dict", "with_columns"]),
+        ("nothing", ["careless.score: must return a Batch", "NoneType"]),
+        ("ids", ["careless.score: returned items it was not given", "[100, 101, 102]"]),
+        ("column", ["reward: column has the wrong length", "got 4", "expected 3"]),
+        ("scalar", ["reward: is not a column", "float"]),
+    ],
+)
+def test_a_stage_that_breaks_its_promise_is_named(fault: str, words: list[str]) -> None:
+    line = refusal(CarelessFlow(careless=Careless(fault)), prompts(3))
+    for word in words:
+        assert word in line
+
+
+def test_a_column_of_the_wrong_length_shows_the_line_of_the_stage() -> None:
+    flow = CarelessFlow(careless=Careless("column"))
+    with start(flow, 3) as run, pytest.raises(UserError, match="reward") as caught:
+        run.step(prompts(3))
+    assert "score" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+
+class CarelessStream(Worker):
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    @stage(streaming=True)
+    def roll(self, batch: Batch) -> Generator[object, Batch | None, None]:
+        yield batch.select([0])
+        match self.fault:
+            case "early":
+                return
+            case "twice":
+                yield batch.select([0])
+            case "foreign":
+                yield Batch({"x": [1]}, [77])
+            case "type":
+                yield 3
+
+
+class CarelessStreamFlow(Flow):
+    careless: CarelessStream
+
+    def step(self, items: Stream) -> Stream:
+        return self.careless.roll(items)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("early", ["careless.roll: ended with 2 items not handed on", "[1, 2]"]),
+        ("twice", ["careless.roll: handed on items", "[0]"]),
+        ("foreign", ["careless.roll: handed on items it was not given", "[77]"]),
+        ("type", ["careless.roll: must yield Batches", "int"]),
+    ],
+)
+def test_a_stream_that_breaks_its_promise_is_named(fault: str, words: list[str]) -> None:
+    line = refusal(CarelessStreamFlow(careless=CarelessStream(fault)), prompts(3))
+    for word in words:
+        assert word in line
+
+
+class NoGenerator(Worker):
+    @stage(streaming=True)
+    def roll(self, batch: Batch) -> Batch:
+        return batch
+
+
+class NoGeneratorFlow(Flow):
+    worker: NoGenerator
+
+    def step(self, items: Stream) -> Stream:
+        return self.worker.roll(items)
+
+
+def test_a_streaming_stage_that_is_no_generator_is_named() -> None:
+    line = refusal(NoGeneratorFlow(worker=NoGenerator()), prompts(2))
+    assert "worker.roll: streams, so it must be a generator function" in line
+
+
+class BrokenError(Exception):
+    """An exception of the user's own, with arguments that are not a message."""
+
+    def __init__(self, item: int, reason: str) -> None:
+        super().__init__(f"{reason} at {item}")
+        self.item = item
+
+
+class Broken(Worker):
+    @stage
+    def score(self, batch: Batch) -> Batch:
+        return self.look(batch)
+
+    def look(self, batch: Batch) -> Batch:
+        raise BrokenError(int(batch["x"][0]), "a bad item")
+
+
+class BrokenFlow(Flow):
+    broken: Broken
+
+    def step(self, items: Stream) -> Stream:
+        return self.broken.score(items)
+
+
+def test_an_exception_of_a_worker_comes_up_as_it_was_raised() -> None:
+    flow = BrokenFlow(broken=Broken())
+    with start(flow, 2) as run, pytest.raises(BrokenError, match="a bad item at 7") as caught:
+        run.step(prompts(2, 7))
+    assert caught.value.item == 7
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert [frame.name for frame in frames][-2:] == ["score", "look"]
+    assert frames[-1].filename == __file__
+
+
+# --- loops ----------------------------------------------------------------------------------------
+
+
+class Collatz(Worker):
+    @stage
+    def halve(self, batch: Batch) -> Batch:
+        x = batch["x"]
+        turns = batch["turns"] if "turns" in batch else torch.zeros_like(x)
+        return batch.with_columns(x=torch.where(x % 2 == 0, x // 2, 3 * x + 1), turns=turns + 1)
+
+    @stage
+    def judge(self, batch: Batch) -> Batch:
+        return batch.with_columns(done=batch["x"] == 1)
+
+
+class CollatzFlow(Flow):
+    worker: Collatz
+    max_turns: int | None = None
+
+    def step(self, items: Stream) -> Stream:
+        return loop(self.worker.halve, self.worker.judge, until="done", max_turns=self.max_turns)(
+            items
+        )
+
+
+def collatz(x: int, max_turns: int | None) -> tuple[int, int]:
+    """Where a number is, and after how many turns, when it reaches 1 or has had enough."""
+    turns = 0
+    while True:
+        x, turns = x // 2 if x % 2 == 0 else 3 * x + 1, turns + 1
+        if x == 1 or turns == max_turns:
+            return x, turns
+
+
+@pytest.mark.parametrize("max_turns", [None, 1, 10])
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+def test_a_loop_is_the_same_as_in_plain_python(max_turns: int | None, chunk: int | None) -> None:
+    flow = CollatzFlow(worker=Collatz(), max_turns=max_turns)
+    names = ("worker.halve", "worker.judge")
+    plan = hand_written(flow, dict.fromkeys(names, StagePlan(chunk=chunk)))
+    with start(flow, 20, plan=plan) as run:
+        output = run.step(prompts(20, 1)).output
+    assert output.ids == tuple(range(20))
+    found = list(zip(output["x"].tolist(), output["turns"].tolist(), strict=True))
+    assert found == [collatz(x, max_turns) for x in range(1, 21)]
+
+
+# --- beside the steps -----------------------------------------------------------------------------
+
+
+def test_a_second_method_runs_between_steps_on_the_same_workers() -> None:
+    flow = training()
+    with start(flow, 2, also={"evaluate": 3}) as run:
+        evaluated = run.run_method("evaluate", prompts(3))
+        assert evaluated.output["y"].tolist() == [2 * (k // 4) + k % 4 for k in range(12)]
+        run.step(prompts(2))
+        w = flow.learner.w
+        assert w > 0
+        evaluated = run.run_method("evaluate", prompts(3))
+        assert evaluated.output["y"].tolist() == [w + 2 * (k // 4) + k % 4 for k in range(12)]
+        assert run.step(prompts(2)).step == 1  # evaluations do not count as steps
+
+
+def test_breakpoint_stops_in_the_stage_in_this_process_and_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[str, int, int, int]] = []
+
+    def hook() -> None:
+        frame = sys._getframe(1)
+        here = (os.getpid(), threading.get_ident())
+        seen.append((frame.f_code.co_name, len(frame.f_locals["batch"]), *here))
+
+    monkeypatch.setattr(sys, "breakpointhook", hook)
+    with start(StoppingFlow(), 3) as run:
+        run.step(prompts(3))
+    assert seen == [("stop", 3, os.getpid(), threading.get_ident())]
+
+
+@stage
+def stop(batch: Batch) -> Batch:
+    breakpoint()  # noqa: T100 - what is tested
+    return batch
+
+
+class StoppingFlow(Flow):
+    def step(self, items: Stream) -> Stream:
+        return stop(items)
+
+
+def test_workers_are_the_users_own_objects_and_are_closed() -> None:
+    class Closing(Worker):
+        closed = False
+
+        @stage
+        def score(self, batch: Batch) -> Batch:
+            return batch
+
+        def close(self) -> None:
+            self.closed = True
+
+        def add(self, a: int, b: int) -> int:
+            return a + b
+
+    class ClosingFlow(Flow):
+        closing: Closing
+
+        def step(self, items: Stream) -> Stream:
+            return self.closing.score(items)
+
+    flow = ClosingFlow(closing=Closing())
+    with start(flow, 1) as run:
+        assert run.worker_call("closing", "add", 2, 3) == 5
+        assert run.worker_call_everywhere("closing", "add", 2, 3) == [5]
+        assert not flow.closing.closed
+    assert flow.closing.closed
+
+
+# --- steps that are refused -----------------------------------------------------------------------
+
+
+def test_a_step_of_another_number_of_items_is_refused() -> None:
+    with start(Doubling(), 4) as run:
+        with pytest.raises(UserError, match=r"items_per_step: .*\(got 3\); expected 4"):
+            run.step(prompts(3))
+        assert run.step(prompts(4)).output["y"].tolist() == [0, 2, 4, 6]
+
+
+def test_an_empty_step_is_refused() -> None:
+    with start(Doubling(), 0) as run, pytest.raises(UserError, match="at least one item"):
+        run.step(prompts(0))
+    with start(training(), 2, also={"evaluate": 2}) as run:
+        with pytest.raises(UserError, match="at least one item"):
+            run.run_method("evaluate", prompts(0))
+        assert run.step(prompts(2)).step == 0  # the run can go on
+
+
+class ThirdsFlow(Flow):
+    thirds: Thirds
+
+    def step(self, items: Stream) -> Stream:
+        return self.thirds.fold(items)
+
+
+class Thirds(Worker):
+    @stage(accumulates=True, minibatches=3)
+    def fold(self, batch: Batch) -> None:
+        return None
+
+
+def test_minibatches_of_different_sizes_are_refused_by_name() -> None:
+    flow = ThirdsFlow(thirds=Thirds())
+    with pytest.raises(UserError, match=r"thirds\.fold: cannot cut 4 items .*mini-batches"):
+        start(flow, 4)
+    with start(flow, 6) as run:
+        assert len(run.step(prompts(6)).output) == 6

@@ -1,0 +1,213 @@
+"""`Batch` and `Ragged` against a list of rows, handled one by one."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2flow.errors import UserError
+from m2flow.flow import Batch, Ragged
+
+KINDS = ("list", "torch", "numpy", "matrix", "ragged", "ragged numpy", "range", "tuple")
+Row = dict[str, Any]
+
+
+def column(kind: str, values: list[int]) -> Any:
+    """A column of this kind whose row k is made of `values[k]`."""
+    match kind:
+        case "list":
+            return [f"row {value}" for value in values]
+        case "torch":
+            return torch.tensor(values)
+        case "numpy":
+            return np.array(values)
+        case "matrix":
+            return torch.tensor(values, dtype=torch.float32)[:, None] * torch.tensor([1.0, 0.5])
+        case "ragged":
+            return Ragged.from_rows([torch.arange(v % 4) + v for v in values])
+        case "ragged numpy":
+            return Ragged.from_rows([np.arange(v % 3) * v for v in values])
+        case "range":
+            return range(len(values))
+        case _:
+            return tuple(values)
+
+
+def plain(value: Any) -> Any:
+    """A row's value as something that can be compared."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def rows_of(batch: Batch) -> list[Row]:
+    """What a batch holds, item by item."""
+    rows = []
+    for k, item in enumerate(batch.ids):
+        row = {name: plain(value) for name, value in batch.row(k).items()}
+        rows.append({"id": item, **row})
+    return rows
+
+
+def kinds_of(batch: Batch) -> dict[str, type]:
+    return {name: type(col) for name, col in batch.columns.items()}
+
+
+@st.composite
+def batches(draw: Any, min_size: int = 1) -> Batch:
+    values = draw(st.lists(st.integers(0, 30), min_size=min_size, max_size=6))
+    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4, unique=True))
+    ids = draw(st.permutations(range(2 * len(values))))[: len(values)]
+    return Batch({kind: column(kind, values) for kind in kinds}, ids)
+
+
+fast = settings(deadline=None, max_examples=150)
+
+
+@given(batches(), st.data())
+@fast
+def test_select(batch: Batch, data: Any) -> None:
+    rows = data.draw(st.lists(st.integers(0, len(batch) - 1), max_size=8))
+    picked = batch.select(rows)
+    assert rows_of(picked) == [rows_of(batch)[row] for row in rows]
+    assert len(picked) == len(rows)
+
+
+@given(batches(), st.data())
+@fast
+def test_take(batch: Batch, data: Any) -> None:
+    ids = data.draw(st.lists(st.sampled_from(batch.ids), unique=True))
+    by_id = {row["id"]: row for row in rows_of(batch)}
+    assert rows_of(batch.take(ids)) == [by_id[item] for item in ids]
+
+
+@given(batches(), st.integers(1, 4))
+@fast
+def test_repeat(batch: Batch, n: int) -> None:
+    wanted = [{**row, "id": row["id"] * n + k} for row in rows_of(batch) for k in range(n)]
+    assert rows_of(batch.repeat(n)) == wanted
+
+
+@given(batches(), st.data())
+@fast
+def test_concat_of_pieces_gives_the_whole_back(batch: Batch, data: Any) -> None:
+    cuts = data.draw(st.lists(st.integers(0, len(batch)), max_size=3).map(sorted))
+    bounds = [0, *cuts, len(batch)]
+    pieces = [batch.select(range(start, end)) for start, end in itertools.pairwise(bounds)]
+    whole = Batch.concat(pieces)
+    assert rows_of(whole) == rows_of(batch)
+    for name, kind in kinds_of(whole).items():
+        assert kind is kinds_of(batch)[name] or kind is list
+
+
+@given(batches())
+@fast
+def test_with_without_and_only(batch: Batch) -> None:
+    names = list(batch.columns)
+    more = batch.with_columns(new=list(range(len(batch))), **{names[0]: [None] * len(batch)})
+    assert list(more.columns) == [*names, "new"]
+    assert more.columns[names[-1]] is batch.columns[names[-1]] or len(names) == 1
+    assert more[names[0]] == [None] * len(batch)
+    assert list(more.without("new", "not there").columns) == names
+    assert list(more.only("new").columns) == ["new"]
+    assert more.ids == batch.ids
+    assert "new" in more
+    assert "new" not in batch  # a Batch is immutable
+
+
+@given(batches())
+@fast
+def test_nbytes(batch: Batch) -> None:
+    assert batch.nbytes > 0 or any("ragged" in name for name in batch.columns)
+    assert batch.nbytes == sum(batch.only(name).nbytes for name in batch.columns)
+
+
+def test_nbytes_of_tensors_is_exact() -> None:
+    batch = Batch({"t": torch.zeros(3, 2), "r": Ragged(np.zeros(5, dtype=np.int16), [1, 0, 4])})
+    assert batch.nbytes == 24 + 10
+    assert Batch({"rows": [torch.zeros(4), torch.zeros(2)]}).nbytes == 24
+
+
+def test_nothing_is_copied_that_need_not_be() -> None:
+    batch = Batch({"x": torch.arange(3)})
+    assert batch.select([0, 1, 2]) is batch
+    assert Batch.concat([batch]) is batch
+    assert batch.with_columns(y=[1, 2, 3])["x"] is batch["x"]
+
+
+def test_empty_batches() -> None:
+    empty = Batch({"x": torch.zeros(0), "r": Ragged(torch.zeros(0), []), "l": []})
+    assert len(empty) == len(empty.repeat(3)) == len(empty.select([])) == 0
+    assert len(Batch({})) == 0
+    full = Batch({"x": torch.ones(2), "r": Ragged(torch.ones(3), [1, 2]), "l": [1, 2]})
+    assert len(full.select([])) == 0
+    assert rows_of(Batch.concat([full.select([]), full, full.select([])])) == rows_of(full)
+
+
+def test_a_column_of_the_wrong_length_is_named() -> None:
+    with pytest.raises(
+        UserError, match=r"^reward: column has the wrong length \(got 2\); expected 3"
+    ):
+        Batch({"x": [1, 2, 3], "reward": torch.zeros(2)})
+    batch = Batch({"x": [1, 2, 3]}, ids=[4, 5, 6])
+    for wrong in ([1], Ragged(torch.zeros(4), [4]), np.zeros(4)):
+        with pytest.raises(UserError, match=r"^reward: "):
+            batch.with_columns(reward=wrong)
+
+
+@pytest.mark.parametrize("wrong", [1.0, None, "abc", b"abc", {"a": 1, "b": 2, "c": 3}])
+def test_what_is_no_column_is_named(wrong: object) -> None:
+    batch = Batch({"x": [1, 2, 3]})
+    with pytest.raises(UserError, match=r"^reward: is not a column"):
+        batch.with_columns(reward=wrong)
+    with pytest.raises(UserError, match=r"^reward: is not a column"):
+        Batch({"reward": wrong})
+    with pytest.raises(UserError, match=r"^reward: is not a column"):
+        batch.with_columns(reward=torch.tensor(1.0))
+
+
+def test_a_column_that_is_not_there() -> None:
+    with pytest.raises(UserError, match=r"rewards: no such column; did you mean 'reward'"):
+        Batch({"reward": [1], "text": ["a"]})["rewards"]
+    with pytest.raises(UserError, match=r"^z: no such column"):
+        Batch({"reward": [1]}).only("z")
+
+
+def test_batches_with_different_columns_do_not_join() -> None:
+    one, two = Batch({"x": [1], "y": [1]}), Batch({"x": [1], "z": [1]})
+    with pytest.raises(UserError, match=r"different columns \(got \['y', 'z'\]\)"):
+        Batch.concat([one, two])
+
+
+# --- Ragged -----------------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=6), st.data())
+@fast
+def test_ragged_against_lists(rows: list[list[int]], data: Any) -> None:
+    for make in (torch.tensor, np.array):
+        ragged = Ragged.from_rows([make(row or [0])[: len(row)] for row in rows])
+        assert [row.tolist() for row in ragged] == rows
+        assert [row.tolist() for row in ragged.rows()] == rows
+        assert len(ragged) == len(rows)
+        assert ragged.lengths == tuple(len(row) for row in rows)
+        assert ragged[len(rows) - 1].tolist() == rows[-1]
+        picks = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=6))
+        assert [row.tolist() for row in ragged.select(picks)] == [rows[k] for k in picks]
+
+
+def test_ragged_lengths_must_add_up() -> None:
+    with pytest.raises(UserError, match=r"lengths must add up .*\(got \(3, 4\)\)"):
+        Ragged(torch.zeros(4), [1, 2])
+
+
+def test_ragged_rows_of_matrices() -> None:
+    ragged = Ragged.from_rows([torch.ones(2, 3), torch.zeros(1, 3)])
+    assert [tuple(row.shape) for row in ragged.select([1, 0, 1])] == [(1, 3), (2, 3), (1, 3)]
+    assert ragged.nbytes == 36
+    assert repr(ragged) == "Ragged(rows=2, values=3)"
+    assert repr(Batch({"r": ragged})) == "Batch(2 items: r)"

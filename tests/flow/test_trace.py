@@ -1,0 +1,461 @@
+"""Tracing: a step becomes a graph once, and what makes no sense is refused with name and reason."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from m2flow.errors import FlowError, UserError
+from m2flow.flow import Batch, Flow, Stream, Worker, loop, stage
+
+
+class Model(Worker):
+    n = 4
+    half = 0.5
+
+    @stage
+    def score(self, b: Batch) -> Batch:
+        return b
+
+    @stage
+    def merge(self, a: Batch, b: Batch) -> Batch:
+        return a
+
+    @stage(expands="n")
+    def sample(self, b: Batch) -> Batch:
+        return b.repeat(self.n)
+
+    @stage(expands="half")
+    def sample_half(self, b: Batch) -> Batch:
+        return b
+
+    @stage(expands=2)
+    def twice(self, b: Batch) -> Batch:
+        return b.repeat(2)
+
+    @stage(sticky=True)
+    def act(self, b: Batch) -> Batch:
+        return b
+
+    @stage(accumulates=True)
+    def train(self, b: Batch) -> Batch:
+        return b
+
+    @stage(accumulates=True, minibatches="k")
+    def train_in_parts(self, b: Batch, *, k: int = 1) -> Batch:
+        return b
+
+
+@stage
+def clean(b: Batch) -> Batch:
+    return b
+
+
+@stage(unit="group")
+def normalise(b: Batch) -> Batch:
+    return b
+
+
+@stage(sticky=True)
+def stuck(b: Batch) -> Batch:
+    return b
+
+
+@stage(accumulates=True)
+def log(b: Batch) -> Batch:
+    return b
+
+
+class Base(Flow):
+    model: Model
+    other: Model
+
+
+def traced(step: Callable[[Any, Stream], Any], sync: Callable[[Any], None] | None = None) -> Any:
+    """The graph of a flow with these methods and two workers."""
+    body = {"step": step, "sync": sync or (lambda self: None)}
+    return type("Toy", (Base,), body)(model=Model(), other=Model()).trace()
+
+
+def refused(step: Callable[[Any, Stream], Any], sync: Callable[[Any], None] | None = None) -> str:
+    """The message with which tracing this step fails."""
+    with pytest.raises(FlowError) as caught:
+        traced(step, sync)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- refusals: the message names the stage and the reason -------------------------------------
+
+
+def test_a_stream_passed_twice_to_one_call() -> None:
+    message = refused(lambda self, x: self.model.merge(x, x))
+    assert message.startswith("model.merge: takes the same stream twice")
+
+
+def test_a_sticky_stream_that_two_stages_read() -> None:
+    def step(self: Any, x: Stream) -> Stream:
+        x = self.model.act(x)
+        return self.model.merge(self.model.score(x), self.other.score(x))
+
+    message = refused(step)
+    assert message.startswith("model.act: ")
+    assert "model.score and other.score" in message
+
+
+def test_a_sticky_stream_may_be_read_once() -> None:
+    assert traced(lambda self, x: self.model.score(self.model.act(x))).node("model.act").sticky
+
+
+def test_a_stage_whose_result_nobody_uses() -> None:
+    def step(self: Any, x: Stream) -> Stream:
+        self.other.score(x)
+        return self.model.score(x)
+
+    assert refused(step).startswith("other.score: its result reaches neither the output")
+
+
+def test_a_stage_that_only_leads_to_a_dead_one() -> None:
+    def step(self: Any, x: Stream) -> Stream:
+        self.other.score(clean(x))
+        return self.model.score(x)
+
+    assert refused(step).startswith("clean: its result reaches neither the output")
+
+
+def test_a_stage_that_leads_to_accumulated_state_is_alive() -> None:
+    def step(self: Any, x: Stream) -> Stream:
+        self.model.train(clean(x))
+        return self.other.score(x)
+
+    assert len(traced(step).nodes) == 3
+
+
+def test_groups_that_no_stage_has_made() -> None:
+    message = refused(lambda self, x: normalise(x))
+    assert message.startswith("normalise: works on groups, but no stage upstream expands")
+    assert "expands=n" in message
+
+
+def test_a_sticky_function_has_no_state() -> None:
+    assert refused(lambda self, x: stuck(x)).startswith("stuck: is sticky but has no state")
+
+
+def test_a_join_of_streams_that_count_different_items() -> None:
+    message = refused(lambda self, x: self.other.merge(x, self.model.sample(x)))
+    assert message.startswith("other.merge: its inputs count different items ([1, 4]")
+
+
+def test_a_join_of_streams_expanded_in_another_order() -> None:
+    """Both have eight items for each source item, but item 5 of one is not item 5 of the other."""
+
+    def step(self: Any, x: Stream) -> Stream:
+        a = self.model.sample(self.model.twice(x))
+        b = self.other.twice(self.other.sample(x))
+        return self.model.merge(a, b)
+
+    assert "([8, 8] for each item of the step)" in refused(step)
+
+
+def test_the_same_state_folded_into_twice() -> None:
+    message = refused(lambda self, x: self.model.train(self.model.train(x)))
+    assert message.startswith("model.train#2: folds into the same state as model.train within")
+
+
+def test_two_workers_of_one_class_fold_into_states_of_their_own() -> None:
+    assert len(traced(lambda self, x: self.model.train(self.other.train(x))).nodes) == 2
+
+
+def test_a_loop_without_an_exit() -> None:
+    message = refused(lambda self, x: loop(self.model.score, until="")(x))
+    assert message == "loop: a loop without an exit never ends; give `until` or `max_turns`"
+
+
+def test_a_loop_without_stages_or_turns() -> None:
+    assert refused(lambda self, x: loop()(x)) == "loop: a loop needs at least one stage"
+    assert "max_turns must be at least 1" in refused(lambda s, x: loop(s.model.act, max_turns=0)(x))
+
+
+@pytest.mark.parametrize("member", ["sample", "train"])
+def test_what_cannot_stand_in_a_loop(member: str) -> None:
+    message = refused(lambda self, x: loop(getattr(self.model, member))(x))
+    assert message.startswith(f"{member}: only plain stages on single items")
+
+
+def test_a_loop_of_something_that_is_no_stage() -> None:
+    message = refused(lambda self, x: loop(len)(x))
+    assert "is not a stage" in message
+    assert "@stage" in message
+
+
+def test_a_loop_takes_one_stream() -> None:
+    assert "takes one Stream" in refused(lambda self, x: loop(self.model.score)(3))
+
+
+def test_the_inside_of_a_loop_cannot_be_read_from_outside() -> None:
+    inner: list[Stream] = []
+
+    def step(self: Any, x: Stream) -> Stream:
+        x = loop(self.model.act, self.model.score)(x)
+        inner.append(Stream(x.trace, 0))  # what model.act makes
+        return self.other.score(inner[0])
+
+    assert refused(step).startswith("model.act: stands inside a loop, so other.score cannot")
+
+
+def test_a_worker_that_the_flow_does_not_declare() -> None:
+    stranger = Model()
+    message = refused(lambda self, x: stranger.score(x))
+    assert message.startswith("Model: is used in the flow but is not one of its workers")
+    assert "attribute of Toy" in message
+    assert "is not one of its workers" in refused(lambda self, x: loop(stranger.score)(x))
+
+
+def test_weights_published_to_a_stranger_or_to_oneself() -> None:
+    def step(self: Any, x: Stream) -> Stream:
+        return self.model.score(x)
+
+    message = refused(step, lambda self: self.model.publish(Model()))
+    assert "is not one of its workers" in message
+    message = refused(step, lambda self: self.model.publish(self.model))
+    assert message == "model: publishes its weights to itself"
+
+
+def test_publish_belongs_into_sync() -> None:
+    with pytest.raises(FlowError, match=r"Model: publish is a declaration and belongs into Flow\."):
+        Model().publish(Model())
+
+    def step(self: Any, x: Stream) -> Stream:
+        self.model.publish(self.other)
+        return self.model.score(x)
+
+    assert refused(step).startswith("Model: publish is a declaration and belongs into Flow.sync")
+
+
+def test_a_stream_from_outside_the_step() -> None:
+    kept: list[Stream] = []
+
+    def step(self: Any, x: Stream) -> Stream:
+        kept.append(x)
+        return self.model.score(kept[0])
+
+    traced(step)
+    for use in (step, lambda self, x: loop(self.model.score)(kept[0])):
+        assert "was given a Stream that was made outside this step" in refused(use)
+    with pytest.raises(FlowError, match="score: was given a Stream that was made outside"):
+        Model().score(kept[0])
+
+
+def test_a_stream_returned_from_another_flow() -> None:
+    kept: list[Stream] = []
+
+    def step(self: Any, x: Stream) -> Stream:
+        kept.append(self.model.score(x))
+        return kept[0]
+
+    traced(step)
+    assert refused(step).startswith("step: returned a Stream of another flow")
+
+
+@pytest.mark.parametrize("result", [None, 3, Batch({"x": [1]})])
+def test_a_step_that_returns_no_stream(result: object) -> None:
+    message = refused(lambda self, x: result)
+    assert message.startswith("Toy.step: must return a Stream")
+    assert type(result).__name__ in message
+
+
+def test_a_step_without_stages() -> None:
+    assert refused(lambda self, x: x) == "Toy.step: calls no stage on its items"
+
+
+def test_constants_go_by_keyword_and_streams_by_position() -> None:
+    message = refused(lambda self, x: self.model.merge(x, 3))
+    assert message.startswith("model.merge: takes Streams as positional arguments and constants")
+    message = refused(lambda self, x: self.model.merge(x, b=x))
+    assert message == "model.merge: keyword 'b' is a Stream; pass it by position"
+
+
+def test_a_stream_given_by_keyword_alone_is_not_passed_through() -> None:
+    """A stage that returns its argument would have been left out of the graph without a word."""
+    message = refused(lambda self, x: self.model.score(b=x))
+    assert message == "model.score: keyword 'b' is a Stream; pass it by position"
+    assert (
+        refused(lambda self, x: clean(b=x)) == "clean: keyword 'b' is a Stream; pass it by position"
+    )
+
+
+LOOKS = {
+    "bool": bool,
+    "not": lambda x: not x,
+    "len": len,
+    "iter": iter,
+    "list": list,
+    "getitem": lambda x: x["reward"],
+    "contains": lambda x: 3 in x,
+    "less": lambda x: x < 3,
+    "greater or equal": lambda x: x >= 3,
+    "equal": lambda x: x == 3,
+    "unequal": lambda x: x != 3,
+    "attribute": lambda x: x.reward,
+    "method": lambda x: x.mean(),
+    "int": int,
+    "float": float,
+    "index": lambda x: [1, 2][x],
+    "add": lambda x: x + 1,
+    "add from the left": lambda x: 1 + x,
+    "divide": lambda x: x / 2,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_the_content_of_a_stream_is_not_known(look: Callable[[Any], Any]) -> None:
+    def step(self: Any, x: Stream) -> Stream:
+        made = self.model.score(x)
+        look(made)
+        return made
+
+    message = refused(step)
+    assert message.startswith("model.score: the content of a Stream is not known while")
+    assert "put what depends on the items into a stage" in message
+
+    def on_the_input(self: Any, x: Stream) -> Stream:
+        look(x)
+        return self.model.score(x)
+
+    assert refused(on_the_input).startswith("the input of Toy.step: the content of a Stream")
+
+
+def test_a_stream_can_be_shown_hashed_and_copied() -> None:
+    def step(self: Any, x: Stream) -> Stream:
+        made = self.model.score(x)
+        assert repr(made) == "<Stream model.score>"
+        assert len({x, made, made}) == 2
+        assert made in {made}
+        copy.copy(made)
+        return made
+
+    traced(step)
+
+
+# --- what is allowed --------------------------------------------------------------------------
+
+
+def test_control_flow_that_does_not_look_at_the_items() -> None:
+    class Toy(Base):
+        rounds: int = 2
+        reference: bool = False
+
+        def step(self, x: Stream) -> Stream:
+            for _ in range(self.rounds):
+                x = self.model.score(x)
+            if self.reference:
+                x = self.other.score(x)
+            streams = {"x": x}
+            return self.model.train(streams["x"])
+
+    def names(**settings: Any) -> list[str]:
+        return [n.name for n in Toy(model=Model(), other=Model(), **settings).trace().nodes]
+
+    assert names() == ["model.score", "model.score#2", "model.train"]
+    assert names(rounds=1, reference=True) == ["model.score", "other.score", "model.train"]
+
+
+def test_tracing_starts_nothing_and_can_be_repeated() -> None:
+    class Loud(Model):
+        def load(self, place: Any) -> None:
+            raise AssertionError("tracing must not load")
+
+    class Toy(Base):
+        def step(self, x: Stream) -> Stream:
+            return self.model.train_in_parts(self.model.sample(x), k=2)
+
+        def sync(self) -> None:
+            self.model.publish(self.other)
+            self.model.publish(self.other)
+
+        def evaluate(self, x: Stream) -> Stream:
+            return self.model.score(x)
+
+    flow = Toy(model=Loud(), other=Loud())
+    assert flow.trace() == flow.trace()
+    assert len(flow.trace().weight_edges) == 1
+    assert flow.trace("evaluate").name == "Toy.evaluate"
+    assert flow.trace("evaluate").weight_edges == ()
+
+
+def test_a_stage_called_with_a_batch_runs() -> None:
+    batch = Batch({"x": [1, 2]})
+    assert Model().sample(batch)["x"] == [1] * 4 + [2] * 4
+    assert clean(batch) is batch
+
+
+def test_expansion_comes_from_number_keyword_or_attribute() -> None:
+    def step(self: Any, x: Stream) -> Stream:
+        return self.model.twice(self.model.sample(self.other.sample(x), n=3))
+
+    assert [node.expands for node in traced(step).nodes] == [4, 3, 2]
+    message = refused(lambda self, x: self.model.sample(x, n=0))
+    assert message.startswith("sample: expands='n' must be a whole number of at least 1 (got 0)")
+    assert "(got 0.5)" in refused(lambda self, x: self.model.sample_half(x))
+    assert "(got True)" in refused(lambda self, x: self.model.sample(x, n=True))
+    message = refused(lambda self, x: self.model.train_in_parts(x))
+    assert message.startswith("train_in_parts: minibatches='k' must be a whole number")
+
+
+# --- the constructor --------------------------------------------------------------------------
+
+
+def test_undeclared_missing_and_wrong_attributes() -> None:
+    with pytest.raises(FlowError, match=r"Base\.modle: is not declared.*did you mean 'model'\?"):
+        Base(modle=Model(), other=Model())
+    with pytest.raises(FlowError, match=r"Base\.other: is missing"):
+        Base(model=Model())
+    with pytest.raises(FlowError, match=r"Base\.other: is of the wrong type .*'int'.*Model"):
+        Base(model=Model(), other=3)
+
+
+def test_defaults_and_inherited_attributes() -> None:
+    class Toy(Base):
+        rate: float = 0.1
+
+    assert Toy(model=Model(), other=Model()).rate == 0.1
+    assert Toy(model=Model(), other=Model(), rate=1).rate == 1
+    assert set(Toy(model=Model(), other=Model()).workers) == {"model", "other"}
+
+
+def test_a_flow_error_is_a_user_error() -> None:
+    assert issubclass(FlowError, UserError)
+    assert issubclass(FlowError, ValueError)
+
+
+# --- declarations -----------------------------------------------------------------------------
+
+
+def nothing(b: Batch) -> Batch:
+    return b
+
+
+@pytest.mark.parametrize(
+    ("declaration", "reason"),
+    [
+        ({"unit": "batch"}, "unit 'batch' is not one of item, group, step"),
+        ({"streaming": True, "unit": "group"}, "a streaming stage works on single items"),
+        ({"streaming": True, "accumulates": True}, "a stage cannot both stream its items on and"),
+        ({"accumulates": True, "expands": 2}, "a stage that accumulates cannot expand"),
+        ({"minibatches": 2}, "minibatches is declared, but the stage does not accumulate"),
+        ({"sticky": True, "unit": "group"}, "a sticky stage works on single items"),
+        ({"sticky": True, "unit": "step"}, "a sticky stage works on single items"),
+    ],
+)
+def test_declarations_that_contradict_each_other(declaration: dict[str, Any], reason: str) -> None:
+    with pytest.raises(FlowError) as caught:
+        stage(**declaration)(nothing)
+    assert str(caught.value).startswith(f"nothing: {reason}")
+
+
+def test_finish_needs_a_stage_that_accumulates() -> None:
+    with pytest.raises(FlowError, match="clean: has a finish but does not accumulate"):
+        clean.finish(dict)

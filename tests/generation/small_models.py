@@ -1,0 +1,93 @@
+"""Small random models of every supported architecture, and what transformers says of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from m2flow.generation.protocol import Completion, GenerationEngine, Request
+
+VOCAB_SIZE = 23
+CONTEXT = 48
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 12,
+}
+CONFIGS: dict[str, Any] = {
+    "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True),
+    "qwen2-untied-one-kv-head": lambda: Qwen2Config(
+        **{**_SIZES, "num_key_value_heads": 1}, tie_word_embeddings=False
+    ),
+    "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
+    "llama-biases-scaled-rope": lambda: LlamaConfig(
+        **{**_SIZES, "num_key_value_heads": 4},
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=_LLAMA3_ROPE,
+    ),
+    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=12, tie_word_embeddings=True),
+}
+_CLASSES = {"qwen2": Qwen2ForCausalLM, "llama": LlamaForCausalLM, "qwen3": Qwen3ForCausalLM}
+
+
+def small_model(name: str = "qwen2", seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
+    """Every parameter is random, norms and biases too, which a fresh model leaves at 1 and 0."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = CONFIGS[name]()
+        model = _CLASSES[config.model_type](config)
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.data = (parameter.data + 0.1 * noise).to(dtype)
+    return model.eval()
+
+
+def forward_logprobs(model: PreTrainedModel, request: Request, completion: Completion) -> Tensor:
+    """Log-probability of each completion token, [T], by one full forward pass."""
+    prompt = list(request.prompt_ids)
+    ids = torch.tensor([prompt + completion.token_ids.tolist()])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1]
+    temperature = request.params.temperature or 1.0
+    logprobs = torch.log_softmax(logits.double() / temperature, dim=-1)
+    return logprobs.gather(1, completion.token_ids.unsqueeze(1)).squeeze(1)
+
+
+def drain(engine: GenerationEngine) -> dict[int, Completion]:
+    """Steps the engine until nothing is left."""
+    done: dict[int, Completion] = {}
+    for _ in range(10_000):
+        if not engine.busy:
+            return done
+        for completion in engine.step():
+            assert completion.id not in done
+            done[completion.id] = completion
+    raise AssertionError("the engine does not come to an end")

@@ -1,0 +1,414 @@
+"""The native engine's promises: draws that depend on the item alone, versions, slots, limits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2flow.errors import M2FlowError, UserError
+from m2flow.generation.native import NativeEngine
+from m2flow.generation.protocol import Completion, Request, SamplingParams
+from tests.generation.small_models import CONTEXT, VOCAB_SIZE, drain, forward_logprobs, small_model
+
+MODEL = small_model()
+OTHER = small_model(seed=1)
+STOP = 3
+
+
+def engine_with(model=MODEL, version: int = 0, **limits: int) -> NativeEngine:  # type: ignore[no-untyped-def]
+    engine = NativeEngine(model.config, dtype=torch.float64, **limits)  # type: ignore[arg-type]
+    engine.install(model.state_dict(), version)
+    return engine
+
+
+def request(
+    index: int, prompt: list[int] | None = None, new: int = 6, stop: tuple[int, ...] = ()
+) -> Request:
+    prompt = [index % VOCAB_SIZE, 5, 9] if prompt is None else prompt
+    return Request(index, prompt, 1000 + index, SamplingParams(new, 1.0, stop))
+
+
+def pool() -> list[Request]:
+    """Groups with a common prompt, lengths from 1 to the whole context, a stop token."""
+    rng = random.Random(5)
+    lengths = (1, 2, 3, 7, 12, 20)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+    return [
+        request(i, prompts[i % 6], new=rng.choice((1, 2, 5, 9, CONTEXT - 20)), stop=(STOP,))
+        for i in range(18)
+    ]
+
+
+POOL = pool()
+ALONE: dict[int, Completion] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_request_alone() -> None:
+    engine = engine_with(max_running=1)
+    for one in POOL:
+        engine.submit([one])
+        ALONE.update(drain(engine))
+    reasons = [completion.finish_reason for completion in ALONE.values()]
+    assert set(reasons) == {"stop", "length"}
+
+
+def assert_same(done: Completion, expected: Completion) -> None:
+    assert done.token_ids.tolist() == expected.token_ids.tolist()
+    torch.testing.assert_close(done.logprobs, expected.logprobs, atol=1e-10, rtol=0)
+    assert done.finish_reason == expected.finish_reason
+
+
+def assert_empty(engine: NativeEngine) -> None:
+    assert not engine.busy
+    assert (engine.num_running, engine.num_waiting) == (0, 0)
+    assert len(engine._prefixes) == len(engine._live) == 0
+    assert not engine._prefixes._kept
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    order=st.permutations(range(len(POOL))),
+    max_running=st.integers(1, 20),
+    cache_tokens=st.integers(CONTEXT, 4 * CONTEXT),
+    prefill_tokens=st.integers(1, 100),
+    feed=st.lists(st.integers(0, 5), min_size=len(POOL), max_size=len(POOL)),
+    naps=st.sets(st.integers(0, 30), max_size=2),
+    aborted=st.sets(st.integers(0, len(POOL) - 1), max_size=3),
+)
+def test_draws_do_not_depend_on_what_else_runs(
+    order: list[int],
+    max_running: int,
+    cache_tokens: int,
+    prefill_tokens: int,
+    feed: list[int],
+    naps: set[int],
+    aborted: set[int],
+) -> None:
+    """Any order and pace of submission, any limits, naps, preemption: the same tokens."""
+    engine = engine_with(
+        max_running=max_running, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens
+    )
+    queue: Iterator[tuple[int, int]] = iter(zip(order, feed, strict=True))
+    done: dict[int, Completion] = {}
+    submitted: set[int] = set()
+    for step in range(500):
+        for index, pause in queue:
+            engine.submit([POOL[index]])
+            submitted.add(index)
+            if pause:
+                break
+        if step in naps:
+            engine.sleep()
+            assert engine.num_running == 0
+            engine.wake()
+        if step == 7:
+            for completion in engine.abort(aborted & submitted):
+                whole = ALONE[completion.id].token_ids.tolist()
+                assert completion.token_ids.tolist() == whole[: len(completion.token_ids)]
+                done[completion.id] = completion
+        for completion in engine.step():
+            assert completion.id not in done
+            assert_same(completion, ALONE[completion.id])
+            done[completion.id] = completion
+        assert engine.num_running <= max_running
+        assert engine._cache.rows * engine._cache.columns <= cache_tokens
+        if not engine.busy and len(submitted) == len(POOL):
+            break
+    assert len(done) == len(POOL)
+    assert_empty(engine)
+
+
+def test_a_prompt_is_prefilled_once_for_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_with(max_running=3)
+    prefilled: list[tuple[int, ...]] = []
+    prefill = engine._decoder.prefill
+    monkeypatch.setattr(
+        engine._decoder, "prefill", lambda prompts: prefilled.extend(prompts) or prefill(prompts)
+    )
+    group = [request(i, [7, 7, 2], new=3 + i) for i in range(8)]
+    engine.submit(group[:5])
+    engine.step()
+    engine.submit(group[5:])
+    drain(engine)
+    assert prefilled == [(7, 7, 2)]
+    assert_empty(engine)
+    engine.submit([request(9, [7, 7, 2])])
+    drain(engine)
+    assert len(prefilled) == 2
+
+
+def test_where_the_cache_is_too_small_the_youngest_wait_and_lose_nothing() -> None:
+    engine = engine_with(max_running=8, cache_tokens=CONTEXT + 10)
+    wanted = [request(i, new=CONTEXT - 5 - i) for i in range(4)]
+    engine.submit(wanted)
+    done: dict[int, Completion] = {}
+    running = []
+    while engine.busy:
+        done.update((completion.id, completion) for completion in engine.step())
+        running.append(engine.num_running)
+    assert running[0] == 4
+    assert min(running[: CONTEXT // 2]) == 2
+    for one in wanted:
+        expected = forward_logprobs(MODEL, one, done[one.id])
+        torch.testing.assert_close(done[one.id].logprobs, expected, atol=1e-10, rtol=0)
+    assert_empty(engine)
+
+
+def test_a_prompt_from_a_wide_prefill_fits_a_cache_that_became_narrow() -> None:
+    """The columns shrink when more slots are needed than fit; the kept prefill is still wide."""
+    engine = engine_with(max_running=20, cache_tokens=2 * CONTEXT)
+    engine.submit([request(0, list(range(20)), new=1), request(1, [4, 4], new=12)])
+    engine.step()
+    engine.submit([request(i, [4, 4], new=2) for i in range(2, 20)])
+    engine.step()
+    assert engine._cache.columns < 20
+    assert len(drain(engine)) == 19
+
+
+def test_a_freed_slot_is_taken_in_the_same_step() -> None:
+    engine = engine_with(max_running=1)
+    engine.submit([request(i, new=4) for i in range(3)])
+    assert [len(engine.step()) for _ in range(10)] == [0, 0, 0, 1, 0, 0, 1, 0, 0, 1]
+    assert_empty(engine)
+
+
+def test_memory_does_not_grow_from_one_round_to_the_next() -> None:
+    engine = engine_with(max_running=6)
+    sizes = []
+    for _ in range(4):
+        engine.submit(POOL)
+        drain(engine)
+        sizes.append(engine.state_bytes())
+    assert sizes[1:] == sizes[:-1]
+
+
+def test_stop_and_length() -> None:
+    """The stop token belongs to the completion; at the limit it still is the reason."""
+    engine = engine_with()
+    free = request(0, new=12)
+    engine.submit([free])
+    tokens = drain(engine)[0].token_ids.tolist()
+    first = {token: tokens.index(token) + 1 for token in tokens}
+    for token, length in first.items():
+        for new, reason in ((12, "stop"), (length, "stop"), (length - 1, "length")):
+            if new:
+                engine.submit([request(0, new=new, stop=(token, VOCAB_SIZE + 5))])
+                done = drain(engine)[0]
+                assert done.finish_reason == reason
+                assert done.token_ids.tolist() == tokens[: min(new, length)]
+                assert done.logprobs.shape == done.token_ids.shape
+
+
+def test_prompts_may_be_tensors() -> None:
+    engine = engine_with()
+    engine.submit([Request(0, torch.tensor([1, 2, 3]), 4, SamplingParams(5))])
+    from_tensor = drain(engine)[0]
+    engine.submit([Request(0, (1, 2, 3), 4, SamplingParams(5))])
+    assert_same(drain(engine)[0], from_tensor)
+
+
+def test_completions_are_ordinary_tensors() -> None:
+    """Tensors of inference mode cannot be saved for backward, and a loss does that."""
+    engine = engine_with()
+    engine.submit([request(0), request(1)])
+    done = drain(engine)[0], *engine.abort([1])
+    weight = torch.ones((), requires_grad=True)
+    for completion in done:
+        assert not completion.token_ids.is_inference()
+        (weight * completion.logprobs).sum().backward()
+
+
+def test_abort_hands_back_what_was_drawn() -> None:
+    engine = engine_with(max_running=2)
+    engine.submit([request(i, new=9) for i in range(4)])
+    for _ in range(3):
+        engine.step()
+    aborted = {c.id: c for c in engine.abort([1, 3, 77, 1])}
+    assert {i: len(c.token_ids) for i, c in aborted.items()} == {1: 3, 3: 0}
+    assert all(c.finish_reason == "abort" for c in aborted.values())
+    assert [c.versions for c in aborted.values()] == [(0, 0), (0, 0)]
+    rest = drain(engine)
+    assert sorted(rest) == [0, 2]
+    assert engine.abort([0, 1]) == []
+    assert_empty(engine)
+
+
+def test_versions_span_from_the_first_token_to_the_last() -> None:
+    engine = engine_with(max_running=3, version=4)
+    engine.submit([request(0, new=2), request(1, new=5), request(2, new=9), request(3, new=3)])
+    done = [*engine.step(), *engine.step()]
+    engine.install(MODEL.state_dict(), 5)
+    done += engine.step()
+    engine.install(MODEL.state_dict(), 6)
+    engine.install(MODEL.state_dict(), 7)
+    early = engine.abort([2])[0]
+    done += drain(engine).values()
+    assert {c.id: c.versions for c in done} == {0: (4, 4), 1: (4, 7), 3: (4, 7)}
+    # Aborted before the new weights drew anything for it.
+    assert early.versions == (4, 5)
+
+
+def test_running_requests_go_on_with_installed_weights_over_the_old_cache() -> None:
+    one = request(0, [2, 7, 1], new=8)
+    engine = engine_with()
+    engine.submit([one])
+    for _ in range(3):
+        engine.step()
+    engine.install(OTHER.state_dict(), 1)
+    done = drain(engine)[0]
+    tokens = done.token_ids
+    with torch.no_grad():
+        # The third token was drawn before the install and is fed by the new weights.
+        past = MODEL(torch.tensor([[2, 7, 1, *tokens[:2]]]), use_cache=True).past_key_values
+        logits = OTHER(tokens[2:-1].unsqueeze(0), past_key_values=past).logits[0]
+    expected = torch.log_softmax(logits, -1).gather(1, tokens[3:].unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(done.logprobs[3:], expected, atol=1e-10, rtol=0)
+    torch.testing.assert_close(
+        done.logprobs[:3], forward_logprobs(MODEL, one, done)[:3], atol=1e-10, rtol=0
+    )
+
+
+def test_a_new_request_does_not_start_from_a_prompt_of_older_weights() -> None:
+    engine = engine_with()
+    engine.submit([request(0, [2, 7, 1], new=20)])
+    engine.step()
+    engine.install(OTHER.state_dict(), 1)
+    late = request(1, [2, 7, 1])
+    engine.submit([late])
+    done = drain(engine)[1]
+    assert done.versions == (1, 1)
+    expected = forward_logprobs(OTHER, late, done)
+    torch.testing.assert_close(done.logprobs, expected, atol=1e-10, rtol=0)
+
+
+def test_sleep_gives_the_cache_back_and_loses_no_token() -> None:
+    engine = engine_with(max_running=4)
+    weights_only = engine.state_bytes()
+    engine.submit(POOL)
+    done = [c for _ in range(4) for c in engine.step()]
+    assert engine.state_bytes() > weights_only
+    engine.sleep()
+    assert engine.state_bytes() == weights_only
+    assert engine.busy
+    with pytest.raises(AssertionError, match="sleeps"):
+        engine.step()
+    engine.wake()
+    done += drain(engine).values()
+    for completion in done:
+        assert_same(completion, ALONE[completion.id])
+    assert len(done) == len(POOL)
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown", "shape"])
+def test_an_install_that_does_not_fit_changes_nothing(change: str) -> None:
+    weights = dict(OTHER.state_dict())
+    name = "model.layers.1.self_attn.k_proj.weight"
+    if change == "missing":
+        del weights[name]
+    elif change == "unknown":
+        weights["model.layers.2.self_attn.k_proj.weight"] = weights[name]
+    else:
+        weights[name] = weights[name][:-1]
+    engine = engine_with(version=3)
+    with pytest.raises(ValueError, match="k_proj"):
+        engine.install(weights, 4)
+    assert engine.version == 3
+    engine.submit([POOL[4]])
+    assert_same(drain(engine)[4], ALONE[4])
+
+
+def test_weights_of_another_dtype_are_converted() -> None:
+    engine = NativeEngine(MODEL.config, dtype=torch.float32)
+    engine.install({name: t.double() for name, t in MODEL.state_dict().items()}, 0)
+    one = request(0)
+    engine.submit([one])
+    done = drain(engine)[0]
+    expected = forward_logprobs(MODEL, one, done).float()
+    torch.testing.assert_close(done.logprobs, expected, atol=1e-4, rtol=0)
+
+
+def test_training_on_does_not_change_what_was_installed() -> None:
+    model = small_model()
+    engine = engine_with(model)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    engine.submit([POOL[4]])
+    assert_same(drain(engine)[4], ALONE[4])
+
+
+def test_weights_that_are_not_finite_are_named_and_leave_no_trace() -> None:
+    """A NaN in a masked column of the cache would come back, since 0 * NaN is NaN."""
+    engine = engine_with(max_running=4)
+    engine.submit(POOL)
+    done = engine.step()
+    weights = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}
+    weights["model.layers.0.self_attn.v_proj.weight"][0] = torch.nan
+    engine.install(weights, 8)
+    with pytest.raises(M2FlowError, match="version 8"):
+        drain(engine)
+    engine.install(MODEL.state_dict(), 9)
+    engine.sleep()
+    engine.wake()
+    done += drain(engine).values()
+    assert len(done) == len(POOL)
+    for completion in done:
+        assert_same(completion, ALONE[completion.id])
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request(1, list(range(9)), new=CONTEXT), rf"9 tokens and {CONTEXT} new.*of {CONTEXT}"),
+        (request(1, []), "prompt is empty"),
+        (request(1, [1, VOCAB_SIZE]), f"{VOCAB_SIZE}.*ids from 0 to {VOCAB_SIZE - 1}"),
+        (request(1, [-1, 2]), "-1"),
+        (request(1, new=0), "max_new_tokens"),
+        (Request(1, [1], 0, SamplingParams(3, -0.5)), "temperature"),
+        (Request(1, [1], 0, SamplingParams(3, float("nan"))), "temperature"),
+    ],
+)
+def test_a_wrong_request_is_refused_and_none_of_its_company_taken(
+    bad: Request, message: str
+) -> None:
+    engine = engine_with()
+    with pytest.raises(UserError, match=message):
+        engine.submit([request(0), bad])
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize(
+    ("limits", "key"),
+    [
+        ({"max_running": 0}, "max_running"),
+        ({"context": CONTEXT + 1}, "context"),
+        ({"context": 20, "cache_tokens": 19}, "cache_tokens"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(limits: dict[str, int], key: str) -> None:
+    with pytest.raises(UserError, match=f"^{key}"):
+        NativeEngine(MODEL.config, **limits)  # type: ignore[arg-type]
+
+
+def test_long_tails_are_sorted_and_cut_and_change_nothing() -> None:
+    """With cuts at every difference and slots refilled all the time, rows move a lot."""
+    engine = engine_with(max_running=5)
+    engine._running._cut_overhead = 0
+    sorts = 0
+    sort = engine._running._sort
+
+    def counted() -> None:
+        nonlocal sorts
+        sorts += 1
+        sort()
+
+    engine._running._sort = counted  # type: ignore[method-assign]
+    engine.submit(POOL)
+    for completion in drain(engine).values():
+        assert_same(completion, ALONE[completion.id])
+    assert sorts > 0

@@ -1,0 +1,177 @@
+"""What the native engine computes is what transformers computes, for every architecture."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import MistralConfig, Qwen2Config
+
+from m2flow.errors import UserError
+from m2flow.generation.native import NativeEngine
+from m2flow.generation.protocol import Completion, Request, SamplingParams
+from tests.generation.small_models import (
+    CONFIGS,
+    CONTEXT,
+    VOCAB_SIZE,
+    drain,
+    forward_logprobs,
+    small_model,
+)
+
+
+def tolerance_of(name: str) -> float:
+    """For float64. transformers sums a head's squares in float32, where the order tells, and the
+    engine keeps channels of a head in another order."""
+    return 2e-6 if name == "qwen3" else 1e-10
+
+
+def requests(count: int, temperature: float = 1.0, seed: int = 0) -> list[Request]:
+    """Prompts of 1 to 20 tokens, two requests each."""
+    rng = random.Random(seed)
+    prompts = [
+        [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 2, 5, 20)))]
+        for _ in range(count // 2)
+    ]
+    return [
+        Request(
+            i, prompts[i // 2], rng.getrandbits(62), SamplingParams(rng.randint(1, 20), temperature)
+        )
+        for i in range(count)
+    ]
+
+
+def generate(model, wanted: list[Request], dtype: torch.dtype) -> dict[int, Completion]:  # type: ignore[no-untyped-def]
+    engine = NativeEngine(model.config, max_running=5, dtype=dtype)
+    engine.install(model.state_dict(), 0)
+    engine.submit(wanted)
+    return drain(engine)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, None), (torch.float32, 1e-4), (torch.bfloat16, 0.2)],
+)
+def test_logprobs_are_those_of_a_full_forward(
+    name: str, dtype: torch.dtype, tolerance: float | None
+) -> None:
+    tolerance = tolerance or tolerance_of(name)
+    model = small_model(name, dtype=dtype)
+    wanted = requests(12)
+    done = generate(model, wanted, dtype)
+    for request in wanted:
+        completion = done[request.id]
+        assert completion.token_ids.dtype == torch.int64
+        assert completion.logprobs.dtype == (dtype if dtype.itemsize >= 4 else torch.float32)
+        expected = forward_logprobs(model, request, completion).to(completion.logprobs)
+        torch.testing.assert_close(completion.logprobs, expected, atol=tolerance, rtol=0)
+
+
+def test_logprobs_of_wide_batches_through_the_compiled_kernels() -> None:
+    model = small_model(dtype=torch.float32)
+    wanted = requests(80)
+    engine = NativeEngine(model.config, max_running=64)
+    engine.install(model.state_dict(), 0)
+    engine.submit(wanted)
+    done = drain(engine)
+    for request in wanted:
+        expected = forward_logprobs(model, request, done[request.id]).float()
+        torch.testing.assert_close(done[request.id].logprobs, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_logprobs_are_under_the_temperature(temperature: float) -> None:
+    model = small_model()
+    wanted = requests(6, temperature)
+    done = generate(model, wanted, torch.float64)
+    for request in wanted:
+        expected = forward_logprobs(model, request, done[request.id])
+        torch.testing.assert_close(done[request.id].logprobs, expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_is_the_greedy_of_transformers(name: str) -> None:
+    model = small_model(name)
+    wanted = requests(8, temperature=0)
+    done = generate(model, wanted, torch.float64)
+    for request in wanted:
+        prompt = torch.tensor([request.prompt_ids])
+        expected = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=request.params.max_new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        assert done[request.id].token_ids.tolist() == expected[0, prompt.shape[1] :].tolist()
+
+
+def test_temperatures_mix_in_one_batch() -> None:
+    model = small_model()
+    temperatures = [0.0, 1.0, 0.7]
+    wanted = [
+        Request(r.id, r.prompt_ids, r.seed, SamplingParams(9, temperatures[r.id % 3]))
+        for r in requests(8)
+    ]
+    together = generate(model, wanted, torch.float64)
+    for request in wanted:
+        alone = generate(model, [request], torch.float64)[request.id]
+        assert together[request.id].token_ids.tolist() == alone.token_ids.tolist()
+        torch.testing.assert_close(together[request.id].logprobs, alone.logprobs)
+
+
+@pytest.mark.parametrize("name", ["llama-biases-scaled-rope", "qwen3", "qwen2-untied-one-kv-head"])
+def test_every_installed_parameter_counts(name: str) -> None:
+    """Fused copies and tied heads go stale without a word where an install forgets one."""
+    model = small_model(name)
+    engine = NativeEngine(model.config, dtype=torch.float64)
+    request = Request(0, [3, 1, 4, 1, 5], 7, SamplingParams(4))
+    weights = dict(model.named_parameters())
+    for version, (parameter_name, parameter) in enumerate(weights.items()):
+        with torch.no_grad():
+            parameter += 0.2 * torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(version)
+            )
+        before = drain_one(engine, request) if version else None
+        engine.install(weights, version)
+        after = drain_one(engine, request)
+        expected = forward_logprobs(model, request, after)
+        torch.testing.assert_close(after.logprobs, expected, atol=tolerance_of(name), rtol=0)
+        if before is not None:
+            assert not torch.equal(before.logprobs, after.logprobs), parameter_name
+
+
+def drain_one(engine: NativeEngine, request: Request) -> Completion:
+    engine.submit([request])
+    return drain(engine)[request.id]
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (MistralConfig(), "model_type"),
+        (
+            Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=0),
+            "layer_types",
+        ),
+        (Qwen2Config(hidden_act="gelu"), "hidden_act"),
+        (
+            Qwen2Config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "rope_type",
+        ),
+    ],
+)
+def test_what_would_be_computed_differently_is_refused(config, key: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UserError, match=f"^{key}"):
+        NativeEngine(config)
+
+
+def test_the_longest_request_fits_the_context_to_the_last_column() -> None:
+    model = small_model()
+    request = Request(0, list(range(8)), 1, SamplingParams(CONTEXT - 8))
+    completion = generate(model, [request], torch.float64)[0]
+    assert len(completion.token_ids) == CONTEXT - 8
+    expected = forward_logprobs(model, request, completion)
+    torch.testing.assert_close(completion.logprobs, expected, atol=1e-10, rtol=0)

@@ -1,0 +1,143 @@
+"""Plan files: what is written comes back, and every mistake in one names its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2flow.errors import PlanError
+from m2flow.plan import (
+    EdgePlan,
+    LaneSpec,
+    Placement,
+    Plan,
+    StagePlan,
+    from_json,
+    read_plan,
+    to_json,
+)
+
+names = st.text(max_size=6)
+counts = st.integers(0, 2**40)
+maybe = st.none() | counts
+seconds = st.floats(allow_nan=False)
+lane_specs = st.builds(
+    LaneSpec, counts, names, st.lists(counts, max_size=3).map(tuple), maybe, maybe
+)
+gangs = st.lists(counts, max_size=3).map(tuple)
+placements = st.builds(Placement, st.lists(gangs, max_size=3).map(tuple), counts)
+plans = st.builds(
+    Plan,
+    names,
+    st.lists(lane_specs, max_size=3).map(tuple),
+    st.dictionaries(names, placements, max_size=3),
+    st.dictionaries(names, st.builds(StagePlan, maybe, maybe), max_size=3),
+    st.dictionaries(names, st.builds(EdgePlan, maybe, maybe), max_size=3),
+    st.lists(names, max_size=3).map(tuple),
+    st.integers(),
+    seconds,
+    st.none() | seconds,
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(plans)
+def test_round_trip(plan: Plan) -> None:
+    text = to_json(plan)
+    assert from_json(text) == plan
+    assert to_json(from_json(text)) == text
+
+
+SMALL: dict[str, Any] = {
+    "mode": "custom",
+    "lanes": [{"id": 0}],
+    "placements": {"gen": {"replicas": [[0]]}},
+}
+
+
+def test_keys_with_a_default_may_be_left_out(tmp_path: Path) -> None:
+    expected = Plan("custom", (LaneSpec(0),), {"gen": Placement(((0,),))})
+    assert from_json(json.dumps(SMALL)) == expected
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(SMALL))
+    assert read_plan(file) == read_plan(str(file)) == expected
+
+
+def test_a_whole_number_of_seconds_is_a_float() -> None:
+    plan = from_json(json.dumps({**SMALL, "deadline_seconds": 5}))
+    assert isinstance(plan.deadline_seconds, float)
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"lane": 1}, ("p: lane: ", "unknown key", "did you mean 'lanes'?")),
+        ({"mode": 3}, ("p: mode: ", "wrong type (got 3)", "expected str")),
+        ({"lanes": 5}, ("p: lanes: ", "must be a list (got 5)")),
+        ({"lanes": [3]}, ("p: lanes[0]: ", "must be a table (got 3)")),
+        ({"lanes": [{}]}, ("p: lanes[0]: id: ", "is missing")),
+        ({"lanes": [{"id": 0}, {"id": "1"}]}, ("p: lanes[1]: id: ", "wrong type", "int")),
+        ({"lanes": [{"id": True}]}, ("p: lanes[0]: id: ", "wrong type (got True)")),
+        ({"lanes": [{"id": 0, "core": []}]}, ("p: lanes[0]: core: ", "did you mean 'cores'")),
+        ({"lanes": [{"id": 0, "cores": 1}]}, ("p: lanes[0]: cores: ", "wrong type")),
+        ({"lanes": [{"id": 0, "cores": [True]}]}, ("p: lanes[0]: cores: ", "wrong type")),
+        ({"lanes": [{"id": 0, "gpu": 0.5}]}, ("p: lanes[0]: gpu: ", "(got 0.5)", "int")),
+        ({"placements": []}, ("p: placements: ", "must be a table (got [])")),
+        ({"placements": {"gen": {}}}, ("p: placements.gen: replicas: ", "is missing")),
+        ({"placements": {"gen": {"replicas": 0}}}, ("p: placements.gen: replicas: ", "(got 0)")),
+        ({"placements": {"gen": {"replicas": [0]}}}, ("p: placements.gen: replicas: ", "(got 0)")),
+        ({"stages": {"a": {"chunks": 1}}}, ("p: stages.a: chunks: ", "did you mean 'chunk'")),
+        ({"stages": {"a": {"chunk": "1"}}}, ("p: stages.a: chunk: ", "(got '1')")),
+        ({"stages": None}, ("p: stages: ", "must be a table")),
+        ({"edges": {"a->b": {"max_items": 1.5}}}, ("p: edges.a->b: max_items: ", "(got 1.5)")),
+        ({"order": "gen"}, ("p: order: ", "(got 'gen')", "tuple[str, ...]")),
+        ({"order": [1]}, ("p: order: ", "wrong type")),
+        ({"max_staleness": None}, ("p: max_staleness: ", "wrong type")),
+        ({"deadline_seconds": False}, ("p: deadline_seconds: ", "(got False)", "float")),
+        ({"predicted_seconds": "soon"}, ("p: predicted_seconds: ", "(got 'soon')")),
+    ],
+)
+def test_mistakes_are_refused_with_their_place(
+    change: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(PlanError) as error:
+        from_json(json.dumps({**SMALL, **change}), "p")
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("key", SMALL)
+def test_required_keys(key: str) -> None:
+    with pytest.raises(PlanError, match=f"p: {key}: is missing"):
+        from_json(json.dumps({k: v for k, v in SMALL.items() if k != key}), "p")
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"plan"'])
+def test_a_plan_is_a_table(text: str) -> None:
+    with pytest.raises(PlanError, match="p: must be a table"):
+        from_json(text, "p")
+
+
+def test_text_that_is_no_json_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text('{"mode": ')
+    with pytest.raises(PlanError, match=r"plan\.json: is not JSON: .*line 1"):
+        read_plan(file)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_bytes(b"\xff\xfe{")
+    with pytest.raises(PlanError, match="is not a text file"):
+        read_plan(file)
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent.json", tmp_path):
+        with pytest.raises(PlanError, match="--plan: there is no such plan file"):
+            read_plan(path)

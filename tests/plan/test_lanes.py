@@ -1,0 +1,116 @@
+"""Lanes: from text to lane specifications, and what the machine has to say about them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2flow.errors import PlanError, UserError
+from m2flow.plan import LaneSpec, Plan, available_cores, check_machine, machine, parse_lanes
+from m2flow.plan import lanes as lanes_module
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(st.sets(st.integers(0, 99), min_size=1, max_size=12), st.data())
+def test_lanes_share_all_cores_evenly(cores: set[int], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(cores)))
+    lanes = parse_lanes(f"cpu:{count}", cores=sorted(cores), num_gpus=0)
+    assert [lane.id for lane in lanes] == list(range(count))
+    assert sorted(core for lane in lanes for core in lane.cores) == sorted(cores)
+    sizes = {len(lane.cores) for lane in lanes}
+    assert max(sizes) - min(sizes) <= 1
+    assert {(lane.kind, lane.gpu) for lane in lanes} == {("cpu", None)}
+
+
+def test_a_lane_for_each_accelerator() -> None:
+    lanes = parse_lanes(" gpu:2 ", cores=(4, 5, 6), num_gpus=3)
+    assert lanes == (
+        LaneSpec(0, "gpu", cores=(4, 6), gpu=0),
+        LaneSpec(1, "gpu", cores=(5,), gpu=1),
+    )
+
+
+def test_auto_takes_the_accelerators_or_else_the_cores() -> None:
+    assert parse_lanes("auto", (0, 1), 1) == parse_lanes("gpu:1", (0, 1), 1)
+    assert parse_lanes("auto", (0, 1), 0) == parse_lanes("cpu:2", (0, 1), 0)
+
+
+@pytest.mark.parametrize("text", ["", "2", "cpu", "cpu:", "cpu:0", "cpu:-1", "cpu:two", "tpu:1"])
+def test_text_that_names_no_lanes(text: str) -> None:
+    with pytest.raises(UserError, match=r"lanes: is not a lane specification.*such as cpu:2"):
+        parse_lanes(text, (0, 1), 0)
+
+
+def test_more_than_the_machine_has() -> None:
+    with pytest.raises(UserError, match=r"more lanes than.*'cpu:3'.*at most cpu:2.*doctor"):
+        parse_lanes("cpu:3", (0, 1), 0)
+    with pytest.raises(UserError, match=r"'gpu:1'.*no gpu lane, as there is none"):
+        parse_lanes("gpu:1", (0, 1), 0)
+
+
+def test_check_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes_module, "available_cores", lambda: (0, 1))
+    monkeypatch.setattr(lanes_module, "visible_gpus", lambda: 1)
+    check_machine(Plan("custom", (LaneSpec(0, cores=(1,)), LaneSpec(1, "gpu", gpu=0)), {}))
+    with pytest.raises(PlanError, match=r"lane 3 is bound to cores.*\[7\].*some of \[0, 1\]"):
+        check_machine(Plan("custom", (LaneSpec(3, cores=(1, 7)),), {}))
+    with pytest.raises(PlanError, match=r"lane 4 wants an accelerator.*got 1.*less than 1"):
+        check_machine(Plan("custom", (LaneSpec(4, "gpu", gpu=1),), {}))
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [("", 0), ("-1", 0), ("0", 1), ("0,1", 2), ("GPU-a, GPU-b,", 2)]
+)
+def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, visible: str, count: int) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine.visible_gpus() == count
+
+
+def write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A machine of eight cores whose control groups are files of the test: (proc, cgroup)."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    monkeypatch.setattr(machine.usable_cores, "__defaults__", (proc, cgroup))
+    return proc, cgroup
+
+
+@pytest.mark.parametrize(
+    ("own", "above", "cores"),
+    [
+        ("max 100000", "max 100000", 8),
+        ("250000 100000", "max 100000", 2),
+        ("max 100000", "300000 100000", 3),
+        ("500000 100000", "400000 100000", 4),
+        ("50000 100000", "max 100000", 1),
+        ("9900000 100000", "max 100000", 8),
+    ],
+)
+def test_quota_version_2(system: tuple[Path, Path], own: str, above: str, cores: int) -> None:
+    proc, cgroup = system
+    write(proc / "self" / "cgroup", "0::/a/b\n")
+    write(cgroup / "a" / "b" / "cpu.max", own)
+    write(cgroup / "a" / "cpu.max", above)
+    assert available_cores() == tuple(range(cores))
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("-1", 8), ("200000", 2), ("10000", 1)])
+def test_quota_version_1(system: tuple[Path, Path], quota: str, cores: int) -> None:
+    proc, cgroup = system
+    write(proc / "self" / "cgroup", "5:memory:/box\n4:cpu,cpuacct:/box\n")
+    write(cgroup / "cpu" / "box" / "cpu.cfs_quota_us", quota)
+    write(cgroup / "cpu" / "box" / "cpu.cfs_period_us", "100000")
+    assert available_cores() == tuple(range(cores))
+
+
+def test_no_control_groups(system: tuple[Path, Path]) -> None:
+    assert available_cores() == tuple(range(8))

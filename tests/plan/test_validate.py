@@ -1,0 +1,158 @@
+"""`validate`: a plan that fits passes, and each thing that does not fit is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from m2flow.errors import PlanError
+from m2flow.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan, validate
+from tests.plan.small_graphs import GRAPHS, GRPO
+
+ONE, TWO = Placement(((0,),)), Placement(((0,), (1,)))
+GANG = Placement(((0, 1),))
+PLACED = {"gen": TWO, "score": ONE, "normalise": ONE, "learner": GANG}
+GOOD = Plan(
+    "custom",
+    (LaneSpec(0, cores=(0, 1)), LaneSpec(1, cores=(2,))),
+    PLACED,
+    stages={"gen.generate": StagePlan(3, 8), "score": StagePlan(1)},
+    edges={"gen.generate->score": EdgePlan(4, 100), "score->normalise": EdgePlan(4)},
+    order=("learner.train", "gen.generate"),
+    max_staleness=1,
+)
+
+
+def placed(**placements: Placement) -> dict[str, Any]:
+    return {"placements": {**PLACED, **placements}}
+
+
+def edge(name: str, *limits: int | None) -> dict[str, Any]:
+    return {"edges": {name: EdgePlan(*limits)}}
+
+
+def lanes(*specs: LaneSpec) -> dict[str, Any]:
+    return {"lanes": specs}
+
+
+def test_a_plan_that_fits() -> None:
+    validate(GOOD, GRPO)
+    validate(GOOD, GRPO, 8)
+    validate(replace(GOOD, lanes=(LaneSpec(0), LaneSpec(1))), GRPO)
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "no lanes": (lanes(), ("lanes: ", "at least one lane")),
+    "lane twice": (lanes(LaneSpec(1), LaneSpec(1)), ("lanes: names a lane twice (got 1)",)),
+    "cores overlap": (
+        lanes(LaneSpec(0, cores=(0, 3)), LaneSpec(1, cores=(3,))),
+        ("lanes: ", "lanes [0, 1] overlap on core 3"),
+    ),
+    "gpus overlap": (
+        lanes(LaneSpec(0, "gpu", gpu=2), LaneSpec(1, "gpu", gpu=2)),
+        ("lanes: ", "lanes [0, 1] overlap on gpu 2"),
+    ),
+    "worker without a place": (
+        {"placements": {k: v for k, v in PLACED.items() if k != "score"}},
+        ("placements.score: ", "has no placement"),
+    ),
+    "unknown worker": (
+        placed(learnr=ONE),
+        ("placements.learnr: ", "not in the flow", "did you mean 'learner'?"),
+    ),
+    "unknown stage": (
+        {"stages": {"gen.generat": StagePlan()}},
+        ("stages.gen.generat: ", "not in the flow", "did you mean 'gen.generate'?"),
+    ),
+    "unknown edge": (
+        edge("score->normalize"),
+        ("edges.score->normalize: ", "did you mean 'score->normalise'?"),
+    ),
+    "edge from the source": (edge("source->gen.generate", 9), ("edges.source->gen.generate: ",)),
+    "unknown stage in the order": (
+        {"order": ("learner.trane",)},
+        ("order.learner.trane: ", "did you mean 'learner.train'?"),
+    ),
+    "no replica": (placed(score=Placement(())), ("placements.score: ", "at least one replica")),
+    "empty gang": (
+        placed(score=Placement(((0,), ()))),
+        ("placements.score: ", "at least one lane"),
+    ),
+    "unknown lane": (
+        placed(score=Placement(((7,),))),
+        ("placements.score: ", "lane that the plan does not have (got 7)"),
+    ),
+    "twice on a lane": (
+        placed(score=Placement(((0,), (0,)))),
+        ("placements.score: ", "stands twice on the same lane"),
+    ),
+    "twice in a gang": (
+        placed(score=Placement(((1, 1),))),
+        ("placements.score: ", "stands twice on the same lane"),
+    ),
+    "memory": (
+        lanes(LaneSpec(0, memory_bytes=10), LaneSpec(1))
+        | placed(learner=Placement(((0, 1),), state_bytes=11)),
+        ("placements.learner: ", "not fit on lane 0 (got 11)", "at most 10 bytes"),
+    ),
+    "gang that streams": (
+        placed(gen=GANG),
+        ("placements.gen: ", "is streaming", "must be a single lane"),
+    ),
+    "no chunk": (
+        {"stages": {"score": StagePlan(chunk=0)}},
+        ("stages.score.chunk: ", "at least 1 (got 0)"),
+    ),
+    "none running": (
+        {"stages": {"gen.generate": StagePlan(max_running=-1)}},
+        ("stages.gen.generate.max_running: ", "at least 1 (got -1)"),
+    ),
+    "no items": (edge("score->normalise", 0), ("max_items: ", "at least 1 (got 0)")),
+    "no bytes": (edge("score->normalise", None, 0), ("max_bytes: ", "at least 1 (got 0)")),
+    "less than a group": (
+        edge("score->normalise", 3),
+        ("edges.score->normalise.max_items: ", "(got 3)", "at least 4"),
+    ),
+    "less than an expansion": (
+        edge("gen.generate->score", 3),
+        ("edges.gen.generate->score.max_items: ", "at least 4"),
+    ),
+    "staleness": ({"max_staleness": -1}, ("max_staleness: ", "not be negative (got -1)")),
+    "deadline": ({"deadline_seconds": 0.0}, ("deadline_seconds: ", "must be positive (got 0.0)")),
+}
+
+
+@pytest.mark.parametrize(("change", "parts"), REFUSALS.values(), ids=REFUSALS)
+def test_refused(change: dict[str, Any], parts: tuple[str, ...]) -> None:
+    with pytest.raises(PlanError) as error:
+        validate(replace(GOOD, **change), GRPO, 8)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_memory_of_other_lanes_does_not_count() -> None:
+    limits = (LaneSpec(0), LaneSpec(1, memory_bytes=10))
+    spots = {**PLACED, "score": Placement(((0,),), state_bytes=11)}
+    validate(replace(GOOD, lanes=limits, placements=spots), GRPO)
+
+
+def test_mini_batches_must_be_of_one_size() -> None:
+    graph = GRAPHS["embodied"]
+    plan = Plan("custom", (LaneSpec(0),), dict.fromkeys(graph.workers, ONE))
+    validate(plan, graph, 6)
+    with pytest.raises(PlanError, match=r"learner\.train: cannot cut 7 items .*\(got 2\)"):
+        validate(plan, graph, 7)
+
+
+def test_a_sticky_worker_cannot_be_a_gang_and_a_step_must_fit_its_edge() -> None:
+    graph = GRAPHS["embodied"]
+    plan = Plan("custom", (LaneSpec(0), LaneSpec(1)), dict.fromkeys(graph.workers, ONE))
+    validate(plan, graph, 8)
+    with pytest.raises(PlanError, match=r"placements\.policy: is sticky"):
+        validate(replace(plan, placements={**plan.placements, "policy": GANG}), graph)
+    narrow = replace(plan, edges={"policy.act->whiten": EdgePlan(6)})
+    validate(narrow, graph, 6)
+    with pytest.raises(PlanError, match=r"edges\.policy\.act->whiten.*at least 8"):
+        validate(narrow, graph, 8)

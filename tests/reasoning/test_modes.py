@@ -1,0 +1,151 @@
+"""The promise: for a given seed every mode draws the same samples and trains the same weights."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from torch import Tensor
+
+from m2flow.models.causal_lm import load_model
+from m2flow.reasoning.config import ReasoningRecipe
+from m2flow.reasoning.experiment import ReasoningExperiment
+from m2flow.reasoning.flow import grpo_flow
+from m2flow.reasoning.workers import ModelSource
+from m2flow.runtime.launch import launch
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """One Ray for all runs of this file, in a folder of its own, ended whatever happens."""
+    folder = tempfile.mkdtemp(prefix="m2flow-test-")  # a short path: sockets lie below it
+    try:
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=100_000_000,
+            logging_level=logging.ERROR,
+            _temp_dir=folder,
+        )
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def experiment() -> ReasoningExperiment:
+    """Sums of two digits, by a model that has seen them for long enough to get some right."""
+    return ReasoningExperiment(
+        ReasoningRecipe.model_validate(
+            {
+                "steps": STEPS,
+                "prompts_per_step": 8,
+                "samples_per_prompt": 4,
+                "minibatches": 2,
+                "model": {
+                    "dtype": "float64",
+                    "hidden_size": 32,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 2,
+                    "num_key_value_heads": 1,
+                    "intermediate_size": 96,
+                },
+                "data": {"options": {"min_digits": 1, "max_digits": 1}},
+                "warmup": {"steps": 200},
+                "training": {"tokens_per_microbatch": 128},
+            }
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def model(experiment: ReasoningExperiment, tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    return experiment.prepare(tmp_path_factory.mktemp("warm-up"))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves: rewards of each step's samples, and the weights of every replica."""
+
+    rewards: list[list[float]]
+    texts: list[list[str]]
+    staleness: list[float | None]
+    replicas: list[dict[str, Tensor]]
+
+
+def outcome_of(experiment: ReasoningExperiment, model: ModelSource, mode: str) -> Outcome:
+    recipe = experiment.recipe
+    flow = grpo_flow(recipe, model, experiment.task)
+    batches = [experiment.batch(step, model) for step in range(STEPS)]
+    with launch(
+        flow, items_per_step=recipe.prompts_per_step, mode=mode, lanes="cpu:2", num_threads=1
+    ) as run:
+        results = list(run.steps(batches))
+        replicas = run.worker_call_everywhere("learner", "parameters")
+    return Outcome(
+        rewards=[result.output["reward"] for result in results],
+        texts=[result.output["text"] for result in results],
+        staleness=[result.staleness for result in results],
+        replicas=replicas,
+    )
+
+
+@pytest.fixture(scope="module")
+def eager(experiment: ReasoningExperiment, model: ModelSource) -> Outcome:
+    return outcome_of(experiment, model, "eager")
+
+
+def distance(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    """The largest difference of a tensor, relative to the tensor's largest entry."""
+    assert some.keys() == others.keys()
+    return max(
+        float((tensor - others[name]).abs().max() / others[name].abs().max())
+        for name, tensor in some.items()
+    )
+
+
+def test_eager_run_has_something_to_learn_from(eager: Outcome, model: ModelSource) -> None:
+    """Else equal weights would say nothing."""
+    for rewards in eager.rewards:
+        assert 0 < sum(rewards) < len(rewards)
+    before = load_model(Path(model.path), torch.float64).state_dict()
+    assert distance(eager.replicas[0], before) > 1e-3
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(("mode", "num_replicas"), [("collocated", 2), ("disaggregated", 1)])
+def test_mode_changes_nothing(
+    mode: str,
+    num_replicas: int,
+    eager: Outcome,
+    experiment: ReasoningExperiment,
+    model: ModelSource,
+) -> None:
+    there = outcome_of(experiment, model, mode)
+    assert there.texts == eager.texts
+    assert there.rewards == eager.rewards
+    assert there.staleness == [0.0] * STEPS
+    assert len(there.replicas) == num_replicas
+    for weights in there.replicas:
+        # transformers computes norms in float32, so more than float64's rounding may differ.
+        assert distance(weights, eager.replicas[0]) < 1e-4
+        assert all(torch.equal(weights[name], there.replicas[0][name]) for name in weights)

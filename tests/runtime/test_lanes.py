@@ -1,0 +1,411 @@
+"""Flows on Ray lanes: every plan gives exactly the eager result, and no fault leaves it hanging.
+
+The toy flow counts in integers, so that results can be compared without tolerance, and every
+stage's output depends on the weights, so that a stale or a torn install would be seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+import m2flow
+from m2flow import Batch, Flow, Stream, Worker, stage
+from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
+from m2flow.engine.runner import StepResult
+from m2flow.errors import RunFailed, UserError
+from m2flow.runtime.launch import Run
+
+ray = pytest.importorskip("ray")
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this module
+
+ITEMS, STEPS = 8, 4
+NUM_CPUS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> Iterator[None]:
+    """One cluster for all tests; `launch` uses the connection that it finds."""
+    folder = Path(tempfile.mkdtemp(prefix="m2f-"))  # Ray's sockets need a short path
+    try:
+        ray.init(
+            address="local",
+            num_cpus=NUM_CPUS,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(folder),
+        )
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- the flow -------------------------------------------------------------------------------------
+
+
+class Sampler(Worker):
+    def __init__(self) -> None:
+        self.samples, self.weight, self.version = 4, 0, 0
+
+    @stage(streaming=True, expands="samples")
+    def generate(self, prompts: Batch) -> Generator[Batch, Batch | None, None]:
+        pending = prompts.repeat(self.samples)
+        while len(pending):
+            first = pending.select([0])
+            sample = torch.tensor(first.ids) % self.samples
+            y = first["x"] * 3 + sample * sample + self.weight
+            version = torch.full_like(y, self.version)
+            fed = yield first.with_columns(y=y, version=version)
+            pending = pending.select(range(1, len(pending)))
+            if fed is not None:
+                more = fed.repeat(self.samples)
+                pending = Batch.concat([pending, more]) if len(pending) else more
+
+    def install(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        self.weight, self.version = int(weights["w"]), version
+
+
+class Learner(Worker):
+    def __init__(self) -> None:
+        self.w = self.sum = 0
+
+    @stage
+    def logprobs(self, batch: Batch) -> Batch:
+        return batch.with_columns(z=batch["y"] * 2 + self.w)
+
+    @stage(accumulates=True, minibatches=2)
+    def train(self, batch: Batch) -> None:
+        ids = torch.tensor(batch.ids)
+        self.sum += int((batch["a"] * (ids + 1) + batch["z"]).sum())
+
+    @train.finish
+    def train_finish(self) -> dict[str, float]:
+        total = torch.tensor([self.sum])
+        self.place.all_reduce([total])
+        self.w, self.sum = (self.w * 7 + int(total)) % 1009, 0
+        return {"total": float(total), "w": float(self.w)}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {"w": torch.tensor(self.w)}
+
+    def state(self) -> int:
+        return self.w
+
+
+@stage(unit="group")
+def advantages(batch: Batch) -> Batch:
+    y = batch["y"].reshape(-1, 4)
+    return batch.with_columns(a=(4 * y - y.sum(1, keepdim=True)).flatten())
+
+
+class Training(Flow):
+    sampler: Sampler
+    learner: Learner
+
+    def step(self, prompts: Stream) -> Stream:
+        samples = advantages(self.sampler.generate(prompts))
+        return self.learner.train(self.learner.logprobs(samples))
+
+    def sync(self) -> None:
+        self.learner.publish(self.sampler)
+
+
+def training() -> Training:
+    return Training(sampler=Sampler(), learner=Learner())
+
+
+def prompts(step: int) -> Batch:
+    return Batch({"x": torch.arange(step, step + ITEMS)})
+
+
+def lanes(count: int) -> tuple[LaneSpec, ...]:
+    """Lanes of one Ray CPU each, bound to cores where the machine has them."""
+    return tuple(LaneSpec(number, cores=(number,)) for number in range(count))
+
+
+def rows(result: StepResult) -> dict[str, list[int]]:
+    return {name: column.tolist() for name, column in result.output.columns.items()}
+
+
+def run_steps(run: Run) -> list[StepResult]:
+    return list(run.steps(prompts(step) for step in range(STEPS)))
+
+
+@pytest.fixture(scope="module")
+def eager() -> list[StepResult]:
+    """What one process on one thread gives, checked against arithmetic written out."""
+    with m2flow.launch(training(), items_per_step=ITEMS, mode="eager", lanes="cpu:1") as run:
+        results = run_steps(run)
+    w = 0
+    for step, result in enumerate(results):
+        before = w  # log-probabilities are all taken before the first mini-batch trains
+        y = [(step + k // 4) * 3 + (k % 4) ** 2 + w for k in range(ITEMS * 4)]
+        assert rows(result)["y"] == y
+        for half in (range(ITEMS * 2), range(ITEMS * 2, ITEMS * 4)):
+            z = [rows(result)["z"][k] for k in half]
+            a = [4 * y[k] - sum(y[k // 4 * 4 : k // 4 * 4 + 4]) for k in half]
+            assert z == [2 * y[k] + before for k in half]
+            assert [rows(result)["a"][k] for k in half] == a
+            w = (w * 7 + sum(a[n] * (k + 1) + z[n] for n, k in enumerate(half))) % 1009
+    return results
+
+
+# --- the same result under every plan -------------------------------------------------------------
+
+SINGLE, BOTH, GANG = ((1,),), ((0,), (1,)), ((0, 1),)
+
+
+def hand_written(
+    sampler: tuple[tuple[int, ...], ...],
+    learner: tuple[tuple[int, ...], ...],
+    chunk: int | None = None,
+    max_running: int | None = None,
+    max_items: Mapping[str, int] | None = None,
+    **more: object,
+) -> Plan:
+    """A plan in which every stage but the streaming one is cut alike."""
+    names = ("advantages", "learner.logprobs", "learner.train")
+    return Plan(
+        "custom",
+        lanes(2),
+        {
+            "sampler": Placement(sampler),
+            "learner": Placement(learner),
+            "advantages": Placement(((1,),)),
+        },
+        {
+            **dict.fromkeys(names, StagePlan(chunk=chunk)),
+            "sampler.generate": StagePlan(chunk=chunk, max_running=max_running),
+        },
+        {name: EdgePlan(max_items=limit) for name, limit in (max_items or {}).items()},
+        **more,
+    )
+
+
+LIMITS = {"sampler.generate->advantages": 8, "advantages->learner.logprobs": 4}
+
+PLANS: dict[str, Plan | str] = {
+    "collocated": "collocated",
+    "disaggregated": "disaggregated",
+    "whole windows": hand_written(((0,),), SINGLE),
+    "chunks of 1": hand_written(BOTH, SINGLE, chunk=1),
+    "chunks of 3": hand_written(((0,),), BOTH, chunk=3),
+    "fed": hand_written(BOTH, BOTH, chunk=1, max_running=2),
+    "limited": hand_written(((0,),), SINGLE, chunk=1, max_running=3, max_items=LIMITS),
+    "gang": hand_written(((0,),), GANG, chunk=3),
+    "gang and feeding": hand_written(BOTH, GANG, max_running=2),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_gives_the_eager_result(name: str, eager: list[StepResult]) -> None:
+    plan = PLANS[name]
+    settings = {"mode": plan, "lanes": "cpu:2"} if isinstance(plan, str) else {"plan": plan}
+    if isinstance(plan, str) and len(os.sched_getaffinity(0)) < 2:
+        settings["lanes"] = lanes(2)
+    with m2flow.launch(training(), items_per_step=ITEMS, **settings) as run:
+        results = run_steps(run)
+        states = run.worker_call_everywhere("learner", "state")
+    assert [result.step for result in results] == list(range(STEPS))
+    for result, expected in zip(results, eager, strict=True):
+        assert result.output.ids == expected.output.ids
+        assert rows(result) == rows(expected)
+        assert result.metrics == expected.metrics
+        assert (result.version, result.staleness) == (expected.version, 0)
+    assert len(set(states)) == 1, "the replicas of the learner have different weights"
+
+
+def test_a_step_may_run_on_the_weights_before_the_last() -> None:
+    plan = hand_written(((0,),), SINGLE, chunk=1, max_staleness=1)
+    with m2flow.launch(training(), items_per_step=ITEMS, plan=plan) as run:
+        results = run_steps(run)
+    assert [result.version for result in results] == [1, 2, 3, 4]
+    lags = []
+    for result in results:
+        lag = [result.step - version for version in rows(result)["version"]]
+        assert all(0 <= one <= 1 for one in lag)
+        # What the engine reports is what the sampler saw, which has 4 items to each of the prompts.
+        assert result.staleness == sum(lag) / len(lag)
+        lags += lag
+    assert 1 in lags
+    assert results[0].staleness == 0
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+class BadItemError(Exception):
+    """An exception of the user's own."""
+
+
+class TwoPartError(Exception):
+    """One that cannot be rebuilt from its message."""
+
+    def __init__(self, item: int, reason: str) -> None:
+        super().__init__(f"item {item} is {reason}")
+
+
+class Fragile(Worker):
+    """Works for a while in its second step, and fails or never comes back there."""
+
+    def __init__(self, fault: str, folder: str = "") -> None:
+        self.fault, self.folder = fault, folder
+
+    @stage
+    def prepare(self, batch: Batch) -> Batch:
+        return batch
+
+    @stage
+    def score(self, batch: Batch) -> Batch:
+        if int(batch["x"].max()) >= ITEMS:  # the second step
+            if self.fault == "raise":
+                raise FileNotFoundError("item 3 is bad")
+            if self.fault == "raise what cannot travel":
+                raise TwoPartError(3, "bad")
+            (Path(self.folder) / str(self.place.lane)).touch()
+            time.sleep(120)
+        return batch
+
+
+class After(Worker):
+    @stage
+    def collect(self, batch: Batch) -> Batch:
+        return batch
+
+
+class FragileFlow(Flow):
+    fragile: Fragile
+    after: After
+
+    def step(self, items: Stream) -> Stream:
+        return self.after.collect(self.fragile.score(self.fragile.prepare(items)))
+
+
+def fragile_plan(deadline_seconds: float = 60.0) -> Plan:
+    return Plan(
+        "custom",
+        lanes(2),
+        {"fragile": Placement(((1,),)), "after": Placement(((0,),))},
+        deadline_seconds=deadline_seconds,
+    )
+
+
+def launch_fragile(fault: str, folder: Path, deadline_seconds: float = 60.0) -> Run:
+    flow = FragileFlow(fragile=Fragile(fault, str(folder)), after=After())
+    run = m2flow.launch(flow, items_per_step=ITEMS, plan=fragile_plan(deadline_seconds))
+    run.step(prompts(0))
+    return run
+
+
+def fail(run: Run) -> tuple[RunFailed, float]:
+    """The failure of the next step, and the seconds until it was raised and the run closed."""
+    start = time.monotonic()
+    with run, pytest.raises(RunFailed) as caught:
+        run.step(prompts(1))
+    return caught.value, time.monotonic() - start
+
+
+def test_an_exception_in_a_stage_stops_the_run(tmp_path: Path) -> None:
+    run = launch_fragile("raise", tmp_path)
+    error, seconds = fail(run)
+    assert seconds < 10
+    assert "fragile.score (step 1" in str(error)
+    assert "failed on lane 1" in str(error)
+    assert type(error.__cause__) is FileNotFoundError
+    assert str(error.__cause__) == "item 3 is bad"
+    notes = "\n".join(error.__cause__.__notes__)
+    assert "On lane 1:" in notes
+    assert "Traceback (most recent call last)" in notes
+    assert "in score" in notes
+    with pytest.raises(RunFailed, match="has stopped already"):
+        run.step(prompts(0))
+
+
+def test_an_exception_that_cannot_travel_keeps_its_words(tmp_path: Path) -> None:
+    error, seconds = fail(launch_fragile("raise what cannot travel", tmp_path))
+    assert seconds < 10
+    assert "failed on lane 1" in str(error)
+    assert "item 3 is bad" in str(error.__cause__)
+    assert "TwoPartError: item 3 is bad" in "\n".join(error.__cause__.__notes__)
+
+
+def test_a_lane_that_is_killed_is_named(tmp_path: Path) -> None:
+    run = launch_fragile("sleep", tmp_path)
+    victim = run._carrier.process_ids[1]
+    assert victim != run._carrier.process_ids[0]
+
+    def kill() -> None:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "1").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(victim, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    error, seconds = fail(run)
+    killer.join()
+    assert (tmp_path / "1").exists(), "it was killed before its stage had begun"
+    assert seconds < 30
+    assert "lane 1 was lost" in str(error)
+    assert "running: fragile.score (step 1" in str(error)
+
+
+def test_a_call_past_its_deadline_is_named_with_those_who_wait(tmp_path: Path) -> None:
+    error, seconds = fail(launch_fragile("sleep", tmp_path, deadline_seconds=2.0))
+    assert (tmp_path / "1").exists()
+    assert 2 <= seconds < 20
+    first, *account = str(error).splitlines()
+    assert "fragile.score (step 1" in first
+    assert "deadline of 2 s" in first
+    assert any("running: fragile.score" in line and "[1]" in line for line in account)
+    assert any(f"waiting: after.collect (step 1): 0 of {ITEMS} items" in line for line in account)
+
+
+def test_lanes_that_the_cluster_has_no_room_for_are_refused() -> None:
+    plan = Plan(
+        "custom",
+        (LaneSpec(0, cores=tuple(range(NUM_CPUS + 1))),),
+        {"fragile": Placement(((0,),)), "after": Placement(((0,),))},
+    )
+    flow = FragileFlow(fragile=Fragile("raise"), after=After())
+    start = time.monotonic()
+    with pytest.raises(UserError, match=f"need {NUM_CPUS + 1} CPUs") as caught:
+        m2flow.launch(flow, items_per_step=ITEMS, plan=plan)
+    assert time.monotonic() - start < 10
+    assert "\n" not in str(caught.value)
+    assert "lanes" in str(caught.value)
+    assert ray.is_initialized()  # a connection that was there before is left alone
+
+
+class NoLoad(Worker):
+    def load(self, place: m2flow.Place) -> None:
+        raise BadItemError("no model here")
+
+    @stage
+    def score(self, batch: Batch) -> Batch:
+        return batch
+
+
+class NoLoadFlow(Flow):
+    worker: NoLoad
+
+    def step(self, items: Stream) -> Stream:
+        return self.worker.score(items)
+
+
+def test_a_worker_that_cannot_load_says_why() -> None:
+    plan = Plan("custom", lanes(1), {"worker": Placement(((0,),))})
+    with pytest.raises(BadItemError, match="no model here"):
+        m2flow.launch(NoLoadFlow(worker=NoLoad()), items_per_step=ITEMS, plan=plan)

@@ -1,0 +1,304 @@
+"""What the documentation says is there: files, links, commands, keys, plans, and code that runs."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import itertools
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+import yaml
+
+from m2flow.cli.app import app
+from m2flow.cli.planning import graph_of
+from m2flow.cli.recipe import read_recipe, validated
+from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
+from m2flow.plan import from_json, validate
+
+PROJECT = Path(__file__).resolve().parents[1]
+README = PROJECT / "README.md"
+DOCS = [README, *sorted((PROJECT / "docs").rglob("*.md")), PROJECT / "recipes" / "README.md"]
+PAGES = [*DOCS, PROJECT / "CONTRIBUTING.md", PROJECT / "AGENTS.md"]
+QUICKSTART = PROJECT / "recipes" / "quickstart.yaml"
+
+FENCE = re.compile(
+    r"^(?P<mark><!-- runnable -->\n)?```(?P<language>\w*)\n(?P<body>.*?)^```$", re.M | re.S
+)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+QUOTED = re.compile(r"`([^`\n]+)`")
+PATH_IN_REPOSITORY = re.compile(
+    r"(?:src|docs|examples|recipes|benchmarks|tests)/[\w./-]*\w|Makefile|constraints\.txt"
+)
+GENERATED_HERE = re.compile(r"benchmarks/results/.*")
+LANGUAGES = {"python", "sh", "yaml", "json", "text"}
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    body: str
+    runnable: bool
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(PROJECT)}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(
+            page,
+            text.count("\n", 0, match.start()) + 1,
+            match["language"],
+            match["body"],
+            match["mark"] is not None,
+        )
+        for match in FENCE.finditer(text)
+    ]
+
+
+BLOCKS = [block for page in DOCS for block in blocks_of(page)]
+
+
+def in_language(*languages: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language in languages]
+
+
+def prose_of(page: Path) -> str:
+    """A page without its blocks."""
+    return FENCE.sub("", page.read_text())
+
+
+# --- links and files ------------------------------------------------------------------------------
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose_of(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(prose_of(page)):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert target.is_relative_to(PROJECT), f"{page.name} links out of the repository: {link}"
+        assert not anchor or anchor in anchors_of(target), f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))
+def test_files_that_are_named_exist(page: Path) -> None:
+    for quoted in QUOTED.findall(prose_of(page)):
+        path = quoted.rstrip("/")
+        if PATH_IN_REPOSITORY.fullmatch(path) and not GENERATED_HERE.fullmatch(path):
+            assert (PROJECT / path).exists(), f"{page.name} names {quoted}"
+
+
+def test_every_page_is_listed_in_the_index() -> None:
+    index = PROJECT / "docs" / "index.md"
+    linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text())}
+    pages = {page for page in DOCS if page.is_relative_to(index.parent) and page != index}
+    assert pages <= linked, f"not in docs/index.md: {sorted(pages - linked)}"
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (PROJECT / "Makefile").read_text(), re.M))
+    for page in PAGES:
+        for target in re.findall(r"(?:^    |`)make ([a-z-]+)", page.read_text(), re.M):
+            assert target in targets, f"{page.name}: make {target}"
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+def words_of_commands(script: str) -> Iterator[list[str]]:
+    """The words behind `m2flow` of each such command in a shell script."""
+    for line in script.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        words = list(itertools.dropwhile(lambda word: re.match(r"\w+=", word), words))
+        words = list(itertools.takewhile(lambda word: word not in {">", "|", "&&"}, words))
+        if words and Path(words[0]).name == "m2flow":
+            yield words[1:]
+
+
+def check_command(words: list[str], where: object, *, complete: bool) -> None:
+    """Parse the words as the command line would, without running anything."""
+    assert words[0] in COMMANDS, f"{where}: there is no command {words[0]!r}"
+    command = COMMANDS[words[0]]
+    known = {name for param in command.params for name in param.opts} | {"--help"}
+    for word in words[1:]:
+        if word.startswith("--"):
+            assert word.partition("=")[0] in known, f"{where}: {words[0]} has no option {word}"
+    if complete:
+        context = command.make_context(words[0], list(words[1:]))
+        if "overrides" in context.params:
+            recipe = PROJECT / context.params["recipe"]
+            existing = recipe if recipe.is_file() else QUICKSTART  # one that the reader writes
+            read_recipe(existing, context.params["overrides"] or [])
+
+
+@pytest.mark.parametrize("block", in_language("sh"), ids=str)
+def test_commands_in_blocks_parse(block: Block) -> None:
+    for words in words_of_commands(block.body):
+        check_command(words, block, complete=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))
+def test_commands_in_the_text_exist(page: Path) -> None:
+    for quoted in QUOTED.findall(prose_of(page)):
+        for words in words_of_commands(quoted):
+            if words and words[0] != "COMMAND":
+                check_command(words, page.name, complete=False)
+
+
+def test_commands_are_found() -> None:
+    """Else the tests above would hold whatever the pages say."""
+    commands = [w for block in in_language("sh") for w in words_of_commands(block.body)]
+    assert {words[0] for words in commands} == set(COMMANDS)
+
+
+# --- code, recipes and plans ----------------------------------------------------------------------
+
+
+def test_blocks_name_their_language() -> None:
+    for block in BLOCKS:
+        assert block.language in LANGUAGES, f"{block}: language {block.language!r}"
+
+
+@pytest.mark.parametrize("block", in_language("python"), ids=str)
+def test_python_compiles(block: Block) -> None:
+    compile(block.body, str(block), "exec")
+
+
+@pytest.mark.parametrize("block", [b for b in in_language("python") if b.runnable], ids=str)
+def test_runnable_python_runs(block: Block, tmp_path: Path) -> None:
+    script = tmp_path / "block.py"
+    script.write_text(block.body)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, f"{block}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("block", in_language("yaml"), ids=str)
+def test_yaml_is_a_recipe(block: Block) -> None:
+    validated(yaml.safe_load(block.body))
+
+
+@pytest.mark.parametrize("block", in_language("json"), ids=str)
+def test_json_is_a_plan_for_the_quick_start(block: Block) -> None:
+    recipe = read_recipe(QUICKSTART)
+    validate(from_json(block.body, str(block)), graph_of(recipe), recipe.prompts_per_step)
+
+
+def calls_in(tree: ast.AST, method: str) -> list[str]:
+    """What a method of the tree's only class calls, in order."""
+    function = next(
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == method
+    )
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return [ast.unparse(call.func) for call in sorted(calls, key=lambda call: call.lineno)]
+
+
+def test_the_flow_of_the_readme_is_the_real_one() -> None:
+    (block,) = (block for block in blocks_of(README) if block.body.startswith("class GRPO"))
+    source = (PROJECT / "src" / "m2flow" / "reasoning" / "flow.py").read_text()
+    real = next(
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == "GRPO"
+    )
+    shown = ast.parse(block.body)
+    for method in ("step", "sync"):
+        remaining = iter(calls_in(real, method))
+        for call in calls_in(shown, method):
+            assert call in remaining, f"GRPO.{method} in README.md calls {call} out of place"
+    assert ast.get_docstring(real) == ast.get_docstring(shown.body[0])  # type: ignore[arg-type]
+
+
+# --- reference ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def generate_reference() -> ModuleType:
+    path = PROJECT / "docs" / "generate_reference.py"
+    spec = importlib.util.spec_from_file_location("generate_reference", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["recipe keys", "commands"])
+def test_generated_reference_is_up_to_date(generate_reference: ModuleType, name: str) -> None:
+    page: Path = generate_reference.PAGES[name][0]
+    assert page.read_text() == generate_reference.up_to_date(name), (
+        "run: python docs/generate_reference.py"
+    )
+
+
+def test_plan_reference_names_every_key() -> None:
+    page = (PROJECT / "docs" / "reference" / "plan.md").read_text()
+    documented = re.findall(r"^\| `(\w+)` \| (\S+) ", page, re.M)
+    kinds = (Plan, LaneSpec, Placement, StagePlan, EdgePlan)
+    actual = [(f.name, _default_of(f)) for kind in kinds for f in dataclasses.fields(kind)]
+    assert documented == actual
+
+
+def _default_of(field: dataclasses.Field[Any]) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return f"`{json.dumps(field.default_factory())}`"
+    if field.default is dataclasses.MISSING:
+        return "required"
+    value = field.default
+    return f"`{json.dumps(int(value) if value == 600.0 else value)}`"
+
+
+def test_metrics_reference_names_every_figure() -> None:
+    """What a step gives, asked of the functions that give it, with every option on."""
+    from m2flow.algorithms.grpo import GRPO
+    from m2flow.flow import Batch
+    from m2flow.reasoning.experiment import sample_figures
+    from m2flow.training.policy import _TOTALS
+
+    samples = Batch(
+        {
+            "reward": [0.0, 1.0],
+            "finish_reason": ["stop", "length"],
+            "num_tokens": [3, 4],
+            "num_prompt_tokens": [2, 2],
+        }
+    )
+    figures = {*sample_figures(samples, 2)}
+    totals = {name for name in _TOTALS if name.startswith(("tokens", "samples"))}
+    learner = {*GRPO(kl_coefficient=0.1, entropy_coefficient=0.1).figures, *totals}
+    figures |= {f"train/{name}" for name in learner}
+    page = (PROJECT / "docs" / "reference" / "metrics.md").read_text()
+    missing = {name for name in figures if f"`{name}`" not in page}
+    assert not missing, f"docs/reference/metrics.md does not name {sorted(missing)}"
