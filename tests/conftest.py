@@ -17,6 +17,7 @@ def shared_data() -> Path:
         pytest.skip(f"needs the data sets in {folder}")
     return folder
 
+
 # The same examples every time: a suite that passed on a commit passes on it again. New examples are
 # looked for with HYPOTHESIS_PROFILE=default.
 settings.register_profile("repeatable", derandomize=True, deadline=None)

@@ -206,6 +206,7 @@ def _add_stage(sketch: _Sketch) -> None:
         spec = StageSpec(
             name, spec.unit, spec.streaming, spec.accumulates, spec.expands, True, spec.minibatches
         )
+    if sticky or kind == "fold":
         worker = worker or sketch.worker(may_be_function=False)
     sketch.add(_Call(inputs, [spec], [worker], finish), _Stream(len(sketch.calls), chain, sticky))
 
@@ -232,7 +233,9 @@ def _add_sinks(sketch: _Sketch) -> None:
     for index, stream in enumerate(sketch.streams[1:-1], start=1):
         if not stream.used:
             spec = StageSpec(sketch.method(), accumulates=True)
-            call = _Call([index], [spec], [sketch.worker()], finish=sketch.flag())
+            call = _Call(
+                [index], [spec], [sketch.worker(may_be_function=False)], finish=sketch.flag()
+            )
             sketch.add(call, _Stream(len(sketch.calls), stream.chain))
 
 

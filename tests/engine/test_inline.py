@@ -221,7 +221,7 @@ class CarelessFlow(Flow):
         ("type", ["careless.score: must return a Batch", "dict", "with_columns"]),
         ("nothing", ["careless.score: must return a Batch", "NoneType"]),
         ("ids", ["careless.score: returned items it was not given", "[100, 101, 102]"]),
-        ("column", ["reward: column has the wrong length", "got 4", "expected 3"]),
+        ("column", ["careless.score: reward: column has the wrong length", "got 4", "expected 3"]),
         ("scalar", ["reward: is not a column", "float"]),
     ],
 )
@@ -235,7 +235,9 @@ def test_a_column_of_the_wrong_length_shows_the_line_of_the_stage() -> None:
     flow = CarelessFlow(careless=Careless("column"))
     with start(flow, 3) as run, pytest.raises(UserError, match="reward") as caught:
         run.step(prompts(3))
-    assert "score" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    raised = caught.value.__cause__
+    assert raised is not None
+    assert "score" in [frame.name for frame in traceback.extract_tb(raised.__traceback__)]
 
 
 class CarelessStream(Worker):

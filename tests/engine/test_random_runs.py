@@ -21,7 +21,7 @@ ordinary = settings(deadline=None, suppress_health_check=QUIET, report_multiple_
 
 
 @given(cases())
-@settings(ordinary, max_examples=400)
+@settings(ordinary, max_examples=100)
 def test_a_random_run_keeps_every_promise(case: Case) -> None:
     audit(case)
 
@@ -42,7 +42,7 @@ def test_the_same_seed_gives_the_same_commands(case: Case) -> None:
 @given(cases(max_steps=2))
 @settings(ordinary, max_examples=40)
 def test_events_alone_decide(case: Case) -> None:
-    """A fresh engine that is told the same events gives the same commands: a run can be replayed."""
+    """A fresh engine that is told the same events gives the same commands: runs can be replayed."""
     log = simulate(case)[2]
     engine = Simulation(case.graph, case.plan, case.costs()).engine
     for event, commands in log:

@@ -65,7 +65,7 @@ def stuck(b: Batch) -> Batch:
 
 
 @stage(accumulates=True)
-def log(b: Batch) -> Batch:
+def tally(b: Batch) -> Batch:
     return b
 
 
@@ -142,6 +142,30 @@ def test_groups_that_no_stage_has_made() -> None:
 
 def test_a_sticky_function_has_no_state() -> None:
     assert refused(lambda self, x: stuck(x)).startswith("stuck: is sticky but has no state")
+
+
+def test_an_accumulating_function_has_no_state() -> None:
+    message = refused(lambda self, x: tally(x))
+    assert message.startswith("tally: is accumulating but has no state")
+
+
+def test_one_worker_under_two_names() -> None:
+    class Toy(Base):
+        def step(self, x: Stream) -> Stream:
+            return self.model.score(x)
+
+    model = Model()
+    with pytest.raises(FlowError, match="other: is the same worker as model"):
+        Toy(model=model, other=model).trace()
+
+
+def test_a_function_with_the_name_of_a_worker() -> None:
+    @stage
+    def model(b: Batch) -> Batch:
+        return b
+
+    message = refused(lambda self, x: model(self.model.score(x)))
+    assert message == "model: is a function with the name of a worker; rename one"
 
 
 def test_a_join_of_streams_that_count_different_items() -> None:

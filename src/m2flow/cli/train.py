@@ -66,7 +66,8 @@ def train(
     _, plan = planned(recipe, plan_file)
     check_runnable(plan)
     _check_loggers(recipe)
-    with TrainProgress() as progress:
+    # A picture that is redrawn would paint over the debugger's prompt.
+    with TrainProgress(live=False if plan.mode == "eager" else None) as progress:
         progress.start(
             f"m2flow: {recipe.name}, seed {recipe.seed}, {recipe.steps} steps of "
             f"{recipe.prompts_per_step} x {recipe.samples_per_prompt} samples, mode {plan.mode}"
@@ -275,6 +276,7 @@ class Training:
             extra,
             self.recipe.checkpoint.keep,
         )
+        self.timeline.write(self._begun().timeline)
 
 
 def _next(done: int, every: int) -> int:

@@ -70,8 +70,15 @@ class LaneHost:
         if node.streaming:
             self._fed[command.call] = deque()  # it can be fed from now on
             return self._stream(flow, command, node, batches)
-        output = self._function(flow, node)(*batches, **node.options)
+        output = self._run(flow, node, batches)
         return iter((self._keep(flow, command.step, node, _named(node, batches[0], output)),))
+
+    def _run(self, flow: str, node: StageNode, batches: Sequence[Batch]) -> object:
+        """Call a stage; what it says of a column or a setting gets the stage's name."""
+        try:
+            return self._function(flow, node)(*batches, **node.options)
+        except UserError as error:
+            raise UserError(str(error), key=node.name) from error
 
     def _go_around(
         self, flow: str, command: RunCall, node: StageNode, parts: Sequence[Part]
@@ -79,7 +86,7 @@ class LaneHost:
         """Work on items of a loop, those with the same columns together: they differ by turn."""
         wanted = [(part.producer, part.items) for part in parts]
         for batch in self.store.gather_alike(flow, command.step, wanted):
-            output = self._function(flow, node)(batch, **node.options)
+            output = self._run(flow, node, [batch])
             yield self._keep(flow, command.step, node, _named(node, batch, output))
 
     def _gather(self, flow: str, step: int, inputs: Inputs) -> list[Batch]:

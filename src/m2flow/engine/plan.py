@@ -54,7 +54,7 @@ class StagePlan:
 
     Attributes:
         chunk: units a call takes; None for all that its window (mini-batch or step) has.
-        max_running: for a streaming stage, the most items a call may hold at once.
+        max_running: for a streaming stage, the most input items a call may hold at once.
     """
 
     chunk: int | None = None

@@ -85,7 +85,11 @@ class RayCarrier:
         self._copied_to: dict[tuple[str, int, int], set[int]] = {}
         self._to_release: dict[tuple[str, int, int], list[tuple[int, Sequence[int]]]] = {}
         self._exports: dict[tuple[str, int], Any] = {}
-        self._load(workers, version, load_seconds)
+        try:
+            self._load(workers, version, load_seconds)
+        except BaseException:
+            self._end_lanes()
+            raise
 
     def _load(self, workers: Mapping[str, Worker], version: int, seconds: float) -> None:
         order = list(self._lanes)
@@ -302,6 +306,9 @@ class RayCarrier:
         """End the lanes."""
         closing = [process.shut_down.remote() for process in self._lanes.values()]
         ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
+        self._end_lanes()
+
+    def _end_lanes(self) -> None:
         for process in self._lanes.values():
             ray.kill(process)
         self._lanes = {}

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray import cloudpickle
 
 from m2flow.engine.host import LaneHost, Produced
 from m2flow.engine.inline import call_span
@@ -285,7 +286,7 @@ class LaneProcess:
         """The error as it was raised, with the lane's traceback as a note."""
         trace = "".join(traceback.format_exception(error))
         try:
-            pickle.loads(pickle.dumps(error))
+            cloudpickle.loads(cloudpickle.dumps(error))
         except Exception:  # an exception of a library that cannot be pickled: keep its words
             error = RunFailed(f"{type(error).__name__}: {error}")
         error.add_note(f"On lane {self.lane.id}:\n{trace}")
