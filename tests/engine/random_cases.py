@@ -206,7 +206,6 @@ def _add_stage(sketch: _Sketch) -> None:
         spec = StageSpec(
             name, spec.unit, spec.streaming, spec.accumulates, spec.expands, True, spec.minibatches
         )
-    if sticky or kind == "fold":
         worker = worker or sketch.worker(may_be_function=False)
     sketch.add(_Call(inputs, [spec], [worker], finish), _Stream(len(sketch.calls), chain, sticky))
 

@@ -64,11 +64,6 @@ def stuck(b: Batch) -> Batch:
     return b
 
 
-@stage(accumulates=True)
-def tally(b: Batch) -> Batch:
-    return b
-
-
 class Base(Flow):
     model: Model
     other: Model
@@ -142,11 +137,6 @@ def test_groups_that_no_stage_has_made() -> None:
 
 def test_a_sticky_function_has_no_state() -> None:
     assert refused(lambda self, x: stuck(x)).startswith("stuck: is sticky but has no state")
-
-
-def test_an_accumulating_function_has_no_state() -> None:
-    message = refused(lambda self, x: tally(x))
-    assert message.startswith("tally: is accumulating but has no state")
 
 
 def test_one_worker_under_two_names() -> None:

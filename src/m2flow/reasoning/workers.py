@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from m2flow.errors import UserError
 from m2flow.flow import Batch, Place, Ragged, Worker, stage
 from m2flow.reasoning.config import ReasoningRecipe
 
@@ -46,6 +47,22 @@ class ModelSource:
         from m2flow.models.causal_lm import load_model
 
         return load_model(self.path, getattr(torch, self.dtype)).to(device)
+
+    def stop_ids(self, configured: int | list[int] | None) -> tuple[int, ...]:
+        """Tokens that end an answer: what the generation config says, else the tokenizer.
+
+        Raises:
+            UserError: neither names one, so that no answer would ever end by itself.
+        """
+        if configured is None:
+            configured = self.tokenizer().eos_token_id
+        if configured is None:
+            raise UserError(
+                "names no end token, so no answer would end by itself",
+                key=self.path,
+                hint="set eos_token_id in its generation_config.json",
+            )
+        return tuple(configured) if isinstance(configured, list) else (configured,)
 
     def tokenizer(self) -> Any:
         from m2flow.models.causal_lm import load_tokenizer
@@ -91,8 +108,7 @@ class Generator(Worker):
             device=place.device,
         )
         self.engine.install(model.state_dict(), place.version)
-        stops = model.generation_config.eos_token_id
-        self._stop_ids = tuple(stops) if isinstance(stops, list) else (stops,)
+        self._stop_ids = self.model.stop_ids(model.generation_config.eos_token_id)
 
     @stage(streaming=True, expands="samples_per_prompt")
     def generate(
