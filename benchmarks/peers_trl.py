@@ -97,7 +97,7 @@ def workloads(options: Namespace) -> tuple[Workload, Workload]:
         Row(
             name,
             "peers.m2flow_side",
-            {"mode": options.mode, "training": training, "sharing": sharing},
+            {"mode": options.mode, "training": {**training, "sharing": sharing}},
         )
         for name, training, sharing in SWITCHES
     )

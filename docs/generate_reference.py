@@ -86,7 +86,7 @@ MEANING = {
     "optimizer.schedule": "of the learning rate, over all optimizer steps of the run",
     "optimizer.warmup_steps": "optimizer steps over which the learning rate rises",
     "training.tokens_per_microbatch": "tokens computed at a time; bounds memory",
-    "training.share_prompts": "compute common prefixes of a micro-batch once",
+    "training.sharing": "what a micro-batch computes once: prefixes, prompts, or nothing",
     "training.drop_zero_advantage": "skip the forward pass of samples that have no gradient; their "
     "tokens count all the same",
     "training.recompute_logprobs": "take the ratio against the trainer's own log-probabilities at "

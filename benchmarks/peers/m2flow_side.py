@@ -3,42 +3,23 @@
 The step is `m2flow.launch` on the same flow, workers and settings that `m2flow train` uses, with
 the batch made inside the measured time as TRL's is. Evaluation, checkpoints and logs are left out
 on both sides. `extra` is a part of the recipe (the mode, and switches of the learner that decide
-how much work is done), and `sharing`: what samples with a common prefix compute once.
+how much work is done).
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 from peers.countdown import task
 from peers.wire import Sample, Settings, StepRecord, Wire
 
 from m2flow.algorithms.sampling import derive_seed
-from m2flow.flow import Batch, Place
+from m2flow.flow import Batch
 from m2flow.reasoning.config import ReasoningRecipe
 from m2flow.reasoning.encoding import encode
 from m2flow.reasoning.flow import grpo_flow
-from m2flow.reasoning.workers import Learner, ModelSource
+from m2flow.reasoning.workers import ModelSource
 from m2flow.runtime.launch import launch
-from m2flow.training.packing import Sharing
-
-
-class SharingLearner(Learner):
-    """A learner that shares what it is told; the recipe's own switch knows all or nothing.
-
-    Args:
-        sharing: `prefix` (the default of the recipe), `prompt` or `none`; see
-            `m2flow.training.packing`.
-    """
-
-    def __init__(self, model: ModelSource, recipe: ReasoningRecipe, sharing: Sharing) -> None:
-        super().__init__(model, recipe)
-        self.sharing: Sharing = sharing
-
-    def load(self, place: Place) -> None:
-        super().load(place)
-        self.trainer.config = replace(self.trainer.config, sharing=self.sharing)
 
 
 def recipe_of(settings: Settings) -> ReasoningRecipe:
@@ -52,7 +33,7 @@ def recipe_of(settings: Settings) -> ReasoningRecipe:
             "samples_per_prompt": settings.samples_per_prompt,
             "minibatches": settings.minibatches,
             "generation": {"max_new_tokens": settings.max_new_tokens},
-            **{key: value for key, value in settings.extra.items() if key != "sharing"},
+            **settings.extra,
         }
     )
 
@@ -77,7 +58,6 @@ def main() -> None:
         )
 
     flow = grpo_flow(recipe, source, problems)
-    flow.learner = SharingLearner(source, recipe, settings.extra.get("sharing", "prefix"))
     done: list[StepRecord] = []
     step = 0
     with launch(

@@ -44,7 +44,10 @@ Refused = Callable[..., str]
         ("optimizer.learning_rate=fast", ["optimizer.learning_rate", "'fast'", "a number"]),
         ("algorithm.dual_clip=0.5", ["algorithm.dual_clip", "more than 1"]),
         ("algorithm.clip_low=2", ["algorithm.clip_low", "at most 1"]),
-        ("training.share_prompts=maybe", ["training.share_prompts", "'maybe'", "true or false"]),
+        (
+            "training.drop_zero_advantage=maybe",
+            ["training.drop_zero_advantage", "'maybe'", "true or false"],
+        ),
         ("model=3", ["model", "got 3", "table of keys"]),
         ("model.dtype=float16", ["model.dtype", "'float16'", "did you mean 'bfloat16'?"]),
         ("model.path=''", ["model.path", "empty", "take it out"]),

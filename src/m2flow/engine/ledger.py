@@ -69,7 +69,7 @@ class StageLedger:
         self._arrived: dict[int, int] = {}
         self._ready: dict[int, dict[int, list[int]]] = {}
         self._waiting: dict[int, int] = {}
-        self._leased_units: set[int] = set()
+        self._leased_units: dict[int, int] = {}
         self._done_ahead: set[int] = set()
         self._homes = homes
         self._homes_seen = 0
@@ -123,18 +123,16 @@ class StageLedger:
         if self.node.sticky:
             self._send_home()
         queues = self._ready.get(self.window, {})
-        units = _pop(queues, lane, amount, end)
-        if len(units) < amount:
-            units += _pop(queues, ANYWHERE, amount - len(units), end)
-        if len(units) < amount and not self.node.sticky:
-            for other in list(queues):
-                units += _pop(queues, other, amount - len(units), end)
-        for unit in units:
-            assert unit not in self._leased_units, f"{self.node.name}: {unit} was leased twice"
-            self._leased_units.add(unit)
-            if self.node.sticky:
-                self._homes.bind(unit, lane)
+        others = [] if self.node.sticky else [other for other in queues if other != ANYWHERE]
+        units: list[int] = []
+        for place in dict.fromkeys((lane, ANYWHERE, *others)):
+            for unit in _pop(queues, place, amount - len(units), end):
+                assert unit not in self._leased_units, f"{self.node.name}: {unit} was leased twice"
+                self._leased_units[unit] = place
+                units.append(unit)
         if self.node.sticky:
+            for unit in units:
+                self._homes.bind(unit, lane)
             self._homes_seen = len(self._homes)
         if units:
             self._waiting[self.window] -= len(units)
@@ -142,19 +140,21 @@ class StageLedger:
         return sorted(units)
 
     def give_back(self, unit: int) -> None:
-        """A leased unit was not worked on after all: it is ready again."""
-        self._leased_units.remove(unit)
+        """A leased unit was not worked on after all: it is ready again, where it was."""
         self.leased -= 1
-        self._make_ready(unit, ANYWHERE)
+        self._make_ready(unit, self._leased_units.pop(unit))
 
     def finish(self, units: Sequence[int]) -> None:
         """Leased units are done."""
-        self._leased_units.difference_update(units)
-        self.leased -= len(units)
-        assert self.leased == len(self._leased_units), f"{self.node.name}: a unit was done twice"
+        self._end_lease(units)
         self._window_done += len(units)
         for unit in units:
             self._mark_done(unit)
+
+    def _end_lease(self, units: Sequence[int]) -> None:
+        for unit in units:
+            del self._leased_units[unit]
+        self.leased -= len(units)
 
     def _mark_done(self, unit: int) -> None:
         self._done_ahead.add(unit)
@@ -266,9 +266,7 @@ class LoopLedger(StageLedger):
         self.loop.leased -= 1
 
     def finish(self, units: Sequence[int]) -> None:
-        self._leased_units.difference_update(units)
-        self.leased -= len(units)
-        assert self.leased == len(self._leased_units), f"{self.node.name}: a unit was done twice"
+        self._end_lease(units)
         self.loop.leased -= len(units)
         for unit in units:
             if unit >= self.low and unit not in self._done_ahead:

@@ -72,7 +72,10 @@ class Worker:
         raise NotImplementedError(f"{type(self).__name__} publishes weights but has none")
 
     def install(self, weights: Mapping[str, Any], version: int) -> None:
-        """Take weights over. Called between calls, so no item sees half of them."""
+        """Take weights over. Called between calls, so no item sees half of them.
+
+        The tensors may be the source's own, where both stand on one lane: copy what is kept.
+        """
         raise NotImplementedError(f"{type(self).__name__} cannot install published weights")
 
     def save(self, folder: Path) -> None:

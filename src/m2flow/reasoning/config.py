@@ -130,7 +130,7 @@ class TrainingSection(Section):
     """How the learner computes; none of these changes the result but by rounding."""
 
     tokens_per_microbatch: Count = 2048
-    share_prompts: Flag = True
+    sharing: Literal["prefix", "prompt", "none"] = "prefix"
     drop_zero_advantage: Flag = True
     recompute_logprobs: Flag = False
 

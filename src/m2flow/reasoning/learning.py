@@ -28,7 +28,7 @@ def trainer_config(recipe: ReasoningRecipe) -> PolicyTrainerConfig:
             max_grad_norm=optimizer.max_grad_norm,
         ),
         tokens_per_microbatch=recipe.training.tokens_per_microbatch,
-        sharing="prefix" if recipe.training.share_prompts else "none",
+        sharing=recipe.training.sharing,
         temperature=recipe.generation.temperature,
         drop_zero_advantage=recipe.training.drop_zero_advantage,
     )

@@ -16,9 +16,6 @@ from m2flow.reasoning.tasks.problem import Problem, generator, reserved
 
 CHARACTERS = "0123456789+=,#"
 
-VOCABULARY = ("<pad>", "<bos>", "<eos>", "<unk>", *CHARACTERS)
-"""The 18 tokens of a character tokenizer for this task, in the order of their ids."""
-
 
 class Addition:
     """Sums of two numbers of equally many digits.
