@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from m2flow.generation.protocol import Completion, SamplingParams
     from m2flow.training.rollouts import Rollouts, TokenPairs
 
-HANDED_ON = 8
+HANDED_ON = 4
 """Completions are handed on once they are 1 / HANDED_ON of those that still run: many at a time
 while many run, and one by one in the tail."""
 

@@ -28,11 +28,11 @@ from m2flow.engine.messages import (
     RunCall,
     RunFinish,
 )
-from m2flow.engine.plan import LaneSpec, Plan
+from m2flow.engine.plan import LaneSpec, Plan, StagePlan
 from m2flow.engine.runner import Report
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow.batch import Batch
-from m2flow.flow.graph import SOURCE, FlowGraph
+from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 from m2flow.flow.worker import Worker
 from m2flow.runtime.lane import Fetch, LaneProcess, Meeting
 from m2flow.runtime.serialization import register_tensors
@@ -63,6 +63,7 @@ class RayCarrier:
         graphs: the flow's traced methods by name.
         plan: gives the lanes and the placement of workers.
         workers: the flow's workers; each lane gets copies of those placed on it.
+        plans: the plan of each of the graphs.
         version: number of the weights that the run begins with.
         load_seconds: longest that loading the workers may take.
     """
@@ -72,12 +73,13 @@ class RayCarrier:
         graphs: Mapping[str, FlowGraph],
         plan: Plan,
         workers: Mapping[str, Worker],
+        plans: Mapping[str, Plan],
         version: int = 0,
         load_seconds: float = START_SECONDS,
     ) -> None:
         register_tensors()
         _check_room(plan)
-        self.graphs, self.plan = graphs, plan
+        self.graphs, self.plan, self._plans = graphs, plan, plans
         self._lanes = {lane.id: _start(lane) for lane in plan.lanes}
         self._outstanding: dict[Any, _Outstanding] = {}
         self._sources: dict[tuple[str, int], Batch] = {}
@@ -151,12 +153,12 @@ class RayCarrier:
                 node = self.graphs[flow].nodes[index]
                 for lane, inputs in zip(lanes, command.inputs, strict=True):
                     fetches = self._fetches(flow, step, lane, inputs)
+                    released = self._to_release.pop((flow, step, lane), [])
+                    in_pieces = node.streaming and self._wanted_early(flow, node, lane)
                     process = self._lanes[lane]
-                    if node.streaming:
-                        answer = process.stream.remote(flow, command, fetches)
-                    else:
-                        answer = process.call.remote(flow, command, fetches)
-                    self._expect(answer, lane, flow, step, index, node.streaming)
+                    run = process.stream if in_pieces else process.call
+                    answer = run.remote(flow, command, fetches, released)
+                    self._expect(answer, lane, flow, step, index, in_pieces)
             case FeedCall(lane=lane, step=step):
                 fetches = self._fetches(flow, step, lane, command.inputs)
                 self._lanes[lane].feed.remote(flow, command, fetches)
@@ -224,18 +226,21 @@ class RayCarrier:
         for lane in lanes:
             self._to_release.setdefault((flow, step, lane), []).append((producer, items))
 
-    def _send_releases(self) -> None:
-        """Releases are told to a lane in one message for many."""
-        for (flow, step, lane), released in self._to_release.items():
-            self._lanes[lane].release.remote(flow, step, released)
-        self._to_release.clear()
+    def _wanted_early(self, flow: str, node: StageNode, lane: int) -> bool:
+        """Whether anybody can use a call's first items before its last: another lane, or the
+        engine, which feeds the call by what it has finished."""
+        stage = self._plans[flow].stages.get(node.name, StagePlan())
+        readers = [other for other in self.graphs[flow].nodes if node.index in other.inputs]
+        lanes = {x for other in readers for x in self.plan.placements[other.worker].lanes}
+        return stage.max_running is not None or not lanes <= {lane}
 
     def wait(self, seconds: float) -> list[Report]:
         """Reports of the lanes that have answered; waits for the first one, but no longer."""
-        self._send_releases()
         waiting = list(self._outstanding)
         if not waiting:
             return []
+        if len(waiting) == 1 and not self._outstanding[waiting[0]].streaming:
+            return self._read(waiting[0], seconds)  # one trip to Ray instead of two
         ready, _ = ray.wait(waiting, num_returns=1, timeout=seconds)
         if ready and len(waiting) > 1:
             ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
@@ -244,19 +249,22 @@ class RayCarrier:
             reports += self._read(answer)
         return reports
 
-    def _read(self, answer: Any) -> list[Report]:
+    def _read(self, answer: Any, seconds: float | None = None) -> list[Report]:
         expected = self._outstanding[answer]
         try:
             if not expected.streaming:
+                reports = ray.get(answer, timeout=seconds)
                 del self._outstanding[answer]
-                reports = ray.get(answer)
             else:
                 reports = []
                 try:
                     reports = [ray.get(next(answer))]
                 except StopIteration:
                     del self._outstanding[answer]
+        except ray.exceptions.GetTimeoutError:
+            return []
         except (ActorDiedError, ActorUnavailableError) as error:
+            self._outstanding.pop(answer, None)
             return [Report(LaneLost(expected.lane, str(error).splitlines()[0]))]
         except RayError as error:
             raise RunFailed(f"lane {expected.lane} did not answer") from error
@@ -283,7 +291,7 @@ class RayCarrier:
         for process in self._lanes.values():
             process.drop_step.remote(flow, step)
         self._sources.pop((flow, step))
-        for table in (self._holders, self._copied_to):
+        for table in (self._holders, self._copied_to, self._to_release):
             for key in [key for key in table if key[:2] == (flow, step)]:
                 del table[key]
         return joined.select(sorted(range(len(joined)), key=joined.ids.__getitem__))

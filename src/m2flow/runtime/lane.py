@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 from ray import cloudpickle
@@ -68,6 +68,9 @@ class Meeting:
     lane_sets: tuple[tuple[int, ...], ...]
     same_node: bool
     timeout_seconds: float
+
+
+Released: TypeAlias = Sequence[tuple[int, Sequence[int]]]
 
 
 class LaneProcess:
@@ -148,12 +151,24 @@ class LaneProcess:
 
     # --- commands, in order ---------------------------------------------------------------------
 
-    def call(self, flow: str, command: RunCall, fetches: Sequence[Fetch]) -> list[Report]:
-        """Run a stage that does not stream."""
-        return list(self.stream(flow, command, fetches))
+    def call(
+        self, flow: str, command: RunCall, fetches: Sequence[Fetch], released: Released
+    ) -> list[Report]:
+        """Run a stage; all reports when it has ended."""
+        return list(self.stream(flow, command, fetches, released))
 
-    def stream(self, flow: str, command: RunCall, fetches: Sequence[Fetch]) -> Iterator[Report]:
-        """Run a stage; a report for every piece that is finished, then one for the end."""
+    def stream(
+        self, flow: str, command: RunCall, fetches: Sequence[Fetch], released: Released
+    ) -> Iterator[Report]:
+        """Run a stage; a report for every piece that is finished, then one for the end.
+
+        Args:
+            flow, command: what to run.
+            fetches: payloads to bring to this lane first.
+            released: (producer, items) of this step that nobody needs any more.
+        """
+        for producer, items in released:
+            self.host.store.release(flow, command.step, producer, items)
         self._bind()
         try:
             yield from self._fetch(flow, fetches)
@@ -234,12 +249,6 @@ class LaneProcess:
     def export_items(self, flow: str, step: int, producer: int, items: Sequence[int]) -> Batch:
         """Payloads for another lane."""
         return self.host.store.gather(flow, step, [(producer, items)])
-
-    @ray.method(concurrency_group="control")
-    def release(self, flow: str, step: int, released: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Let payloads go."""
-        for producer, items in released:
-            self.host.store.release(flow, step, producer, items)
 
     @ray.method(concurrency_group="control")
     def drop_step(self, flow: str, step: int) -> None:

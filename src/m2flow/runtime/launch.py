@@ -78,7 +78,7 @@ def launch(
 
     cluster = Cluster(plan.lanes)
     try:
-        carrier = RayCarrier(graphs, everything, workers, first_step)
+        carrier = RayCarrier(graphs, everything, workers, plans, first_step)
     except BaseException:
         cluster.close()
         raise
