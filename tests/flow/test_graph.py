@@ -116,6 +116,28 @@ def test_fanout_and_groups() -> None:
     assert [node.group_size for node in graph.nodes] == [1, 4, 4, 4, 4, 2, 4, 2]
 
 
+def test_a_group_may_be_of_one() -> None:
+    """What the flow may say does not depend on how many samples the recipe asks for."""
+
+    class Sampler(Worker):
+        def __init__(self, n: int) -> None:
+            self.n = n
+
+        @stage(expands="n")
+        def sample(self, b: Batch) -> Batch:
+            return b.repeat(self.n)
+
+    class Grouped(Flow):
+        sampler: Sampler
+
+        def step(self, x: Stream) -> Stream:
+            return normalise(self.sampler.sample(x))
+
+    for n in (1, 2):
+        node = Grouped(sampler=Sampler(n)).trace().node("normalise")
+        assert (node.group_size, node.fanout) == (n, n)
+
+
 def test_loops_edges_and_components() -> None:
     graph = big()
     assert graph.loops == (LoopSpec((2, 3), "over", 3),)

@@ -145,9 +145,8 @@ class Engine:
         leaving, staying = [], []
         asked_to_leave = set(event.leaving)
         self._release(state, state.moved_on(node, event.items))
-        self._units_done(
-            state, node, event.items
-        )  # at once: an item may be back before the call ends
+        # Done already, and not when the call has ended: by then an item may be back here.
+        self._units_done(state, node, event.items)
         for item in event.items:
             loop.came_from[item] = node.index
             turn = loop.turns.get(item, 0) + at_the_end

@@ -249,7 +249,8 @@ def _node(
         loop=call.loop,
         options=dict(call.options),
     )
-    return node, (*chain, expands) if expands > 1 else chain
+    # Declared, not counted: what makes sense with n items of one makes sense with one.
+    return node, (*chain, expands) if spec.expands != 1 else chain
 
 
 def _product(factors: tuple[int, ...]) -> int:
