@@ -26,8 +26,9 @@ def test_a_random_run_keeps_every_promise(case: Case) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @given(cases(max_calls=10, max_steps=6))
-@settings(ordinary, max_examples=10_000)
+@settings(ordinary, max_examples=5_000)
 def test_many_random_runs_keep_every_promise(case: Case) -> None:
     audit(case)
 
