@@ -488,3 +488,11 @@ def test_minibatches_of_different_sizes_are_refused_by_name() -> None:
         start(flow, 4)
     with start(flow, 6) as run:
         assert len(run.step(prompts(6)).output) == 6
+
+
+def test_another_method_waits_for_the_steps_in_flight() -> None:
+    flow = CarelessFlow(careless=Careless("none"))
+    with start(flow, 3) as run:
+        run._runners["step"]._submit(prompts(3))
+        with pytest.raises(UserError, match="step: steps are in flight"):
+            run.run_method("step", prompts(3))

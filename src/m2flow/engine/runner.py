@@ -138,7 +138,7 @@ class Runner:
         """
         if self.engine.failed:
             raise RunFailed("the run has stopped already; launch the flow again")
-        if self._open or self._done:
+        if self.busy:
             raise UserError(
                 "steps of an earlier call are still in flight",
                 key=self.name,
@@ -159,6 +159,11 @@ class Runner:
             while not self._done:
                 self._advance()
             yield self._done.pop(0)
+
+    @property
+    def busy(self) -> bool:
+        """Whether steps are in flight, or results have not been taken."""
+        return bool(self._open or self._done)
 
     def step(self, batch: Batch) -> StepResult:
         """Run a single step to its end."""

@@ -133,7 +133,15 @@ class Run:
         return batch
 
     def run_method(self, name: str, batch: Batch) -> StepResult:
-        """Run another traced method of the flow, such as "evaluate", between steps."""
+        """Run another traced method of the flow, such as "evaluate", between steps.
+
+        Raises:
+            UserError: steps are in flight, whose results have not been taken.
+        """
+        if self._runners["step"].busy:
+            raise UserError(
+                "steps are in flight", key=name, hint="take all results of `steps` before"
+            )
         return self._runners[name].step(batch)
 
     def worker_call(self, worker: str, method: str, *args: Any) -> Any:
