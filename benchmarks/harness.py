@@ -26,15 +26,16 @@ PACKAGES = ("m2flow", "torch", "ray", "transformers")
 
 @dataclass(frozen=True)
 class Target:
-    """A bound that a measurement must keep: at least `target`."""
+    """A bound that a measurement must keep: at least `target`, or at most."""
 
     name: str
     value: float
     target: float
+    at_most: bool = False
 
     @property
     def holds(self) -> bool:
-        return self.value >= self.target
+        return self.value <= self.target if self.at_most else self.value >= self.target
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
@@ -105,7 +106,8 @@ def conclude(
     """Print the verdicts and the line of JSON, write `--out`, and exit."""
     for target in targets:
         verdict = "holds" if target.holds else "DOES NOT HOLD"
-        print(f"{target.name}: {target.value:.3f}, target {target.target:g}: {verdict}")
+        bound = "at most" if target.at_most else "at least"
+        print(f"{target.name}: {target.value:.3f}, target {bound} {target.target:g}: {verdict}")
     line = json.dumps(
         {
             "benchmark": name,

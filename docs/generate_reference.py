@@ -34,7 +34,9 @@ MEANING = {
     "steps": "training steps",
     "mode": "the plan to build; `--mode` sets it too, `--plan FILE` replaces it",
     "lanes": "`cpu:N` (the cores shared evenly by N lanes), `gpu:N`, or `auto`: all GPUs, else "
-    "a lane for each core",
+    "a lane for each core; `MxKIND:N`, such as `2xcpu:1`, on each of M machines",
+    "lane_memory": "memory that states and calls may take on a lane, such as `200MB` or `1.5GiB`; "
+    "workers that do not fit there together make way for each other",
     "prompts_per_step": "prompts of a step",
     "samples_per_prompt": "answers drawn for each prompt: a group",
     "minibatches": "optimizer steps in a training step; samples are assigned by their index",
@@ -91,6 +93,8 @@ MEANING = {
     "tokens count all the same",
     "training.recompute_logprobs": "take the ratio against the trainer's own log-probabilities at "
     "the start of the step, not those recorded while sampling",
+    "training.gang": "lanes that hold one copy of the learner together and take part in each of "
+    "its calls; must divide the number of its lanes. An eager run has none",
     "evaluation.every": "steps between evaluations; there is one at step 0 and at the end too",
     "evaluation.problems": "held-out problems, answered greedily; 0 for no evaluation",
     "checkpoint.every": "steps between checkpoints; there is one at the end too",

@@ -205,9 +205,21 @@ def test_runnable_python_runs(block: Block, tmp_path: Path) -> None:
     assert done.returncode == 0, f"{block}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("block", in_language("yaml"), ids=str)
+def for_kubernetes(block: Block) -> bool:
+    return block.body.startswith("apiVersion:")
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in in_language("yaml") if not for_kubernetes(b)], ids=str
+)
 def test_yaml_is_a_recipe(block: Block) -> None:
     validated(yaml.safe_load(block.body))
+
+
+@pytest.mark.parametrize("block", [b for b in in_language("yaml") if for_kubernetes(b)], ids=str)
+def test_kubernetes_runs_a_command_of_ours(block: Block) -> None:
+    (words,) = words_of_commands(yaml.safe_load(block.body)["spec"]["entrypoint"])
+    check_command(words, block, complete=True)
 
 
 @pytest.mark.parametrize("block", in_language("json"), ids=str)

@@ -9,17 +9,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from m2flow.errors import FlowError, M2FlowError, PlanError, RunFailed, UserError
-from m2flow.flow import Batch, Flow, Place, Ragged, Stream, Worker, loop, stage
+from m2flow.flow import Batch, Flow, Isolation, Place, Ragged, Stream, Worker, loop, stage
 
 if TYPE_CHECKING:
+    from m2flow.runtime.channel import Channel
     from m2flow.runtime.launch import Run, launch
+    from m2flow.runtime.pool import LanePool
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Batch",
+    "Channel",
     "Flow",
     "FlowError",
+    "Isolation",
+    "LanePool",
     "M2FlowError",
     "Place",
     "PlanError",
@@ -40,4 +45,12 @@ def __getattr__(name: str) -> Any:
         from m2flow.runtime import launch
 
         return getattr(launch, name)
+    if name == "Channel":
+        from m2flow.runtime.channel import Channel
+
+        return Channel
+    if name == "LanePool":
+        from m2flow.runtime.pool import LanePool
+
+        return LanePool
     raise AttributeError(f"module 'm2flow' has no attribute {name!r}")

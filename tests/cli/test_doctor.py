@@ -351,6 +351,20 @@ def test_the_report_on_this_machine() -> None:
     assert not [row for row in report["findings"] if "could not be checked" in row["detail"]]
 
 
+def test_the_links_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The real thing: a second process is started, asked by every link, and ended."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert doctor.run_links(as_json=True) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table["measured"]
+    assert table["costs"]["lane"].keys() == {"reference"}
+    assert table["costs"]["node"].keys() == {"shared", "stream"}
+    assert 1e-6 < table["costs"]["node"]["shared"]["latency_seconds"] < 1
+    assert not list(Path("/dev/shm").glob("m2flow-survey-*"))
+
+
 def test_nothing_heavy_is_imported_with_the_module() -> None:
     code = (
         "import sys; import m2flow.cli.doctor; print(sorted({'torch', 'ray'} & set(sys.modules)))"

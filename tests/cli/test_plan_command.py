@@ -77,7 +77,7 @@ def test_a_plan_in_words(tiny: Path, m2flow: M2flow) -> None:
     assert re.search(r"learner\.train +16 items, 1 replica.*, 2 mini-batches", outcome.out)
 
 
-@pytest.mark.parametrize("mode", ["eager", "collocated", "disaggregated"])
+@pytest.mark.parametrize("mode", ["eager", "collocated", "disaggregated", "hybrid"])
 def test_a_plan_makes_the_round_trip(
     tiny: Path, m2flow: M2flow, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

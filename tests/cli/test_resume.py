@@ -116,7 +116,9 @@ def figures(run: Path) -> list[dict[str, Any]]:
         {
             key: value
             for key, value in row.items()
-            if key != "time" and not key.startswith(("seconds/", "throughput/", "eval/seconds"))
+            if key != "time"
+            and not key.startswith(("seconds/", "throughput/", "eval/seconds"))
+            and not key.endswith("/seconds")
         }
         for row in rows(run)
     ]

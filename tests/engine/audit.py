@@ -45,7 +45,9 @@ def simulate(case: Case) -> tuple[Simulation, SeededCosts, Log, SimulatedRun]:
 
     costs = case.costs()
     ties = random.Random(case.seed)
-    simulation = Simulation(case.graph, case.plan, costs, tie_break=ties.random)
+    simulation = Simulation(
+        case.graph, case.plan, costs, tie_break=ties.random, length=costs.length
+    )
     log: Log = []
     handle = simulation.engine.handle
 
@@ -103,6 +105,11 @@ class Books:
         self.turns: Counter[tuple[int, int, int]] = Counter()
         self.work: Counter[tuple[int, int, int]] = Counter()
         self.largest: dict[int, int] = {node.index: 0 for node in nodes}
+        self.lengths: dict[tuple[int, int, int], float] = {}
+        """(step, producer, item) to what was said of its length."""
+        self.begun: Any = None
+        self.fused: set[int] = set()
+        """Loops that a call has run fused."""
         limits = {
             (a, b): self.plan.edges[self.graph.edge_name(a, b)]
             for a, b in self.graph.edges
@@ -118,6 +125,8 @@ class Books:
             case StepSubmitted(step=step, num_items=num_items):
                 self.steps.add(step)
                 self.there[step, SOURCE] = set(range(num_items))
+                for item, length in zip(range(num_items), event.lengths, strict=False):
+                    self.lengths[step, SOURCE, item] = length
             case ItemsProduced():
                 self._produced(event)
             case CallFinished():
@@ -138,7 +147,18 @@ class Books:
             self.largest[node.index] = max(
                 self.largest[node.index], -(-event.num_bytes // len(event.items))
             )
-        if node.loop is not None:
+        stream = node.index if node.loop is None else self.graph.loops[node.loop].members[-1]
+        for item, length in zip(event.items, event.lengths, strict=False):
+            self.lengths[step, stream, item] = length
+        if command.fused:
+            assert node.loop is not None
+            assert event.leaving == event.items, "only what leaves comes out of a fused loop"
+            for item in event.items:
+                self._item_done(step, node, item, call)
+                self.inside[step, node.loop].remove(item)
+                for member in self.graph.loops[node.loop].members:
+                    self.done.setdefault((step, member), set()).add(item)
+        elif node.loop is not None:
             spec = self.graph.loops[node.loop]
             for item in event.items:
                 self._item_done(step, node, item, call)
@@ -203,21 +223,29 @@ class Books:
             case RunFinish():
                 self._start(command)
                 self._run_finish(command)
-            case ExportWeights(source=source, lanes=(lane,)):
+            case ExportWeights(source=source, lanes=lanes):
                 self._start(command)
                 self._check_settled(source, command.version - 1)
-                self._check_resident(source, lane)
+                assert lanes == self.plan.placements[source].replicas[0], "a whole replica"
+                for lane in lanes:
+                    self._check_resident(source, lane)
             case InstallWeights(source=source, target=target, lanes=(lane,)):
                 self._start(command)
                 self._check_resident(target, lane)
                 if command.local:
-                    assert lane in self.plan.placements[source].lanes
+                    assert (lane,) in self.plan.placements[source].replicas
                     self._check_settled(source, command.version - 1)
                     self._check_resident(source, lane)
                 else:
                     assert self.exported[source, command.version]
-            case MoveState(what=what, worker=worker, lane=lane):
-                assert lane not in self.lane_runs
+            case MoveState(what=what, worker=worker, lane=lane, early=early):
+                if early:  # right after the call that it goes on beside
+                    assert what == "onload"
+                    assert self.lane_runs[lane] == self.begun.call
+                    assert worker not in self._workers_of(self.begun)
+                else:
+                    assert lane not in self.lane_runs
+                    assert self.plan.placements[worker].state_bytes or what == "onload"
                 assert (worker in self.resident[lane]) == (what == "offload")
                 self.resident[lane] ^= {worker}
                 self._check_memory()
@@ -231,8 +259,16 @@ class Books:
             case FailRun(message=message):
                 raise AssertionError(message)
 
+    def _workers_of(self, command: Any) -> list[str]:
+        nodes = [self.graph.nodes[command.node]]
+        if isinstance(command, RunCall) and command.fused:
+            assert nodes[0].loop is not None
+            nodes = [self.graph.nodes[n] for n in self.graph.loops[nodes[0].loop].members]
+        return [node.worker for node in nodes]
+
     def _start(self, command: Any) -> None:
         """A lane runs one call at a time."""
+        self.begun = command
         assert command.call not in self.calls
         for lane in command.lanes:
             assert lane not in self.lane_runs, f"lane {lane} runs two calls"
@@ -241,12 +277,18 @@ class Books:
 
     def _check_resident(self, worker: str, lane: int) -> None:
         limit = next(spec.memory_bytes for spec in self.plan.lanes if spec.id == lane)
-        if limit is not None and self.plan.placements[worker].state_bytes:
+        stateless = any(node.is_function and node.worker == worker for node in self.graph.nodes)
+        if limit is not None and (self.plan.placements[worker].state_bytes or not stateless):
             assert worker in self.resident[lane], f"{worker} is not resident on lane {lane}"
 
     def _check_memory(self) -> None:
         for lane in self.plan.lanes:
             used = sum(self.plan.placements[w].state_bytes for w in self.resident[lane.id])
+            if lane.id in self.lane_runs:
+                command = self.calls[self.lane_runs[lane.id]].command
+                if isinstance(command, RunCall | RunFinish):
+                    spots = [self.plan.placements[w] for w in self._workers_of(command)]
+                    used += max(spot.working_bytes for spot in spots)
             assert lane.memory_bytes is None or used <= lane.memory_bytes
 
     def _items_of(self, step: int, inputs: Inputs) -> list[int]:
@@ -276,11 +318,72 @@ class Books:
         chunk = self.plan.stages.get(node.name, StagePlan()).chunk
         assert items
         assert chunk is None or len(items) <= chunk * size
+        members = [node]
+        if command.fused:
+            members = self._check_fused(command, node)
         for lane in command.lanes:
-            self._check_resident(node.worker, lane)
+            for member in members:
+                self._check_resident(member.worker, lane)
+        self._check_longest_first(node, step, items)
         self._lease(node, step, command.lanes, items, self.calls[command.call])
-        for lane, share in zip(command.lanes, shares, strict=True):
-            self._check_homes(node, step, lane, share)
+        for member in members:
+            if member is not node:
+                self._check_fresh(member, step, command.lanes, items)
+                self._check_windows(member, step, items)
+            for lane, share in zip(command.lanes, shares, strict=True):
+                self._check_homes(member, step, lane, share)
+
+    def _check_fused(self, command: RunCall, node: StageNode) -> list[StageNode]:
+        """All members of the loop stand on the lane; the first one takes the items."""
+        assert self.plan.fuse_loops
+        assert node.loop is not None
+        self.fused.add(node.loop)
+        members = [self.graph.nodes[index] for index in self.graph.loops[node.loop].members]
+        assert members[0] is node
+        for member in members:
+            assert command.lanes in self.plan.placements[member.worker].replicas
+        return members
+
+    def _check_longest_first(self, node: StageNode, step: int, items: list[int]) -> None:
+        """Of those that were ready and that an edge had room for, no longer one was left."""
+        if node.length is None or node.sticky:
+            return
+        size = unit_items(node, self.case.num_items)
+        window = self.case.num_items * node.fanout // node.minibatches
+        taken = {item // size for item in items}
+        leased = {item // size for item in self.leased.get((step, node.index), set())}
+        first = items[0] // window
+        ready = [
+            unit
+            for unit in range(max(taken) + 1)  # an edge admits by index: at least up to here
+            if unit not in taken | leased
+            and unit * size // window == first
+            and all(self._arrived(node, step, i) for i in range(unit * size, (unit + 1) * size))
+        ]
+        shortest = min(self._unit_length(node, step, unit, size) for unit in taken)
+        for unit in ready:
+            assert self._unit_length(node, step, unit, size) <= shortest, f"{unit} is longer"
+
+    def _arrived(self, node: StageNode, step: int, item: int) -> bool:
+        return all(
+            any(
+                item in self.there.get((step, producer), set())
+                for producer in self._producers_of(stream)
+            )
+            for stream in node.inputs
+        )
+
+    def _producers_of(self, stream: int) -> tuple[int, ...]:
+        loop = None if stream == SOURCE else self.graph.nodes[stream].loop
+        return (stream,) if loop is None else ()
+
+    def _unit_length(self, node: StageNode, step: int, unit: int, size: int) -> float:
+        return sum(
+            self.lengths.get((step, stream, item), 0.0)
+            for stream in node.inputs
+            if self.graph.length_column(stream) == node.length
+            for item in range(unit * size, (unit + 1) * size)
+        )
 
     def _feed(self, command: FeedCall) -> None:
         node, call = self.graph.nodes[command.node], self.calls[command.call]
@@ -334,6 +437,11 @@ class Books:
         limit = self.plan.stages.get(node.name, StagePlan()).max_running
         assert not (node.streaming and limit) or len(call.items) <= limit
         self._check_windows(node, step, items)
+        self._check_fresh(node, step, lanes, items)
+
+    def _check_fresh(
+        self, node: StageNode, step: int, lanes: tuple[int, ...], items: list[int]
+    ) -> None:
         for edge in self.graph.weight_edges:
             if edge.target == node.worker:
                 lag = max(step - self.version[edge.source, edge.target, lane] for lane in lanes)
@@ -437,8 +545,9 @@ class Books:
             if edge.max_bytes is not None:
                 size = self.case.costs().item_bytes(maker)
                 if maker.loop is not None:  # it is where items enter that their number is limited
-                    first = self.graph.loops[maker.loop].members[0]
-                    size = self.case.costs().item_bytes(self.graph.nodes[first])
+                    members = self.graph.loops[maker.loop].members
+                    sizes = [self.case.costs().item_bytes(self.graph.nodes[m]) for m in members]
+                    size = min(sizes) if maker.loop in self.fused else sizes[0]
                 assert held * size <= max(edge.max_bytes, self._oldest(producer, consumer) * size)
 
     def _oldest(self, producer: int, consumer: int) -> int:
@@ -505,6 +614,8 @@ def audit(case: Case) -> Log:
     assert not books.calls
     assert not books.steps
     assert not books.there
+    for lane in case.plan.lanes:
+        assert lane.memory_bytes is None or record.peak_bytes[lane.id] <= lane.memory_bytes
     _check_work(case, costs, books, record)
     assert not simulation.engine.steps
     assert not simulation.engine.calls
@@ -523,5 +634,8 @@ def _check_work(case: Case, costs: SeededCosts, books: Books, record: SimulatedR
                     if not case.graph.loops[node.loop].until:
                         visits = len(members) * (case.graph.loops[node.loop].max_turns or 0)
                     wanted = sum(members[k % len(members)] == node.index for k in range(visits))
-                assert books.work[step, node.index, item] == wanted
+                leases = wanted
+                if node.loop in books.fused:  # one lease, of the first member, for all of its turns
+                    leases = int(node.index == case.graph.loops[node.loop or 0].members[0])
+                assert books.work[step, node.index, item] == leases
                 assert record.worked_on.get((node.index, step, item), 0) == wanted

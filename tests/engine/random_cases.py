@@ -84,6 +84,10 @@ class SeededCosts:
     def move(self, worker: str, what: str) -> float:
         return self._seconds("move", worker, what)
 
+    def length(self, producer: int, step: int, item: int) -> float:
+        """Few lengths, so that many are the same."""
+        return float(self._draw("length", producer, step, item).randint(0, 4))
+
     def item_bytes(self, node: StageNode) -> int:
         return self._draw("bytes", node.name).randint(0, 9)
 
@@ -203,10 +207,10 @@ def _add_stage(sketch: _Sketch) -> None:
         chain = (*chain, n) if n > 1 else chain
     sticky = spec.unit == "item" and sketch.flag(0.15)
     if sticky:
-        spec = StageSpec(
-            name, spec.unit, spec.streaming, spec.accumulates, spec.expands, True, spec.minibatches
-        )
+        spec = replace(spec, sticky=True)
         worker = worker or sketch.worker(may_be_function=False)
+    if sketch.flag(0.25):
+        spec = replace(spec, length="length")
     sketch.add(_Call(inputs, [spec], [worker], finish), _Stream(len(sketch.calls), chain, sticky))
 
 
@@ -351,7 +355,14 @@ def plans(draw: Draw, graph: FlowGraph, num_items: int, max_lanes: int = 4) -> P
         nodes = [node for node in graph.nodes if node.worker == worker]
         may_gang = not any(node.streaming or node.sticky for node in nodes)
         gangs = _gangs(draw, lanes, may_gang)
-        placements[worker] = Placement(gangs, draw(st.integers(0, 4)))
+        state, working = draw(st.integers(0, 4)), draw(st.sampled_from([0, 0, 1, 3]))
+        placements[worker] = Placement(gangs, state, working)
+    for spec in graph.loops:
+        if draw(st.booleans()):  # or no loop would stand on single lanes as a whole
+            gangs = _gangs(draw, lanes, may_gang=False)
+            for index in spec.members:
+                worker = graph.nodes[index].worker
+                placements[worker] = replace(placements[worker], replicas=gangs)
     stages = {}
     for node in graph.nodes:
         units = num_items * node.fanout // unit_items(node, num_items)
@@ -380,6 +391,7 @@ def plans(draw: Draw, graph: FlowGraph, num_items: int, max_lanes: int = 4) -> P
         order=tuple(names[: draw(st.integers(0, len(names)))]),
         max_staleness=draw(st.integers(0, 3)),
         deadline_seconds=1e9,
+        fuse_loops=draw(st.integers(0, 3)) > 0,
     )
     return _fitting(graph, plan, num_items)
 
@@ -394,7 +406,10 @@ def _memory(
         for edge in graph.weight_edges
         if edge.source in here and edge.target in here
     ]
-    least = max([*here.values(), *pairs], default=0)
+    alone = [
+        spot.state_bytes + spot.working_bytes for spot in placements.values() if lane in spot.lanes
+    ]
+    least = max([*alone, *pairs], default=0)
     return draw(st.one_of(st.none(), st.integers(least, least + 6)))
 
 

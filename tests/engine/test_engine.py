@@ -20,6 +20,7 @@ from m2flow.engine.messages import (
     InstallWeights,
     ItemsProduced,
     LaneLost,
+    MoveFailed,
     MoveState,
     Part,
     ReleaseItems,
@@ -214,6 +215,30 @@ def test_a_call_that_failed_is_the_cause() -> None:
     assert_silent(engine)
 
 
+def test_a_move_that_failed_is_the_cause() -> None:
+    engine = Engine(CHAIN, APART)
+    engine.handle(StepSubmitted(0, 4))
+    error = MemoryError("no room")
+    commands = engine.handle(MoveFailed(1, "b", "onload", error))
+    assert lines_of(commands)[0] == "onload of b failed on lane 1"
+    assert only(FailRun, commands).cause is error
+    assert_silent(engine)
+
+
+def test_a_deadline_counts_from_the_last_sign_of_life() -> None:
+    engine = Engine(STREAM, replace(streaming(max_running=1), deadline_seconds=10.0))
+    engine.handle(Tick(0.0))
+    first, second = all_of(RunCall, engine.handle(StepSubmitted(0, 8)))
+    for now in (6.0, 12.0, 18.0):  # the second one has been silent for too long only at the end
+        engine.handle(Tick(now, judge=False))
+        item = next(iter(engine.calls[first.call].unfinished))
+        engine.handle(ItemsProduced(first.call, (2 * item, 2 * item + 1)))
+        if now == 6.0:
+            engine.handle(ItemsProduced(second.call, (2,)))
+    message = lines_of(engine.handle(Tick(18.0)))[0]
+    assert message.startswith(f"a.sample (step 0, call {second.call}) has not finished")
+
+
 def test_a_lost_lane_stops_the_run() -> None:
     engine = Engine(CHAIN, APART)
     call = only(RunCall, engine.handle(StepSubmitted(0, 4)))
@@ -317,6 +342,21 @@ def test_a_lane_that_is_held_is_not_fed() -> None:
     install = only(InstallWeights, engine.handle(CallFinished(roll.call, 0)))
     again = only(RunCall, [c for c in finish(engine, install) if getattr(c, "node", 9) == 0])
     assert items_of(again) == (1,)
+
+
+def test_others_are_fed_when_the_least_busy_lane_is_held() -> None:
+    graph = graph_of(lambda a, b, x: b.score(a.roll(x)), "a", "b")
+    plan = plan_of(
+        {"a": [0, 1], "b": [(0, 2)]},
+        stages={"a.roll": StagePlan(max_running=2), "b.score": StagePlan(chunk=1)},
+    )
+    engine = Engine(graph, plan)
+    first, second = all_of(RunCall, engine.handle(StepSubmitted(0, 8)))
+    commands = engine.handle(ItemsProduced(first.call, (0,)))  # the gang holds lane 0 from now on
+    assert [fed.lane for fed in all_of(FeedCall, commands)] in ([], [0])
+    engine.handle(ItemsProduced(first.call, (1,)))
+    fed = all_of(FeedCall, engine.handle(ItemsProduced(second.call, (2,))))
+    assert [feed.lane for feed in fed] == [1]
 
 
 # --- mini-batches, weights and the order of steps -----------------------------------------------
@@ -538,6 +578,41 @@ def test_a_gang_whose_work_others_have_done_lets_its_lanes_go() -> None:
     assert only(CompleteStep, commands).step == 1
 
 
+def test_a_gang_beside_single_lanes_gets_its_turn() -> None:
+    """A replica of one lane comes before it in the plan."""
+    graph = graph_of(lambda a, b, x: b.score(a.score(x)), "a", "b")
+    plan = plan_of(
+        {"a": [0, 1], "b": [2, (0, 1)]},
+        stages={"a.score": StagePlan(chunk=1), "b.score": StagePlan(chunk=2)},
+    )
+    engine = Engine(graph, plan)
+    calls = all_of(RunCall, engine.handle(StepSubmitted(0, 12)))
+    while len(calls) < 6:
+        call = next(c.command for c in engine.calls.values() if c.command.node == 0)
+        calls += all_of(RunCall, finish(engine, call))
+    held = [call.command for call in engine.calls.values()]
+    while held:
+        calls += all_of(RunCall, finish(engine, held.pop()))
+    assert (0, 1) in [call.lanes for call in calls]
+
+
+def test_a_gang_exports_as_a_whole_also_to_its_own_lanes() -> None:
+    """Each lane of it holds a shard only."""
+    graph = graph_of(lambda a, b, x: b.log(a.score(x)), "a", "b", publish=[("b", "a")])
+    engine = Engine(graph, plan_of({"a": [0, 1], "b": [(0, 1), (2, 3)]}))
+    commands = engine.handle(StepSubmitted(0, 2))
+    while not all_of(ExportWeights, commands):
+        commands += finish(engine, next(iter(engine.calls.values())).command)
+    export = only(ExportWeights, commands)
+    assert export.lanes == (0, 1)
+    assert not all_of(InstallWeights, engine.handle(CallFinished(export.call, 0)))
+    installs = all_of(InstallWeights, engine.handle(CallFinished(export.call, 1)))
+    assert [(install.lanes, install.local) for install in installs] == [
+        ((0,), False),
+        ((1,), False),
+    ]
+
+
 def test_states_make_way_for_each_other_the_oldest_first() -> None:
     graph = graph_of(lambda a, b, c, x: a.score(c.score(b.score(a.score(x)))), "a", "b", "c")
     plan = plan_of({"a": [0], "b": [0], "c": [0]}, memory=20, state_bytes=10)
@@ -552,9 +627,9 @@ def test_states_make_way_for_each_other_the_oldest_first() -> None:
     ]
     assert moves == [
         "onload a", "a.score",
-        "onload b", "b.score",
-        "offload a", "onload c", "c.score",
-        "offload b", "onload a", "a.score#2",
+        "onload b", "offload a", "b.score",
+        "onload c", "offload b", "c.score",
+        "onload a", "a.score#2",
     ]  # fmt: skip
 
 
@@ -593,7 +668,7 @@ def test_sticky_items_go_back_to_where_their_state_is() -> None:
 
 def test_an_item_may_be_back_before_the_call_that_made_it_has_ended() -> None:
     graph = graph_of(lambda a, x: loop(a.score)(x), "a")
-    engine = Engine(graph, plan_of({"a": [0, 1]}))
+    engine = Engine(graph, plan_of({"a": [0, 1]}, fuse_loops=False))
     first = only(RunCall, engine.handle(StepSubmitted(0, 1)))
     again = only(RunCall, engine.handle(ItemsProduced(first.call, (0,))))
     assert (again.lanes, items_of(again)) == ((1,), (0,))
@@ -603,7 +678,8 @@ def test_an_item_may_be_back_before_the_call_that_made_it_has_ended() -> None:
 
 def test_a_loop_reads_what_left_another_loop_half_way() -> None:
     graph = graph_of(lambda a, b, x: loop(b.score)(loop(a.score, a.act)(x)), "a", "b")
-    engine = Engine(graph, plan_of({"a": [0], "b": [1]}, stages={"b.score": StagePlan(chunk=1)}))
+    stages = {"b.score": StagePlan(chunk=1)}
+    engine = Engine(graph, plan_of({"a": [0], "b": [1]}, stages=stages, fuse_loops=False))
     score = only(RunCall, engine.handle(StepSubmitted(0, 2)))
     act, second = all_of(RunCall, finish(engine, score, leaving=[1]))
     assert second.inputs == (((Part(0, (1,)),),),) or act.inputs == (((Part(0, (1,)),),),)
@@ -617,7 +693,7 @@ def test_a_loop_reads_what_left_another_loop_half_way() -> None:
 
 def test_turns_are_counted_by_the_last_member() -> None:
     graph = graph_of(lambda a, x: loop(a.score, a.act, max_turns=2)(x), "a")
-    engine = Engine(graph, plan_of({"a": [0]}))
+    engine = Engine(graph, plan_of({"a": [0]}, fuse_loops=False))
     commands = engine.handle(StepSubmitted(0, 1))
     calls = []
     while engine.calls:

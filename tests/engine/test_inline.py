@@ -141,6 +141,40 @@ def test_weights_are_installed_after_each_step_with_its_version() -> None:
     assert flow.generator.installed[-1] == (8, flow.learner.w)
 
 
+def test_published_weights_are_counted() -> None:
+    with start(training(), 2) as run:
+        published = run.step(prompts(2)).published
+    assert published["learner"].num_bytes == 8
+    assert published["learner"].seconds > 0
+
+
+def test_under_a_memory_limit_nothing_is_resident_at_the_start() -> None:
+    moves: list[str] = []
+
+    class Moving(Worker):
+        @stage
+        def score(self, batch: Batch) -> Batch:
+            moves.append("score")
+            return batch
+
+        def offload(self) -> None:
+            moves.append("offload")
+
+        def onload(self) -> None:
+            moves.append("onload")
+
+    class MovingFlow(Flow):
+        moving: Moving
+
+        def step(self, items: Stream) -> Stream:
+            return self.moving.score(items)
+
+    plan = Plan("eager", (LaneSpec(0, memory_bytes=100),), {"moving": Placement(((0,),))})
+    with m2flow.launch(MovingFlow(moving=Moving()), items_per_step=1, plan=plan) as run:
+        list(run.steps([prompts(1), prompts(1)]))
+    assert moves == ["offload", "onload", "score", "score"]
+
+
 def test_staleness_is_unknown_where_nothing_is_published() -> None:
     with start(Doubling(), 2) as run:
         assert run.step(prompts(2)).staleness is None

@@ -158,6 +158,7 @@ def on_single_lanes(plan: Plan) -> Plan:
         for worker, spot in plan.placements.items()
     }
     least = sum(sorted(spot.state_bytes for spot in placements.values())[-2:])
+    least += max(spot.working_bytes for spot in placements.values())
     lanes = tuple(
         lane if lane.memory_bytes is None else replace(lane, memory_bytes=least)
         for lane in plan.lanes

@@ -199,6 +199,28 @@ def test_what_cannot_stand_in_a_loop(member: str) -> None:
     assert message.startswith(f"{member}: only plain stages on single items")
 
 
+def test_a_member_of_a_loop_has_no_length() -> None:
+    @stage(length="tokens")
+    def weigh(b: Batch) -> Batch:
+        return b
+
+    message = refused(lambda self, x: loop(self.model.score, weigh)(x))
+    assert message.startswith("weigh: declares a length, but in a loop")
+
+
+def test_lengths_are_declared_by_those_who_read() -> None:
+    @stage(length="tokens")
+    def weigh(b: Batch) -> Batch:
+        return b
+
+    graph = traced(lambda self, x: weigh(loop(self.model.score, self.model.act)(x)))
+    assert [graph.length_column(index) for index in range(-1, 3)] == [None, None, "tokens", None]
+    assert graph.describe()[2] == "weigh <- model.act  [length=tokens]"
+    assert graph.loop_name(0) == "loop(model.score, model.act)"
+    with pytest.raises(FlowError, match="length='' is not the name of a column"):
+        stage(length="")(lambda b: b)
+
+
 def test_a_loop_of_something_that_is_no_stage() -> None:
     message = refused(lambda self, x: loop(len)(x))
     assert "is not a stage" in message

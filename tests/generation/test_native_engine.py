@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -104,9 +105,13 @@ def test_draws_do_not_depend_on_what_else_runs(
             if pause:
                 break
         if step in naps:
+            running = engine.num_running
+            if step % 2:
+                engine.drop_caches()
+                running = 0
             engine.sleep()
-            assert engine.num_running == 0
             engine.wake()
+            assert engine.num_running == running
         if step == 7:
             for completion in engine.abort(aborted & submitted):
                 whole = ALONE[completion.id].token_ids.tolist()
@@ -287,18 +292,73 @@ def test_a_new_request_does_not_start_from_a_prompt_of_older_weights() -> None:
     torch.testing.assert_close(done.logprobs, expected, atol=1e-10, rtol=0)
 
 
-def test_sleep_gives_the_cache_back_and_loses_no_token() -> None:
+def test_sleep_keeps_what_runs_and_nothing_is_computed_again() -> None:
+    engine = engine_with(max_running=4)
+    engine.submit(POOL)
+    done = [c for _ in range(4) for c in engine.step()]
+    running, num_bytes = engine.num_running, engine.state_bytes()
+    prefills = 0
+    prefill = engine._decoder.prefill
+
+    def counted(prompts: Any) -> Any:
+        nonlocal prefills
+        prefills += len(prompts)
+        return prefill(prompts)
+
+    engine._decoder.prefill = counted  # type: ignore[method-assign]
+    for _ in range(2):
+        engine.sleep()
+        assert engine.state_bytes() == num_bytes
+        tensors = [t for t in engine._tensors() if t.numel()]
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+        for forbidden in (
+            engine.step,
+            engine.drop_caches,
+            lambda: engine.abort([0]),
+            lambda: engine.install({}, 1),
+        ):
+            with pytest.raises(AssertionError, match="sleeps"):
+                forbidden()
+        engine.wake()
+        assert (engine.num_running, prefills) == (running, 0)
+    done += drain(engine).values()
+    assert len(done) == len(POOL)
+    for completion in done:
+        assert_same(completion, ALONE[completion.id])
+
+
+def test_sleep_frees_the_slots_when_nothing_runs() -> None:
+    engine = engine_with(max_running=4)
+    empty = engine.state_bytes()
+    engine.submit(POOL)
+    drain(engine)
+    assert engine.state_bytes() > empty
+    engine.sleep()
+    assert engine.state_bytes() == empty
+    engine.wake()
+    engine.submit([POOL[4]])
+    assert_same(drain(engine)[4], ALONE[4])
+
+
+def test_requests_that_come_during_sleep_wait() -> None:
+    engine = engine_with()
+    engine.sleep()
+    engine.submit(POOL)
+    assert (engine.num_running, engine.num_waiting) == (0, len(POOL))
+    engine.wake()
+    for completion in drain(engine).values():
+        assert_same(completion, ALONE[completion.id])
+
+
+def test_dropped_caches_are_computed_again_and_no_token_is_lost() -> None:
     engine = engine_with(max_running=4)
     weights_only = engine.state_bytes()
     engine.submit(POOL)
     done = [c for _ in range(4) for c in engine.step()]
     assert engine.state_bytes() > weights_only
-    engine.sleep()
+    engine.drop_caches()
     assert engine.state_bytes() == weights_only
-    assert engine.busy
-    with pytest.raises(AssertionError, match="sleeps"):
-        engine.step()
-    engine.wake()
+    assert (engine.busy, engine.num_running) == (True, 0)
     done += drain(engine).values()
     for completion in done:
         assert_same(completion, ALONE[completion.id])
@@ -353,8 +413,7 @@ def test_weights_that_are_not_finite_are_named_and_leave_no_trace() -> None:
     with pytest.raises(M2FlowError, match="version 8"):
         drain(engine)
     engine.install(MODEL.state_dict(), 9)
-    engine.sleep()
-    engine.wake()
+    engine.drop_caches()
     done += drain(engine).values()
     assert len(done) == len(POOL)
     for completion in done:

@@ -81,6 +81,46 @@ class Sampling(Flow):
         return score(self.gen.generate(items))
 
 
+class Watched(Flow):
+    """The trained weights go to a worker that only evaluates, too."""
+
+    gen: Model
+    learner: Trainer
+    judge: World
+
+    def step(self, items):
+        return self.learner.train(score(self.gen.generate(items)))
+
+    def sync(self):
+        self.learner.publish(self.gen, self.judge)
+
+    def evaluate(self, items):
+        return self.judge.move(items)
+
+
+class Talking(Flow):
+    """Generation and training, and nothing beside."""
+
+    gen: Model
+    learner: Trainer
+
+    def step(self, items):
+        return self.learner.train(self.gen.generate(items))
+
+    def sync(self):
+        self.learner.publish(self.gen)
+
+
+class Playing(Flow):
+    """A loop without training."""
+
+    world: World
+    policy: Model
+
+    def step(self, items):
+        return score(loop(self.world.move, self.policy.act)(items))
+
+
 class Scoring(Flow):
     """Nothing is generated."""
 
@@ -92,9 +132,13 @@ class Scoring(Flow):
 
 GRPO = Grpo(gen=Model(), learner=Trainer()).trace()
 EVALUATE = Grpo(gen=Model(), learner=Trainer()).trace("evaluate")
+TALKING = Talking(gen=Model(), learner=Trainer()).trace()
+WATCHED = Watched(gen=Model(), learner=Trainer(), judge=World())
 GRAPHS: dict[str, FlowGraph] = {
     "grpo": GRPO,
     "embodied": Embodied(world=World(), policy=Model(), learner=Trainer()).trace(),
     "sampling": Sampling(gen=Model()).trace(),
     "scoring": Scoring(world=World()).trace(),
+    "playing": Playing(world=World(), policy=Model()).trace(),
+    "watched": WATCHED.trace(),
 }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from m2flow.engine.simulated import Simulation
 from m2flow.errors import UserError
-from m2flow.flow import FlowGraph, StageNode
+from m2flow.flow import Flow, FlowGraph, StageNode
 from m2flow.plan import (
     BUILDERS,
     LaneSpec,
@@ -16,10 +19,14 @@ from m2flow.plan import (
     companion,
     explain,
     from_json,
+    parse_lanes,
+    placed,
     to_json,
     validate,
+    with_memory,
 )
-from tests.plan.small_graphs import EVALUATE, GRAPHS, GRPO
+from tests.engine.random_cases import SeededCosts
+from tests.plan.small_graphs import EVALUATE, GRAPHS, GRPO, TALKING, WATCHED, Model
 
 
 def cpu_lanes(count: int) -> tuple[LaneSpec, ...]:
@@ -36,7 +43,7 @@ def window(node: StageNode, num_items: int) -> int:
 
 @settings(derandomize=True, deadline=None, max_examples=50)
 @given(
-    st.sampled_from(["grpo", "embodied", "sampling"]),
+    st.sampled_from(["grpo", "embodied", "sampling", "playing", "watched"]),
     st.sampled_from(sorted(BUILDERS)),
     st.integers(2, 5),
     st.integers(1, 20).map(lambda half: 2 * half),
@@ -47,7 +54,7 @@ def test_every_mode_is_valid(name: str, mode: str, count: int, num_items: int) -
     validate(plan, graph, num_items)
     assert plan.mode == mode
     assert from_json(to_json(plan)) == plan
-    assert set(plan.placements) == set(graph.workers)
+    assert set(plan.placements) == set(placed(graph)) >= set(graph.workers)
     lines = explain(plan, graph, num_items)
     assert mode in lines[0]
     for node in graph.nodes:
@@ -86,11 +93,61 @@ def test_disaggregated_parts_rollout_from_training() -> None:
         "gen.generate": StagePlan(4),  # 8 items over two lanes
         "score": StagePlan(8),  # 32 samples in four pieces
         "normalise": StagePlan(2),  # 8 groups in four pieces
-        "learner.train": StagePlan(4),  # mini-batches of 16 samples in four pieces
+        "learner.train": StagePlan(8),  # mini-batches of 16 samples in two pieces
     }
     loops = build_plan("disaggregated", GRAPHS["embodied"], cpu_lanes(2), 8)
     assert loops.placements["policy"].lanes == (0,)
     assert loops.placements["learner"].lanes == (1,)
+    # The environment stands beside its policy, so that the loop goes round there.
+    assert loops.placements["world"] == loops.placements["policy"]
+    assert loops.stages["world.move"] == loops.stages["policy.act"] == StagePlan(8)
+
+
+def test_hybrid_parts_the_rollout_and_trains_everywhere() -> None:
+    plan = build_plan("hybrid", GRPO, cpu_lanes(3), 8)
+    lanes = {worker: spot.lanes for worker, spot in plan.placements.items()}
+    assert lanes == {"gen": (0, 1), "score": (2,), "normalise": (2,), "learner": (0, 1, 2)}
+    assert plan.order == ()  # what comes first in the flow comes first
+    assert plan.stages == {
+        "gen.generate": StagePlan(4),  # 8 items over two lanes
+        "score": StagePlan(8),  # 32 samples in four pieces
+        "normalise": StagePlan(2),  # 8 groups in four pieces
+        "learner.train": StagePlan(6),  # mini-batches of 16 samples over three lanes
+    }
+
+
+@pytest.mark.parametrize("name", ["embodied", "playing"])
+def test_hybrid_lets_two_groups_of_a_loop_ping_pong(name: str) -> None:
+    plan = build_plan("hybrid", GRAPHS[name], cpu_lanes(3), 8)
+    assert plan.placements["policy"].lanes == (0, 1)
+    assert plan.placements["world"].lanes == (2,)
+    assert plan.stages["policy.act"] == StagePlan(2)  # a group of four over two lanes
+    assert plan.stages["world.move"] == StagePlan(4)
+    if name == "embodied":
+        assert plan.placements["learner"].lanes == (0, 1, 2)
+
+
+def test_groups_of_a_loop_are_on_both_lanes_at_once() -> None:
+    """Under a virtual clock: a loop of eight turns takes half the time, and a turn to fill."""
+
+    class Turns(SeededCosts):
+        def call(self, node: StageNode, num_items: int) -> float:
+            return float(num_items)
+
+        def leaves(self, node: StageNode, step: int, item: int) -> bool:
+            self.visits[0, step, item] += 1
+            return self.visits[0, step, item] == 16
+
+    def seconds(mode: str, count: int) -> float:
+        graph = GRAPHS["playing"]
+        plan = build_plan(mode, graph, cpu_lanes(count), 8)
+        costs = Turns(graph, 0)
+        spans = Simulation(graph, plan, costs).run(8, 1).spans
+        return max(span.end for span in spans if span.name in ("world.move", "policy.act"))
+
+    alone, apart = seconds("collocated", 1), seconds("hybrid", 2)
+    assert alone == 128  # eight items, sixteen calls each
+    assert apart == 64 + 4
 
 
 def test_disaggregated_without_weight_edges_parts_what_generates() -> None:
@@ -107,6 +164,103 @@ def test_disaggregated_refuses_what_it_cannot_part(
 ) -> None:
     with pytest.raises(UserError, match=rf"mode: disaggregated {reason}.*--mode collocated"):
         build_plan("disaggregated", graph, cpu_lanes(count), 8)
+
+
+@pytest.mark.parametrize(
+    ("graph", "count", "reason"),
+    [
+        (GRPO, 1, "needs two lanes"),
+        (GRAPHS["scoring"], 2, "needs a stage that generates on a worker that is not trained"),
+        (TALKING, 2, "needs an environment, a verifier or a function beside the generation"),
+    ],
+)
+def test_hybrid_refuses_what_it_cannot_split(graph: FlowGraph, count: int, reason: str) -> None:
+    with pytest.raises(UserError, match=rf"mode: hybrid {reason}.*--mode collocated"):
+        build_plan("hybrid", graph, cpu_lanes(count), 8)
+
+
+def test_disaggregated_needs_work_beside_the_generation() -> None:
+    class Alone(Flow):
+        gen: Model
+
+        def step(self, items: Any) -> Any:
+            return self.gen.generate(items)
+
+    with pytest.raises(UserError, match=r"needs work beside the generation.*--mode collocated"):
+        build_plan("disaggregated", Alone(gen=Model()).trace(), cpu_lanes(2), 8)
+
+
+# --- gangs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "replicas"),
+    [
+        ("collocated", ((0, 1), (2, 3))),
+        ("hybrid", ((0, 1), (2, 3))),
+        ("disaggregated", ((2, 3),)),
+    ],
+)
+def test_gangs_are_neighbouring_lanes(mode: str, replicas: tuple[tuple[int, ...], ...]) -> None:
+    plan = build_plan(mode, GRPO, cpu_lanes(4), 8, gangs={"learner": 2, "gen": 1})
+    validate(plan, GRPO, 8)
+    assert plan.placements["learner"].replicas == replicas
+    assert all(len(gang) == 1 for gang in plan.placements["gen"].replicas)
+    if mode == "collocated":
+        assert plan.stages["learner.train"] == StagePlan(8)  # 16 samples for two gangs
+
+
+def test_one_process_has_no_gangs() -> None:
+    assert build_plan("eager", GRPO, cpu_lanes(4), 8, gangs={"learner": 3}) == build_plan(
+        "eager", GRPO, cpu_lanes(4), 8
+    )
+
+
+@pytest.mark.parametrize(
+    ("gangs", "reason"),
+    [
+        ({"learner": 2}, r"gangs\.learner: .* 3 lanes cannot be cut.*\(got 2\).*a divisor of 3"),
+        ({"learner": 0}, r"gangs\.learner: must be at least 1 \(got 0\)"),
+        ({"gen": 3}, r"gangs\.gen: gen\.generate is streaming or sticky.*single lane"),
+        ({"lerner": 3}, r"gangs\.lerner: is no worker; did you mean 'learner'"),
+    ],
+)
+def test_gangs_that_cannot_be(gangs: dict[str, int], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        build_plan("collocated", GRPO, cpu_lanes(3), 8, gangs=gangs)
+
+
+# --- several machines, memory ---------------------------------------------------------------------
+
+
+def test_eager_stays_on_this_machine_and_adds_its_limits_up() -> None:
+    lanes = with_memory(parse_lanes("2xcpu:2", cores=(0, 1, 2, 3), num_gpus=0), 100)
+    (lane,) = build_plan("eager", GRPO, lanes, 8).lanes
+    assert lane == LaneSpec(0, cores=(0, 2, 1, 3), memory_bytes=200)
+    mixed = (*lanes[:1], LaneSpec(1, cores=(1,)))
+    assert build_plan("eager", GRPO, mixed, 8).lanes[0].memory_bytes is None
+
+
+def test_explain_names_machines_limits_and_processes() -> None:
+    lanes = with_memory(parse_lanes("2xcpu:1", cores=(0,), num_gpus=0), 1000)
+    plan = build_plan("collocated", GRPO, lanes, 8, isolated={"score"})
+    lines = explain(plan, GRPO, 8, {"score"})
+    assert "lane 1 (node 1, cores [0], at most 1000 bytes): gen, normalise, learner" in lines[2]
+    assert "lane 3 (node 1, cores [0], at most 1000 bytes, a process of its own): score" in lines[4]
+
+
+# --- other methods of the flow --------------------------------------------------------------------
+
+
+def test_a_worker_that_only_evaluates_is_placed_and_takes_weights() -> None:
+    graph, beside = GRAPHS["watched"], WATCHED.trace("evaluate")
+    plan = build_plan("disaggregated", graph, cpu_lanes(2), 8)
+    assert plan.placements["judge"].lanes == plan.placements["gen"].lanes == (0,)
+    assert companion(plan, beside, 4).placements == plan.placements
+    spans = Simulation(graph, plan, SeededCosts(graph, 1)).run(8, 2).spans
+    assert [(span.lane, span.kind) for span in spans if span.name == "judge"] == [
+        (0, "publish")
+    ] * 2
 
 
 def test_unknown_mode_suggests() -> None:

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.errors import PlanError, UserError
-from m2flow.plan import LaneSpec, Plan, available_cores, check_machine, machine, parse_lanes
+from m2flow.plan import (
+    LaneSpec,
+    Plan,
+    available_cores,
+    check_machine,
+    machine,
+    parse_lanes,
+    with_memory,
+)
 from m2flow.plan import lanes as lanes_module
 
 
@@ -39,7 +47,55 @@ def test_auto_takes_the_accelerators_or_else_the_cores() -> None:
     assert parse_lanes("auto", (0, 1), 0) == parse_lanes("cpu:2", (0, 1), 0)
 
 
-@pytest.mark.parametrize("text", ["", "2", "cpu", "cpu:", "cpu:0", "cpu:-1", "cpu:two", "tpu:1"])
+def test_lanes_of_several_machines() -> None:
+    assert parse_lanes("2xcpu:2", (4, 7, 9), 0) == (
+        LaneSpec(0, cores=(4, 9)),
+        LaneSpec(1, cores=(7,)),
+        LaneSpec(2, cores=(0, 2), node=1),  # as many cores as here, numbered from 0
+        LaneSpec(3, cores=(1,), node=1),
+    )
+    assert parse_lanes("1xcpu:2", (0, 1), 0) == parse_lanes("cpu:2", (0, 1), 0)
+    lanes = parse_lanes("4xgpu:8", range(4), 8)
+    assert [(lane.id, lane.node, lane.gpu) for lane in lanes] == [
+        (node * 8 + gpu, node, gpu) for node in range(4) for gpu in range(8)
+    ]
+    assert all(lane.cores for lane in lanes if lane.node)  # more lanes than cores here
+
+
+def test_the_first_of_several_machines_is_this_one() -> None:
+    with pytest.raises(UserError, match=r"more lanes than.*'2xcpu:3'.*at most cpu:2"):
+        parse_lanes("2xcpu:3", (0, 1), 0)
+
+
+def test_a_limit_for_each_lane() -> None:
+    lanes = with_memory(parse_lanes("2xcpu:1", (0, 1), 0), 200)
+    assert [lane.memory_bytes for lane in lanes] == [200, 200]
+
+
+def test_other_machines_refuse_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes_module, "available_cores", lambda: (0,))
+    monkeypatch.setattr(lanes_module, "visible_gpus", lambda: 0)
+    check_machine(
+        Plan("custom", (LaneSpec(0, cores=(0,)), LaneSpec(1, "gpu", (9,), 5, node=1)), {})
+    )
+
+
+TEXTS = [
+    "",
+    "2",
+    "cpu",
+    "cpu:",
+    "cpu:0",
+    "cpu:-1",
+    "cpu:two",
+    "tpu:1",
+    "0xcpu:1",
+    "xcpu:1",
+    "2xauto",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_text_that_names_no_lanes(text: str) -> None:
     with pytest.raises(UserError, match=r"lanes: is not a lane specification.*such as cpu:2"):
         parse_lanes(text, (0, 1), 0)

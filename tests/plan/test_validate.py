@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from m2flow.errors import PlanError
+from m2flow.flow.graph import WeightEdge
 from m2flow.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan, validate
 from tests.plan.small_graphs import GRAPHS, GRPO
 
@@ -97,6 +98,35 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         | placed(learner=Placement(((0, 1),), state_bytes=11)),
         ("placements.learner: ", "not fit on lane 0 (got 11)", "at most 10 bytes"),
     ),
+    "memory and what a call takes": (
+        lanes(LaneSpec(0, memory_bytes=10), LaneSpec(1))
+        | placed(learner=Placement(((0, 1),), state_bytes=8, working_bytes=5)),
+        (
+            "placements.learner: its state of 8 bytes and the 5 bytes that a call takes",
+            "do not fit on lane 0 (got 13)",
+            "at most 10 bytes",
+        ),
+    ),
+    "memory of both ends of a weight edge": (
+        lanes(LaneSpec(0), LaneSpec(1, memory_bytes=10))
+        | placed(learner=Placement(GANG.replicas, 6), gen=Placement(TWO.replicas, 7)),
+        (
+            "placements.gen: its state does not fit on lane 1 beside learner's, whose weights it",
+            "(got 13)",
+        ),
+    ),
+    "reserved for another": (
+        lanes(LaneSpec(0), LaneSpec(1, reserved_for="score")),
+        ("placements.gen: ", "stands on lane 1, which is reserved for score"),
+    ),
+    "reserved for a stranger": (
+        lanes(LaneSpec(0), LaneSpec(1), LaneSpec(2, reserved_for="scorer")),
+        ("lanes: ", "lane 2 is reserved for a worker with no placement", "did you mean 'score'?"),
+    ),
+    "a machine of a negative number": (
+        lanes(LaneSpec(0), LaneSpec(1, node=-1)),
+        ("lanes: ", "negative number (got -1)"),
+    ),
     "gang that streams": (
         placed(gen=GANG),
         ("placements.gen: ", "is streaming", "must be a single lane"),
@@ -130,6 +160,40 @@ def test_refused(change: dict[str, Any], parts: tuple[str, ...]) -> None:
         validate(replace(GOOD, **change), GRPO, 8)
     for part in parts:
         assert part in str(error.value)
+
+
+def test_cores_of_other_machines_and_of_reserved_lanes_may_be_the_same() -> None:
+    one, apart = LaneSpec(0, "gpu", (0, 1), 0), LaneSpec(1, "gpu", (0, 1), 0, node=1)
+    validate(replace(GOOD, lanes=(one, apart)), GRPO)
+    own = LaneSpec(2, "gpu", (0, 1), 0, reserved_for="score")
+    spots = {**PLACED, "score": Placement(((2,),))}
+    plan = replace(GOOD, lanes=(one, apart, own), placements=spots)
+    validate(plan, GRPO, 8, {"score"})
+    validate(replace(plan, lanes=(*plan.lanes, replace(own, id=3))), GRPO)
+    with pytest.raises(PlanError, match=r"lanes \[0, 3\] overlap on core 0"):
+        validate(replace(plan, lanes=(*plan.lanes, replace(one, id=3))), GRPO)
+
+
+def test_an_isolated_worker_needs_lanes_of_its_own() -> None:
+    with pytest.raises(PlanError, match=r"placements\.score: .*process of its own, and lane 0"):
+        validate(GOOD, GRPO, isolated={"score"})
+    alone = Plan("eager", (LaneSpec(0),), dict.fromkeys(GRPO.workers, ONE))
+    validate(alone, GRPO, isolated={"score"})
+
+
+def test_a_target_that_only_evaluates_is_legal_and_must_be_placed() -> None:
+    graph = GRAPHS["watched"]
+    plan = Plan("custom", (LaneSpec(0),), dict.fromkeys(graph.workers, ONE))
+    with pytest.raises(PlanError, match=r"placements\.judge: has no placement"):
+        validate(plan, graph)
+    validate(replace(plan, placements={**plan.placements, "judge": ONE}), graph, 8)
+
+
+def test_a_worker_that_never_trains_has_nothing_to_publish() -> None:
+    edge = WeightEdge("score", "gen")
+    graph = replace(GRPO, weight_edges=(WeightEdge("critic", "gen"), edge))
+    with pytest.raises(PlanError, match=r"critic: publishes its weights to gen, but no stage"):
+        validate(GOOD, graph)
 
 
 def test_memory_of_other_lanes_does_not_count() -> None:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from m2flow.algorithms.grpo import GRPO
 from m2flow.errors import UserError
+from m2flow.flow import Place
+from m2flow.runtime.state import MovableState
 from m2flow.training.optimizer import AdamWConfig, NotFinite
 from m2flow.training.packing import Sharing
 from m2flow.training.policy import PolicyTrainer, PolicyTrainerConfig, logprobs_of
@@ -313,3 +315,31 @@ def test_learns_which_token_is_rewarded(make_model: MakeModel) -> None:
         trainer.finish()
     assert sum(means[:3]) / 3 < 0.4
     assert sum(means[-3:]) / 3 > 0.9
+
+
+def test_state_may_leave_memory_between_any_two_calls(
+    make_model: MakeModel, make_rollouts: MakeRollouts
+) -> None:
+    """Also in the middle of a mini-batch, when gradients are half accumulated."""
+
+    def train(switching: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        trainer = PolicyTrainer(make_model(), GRPO(), CONFIG)
+        state = MovableState(trainer.tensors, Place())
+        for step in range(3):
+            for seed in range(2):
+                trainer.fold(make_rollouts(10 * step + seed))
+                if switching:
+                    state.offload()
+                    assert not weights_and_gradients_have_memory(trainer)
+                    state.onload()
+            trainer.finish()
+        return weights(trainer), trainer.state_dict()
+
+    found, expected = train(True), train(False)
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(found[1][name], tensor) for name, tensor in expected[1].items())
+
+
+def weights_and_gradients_have_memory(trainer: PolicyTrainer) -> bool:
+    tensors = [t for p in trainer.model.parameters() for t in (p, p.grad) if t is not None]
+    return any(tensor.untyped_storage().nbytes() for tensor in tensors)

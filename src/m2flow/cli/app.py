@@ -32,7 +32,7 @@ Overrides = Annotated[
 ]
 Mode = Annotated[
     Optional[str],  # noqa: UP045
-    typer.Option(help="Plan to build: eager, collocated or disaggregated."),
+    typer.Option(help="Plan to build: eager, collocated, disaggregated or hybrid."),
 ]
 PlanFile = Annotated[
     Optional[Path],  # noqa: UP045
@@ -141,11 +141,18 @@ def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) ->
 @app.command()
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    links: Annotated[
+        bool,
+        typer.Option(
+            "--links",
+            help="Measure the ways between lanes instead: here, or across `RAY_ADDRESS`.",
+        ),
+    ] = False,
 ) -> None:
     """What this machine has, what is missing, and the command that mends it."""
-    from m2flow.cli.doctor import run_doctor
+    from m2flow.cli.doctor import run_doctor, run_links
 
-    raise typer.Exit(run_doctor(as_json=json))
+    raise typer.Exit(run_links(as_json=json) if links else run_doctor(as_json=json))
 
 
 def with_mode(overrides: list[str] | None, mode: str | None, plan: Path | None = None) -> list[str]:

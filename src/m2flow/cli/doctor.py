@@ -81,6 +81,18 @@ def run_doctor(*, as_json: bool = False) -> int:
     return 0 if works else 1
 
 
+def run_links(*, as_json: bool = False) -> int:
+    """Print what the ways between lanes cost, measured now, as a table or as JSON."""
+    from m2flow.runtime.links.survey import survey
+
+    table = survey()
+    if as_json:
+        print(table.to_json())
+    else:
+        Console().print(table.render())
+    return 0
+
+
 def diagnose() -> list[Finding]:
     """All findings for this machine and this interpreter, in the order of the report."""
     checks: dict[str, Callable[[], list[Finding]]] = {

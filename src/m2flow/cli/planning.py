@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 from m2flow.engine.plan import Plan
-from m2flow.errors import PlanError
+from m2flow.errors import PlanError, UserError
+from m2flow.flow.flow import Flow
 from m2flow.flow.graph import FlowGraph
-from m2flow.plan import build_plan, check_machine, parse_lanes, read_plan, validate
+from m2flow.plan import (
+    build_plan,
+    check_machine,
+    isolated_workers,
+    parse_bytes,
+    parse_lanes,
+    read_plan,
+    validate,
+    with_memory,
+)
 from m2flow.reasoning.config import ReasoningRecipe
 from m2flow.reasoning.flow import grpo_flow
 from m2flow.reasoning.workers import ModelSource
 
+LEARNER = "learner"
+"""The worker that `training.gang` speaks of."""
+
+
+def flow_of(recipe: ReasoningRecipe) -> Flow:
+    """The macro flow of a recipe, with workers that will never be loaded."""
+    return grpo_flow(recipe, ModelSource(""), None)
+
 
 def graph_of(recipe: ReasoningRecipe) -> FlowGraph:
-    """The macro flow of a recipe, traced with workers that will never be loaded."""
-    return grpo_flow(recipe, ModelSource(""), None).trace()
+    """The same, traced."""
+    return flow_of(recipe).trace()
 
 
 def planned(recipe: ReasoningRecipe, plan_file: Path | None = None) -> tuple[FlowGraph, Plan]:
@@ -26,17 +45,33 @@ def planned(recipe: ReasoningRecipe, plan_file: Path | None = None) -> tuple[Flo
     Raises:
         UserError: the lanes, the mode or the plan file are wrong.
     """
-    graph = graph_of(recipe)
+    flow = flow_of(recipe)
+    graph, isolated = flow.trace(), isolated_workers(flow)
     if plan_file is not None:
         plan = read_plan(plan_file)
     else:
-        lanes = parse_lanes(recipe.lanes)
-        plan = build_plan(recipe.mode, graph, lanes, recipe.prompts_per_step)
         plan = replace(
-            plan, max_staleness=recipe.max_staleness, deadline_seconds=recipe.deadline_seconds
+            _built(recipe, graph, isolated),
+            max_staleness=recipe.max_staleness,
+            deadline_seconds=recipe.deadline_seconds,
         )
-    validate(plan, graph, recipe.prompts_per_step)
+    validate(plan, graph, recipe.prompts_per_step, isolated)
     return graph, plan
+
+
+def _built(recipe: ReasoningRecipe, graph: FlowGraph, isolated: Collection[str]) -> Plan:
+    """The plan of the recipe's mode, on the recipe's lanes."""
+    lanes = parse_lanes(recipe.lanes)
+    if recipe.lane_memory is not None:
+        lanes = with_memory(lanes, parse_bytes(recipe.lane_memory, "lane_memory"))
+    gangs = {LEARNER: recipe.training.gang}
+    try:
+        return build_plan(recipe.mode, graph, lanes, recipe.prompts_per_step, isolated, gangs)
+    except UserError as error:
+        key = f"gangs.{LEARNER}"
+        if error.key != key:
+            raise
+        raise UserError(str(error).removeprefix(f"{key}: "), key="training.gang") from None
 
 
 def check_runnable(plan: Plan) -> None:

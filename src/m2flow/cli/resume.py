@@ -17,8 +17,8 @@ from m2flow.observe.run_directory import RunDirectory
 from m2flow.reasoning.config import ReasoningRecipe
 
 MAY_CHANGE = {
-    "steps", "mode", "lanes", "deadline_seconds", "logger", "samples_logged_per_step",
-    "evaluation", "checkpoint",
+    "steps", "mode", "lanes", "lane_memory", "deadline_seconds", "logger",
+    "samples_logged_per_step", "evaluation", "checkpoint",
 }  # fmt: skip
 """Keys that may differ when a run is resumed: they change no weight."""
 

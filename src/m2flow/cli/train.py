@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,16 @@ if TYPE_CHECKING:
     from m2flow.flow import Batch
     from m2flow.reasoning.experiment import ReasoningExperiment
     from m2flow.reasoning.workers import ModelSource
+    from m2flow.runtime.ahead import LanesAhead
     from m2flow.runtime.launch import Run
+
+WORKERS_NEED = (
+    "m2flow.models.causal_lm",
+    "m2flow.generation.native",
+    "m2flow.training.policy",
+    "m2flow.reasoning.learning",
+)
+"""What takes lanes seconds to import."""
 
 WARMUP = "warmup"
 """Folder in the run directory of the model that reinforcement begins with, if it is made here."""
@@ -73,15 +83,28 @@ def train(
             f"{recipe.prompts_per_step} x {recipe.samples_per_prompt} samples, mode {plan.mode}"
         )
         checkpoint = resume_point(recipe, run_dir) if resume and run_dir is not None else None
-        from m2flow.reasoning.experiment import ReasoningExperiment  # imports torch: seconds
+        with _lanes_ahead(plan) as lanes:
+            from m2flow.reasoning.experiment import ReasoningExperiment  # imports torch: seconds
 
-        experiment = ReasoningExperiment(recipe)
-        training = Training(
-            experiment, plan, run_dir, progress, resumed=resume, checkpoint=checkpoint
-        )
-        directory = training.run()
+            experiment = ReasoningExperiment(recipe)
+            training = Training(
+                experiment, plan, lanes, run_dir, progress, resumed=resume, checkpoint=checkpoint
+            )
+            directory = training.run()
     print(summary(*first_and_last(read_metrics(directory.path)), directory.path))
     return directory.path
+
+
+@contextmanager
+def _lanes_ahead(plan: Plan) -> Iterator[LanesAhead | None]:
+    """The plan's lanes, which start beside what else there is to do; None for an eager run."""
+    if plan.mode == "eager":
+        yield None
+        return
+    from m2flow.runtime.ahead import LanesAhead
+
+    with LanesAhead(plan.lanes, WORKERS_NEED) as lanes:
+        yield lanes
 
 
 def describe(recipe: ReasoningRecipe, plan_file: Path | None = None) -> list[str]:
@@ -107,6 +130,7 @@ class Training:
     Args:
         experiment: what is trained.
         plan: how it is carried out.
+        lanes: where; None for in this process.
         run_dir: where everything is written; None for a new folder below `runs/`.
         progress: what the person at the terminal sees.
         resumed: go on with the run in `run_dir`.
@@ -117,6 +141,7 @@ class Training:
         self,
         experiment: ReasoningExperiment,
         plan: Plan,
+        lanes: LanesAhead | None,
         run_dir: Path | None,
         progress: TrainProgress,
         *,
@@ -124,11 +149,13 @@ class Training:
         checkpoint: Path | None,
     ) -> None:
         self.experiment, self.plan, self.progress = experiment, plan, progress
+        self.lanes = lanes
         self.recipe = experiment.recipe
         self.run_dir, self.resumed, self.checkpoint = run_dir, resumed, checkpoint
         self.first_step = 0 if checkpoint is None else step_of(checkpoint)
         self.timeline = Timeline()
         self._directory: RunDirectory | None = None
+        self._publishing: dict[str, str] = {}
 
     def run(self) -> RunDirectory:
         """Train to the last step, and write the report; where it lies."""
@@ -200,6 +227,7 @@ class Training:
             flow,
             items_per_step=recipe.prompts_per_step,
             plan=self.plan,
+            lanes=self.plan.lanes if self.lanes is None else self.lanes.pool(),
             first_step=self.first_step,
             also=also,
         ) as run:
@@ -231,6 +259,7 @@ class Training:
             for result in run.steps(batches):
                 done = result.step + 1
                 figures = self._figures(result, done)
+                self._explain_publishing(run)
                 if done < pause:
                     loggers.log(done, figures)
             last = done == recipe.steps
@@ -245,6 +274,9 @@ class Training:
         figures = self.experiment.metrics(result)
         if self.plan.predicted_seconds is not None:
             figures["plan/predicted_seconds"] = self.plan.predicted_seconds
+        for source, published in result.published.items():
+            figures[f"publish/{source}/bytes"] = float(published.num_bytes)
+            figures[f"publish/{source}/seconds"] = published.seconds
         rows = self.experiment.samples(result, self.recipe.samples_logged_per_step)
         self._begun().append_samples(step, rows)
         for span in result.spans:
@@ -252,6 +284,16 @@ class Training:
         self.timeline.end_step(step, result.started, result.started + result.seconds)
         self.progress.update(step, figures)
         return figures
+
+    def _explain_publishing(self, run: Run) -> None:
+        """Say how weights travel, as soon as it is known, and when another way is taken."""
+        ways = run.explain_publishing()
+        new = [f"{way}: {ways[way]}" for way in ways if way not in self._publishing]
+        if new:
+            self._publishing = ways
+            self._begun().write_run(publishing=[f"{way}: {why}" for way, why in ways.items()])
+        for line in new:
+            self.progress.note(line)
 
     def _evaluation(self, run: Run, step: int, held_out: Batch) -> dict[str, float]:
         result = run.run_method("evaluate", held_out)
@@ -268,7 +310,7 @@ class Training:
 
     def _save(self, run: Run, step: int) -> None:
         extra: dict[str, Any] = {"version": step, "seed": self.recipe.seed}
-        run.worker_call(
+        run.worker_call_everywhere(
             "learner",
             "save_checkpoint",
             str(self._begun().checkpoints.resolve()),

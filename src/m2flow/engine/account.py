@@ -1,4 +1,4 @@
-"""Who waits for whom: what the engine says when a run stops."""
+"""What is said when a run stops: who waits for whom, and which loop has no way out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from m2flow.engine.messages import ExportWeights, InstallWeights, RunCall, RunFinish
 from m2flow.engine.steps import StepState
+from m2flow.errors import FlowError
 from m2flow.flow.graph import FlowGraph
 
 if TYPE_CHECKING:
@@ -42,3 +43,13 @@ def who_waits(graph: FlowGraph, calls: Iterable[Call], steps: Iterable[StepState
                     f"{ledger.leased} leased"
                 )
     return lines
+
+
+def unjudged(graph: FlowGraph, loop: int) -> FlowError:
+    """What is wrong with a loop that nothing would ever leave."""
+    return FlowError(
+        f"no stage has given the column {graph.loops[loop].until!r} in a full turn, so nothing "
+        "would ever leave",
+        key=graph.loop_name(loop),
+        hint="give the column, name another one by `until`, or set `max_turns`",
+    )

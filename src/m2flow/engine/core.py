@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from m2flow.engine.account import call_name, who_waits
+from m2flow.engine.account import call_name, unjudged, who_waits
 from m2flow.engine.admission import Admission
 from m2flow.engine.dispatch import Call, Dispatcher
+from m2flow.engine.fusing import fused_loops
 from m2flow.engine.homes import ANYWHERE
 from m2flow.engine.lanes import Barrier
 from m2flow.engine.messages import (
@@ -26,6 +27,7 @@ from m2flow.engine.messages import (
     InstallWeights,
     ItemsProduced,
     LaneLost,
+    MoveFailed,
     Part,
     ReleaseItems,
     RunCall,
@@ -34,6 +36,7 @@ from m2flow.engine.messages import (
     Tick,
 )
 from m2flow.engine.plan import Plan
+from m2flow.engine.residency import Residency
 from m2flow.engine.steps import StepState
 from m2flow.engine.turns import Turns
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
@@ -47,28 +50,48 @@ class Engine:
         plan: how; it must fit the graph (`m2flow.plan.validate`).
         first_step: number of the first step that will be submitted; the weights that the workers
             were loaded with have this version.
+        residency: who is resident on which lane, shared by the engines of one run, whose steps
+            alternate; a new one by default.
 
     Attributes:
         steps: the steps in flight.
+        fused: numbers of the loops that run fused.
         failed: whether the run was stopped; every later event is ignored then.
     """
 
-    def __init__(self, graph: FlowGraph, plan: Plan, first_step: int = 0) -> None:
+    def __init__(
+        self,
+        graph: FlowGraph,
+        plan: Plan,
+        first_step: int = 0,
+        residency: Residency | None = None,
+    ) -> None:
         self.graph, self.plan = graph, plan
+        self.fused = fused_loops(graph, plan)
         self.failed = False
         self.steps: dict[int, StepState] = {}
         self._admission = Admission(graph, plan, first_step)
         self._turns = Turns(graph)
-        self._dispatcher = Dispatcher(graph, plan, self._admission, self._turns, self.steps)
+        self._dispatcher = Dispatcher(
+            graph,
+            plan,
+            self._admission,
+            self._turns,
+            self.steps,
+            residency or Residency(plan),
+            self.fused,
+        )
         self._nodes_of = {w: [n for n in graph.nodes if n.worker == w] for w in graph.workers}
-        self._readers: dict[int, list[int]] = {n: [] for n in range(SOURCE, len(graph.nodes))}
-        for node in graph.nodes:
-            for stream in node.inputs:
-                self._readers[stream].append(node.index)
+        streams = range(SOURCE, len(graph.nodes))
+        self._readers = {
+            stream: [node.index for node in graph.nodes if stream in node.inputs]
+            for stream in streams
+        }
+        self._length_columns = {stream: graph.length_column(stream) for stream in streams}
 
     @property
     def calls(self) -> dict[int, Call]:
-        """The calls in progress, by number."""
+        """The calls in progress by number, those that have been silent longest first."""
         return self._dispatcher.calls
 
     def handle(self, event: Event) -> list[Command]:
@@ -77,6 +100,9 @@ class Engine:
             return []
         self._dispatcher.out = []
         match event:
+            case Tick():  # starts nothing: whatever could start has been started
+                self._tick(event)
+                return self._dispatcher.out
             case ItemsProduced():
                 self._items_produced(event)
             case CallFinished():
@@ -86,10 +112,10 @@ class Engine:
             case CallFailed():
                 name = call_name(self.graph, self.calls[event.call].command)
                 self._fail(f"{name} failed on lane {event.lane}", event.error)
+            case MoveFailed(what=what, worker=worker, lane=lane):
+                self._fail(f"{what} of {worker} failed on lane {lane}", event.error)
             case LaneLost():
                 self._fail(f"lane {event.lane} was lost: {event.reason}")
-            case Tick():
-                self._tick(event)
         if not self.failed and not self._dispatcher.start_what_can():
             self._fail("nothing runs and nothing can start")
         return self._dispatcher.out
@@ -98,19 +124,24 @@ class Engine:
 
     def _step_submitted(self, event: StepSubmitted) -> None:
         assert event.step not in self.steps, f"step {event.step} was submitted twice"
-        state = StepState(self.graph, event.step, event.num_items)
+        state = StepState(self.graph, event.step, event.num_items, self.fused)
         self.steps[event.step] = state
-        self._arrive(state, range(event.num_items), self._readers[SOURCE])
+        items, readers = range(event.num_items), self._readers[SOURCE]
+        self._arrive(state, SOURCE, items, readers, lengths=event.lengths)
 
     def _arrive(
         self,
         state: StepState,
+        producer: int,
         items: Sequence[int],
         at: Sequence[int],
         lane: int = ANYWHERE,
+        lengths: Sequence[float] = (),
     ) -> None:
+        column = self._length_columns[producer]
         for consumer in at:
-            state.ledgers[consumer].arrive(items, lane)
+            heard = lengths if self.graph.nodes[consumer].length == column else ()
+            state.ledgers[consumer].arrive(items, lane, heard)
             self._dispatcher.wake(state.step, consumer)
 
     def _items_produced(self, event: ItemsProduced) -> None:
@@ -118,11 +149,19 @@ class Engine:
         assert isinstance(call.command, RunCall)
         state, node = self.steps[call.step], self.graph.nodes[call.command.node]
         self._admission.observe_bytes(node.index, len(event.items), event.num_bytes)
+        lane = call.command.lanes[0]
         if node.loop is None:
-            self._arrive(state, event.items, self._readers[node.index], call.command.lanes[0])
+            readers = self._readers[node.index]
+            self._arrive(state, node.index, event.items, readers, lane, event.lengths)
+        elif call.command.fused:
+            self._dispatcher.alive(call)
+            if event.items:
+                self._come_out(state, node, event, lane)
         else:
-            self._go_around(state, node, event, call.command.lanes[0])
+            self._go_around(state, node, event, lane)
         if node.streaming:
+            self._dispatcher.alive(call)
+            self._dispatcher.hungry(call, node)
             done = []
             for item in event.items:
                 unit = item // node.expands
@@ -142,9 +181,15 @@ class Engine:
         spec, loop = self.graph.loops[node.loop], state.loops[node.loop]
         place = spec.members.index(node.index)
         at_the_end = place == len(spec.members) - 1
+        loop.judged |= event.judged
+        lengths = dict(zip(event.items, event.lengths, strict=True)) if event.lengths else {}
         leaving, staying = [], []
         asked_to_leave = set(event.leaving)
         self._release(state, state.moved_on(node, event.items))
+        if at_the_end and spec.max_turns is None and not loop.judged:
+            error = unjudged(self.graph, node.loop)
+            self._fail(str(error), error)
+            return
         # Done already, and not when the call has ended: by then an item may be back here.
         self._units_done(state, node, event.items)
         for item in event.items:
@@ -156,10 +201,32 @@ class Engine:
             else:
                 loop.turns[item] = turn
                 staying.append(item)
-        loop.left += len(leaving)
-        outside = [c for c in self._readers[spec.members[-1]] if c not in spec.members]
-        self._arrive(state, leaving, outside, lane)
-        self._arrive(state, staying, [spec.members[(place + 1) % len(spec.members)]], lane)
+        self._leave(state, node.loop, leaving, lane, [lengths[item] for item in leaving if lengths])
+        following = spec.members[(place + 1) % len(spec.members)]
+        self._arrive(state, node.index, staying, [following], lane)
+
+    def _come_out(
+        self, state: StepState, first: StageNode, event: ItemsProduced, lane: int
+    ) -> None:
+        """Items have been around a fused loop and have left it."""
+        assert first.loop is not None
+        self._release(state, state.consumed(first, event.items))
+        self._units_done(state, first, event.items)
+        state.loops[first.loop].came_from.update(dict.fromkeys(event.items, first.index))
+        self._leave(state, first.loop, event.items, lane, event.lengths)
+
+    def _leave(
+        self,
+        state: StepState,
+        loop: int,
+        items: Sequence[int],
+        lane: int,
+        lengths: Sequence[float],
+    ) -> None:
+        members = self.graph.loops[loop].members
+        state.loops[loop].left += len(items)
+        outside = [c for c in self._readers[members[-1]] if c not in members]
+        self._arrive(state, members[-1], items, outside, lane, lengths)
 
     def _call_finished(self, event: CallFinished) -> None:
         call = self._dispatcher.finished(event.call, event.lane)
@@ -192,7 +259,7 @@ class Engine:
             )
 
     def _wake_worker(self, worker: str) -> None:
-        for node in self._nodes_of[worker]:
+        for node in self._nodes_of.get(worker, ()):  # none where it only takes weights
             self._dispatcher.wake_in_all_steps(node.index)
 
     def _stage_call_finished(self, call: Call, node: StageNode) -> None:
@@ -211,7 +278,7 @@ class Engine:
         """All outputs of units are there: inputs may go, and producers may have room again."""
         ledger = state.ledgers[node.index]
         if node.loop is None and units:
-            items = [item for unit in units for item in ledger.items_of(unit)]
+            items = ledger.items_of(units)
             self._release(state, state.consumed(node, items))
         ledger.finish(units)
         for producer in self._admission.bounded_producers(node.index):
@@ -264,15 +331,20 @@ class Engine:
     def _publish(self, state: StepState, source: str, targets: Sequence[str]) -> None:
         lanes = [lane for target in targets for lane in self.plan.placements[target].lanes]
         state.installs += len(lanes)
-        home = self.plan.placements[source].lanes
-        if set(lanes) <= set(home):
+        if set(lanes) <= set(self._whole_copies(source)):
             self._ask_installs(state, source)
         else:
-            export = ExportWeights(0, source, state.step + 1, home[:1])
-            self._dispatcher.ask(Barrier(home[:1], state.step, SOURCE, command=export))
+            gang = self.plan.placements[source].replicas[0]
+            export = ExportWeights(0, source, state.step + 1, gang)
+            self._dispatcher.ask(Barrier(gang, state.step, SOURCE, command=export))
+
+    def _whole_copies(self, worker: str) -> tuple[int, ...]:
+        """Lanes that hold all of a worker's weights, and not a shard of them."""
+        spot = self.plan.placements[worker]
+        return () if any(len(gang) > 1 for gang in spot.replicas) else spot.lanes
 
     def _ask_installs(self, state: StepState, source: str) -> None:
-        home, version = self.plan.placements[source].lanes, state.step + 1
+        home, version = self._whole_copies(source), state.step + 1
         for edge in self.graph.weight_edges:
             if edge.source == source:
                 for lane in self.plan.placements[edge.target].lanes:

@@ -8,19 +8,24 @@ A call starts when all of this holds:
   4. *turns*: a stage whose worker learns waits for those that come before it (`Turns`);
   5. *preference*: older steps first, then the plan's order of stages.
 
+A fused loop is one such call, of its first member, for which 2 and 4 hold of all members. With a
+call on a lane under a memory limit, the worker that will be needed there next is brought as well
+if there is room: `_next_on` says who that is.
+
 When nothing runs, a part of a chunk is started rather than wait: a run that can make progress does.
 What has not been woken is not looked at, so the work is linear in what happens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
 
 from m2flow.engine.admission import Admission
 from m2flow.engine.lanes import Barrier, LaneBoard
+from m2flow.engine.ledger import StageLedger
 from m2flow.engine.messages import (
     Command,
     ExportWeights,
@@ -44,14 +49,15 @@ class Call:
 
     Attributes:
         running: lanes that have not finished their part.
-        started: when it was started, in seconds of the engine's clock.
+        heard: when it was started or last gave, or was given, items, in seconds of the engine's
+            clock.
         units: units of a stage leased to it (what a streaming call was started with).
         unfinished: for a streaming call, unit to the number of output items still to come.
     """
 
     command: CallCommand
     running: set[int]
-    started: float
+    heard: float
     step: int
     units: list[int] = field(default_factory=list)
     unfinished: dict[int, int] = field(default_factory=dict)
@@ -65,9 +71,11 @@ class Dispatcher:
         admission: what may be taken.
         turns: who waits for whom.
         steps: the steps in flight, oldest first; the engine's own table.
+        residency: who is resident where.
+        fused: loops that run fused.
 
     Attributes:
-        calls: what is in progress, oldest first.
+        calls: what is in progress, silent longest first.
         out: the commands of the event at hand, in order.
         now: seconds of the engine's clock.
     """
@@ -79,6 +87,8 @@ class Dispatcher:
         admission: Admission,
         turns: Turns,
         steps: Mapping[int, StepState],
+        residency: Residency,
+        fused: frozenset[int],
     ) -> None:
         self.graph, self.plan, self.steps = graph, plan, steps
         self.calls: dict[int, Call] = {}
@@ -87,28 +97,37 @@ class Dispatcher:
         self._admission, self._turns = admission, turns
         self._replicas = {worker: plan.placements[worker].replicas for worker in graph.workers}
         self._board = LaneBoard([lane.id for lane in plan.lanes], self._replicas)
-        self._residency = Residency(plan)
+        self._residency, self._fused = residency, fused
+        self._members = [_members_of_call(graph, node, fused) for node in graph.nodes]
+        self._workers = [_workers_of_call(plan, members) for members in self._members]
+        self._gangs = {
+            worker: [number for number, gang in enumerate(gangs) if len(gang) > 1]
+            for worker, gangs in self._replicas.items()
+        }
         self._stage_plans = [plan.stages.get(node.name, StagePlan()) for node in graph.nodes]
         self._next_call = 0
-        self._streaming: dict[tuple[int, int], list[int]] = {}
+        self._hungry: dict[tuple[int, int], dict[int, None]] = {}
         self._wanted_gangs: set[tuple[int, int, int]] = set()
-        self._woken: dict[tuple[int, int], None] = {}
+        self._woken: dict[tuple[int, int], None] = {}  # (step, place in order of preference)
         order = {name: place for place, name in enumerate(plan.order)}
         preferred = sorted(graph.nodes, key=lambda n: (order.get(n.name, len(order)), n.index))
+        self._preferred = preferred
         self._preference = {node.index: place for place, node in enumerate(preferred)}
         self._nodes_on_lane: dict[int, list[int]] = {lane.id: [] for lane in plan.lanes}
         for node in preferred:
             for lane in plan.placements[node.worker].lanes:
                 self._nodes_on_lane[lane].append(node.index)
+        self._targets = tuple(dict.fromkeys(edge.target for edge in graph.weight_edges))
 
     def wake(self, step: int, node: int) -> None:
         """A stage may have something to start in this step."""
-        self._woken[step, node] = None
+        self._woken[step, self._preference[node]] = None
 
     def wake_in_all_steps(self, node: int) -> None:
         """A stage may have something to start in any step."""
+        place = self._preference[node]
         for step in self.steps:
-            self._woken[step, node] = None
+            self._woken[step, place] = None
 
     def ask(self, barrier: Barrier) -> None:
         """Start a call once all of its lanes are idle."""
@@ -123,18 +142,29 @@ class Dispatcher:
         del self.calls[number]
         command = call.command
         if isinstance(command, RunCall) and self.graph.nodes[command.node].streaming:
-            running = self._streaming[call.step, command.node]
-            running.remove(number)
-            if not running:
-                del self._streaming[call.step, command.node]
+            hungry = self._hungry.get((call.step, command.node), {})
+            hungry.pop(number, None)
+            if not hungry:
+                self._hungry.pop((call.step, command.node), None)
         for lane in command.lanes:
             self._free(lane)
         return call
 
+    def alive(self, call: Call) -> None:
+        """A call has handed items on, or was given some."""
+        call.heard = self.now
+        number = call.command.call
+        self.calls[number] = self.calls.pop(number)
+
+    def hungry(self, call: Call, node: StageNode) -> None:
+        """A streaming call may have room for more items."""
+        if self._stage_plans[node.index].max_running:
+            self._hungry.setdefault((call.step, node.index), {})[call.command.call] = None
+
     def overdue(self) -> Call | None:
-        """A call that has run for longer than the plan's deadline."""
-        for call in self.calls.values():  # in order of start, and all have the same deadline
-            return call if call.started + self.plan.deadline_seconds <= self.now else None
+        """A call that has given no sign of life for longer than the plan's deadline."""
+        for call in self.calls.values():  # in order of silence, and all have the same deadline
+            return call if call.heard + self.plan.deadline_seconds <= self.now else None
         return None
 
     def start_what_can(self) -> bool:
@@ -155,20 +185,40 @@ class Dispatcher:
                 self._start_barrier(barrier)
             if not self._woken or (partial and self.calls):
                 return
-            woken = sorted(self._woken, key=lambda key: (key[0], self._preference[key[1]]))
+            woken = sorted(self._woken)
             self._woken.clear()
-            for step, index in woken:
+            for step, place in woken:
                 state = self.steps.get(step)
                 if state and not (partial and self.calls):
-                    self._start_stage(state, self.graph.nodes[index], partial)
+                    self._start_stage(state, self._preferred[place], partial)
 
     def _start_stage(self, state: StepState, node: StageNode, partial: bool) -> None:
         """Start calls of a stage on idle replicas while there is work that may start."""
         ledger = state.ledgers[node.index]
-        if not ledger.leased and not ledger.ready() and not node.sticky:
+        members = self._members[node.index]
+        if not members or not (ledger.leased or ledger.ready() or ledger.sticky):
             return
-        if not self._turns.may_take_items(self.steps, state, node):
-            return
+        for member in members:
+            if not self._turns.may_take_items(self.steps, state, member):
+                return
+        if ledger.sticky or self._enough(ledger, node, ledger.ready(), partial):
+            self._start_on_idle(state, node, partial)
+        if node.streaming and len(node.inputs) == 1:  # a generator is sent one Batch at a time
+            self._feed(state, node)
+        if self._gangs[node.worker]:
+            self._want_gangs(state, node)
+
+    def _enough(
+        self, ledger: StageLedger, node: StageNode, ready: int, partial: bool = False
+    ) -> bool:
+        """Whether so many ready units make a call."""
+        if not ready:
+            return False
+        chunk = self._stage_plans[node.index].chunk or ledger.num_units
+        return ready >= chunk or partial or ledger.nothing_more_comes
+
+    def _start_on_idle(self, state: StepState, node: StageNode, partial: bool) -> None:
+        sticky = state.ledgers[node.index].sticky
         unused = []
         while (replica := self._board.next_replica(node.worker)) is not None:
             fresh = self._fresh(state, node, replica)
@@ -178,17 +228,17 @@ class Dispatcher:
                 partial = False
                 continue
             unused.append(replica)
-            if fresh and not node.sticky:  # what holds one replica back holds back all
+            if fresh and not sticky:  # what holds one replica back holds back all
                 break
         for replica in unused:
             self._board.put_back(node.worker, replica)
-        if node.streaming and len(node.inputs) == 1:  # a generator is sent one Batch at a time
-            self._feed(state, node)
-        self._want_gangs(state, node)
 
     def _fresh(self, state: StepState, node: StageNode, replica: int) -> bool:
         lanes = self._replicas[node.worker][replica]
-        return self._admission.weights_fresh_enough(node.worker, lanes, state.step)
+        for member in self._members[node.index]:
+            if not self._admission.weights_fresh_enough(member.worker, lanes, state.step):
+                return False
+        return True
 
     def _lease(
         self, state: StepState, node: StageNode, replica: int, partial: bool = False
@@ -198,10 +248,9 @@ class Dispatcher:
         lane = self._replicas[node.worker][replica][0]
         ready = ledger.ready(lane)
         stage = self._stage_plans[node.index]
-        chunk = stage.chunk or ledger.num_units
-        if not ready or (ready < chunk and not ledger.nothing_more_comes and not partial):
+        if not self._enough(ledger, node, ready, partial):
             return []
-        wanted = min(ready, chunk)
+        wanted = min(ready, stage.chunk or ledger.num_units)
         if node.streaming and stage.max_running:
             wanted = min(wanted, stage.max_running)
         units = ledger.lease(lane, wanted, self._admission.end(self.steps, state, node))
@@ -215,43 +264,48 @@ class Dispatcher:
         ledger = state.ledgers[node.index]
         gang = self._replicas[node.worker][replica]
         inputs = tuple(state.inputs(node, ledger, share) for share in _shares(units, len(gang)))
-        command = RunCall(self._new_call(), node.index, state.step, gang, inputs)
+        fused = node.loop in self._fused
+        command = RunCall(self._new_call(), node.index, state.step, gang, inputs, fused)
         call = self._start(command, state)
         call.units = units
         if node.streaming:
             call.unfinished = dict.fromkeys(units, node.expands)
-            self._streaming.setdefault((state.step, node.index), []).append(command.call)
-        self._count_staleness(state, node, gang, len(units) * ledger.unit_items)
+            self.hungry(call, node)
+        for member in self._members[node.index]:
+            self._count_staleness(state, member, gang, len(units) * ledger.unit_items)
 
     def _feed(self, state: StepState, node: StageNode) -> None:
         """Give ready items to streaming calls that have room, the least busy one first."""
         limit = self._stage_plans[node.index].max_running
-        running = self._streaming.get((state.step, node.index))
+        hungry = self._hungry.get((state.step, node.index))
         ledger = state.ledgers[node.index]
-        while limit and running and ledger.ready():
-            number = min(running, key=lambda n: (len(self.calls[n].unfinished), n))
+        if not limit or not hungry or not (ledger.ready() or ledger.sticky):
+            return
+        for number in sorted(hungry, key=lambda n: (len(self.calls[n].unfinished), n)):
             call = self.calls[number]
-            assert isinstance(call.command, RunCall)
             lane = call.command.lanes[0]
-            room = min(limit - len(call.unfinished), ledger.ready())
+            room = min(limit - len(call.unfinished), ledger.ready(lane))
+            if limit == len(call.unfinished):
+                del hungry[number]
             if room <= 0 or self._board.held(lane):
-                return
+                continue
             if not self._admission.weights_fresh_enough(node.worker, (lane,), state.step):
+                continue
+            units = ledger.lease(lane, room, self._admission.end(self.steps, state, node))
+            if not units and not ledger.sticky:  # what holds one call back holds back all
                 return
-            end = self._admission.end(self.steps, state, node)
-            units = ledger.lease(lane, room, end)
             if not units:
-                return
+                continue
             call.unfinished.update(dict.fromkeys(units, node.expands))
+            self.alive(call)
             inputs = state.inputs(node, ledger, units)
             self.out.append(FeedCall(number, node.index, state.step, lane, inputs))
             self._count_staleness(state, node, (lane,), len(units))
 
     def _want_gangs(self, state: StepState, node: StageNode) -> None:
         """Where a gang has work but not all of its lanes, hold the lanes until it has."""
-        for replica, gang in enumerate(self._replicas[node.worker]):
-            if len(gang) == 1:
-                return
+        for replica in self._gangs[node.worker]:
+            gang = self._replicas[node.worker][replica]
             key = (state.step, node.index, replica)
             if key in self._wanted_gangs or self._board.usable(gang):
                 continue
@@ -284,23 +338,57 @@ class Dispatcher:
     def _start(self, command: CallCommand, state: StepState) -> Call:
         lanes = command.lanes
         self._board.occupy(lanes)
+        early: list[Command] = []
         for lane in lanes:
-            self.out += self._residency.bring(self._workers_of(command), lane)
+            if self._residency.limited(lane):
+                early += self._bring(command, lane)
         call = Call(command, set(lanes), self.now, state.step)
         self.calls[command.call] = call
         state.active_calls += 1
         self.out.append(command)
+        self.out += early
         return call
 
-    def _workers_of(self, command: CallCommand) -> list[str]:
-        """Workers whose state the command needs on its lanes."""
+    def _bring(self, command: CallCommand, lane: int) -> list[Command]:
+        """Have those resident whom a command needs; the onload that may go on beside it."""
         match command:
             case RunCall(node=index) | RunFinish(node=index):
-                return [self.graph.nodes[index].worker]
+                needed = self._workers[index]
+                self.out += self._residency.bring(needed, lane, working=True)
+                coming = self._next_on(lane, index)
+                if coming is None:
+                    return []
+                moves = self._residency.bring_early(coming, needed, lane)
+                self.out += moves[:-1]
+                return list(moves[-1:])
             case ExportWeights(source=source):
-                return [source]
+                self.out += self._residency.bring((source,), lane)
             case InstallWeights(source=source, target=target, local=local):
-                return [source, target] if local else [target]
+                workers = (source, target) if local else (target,)
+                self.out += self._residency.bring(workers, lane)
+        return []
+
+    def _next_on(self, lane: int, index: int) -> str | None:
+        """The worker that will be needed on a lane after those of a call that starts there now.
+
+        The lane's stages are gone through in the order of the flow, from the call's own onwards
+        and around: the first that belongs to another worker and has work left in a step in flight
+        says who it is. If there is none, it is who takes published weights on the lane, because
+        every step in flight ends with that.
+        """
+        running = self._workers[index]
+        here = self._nodes_on_lane[lane]
+        around = sorted(here, key=lambda other: (other <= index, other))
+        for other in around:
+            worker = self.graph.nodes[other].worker
+            if worker not in running and any(
+                state.ledgers[other].work_left for state in self.steps.values()
+            ):
+                return worker
+        for target in self._targets:
+            if target not in running and lane in self.plan.placements[target].lanes:
+                return target
+        return None
 
     def _count_staleness(
         self, state: StepState, node: StageNode, lanes: tuple[int, ...], items: int
@@ -318,6 +406,28 @@ class Dispatcher:
     def _new_call(self) -> int:
         self._next_call += 1
         return self._next_call
+
+
+def _members_of_call(
+    graph: FlowGraph, node: StageNode, fused: frozenset[int]
+) -> tuple[StageNode, ...]:
+    """The stages that a call of this one runs: of a fused loop the first member runs all."""
+    if node.loop is None or node.loop not in fused:
+        return (node,)
+    members = graph.loops[node.loop].members
+    return tuple(graph.nodes[index] for index in members) if node.index == members[0] else ()
+
+
+def _workers_of_call(plan: Plan, members: Sequence[StageNode]) -> tuple[str, ...]:
+    """The workers that take memory in it: a pure function may have no share in that."""
+    spots = [(node, plan.placements[node.worker]) for node in members]
+    return tuple(
+        dict.fromkeys(
+            node.worker
+            for node, spot in spots
+            if not node.is_function or spot.state_bytes or spot.working_bytes
+        )
+    )
 
 
 def _shares(units: list[int], parts: int) -> list[list[int]]:

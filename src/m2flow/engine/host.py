@@ -9,31 +9,53 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from m2flow.engine.messages import FeedCall, Inputs, MoveState, Part, RunCall, RunFinish
+from m2flow.engine.account import unjudged
+from m2flow.engine.lengths import item_lengths
+from m2flow.engine.messages import (
+    FeedCall,
+    Inputs,
+    ItemsProduced,
+    MoveState,
+    Part,
+    RunCall,
+    RunFinish,
+)
+from m2flow.engine.spans import Span
 from m2flow.engine.store import Store
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.flow.worker import Worker
 
+SILENCE_SECONDS = 2.0
+"""Longest that a fused loop goes on from turn to turn without a sign of life."""
+
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """Items that a call has handed on; the payload stays on the lane.
+    """Items that a call has handed on, or none as a sign of life; the payload stays on the lane.
 
     Attributes:
         items: indices in the item space of the stage's output.
         num_bytes: their size.
-        leaving: those that leave their loop.
+        leaving, lengths, judged: as in `ItemsProduced`.
     """
 
     items: tuple[int, ...]
     num_bytes: int
     leaving: tuple[int, ...] = ()
+    lengths: tuple[float, ...] = ()
+    judged: bool = True
+
+    def event(self, call: int) -> ItemsProduced:
+        """What the engine is told of it."""
+        return ItemsProduced(
+            call, self.items, self.num_bytes, self.leaving, self.lengths, self.judged
+        )
 
 
 class LaneHost:
@@ -56,17 +78,24 @@ class LaneHost:
         self.lane, self.graphs, self.workers, self.clock = lane, graphs, workers, clock
         self.store = Store()
         self.versions: dict[str, int] = {}
+        self._spans: list[Span] = []
         self._fed: dict[int, deque[Batch]] = {}
 
     def call(self, flow: str, command: RunCall) -> Iterator[Produced]:
         """Run a stage on this lane's share of a call; gives what is finished, as it is."""
         node = self.graphs[flow].nodes[command.node]
-        share = command.inputs[command.lanes.index(self.lane)]
-        if not any(part.items for part in share[0]):  # a gang with fewer items than lanes
+        worker = self.workers.get(node.worker)
+        share = share_of(command, self.lane, collective=worker is not None and worker.collective)
+        if not share:
             return iter(())
+        if command.fused:
+            return self._run_loop(flow, command, node, share[0])
         if node.loop is not None:
             return self._go_around(flow, command, node, share[0])
         batches = self._gather(flow, command.step, share)
+        if share != command.inputs[command.lanes.index(self.lane)]:
+            self._run(flow, node, [batch.select([]) for batch in batches])
+            return iter(())
         if node.streaming:
             self._fed[command.call] = deque()  # it can be fed from now on
             return self._stream(flow, command, node, batches)
@@ -89,9 +118,65 @@ class LaneHost:
             output = self._run(flow, node, [batch])
             yield self._keep(flow, command.step, node, _named(node, batch, output))
 
+    def _run_loop(
+        self, flow: str, command: RunCall, first: StageNode, parts: Sequence[Part]
+    ) -> Iterator[Produced]:
+        """Send items around a loop that stands here until each has left; only those are kept.
+
+        Where none has left for long, an empty piece says that the call is alive.
+        """
+        graph = self.graphs[flow]
+        assert first.loop is not None
+        spec = graph.loops[first.loop]
+        members = [graph.nodes[index] for index in spec.members]
+        wanted = [(part.producer, part.items) for part in parts]
+        heard = self.clock()
+        for batch in self.store.gather_alike(flow, command.step, wanted):
+            turn, judged = 0, False
+            while len(batch):
+                turn += 1
+                for node in members:
+                    batch = self._turn(flow, command.step, node, batch)
+                    judged |= spec.until in batch
+                    last = node is members[-1] and turn == spec.max_turns
+                    gone = batch.ids if last else _leaving(batch, spec.until)
+                    if gone:
+                        left = batch.take(gone)
+                        self.store.put(flow, command.step, first.index, left)
+                        lengths = item_lengths(graph, first.index, left)
+                        heard = self.clock()
+                        yield Produced(left.ids, left.nbytes, left.ids, lengths)
+                        batch = batch.take(item for item in batch.ids if item not in set(gone))
+                    if not len(batch):
+                        break
+                if not judged and spec.max_turns is None:
+                    raise unjudged(graph, first.loop)
+                if self.clock() - heard > SILENCE_SECONDS:
+                    heard = self.clock()
+                    yield Produced((), 0)
+
+    def _turn(self, flow: str, step: int, node: StageNode, batch: Batch) -> Batch:
+        """One member's part of a turn of a fused loop, with a span of its own."""
+        start = self.clock()
+        output = _named(node, batch, self._run(flow, node, [batch]))
+        facts = {"step": step, "items": len(batch)}
+        self._spans.append(Span(self.lane, node.name, "call", start, self.clock(), facts))
+        return output
+
+    def take_spans(self) -> tuple[Span, ...]:
+        """The spans of a fused loop's members since this was last asked; else nothing."""
+        spans, self._spans = tuple(self._spans), []
+        return spans
+
     def _gather(self, flow: str, step: int, inputs: Inputs) -> list[Batch]:
         return [
-            self.store.gather(flow, step, [(part.producer, part.items) for part in parts])
+            joined_exits(
+                self.graphs[flow],
+                {part.producer for part in parts},
+                lambda parts=parts: self.store.gather(  # type: ignore[misc]
+                    flow, step, [(part.producer, part.items) for part in parts]
+                ),
+            )
             for parts in inputs
         ]
 
@@ -121,6 +206,8 @@ class LaneHost:
                         output = stage.send(fed)
                     except StopIteration:
                         break
+                    except UserError as error:
+                        raise UserError(str(error), key=node.name) from error
                     _check_handed_on(node, output, waiting)
                     waiting.difference_update(output.ids)
                     if len(output):
@@ -151,13 +238,13 @@ class LaneHost:
 
     def _keep(self, flow: str, step: int, node: StageNode, output: Batch) -> Produced:
         self.store.put(flow, step, node.index, output)
-        leaving: tuple[int, ...] = ()
-        if node.loop is not None:
-            until = self.graphs[flow].loops[node.loop].until
-            if until in output:
-                marks = output[until]
-                leaving = tuple(i for i, done in zip(output.ids, marks, strict=True) if done)
-        return Produced(output.ids, output.nbytes, leaving)
+        graph = self.graphs[flow]
+        lengths = item_lengths(graph, node.index, output)
+        if node.loop is None:
+            return Produced(output.ids, output.nbytes, lengths=lengths)
+        until = graph.loops[node.loop].until
+        leaving = _leaving(output, until)
+        return Produced(output.ids, output.nbytes, leaving, lengths, until in output)
 
     def finish(self, flow: str, command: RunFinish) -> dict[str, float]:
         """Run the `finish` of an accumulating stage; the metrics it returns."""
@@ -180,6 +267,51 @@ class LaneHost:
         """Install published weights in a worker of this lane."""
         self.workers[target].install(weights, version)
         self.versions[target] = version
+
+
+def share_of(command: RunCall, lane: int, *, collective: bool) -> Inputs:
+    """What a lane reads for its part of a call; nothing, if it has no part in it.
+
+    A gang may have more lanes than there are items. Where its lanes communicate in a call, those
+    with an empty share take part all the same, and read one item to know the columns.
+    """
+    share = command.inputs[command.lanes.index(lane)]
+    if any(part.items for part in share[0]):
+        return share
+    if not collective:
+        return ()
+    return tuple(
+        tuple(Part(part.producer, part.items[:1]) for part in parts if part.items)[:1]
+        for parts in command.inputs[0]
+    )
+
+
+def joined_exits(graph: FlowGraph, producers: Collection[int], join: Callable[[], Batch]) -> Batch:
+    """Join payloads of several stages; where they left a loop unlike each other, say so.
+
+    Raises:
+        UserError: they do not have the same columns.
+    """
+    try:
+        return join()
+    except UserError as error:
+        loops = {graph.nodes[producer].loop for producer in producers if producer >= 0}
+        loop = next((loop for loop in loops if loop is not None), None)
+        if loop is None:
+            raise
+        raise UserError(
+            "its items leave at different stages, or on different turns, with different columns",
+            key=graph.loop_name(loop),
+            value=error.value,
+            hint="give every item the same columns before it enters the loop",
+        ) from error
+
+
+def _leaving(batch: Batch, until: str) -> tuple[int, ...]:
+    """Items whose mark is true; none where nothing is marked."""
+    if until not in batch:
+        return ()
+    return tuple(item for item, done in zip(batch.ids, batch[until], strict=True) if done)
 
 
 def _outputs_of(node: StageNode, batch: Batch) -> set[int]:

@@ -10,23 +10,23 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from m2flow.engine.host import LaneHost, Produced
+from m2flow.engine.host import LaneHost, Produced, joined_exits
 from m2flow.engine.messages import (
     CallFinished,
     Command,
     ExportWeights,
     FeedCall,
     InstallWeights,
-    ItemsProduced,
     MoveState,
     ReleaseItems,
     RunCall,
     RunFinish,
 )
 from m2flow.engine.plan import Plan
-from m2flow.engine.runner import Report
+from m2flow.engine.runner import Published, Report
 from m2flow.engine.spans import Span
 from m2flow.errors import PlanError
 from m2flow.flow.batch import Batch
@@ -41,9 +41,13 @@ class InlineCarrier:
         graphs: the flow's traced methods by name.
         plan: gives the lanes and the placement of workers.
         workers: the flow's workers; `load` is called here.
-        num_threads: threads a worker may use.
+        num_threads: threads a worker may use. On a lane with a memory limit each worker is
+            offloaded as soon as it is loaded: nothing is resident there at the start.
         device: where tensors live.
         version: number of the weights that the run begins with.
+
+    Attributes:
+        state_bytes: what each worker's state takes, as the workers say after loading.
     """
 
     def __init__(
@@ -64,13 +68,19 @@ class InlineCarrier:
                 )
         self.graphs = graphs
         self._host = LaneHost(0, graphs, workers)
+        limited = {lane.id for lane in plan.lanes if lane.memory_bytes is not None}
+        self.state_bytes: dict[str, int] = {}
         self._queue: deque[tuple[str, Command]] = deque()
+        self._said: list[Report] = []
         self._streams: deque[tuple[RunCall, str, Iterator[Produced], float]] = deque()
         for name, worker in workers.items():
             if name in plan.placements:
                 lane = plan.placements[name].lanes[0]
                 place = Place(lane, device=device, num_threads=num_threads, version=version)
                 worker.load(place)
+                self.state_bytes[name] = worker.state_bytes()
+                if lane in limited:
+                    worker.offload()
 
     def submit(self, flow: str, step: int, batch: Batch) -> None:
         self._host.store.put(flow, step, SOURCE, batch)
@@ -83,6 +93,9 @@ class InlineCarrier:
 
     def wait(self, seconds: float) -> list[Report]:
         """Carry out the next command, or one piece of a streaming call."""
+        if self._said:
+            said, self._said = self._said, []
+            return said
         if self._queue:
             return self._carry_out(*self._queue.popleft())
         if self._streams:
@@ -97,7 +110,7 @@ class InlineCarrier:
                 if self.graphs[flow].nodes[command.node].streaming:
                     self._streams.append((command, flow, host.call(flow, command), start))
                     return []
-                produced = [_items_produced(command.call, p) for p in host.call(flow, command)]
+                produced = [piece.event(command.call) for piece in host.call(flow, command)]
                 return [*map(Report, produced), self._finished(flow, command, start)]
             case RunFinish():
                 metrics = self._on(command.lanes[0]).finish(flow, command)
@@ -107,7 +120,8 @@ class InlineCarrier:
             case InstallWeights(source=source, target=target, version=version):
                 weights = self._host.workers[source].weights()
                 self._host.install(source, target, version, weights)
-                return [self._finished(flow, command, start)]
+                published = Published(source, _bytes_of(weights), time.time() - start)
+                return [replace(self._finished(flow, command, start), published=published)]
             case MoveState():
                 self._host.move(command)
                 span = Span(command.lane, command.worker, "switch", start, time.time())
@@ -128,7 +142,7 @@ class InlineCarrier:
         if produced is None:
             return [self._finished(flow, command, start)]
         self._streams.append((command, flow, stream, start))
-        return [Report(_items_produced(command.call, produced))]
+        return [Report(produced.event(command.call))]
 
     def _finished(
         self,
@@ -137,16 +151,24 @@ class InlineCarrier:
         start: float,
         metrics: Mapping[str, float] | None = None,
     ) -> Report:
-        span = call_span(self.graphs[flow], command, command.lanes[0], start, time.time())
-        return Report(CallFinished(command.call, command.lanes[0]), (span,), metrics)
+        lane = command.lanes[0]
+        spans = self._host.take_spans() or (
+            call_span(self.graphs[flow], command, lane, start, time.time()),
+        )
+        return Report(CallFinished(command.call, lane), spans, metrics)
 
     def collect(self, flow: str, step: int) -> Batch:
-        output = self._host.store.all_of(flow, step, self.graphs[flow].output_nodes)
+        nodes = self.graphs[flow].output_nodes
+        output = joined_exits(
+            self.graphs[flow], nodes, lambda: self._host.store.all_of(flow, step, nodes)
+        )
         self._host.store.drop_step(flow, step)
         return output
 
     def worker_call(self, worker: str, method: str, *args: Any) -> Any:
-        """Call a method of a worker that is no stage."""
+        """Call a method of a worker that is no stage, after the moves that were asked for."""
+        while self._queue and isinstance(self._queue[0][1], MoveState):
+            self._said += self._carry_out(*self._queue.popleft())
         return getattr(self._host.workers[worker], method)(*args)
 
     def worker_call_everywhere(self, worker: str, method: str, *args: Any) -> list[Any]:
@@ -158,8 +180,8 @@ class InlineCarrier:
             worker.close()
 
 
-def _items_produced(call: int, produced: Produced) -> ItemsProduced:
-    return ItemsProduced(call, produced.items, produced.num_bytes, produced.leaving)
+def _bytes_of(weights: Mapping[str, Any]) -> int:
+    return sum(getattr(tensor, "nbytes", 0) for tensor in weights.values())
 
 
 def call_span(

@@ -57,6 +57,8 @@ class LaneBoard:
 
     def usable(self, gang: Sequence[int]) -> bool:
         """Whether all these lanes are idle and none is held by a barrier."""
+        if len(gang) == 1:  # nearly always, and asked for with every event
+            return gang[0] in self._idle_lanes and not self._held[gang[0]]
         return all(lane in self._idle_lanes and not self._held[lane] for lane in gang)
 
     def held(self, lane: int) -> bool:

@@ -15,26 +15,32 @@ from typing import Literal, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class StepSubmitted:
-    """The source items 0 ... num_items-1 of a step are there."""
+    """The source items 0 ... num_items-1 of a step are there; `lengths` as in ItemsProduced."""
 
     step: int
     num_items: int
+    lengths: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ItemsProduced:
-    """A call has handed on finished output items.
+    """A call has handed on finished output items; without any it is a sign of life.
 
     Attributes:
         items: indices in the item space of the stage's output.
         num_bytes: their size, all together.
         leaving: those that leave the loop the stage stands in.
+        judged: for a stage in a loop, whether its output says of each item if it leaves.
+        lengths: how long each of the items is expected to take in a stage that declares `length`;
+            empty if nothing is known.
     """
 
     call: int
     items: tuple[int, ...]
     num_bytes: int = 0
     leaving: tuple[int, ...] = ()
+    lengths: tuple[float, ...] = ()
+    judged: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,16 @@ class CallFailed:
 
     call: int
     lane: int
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class MoveFailed:
+    """Offloading or onloading a worker raised."""
+
+    lane: int
+    worker: str
+    what: Literal["offload", "onload"]
     error: BaseException
 
 
@@ -76,7 +92,9 @@ class Tick:
     judge: bool = True
 
 
-Event: TypeAlias = StepSubmitted | ItemsProduced | CallFinished | CallFailed | LaneLost | Tick
+Event: TypeAlias = (
+    StepSubmitted | ItemsProduced | CallFinished | CallFailed | MoveFailed | LaneLost | Tick
+)
 
 # --- commands ---------------------------------------------------------------------------------
 
@@ -95,13 +113,20 @@ Inputs: TypeAlias = tuple[tuple[Part, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class RunCall:
-    """Run a stage on a gang of lanes; lane k works on `inputs[k]`."""
+    """Run a stage on a gang of lanes; lane k works on `inputs[k]`.
+
+    Attributes:
+        fused: the stage is the first member of a loop whose members all stand on this lane: run
+            the whole loop there, until each of the items has left it. What leaves it counts as
+            made by this first member.
+    """
 
     call: int
     node: int
     step: int
     lanes: tuple[int, ...]
     inputs: tuple[Inputs, ...]
+    fused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +153,10 @@ class RunFinish:
 
 @dataclass(frozen=True, slots=True)
 class ExportWeights:
-    """Make the source worker's weights of this version readable from other lanes."""
+    """Make the source worker's weights of this version readable from other lanes.
+
+    `lanes` is one replica of the source: each lane exports the shard that it holds.
+    """
 
     call: int
     source: str
@@ -150,11 +178,17 @@ class InstallWeights:
 
 @dataclass(frozen=True, slots=True)
 class MoveState:
-    """Offload or onload a worker on a lane; done before any later command to that lane."""
+    """Offload or onload a worker on a lane; done before any later command to that lane.
+
+    Attributes:
+        early: an onload for a call to come: it runs beside the call in progress, after early ones
+            before it; a later call of the worker, or an offload of it, waits for it.
+    """
 
     what: Literal["offload", "onload"]
     worker: str
     lane: int
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)

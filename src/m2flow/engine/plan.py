@@ -20,7 +20,11 @@ class LaneSpec:
         kind: "cpu" or "gpu".
         cores: CPU cores the lane is bound to; empty for no binding.
         gpu: index of the accelerator, or None.
-        memory_bytes: the most that the states resident on the lane may take; None for no limit.
+        memory_bytes: the most that states resident on the lane and the calls that run there may
+            take; None for no limit.
+        node: which machine of the cluster the lane is on; 0 is the one that launches the run.
+        reserved_for: the one worker that may stand on the lane, in a process of its own; such a
+            lane may share the cores of another one.
     """
 
     id: int
@@ -28,6 +32,8 @@ class LaneSpec:
     cores: tuple[int, ...] = ()
     gpu: int | None = None
     memory_bytes: int | None = None
+    node: int = 0
+    reserved_for: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +43,13 @@ class Placement:
     Attributes:
         replicas: each replica is the tuple of lanes (a gang) that take part in each of its calls.
         state_bytes: what its state takes on each lane while it is resident.
+        working_bytes: what a call of a stage, or its `finish`, takes there beside the state, at
+            most.
     """
 
     replicas: tuple[tuple[int, ...], ...]
     state_bytes: int = 0
+    working_bytes: int = 0
 
     @property
     def lanes(self) -> tuple[int, ...]:
@@ -83,6 +92,8 @@ class Plan:
         max_staleness: how many steps the weights that generate may lag behind (0: on-policy).
         deadline_seconds: longest that a call may take before the run is stopped with an account
             of who waits for whom.
+        fuse_loops: whether a loop whose members stand on the same single lanes goes around there,
+            without a trip to the controller for each stage.
         predicted_seconds: what the planner expects of a step, or None.
     """
 
@@ -95,3 +106,4 @@ class Plan:
     max_staleness: int = 0
     deadline_seconds: float = 600.0
     predicted_seconds: float | None = None
+    fuse_loops: bool = True

@@ -1,11 +1,17 @@
 """Context switching: whose state is on a lane, and what must make way for whom.
 
-A lane with no memory limit keeps everything resident. With a limit, the worker that was used
-longest ago is offloaded first. The moves are commands to a lane that carries out its commands in
-order, so nothing waits for them and no lock exists.
+A lane with no memory limit keeps everything resident. On a lane with one, nothing is resident at
+the start (whoever loads a worker there offloads it again), and at every moment the states that are
+resident and what the call at hand works with take no more than the limit. The worker that was used
+longest ago makes way first; one without state never does. The moves are commands to a lane that
+carries out its commands in order, so nothing waits for them and no lock exists.
+
+One `Residency` tells of one run: engines whose steps alternate on the same lanes share it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from m2flow.engine.messages import MoveState
 from m2flow.engine.plan import Plan
@@ -13,38 +19,93 @@ from m2flow.errors import PlanError
 
 
 class Residency:
-    """Resident workers of every lane, least recently used first."""
+    """Resident workers of every lane, least recently used first.
+
+    Args:
+        plan: gives the lanes' limits, and the bytes of all workers of the run.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._bytes = {worker: spot.state_bytes for worker, spot in plan.placements.items()}
+        self._working = {worker: spot.working_bytes for worker, spot in plan.placements.items()}
         self._limit = {lane.id: lane.memory_bytes for lane in plan.lanes}
         self._resident: dict[int, dict[str, None]] = {lane.id: {} for lane in plan.lanes}
 
-    def bring(self, workers: list[str], lane: int) -> list[MoveState]:
-        """Moves after which all of `workers` are resident on the lane."""
+    def limited(self, lane: int) -> bool:
+        """Whether anybody is ever moved on this lane."""
+        return self._limit[lane] is not None
+
+    def bring(self, workers: Sequence[str], lane: int, *, working: bool = False) -> list[MoveState]:
+        """Moves after which all of `workers` are resident on the lane.
+
+        Args:
+            workers: whom a command needs.
+            lane: where.
+            working: whether it runs a stage of theirs, one at a time, and so needs memory to work
+                in as well.
+
+        Raises:
+            PlanError: they do not fit there, whoever makes way.
+        """
         limit = self._limit[lane]
         if limit is None:
             return []
-        needed = sum(self._bytes[worker] for worker in workers)
-        if needed > limit:
-            raise PlanError(
-                f"{' and '.join(workers)} cannot be resident together on lane {lane}",
-                value=needed,
-                expected=f"at most {limit} bytes",
-            )
+        states = sum(self._bytes[worker] for worker in workers)
+        room = self._room(workers) if working else 0
+        if states + room > limit:
+            what = f"{' and '.join(workers)} cannot be resident together on lane {lane}"
+            if len(workers) == 1:
+                what = f"{workers[0]} does not fit on lane {lane}"
+            what += f" with {room} bytes to work in" if room else ""
+            raise PlanError(what, value=states + room, expected=f"at most {limit} bytes")
         resident = self._resident[lane]
-        moves: list[MoveState] = []
+        moves = []
         for worker in workers:
-            resident.pop(worker, None) if worker in resident else moves.append(
-                MoveState("onload", worker, lane)
-            )
-        used = sum(self._bytes[worker] for worker in resident)
-        evicted: list[MoveState] = []
-        while used + needed > limit:
-            oldest = next(iter(resident))
-            del resident[oldest]
-            used -= self._bytes[oldest]
-            if self._bytes[oldest]:
-                evicted.append(MoveState("offload", oldest, lane))
+            if worker not in resident:
+                moves.append(MoveState("onload", worker, lane))
+            resident.pop(worker, None)
+        moves = self._evict(lane, limit - states - room) + moves
         resident.update(dict.fromkeys(workers))
-        return evicted + [move for move in moves if self._bytes[move.worker]]
+        return moves
+
+    def bring_early(self, worker: str, beside: Sequence[str], lane: int) -> list[MoveState]:
+        """Moves after which a worker of a later call is resident as well, the last one its own.
+
+        There are none if it is resident already, has no state, or does not fit beside those that
+        work now; of the others, whoever was used longest ago makes way.
+
+        Args:
+            worker: who will be needed next on the lane.
+            beside: whom the call that is about to start needs; `bring` has been called for them.
+            lane: where.
+        """
+        limit = self._limit[lane]
+        resident = self._resident[lane]
+        if limit is None or worker in resident or not self._bytes[worker]:
+            return []
+        states = sum(self._bytes[other] for other in (*beside, worker))
+        left = limit - states - self._room(beside)
+        if left < 0:
+            return []
+        for other in beside:
+            del resident[other]
+        moves = self._evict(lane, left)
+        resident.update(dict.fromkeys((*beside, worker)))
+        return [*moves, MoveState("onload", worker, lane, early=True)]
+
+    def _room(self, workers: Sequence[str]) -> int:
+        return max((self._working[worker] for worker in workers), default=0)
+
+    def _evict(self, lane: int, room: int) -> list[MoveState]:
+        """Offload until the resident states take no more than `room` bytes."""
+        resident = self._resident[lane]
+        used = sum(self._bytes[worker] for worker in resident)
+        moves = []
+        for worker in list(resident):
+            if used <= room:
+                break
+            if self._bytes[worker]:
+                del resident[worker]
+                used -= self._bytes[worker]
+                moves.append(MoveState("offload", worker, lane))
+        return moves

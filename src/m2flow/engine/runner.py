@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from m2flow.engine.core import Engine
+from m2flow.engine.lengths import item_lengths
 from m2flow.engine.messages import (
     Command,
     CompleteStep,
@@ -21,10 +22,26 @@ from m2flow.engine.messages import (
     Tick,
 )
 from m2flow.engine.plan import Plan
+from m2flow.engine.residency import Residency
 from m2flow.engine.spans import Span
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow.batch import Batch
-from m2flow.flow.graph import FlowGraph
+from m2flow.flow.graph import SOURCE, FlowGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What sending or installing weights has taken.
+
+    Attributes:
+        source: the worker whose weights they are.
+        num_bytes: bytes that were moved, or copied, for it.
+        seconds: how long the lane was busy with it.
+    """
+
+    source: str
+    num_bytes: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +52,13 @@ class Report:
         event: what happened; None for facts alone.
         spans: what a lane did meanwhile.
         metrics: what a `finish` returned (by the first lane of its gang).
+        published: what an export or an install of weights has taken.
     """
 
     event: Event | None
     spans: tuple[Span, ...] = ()
     metrics: Mapping[str, float] | None = None
+    published: Published | None = None
 
 
 class Carrier(Protocol):
@@ -75,6 +94,8 @@ class StepResult:
         seconds: from its submission to its end.
         version: version of the weights after it.
         staleness: mean version lag of the items that ran on published weights, or None.
+        published: for each worker that publishes its weights, the bytes and the seconds that this
+            took after the step, over all lanes.
     """
 
     step: int
@@ -85,6 +106,7 @@ class StepResult:
     seconds: float
     version: int
     staleness: float | None
+    published: dict[str, Published] = field(default_factory=dict)
 
     def stage_seconds(self) -> dict[str, float]:
         """Stage name to seconds of lanes spent in it."""
@@ -99,6 +121,13 @@ class StepResult:
 class _Open:
     started: float
     metrics: list[Mapping[str, float]] = field(default_factory=list)
+    published: dict[str, Published] = field(default_factory=dict)
+
+    def add(self, more: Published) -> None:
+        so_far = self.published.get(more.source, Published(more.source, 0, 0.0))
+        self.published[more.source] = Published(
+            more.source, so_far.num_bytes + more.num_bytes, so_far.seconds + more.seconds
+        )
 
 
 class Runner:
@@ -109,6 +138,7 @@ class Runner:
         graph, plan: what to run and how.
         carrier: carries out the commands.
         first_step: number of the first step.
+        residency: shared by the runners of one run; see `Engine`.
     """
 
     def __init__(
@@ -118,9 +148,10 @@ class Runner:
         plan: Plan,
         carrier: Carrier,
         first_step: int = 0,
+        residency: Residency | None = None,
     ) -> None:
         self.name, self.graph, self.plan, self.carrier = name, graph, plan, carrier
-        self.engine = Engine(graph, plan, first_step)
+        self.engine = Engine(graph, plan, first_step, residency)
         self.next_step = first_step
         self._open: dict[int, _Open] = {}
         self._spans: list[Span] = []
@@ -177,16 +208,19 @@ class Runner:
         self._open[step] = _Open(time.time())
         self.carrier.submit(self.name, step, batch)
         self._handle(Tick(time.monotonic(), judge=False))
-        self._handle(StepSubmitted(step, len(batch)))
+        self._handle(StepSubmitted(step, len(batch), item_lengths(self.graph, SOURCE, batch)))
 
     def _advance(self) -> None:
         reports = self.carrier.wait(seconds=1.0)
         self._handle(Tick(time.monotonic(), judge=not reports))
         for report in reports:
             self._spans += report.spans
-            if report.metrics is not None and self._open:
+            if self._open and (report.metrics is not None or report.published is not None):
                 step = next(iter(self._open)) if len(self._open) == 1 else self._step_of(report)
-                self._open[step].metrics.append(report.metrics)
+                if report.metrics is not None:
+                    self._open[step].metrics.append(report.metrics)
+                if report.published is not None:
+                    self._open[step].add(report.published)
             if report.event is not None:
                 self._handle(report.event)
 
@@ -221,6 +255,7 @@ class Runner:
                 seconds=time.time() - opened.started,
                 version=command.version,
                 staleness=lag / items if items else None,
+                published=opened.published,
             )
         )
 

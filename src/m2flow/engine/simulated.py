@@ -7,10 +7,10 @@ its release. Tests and the planner stand on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count
+from itertools import accumulate, count
 from typing import Protocol
 
 from m2flow.engine.core import Engine
@@ -77,11 +77,13 @@ class SimulatedRun:
     Attributes:
         step_ends: virtual second at which each step was complete.
         spans: what each lane did.
-        worked_on: (stage, step, item) to how often a call took it.
+        worked_on: (stage, step, item) to how often it was worked on.
         peak_items: for each stage, the most output items that were made or in the making and not
             released, over all steps.
         staleness: version lag to items.
         num_events: events the engine has handled.
+        peak_bytes: for each lane with a memory limit, the most that resident states (from the start
+            of an onload to the end of an offload) and the call at hand took together.
     """
 
     step_ends: dict[int, float] = field(default_factory=dict)
@@ -90,6 +92,25 @@ class SimulatedRun:
     peak_items: dict[int, int] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)
     num_events: int = 0
+    peak_bytes: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What a lane's memory is taken by: resident states by their changes, and calls."""
+
+    changes: list[tuple[float, int]] = field(default_factory=list)
+    calls: list[tuple[float, float, int]] = field(default_factory=list)
+
+    def peak(self) -> int:
+        """The most at any moment; what goes at a moment goes before what comes."""
+        changes, busy_until = list(self.changes), 0.0
+        for start, end, room in sorted(self.calls):
+            start = max(start, busy_until)  # a call that is fed is written down again and again
+            if start < end:
+                changes += [(start, room), (end, -room)]
+                busy_until = end
+        return max(accumulate((change for _, change in sorted(changes)), initial=0))
 
 
 @dataclass(slots=True)
@@ -112,6 +133,8 @@ class Simulation:
         costs: stage times.
         tie_break: a number by which simultaneous events are ordered, asked for once an event; by
             default they keep the order in which they were made.
+        length: how long an item of a stage (or SOURCE) is said to take, by stage, step and item,
+            where a reader of it declares a length; nothing is said by default.
     """
 
     def __init__(
@@ -120,8 +143,10 @@ class Simulation:
         plan: Plan,
         costs: Costs,
         tie_break: Callable[[], float] = lambda: 0.0,
+        length: Callable[[int, int, int], float] | None = None,
     ) -> None:
         self.graph, self.plan, self.costs, self.tie_break = graph, plan, costs, tie_break
+        self._length = length
         self.engine = Engine(graph, plan)
         self.record = SimulatedRun()
         self.now = 0.0
@@ -129,6 +154,10 @@ class Simulation:
         self._events: list[tuple[float, float, int, tuple[Event, ...]]] = []
         self._running: dict[int, int] = {}
         self._free_at = {lane.id: 0.0 for lane in plan.lanes}
+        self._began = dict(self._free_at)
+        self._side_free_at = dict(self._free_at)
+        self._onloaded: dict[tuple[int, str], float] = {}
+        self._memory = {lane.id: _Memory() for lane in plan.lanes if lane.memory_bytes is not None}
         self._streaming: dict[int, _Streaming] = {}
         self._there: dict[tuple[int, int], set[int]] = {}
         self._held = dict.fromkeys(range(SOURCE, len(graph.nodes)), 0)
@@ -145,14 +174,21 @@ class Simulation:
             if submitted < num_steps and in_flight <= self.plan.max_staleness:
                 self._there[submitted, SOURCE] = set(range(num_items))
                 self._held[SOURCE] += num_items
-                self._handle(StepSubmitted(submitted, num_items))
+                lengths = self._lengths(SOURCE, submitted, range(num_items))
+                self._handle(StepSubmitted(submitted, num_items, lengths))
                 submitted += 1
                 continue
             self.now, _, _, events = heappop(self._events)
             self._handle(Tick(self.now))
             for event in events:
                 self._play(event)
+        self.record.peak_bytes = {lane: book.peak() for lane, book in self._memory.items()}
         return self.record
+
+    def _lengths(self, producer: int, step: int, items: Sequence[int]) -> tuple[float, ...]:
+        if self._length is None or self.graph.length_column(producer) is None:
+            return ()
+        return tuple(self._length(producer, step, item) for item in items)
 
     def _play(self, event: Event) -> None:
         match event:
@@ -184,17 +220,20 @@ class Simulation:
                 self._run_call(command, self.graph.nodes[index])
             case FeedCall(call=call, inputs=inputs):
                 if stream := self._streaming.get(call):  # else it has run dry: given back
-                    self._stream(call, stream, self._read(command.step, inputs), self.now)
+                    start = max(self.now, self._began[stream.lane])  # not before the call begins
+                    self._stream(call, stream, self._read(command.step, inputs), start)
             case RunFinish(node=index, lanes=lanes, call=call):
                 node = self.graph.nodes[index]
                 for lane in lanes:
-                    self._occupy(lane, call, node.name, "finish", self.costs.finish(node))
-            case ExportWeights(source=source, lanes=(lane,), call=call):
-                self._occupy(lane, call, source, "publish", self.costs.publish(source, None))
+                    start = self._begin(lane, call, node)
+                    self._end(lane, call, self._spend(lane, node, "finish", start))
+            case ExportWeights(source=source, lanes=lanes, call=call):
+                for lane in lanes:
+                    self._publish(lane, call, source, None)
             case InstallWeights(source=source, target=target, lanes=(lane,), call=call):
-                self._occupy(lane, call, target, "publish", self.costs.publish(source, target))
-            case MoveState(what=what, worker=worker, lane=lane):
-                self._spend(lane, worker, "switch", self.costs.move(worker, what))
+                self._publish(lane, call, source, target)
+            case MoveState():
+                self._move(command)
             case ReleaseItems(step=step, producer=producer, items=items):
                 self._there[step, producer].difference_update(items)
                 self._held[producer] -= len(items)
@@ -209,18 +248,58 @@ class Simulation:
             if node.streaming:
                 stream = _Streaming(node, command.step, lane)
                 self._streaming[command.call] = stream
-                start = self._occupy(lane, command.call, node.name, None, 0.0)
+                start = self._begin(lane, command.call, node)
                 self._stream(command.call, stream, items, start)
-                continue
-            self._lease(node, command.step, items)
-            outputs = [item * node.expands + k for item in items for k in range(node.expands)]
-            leaving: list[int] = []
-            if node.loop is not None:
-                leaving = [i for i in outputs if self.costs.leaves(node, command.step, i)]
-            num_bytes = self.costs.item_bytes(node) * len(outputs)
-            produced = ItemsProduced(command.call, tuple(outputs), num_bytes, tuple(leaving))
-            seconds = self.costs.call(node, len(items))
-            self._occupy(lane, command.call, node.name, "call", seconds, produced)
+            elif command.fused:
+                self._run_loop(command, node, items, lane)
+            else:
+                self._run_stage(command, node, items, lane)
+
+    def _run_stage(self, command: RunCall, node: StageNode, items: list[int], lane: int) -> None:
+        self._lease(node, command.step, items)
+        outputs = [item * node.expands + k for item in items for k in range(node.expands)]
+        leaving: list[int] = []
+        if node.loop is not None:
+            leaving = [i for i in outputs if self.costs.leaves(node, command.step, i)]
+        produced = self._produced(command, node, outputs, leaving)
+        start = self._begin(lane, command.call, node)
+        end = self._spend(lane, node, "call", start, self.costs.call(node, len(items)))
+        self._end(lane, command.call, end, produced)
+
+    def _run_loop(self, command: RunCall, first: StageNode, items: list[int], lane: int) -> None:
+        """Go around a loop on one lane: each member's call costs what it costs outside of it."""
+        assert first.loop is not None
+        spec = self.graph.loops[first.loop]
+        now = self._begin(lane, command.call, *(self.graph.nodes[i] for i in spec.members))
+        pieces: dict[float, list[ItemsProduced]] = {now: []}
+        turn = 0
+        while items:
+            turn += 1
+            for index in spec.members:
+                node = self.graph.nodes[index]
+                self._lease(node, command.step, items)
+                now = self._spend(lane, node, "call", now, self.costs.call(node, len(items)))
+                gone = [i for i in items if self.costs.leaves(node, command.step, i)]
+                if index == spec.members[-1] and turn == spec.max_turns:
+                    gone = items
+                if gone:
+                    piece = self._produced(command, node, gone, gone)
+                    pieces.setdefault(now, []).append(piece)
+                    items = [item for item in items if item not in set(gone)]
+                if not items:
+                    break
+        last = pieces.pop(now)
+        for when, some in pieces.items():
+            self._at(when, *some)
+        self._end(lane, command.call, now, *last)
+
+    def _produced(
+        self, command: RunCall, node: StageNode, outputs: list[int], leaving: list[int]
+    ) -> ItemsProduced:
+        size = self.costs.item_bytes(node) * len(outputs)
+        index = node.index if node.loop is None else self.graph.loops[node.loop].members[-1]
+        lengths = self._lengths(index, command.step, outputs)
+        return ItemsProduced(command.call, tuple(outputs), size, tuple(leaving), lengths)
 
     def _stream(self, number: int, stream: _Streaming, items: list[int], start: float) -> None:
         node = stream.node
@@ -231,39 +310,75 @@ class Simulation:
                 end = start + self.costs.item(node, stream.step, output)
                 stream.pending += 1
                 stream.end = max(stream.end, end)
-                self._at(end, ItemsProduced(number, (output,), size))
+                lengths = self._lengths(node.index, stream.step, (output,))
+                self._at(end, ItemsProduced(number, (output,), size, lengths=lengths))
         self._set_down_end(number, stream)
-        self._free_at[stream.lane] = stream.end
-        self.record.spans.append(Span(stream.lane, node.name, "call", start, stream.end))
+        self._spend(stream.lane, node, "call", start, stream.end - start)
 
     def _set_down_end(self, number: int, stream: _Streaming) -> None:
         stream.ends_set_down += 1
         self._at(stream.end, CallFinished(number, stream.lane))
 
-    def _occupy(
-        self,
-        lane: int,
-        call: int,
-        name: str,
-        kind: SpanKind | None,
-        seconds: float,
-        produced: ItemsProduced | None = None,
-    ) -> float:
-        """Start a call on a lane; with a kind, also set down its end. Returns when it starts."""
+    def _publish(self, lane: int, call: int, source: str, target: str | None) -> None:
+        workers = (source,) if target is None else (source, target)
+        start = self._take_lane(lane, call, workers)
+        end = self._free_at[lane] = start + self.costs.publish(source, target)
+        self.record.spans.append(Span(lane, target or source, "publish", start, end))
+        self._end(lane, call, end)
+
+    def _move(self, command: MoveState) -> None:
+        """A move in turn with the lane's commands, or beside the call that has just begun."""
+        lane, worker = command.lane, command.worker
+        seconds = self.costs.move(worker, command.what)
+        if command.early:
+            start = max(self._began[lane], self._side_free_at[lane])
+            self._side_free_at[lane] = start + seconds
+        else:
+            start = self._start_of(lane, (worker,))
+            self._free_at[lane] = start + seconds
+        end = start + seconds
+        if command.what == "onload":
+            self._onloaded[lane, worker] = end
+        size = self.plan.placements[worker].state_bytes
+        at, change = (start, size) if command.what == "onload" else (end, -size)
+        self._memory[lane].changes.append((at, change))
+        facts = {"what": command.what, "early": command.early}
+        self.record.spans.append(Span(lane, worker, "switch", start, end, facts))
+
+    def _start_of(self, lane: int, workers: Iterable[str]) -> float:
+        """When a lane comes to a command that needs these workers: it waits for early onloads."""
+        ready = (self._onloaded.get((lane, worker), 0.0) for worker in workers)
+        return max(self.now, self._free_at[lane], *ready)
+
+    def _begin(self, lane: int, call: int, *nodes: StageNode) -> float:
+        """Start a call of these stages on a lane; when that is."""
+        return self._take_lane(lane, call, [node.worker for node in nodes])
+
+    def _take_lane(self, lane: int, call: int, workers: Iterable[str]) -> float:
         assert lane not in self._running, f"lane {lane} was given a call while it ran another"
         self._running[lane] = call
-        if kind is None:
-            return max(self.now, self._free_at[lane])
-        end = self._spend(lane, name, kind, seconds)
-        finished = CallFinished(call, lane)
-        self._at(end, *((produced, finished) if produced else (finished,)))
-        return end - seconds
+        start = self._began[lane] = self._start_of(lane, workers)
+        return start
 
-    def _spend(self, lane: int, name: str, kind: SpanKind, seconds: float) -> float:
-        start = max(self.now, self._free_at[lane])
-        self._free_at[lane] = start + seconds
-        self.record.spans.append(Span(lane, name, kind, start, start + seconds))
-        return start + seconds
+    def _spend(
+        self,
+        lane: int,
+        node: StageNode,
+        kind: SpanKind,
+        start: float,
+        seconds: float | None = None,
+    ) -> float:
+        """Work on a stage, or on its `finish`, from a moment on; when that ends."""
+        end = start + (self.costs.finish(node) if seconds is None else seconds)
+        self._free_at[lane] = max(self._free_at[lane], end)
+        self.record.spans.append(Span(lane, node.name, kind, start, end))
+        if lane in self._memory:
+            room = self.plan.placements[node.worker].working_bytes
+            self._memory[lane].calls.append((start, end, room))
+        return end
+
+    def _end(self, lane: int, call: int, when: float, *produced: ItemsProduced) -> None:
+        self._at(when, *produced, CallFinished(call, lane))
 
     def _at(self, when: float, *events: Event) -> None:
         heappush(self._events, (when, self.tie_break(), next(self._sequence), events))

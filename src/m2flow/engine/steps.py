@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from m2flow.engine.fusing import sticky_member
 from m2flow.engine.homes import Homes
 from m2flow.engine.ledger import LoopLedger, LoopState, StageLedger
 from m2flow.engine.messages import Inputs, Part
@@ -18,6 +19,7 @@ class StepState:
         graph: the flow.
         step: the step's number.
         num_items: source items of the step.
+        fused: numbers of the loops that run fused.
 
     Attributes:
         open_nodes: stages that are not complete.
@@ -31,7 +33,9 @@ class StepState:
         UserError: the number of items cannot be cut into a stage's mini-batches.
     """
 
-    def __init__(self, graph: FlowGraph, step: int, num_items: int) -> None:
+    def __init__(
+        self, graph: FlowGraph, step: int, num_items: int, fused: frozenset[int] = frozenset()
+    ) -> None:
         self.graph, self.step, self.num_items = graph, step, num_items
         self.open_nodes = len(graph.nodes)
         self.active_calls = 0
@@ -41,7 +45,8 @@ class StepState:
         self.staleness: dict[int, int] = {}
         self._lanes_of_items: dict[str, dict[tuple[int, int], int]] = {w: {} for w in graph.workers}
         self.loops = [
-            LoopState(num_items * graph.nodes[loop.members[0]].fanout) for loop in graph.loops
+            LoopState(num_items * graph.nodes[loop.members[0]].fanout, fused=number in fused)
+            for number, loop in enumerate(graph.loops)
         ]
         self.ledgers = [self._ledger(node) for node in graph.nodes]
         self._open_of_worker = {
@@ -52,11 +57,18 @@ class StepState:
 
     def _ledger(self, node: StageNode) -> StageLedger:
         total = self.num_items * node.fanout
-        homes = Homes(self._lanes_of_items[node.worker], _fanouts(self.graph, node))
+        binding: StageNode | None = node if node.sticky else None
+        loop = None if node.loop is None else self.loops[node.loop]
+        if loop is not None and loop.fused:  # the first member leases for all of them
+            assert node.loop is not None
+            binding = sticky_member(self.graph, node.loop)
+        owner = binding or node
+        homes = Homes(self._lanes_of_items[owner.worker], _fanouts(self.graph, owner))
+        sticky = binding is not None
         ledger = (
-            StageLedger(node, total, homes)
-            if node.loop is None
-            else LoopLedger(node, total, homes, self.loops[node.loop])
+            StageLedger(node, total, homes, sticky=sticky)
+            if loop is None
+            else LoopLedger(node, total, homes, loop, sticky=sticky)
         )
         if ledger.num_units % node.minibatches:
             raise UserError(
@@ -76,9 +88,9 @@ class StepState:
         """Whether all stages of a worker are complete."""
         return not self._open_of_worker.get(worker)
 
-    def inputs(self, node: StageNode, ledger: StageLedger, units: Iterable[int]) -> Inputs:
+    def inputs(self, node: StageNode, ledger: StageLedger, units: Sequence[int]) -> Inputs:
         """Where a call on these units reads its items, for each input stream."""
-        items = tuple(item for unit in units for item in ledger.items_of(unit))
+        items = tuple(ledger.items_of(units))
         return tuple(self._parts(node, stream, items) for stream in node.inputs)
 
     def _parts(self, node: StageNode, stream: int, items: tuple[int, ...]) -> tuple[Part, ...]:

@@ -5,7 +5,7 @@ from m2flow.flow.flow import Flow
 from m2flow.flow.graph import SOURCE, FlowGraph, LoopSpec, StageNode, WeightEdge
 from m2flow.flow.stage import BoundStage, Stage, StageSpec, stage
 from m2flow.flow.trace import Stream, loop
-from m2flow.flow.worker import Place, Worker
+from m2flow.flow.worker import Gang, Isolation, Place, Worker
 
 __all__ = [
     "SOURCE",
@@ -13,6 +13,8 @@ __all__ = [
     "BoundStage",
     "Flow",
     "FlowGraph",
+    "Gang",
+    "Isolation",
     "LoopSpec",
     "Place",
     "Ragged",

@@ -33,6 +33,7 @@ class StageNode:
         group_size: items that descend from one item of the nearest expanding stage upstream.
         loop: index in `FlowGraph.loops`, or None.
         options: keyword arguments of the call, constant over the run.
+        length: the input column that says how long an item takes, or None.
     """
 
     index: int
@@ -51,6 +52,7 @@ class StageNode:
     group_size: int
     loop: int | None
     options: Mapping[str, Any]
+    length: str | None = None
 
     @property
     def is_function(self) -> bool:
@@ -113,6 +115,19 @@ class FlowGraph:
         back = [(loop.members[-1], loop.members[0]) for loop in self.loops]
         return tuple(forward + back)
 
+    def loop_name(self, loop: int) -> str:
+        """A loop in words, by its stages."""
+        return f"loop({', '.join(self.nodes[index].name for index in self.loops[loop].members)})"
+
+    def length_column(self, producer: int) -> str | None:
+        """The column that says how long a stage's (or SOURCE's) items take where they are read.
+
+        Where several readers declare one, the first of them in the order of the flow is heard.
+        """
+        return next(
+            (node.length for node in self.nodes if node.length and producer in node.inputs), None
+        )
+
     def edge_name(self, producer: int, consumer: int) -> str:
         """`producer->consumer`, as plan files write it."""
         first = "source" if producer == SOURCE else self.nodes[producer].name
@@ -148,6 +163,7 @@ class FlowGraph:
             ]
             traits += [f"expands={node.expands}"] if node.expands > 1 else []
             traits += [f"minibatches={node.minibatches}"] if node.minibatches > 1 else []
+            traits += [f"length={node.length}"] if node.length else []
             traits += [f"loop {node.loop}"] if node.loop is not None else []
             lines.append(
                 f"{node.name} <- {sources}" + (f"  [{', '.join(traits)}]" if traits else "")
@@ -248,6 +264,7 @@ def _node(
         group_size=chain[-1] if chain else 1,
         loop=call.loop,
         options=dict(call.options),
+        length=spec.length,
     )
     # Declared, not counted: what makes sense with n items of one makes sense with one.
     return node, (*chain, expands) if spec.expands != 1 else chain

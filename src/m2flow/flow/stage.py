@@ -31,6 +31,9 @@ class StageSpec:
         sticky: an item must return to the lane that holds its state.
         minibatches: how many mini-batches a step is cut into by item index (accumulating stages
             only); a number, or a name as for `expands`.
+        length: a column of the input that says how long an item is expected to take, in any
+            measure (a ragged column counts by the lengths of its rows); whose items wait are then
+            taken longest first. None where nothing is known.
     """
 
     name: str
@@ -40,6 +43,7 @@ class StageSpec:
     expands: int | str = 1
     sticky: bool = False
     minibatches: int | str = 1
+    length: str | None = None
 
 
 class Stage:
@@ -120,6 +124,7 @@ def stage(
     expands: int | str = ...,
     sticky: bool = ...,
     minibatches: int | str = ...,
+    length: str | None = ...,
 ) -> Callable[[Callable[..., Any]], Stage]: ...
 
 
@@ -133,6 +138,7 @@ def stage(
     expands: int | str = 1,
     sticky: bool = False,
     minibatches: int | str = 1,
+    length: str | None = None,
 ) -> Stage | Callable[[Callable[..., Any]], Stage]:
     """Declare a Worker method, or a plain function, as a stage; see `StageSpec` for the promises.
 
@@ -150,7 +156,7 @@ def stage(
 
     def declare(function: Callable[..., Any]) -> Stage:
         spec = StageSpec(
-            function.__name__, unit, streaming, accumulates, expands, sticky, minibatches
+            function.__name__, unit, streaming, accumulates, expands, sticky, minibatches, length
         )
         _check(spec)
         return Stage(function, spec)
@@ -172,5 +178,7 @@ def _check(spec: StageSpec) -> None:
         refuse("a sticky stage works on single items, so its unit must be 'item'")
     if spec.accumulates and spec.expands != 1:
         refuse("a stage that accumulates cannot expand its items")
+    if spec.length is not None and (not isinstance(spec.length, str) or not spec.length):
+        refuse(f"length={spec.length!r} is not the name of a column")
     if spec.minibatches != 1 and not spec.accumulates:
         refuse("minibatches is declared, but the stage does not accumulate")

@@ -191,6 +191,7 @@ def loop(*stages: BoundStage | Stage, until: str = "done", max_turns: int | None
     Args:
         stages: the stages an item passes through in turn; none may expand or accumulate.
         until: a column; an item leaves after the first stage whose output holds a true value in it.
+            Without `max_turns` some stage must give it in every turn, or the run stops.
         max_turns: the most often an item may pass through the loop (then it leaves after the last
             stage); None for no bound.
 
@@ -213,6 +214,12 @@ def loop(*stages: BoundStage | Stage, until: str = "done", max_turns: int | None
                 "only plain stages on single items can stand in a loop "
                 "(not expanding, accumulating, streaming, or on groups)",
                 key=spec.name,
+            )
+        if spec.length is not None:
+            raise FlowError(
+                "declares a length, but in a loop items are taken in the order of their turns",
+                key=spec.name,
+                hint="leave `length` out",
             )
     return Loop(members, until, max_turns)
 

@@ -20,6 +20,43 @@ def _alone(tensors: Sequence[Any]) -> None:
     """Summing over one replica changes nothing."""
 
 
+def _no_mesh() -> Any:
+    raise RuntimeError("a worker on a single lane has no device mesh")
+
+
+@dataclass(frozen=True, slots=True)
+class Gang:
+    """The lanes that take part together in each call of a replica.
+
+    Attributes:
+        rank: this lane's position in its gang.
+        size: lanes of the gang; 1 where each replica is a single lane.
+        replica: which replica the gang is.
+        num_replicas: how many there are.
+        mesh: makes the `torch.distributed.DeviceMesh` of shape (num_replicas, size), with the
+            dimensions "replicate" and "shard". Collective: the worker's lanes call it in `load`.
+    """
+
+    rank: int = 0
+    size: int = 1
+    replica: int = 0
+    num_replicas: int = 1
+    mesh: Callable[[], Any] = _no_mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """A process of its own for a worker: its own interpreter, its own crash.
+
+    Attributes:
+        python: the interpreter to run, with m2flow and Ray installed; None for the same one.
+        environment: environment variables to set there.
+    """
+
+    python: str | None = None
+    environment: tuple[tuple[str, str], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a worker's shard stands.
@@ -33,6 +70,9 @@ class Place:
         version: number of the weights that the run begins with.
         all_reduce: sums a list of tensors in place over the worker's lanes. It is collective: to be
             called in `finish` only, which runs on all of them.
+        gang: the lanes that take part in each call with this one.
+        spill: folder for state that is put away on a lane without an accelerator; None for the
+            system's temporary folder.
     """
 
     lane: int = 0
@@ -42,12 +82,21 @@ class Place:
     num_threads: int = 1
     version: int = 0
     all_reduce: Callable[[Sequence[Any]], None] = _alone
+    gang: Gang = Gang()
+    spill: Path | None = None
 
 
 class Worker:
     """Base class of stateful components; see the module docstring for the contract."""
 
     place: Place = Place()
+
+    isolation: Isolation | None = None
+    """Set by a worker that must have a process of its own, such as a simulator that may crash."""
+
+    collective: bool = False
+    """Set by a worker whose lanes communicate within a call on a gang, as those of a sharded model
+    do. A lane takes part in each call then, if need be with a Batch of no items."""
 
     def load(self, place: Place) -> None:
         """Bring up what is heavy (model, simulator, connections). Called once on each lane."""
@@ -77,6 +126,17 @@ class Worker:
         The tensors may be the source's own, where both stand on one lane: copy what is kept.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot install published weights")
+
+    def weight_boxes(self, layout: Any) -> Mapping[str, Any] | None:
+        """The parts of the published tensors that this lane wants; None for all of them, whole.
+
+        Args:
+            layout: names, shapes and dtypes of what is published (`m2flow.runtime.weights.Layout`).
+
+        Returns:
+            Name to `m2flow.runtime.weights.Box`, for a worker that is itself sharded.
+        """
+        return None
 
     def save(self, folder: Path) -> None:
         """Write this worker's part of a checkpoint into an existing folder."""

@@ -40,9 +40,6 @@ class Prefilled:
     kv_LUKPW: Tensor
     logits_UV: Tensor
 
-    def nbytes(self) -> int:
-        return self.kv_LUKPW.nbytes + self.logits_UV.nbytes
-
 
 class Decoder:
     """Weights and forward passes on one device."""
@@ -76,14 +73,9 @@ class Decoder:
         """float64 for a float64 model, else float32."""
         return torch.float64 if self.dtype is torch.float64 else torch.float32
 
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.weights.tensors(), self._rotation))
-
-    def to(self, device: torch.device) -> None:
-        """Moves weights and tables; passes run on the device given at the start only."""
-        if self._rotation.device != device:
-            self._rotation = self._rotation.to(device)
-            self.weights.to(device)
+    def tensors(self) -> list[Tensor]:
+        """Weights and tables."""
+        return [*self.weights.tensors(), self._rotation]
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
         """Runs whole prompts, padded on the right to the longest."""

@@ -65,8 +65,9 @@ class KVCache:
         """Bytes of one token in one layer: what attention reads for it in a step."""
         return 2 * self._architecture.kv_heads * self._architecture.head_dim * self._dtype.itemsize
 
-    def nbytes(self) -> int:
-        return self._kv_LRKCW.nbytes
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that takes memory."""
+        return self._kv_LRKCW, self._first_index_X
 
     def fits(self, rows: int, columns: int) -> bool:
         """Whether so many slots of so many tokens are within the capacity."""

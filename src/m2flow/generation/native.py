@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from m2flow.errors import M2FlowError
+from m2flow.flow.worker import Place
 from m2flow.generation.decoder import Decoder
 from m2flow.generation.kv_cache import KVCache
 from m2flow.generation.limits import check_engine, check_request
@@ -24,6 +26,7 @@ from m2flow.generation.prefixes import Prefixes
 from m2flow.generation.protocol import Completion, FinishReason, Request
 from m2flow.generation.running import RunningBatch
 from m2flow.generation.sequence import RunningSequence
+from m2flow.runtime.state import MovableState
 
 # Bytes that the processor reads from the cache in the time that one more set of kernels costs.
 _CUT_OVERHEAD_BYTES = {"cpu": 150_000, "cuda": 30_000_000}
@@ -40,6 +43,8 @@ class NativeEngine:
         prefill_tokens: tokens, padding included, of one prefill pass.
         dtype: of weights, cache and activations.
         device: where all of them live.
+        spill: folder for them while an engine on the CPU sleeps; None for the system's temporary
+            folder.
 
     Raises:
         UserError: the architecture is not computed here, or a limit makes no sense.
@@ -55,6 +60,7 @@ class NativeEngine:
         prefill_tokens: int = 8192,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
+        spill: Path | None = None,
     ) -> None:
         context = context or config.max_position_embeddings
         cache_tokens = cache_tokens or max_running * context
@@ -62,7 +68,6 @@ class NativeEngine:
         self.device = torch.device(device)
         self.context, self.max_running = context, max_running
         self.version = -1
-        self._awake = True
         self._decoder = Decoder(config, context=context, dtype=dtype, device=self.device)
         self._cache = KVCache(
             self._decoder.architecture,
@@ -78,6 +83,7 @@ class NativeEngine:
             device=self.device,
         )
         self._prefixes = Prefixes(self._decoder, self._cache, max_tokens=prefill_tokens)
+        self._state = MovableState(self._tensors, Place(device=str(self.device), spill=spill))
         self._waiting: deque[RunningSequence] = deque()
         self._live: dict[int, RunningSequence] = {}
         self._submitted = 0
@@ -110,7 +116,7 @@ class NativeEngine:
             self._prefixes.acquire(sequence.prompt)
 
     def step(self) -> list[Completion]:
-        assert self._awake, "the engine sleeps: wake() first"
+        assert self._state.is_resident, "the engine sleeps: wake() first"
         assert self.version >= 0, "no weights: install() first"
         ended: list[RunningSequence] = []
         with torch.inference_mode():
@@ -121,6 +127,7 @@ class NativeEngine:
         return [self._complete(s, "stop" if s.stopped else "length") for s in ended]
 
     def abort(self, ids: Iterable[int]) -> list[Completion]:
+        assert self._state.is_resident, "the engine sleeps: wake() first"
         aborted = [self._live[i] for i in dict.fromkeys(ids) if i in self._live]
         orders = {sequence.order for sequence in aborted}
         self._waiting = deque(s for s in self._waiting if s.order not in orders)
@@ -130,6 +137,7 @@ class NativeEngine:
         return [self._complete(sequence, "abort") for sequence in aborted]
 
     def install(self, weights: Mapping[str, Tensor], version: int) -> None:
+        assert self._state.is_resident, "the engine sleeps: wake() first"
         with torch.inference_mode():
             self._decoder.install(weights)
         for sequence in self._live.values():
@@ -138,22 +146,30 @@ class NativeEngine:
         # A new request must not start from what older weights made of its prompt.
         self._prefixes.clear()
 
-    def sleep(self) -> None:
+    def drop_caches(self) -> None:
+        assert self._state.is_resident, "the engine sleeps: wake() first"
         with torch.inference_mode():
             self._requeue(range(len(self._running)))
         self._prefixes.clear()
         self._cache.free()
-        self._decoder.to(torch.device("cpu"))
-        self._awake = False
+
+    def sleep(self) -> None:
+        if not self._state.is_resident:
+            return
+        if not self._running:  # then nobody reads the slots again
+            self._cache.free()
+        self._state.offload()
 
     def wake(self) -> None:
-        self._decoder.to(self.device)
-        self._awake = True
+        self._state.onload()
 
     def state_bytes(self) -> int:
-        on_device = self._awake or self.device.type == "cpu"
-        weights = self._decoder.nbytes() if on_device else 0
-        return weights + self._cache.nbytes() + self._prefixes.nbytes()
+        return self._state.nbytes()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from self._decoder.tensors()
+        yield from self._cache.tensors()
+        yield from self._prefixes.tensors()
 
     def _decode(self) -> list[RunningSequence]:
         """One token for every running sequence; takes out and returns those that ended."""

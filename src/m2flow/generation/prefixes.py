@@ -50,9 +50,10 @@ class Prefixes:
         """Forgets what was computed; the requests stay known."""
         self._kept.clear()
 
-    def nbytes(self) -> int:
-        """Bytes of all that is kept."""
-        return sum(p.nbytes() for p in {id(p): p for p, _ in self._kept.values()}.values())
+    def tensors(self) -> Iterator[Tensor]:
+        """All that is kept; what several prompts share comes several times."""
+        for prefilled, _ in self._kept.values():
+            yield from (prefilled.kv_LUKPW, prefilled.logits_UV)
 
     def fill(self, sequences: Sequence[RunningSequence], first: int) -> Tensor:
         """Fills the slots from `first` on with the sequences' tokens so far.

@@ -79,7 +79,7 @@ class GenerationEngine(Protocol):
 
         Raises:
             M2FlowError: the weights give logits that are not finite. With other weights installed,
-                `sleep` and `wake` clear what they left in the caches, and no request is lost.
+                `drop_caches` clears what they left behind, and no request is lost.
         """
 
     def abort(self, ids: Iterable[int]) -> list[Completion]:
@@ -97,10 +97,16 @@ class GenerationEngine(Protocol):
         """
 
     def sleep(self) -> None:
-        """Gives back the memory of the caches. Requests stay and lose no token."""
+        """Gives back the device's memory: weights, and keys and values of running requests, are
+        kept elsewhere; caches that no request needs are dropped. Until `wake`, no other method may
+        be called that needs them: `step`, `abort`, `install`."""
 
     def wake(self) -> None:
-        """Makes the engine ready to step again."""
+        """Takes all of it back; requests go on where they were."""
+
+    def drop_caches(self) -> None:
+        """Forgets keys and values; running requests wait, and are computed again. None loses a
+        token."""
 
     @property
     def busy(self) -> bool:
@@ -115,4 +121,4 @@ class GenerationEngine(Protocol):
         """Requests that wait for a slot."""
 
     def state_bytes(self) -> int:
-        """Bytes that weights and caches hold on the device now."""
+        """Bytes that weights and caches hold on the device, or will hold again after `wake`."""

@@ -105,12 +105,6 @@ class DecoderWeights:
             for place in places:
                 place.fill(weights[name])
 
-    def to(self, device: torch.device) -> None:
-        """Moves every tensor."""
-        for tensor in self.tensors():
-            tensor.data = tensor.data.to(device)
-        self._places = _places(self)
-
     def tensors(self) -> list[Tensor]:
         """Every tensor once."""
         candidates = [self.embedding, self.norm]

@@ -2,7 +2,8 @@
 
 Promises: one named thread per lane; events of one thread nest (a span that overlaps another partly
 gets a second row of its lane, since viewers drop such events otherwise); what is written can be
-read back. Times in the file are microseconds since the first span.
+read back. Times in the file are microseconds since the first span, which `began` puts on the clock
+of the spans (seconds since 1970 in a run).
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def write_trace(path: Path | str, trace: Trace) -> None:
         ],
         "num_steps": trace.num_steps,
         "totals": trace.totals,
+        "began": origin,
     }
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"m2flow": account}}
     write_atomically(Path(path), encode(document))

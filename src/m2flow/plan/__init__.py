@@ -1,12 +1,23 @@
 """The micro flow: plans, their files, their validation, and the builders of the fixed modes."""
 
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
-from m2flow.plan.builders import BUILDERS, build_plan, collocated, disaggregated, eager
+from m2flow.plan.builders import (
+    BUILDERS,
+    build_plan,
+    collocated,
+    disaggregated,
+    eager,
+    hybrid,
+    placed,
+)
 from m2flow.plan.companion import companion
 from m2flow.plan.explain import explain
 from m2flow.plan.files import from_json, read_plan, to_json
-from m2flow.plan.lanes import check_machine, parse_lanes
+from m2flow.plan.isolation import isolate, isolated_workers
+from m2flow.plan.lanes import check_machine, parse_lanes, with_memory
 from m2flow.plan.machine import available_cores
+from m2flow.plan.memory import needs, with_sizes
+from m2flow.plan.sizes import parse_bytes
 from m2flow.plan.validate import validate
 
 __all__ = [
@@ -25,8 +36,16 @@ __all__ = [
     "eager",
     "explain",
     "from_json",
+    "hybrid",
+    "isolate",
+    "isolated_workers",
+    "needs",
+    "parse_bytes",
     "parse_lanes",
+    "placed",
     "read_plan",
     "to_json",
     "validate",
+    "with_memory",
+    "with_sizes",
 ]

@@ -1,78 +1,153 @@
 """The fixed modes as plans: each builder gives the plan that its name says.
 
-They know the graph and the lanes, and no times. A worker that is trained (the source of a weight
-edge, or one with an accumulating stage) belongs to the *training* side; one that runs on published
-weights belongs to the *rollout* side.
+They know the graph and the lanes, and no times. A worker is *trained* if it is the source of a
+weight edge or has a stage that accumulates. Those that run on published weights, those with a
+streaming stage and the members of a loop make the *rollout*.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Protocol
 
-from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
+from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import UserError, suggestion
-from m2flow.flow.graph import FlowGraph, StageNode
+from m2flow.flow.graph import FlowGraph
+from m2flow.plan.chunks import pipelined, spread
+from m2flow.plan.isolation import isolate
 
-PIECES = 4
-"""Into how many calls a pipelined stage cuts the work of a lane and window."""
-
-
-def eager(graph: FlowGraph, lanes: Sequence[LaneSpec], num_items: int) -> Plan:  # noqa: ARG001 - a builder
-    """Everything on one lane, each stage in one call after the other."""
-    lane = replace(lanes[0], id=0, cores=tuple(core for lane in lanes for core in lane.cores))
-    placements = {worker: Placement(((0,),)) for worker in graph.workers}
-    return Plan("eager", (lane,), placements)
+NO_GANGS: Mapping[str, int] = MappingProxyType({})
 
 
-def collocated(graph: FlowGraph, lanes: Sequence[LaneSpec], num_items: int) -> Plan:
+class Builder(Protocol):
+    """Makes the plan of one mode.
+
+    Raises:
+        UserError: the mode does not fit the graph or the lanes.
+    """
+
+    def __call__(
+        self,
+        graph: FlowGraph,
+        lanes: Sequence[LaneSpec],
+        num_items: int,
+        gangs: Mapping[str, int] = NO_GANGS,
+    ) -> Plan: ...
+
+
+def eager(
+    graph: FlowGraph,
+    lanes: Sequence[LaneSpec],
+    num_items: int,  # noqa: ARG001 - a builder
+    gangs: Mapping[str, int] = NO_GANGS,  # noqa: ARG001 - one process holds one copy of a worker
+) -> Plan:
+    """Everything on one lane of this machine, each stage in one call after the other."""
+    here = [lane for lane in lanes if lane.node == lanes[0].node]
+    limits = [lane.memory_bytes for lane in here if lane.memory_bytes is not None]
+    lane = replace(
+        here[0],
+        id=0,
+        cores=tuple(core for lane in here for core in lane.cores),
+        memory_bytes=sum(limits) if len(limits) == len(here) else None,
+    )
+    return Plan("eager", (lane,), {worker: Placement(((0,),)) for worker in placed(graph)})
+
+
+def collocated(
+    graph: FlowGraph,
+    lanes: Sequence[LaneSpec],
+    num_items: int,
+    gangs: Mapping[str, int] = NO_GANGS,
+) -> Plan:
     """Every worker on every lane; each stage is spread over all lanes before the next begins."""
-    everywhere = tuple((lane.id,) for lane in lanes)
-    placements = {worker: Placement(everywhere) for worker in graph.workers}
+    placements = {worker: _placement(worker, lanes, gangs) for worker in placed(graph)}
     return Plan("collocated", tuple(lanes), placements, spread(graph, placements, num_items))
 
 
-def disaggregated(graph: FlowGraph, lanes: Sequence[LaneSpec], num_items: int) -> Plan:
+def disaggregated(
+    graph: FlowGraph,
+    lanes: Sequence[LaneSpec],
+    num_items: int,
+    gangs: Mapping[str, int] = NO_GANGS,
+) -> Plan:
     """Rollout and training on lanes of their own, joined by a pipeline.
 
     The lanes are split evenly, the odd one going to the rollout. Whatever is neither generated nor
-    trained (verifiers, pure functions) stands beside the training, which is idle at first.
+    trained (verifiers, pure functions) stands beside the training, which is idle at first. An
+    environment stands beside its policy.
     """
-    rollout = {edge.target for edge in graph.weight_edges}
-    if not rollout:
-        rollout = {node.worker for node in graph.nodes if node.streaming or node.loop is not None}
-    if not rollout or len(lanes) < 2:
-        reason = "needs two lanes" if rollout else "needs a stage that generates"
-        raise UserError(
-            f"disaggregated {reason}",
-            key="mode",
-            value=f"{len(lanes)} lanes",
-            hint="use --mode collocated",
-        )
-    cut = (len(lanes) + 1) // 2
-    first = tuple((lane.id,) for lane in lanes[:cut])
-    second = tuple((lane.id,) for lane in lanes[cut:])
-    placements = {
-        worker: Placement(first if worker in rollout else second) for worker in graph.workers
+    rollout = _generating(graph)
+    mates = {
+        graph.nodes[member].worker
+        for loop in graph.loops
+        if any(graph.nodes[member].worker in rollout for member in loop.members)
+        for member in loop.members
     }
-    stages = {}
-    for node in graph.nodes:
-        replicas = len(placements[node.worker].replicas)
-        units = _window_units(node, num_items)
-        pieces = replicas if node.streaming else replicas * PIECES
-        stages[node.name] = StagePlan(chunk=_share(units, pieces))
+    rollout |= mates - _trained(graph)
+    _check_split(
+        "disaggregated",
+        lanes,
+        "a stage that generates" if not rollout else None,
+        "work beside the generation" if rollout >= set(graph.workers) else None,
+    )
+    first, second = _halves(lanes)
+    part = dict.fromkeys(rollout | _idle(graph), first)
+    placements = {
+        worker: _placement(worker, part.get(worker, second), gangs) for worker in placed(graph)
+    }
+    stages = pipelined(graph, placements, num_items)
     order = tuple(node.name for node in reversed(graph.nodes))
     return Plan("disaggregated", tuple(lanes), placements, stages, order=order)
 
 
-BUILDERS: Mapping[str, Callable[[FlowGraph, Sequence[LaneSpec], int], Plan]] = {
+def hybrid(
+    graph: FlowGraph,
+    lanes: Sequence[LaneSpec],
+    num_items: int,
+    gangs: Mapping[str, int] = NO_GANGS,
+) -> Plan:
+    """The rollout's parts on lanes of their own, in a pipeline; then training on all lanes.
+
+    What runs on published weights, and a loop's policy, stands on the first half of the lanes (and
+    the odd one); environments, verifiers, pure functions and whatever else is not trained on the
+    others. The groups of a loop ping-pong between the two.
+    """
+    trained = _trained(graph)
+    policies = (_generating(graph, loops=False) | _policies(graph)) - trained
+    others = set(graph.workers) - trained - policies
+    _check_split(
+        "hybrid",
+        lanes,
+        "a stage that generates on a worker that is not trained" if not policies else None,
+        "an environment, a verifier or a function beside the generation" if not others else None,
+    )
+    first, second = _halves(lanes)
+    part = dict.fromkeys(others, second) | dict.fromkeys(policies | _idle(graph), first)
+    placements = {
+        worker: _placement(worker, part.get(worker, lanes), gangs) for worker in placed(graph)
+    }
+    stages = pipelined(graph, placements, num_items, whole=frozenset(trained))
+    return Plan("hybrid", tuple(lanes), placements, stages)
+
+
+BUILDERS: Mapping[str, Builder] = {
     "eager": eager,
     "collocated": collocated,
     "disaggregated": disaggregated,
+    "hybrid": hybrid,
 }
 
 
-def build_plan(mode: str, graph: FlowGraph, lanes: Sequence[LaneSpec], num_items: int) -> Plan:
+def build_plan(
+    mode: str,
+    graph: FlowGraph,
+    lanes: Sequence[LaneSpec],
+    num_items: int,
+    isolated: Collection[str] = (),
+    gangs: Mapping[str, int] = NO_GANGS,
+) -> Plan:
     """The plan of a fixed mode.
 
     Args:
@@ -80,33 +155,96 @@ def build_plan(mode: str, graph: FlowGraph, lanes: Sequence[LaneSpec], num_items
         graph: what is to be planned.
         lanes: what there is.
         num_items: source items of a step.
+        isolated: workers that get lanes of their own (`isolated_workers`).
+        gangs: worker to how many lanes take part in each of its calls; 1 for those left out.
+            An eager run has no gangs.
 
     Raises:
-        UserError: there is no such mode, or it does not fit the graph or the lanes.
+        UserError: there is no such mode, or it, or a gang, does not fit the graph or the lanes.
     """
     if mode not in BUILDERS:
         raise UserError("is not a mode", key="mode", value=mode, hint=suggestion(mode, BUILDERS))
-    return BUILDERS[mode](graph, lanes, num_items)
+    _check_gangs(graph, gangs)
+    return isolate(BUILDERS[mode](graph, lanes, num_items, gangs), isolated)
 
 
-def spread(
-    graph: FlowGraph, placements: Mapping[str, Placement], num_items: int
-) -> dict[str, StagePlan]:
-    """Chunks with which each replica of a stage has one call in a window."""
-    return {
-        node.name: StagePlan(
-            chunk=_share(_window_units(node, num_items), len(placements[node.worker].replicas))
-        )
-        for node in graph.nodes
+def placed(graph: FlowGraph) -> tuple[str, ...]:
+    """Workers that need lanes: those of the stages, and those that only take published weights."""
+    targets = [edge.target for edge in graph.weight_edges]
+    return tuple(dict.fromkeys([*graph.workers, *targets]))
+
+
+def _trained(graph: FlowGraph) -> set[str]:
+    sources = {edge.source for edge in graph.weight_edges}
+    return sources | {node.worker for node in graph.nodes if node.accumulates}
+
+
+def _generating(graph: FlowGraph, loops: bool = True) -> set[str]:
+    """Workers that run on published weights, or where there are none, those that roll out."""
+    targets = {edge.target for edge in graph.weight_edges} & set(graph.workers)
+    return targets or {
+        node.worker for node in graph.nodes if node.streaming or (loops and node.loop is not None)
     }
 
 
-def _window_units(node: StageNode, num_items: int) -> int:
-    """Units that a stage has to do in one mini-batch."""
-    items = num_items * node.fanout
-    unit_items = {"item": 1, "group": node.group_size, "step": items}[node.unit]
-    return items // unit_items // node.minibatches
+def _idle(graph: FlowGraph) -> set[str]:
+    """Workers that take weights for other methods of the flow, such as an evaluation."""
+    return set(placed(graph)) - set(graph.workers)
 
 
-def _share(units: int, pieces: int) -> int:
-    return max(1, -(-units // pieces))
+def _policies(graph: FlowGraph) -> set[str]:
+    """For each loop with no member that is trained or takes weights: its last one."""
+    known = _trained(graph) | {edge.target for edge in graph.weight_edges}
+    found = set()
+    for loop in graph.loops:
+        workers = [graph.nodes[member].worker for member in loop.members]
+        if known.isdisjoint(workers):
+            found.add(workers[-1])
+    return found
+
+
+def _halves(lanes: Sequence[LaneSpec]) -> tuple[Sequence[LaneSpec], Sequence[LaneSpec]]:
+    cut = (len(lanes) + 1) // 2
+    return lanes[:cut], lanes[cut:]
+
+
+def _check_split(mode: str, lanes: Sequence[LaneSpec], *missing: str | None) -> None:
+    """Refuse a mode that has too few lanes, or nothing to put on some of them."""
+    reasons = [*filter(None, missing), *(["two lanes"] if len(lanes) < 2 else [])]
+    if reasons:
+        raise UserError(
+            f"{mode} needs {reasons[0]}",
+            key="mode",
+            value=f"{len(lanes)} lanes",
+            hint="use --mode collocated",
+        )
+
+
+def _placement(worker: str, lanes: Sequence[LaneSpec], gangs: Mapping[str, int]) -> Placement:
+    """Replicas of so many neighbouring lanes as the worker's gang has."""
+    size, ids = gangs.get(worker, 1), [lane.id for lane in lanes]
+    if len(ids) % size:
+        raise UserError(
+            f"the worker's {len(ids)} lanes cannot be cut into gangs of the same size",
+            key=f"gangs.{worker}",
+            value=size,
+            expected=f"a divisor of {len(ids)}",
+        )
+    return Placement(tuple(tuple(ids[n : n + size]) for n in range(0, len(ids), size)))
+
+
+def _check_gangs(graph: FlowGraph, gangs: Mapping[str, int]) -> None:
+    for worker, size in gangs.items():
+        key = f"gangs.{worker}"
+        if worker not in graph.workers:
+            raise UserError("is no worker", key=key, hint=suggestion(worker, graph.workers))
+        if size < 1:
+            raise UserError("must be at least 1", key=key, value=size)
+        bound = [n.name for n in graph.nodes if n.worker == worker and (n.streaming or n.sticky)]
+        if size > 1 and bound:
+            raise UserError(
+                f"{bound[0]} is streaming or sticky, so each replica must be a single lane",
+                key=key,
+                value=size,
+                expected="1",
+            )

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from m2flow.engine.plan import Plan, StagePlan
+from collections.abc import Collection
+
+from m2flow.engine.plan import LaneSpec, Plan, StagePlan
 from m2flow.flow.graph import FlowGraph, StageNode
+from m2flow.plan.chunks import window_units
 
 
-def explain(plan: Plan, graph: FlowGraph, num_items: int) -> list[str]:
+def explain(
+    plan: Plan, graph: FlowGraph, num_items: int, isolated: Collection[str] = ()
+) -> list[str]:
     """Lines for people.
 
     Args:
         plan, graph: what is to be explained.
         num_items: source items of a step.
+        isolated: workers that ask for a process of their own, which an eager run cannot give.
     """
+    several = len({lane.node for lane in plan.lanes}) > 1
     lines = [f"plan: {plan.mode}, {len(plan.lanes)} lane(s), staleness {plan.max_staleness}"]
     for lane in plan.lanes:
         workers = [w for w, spot in plan.placements.items() if lane.id in spot.lanes]
-        where = f"gpu {lane.gpu}" if lane.gpu is not None else f"cores {list(lane.cores)}"
-        lines.append(f"  lane {lane.id} ({where}): {', '.join(workers)}")
+        lines.append(f"  lane {lane.id} ({_where(lane, several)}): {', '.join(workers)}")
     width = max(len(node.name) for node in graph.nodes)
     lines += [f"  {node.name:<{width}}  {_calls(plan, node, num_items)}" for node in graph.nodes]
     for name, edge in plan.edges.items():
@@ -25,14 +31,24 @@ def explain(plan: Plan, graph: FlowGraph, num_items: int) -> list[str]:
         limits += [f"{edge.max_bytes} bytes"] if edge.max_bytes else []
         limited = f"at most {' and '.join(limits)}" if limits else "no limit"
         lines.append(f"  {name}: {limited}")
+    if plan.mode == "eager" and isolated:
+        names = ", ".join(sorted(isolated))
+        lines.append(f"  an eager run has one process, so {names} is not isolated here")
     return lines
+
+
+def _where(lane: LaneSpec, several: bool) -> str:
+    """What a lane has: its machine where there are several, its device, its limits."""
+    parts = [f"node {lane.node}"] if several else []
+    parts.append(f"gpu {lane.gpu}" if lane.gpu is not None else f"cores {list(lane.cores)}")
+    parts += [f"at most {lane.memory_bytes} bytes"] if lane.memory_bytes is not None else []
+    parts += ["a process of its own"] if lane.reserved_for is not None else []
+    return ", ".join(parts)
 
 
 def _calls(plan: Plan, node: StageNode, num_items: int) -> str:
     stage = plan.stages.get(node.name, StagePlan())
-    items = num_items * node.fanout
-    unit = {"item": 1, "group": node.group_size, "step": items}[node.unit]
-    window = items // unit // node.minibatches
+    items, window = num_items * node.fanout, window_units(node, num_items)
     chunk = min(stage.chunk or window, window)
     replicas = plan.placements[node.worker].replicas
     gang = f" of {len(replicas[0])} lanes" if len(replicas[0]) > 1 else ""

@@ -101,6 +101,8 @@ def _value(kind: str, value: Any, where: str) -> Any:
         return float(value)
     if plain == "int" and isinstance(value, int) and not isinstance(value, bool):
         return value
+    if plain == "bool" and isinstance(value, bool):
+        return value
     if plain == "str" and isinstance(value, str):
         return value
     if plain == "tuple[int, ...]" and _is_list_of(value, int):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import PlanError, UserError
@@ -13,31 +14,38 @@ from m2flow.plan.machine import available_cores, visible_gpus
 def parse_lanes(
     text: str, cores: Sequence[int] | None = None, num_gpus: int | None = None
 ) -> tuple[LaneSpec, ...]:
-    """Lanes of this machine.
+    """Lanes of this machine, or of several that are alike.
 
     Args:
         text: `cpu:N` (N lanes that share the cores evenly), `gpu:N` (one for each of the first N
-            accelerators), or `auto` (all accelerators, else a lane for each core).
-        cores: cores that may be used; by default those of this process.
-        num_gpus: accelerators that may be used; by default those that are visible.
+            accelerators), or `auto` (all accelerators, else a lane for each core). `MxKIND:N`,
+            such as `2xcpu:1`, is the same on each of M machines, of which this one
+            is the first.
+        cores: cores that may be used here; by default those of this process.
+        num_gpus: accelerators that may be used here; by default those that are visible.
+
+    Returns:
+        Lanes numbered over all machines, those of node 0 first. What the other machines have is
+        not known here: their cores are numbered from 0, as many as this machine has, and at least
+        one for each lane.
 
     Raises:
-        UserError: the text does not parse, or asks for more than the machine has.
+        UserError: the text does not parse, or asks for more than this machine has.
     """
     cores = available_cores() if cores is None else tuple(cores)
     num_gpus = visible_gpus() if num_gpus is None else num_gpus
     text = text.strip()
     if text == "auto":
         text = f"gpu:{num_gpus}" if num_gpus else f"cpu:{len(cores)}"
-    match = re.fullmatch(r"(cpu|gpu):([0-9]+)", text)
-    if match is None or int(match[2]) < 1:
+    match = re.fullmatch(r"(?:([0-9]+)x)?(cpu|gpu):([0-9]+)", text)
+    if match is None or int(match[1] or 1) < 1 or int(match[3]) < 1:
         raise UserError(
             "is not a lane specification",
             key="lanes",
             value=text,
-            expected="cpu:N, gpu:N or auto, such as cpu:2",
+            expected="cpu:N, gpu:N or auto, such as cpu:2, or 2xcpu:1 for two machines",
         )
-    kind, count = match[1], int(match[2])
+    nodes, kind, count = int(match[1] or 1), match[2], int(match[3])
     there = len(cores) if kind == "cpu" else num_gpus
     if count > there:
         raise UserError(
@@ -47,20 +55,32 @@ def parse_lanes(
             expected=f"at most {kind}:{there}" if there else f"no {kind} lane, as there is none",
             hint="`m2flow doctor` shows what this machine has",
         )
-    share = [tuple(cores[lane::count]) for lane in range(count)]
-    if kind == "gpu":
-        return tuple(LaneSpec(n, "gpu", cores=share[n], gpu=n) for n in range(count))
-    return tuple(LaneSpec(n, "cpu", cores=share[n]) for n in range(count))
+    lanes: list[LaneSpec] = []
+    for node in range(nodes):
+        numbers = cores if node == 0 else tuple(range(max(count, len(cores))))
+        for n in range(count):
+            gpu = n if kind == "gpu" else None
+            lanes.append(LaneSpec(len(lanes), kind, numbers[n::count], gpu, node=node))
+    return tuple(lanes)
+
+
+def with_memory(lanes: Sequence[LaneSpec], memory_bytes: int) -> tuple[LaneSpec, ...]:
+    """The same lanes, on each of which so much memory may be taken by states and calls."""
+    return tuple(replace(lane, memory_bytes=memory_bytes) for lane in lanes)
 
 
 def check_machine(plan: Plan) -> None:
-    """Refuse a plan whose lanes want cores or accelerators that this machine does not have.
+    """Refuse a plan whose lanes here want cores or accelerators that this machine does not have.
+
+    Lanes of other machines (`node` above 0) are theirs to refuse.
 
     Raises:
         PlanError: names the lane and what it wants.
     """
     cores, num_gpus = set(available_cores()), visible_gpus()
     for lane in plan.lanes:
+        if lane.node:
+            continue
         if not set(lane.cores) <= cores:
             raise PlanError(
                 f"lane {lane.id} is bound to cores that this machine does not have",

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.engine.turns import whole_step_edges
 from m2flow.errors import PlanError, suggestion
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
+from m2flow.plan.builders import placed
+from m2flow.plan.memory import check_memory
 
 
-def validate(plan: Plan, graph: FlowGraph, num_items: int | None = None) -> None:
+def validate(
+    plan: Plan,
+    graph: FlowGraph,
+    num_items: int | None = None,
+    isolated: Collection[str] = (),
+) -> None:
     """Check a plan against the graph it is to carry out.
 
     Args:
@@ -18,22 +26,30 @@ def validate(plan: Plan, graph: FlowGraph, num_items: int | None = None) -> None
         graph: the graph.
         num_items: source items of a step, where they are known: mini-batches and edges are then
             checked against them.
+        isolated: workers that must stand on lanes reserved for them, but for an eager run.
 
     Raises:
         PlanError: the first thing that does not fit.
     """
     _check_lanes(plan.lanes)
     lane_ids = {lane.id for lane in plan.lanes}
-    for worker in graph.workers:
+    workers = placed(graph)
+    for worker in workers:
         if worker not in plan.placements:
             raise PlanError("has no placement in the plan", key=f"placements.{worker}")
     for worker, placement in plan.placements.items():
-        _check_known("placements", worker, graph.workers)
+        _check_known("placements", worker, workers)
         _check_placement(worker, placement, lane_ids)
     for edge in graph.weight_edges:
-        if edge.source not in plan.placements or edge.target not in plan.placements:
-            raise PlanError("a weight edge has an end with no placement", key=edge.source)
-    _check_memory(plan, graph)
+        if edge.source not in graph.workers:
+            raise PlanError(
+                f"publishes its weights to {edge.target}, but no stage of the step runs on it, so "
+                "they never change",
+                key=edge.source,
+                hint="take it out of `sync`",
+            )
+    _check_reserved(plan, isolated)
+    check_memory(plan, graph)
     names = [node.name for node in graph.nodes]
     for name, stage in plan.stages.items():
         _check_known("stages", name, names)
@@ -63,20 +79,55 @@ def _check_lanes(lanes: tuple[LaneSpec, ...]) -> None:
             raise PlanError(
                 "is no kind of lane", key="lanes", value=lane.kind, expected="cpu or gpu"
             )
-    cores = Counter(core for lane in lanes for core in set(lane.cores))
-    gpus = Counter(lane.gpu for lane in lanes if lane.gpu is not None)
+    for node in sorted({lane.node for lane in lanes}):
+        if node < 0:
+            raise PlanError("is on a machine of a negative number", key="lanes", value=node)
+        _check_shared([lane for lane in lanes if lane.node == node])
+
+
+def _check_shared(lanes: Sequence[LaneSpec]) -> None:
+    """Lanes of one machine may share a core or an accelerator if all but one are reserved."""
+    free = [lane for lane in lanes if lane.reserved_for is None]
+    cores = Counter(core for lane in free for core in set(lane.cores))
+    gpus = Counter(lane.gpu for lane in free if lane.gpu is not None)
     for what, counts in (("core", cores), ("gpu", gpus)):
         shared = [number for number, count in counts.items() if count > 1]
         if shared:
             owners = [
                 lane.id
-                for lane in lanes
+                for lane in free
                 if shared[0] in (lane.cores if what == "core" else (lane.gpu,))
             ]
             raise PlanError(f"lanes {owners} overlap on {what} {shared[0]}", key="lanes")
 
 
-def _check_known(key: str, name: str, valid: tuple[str, ...] | list[str]) -> None:
+def _check_reserved(plan: Plan, isolated: Collection[str]) -> None:
+    """A reserved lane is its worker's alone, and an isolated worker has no other."""
+    reserved = {lane.id: lane.reserved_for for lane in plan.lanes}
+    for lane, owner in reserved.items():
+        if owner is not None and owner not in plan.placements:
+            raise PlanError(
+                f"lane {lane} is reserved for a worker with no placement",
+                key="lanes",
+                value=owner,
+                hint=suggestion(owner, plan.placements),
+            )
+    for worker, spot in plan.placements.items():
+        for lane in spot.lanes:
+            if reserved[lane] not in (None, worker):
+                raise PlanError(
+                    f"stands on lane {lane}, which is reserved for {reserved[lane]}",
+                    key=f"placements.{worker}",
+                )
+            if worker in isolated and reserved[lane] is None and plan.mode != "eager":
+                raise PlanError(
+                    f"must have a process of its own, and lane {lane} is not reserved for it",
+                    key=f"placements.{worker}",
+                    hint=f'add a lane with "reserved_for": "{worker}", and place it there',
+                )
+
+
+def _check_known(key: str, name: str, valid: Sequence[str]) -> None:
     if name not in valid:
         raise PlanError(
             "is in the plan but not in the flow", key=f"{key}.{name}", hint=suggestion(name, valid)
@@ -98,27 +149,6 @@ def _check_placement(worker: str, placement: Placement, lanes: set[int]) -> None
             raise PlanError("stands on a lane that the plan does not have", key=key, value=lane)
     if len(set(used)) != len(used):
         raise PlanError("stands twice on the same lane", key=key, value=used)
-
-
-def _check_memory(plan: Plan, graph: FlowGraph) -> None:
-    """A worker must fit alone, and beside the one on its lane that it takes weights from."""
-    together: list[tuple[str, ...]] = [(worker,) for worker in plan.placements]
-    together += [(edge.source, edge.target) for edge in graph.weight_edges]
-    for lane in plan.lanes:
-        for workers in together:
-            spots = [plan.placements[worker] for worker in workers]
-            needed = sum(spot.state_bytes for spot in spots)
-            if lane.memory_bytes is None or needed <= lane.memory_bytes:
-                continue
-            if all(lane.id in spot.lanes for spot in spots):
-                raise PlanError(
-                    f"its state does not fit on lane {lane.id}"
-                    + (f" beside {workers[0]}'s, whose weights it takes" if spots[1:] else ""),
-                    key=f"placements.{workers[-1]}",
-                    value=needed,
-                    expected=f"at most {lane.memory_bytes} bytes",
-                    hint="give the lane more memory or spread the worker over more lanes",
-                )
 
 
 def _check_minibatches(node: StageNode, num_items: int) -> None:

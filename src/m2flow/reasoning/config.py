@@ -133,6 +133,7 @@ class TrainingSection(Section):
     sharing: Literal["prefix", "prompt", "none"] = "prefix"
     drop_zero_advantage: Flag = True
     recompute_logprobs: Flag = False
+    gang: Count = 1
 
 
 class EvaluationSection(Section):
@@ -156,8 +157,9 @@ class ReasoningRecipe(Section):
     name: str = "reasoning"
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     steps: Count = 80
-    mode: Literal["eager", "collocated", "disaggregated"] = "collocated"
+    mode: Literal["eager", "collocated", "disaggregated", "hybrid"] = "collocated"
     lanes: str = "auto"
+    lane_memory: str | None = None
     prompts_per_step: Count = 32
     samples_per_prompt: Count = 8
     minibatches: Count = 2

@@ -24,6 +24,7 @@ from m2flow.reasoning.config import ReasoningRecipe
 if TYPE_CHECKING:
     from m2flow.generation.protocol import Completion, SamplingParams
     from m2flow.training.rollouts import Rollouts, TokenPairs
+    from m2flow.training.sharded import Shards
 
 HANDED_ON = 4
 """Completions are handed on once they are 1 / HANDED_ON of those that still run: many at a time
@@ -106,6 +107,7 @@ class Generator(Worker):
             max_running=self.max_running,
             dtype=getattr(torch, self.model.dtype),
             device=place.device,
+            spill=place.spill,
         )
         self.engine.install(model.state_dict(), place.version)
         self._stop_ids = self.model.stop_ids(model.generation_config.eos_token_id)
@@ -274,6 +276,8 @@ class Learner(Worker):
         checkpoint: folder of the checkpoint whose trainer state to go on from, or None.
     """
 
+    collective = True
+
     def __init__(
         self,
         model: ModelSource,
@@ -286,14 +290,18 @@ class Learner(Worker):
     def load(self, place: Place) -> None:
         super().load(place)
         from m2flow.reasoning.learning import loss_of, trainer_config
+        from m2flow.runtime.state import MovableState
         from m2flow.training import checkpoint
         from m2flow.training.policy import PolicyTrainer
 
-        self.policy = self.model.load(place.device)
-        self.trainer = PolicyTrainer(self.policy, loss_of(self.recipe), trainer_config(self.recipe))
+        self.policy, shards = _policy_on(place, self.model)
+        self.trainer = PolicyTrainer(
+            self.policy, loss_of(self.recipe), trainer_config(self.recipe), shards
+        )
         if self.checkpoint is not None:
             saved = checkpoint.load(Path(self.checkpoint))
             self.trainer.load_state_dict(saved.trainer_state)
+        self.state = MovableState(self.trainer.tensors, place)
 
     @stage
     def logprobs(self, samples: Batch) -> Batch:
@@ -310,40 +318,81 @@ class Learner(Worker):
     @train.finish
     def train_finish(self) -> dict[str, float]:
         """One optimizer step on the mini-batch; its figures."""
-        return self.trainer.finish(self.place.all_reduce if self.place.size > 1 else None)
+        place = self.place
+        replicated = place.size > 1 and place.gang.size == 1
+        return self.trainer.finish(place.all_reduce if replicated else None)
 
     def weights(self) -> Mapping[str, Any]:
+        """The policy's tensors: on a gang DTensors, of which each lane has its shard."""
         return dict(self.policy.state_dict())
 
-    def save_checkpoint(self, checkpoints: str, step: int, extra: dict[str, Any], keep: int) -> str:
-        """Write a checkpoint; returns its folder."""
-        from m2flow.training.checkpoint import save
+    def offload(self) -> None:
+        self.state.offload()
 
-        folder = save(
-            Path(checkpoints),
-            step,
-            model=self.policy,
-            tokenizer=self.model.tokenizer(),
-            trainer_state=self.trainer.state_dict(),
-            extra=extra,
-            keep=keep,
-        )
-        return str(folder)
+    def onload(self) -> None:
+        self.state.onload()
+
+    def state_bytes(self) -> int:
+        return self.state.nbytes() + self.trainer.optimizer.bytes_to_come()
+
+    def save_checkpoint(self, checkpoints: str, step: int, extra: dict[str, Any], keep: int) -> str:
+        """Write a checkpoint, which a learner on any lanes can go on from; returns its folder.
+
+        To be called on every lane of the worker: a gang gathers its shards, and the first lane
+        writes. The checkpoint is whole when that one has returned.
+        """
+        from m2flow.training import checkpoint
+        from m2flow.training.sharded import WholeModel, whole_weights
+
+        root, place = Path(checkpoints), self.place
+        if place.rank < place.gang.size:  # other replicas hold the same
+            first = place.rank == 0
+            with self.state.present():
+                weights = {name: x for name, x in whole_weights(self.policy) if first}
+                trainer_state = {name: x for name, x in self.trainer.state_items() if first}
+                if first:
+                    checkpoint.save(
+                        root,
+                        step,
+                        model=WholeModel(self.policy, weights),
+                        tokenizer=self.model.tokenizer(),
+                        trainer_state=trainer_state,
+                        extra=extra,
+                        keep=keep,
+                    )
+        return str(checkpoint.folder_of(root, step))
 
     def parameters(self) -> dict[str, Any]:
-        """Copies of the weights, on the CPU."""
-        return {name: tensor.cpu().clone() for name, tensor in self.weights().items()}
+        """Copies of the weights, whole, on the CPU; to be called on every lane of a gang."""
+        from m2flow.training.sharded import whole_weights
+
+        with self.state.present():
+            return {name: tensor.clone() for name, tensor in whole_weights(self.policy)}
 
 
 class Reference(Worker):
     """A frozen model, for a KL term."""
+
+    collective = True
 
     def __init__(self, model: ModelSource, recipe: ReasoningRecipe) -> None:
         self.model, self.recipe = model, recipe
 
     def load(self, place: Place) -> None:
         super().load(place)
-        self.policy = self.model.load(place.device).eval()
+        from m2flow.runtime.state import MovableState, module_tensors
+
+        self.policy, self.shards = _policy_on(place, self.model)
+        self.state = MovableState(lambda: module_tensors(self.policy), place)
+
+    def offload(self) -> None:
+        self.state.offload()
+
+    def onload(self) -> None:
+        self.state.onload()
+
+    def state_bytes(self) -> int:
+        return self.state.nbytes()
 
     @stage
     def logprobs(self, samples: Batch) -> Batch:
@@ -358,10 +407,23 @@ class Reference(Worker):
             config.tokens_per_microbatch,
             sharing=config.sharing,
             temperature=config.temperature,
+            shards=self.shards,
         ).cpu()
         return samples.with_columns(
             reference_logprobs=Ragged(values, samples["completion_ids"].lengths)
         )
+
+
+def _policy_on(place: Place, model: ModelSource) -> tuple[Any, Shards]:
+    """The model in evaluation mode, divided where the worker stands on gangs of several lanes."""
+    from m2flow.training.sharded import Shards
+
+    shards = Shards.of(place.gang)
+    if shards.size == 1:
+        return model.load(place.device).eval(), shards
+    policy = model.load("cpu").eval()  # moves to the device shard by shard
+    shards.shard(policy)
+    return policy, shards
 
 
 def _pairs(samples: Batch) -> TokenPairs:
@@ -372,9 +434,9 @@ def _pairs(samples: Batch) -> TokenPairs:
     prompts, completions = samples["prompt_ids"], samples["completion_ids"]
     return TokenPairs(
         prompts.values,
-        torch.tensor(prompts.lengths),
+        torch.tensor(prompts.lengths, dtype=torch.int64),
         completions.values,
-        torch.tensor(completions.lengths),
+        torch.tensor(completions.lengths, dtype=torch.int64),
     )
 
 

@@ -1,21 +1,23 @@
-"""`RayCarrier`: carries out the engine's commands on lanes that are Ray actors.
+"""`RayCarrier`: carries out the engine's commands on the lanes of a pool.
 
-It keeps two things: which lane holds which payload, and which answers are outstanding. Payloads go
-from lane to lane; only the source items and the items that a step returns pass through here.
+It keeps which lane holds which payload; its `Publisher` keeps where weights lie. Payloads go from
+lane to lane; only the source items and the items that a step returns pass through here.
 """
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-import ray
 from ray import cloudpickle
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
+from m2flow.engine.host import joined_exits, share_of
 from m2flow.engine.messages import (
+    CallFailed,
+    CallFinished,
     Command,
     ExportWeights,
     FeedCall,
@@ -28,119 +30,141 @@ from m2flow.engine.messages import (
     RunCall,
     RunFinish,
 )
-from m2flow.engine.plan import LaneSpec, Plan, StagePlan
+from m2flow.engine.plan import Plan, StagePlan
 from m2flow.engine.runner import Report
-from m2flow.errors import RunFailed, UserError
+from m2flow.errors import RunFailed
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 from m2flow.flow.worker import Worker
-from m2flow.runtime.lane import Fetch, LaneProcess, Meeting
-from m2flow.runtime.serialization import register_tensors
+from m2flow.runtime.exchange import ItemsKey
+from m2flow.runtime.groups import lane_sets_of
+from m2flow.runtime.links.peers import PeerLost
+from m2flow.runtime.orders import (
+    Answer,
+    Ask,
+    Do,
+    DropStep,
+    Fetch,
+    FromLane,
+    Load,
+    Loaded,
+    Meeting,
+    Order,
+    Placed,
+    Release,
+    Said,
+)
+from m2flow.runtime.pool import START_SECONDS, LaneGone, LanePool
+from m2flow.runtime.publishing.publisher import Publisher
 
-START_SECONDS = 120.0
-"""Longest that lanes may take to start, or workers to load."""
-
-CLOSE_SECONDS = 3.0
-"""Longest that lanes may take to close before they are ended."""
-
-ROOM_SECONDS = 3.0
-"""Longest that the cluster may take to know that the lanes of an earlier run have ended."""
-
-
-@dataclass(slots=True)
-class _Outstanding:
-    lane: int
-    flow: str
-    step: int
-    node: int | None
-    streaming: bool
+PEER_SECONDS = 1.0
+"""How long to wait for the end of a lane to be known, when another one misses it."""
 
 
 class RayCarrier:
-    """Lanes on a Ray cluster that has been connected to.
+    """Carries out commands on lanes that are up.
 
     Args:
+        pool: the lanes.
         graphs: the flow's traced methods by name.
-        plan: gives the lanes and the placement of workers.
+        plan: gives the placement of all workers.
         workers: the flow's workers; each lane gets copies of those placed on it.
         plans: the plan of each of the graphs.
         version: number of the weights that the run begins with.
         load_seconds: longest that loading the workers may take.
+        publish: the one way to send weights; None for the one predicted to be fastest.
+
+    Attributes:
+        state_bytes: what each worker's state takes on a lane, as the workers say after loading.
+
+    Raises:
+        UserError: weights cannot be published that way.
+        Exception: what a worker raised while it was loaded.
     """
 
     def __init__(
         self,
+        pool: LanePool,
         graphs: Mapping[str, FlowGraph],
         plan: Plan,
         workers: Mapping[str, Worker],
         plans: Mapping[str, Plan],
         version: int = 0,
         load_seconds: float = START_SECONDS,
+        publish: str | None = None,
     ) -> None:
-        register_tensors()
-        _check_room(plan)
-        self.graphs, self.plan, self._plans = graphs, plan, plans
-        self._lanes = {lane.id: _start(lane) for lane in plan.lanes}
-        self._outstanding: dict[Any, _Outstanding] = {}
+        self.pool, self.graphs, self.plan, self._plans = pool, graphs, plan, plans
         self._sources: dict[tuple[str, int], Batch] = {}
         self._holders: dict[tuple[str, int, int], dict[int, int]] = {}
         self._copied_to: dict[tuple[str, int, int], set[int]] = {}
         self._to_release: dict[tuple[str, int, int], list[tuple[int, Sequence[int]]]] = {}
-        self._exports: dict[tuple[str, int], Any] = {}
-        try:
-            self._load(workers, version, load_seconds)
-        except BaseException:
-            self._end_lanes()
-            raise
+        self._calls: dict[int, tuple[str, Command]] = {}
+        self._held: dict[int, Do] = {}
+        self._limited = {lane.id for lane in plan.lanes if lane.memory_bytes is not None}
+        self._collective = {name for name, worker in workers.items() if worker.collective}
+        order = [lane.id for lane in pool.lanes]
+        self.publisher = Publisher(pool, plan, graphs, order, publish, pool.exchange.link)
+        self.state_bytes = self._load(workers, version, load_seconds)
 
-    def _load(self, workers: Mapping[str, Worker], version: int, seconds: float) -> None:
-        order = list(self._lanes)
-        addresses = self._get([lane.ready.remote() for lane in self._lanes.values()], seconds)
-        placements = {
-            name: spot.lanes for name, spot in self.plan.placements.items() if name in workers
-        }
+    def _load(self, workers: Mapping[str, Worker], version: int, seconds: float) -> dict[str, int]:
+        """Bring the workers up on their lanes; the most that each one's state takes on one."""
+        order = [lane.id for lane in self.pool.lanes]
+        placements = {name: spot for name, spot in self.plan.placements.items() if name in workers}
         positions = {
-            tuple(sorted(order.index(lane) for lane in lanes))
-            for lanes in placements.values()
-            if len(lanes) > 1
+            name: [tuple(order.index(x) for x in gang) for gang in spot.replicas]
+            for name, spot in placements.items()
         }
-        meetings: list[Meeting | None] = [None] * len(order)
-        if positions:
-            port = self._get([self._lanes[order[0]].free_port.remote()], seconds)[0]
-            meetings = [
-                Meeting(
-                    index,
-                    len(order),
-                    f"{addresses[0]}:{port}",
-                    tuple(sorted(positions)),
-                    same_node=len(set(addresses)) == 1,
-                    timeout_seconds=self.plan.deadline_seconds,
-                )
-                for index in range(len(order))
-            ]
-        loads = []
-        for index, (number, lane) in enumerate(self._lanes.items()):
+        lane_sets = {lanes for gangs in positions.values() for lanes in lane_sets_of(gangs)}
+        broadcasts = tuple(self.publisher.groups().items())
+        number = self.pool.new_number()
+        sent = {name: cloudpickle.dumps(workers[name]) for name in placements}
+        graphs = cloudpickle.dumps(dict(self.graphs))
+        for lane in self.pool.lanes:
             placed = {
-                name: (
-                    workers[name],
-                    tuple(sorted(order.index(x) for x in lanes)),
-                    lanes.index(number),
+                name: Placed(
+                    sent[name],
+                    tuple(positions[name]),
+                    tuple(order.index(x) for x in spot.lanes),
                 )
-                for name, lanes in placements.items()
-                if number in lanes
+                for name, spot in placements.items()
+                if lane.id in spot.lanes
             }
-            sent = cloudpickle.dumps(placed)
-            loads.append(lane.load.remote(self.graphs, sent, meetings[index], version))
-        self.process_ids = dict(zip(order, self._get(loads, seconds), strict=True))
+            load = Load(
+                number,
+                graphs,
+                placed,
+                version,
+                next((x.memory_bytes for x in self.plan.lanes if x.id == lane.id), None),
+                self.plan.deadline_seconds,
+                self._meeting() if lane_sets or broadcasts else None,
+                tuple(sorted(lane_sets)),
+                broadcasts,
+            )
+            self.pool.send(lane.id, load)
+        return self._loaded(number, seconds)
 
-    def _get(self, references: Sequence[Any], seconds: float) -> list[Any]:
-        """Answers of lanes, with a deadline; a worker's own error comes through as it is."""
-        try:
-            return list(ray.get(list(references), timeout=seconds))
-        except ray.exceptions.GetTimeoutError:
-            raise RunFailed(f"lanes have not answered within {seconds:g} s") from None
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from error
+    def _meeting(self) -> Meeting:
+        first = self.pool.addresses[self.pool.lanes[0].id]
+        nodes = {address.node for address in self.pool.addresses.values()}
+        return Meeting(first.host, first.meeting_port, len(nodes) == 1, self.plan.deadline_seconds)
+
+    def _loaded(self, number: int, seconds: float) -> dict[str, int]:
+        missing = {lane.id for lane in self.pool.lanes}
+        state_bytes: dict[str, int] = {}
+        deadline = time.monotonic() + seconds
+        while missing:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise RunFailed(f"lanes {sorted(missing)} have not loaded within {seconds:g} s")
+            for lane, message in self.pool.receive(left):
+                if not isinstance(message, Loaded) or message.number != number:
+                    continue  # the last words of an earlier run
+                if message.error is not None:
+                    raise pickle.loads(message.error)
+                missing.discard(lane)
+                for name, size in message.state_bytes.items():
+                    state_bytes[name] = max(size, state_bytes.get(name, 0))
+        return state_bytes
 
     # --- carrier ----------------------------------------------------------------------------------
 
@@ -150,47 +174,57 @@ class RayCarrier:
     def carry_out(self, flow: str, command: Command) -> None:
         match command:
             case RunCall(node=index, lanes=lanes, step=step):
+                self._calls[command.call] = (flow, command)
                 node = self.graphs[flow].nodes[index]
-                for lane, inputs in zip(lanes, command.inputs, strict=True):
+                for lane in lanes:
+                    inputs = share_of(command, lane, collective=node.worker in self._collective)
                     fetches = self._fetches(flow, step, lane, inputs)
                     released = self._to_release.pop((flow, step, lane), [])
-                    in_pieces = node.streaming and self._wanted_early(flow, node, lane)
-                    process = self._lanes[lane]
-                    run = process.stream if in_pieces else process.call
-                    answer = run.remote(flow, command, fetches, released)
-                    self._expect(answer, lane, flow, step, index, in_pieces)
+                    in_pieces = command.fused or (
+                        node.streaming and self._wanted_early(flow, node, lane)
+                    )
+                    self._hold(lane, Do(flow, command, fetches, released, in_pieces))
             case FeedCall(lane=lane, step=step):
                 fetches = self._fetches(flow, step, lane, command.inputs)
-                self._lanes[lane].feed.remote(flow, command, fetches)
-            case RunFinish(lanes=lanes, step=step):
+                self._order(lane, Do(flow, command, fetches))
+            case RunFinish(lanes=lanes):
                 for lane in lanes:
-                    self._expect(self._lanes[lane].finish.remote(flow, command), lane, flow, step)
-            case ExportWeights(source=source, version=version, lanes=(lane,)):
-                export = self._lanes[lane].export_weights.options(num_returns=2)
-                answer, weights = export.remote(flow, command)
-                self._exports = {(source, version): weights}
-                self._expect(answer, lane, flow)
-            case InstallWeights(source=source, version=version, lanes=(lane,), local=local):
-                weights = None if local else self._exports[source, version]
-                install = self._lanes[lane].install_weights
-                self._expect(install.remote(flow, command, weights), lane, flow)
+                    self._hold(lane, Do(flow, command))
+            case ExportWeights(source=source, version=version, lanes=lanes):
+                for lane, sends in self.publisher.export(source, version, lanes).items():
+                    self._order(lane, Do(flow, command, sends=sends))
+            case InstallWeights(lanes=(lane,), local=local):
+                exports = [] if local else self.publisher.install(command)
+                self._order(lane, Do(flow, command, exports=exports))
+            case MoveState(lane=lane, early=True) if lane in self._held:
+                self._order(lane, replace(self._held.pop(lane), early=command))
             case MoveState(lane=lane):
-                self._expect(self._lanes[lane].move.remote(command), lane, flow)
+                self._order(lane, Do(flow, command))
             case ReleaseItems(step=step, producer=producer, items=items):
                 self._release(flow, step, producer, items)
             case _:
                 raise AssertionError(f"no lane carries out {command}")
 
-    def _expect(
-        self,
-        answer: Any,
-        lane: int,
-        flow: str,
-        step: int = 0,
-        node: int | None = None,
-        streaming: bool = False,
-    ) -> None:
-        self._outstanding[answer] = _Outstanding(lane, flow, step, node, streaming)
+    def _hold(self, lane: int, order: Do) -> None:
+        """Give a call to a lane; under a memory limit with the early move that may come next.
+
+        A lane that works on a call takes up nothing else, so what is to go on beside it comes
+        along with it.
+        """
+        if lane in self._limited:
+            self._let_go(lane)
+            self._held[lane] = order
+        else:
+            self._order(lane, order)
+
+    def _order(self, lane: int, order: Order) -> None:
+        self._let_go(lane)
+        self.pool.send(lane, order)
+
+    def _let_go(self, lane: int) -> None:
+        held = self._held.pop(lane, None)
+        if held is not None:
+            self.pool.send(lane, held)
 
     def _fetches(self, flow: str, step: int, lane: int, inputs: Inputs) -> list[Fetch]:
         """What a call reads that is not on its lane."""
@@ -199,7 +233,9 @@ class RayCarrier:
             for part in parts:
                 if part.producer == SOURCE:
                     batch = self._sources[flow, step].take(part.items)
-                    fetches.append(Fetch(step, SOURCE, part.items, batch=batch))
+                    same_node = self.pool.is_here(lane)
+                    packed = self.pool.exchange.wrap(batch, same_node=same_node)
+                    fetches.append(Fetch(step, SOURCE, part.items, packed=packed))
                     continue
                 elsewhere: dict[int, list[int]] = {}
                 holders = self._holders[flow, step, part.producer]
@@ -209,8 +245,7 @@ class RayCarrier:
                 if elsewhere:
                     self._copied_to.setdefault((flow, step, part.producer), set()).add(lane)
                 for holder, items in elsewhere.items():
-                    process = self._lanes[holder]
-                    fetches.append(Fetch(step, part.producer, tuple(items), lane=process))
+                    fetches.append(Fetch(step, part.producer, tuple(items), lane=holder))
         return fetches
 
     def _release(self, flow: str, step: int, producer: int, items: Sequence[int]) -> None:
@@ -221,7 +256,7 @@ class RayCarrier:
         lanes |= self._copied_to.get(key, set())
         if self.graphs[flow].nodes[producer].loop is not None:
             for lane in lanes:
-                self._lanes[lane].release_in_turn.remote(flow, step, producer, items)
+                self._order(lane, Release(flow, step, producer, tuple(items)))
             return
         for lane in lanes:
             self._to_release.setdefault((flow, step, lane), []).append((producer, items))
@@ -236,124 +271,121 @@ class RayCarrier:
 
     def wait(self, seconds: float) -> list[Report]:
         """Reports of the lanes that have answered; waits for the first one, but no longer."""
-        waiting = list(self._outstanding)
-        if not waiting:
-            return []
-        if len(waiting) == 1 and not self._outstanding[waiting[0]].streaming:
-            return self._read(waiting[0], seconds)  # one trip to Ray instead of two
-        ready, _ = ray.wait(waiting, num_returns=1, timeout=seconds)
-        if ready and len(waiting) > 1:
-            ready, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+        for lane in list(self._held):
+            self._let_go(lane)
+        try:
+            said = self.pool.receive(seconds)
+            if any(self._missed_another(message) for _, message in said):
+                said += self._look_for_the_lost()
+        except LaneGone as error:
+            return [Report(LaneLost(error.lane, self._end_of(error)))]
         reports: list[Report] = []
-        for answer in ready:
-            reports += self._read(answer)
+        for lane, message in said:
+            if isinstance(message, Said):
+                self._note(lane, message)
+                reports += message.reports
         return reports
 
-    def _read(self, answer: Any, seconds: float | None = None) -> list[Report]:
-        expected = self._outstanding[answer]
-        try:
-            if not expected.streaming:
-                reports = ray.get(answer, timeout=seconds)
-                del self._outstanding[answer]
-            else:
-                reports = []
-                try:
-                    reports = [ray.get(next(answer))]
-                except StopIteration:
-                    del self._outstanding[answer]
-        except ray.exceptions.GetTimeoutError:
-            return []
-        except (ActorDiedError, ActorUnavailableError) as error:
-            self._outstanding.pop(answer, None)
-            return [Report(LaneLost(expected.lane, str(error).splitlines()[0]))]
-        except RayError as error:
-            raise RunFailed(f"lane {expected.lane} did not answer") from error
-        for report in reports:
-            if isinstance(report.event, ItemsProduced):
-                assert expected.node is not None
-                key = (expected.flow, expected.step, expected.node)
-                holders = self._holders.setdefault(key, {})
-                holders.update(dict.fromkeys(report.event.items, expected.lane))
-        return list(reports)
+    def _missed_another(self, message: FromLane) -> bool:
+        """Whether a call failed as it does when another lane is gone."""
+        if not isinstance(message, Said):
+            return False
+        for report in message.reports:
+            if isinstance(report.event, CallFailed):
+                _, command = self._calls.get(report.event.call, ("", None))
+                if isinstance(report.event.error, PeerLost) or (
+                    isinstance(command, RunCall | RunFinish) and len(command.lanes) > 1
+                ):
+                    return True
+        return False
+
+    def _look_for_the_lost(self) -> list[tuple[int, FromLane]]:
+        """What else is said for a while; a lane that was lost itself is the first cause.
+
+        Raises:
+            LaneGone: there is one.
+        """
+        said: list[tuple[int, FromLane]] = []
+        deadline = time.monotonic() + PEER_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            said += self.pool.receive(left)
+        return said
+
+    def _end_of(self, error: LaneGone) -> str:
+        spots = self.plan.placements.items()
+        there = ", ".join(worker for worker, spot in spots if error.lane in spot.lanes)
+        return f"{error.reason} (it held {there or 'nothing'})"
+
+    def _note(self, lane: int, said: Said) -> None:
+        """Remember where payloads and weights lie."""
+        for report in said.reports:
+            match report.event:
+                case ItemsProduced(call=number, items=items):
+                    flow, command = self._calls[number]
+                    assert isinstance(command, RunCall)
+                    key = (flow, command.step, command.node)
+                    self._holders.setdefault(key, {}).update(dict.fromkeys(items, lane))
+                case CallFinished(call=number):
+                    self.publisher.finished(number)
+        if said.exports:
+            self.publisher.laid_out(said.exports)
 
     def collect(self, flow: str, step: int) -> Batch:
         """The items that the step returned; then every lane lets the step's payloads go."""
-        asked = []
+        pieces = []
         for producer in self.graphs[flow].output_nodes:
             by_lane: dict[int, list[int]] = {}
             for item, lane in self._holders.get((flow, step, producer), {}).items():
                 by_lane.setdefault(lane, []).append(item)
-            asked += [
-                self._lanes[lane].export_items.remote(flow, step, producer, items)
-                for lane, items in by_lane.items()
-            ]
-        joined = Batch.concat(self._get(asked, self.plan.deadline_seconds))
-        for process in self._lanes.values():
-            process.drop_step.remote(flow, step)
+            for lane, items in by_lane.items():
+                key = ItemsKey(flow, step, producer, tuple(items))
+                pieces.append(self._fetched(lane, key))
+        graph = self.graphs[flow]
+        joined = joined_exits(graph, graph.output_nodes, lambda: Batch.concat(pieces))
+        for spec in self.pool.lanes:
+            self._order(spec.id, DropStep(flow, step))
         self._sources.pop((flow, step))
         for table in (self._holders, self._copied_to, self._to_release):
-            for key in [key for key in table if key[:2] == (flow, step)]:
-                del table[key]
+            for done in [key for key in table if key[:2] == (flow, step)]:
+                del table[done]
+        for number, (name, command) in list(self._calls.items()):
+            if name == flow and getattr(command, "step", None) == step:
+                del self._calls[number]
         return joined.select(sorted(range(len(joined)), key=joined.ids.__getitem__))
+
+    def _fetched(self, lane: int, key: ItemsKey) -> Batch:
+        try:
+            return self.pool.exchange.ask(lane, key, self.plan.deadline_seconds)
+        except PeerLost:
+            self._look_for_the_lost()
+            raise
 
     # --- beside the steps -------------------------------------------------------------------------
 
     def worker_call(self, worker: str, method: str, *args: Any) -> Any:
         """Call a method of a worker on its first lane; the answer."""
-        lane = self.plan.placements[worker].lanes[0]
-        call = self._lanes[lane].worker_call.remote(worker, method, *args)
-        return self._get([call], self.plan.deadline_seconds)[0]
+        return self._ask(self.plan.placements[worker].lanes[:1], worker, method, args)[0]
 
     def worker_call_everywhere(self, worker: str, method: str, *args: Any) -> list[Any]:
         """Call a method of a worker on all of its lanes; the answers in order of rank."""
-        lanes = self.plan.placements[worker].lanes
-        calls = [self._lanes[lane].worker_call.remote(worker, method, *args) for lane in lanes]
-        return self._get(calls, self.plan.deadline_seconds)
+        return self._ask(self.plan.placements[worker].lanes, worker, method, args)
+
+    def _ask(
+        self, lanes: Sequence[int], worker: str, method: str, args: tuple[Any, ...]
+    ) -> list[Any]:
+        arguments = cloudpickle.dumps(args)
+        answers = self.pool.ask_all(
+            dict.fromkeys(lanes, lambda number: Ask(number, worker, method, arguments)),
+            self.plan.deadline_seconds,
+        )
+        return [_value(answers[lane]) for lane in lanes]
 
     def close(self) -> None:
-        """End the lanes."""
-        closing = [process.shut_down.remote() for process in self._lanes.values()]
-        ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
-        self._end_lanes()
-
-    def _end_lanes(self) -> None:
-        for process in self._lanes.values():
-            ray.kill(process)
-        self._lanes = {}
+        """Nothing: the workers end with the pool, or make way for those of the next run."""
 
 
-def _resources(lane: LaneSpec) -> dict[str, int]:
-    return {"num_cpus": len(lane.cores)} if lane.gpu is None else {"num_gpus": 1}
-
-
-def _check_room(plan: Plan) -> None:
-    """Refuse lanes that the cluster has no room for: Ray would wait for it without a word.
-
-    What the lanes of a run that has just ended held comes back a moment later.
-    """
-    needed = {
-        name: sum(_resources(lane).get(key, 0) for lane in plan.lanes)
-        for key, name in (("num_cpus", "CPU"), ("num_gpus", "GPU"))
-    }
-    deadline = time.monotonic() + ROOM_SECONDS
-    while True:
-        free = ray.available_resources()
-        lacking = [name for name, count in needed.items() if count > free.get(name, 0)]
-        if not lacking:
-            return
-        if time.monotonic() > deadline:
-            name = lacking[0]
-            raise UserError(
-                f"the lanes need {needed[name]} {name}s, the Ray cluster has "
-                f"{free.get(name, 0):g} free",
-                key="lanes",
-                hint="use fewer lanes, or end what else runs on the cluster",
-            )
-        time.sleep(0.05)
-
-
-def _start(lane: LaneSpec) -> Any:
-    """Start a lane's process."""
-    resources = _resources(lane)
-    actor = ray.remote(concurrency_groups={"items": 2, "control": 1}, **resources)(LaneProcess)
-    return actor.remote(lane)
+def _value(answer: Answer) -> Any:
+    value = pickle.loads(answer.value)
+    if answer.raised:
+        raise value
+    return value

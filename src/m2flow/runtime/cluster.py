@@ -26,6 +26,7 @@ class Cluster:
         if not self._ours:
             return
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # lanes do the work: nobody goes first
         if os.environ.get("RAY_ADDRESS"):
             ray.init(logging_level=logging.ERROR)
             return

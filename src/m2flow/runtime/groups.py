@@ -1,12 +1,227 @@
-"""Process groups between lanes: made once at start, one for each set of lanes that a worker has."""
+"""Process groups between lanes: a world made once, a group for each set of lanes, made on demand.
+
+They live as long as the lane's process. A group is named by its lanes and kept, so another plan
+makes only what it has not seen. Lanes are positions among all lanes, which are the ranks of the
+world. CPU tensors travel by Gloo, those of a GPU by NCCL. Knows neither plans nor workers.
+
+PyTorch numbers groups as they are made, so every lane of the world asks for every group in one
+order, also for those it is not in. Only the members of a new group wait for each other.
+"""
 
 from __future__ import annotations
 
+import array
 import datetime
+import fcntl
 import os
 import socket
+import struct
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
+
+from m2flow.errors import RunFailed
+
+Lanes = tuple[int, ...]
+
+_SIOCGIFCONF = 0x8912  # Linux: all IPv4 addresses of this host with their interfaces
+_INTERFACE_BYTES = 40  # size of one answer
+
+
+def lane_sets_of(replicas: Sequence[Lanes]) -> list[Lanes]:
+    """The groups that a worker with these gangs needs: see `LaneGroups.ensure`.
+
+    None for a single lane. Else all of its lanes together; and where gangs have several lanes, each
+    gang, and each set of lanes that hold the same pieces in all gangs.
+    """
+    rows, columns = _rows(replicas), _columns(replicas)
+    everyone = tuple(sorted(lane for row in rows for lane in row))
+    if len(everyone) == 1:
+        return []
+    gangs = [*rows, *columns] if len(rows[0]) > 1 else []
+    return [everyone, *(lanes for lanes in gangs if lanes != everyone)]
+
+
+def _rows(replicas: Sequence[Lanes]) -> tuple[Lanes, ...]:
+    assert len({len(lanes) for lanes in replicas}) == 1, f"gangs of unequal size: {replicas}"
+    return tuple(tuple(sorted(lanes)) for lanes in replicas)
+
+
+def _columns(replicas: Sequence[Lanes]) -> tuple[Lanes, ...]:
+    return tuple(tuple(sorted(lanes)) for lanes in zip(*_rows(replicas), strict=True))
+
+
+class LaneGroups:
+    """This lane's membership in the world of all lanes and in groups of some.
+
+    Cheap until `init`, and a lane that no collective ever needs never calls it.
+
+    Args:
+        lane_index: position of this lane among all lanes.
+        num_lanes: how many lanes there are.
+        listener: a socket that listens on the port which the other lanes are told, should this lane
+            keep the store; it belongs to the store from then on.
+    """
+
+    def __init__(
+        self, lane_index: int, num_lanes: int, listener: socket.socket | None = None
+    ) -> None:
+        self._lane, self._num_lanes, self._listener = lane_index, num_lanes, listener
+        self._timeout: datetime.timedelta | None = None
+        self._groups: dict[tuple[Lanes, str], Any] = {}
+        self._meshes: dict[tuple[tuple[Lanes, ...], str], Any] = {}
+
+    def init(
+        self,
+        host: str,
+        port: int,
+        *,
+        same_node: bool,
+        timeout_seconds: float,
+        node_address: str | None = None,
+    ) -> None:
+        """Join the world. Collective among all lanes the first time.
+
+        Later calls only set the longest that a collective may take from then on; where the lanes
+        meet does not matter any more.
+
+        Args:
+            host, port: where the first lane keeps the store.
+            same_node: all lanes are on one machine.
+            timeout_seconds: the longest that a collective may take.
+            node_address: this lane's own address; needed where lanes are on several machines.
+
+        Raises:
+            RunFailed: no interface has `node_address`.
+        """
+        import torch
+        import torch.distributed as dist
+
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        if self._timeout is None:
+            assert same_node or node_address is not None
+            choose_interface(None if same_node else node_address)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                store=self._store(host, port, timeout),
+                rank=self._lane,
+                world_size=self._num_lanes,
+                timeout=timeout,
+            )
+        elif timeout != self._timeout:
+            own = [group for (lanes, _), group in self._groups.items() if self._lane in lanes]
+            for group in (None, *own):
+                dist.distributed_c10d._set_pg_timeout(timeout, group)
+        self._timeout = timeout
+
+    def _store(self, host: str, port: int, timeout: datetime.timedelta) -> Any:
+        """The store that the first lane keeps, on the port that it has held since it started."""
+        from torch._C._distributed_c10d import TCPStore
+
+        first = self._lane == 0
+        held: dict[str, Any] = {}
+        if first and self._listener is not None:
+            held["master_listen_fd"] = self._listener.detach()
+        return TCPStore(host, port, self._num_lanes, is_master=first, timeout=timeout, **held)
+
+    def ensure(self, lane_sets: Iterable[Lanes], purpose: str = "") -> None:
+        """Make the groups that are not there yet.
+
+        What one group is asked for has to happen in one order on all of its lanes. So what goes on
+        beside the calls of workers has a group of its own, which its purpose names.
+
+        All lanes of the world pass the same sets in the same order. The members of a new group wait
+        for each other there; a lane that is in none of them goes on at once.
+        """
+        import torch.distributed as dist
+
+        assert self._timeout is not None, "the lane has not joined the world"
+        for lanes in lane_sets:
+            members = tuple(sorted(lanes))
+            assert len(set(members)) == len(members), f"a lane occurs twice in {lanes}"
+            if (members, purpose) not in self._groups:
+                self._groups[members, purpose] = dist.new_group(
+                    list(members), timeout=self._timeout
+                )
+
+    def all_reduce(self, lanes: Lanes) -> Callable[[Sequence[Any]], None]:
+        """A function that sums lists of tensors in place over these lanes, one bucket a dtype."""
+        group = self.group(lanes)
+
+        def sum_over_lanes(tensors: Sequence[Any]) -> None:
+            sum_over(group, tensors)
+
+        return sum_over_lanes
+
+    def mesh(self, replicas: Sequence[Lanes], device: str = "cpu") -> Callable[[], Any]:
+        """What makes the mesh of a worker's gangs, for `Gang.mesh`.
+
+        The mesh has the dimensions "replicate" and "shard"; row r holds the lanes of replica r in
+        ascending order, whatever the order in which the plan lists them. Its groups are there
+        already (`lane_sets_of`, `ensure`), so nobody waits. Asked again, it is the same mesh.
+
+        Args:
+            replicas: the lanes of each gang; gangs of equal size.
+            device: "cpu", or "cuda" with or without a number.
+        """
+        rows, columns = _rows(replicas), _columns(replicas)
+        kind = device.split(":", maxsplit=1)[0]
+
+        def make() -> Any:
+            if (rows, kind) not in self._meshes:
+                self._meshes[rows, kind] = self._make_mesh(rows, columns, kind)
+            return self._meshes[rows, kind]
+
+        return make
+
+    def _make_mesh(self, rows: tuple[Lanes, ...], columns: tuple[Lanes, ...], kind: str) -> Any:
+        import torch
+        from torch.distributed.device_mesh import DeviceMesh
+
+        (row,) = (row for row in rows if self._lane in row)
+        (column,) = (column for column in columns if self._lane in column)
+        return DeviceMesh.from_group(
+            [self.group(column), self.group(row)],
+            kind,
+            mesh=torch.tensor(rows, dtype=torch.int),
+            mesh_dim_names=("replicate", "shard"),
+        )
+
+    def group(self, lanes: Lanes, purpose: str = "") -> Any:
+        """The process group of these lanes, which `ensure` has made."""
+        members = tuple(sorted(lanes))
+        assert (members, purpose) in self._groups, f"no group was made for the lanes {lanes}"
+        return self._groups[members, purpose]
+
+    def close(self) -> None:
+        """Leave all groups and the world."""
+        if self._timeout is None:
+            return
+        import torch.distributed as dist
+
+        self._groups.clear()
+        self._meshes.clear()
+        self._timeout = None
+        dist.destroy_process_group()
+
+
+def sum_over(group: Any, tensors: Sequence[Any]) -> None:
+    """Sum tensors in place over a process group, one bucket for each dtype and device."""
+    import torch
+    import torch.distributed as dist
+
+    by_type: dict[tuple[Any, Any], list[Any]] = {}
+    for tensor in tensors:
+        by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for some in by_type.values():
+        if len(some) == 1 and some[0].is_contiguous():
+            dist.all_reduce(some[0], group=group)
+            continue
+        bucket: Any = torch.cat([tensor.reshape(-1) for tensor in some])
+        dist.all_reduce(bucket, group=group)
+        sizes = [tensor.numel() for tensor in some]
+        for tensor, summed in zip(some, bucket.split(sizes), strict=True):
+            tensor.copy_(summed.view_as(tensor))
 
 
 def free_port() -> int:
@@ -16,64 +231,57 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class LaneGroups:
-    """This lane's membership in the process groups of all workers.
+def choose_interface(node_address: str | None) -> None:
+    """Tell Gloo, and NCCL between nodes, which network interface to use.
+
+    What the user has set in `GLOO_SOCKET_IFNAME` or `NCCL_SOCKET_IFNAME` stays. Left alone, Gloo
+    would look the host name up, which often is a loopback address that other nodes cannot reach.
 
     Args:
-        lane_index: position of this lane among all lanes.
-        num_lanes: how many lanes there are.
-        address: `host:port` where the first lane keeps the store.
-        lane_sets: the sets of lane positions that need a group; the same on every lane, in the
-            same order, because making a group is collective.
-        same_node: all lanes are on one machine.
-        timeout_seconds: the longest a collective may take.
+        node_address: the node's own address; None where no lane is on another node.
     """
+    if node_address is None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(node_address)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "=" + os.environ["GLOO_SOCKET_IFNAME"])
 
-    def __init__(
-        self,
-        lane_index: int,
-        num_lanes: int,
-        address: str,
-        lane_sets: Iterable[tuple[int, ...]],
-        *,
-        same_node: bool,
-        timeout_seconds: float,
-    ) -> None:
-        import torch
-        import torch.distributed as dist
 
-        if same_node:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-            init_method=f"tcp://{address}",
-            rank=lane_index,
-            world_size=num_lanes,
-            timeout=datetime.timedelta(seconds=timeout_seconds),
+def interface_of(address: str) -> str:
+    """The name of the network interface that has an IPv4 or IPv6 address of this host.
+
+    Raises:
+        RunFailed: none has it.
+    """
+    name = _interface6(address) if ":" in address else _interface4(address)
+    if name is None:
+        raise RunFailed(
+            f"no network interface of this node has its address {address}; name one in "
+            "GLOO_SOCKET_IFNAME that the other nodes can reach"
         )
-        self._groups = {lanes: dist.new_group(list(lanes)) for lanes in lane_sets}
+    return name
 
-    def all_reduce(self, lanes: tuple[int, ...]) -> Callable[[Sequence[Any]], None]:
-        """A function that sums lists of tensors in place over these lanes, one bucket a dtype."""
-        import torch
-        import torch.distributed as dist
 
-        group = self._groups[lanes]
+def _interface4(address: str) -> str | None:
+    wanted = socket.inet_aton(address)
+    answers = array.array("B", bytes(256 * _INTERFACE_BYTES))
+    where, size = answers.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, struct.pack("iL", size, where))
+    (num_bytes, _) = struct.unpack("iL", answer)
+    for start in range(0, num_bytes, _INTERFACE_BYTES):
+        entry = answers[start : start + _INTERFACE_BYTES].tobytes()
+        if entry[20:24] == wanted:
+            label = entry[:16].split(b"\0")[0].decode()
+            return label.split(":")[0]  # a second address may carry a label such as eth0:1
+    return None
 
-        def sum_over_lanes(tensors: Sequence[Any]) -> None:
-            by_type: dict[tuple[Any, Any], list[Any]] = {}
-            for tensor in tensors:
-                by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-            for some in by_type.values():
-                bucket = torch.cat([tensor.reshape(-1) for tensor in some])
-                dist.all_reduce(bucket, group=group)
-                sizes = [tensor.numel() for tensor in some]
-                for tensor, summed in zip(some, bucket.split(sizes), strict=True):
-                    tensor.copy_(summed.view_as(tensor))
 
-        return sum_over_lanes
-
-    def close(self) -> None:
-        import torch.distributed as dist
-
-        dist.destroy_process_group()
+def _interface6(address: str) -> str | None:
+    wanted = socket.inet_pton(socket.AF_INET6, address.split("%", maxsplit=1)[0]).hex()
+    for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        found, *_, name = line.split()
+        if found == wanted:
+            return name
+    return None

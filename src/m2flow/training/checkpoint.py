@@ -62,7 +62,7 @@ def save(
     extra: dict[str, Any] | None = None,
     keep: int | None = None,
 ) -> Path:
-    """Write a checkpoint of one replica and point `latest` at it.
+    """Write a checkpoint and point `latest` at it.
 
     Args:
         root: the run's `checkpoints` folder; made if need be.
@@ -92,6 +92,11 @@ def save(
     return commit(root, step, keep=keep)
 
 
+def folder_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies, or will lie."""
+    return root / _name(step)
+
+
 def begin(root: Path, step: int) -> Path:
     """An empty hidden folder for the checkpoint of a step; sweeps up what dead writers left."""
     root.mkdir(parents=True, exist_ok=True)
@@ -108,7 +113,7 @@ def commit(root: Path, step: int, *, keep: int | None = None) -> Path:
     Where `latest` already names a whole checkpoint of this very step, that one stays. A checkpoint
     of the same step that `latest` does not name belongs to an abandoned future and is replaced.
     """
-    partial, final = _partial(root, step), root / _name(step)
+    partial, final = _partial(root, step), folder_of(root, step)
     if _target(root) == final and broken_file(final) is None:
         _remove(partial)
     else:

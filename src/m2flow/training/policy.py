@@ -2,14 +2,16 @@
 
 `fold` adds un-normalised loss gradients, denominators and figures of some rollouts; `finish` adds
 them up over replicas, divides by the global denominator and takes one optimizer step. So chunking,
-packing and placement change the result by floating-point rounding at most. The algorithm is given;
-this file does not know which it is. It does not know where rollouts come from.
+packing and placement change the result by floating-point rounding at most. A replica may be divided
+over a gang of lanes, which call everything here together, each with rollouts of its own or with
+none. The algorithm is given; this file does not know which it is, nor where rollouts come from.
 
 Shapes: T completion tokens, R rows of a pack.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +24,7 @@ from m2flow.training.forward import token_logprobs
 from m2flow.training.optimizer import AdamWConfig, AllReduce, SumOptimizer
 from m2flow.training.packing import Pack, Sharing, pack
 from m2flow.training.rollouts import Rollouts, TokenPairs
+from m2flow.training.sharded import WHOLE, Shards
 
 
 @dataclass(frozen=True)
@@ -64,24 +67,46 @@ class PolicyTrainer:
         model: a transformers causal LM; trained in place, with dropout off.
         algorithm: the loss.
         config: everything else.
+        shards: how the model is divided, which it has been already (`Shards.shard`). Then every
+            method that says so is collective in the gang.
     """
 
-    def __init__(self, model: nn.Module, algorithm: Algorithm, config: PolicyTrainerConfig) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        algorithm: Algorithm,
+        config: PolicyTrainerConfig,
+        shards: Shards = WHOLE,
+    ) -> None:
         self.model = model.eval()
         self.algorithm = algorithm
         self.config = config
-        self.optimizer = SumOptimizer(model.named_parameters(), config.optimizer)
+        self.shards = shards
+        self.optimizer = SumOptimizer(model.named_parameters(), config.optimizer, shards)
         self._names = _TOTALS + algorithm.figures
         self._sums: dict[str, float | Tensor] = dict.fromkeys(self._names, 0.0)
 
     def fold(self, rollouts: Rollouts) -> None:
         """Accumulate the gradient of some rollouts of the mini-batch at hand.
 
+        Collective in the gang; lanes may give unequal numbers of rollouts, or none.
+
         Raises:
             UserError: an advantage or behaviour log-probability is not finite, or the algorithm
-                needs reference log-probabilities and there are none.
+                needs reference log-probabilities and there are none. On all lanes alike.
         """
-        self._check(rollouts)
+        with self.shards.together():
+            self._check(rollouts)
+            rollouts = self._counted(rollouts)
+            packs = pack(rollouts.pairs, self.config.tokens_per_microbatch, self.config.sharing)
+        for microbatch in self.shards.padded(packs):
+            if microbatch is None:
+                self._fold_nothing()
+            else:
+                self._fold_pack(rollouts, microbatch)
+
+    def _counted(self, rollouts: Rollouts) -> Rollouts:
+        """Add up what is known before any pass; the rollouts that a pass is needed for."""
         lengths_B, mask_T = rollouts.pairs.completion_lengths_B, rollouts.mask_T
         counted_T = slice(None) if mask_T is None else mask_T
         self._add(
@@ -90,22 +115,22 @@ class PolicyTrainer:
             samples=len(rollouts),
             behaviour_entropy=-float(rollouts.behaviour_logprobs_T[counted_T].double().sum()),
         )
-        if self.config.drop_zero_advantage and self.algorithm.zero_advantage_is_idle:
-            idle_B = rollouts.idle_rows()
-            self._add(samples_dropped=int(idle_B.sum()))
-            rollouts = rollouts.select((~idle_B).nonzero()[:, 0])
-        for microbatch in self._packs(rollouts.pairs):
-            self._fold_pack(rollouts, microbatch)
+        if not (self.config.drop_zero_advantage and self.algorithm.zero_advantage_is_idle):
+            return rollouts
+        idle_B = rollouts.idle_rows()
+        self._add(samples_dropped=int(idle_B.sum()))
+        return rollouts.select((~idle_B).nonzero()[:, 0])
 
     def finish(self, all_reduce: AllReduce | None = None) -> dict[str, float]:
         """One optimizer step on everything folded since the last one.
 
         Args:
-            all_reduce: sums tensors over the data-parallel replicas, which all call `finish`
-                together, with or without rollouts of their own. None for one replica.
+            all_reduce: sums tensors over the data-parallel replicas of a whole model, which all
+                call `finish` together, with or without rollouts of their own. None for one
+                replica, and for a divided model, all lanes of which call `finish` together.
 
         Returns:
-            Figures of the whole mini-batch, the same on every replica: `loss`, `grad_norm` before
+            Figures of the whole mini-batch, the same on every lane: `loss`, `grad_norm` before
             clipping, `learning_rate`, the algorithm's figures as means over the tokens trained on,
             `behaviour_entropy` (minus the mean log-probability at sampling, over all tokens),
             `tokens`, `samples`, `samples_dropped`, `tokens_trained`, `tokens_computed` (after
@@ -133,7 +158,8 @@ class PolicyTrainer:
     def logprobs(self, rollouts: Rollouts | TokenPairs) -> Tensor:
         """[T] log-probabilities of all completion tokens under the present weights; no gradient.
 
-        For stale data, several epochs over one batch, and reference models.
+        For stale data, several epochs over one batch, and reference models. Collective in the gang,
+        where each lane asks for rollouts of its own.
         """
         pairs = rollouts.pairs if isinstance(rollouts, Rollouts) else rollouts
         return logprobs_of(
@@ -143,18 +169,34 @@ class PolicyTrainer:
             sharing=self.config.sharing,
             temperature=self.config.temperature,
             compute_dtype=self.config.compute_dtype,
+            shards=self.shards,
         )
 
+    def tensors(self) -> Iterator[Tensor]:
+        """All that takes memory between calls: weights, buffers, gradients, optimizer, sums."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield from self.optimizer.tensors()
+        yield from (value for value in self._sums.values() if isinstance(value, Tensor))
+
     def state_dict(self) -> dict[str, Tensor]:
-        """What must be saved beside the weights to go on."""
-        return self.optimizer.state_dict()
+        """What must be saved beside the weights to go on; whole. Collective in the gang."""
+        return dict(self.state_items())
+
+    def state_items(self) -> Iterator[tuple[str, Tensor]]:
+        """The same, gathered one by one: each lane of the gang goes through all of it."""
+        return self.optimizer.state_items()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Go on from what `state_dict` gave, however that model was divided."""
         self.optimizer.load_state_dict(state)
 
-    def _packs(self, pairs: TokenPairs) -> list[Pack]:
-        return pack(pairs, self.config.tokens_per_microbatch, self.config.sharing)
+    def _fold_nothing(self) -> None:
+        """Take part in a pass of the gang without adding anything."""
+        logprobs_T = token_logprobs(
+            self.model, _one_token(), compute_dtype=self.config.compute_dtype
+        ).logprobs_T
+        torch.autograd.backward(logprobs_T, torch.zeros_like(logprobs_T))
 
     def _fold_pack(self, rollouts: Rollouts, microbatch: Pack) -> None:
         figures = token_logprobs(
@@ -237,17 +279,33 @@ def logprobs_of(
     sharing: Sharing = "prefix",
     temperature: float = 1.0,
     compute_dtype: torch.dtype | None = None,
+    shards: Shards = WHOLE,
 ) -> Tensor:
-    """[T] log-probabilities of all completion tokens, on the CPU, without gradient."""
+    """[T] log-probabilities of all completion tokens, on the CPU, without gradient.
+
+    Collective in the gang of a divided model; each lane asks for pairs of its own, or for none.
+    """
+    with shards.together():
+        packs = pack(pairs, tokens_per_microbatch, sharing)
     logprobs_T: Tensor | None = None
     with torch.no_grad():
-        for microbatch in pack(pairs, tokens_per_microbatch, sharing):
+        for microbatch in shards.padded(packs):
             figures = token_logprobs(
-                model, microbatch, temperature=temperature, compute_dtype=compute_dtype
+                model,
+                _one_token() if microbatch is None else microbatch,
+                temperature=temperature,
+                compute_dtype=compute_dtype,
             )
             if logprobs_T is None:
                 logprobs_T = figures.logprobs_T.new_empty(
                     pairs.completion_ids_T.numel(), device="cpu"
                 )
-            logprobs_T[microbatch.token_index_T] = figures.logprobs_T.cpu()
+            if microbatch is not None:
+                logprobs_T[microbatch.token_index_T] = figures.logprobs_T.cpu()
+    shards.reshard(model)
     return torch.empty(0) if logprobs_T is None else logprobs_T
+
+
+def _one_token() -> Pack:
+    """The smallest pack: one token that predicts itself."""
+    return pack(TokenPairs.from_rows([[0]], [[0]]), 1)[0]

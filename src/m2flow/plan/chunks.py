@@ -1,0 +1,70 @@
+"""Into how many calls the work of a stage is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from m2flow.engine.plan import Placement, StagePlan
+from m2flow.flow.graph import FlowGraph, StageNode
+
+PIECES = 4
+"""Into how many calls a pipelined stage cuts the work of a replica and window."""
+
+TRAINING_PIECES = 2
+"""The same for a stage that accumulates: small packs cost it more than the overlap gains."""
+
+GROUPS = 2
+"""How many groups of items are on their way around a loop whose members stand on lanes of their
+own: while one group is with the one member, the other group is with the other."""
+
+
+def window_units(node: StageNode, num_items: int) -> int:
+    """Units that a stage has to do in one mini-batch of a step of `num_items` source items."""
+    items = num_items * node.fanout
+    unit_items = {"item": 1, "group": node.group_size, "step": items}[node.unit]
+    return items // unit_items // node.minibatches
+
+
+def cut(node: StageNode, num_items: int, calls: int) -> StagePlan:
+    """Chunks with which a window of the stage takes so many calls."""
+    return StagePlan(chunk=max(1, -(-window_units(node, num_items) // calls)))
+
+
+def spread(
+    graph: FlowGraph, placements: Mapping[str, Placement], num_items: int
+) -> dict[str, StagePlan]:
+    """Chunks with which each replica of a stage has one call in a window."""
+    return {
+        node.name: cut(node, num_items, len(placements[node.worker].replicas))
+        for node in graph.nodes
+    }
+
+
+def pipelined(
+    graph: FlowGraph,
+    placements: Mapping[str, Placement],
+    num_items: int,
+    whole: frozenset[str] = frozenset(),
+) -> dict[str, StagePlan]:
+    """Chunks small enough that a stage begins while the one before it is still at work.
+
+    A streaming stage hands its items on one by one, so it needs one call a replica. A loop that
+    goes round on one set of lanes does too; where its members stand apart, its groups ping-pong.
+
+    Args:
+        graph, placements: what is placed where.
+        num_items: source items of a step.
+        whole: workers whose stages have one call a replica and window all the same.
+    """
+    stages = {}
+    for node in graph.nodes:
+        pieces = TRAINING_PIECES if node.accumulates else PIECES
+        if node.streaming or node.worker in whole:
+            pieces = 1
+        if node.loop is not None:
+            workers = {graph.nodes[member].worker for member in graph.loops[node.loop].members}
+            apart = len({placements[worker].replicas for worker in workers}) > 1
+            pieces = GROUPS if apart else 1
+        calls = len(placements[node.worker].replicas) * pieces
+        stages[node.name] = cut(node, num_items, calls)
+    return stages

@@ -1,0 +1,42 @@
+"""Sizes in bytes, from text as people write it: `200MB`, `1.5 GiB`, `4096`."""
+
+from __future__ import annotations
+
+import re
+
+from m2flow.errors import UserError
+
+DECIMAL, BINARY = "KMGT", 1024
+UNITS = {
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate(DECIMAL, start=1)},
+    **{f"{letter}iB": BINARY**power for power, letter in enumerate(DECIMAL, start=1)},
+}
+"""Bytes of each unit, as standards have it: 1 MB is 1,000,000 bytes and 1 MiB is 1,048,576."""
+
+_BY_LETTERS = {unit.lower(): size for unit, size in UNITS.items()}
+
+
+def parse_bytes(text: str, key: str = "size") -> int:
+    """The number of bytes that a text names; without a unit it counts bytes.
+
+    Args:
+        text: a number of at least one byte, and one of `UNITS` in small or large letters.
+        key: whose value it is, for errors.
+
+    Raises:
+        UserError: the text is no size, or none of whole bytes.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
+    unit = _BY_LETTERS.get((match[2] or "B").lower()) if match else None
+    size = float(match[1]) * unit if match and unit else 0.0
+    if match and unit and "." not in match[1]:
+        size = int(match[1]) * unit
+    if size < 1:
+        raise UserError(
+            "is not a size",
+            key=key,
+            value=text,
+            expected=f"a number and one of {', '.join(UNITS)}, such as 200MB",
+        )
+    return int(size)

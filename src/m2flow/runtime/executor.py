@@ -1,0 +1,432 @@
+"""`LaneExecutor`: carries out a lane's orders, one after the other, on one thread.
+
+While a streaming call runs, the orders that have come in are looked at between the pieces that it
+hands on, so that it can be fed. Early onloads run on a thread of their own beside the call; whoever
+needs the worker waits for them. Payloads for other lanes are handed out by the payload server's
+threads, which read the same store.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ray import cloudpickle
+
+from m2flow.engine.host import LaneHost
+from m2flow.engine.inline import call_span
+from m2flow.engine.messages import (
+    CallFailed,
+    CallFinished,
+    ExportWeights,
+    FeedCall,
+    InstallWeights,
+    LaneCommand,
+    MoveFailed,
+    MoveState,
+    RunCall,
+    RunFinish,
+)
+from m2flow.engine.runner import Published, Report
+from m2flow.engine.spans import Span
+from m2flow.errors import RunFailed
+from m2flow.flow.graph import FlowGraph
+from m2flow.flow.worker import Gang, Place, Worker
+from m2flow.runtime.exchange import Exchange
+from m2flow.runtime.groups import LaneGroups
+from m2flow.runtime.lines import Line
+from m2flow.runtime.orders import (
+    Answer,
+    Ask,
+    Close,
+    Do,
+    DropStep,
+    Load,
+    Loaded,
+    Order,
+    Placed,
+    Prepare,
+    Probe,
+    Release,
+    Said,
+    UseLinks,
+    from_bytes,
+    to_bytes,
+)
+
+
+class LaneExecutor:
+    """The lane's side of its control line.
+
+    Args:
+        lane: the lane's number.
+        line: to the launcher.
+        exchange: brings payloads here and hands them out.
+        device: "cpu" or "cuda:0".
+        num_threads: threads that workers may use.
+        groups: the lane's process groups.
+        host: address of the machine.
+        spill: folder for state that is put away.
+    """
+
+    def __init__(
+        self,
+        lane: int,
+        line: Line,
+        exchange: Exchange,
+        device: str,
+        num_threads: int,
+        groups: LaneGroups,
+        host: str,
+        spill: Path,
+    ) -> None:
+        self.lane, self.device, self.num_threads, self.spill = lane, device, num_threads, spill
+        self._line, self._exchange, self._groups = line, exchange, groups
+        self._host_address = host
+        self._sending = threading.Lock()
+        self._orders: deque[Order] = deque()
+        self._moves: dict[str, threading.Thread] = {}
+        self._stuck: dict[str, BaseException] = {}
+        self._host = LaneHost(lane, {}, {})
+        self._deadline_seconds = 600.0
+
+    def run(self) -> None:
+        """Carry out orders until `Close` comes, or the launcher is gone (LineClosed)."""
+        while True:
+            order = self._orders.popleft() if self._orders else from_bytes(self._line.receive())
+            match order:
+                case Do():
+                    self._do(order)
+                case Release():
+                    self._host.store.release(order.flow, order.step, order.producer, order.items)
+                case DropStep():
+                    self._host.store.drop_step(order.flow, order.step)
+                case Ask():
+                    self._answer(order)
+                case Load():
+                    self._load(order)
+                case Probe():
+                    self._say(
+                        Answer(order.number, pickle.dumps(self._exchange.measure(order.peers)))
+                    )
+                case UseLinks():
+                    self._exchange.use(order.table)
+                case Prepare():
+                    for module in order.modules:
+                        importlib.import_module(module)
+                case Close():
+                    self._close_workers()
+                    return
+
+    def _say(self, message: Loaded | Answer | Said) -> None:
+        frame = to_bytes(message)
+        with self._sending:
+            self._line.send(frame)
+
+    # --- workers ----------------------------------------------------------------------------------
+
+    def _load(self, order: Load) -> None:
+        """Bring up the workers; under a memory limit one at a time, each put away again."""
+        state_bytes: dict[str, int] = {}
+        try:
+            self._close_workers()
+            self._deadline_seconds = order.deadline_seconds
+            workers: dict[str, Worker] = {}
+            self._host = LaneHost(self.lane, pickle.loads(order.graphs), workers)
+            self._exchange.serve(self._host.store)
+            self._meet(order)
+            for name, placed in order.placed.items():
+                worker = pickle.loads(placed.worker)
+                worker.load(self._place(placed, order.version))
+                workers[name] = worker
+                state_bytes[name] = worker.state_bytes()
+                if order.memory_bytes is not None:
+                    worker.offload()
+        except BaseException as error:
+            raised = cloudpickle.dumps(self._portable(error))
+            self._say(Loaded(order.number, state_bytes, raised))
+            return
+        self._say(Loaded(order.number, state_bytes))
+
+    def _meet(self, order: Load) -> None:
+        """Have the process groups that this run needs; those of earlier runs are still there."""
+        if order.meeting is None:
+            return
+        self._groups.init(
+            order.meeting.host,
+            order.meeting.port,
+            same_node=order.meeting.same_node,
+            timeout_seconds=order.meeting.timeout_seconds,
+            node_address=self._host_address,
+        )
+        self._groups.ensure(order.lane_sets)
+        for source, lanes in order.broadcasts:
+            self._groups.ensure([lanes], f"broadcast of {source}")
+
+    def _place(self, placed: Placed, version: int) -> Place:
+        positions, own = placed.positions, self._exchange.position
+        replica = next(n for n, gang in enumerate(placed.replicas) if own in gang)
+        place = Place(
+            self.lane,
+            positions.index(own),
+            len(positions),
+            self.device,
+            self.num_threads,
+            version,
+            gang=Gang(
+                placed.replicas[replica].index(own),
+                len(placed.replicas[replica]),
+                replica,
+                len(placed.replicas),
+            ),
+            spill=self.spill,
+        )
+        if len(positions) > 1:
+            place = replace(place, all_reduce=self._groups.all_reduce(positions))
+        if place.gang.size > 1:
+            place = replace(
+                place,
+                gang=replace(place.gang, mesh=self._groups.mesh(placed.replicas, self.device)),
+            )
+        return place
+
+    def _close_workers(self) -> None:
+        for thread in self._moves.values():
+            thread.join(self._deadline_seconds)
+        self._moves, self._stuck = {}, {}
+        for worker in self._host.workers.values():
+            worker.close()
+        self._host = LaneHost(self.lane, {}, {})
+        self._exchange.drop_weights()
+
+    def _answer(self, order: Ask) -> None:
+        try:
+            self._await_moves([order.worker])
+            method = getattr(self._host.workers[order.worker], order.method)
+            value = cloudpickle.dumps(method(*pickle.loads(order.arguments)))
+        except BaseException as error:
+            raised = cloudpickle.dumps(self._portable(error))
+            self._say(Answer(order.number, raised, raised=True))
+            return
+        self._say(Answer(order.number, value))
+
+    # --- commands ---------------------------------------------------------------------------------
+
+    def _do(self, order: Do) -> None:
+        match order.command:
+            case FeedCall():
+                self._feed(order)
+            case MoveState():
+                self._move(order.command)
+            case RunCall() as command:
+                self._answering(order, command, self._call)
+            case RunFinish() as command:
+                self._answering(order, command, self._finish)
+            case ExportWeights() as command:
+                self._answering(order, command, self._export)
+            case InstallWeights() as command:
+                self._answering(order, command, self._install)
+
+    def _answering(self, order: Do, command: Any, carry_out: Callable[[Do, Any], None]) -> None:
+        """Carry out a call; what it raises is reported as its failure."""
+        for producer, items in order.released:
+            self._host.store.release(order.flow, command.step, producer, items)
+        try:
+            self._await_moves(_workers_of(self._host.graphs[order.flow], command))
+            if order.early is not None:
+                self._move(order.early)
+            carry_out(order, command)
+        except BaseException as error:
+            failed = CallFailed(command.call, self.lane, self._portable(error))
+            self._say(Said(order.flow, [Report(failed)]))
+
+    def _call(self, order: Do, command: RunCall) -> None:
+        """Run a stage. A piece is reported when it is finished, if anybody can use it by then."""
+        reports = self._fetch(order)
+        start = time.time()
+        for produced in self._host.call(order.flow, command):
+            reports.append(Report(produced.event(command.call)))
+            if order.in_pieces:
+                self._say(Said(order.flow, reports))
+                reports = []
+            self._look_for_orders()
+        reports.append(self._finished(order, command, start))
+        self._say(Said(order.flow, reports))
+
+    def _look_for_orders(self) -> None:
+        """Take in what has come while a call runs; feeding happens at once."""
+        while self._line.waiting():
+            order: Order = from_bytes(self._line.receive())
+            match order:
+                case Do(command=FeedCall()):
+                    self._feed(order)
+                case _:
+                    self._orders.append(order)
+
+    def _feed(self, order: Do) -> None:
+        """Hand more items to a streaming call; one that has ended leaves them to the engine."""
+        assert isinstance(order.command, FeedCall)
+        try:
+            reports = self._fetch(order)
+            self._host.feed(order.flow, order.command)
+        except BaseException as error:
+            failed = CallFailed(order.command.call, self.lane, self._portable(error))
+            reports = [Report(failed)]
+        if reports:
+            self._say(Said(order.flow, reports))
+
+    def _finish(self, order: Do, command: RunFinish) -> None:
+        """Run the `finish` of an accumulating stage; the first lane gives the metrics."""
+        start = time.time()
+        metrics = self._host.finish(order.flow, command)
+        first = command.lanes[0] == self.lane
+        self._say(
+            Said(order.flow, [self._finished(order, command, start, metrics if first else None)])
+        )
+
+    def _export(self, order: Do, command: ExportWeights) -> None:
+        """Lay a worker's weights out for other lanes."""
+        start = time.time()
+        out, sends = self._exchange.weights_out, order.sends
+        assert out is not None and sends is not None, "an export for nobody"
+        weights = self._host.workers[command.source].weights()
+        group = self._broadcast_group(command.source, sends.group) if sends.group else None
+        exports = out.lay_out(command.source, command.version, weights, sends, group)
+        num_bytes = sum(export.num_bytes for export in exports)
+        published = Published(command.source, num_bytes, time.time() - start)
+        finished = self._finished(order, command, start, published=published)
+        self._say(Said(order.flow, [finished], exports))
+
+    def _install(self, order: Do, command: InstallWeights) -> None:
+        """Install weights: those laid out elsewhere, or those of the source worker here."""
+        start = time.time()
+        target = self._host.workers[command.target]
+        if command.local:
+            weights: Mapping[str, Any] = self._host.workers[command.source].weights()
+            num_bytes = sum(getattr(tensor, "nbytes", 0) for tensor in weights.values())
+        else:
+            weights, num_bytes = self._exchange.weights_in.collect(
+                command.source,
+                (command.target, target),
+                command.version,
+                order.exports,
+                self._deadline_seconds,
+                self._broadcast_group,
+            )
+        try:
+            self._host.install(command.source, command.target, command.version, weights)
+        except Exception as error:  # a UserError is shown as it is, without the call's name
+            error.add_note(f"{command.target} was to install {command.source}'s weights")
+            raise
+        published = Published(command.source, num_bytes, time.time() - start)
+        finished = self._finished(order, command, start, published=published)
+        self._say(Said(order.flow, [finished]))
+
+    def _broadcast_group(self, source: str, lanes: tuple[int, ...]) -> Any:
+        return self._groups.group(lanes, f"broadcast of {source}")
+
+    # --- context switches -------------------------------------------------------------------------
+
+    def _move(self, command: MoveState) -> None:
+        """Offload or onload a worker; early ones run beside the call at hand."""
+        if not command.early:
+            self._await_moves([command.worker])
+            self._move_now(command)
+            return
+        thread = threading.Thread(target=self._move_now, args=(command,), daemon=True)
+        self._moves[command.worker] = thread
+        thread.start()
+
+    def _move_now(self, command: MoveState) -> None:
+        start = time.time()
+        try:
+            self._host.move(command)
+        except BaseException as error:
+            self._stuck[command.worker] = error
+            failed = MoveFailed(self.lane, command.worker, command.what, self._portable(error))
+            self._say(Said("", [Report(failed)]))
+            return
+        span = Span(self.lane, f"{command.what} {command.worker}", "switch", start, time.time())
+        self._say(Said("", [Report(None, (span,))]))
+
+    def _await_moves(self, workers: Sequence[str]) -> None:
+        """Wait until early moves of these workers are done.
+
+        Raises:
+            Exception: what the last move of one of them raised: its state is not to be touched.
+        """
+        for worker in workers:
+            thread = self._moves.pop(worker, None)
+            if thread is not None:
+                thread.join(self._deadline_seconds)
+                if thread.is_alive():
+                    raise RunFailed(f"{worker} has not been onloaded within its deadline")
+            if worker in self._stuck:
+                raise self._stuck[worker]
+
+    # --- payloads and reports ---------------------------------------------------------------------
+
+    def _fetch(self, order: Do) -> list[Report]:
+        """Bring an order's payloads to this lane."""
+        if not order.fetches:
+            return []
+        start = time.time()
+        items = num_bytes = 0
+        for fetch in order.fetches:
+            batch = self._exchange.bring(order.flow, fetch, self._deadline_seconds)
+            self._host.store.put(order.flow, fetch.step, fetch.producer, batch)
+            if fetch.lane is not None:
+                items += len(fetch.items)
+                num_bytes += batch.nbytes
+        if not items:
+            return []
+        facts = {"items": items, "bytes": num_bytes}
+        return [Report(None, (Span(self.lane, "items", "transfer", start, time.time(), facts),))]
+
+    def _finished(
+        self,
+        order: Do,
+        command: RunCall | RunFinish | ExportWeights | InstallWeights,
+        start: float,
+        metrics: Mapping[str, float] | None = None,
+        published: Published | None = None,
+    ) -> Report:
+        graph = self._host.graphs[order.flow]
+        spans = self._host.take_spans() or (
+            call_span(graph, command, self.lane, start, time.time()),
+        )
+        return Report(CallFinished(command.call, self.lane), spans, metrics, published)
+
+    def _portable(self, error: BaseException) -> BaseException:
+        """The error as it was raised, with this lane's traceback as a note."""
+        trace = "".join(traceback.format_exception(error))
+        try:
+            cloudpickle.loads(cloudpickle.dumps(error))
+        except Exception:  # an exception of a library that cannot be pickled: keep its words
+            error = RunFailed(f"{type(error).__name__}: {error}")
+        error.add_note(f"On lane {self.lane}:\n{trace}")
+        return error
+
+
+def _workers_of(graph: FlowGraph, command: LaneCommand) -> list[str]:
+    """The workers whose state a call needs."""
+    match command:
+        case RunCall(node=index, fused=fused):
+            loop = graph.nodes[index].loop
+            members = graph.loops[loop].members if fused and loop is not None else (index,)
+            return [graph.nodes[member].worker for member in members]
+        case RunFinish(node=index):
+            return [graph.nodes[index].worker]
+        case ExportWeights(source=source):
+            return [source]
+        case InstallWeights(source=source, target=target, local=local):
+            return [source, target] if local else [target]
+    return []

@@ -1,0 +1,61 @@
+"""How much memory this process holds, as the system counts it, and giving back what is free.
+
+Counted is what only this process needs: anonymous memory, and its share of shared memory. Pages of
+files (libraries, file cache) are not, for the system can drop them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+_PROCESS = Path("/proc/self")
+_RESET_PEAK = "5"
+_libc = ctypes.CDLL(None)
+
+
+def resident_bytes() -> int:
+    """Anonymous memory and this process's share of shared memory, resident now."""
+    rollup = _PROCESS / "smaps_rollup"
+    if rollup.exists():
+        sizes = _sizes(rollup)
+        if "Pss_Shmem" in sizes:
+            return sizes["Anonymous"] + sizes["Pss_Shmem"]
+    return _sizes(_PROCESS / "status")["RssAnon"]
+
+
+def peak_resident_bytes() -> int:
+    """The most that was resident since the start, or since `reset_peak_resident_bytes`.
+
+    The system keeps the peak of all resident pages; those of files, as they are now, are taken off.
+    So shared memory counts in full here.
+    """
+    sizes = _sizes(_PROCESS / "status")
+    return sizes["VmHWM"] - sizes["RssFile"]
+
+
+def reset_peak_resident_bytes() -> bool:
+    """Begin a new peak at what is resident now; False where the system does not allow it."""
+    try:
+        (_PROCESS / "clear_refs").write_text(_RESET_PEAK)
+    except OSError:
+        return False
+    return True
+
+
+def return_free_memory() -> None:
+    """Give memory that the C library's heap keeps, though it is free, back to the system."""
+    trim = getattr(_libc, "malloc_trim", None)  # glibc's; other C libraries keep less
+    if trim is not None:
+        trim(0)
+
+
+def _sizes(file: Path) -> dict[str, int]:
+    """The lines `Name: 123 kB`, in bytes."""
+    sizes = {}
+    for line in file.read_text().splitlines():
+        name, _, value = line.partition(":")
+        number, _, unit = value.strip().partition(" ")
+        if unit == "kB":
+            sizes[name] = 1024 * int(number)
+    return sizes

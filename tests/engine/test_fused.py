@@ -1,0 +1,185 @@
+"""Loops that go around on one lane, loops that cannot, and loops with no way out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+import m2flow
+from m2flow import Batch, Flow, Stream, Worker, loop, stage
+from m2flow.engine import Engine, LaneSpec, Placement, Plan, StagePlan
+from m2flow.engine.fusing import fused_loops
+from m2flow.engine.host import LaneHost
+from m2flow.engine.messages import (
+    CallFinished,
+    CompleteStep,
+    FailRun,
+    ItemsProduced,
+    MoveState,
+    Part,
+    RunCall,
+    StepSubmitted,
+    Tick,
+)
+from m2flow.errors import FlowError, UserError
+from m2flow.flow import SOURCE, FlowGraph
+from tests.engine.test_engine import all_of, finish, graph_of, items_of, only, plan_of
+
+LOOP = graph_of(lambda a, b, c, x: c.score(loop(a.score, b.act)(x)), "a", "b", "c")
+
+
+def fused(graph: FlowGraph, plan: Plan) -> bool:
+    return bool(fused_loops(graph, plan))
+
+
+def test_which_loops_run_fused() -> None:
+    together = plan_of({"a": [0, 1], "b": [1, 0], "c": [2]})
+    assert fused(LOOP, together)
+    assert not fused(LOOP, replace(together, fuse_loops=False))
+    assert not fused(LOOP, plan_of({"a": [0, 1], "b": [0], "c": [2]}))
+    assert not fused(LOOP, plan_of({"a": [(0, 1)], "b": [(0, 1)], "c": [2]}))
+
+
+def test_a_loop_is_fused_only_if_its_members_fit_together() -> None:
+    lanes = {"a": [0], "b": [0], "c": [0]}
+    assert fused(LOOP, plan_of(lanes, memory=20, state_bytes=10))
+    assert not fused(LOOP, plan_of(lanes, memory=19, state_bytes=10))
+
+
+def test_a_loop_whose_members_bind_items_apart_is_not_fused() -> None:
+    graph = graph_of(lambda a, b, x: loop(a.act, b.act)(x), "a", "b")
+    assert not fused(graph, plan_of({"a": [0], "b": [0]}))
+    graph = graph_of(lambda a, x: loop(a.act, a.score)(x), "a")
+    assert fused(graph, plan_of({"a": [0]}))
+
+
+def test_a_fused_call_holds_its_items_until_they_leave() -> None:
+    plan = plan_of(
+        {"a": [0, 1], "b": [0, 1], "c": [2]},
+        stages={"a.score": StagePlan(chunk=3), "c.score": StagePlan(chunk=1)},
+    )
+    engine = Engine(LOOP, plan)
+    first, second = all_of(RunCall, engine.handle(StepSubmitted(0, 5)))
+    assert first.fused
+    assert (items_of(first), items_of(second)) == ((0, 1, 2), (3, 4))  # no more will come
+    out = only(RunCall, engine.handle(ItemsProduced(first.call, (1,), 0, (1,))))
+    assert (out.node, items_of(out)) == (2, (1,))
+    assert not all_of(RunCall, engine.handle(ItemsProduced(first.call, (0, 2), 0, (0, 2))))
+    engine.handle(CallFinished(first.call, 0))
+    commands = engine.handle(ItemsProduced(second.call, (3, 4), 0, (3, 4)))
+    commands += engine.handle(CallFinished(second.call, 1))
+    while engine.calls:
+        commands += finish(engine, next(iter(engine.calls.values())).command)
+    assert only(CompleteStep, commands).step == 0
+
+
+def test_all_members_of_a_fused_loop_are_resident() -> None:
+    engine = Engine(LOOP, plan_of({"a": [0], "b": [0], "c": [0]}, memory=20, state_bytes=10))
+    commands = engine.handle(StepSubmitted(0, 1))
+    assert [move.worker for move in all_of(MoveState, commands)] == ["a", "b"]
+
+
+def test_a_fused_loop_waits_for_the_weights_of_any_member() -> None:
+    graph = graph_of(
+        lambda a, b, c, x: c.log(loop(a.score, b.act)(x)), "a", "b", "c", publish=[("c", "b")]
+    )
+    engine = Engine(graph, plan_of({"a": [0], "b": [0], "c": [1]}))
+    assert only(FailRun, engine.handle(StepSubmitted(1, 1))).message.startswith("nothing runs")
+
+
+# --- on a lane ----------------------------------------------------------------------------------
+
+
+class Counter(Worker):
+    """Counts down; what a column is called, and where it stands, is up to the test."""
+
+    def __init__(self, column: str = "done", extra: bool = False) -> None:
+        self.column, self.extra, self.calls = column, extra, 0
+
+    @stage
+    def down(self, batch: Batch) -> Batch:
+        self.calls += 1
+        left = [x - 1 for x in batch["x"]]
+        return batch.with_columns(x=left, **{self.column: [x <= 0 for x in left]})
+
+    @stage
+    def note(self, batch: Batch) -> Batch:
+        turns = [n + 1 for n in batch["turns"]] if "turns" in batch else [1] * len(batch)
+        return batch.with_columns(turns=turns) if self.extra else batch
+
+
+class Counting(Flow):
+    counter: Counter
+    max_turns: int | None = None
+    then: bool = False
+
+    def step(self, items: Stream) -> Stream:
+        items = loop(self.counter.down, self.counter.note, max_turns=self.max_turns)(items)
+        return tidy(items) if self.then else items
+
+
+@stage
+def tidy(batch: Batch) -> Batch:
+    return batch
+
+
+def run(flow: Flow, **more: Any) -> m2flow.engine.runner.StepResult:
+    placements = {worker: Placement(((0,),)) for worker in flow.trace().workers}
+    plan = Plan("eager", (LaneSpec(0),), placements, **more)
+    with m2flow.launch(flow, items_per_step=4, plan=plan) as started:
+        return started.step(Batch({"x": [3, 1, 5, 2]}))
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("max_turns", [None, 2, 9])
+def test_fused_or_not_the_result_is_the_same(fuse: bool, max_turns: int | None) -> None:
+    flow = Counting(counter=Counter(), max_turns=max_turns, then=True)
+    result = run(flow, fuse_loops=fuse)
+    turns = [min(x, max_turns or 99) for x in (3, 1, 5, 2)]
+    assert result.output["x"] == [x - n for x, n in zip((3, 1, 5, 2), turns, strict=True)]
+    assert flow.counter.calls == max(turns)
+    spans = [span for span in result.spans if span.name == "counter.down"]
+    assert [span.args["items"] for span in spans] == [
+        sum(n > turn for n in turns) for turn in range(max(turns))
+    ]
+    assert all(earlier.end <= later.start for earlier, later in pairwise(spans))
+
+
+def test_a_long_loop_gives_signs_of_life() -> None:
+    """Its deadline counts from the last one, and its first item may leave after an hour."""
+    graph, seconds = Counting(counter=Counter()).trace(), iter(range(1000))
+    host = LaneHost(0, {"step": graph}, {"counter": Counter()}, clock=lambda: float(next(seconds)))
+    host.store.put("step", 0, SOURCE, Batch({"x": [9]}))
+    call = RunCall(1, 0, 0, (0,), (((Part(SOURCE, (0,)),),),), fused=True)
+    pieces = [piece.event(1) for piece in host.call("step", call)]
+    assert [piece.items for piece in pieces] == [()] * 8 + [(0,)]
+    engine = Engine(graph, replace(plan_of({"counter": [0]}), deadline_seconds=10.0))
+    engine.handle(Tick(0.0))
+    engine.handle(StepSubmitted(0, 1))
+    for turn, piece in enumerate(pieces):
+        engine.handle(Tick(9.0 * turn))
+        assert not engine.failed
+        commands = engine.handle(piece)
+    commands = engine.handle(CallFinished(1, 0))
+    assert only(CompleteStep, commands).step == 0
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_loop_whose_exit_never_appears_is_named(fuse: bool) -> None:
+    with pytest.raises(FlowError, match=r"loop\(counter\.down, counter\.note\): .*column 'done'"):
+        run(Counting(counter=Counter(column="finished")), fuse_loops=fuse)
+    output = run(Counting(counter=Counter(column="finished"), max_turns=2), fuse_loops=fuse).output
+    assert output["x"] == [1, -1, 3, 0]
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("then", [True, False])
+def test_items_that_leave_a_loop_with_different_columns_are_an_error_of_it(
+    fuse: bool, then: bool
+) -> None:
+    """One leaves before it was noted for the first time."""
+    with pytest.raises(UserError, match=r"loop\(counter\.down, counter\.note\).*'turns'"):
+        run(Counting(counter=Counter(extra=True), then=then), fuse_loops=fuse)

@@ -1,0 +1,82 @@
+"""The simulated driver's clock: what goes on side by side, and what one thing after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from m2flow.engine import LaneSpec, Placement, Plan, StagePlan
+from m2flow.engine.simulated import SimulatedRun, Simulation
+from m2flow.flow import FlowGraph, loop
+from tests.engine.test_engine import graph_of
+
+
+class Even:
+    """Every call takes ten seconds, every move three; items leave in their third turn."""
+
+    def __init__(self, visits: int = 5) -> None:
+        self.visits, self.seen = visits, dict[int, int]()
+
+    def call(self, node: Any, num_items: int) -> float:
+        return 10.0
+
+    def item(self, node: Any, step: int, item: int) -> float:
+        return 10.0
+
+    def finish(self, node: Any) -> float:
+        return 0.0
+
+    def publish(self, source: str, target: str | None) -> float:
+        return 0.0
+
+    def move(self, worker: str, what: str) -> float:
+        return 3.0
+
+    def item_bytes(self, node: Any) -> int:
+        return 1
+
+    def leaves(self, node: Any, step: int, item: int) -> bool:
+        self.seen[item] = self.seen.get(item, 0) + 1
+        return self.seen[item] == self.visits - item  # the later ones leave earlier
+
+
+def played(graph: FlowGraph, plan: Plan, items: int = 1) -> SimulatedRun:
+    return Simulation(graph, plan, Even()).run(items, 1)
+
+
+def limited(limit: int, working: int) -> Plan:
+    spots = {worker: Placement(((0,),), 10, working) for worker in "abc"}
+    return Plan("custom", (LaneSpec(0, memory_bytes=limit),), spots)
+
+
+CHAIN = graph_of(lambda a, b, c, x: c.score(b.score(a.score(x))), "a", "b", "c")
+
+
+def test_an_early_onload_takes_no_time_of_the_lane() -> None:
+    overlapped = played(CHAIN, limited(20, working=0))
+    assert overlapped.step_ends[0] == 30 + 3 + 3  # the first onload, and one offload
+    assert overlapped.peak_bytes[0] == 20
+    in_turn = played(CHAIN, limited(20, working=5))
+    assert in_turn.step_ends[0] == 30 + 3 + 2 * (3 + 3)
+    assert in_turn.peak_bytes[0] == 15
+
+
+def test_a_call_waits_for_the_onload_that_began_early() -> None:
+    simulation = Simulation(CHAIN, limited(30, working=0), Even())
+    simulation.costs.move = lambda worker, what: 25.0  # type: ignore[method-assign]
+    ends = simulation.run(1, 1).step_ends
+    assert ends[0] == 25 + 25 + 25 + 10  # each began with the call before it
+
+
+def test_a_fused_loop_takes_turns_and_hands_on_what_leaves() -> None:
+    graph = graph_of(lambda a, b, c, x: c.score(loop(a.score, b.score)(x)), "a", "b", "c")
+    lanes = (LaneSpec(0), LaneSpec(1))
+    spots = {"a": Placement(((0,),)), "b": Placement(((0,),)), "c": Placement(((1,),))}
+    plan = Plan("custom", lanes, spots, {"c.score": StagePlan(chunk=1)})
+    run = played(graph, plan, items=3)
+    calls = [(span.name, span.start) for span in run.spans if span.lane == 1]
+    assert calls == [("c.score", 30.0), ("c.score", 40.0), ("c.score", 50.0)]
+    on_lane_0 = [span.name for span in run.spans if span.lane == 0]
+    assert on_lane_0 == ["a.score", "b.score", "a.score", "b.score", "a.score"]
+    assert run.worked_on[0, 0, 0] == 3
+    assert run.worked_on[1, 0, 0] == 2
+    assert run.worked_on[1, 0, 2] == 1

@@ -1,0 +1,33 @@
+"""Sizes in bytes as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from m2flow.errors import UserError
+from m2flow.plan import parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("1B", 1),
+        ("200MB", 200_000_000),
+        ("200 mb", 200_000_000),
+        (" 2KiB ", 2048),
+        ("1.5GiB", 3 * 2**29),
+        ("0.5kb", 500),
+        ("1TB", 10**12),
+        ("9007199254740993", 9007199254740993),  # more digits than a float holds
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MB", "-1MB", "0", "0.4B", "12XB", "1e9", "1.MB", "1 2MB"])
+def test_text_that_is_no_size(text: str) -> None:
+    with pytest.raises(UserError, match=r"lane_memory: is not a size.*KiB.*such as 200MB") as error:
+        parse_bytes(text, "lane_memory")
+    assert repr(text) in str(error.value)

@@ -1,0 +1,286 @@
+"""What goes wrong on lanes: the first cause is on top within seconds, and nothing is left over."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import m2flow
+from m2flow import Batch, Flow, Place, Stream, Worker, stage
+from m2flow.engine.plan import LaneSpec, Placement, Plan
+from m2flow.errors import PlanError, RunFailed, UserError
+from m2flow.runtime.launch import Run
+from m2flow.runtime.pool import LanePool
+from tests.runtime.local_cluster import local_cluster
+
+ray = pytest.importorskip("ray")
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this module
+
+ITEMS = 4
+LANES = tuple(LaneSpec(number) for number in range(2))
+LARGE = 1 << 20
+"""Elements of a row: so large a payload goes through shared memory."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> Iterator[None]:
+    with local_cluster(len(LANES)):
+        yield
+
+
+@pytest.fixture(scope="module")
+def pool(_cluster: None) -> Iterator[LanePool]:
+    """For whatever leaves the lanes as they are."""
+    with LanePool(LANES) as lanes:
+        yield lanes
+
+
+class Maker(Worker):
+    """Makes large items; a wrong one or none where it is told to."""
+
+    def __init__(self, fault: str = "", folder: str = "") -> None:
+        self.fault, self.folder = fault, folder
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        if self.fault == "load":
+            wait_for(lambda: any(Path(self.folder).iterdir()), 30)
+            (Path(self.folder) / str(os.getpid())).touch()
+            raise FileNotFoundError("no model here")
+
+    @stage
+    def make(self, batch: Batch) -> Batch:
+        if self.fault == "items":
+            return batch.select([0])
+        if self.fault == "column":
+            return batch.with_columns(y=torch.zeros(len(batch) + 1))
+        return batch.with_columns(y=torch.ones(len(batch), LARGE))
+
+    @stage(streaming=True)
+    def stream(self, batch: Batch) -> Generator[Batch, Batch | None, None]:
+        if self.fault == "streamed column":
+            yield batch.with_columns(y=torch.zeros(len(batch) + 1))
+        if self.fault != "streamed items":
+            yield batch
+
+
+class Reader(Worker):
+    """Reads them; before that, it waits for a file if it is told to."""
+
+    def __init__(self, fault: str = "", folder: str = "") -> None:
+        self.fault, self.folder = fault, folder
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        if self.fault == "slow load":
+            (Path(self.folder) / str(os.getpid())).touch()
+            time.sleep(120)
+
+    @stage
+    def read(self, batch: Batch) -> Batch:
+        if self.fault == "sleep":
+            (Path(self.folder) / "reading").touch()
+            time.sleep(120)
+        return batch.with_columns(y=batch["y"].sum(1) if "y" in batch else batch["x"])
+
+
+class Making(Flow):
+    maker: Maker
+    reader: Reader
+
+    def step(self, items: Stream) -> Stream:
+        return self.reader.read(self.maker.make(self.maker.stream(items)))
+
+
+def start(maker: str = "", reader: str = "", folder: Path | str = "", **settings: object) -> Run:
+    flow = Making(maker=Maker(maker, str(folder)), reader=Reader(reader, str(folder)))
+    if "mode" not in settings:
+        spots = {"maker": Placement(((0,),)), "reader": Placement(((1,),))}
+        settings = {"plan": Plan("custom", LANES, spots), **settings}
+    return m2flow.launch(flow, items_per_step=ITEMS, **settings)  # type: ignore[arg-type]
+
+
+def items() -> Batch:
+    return Batch({"x": torch.arange(ITEMS)})
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(what: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def left_over(name: str, temporary: str | None = None) -> list[str]:
+    """Files of a pool in shared memory, and its folder."""
+    folder = Path(temporary or tempfile.gettempdir()) / name
+    shared = [str(path) for path in Path("/dev/shm").glob(f"{name}*")]
+    return shared + ([str(folder)] if folder.exists() else [])
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["eager", "lanes"])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("items", ["maker.make", "the wrong number of items", "got 1", f"expected {ITEMS}"]),
+        ("column", ["maker.make", "y", str(ITEMS + 1)]),
+        ("streamed items", ["maker.stream", f"{ITEMS} items not handed on"]),
+        ("streamed column", ["maker.stream", "y", str(ITEMS + 1)]),
+    ],
+)
+def test_a_stage_that_returns_something_wrong_is_named(
+    fault: str, words: list[str], where: str, pool: LanePool
+) -> None:
+    settings = {"mode": "eager", "lanes": "cpu:1"} if where == "eager" else {"lanes": pool}
+    began = time.monotonic()
+    with start(fault, **settings) as run, pytest.raises(UserError) as caught:
+        run.step(items())
+    assert time.monotonic() - began < 5
+    first = str(caught.value).splitlines()[0]
+    assert all(word in first for word in words), first
+
+
+def test_lanes_that_overlap_are_refused_before_anything_starts() -> None:
+    shared = (LaneSpec(0, cores=(0, 1)), LaneSpec(1, cores=(1,)))
+    began = time.monotonic()
+    with pytest.raises(PlanError, match=r"lanes: lanes \[0, 1\] overlap on core 1"):
+        start(mode="collocated", lanes=shared)
+    assert time.monotonic() - began < 1
+
+
+def test_a_worker_that_cannot_load_ends_the_lanes_at_once(tmp_path: Path) -> None:
+    """Even those in the middle of loading another one."""
+    began = time.monotonic()
+    with pytest.raises(FileNotFoundError, match="no model here") as caught:
+        start("load", "slow load", tmp_path)
+    assert time.monotonic() - began < 15, "most of it is the start of the lanes"
+    assert "On lane 0:" in "\n".join(caught.value.__notes__)
+    processes = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(processes) == 2
+    wait_for(lambda: not any(map(alive, processes)), 5)
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def test_a_lane_that_is_lost_while_another_waits_for_it_is_on_top(tmp_path: Path) -> None:
+    """Whoever asks it for a payload misses it first; that is not what is said."""
+    with start(folder=tmp_path) as run:
+        run.step(items())
+        pool = run._carrier.pool
+        victim, name = pool.addresses[0].process_id, pool._folder.name
+        os.kill(victim, signal.SIGSTOP)  # alive, and answering nobody
+        killer = threading.Timer(1.0, os.kill, (victim, signal.SIGKILL))
+        killer.start()
+        began = time.monotonic()
+        with pytest.raises(RunFailed) as caught:
+            run.step(items())
+        killer.join()
+        assert time.monotonic() - began < 8
+    assert str(caught.value).startswith("lane 0 was lost: ")
+    assert "it held maker" in str(caught.value)
+    assert left_over(name) == []
+
+
+class Gone(Maker):
+    """Makes its items, and is gone before anybody has read them."""
+
+    @stage
+    def make(self, batch: Batch) -> Batch:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return batch
+
+
+class Late(Reader):
+    @stage
+    def read(self, batch: Batch) -> Batch:
+        return batch
+
+    @stage
+    def wait(self, batch: Batch) -> Batch:
+        time.sleep(1.0)
+        return batch
+
+
+class Losing(Flow):
+    """The reader asks for the items when their maker is gone."""
+
+    maker: Gone
+    reader: Late
+
+    def step(self, items: Stream) -> Stream:
+        return self.reader.read(self.maker.make(items), self.reader.wait(items))
+
+
+def test_a_payload_that_went_with_its_lane_names_the_lane() -> None:
+    spots = {"maker": Placement(((0,),)), "reader": Placement(((1,),))}
+    flow = Losing(maker=Gone(), reader=Late())
+    with (
+        m2flow.launch(flow, items_per_step=ITEMS, plan=Plan("custom", LANES, spots)) as run,
+        pytest.raises(RunFailed) as caught,
+    ):
+        run.step(items())
+    assert str(caught.value).startswith("lane 0 was lost: ")
+
+
+LAUNCHER = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import tests.runtime.test_faults as faults
+run = faults.start(reader="sleep", folder=sys.argv[2])
+pool = run._carrier.pool
+processes = [address.process_id for address in pool.addresses.values()]
+words = " ".join(map(str, [pool._folder.name, *processes]))
+Path(sys.argv[2], "part").write_text(words)
+os.rename(Path(sys.argv[2], "part"), Path(sys.argv[2], "there"))
+run.step(faults.items())
+"""
+
+
+def test_lanes_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    """In the middle of a call, with payloads in shared memory: all of it is gone in seconds."""
+    root = Path(__file__).resolve().parents[2]
+    temporary = tempfile.mkdtemp(prefix="m2l-")  # Ray cannot remove its files there
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    environment["TMPDIR"] = temporary
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(LAUNCHER), str(root), str(tmp_path)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(lambda: (tmp_path / "reading").exists() or launcher.poll() is not None, 60)
+        name, *processes = (tmp_path / "there").read_text().split()
+        assert all(alive(int(process)) for process in processes)
+        assert any("/dev/shm" in path for path in left_over(name, temporary))
+    finally:
+        launcher.kill()
+        launcher.wait()
+    try:
+        wait_for(lambda: not any(alive(int(process)) for process in processes), 5)
+        wait_for(lambda: not left_over(name, temporary), 5)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

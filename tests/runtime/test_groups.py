@@ -1,0 +1,162 @@
+"""Process groups between lanes: made on demand, without waiting for others, and kept."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from m2flow.errors import RunFailed
+from m2flow.runtime import groups as module
+from m2flow.runtime.groups import LaneGroups, choose_interface, interface_of, lane_sets_of
+from tests.training.lane_processes import LaneProcesses
+
+
+@pytest.fixture(scope="module")
+def lanes() -> Iterator[LaneProcesses]:
+    with LaneProcesses(3) as lanes:
+        yield lanes
+
+
+def summed(groups: LaneGroups, lane_set: tuple[int, ...]) -> tuple[list[float], int] | None:
+    if dist.get_rank() not in lane_set:
+        return None
+    mine = 10.0 ** dist.get_rank()
+    strided = torch.full((4, 2), mine)[:, 0]
+    tensors = [torch.tensor([mine]), strided, torch.tensor(mine, dtype=torch.float64)]
+    groups.all_reduce(lane_set)(tensors)
+    assert strided.tolist() == [tensors[0].item()] * 4
+    return [tensors[0].item(), tensors[2].item()], int(groups.group(lane_set).size())
+
+
+def ensured_and_summed(
+    groups: LaneGroups, lane_sets: list[tuple[int, ...]]
+) -> list[tuple[list[float], int] | None]:
+    groups.ensure(lane_sets)
+    return [summed(groups, lane_set) for lane_set in lane_sets]
+
+
+def test_groups_sum_over_their_lanes(lanes: LaneProcesses) -> None:
+    found = lanes(ensured_and_summed, [(0, 1, 2), (0, 2), (2, 1)])
+    everyone, first_last, last_two = ([111.0] * 2, 3), ([101.0] * 2, 2), ([110.0] * 2, 2)
+    assert found == [
+        [everyone, first_last, None],
+        [everyone, None, last_two],
+        [everyone, first_last, last_two],
+    ]
+
+
+def kept(groups: LaneGroups) -> list[bool]:
+    groups.ensure([(0, 1, 2)])
+    before = dict(groups._groups)
+    groups.ensure([(2, 1, 0), (0, 1)])
+    return [
+        all(groups._groups[members] is group for members, group in before.items()),
+        groups._groups.keys() - before.keys() <= {((0, 1), "")},
+    ]
+
+
+def test_another_plan_makes_only_what_is_new(lanes: LaneProcesses) -> None:
+    assert lanes(kept) == [[True, True]] * 3
+
+
+def for_a_purpose(groups: LaneGroups) -> bool:
+    groups.ensure([(0, 1, 2)])
+    groups.ensure([(0, 1, 2)], "another")
+    return groups.group((0, 1, 2)) is not groups.group((2, 1, 0), "another")
+
+
+def test_a_purpose_has_a_group_of_its_own(lanes: LaneProcesses) -> None:
+    assert lanes(for_a_purpose) == [True] * 3
+
+
+def made_without_the_third(groups: LaneGroups) -> float:
+    if dist.get_rank() == 2:
+        time.sleep(1.0)
+    start = time.monotonic()
+    groups._groups.pop(((0, 1), ""), None)
+    groups.ensure([(0, 1)])
+    return time.monotonic() - start
+
+
+def test_nobody_waits_for_a_lane_that_is_no_member(lanes: LaneProcesses) -> None:
+    assert max(lanes(made_without_the_third)) < 0.8
+
+
+def mesh_of_two(groups: LaneGroups) -> list[object]:
+    groups.ensure(lane_sets_of([(2, 1)]))
+    if dist.get_rank() == 0:
+        return []
+    make = groups.mesh([(2, 1)])
+    mesh = make()
+    same = make() is mesh and groups.mesh([(1, 2)])() is mesh
+    shard = mesh["shard"]
+    tensor = torch.tensor([dist.get_rank()])
+    dist.all_reduce(tensor, group=mesh.get_group("shard"))
+    return [same, mesh.mesh.tolist(), mesh.mesh_dim_names, shard.get_local_rank(), tensor.item()]
+
+
+def test_a_mesh_stands_on_any_lanes_in_ascending_order(lanes: LaneProcesses) -> None:
+    first, *others = lanes(mesh_of_two)
+    assert first == []
+    names = ("replicate", "shard")
+    assert others == [[True, [[1, 2]], names, rank, 3] for rank in (0, 1)]
+
+
+def test_the_groups_that_gangs_need() -> None:
+    assert lane_sets_of([(3,)]) == []
+    assert lane_sets_of([(3,), (1,)]) == [(1, 3)]
+    assert lane_sets_of([(1, 0)]) == [(0, 1), (0,), (1,)]
+    pairs = lane_sets_of([(2, 3), (1, 0)])
+    assert pairs == [(0, 1, 2, 3), (2, 3), (0, 1), (0, 2), (1, 3)]
+
+
+def test_a_later_deadline_holds_for_groups_that_are_there() -> None:
+    with LaneProcesses(2) as two:
+        assert 0.5 < max(two(waits_for_two)) < 2.0
+
+
+def waits_for_two(groups: LaneGroups) -> float:
+    groups.ensure([(0, 1)])
+    groups.init("ignored", 0, same_node=True, timeout_seconds=1)
+    if dist.get_rank():
+        time.sleep(2.5)
+        return 0.0
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        groups.all_reduce((0, 1))([torch.zeros(1)])
+    return time.monotonic() - start
+
+
+def test_the_interface_that_has_an_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    addresses = Path("/proc/net/if_inet6")
+    if addresses.exists() and f"{1:032x} " in addresses.read_text():
+        assert interface_of("::1") == "lo"
+    with pytest.raises(RunFailed, match=r"192\.0\.2\.7; name one in GLOO_SOCKET_IFNAME"):
+        interface_of("192.0.2.7")
+
+
+def test_loopback_serves_one_node_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "interface_of", {"10.77.0.1": "eth7"}.__getitem__)
+    for node_address, gloo, nccl in ((None, "lo", None), ("10.77.0.1", "eth7", "=eth7")):
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+        choose_interface(node_address)
+        assert os.environ["GLOO_SOCKET_IFNAME"] == gloo
+        assert os.environ.get("NCCL_SOCKET_IFNAME") == nccl
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    choose_interface("10.77.0.1")
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("ib0", "=ib0")
+
+
+def test_a_lane_that_needs_no_collective_joins_nothing() -> None:
+    LaneGroups(0, 2).close()
+    with pytest.raises(AssertionError, match="has not joined"):
+        LaneGroups(0, 2).ensure([(0, 1)])

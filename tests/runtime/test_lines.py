@@ -1,0 +1,110 @@
+"""Control lines: whole frames in order, a launcher that never waits, and no stranger let in."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from m2flow.runtime.lines import LauncherLine, Line, LineClosed, Waiting, connect
+
+KEY = b"k" * 32
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Line, LauncherLine]]:
+    waiting = Waiting(tmp_path / "line", "127.0.0.1", KEY)
+    accepted: list[Line] = []
+    thread = threading.Thread(target=lambda: accepted.append(waiting.accept(5.0)))
+    thread.start()
+    launcher = connect(waiting.address, KEY, same_node=request.param == "unix", seconds=5.0)
+    thread.join()
+    yield accepted[0], launcher
+    accepted[0].close()
+    launcher.close()
+
+
+def _take(line: LauncherLine, count: int) -> list[bytes]:
+    frames: list[bytes] = []
+    deadline = time.monotonic() + 5.0
+    while len(frames) < count and time.monotonic() < deadline:
+        frames += line.take()
+        time.sleep(0.001)
+    return frames
+
+
+def test_frames_arrive_whole_and_in_order(ends: tuple[Line, LauncherLine]) -> None:
+    lane, launcher = ends
+    sizes = [0, 1, 8, 100, 1 << 16, 3]
+    for size in sizes:
+        launcher.send(bytes([size % 251]) * size)
+    assert [len(lane.receive()) for _ in sizes] == sizes
+    for size in sizes:
+        lane.send(bytes(size))
+    assert [len(frame) for frame in _take(launcher, len(sizes))] == sizes
+    assert not lane.waiting()
+
+
+def test_a_launcher_does_not_wait_for_a_lane_that_is_busy(
+    ends: tuple[Line, LauncherLine],
+) -> None:
+    lane, launcher = ends
+    big = bytes(20 << 20)
+    start = time.monotonic()
+    launcher.send(big)
+    launcher.send(b"after")
+    assert time.monotonic() - start < 2.0
+    assert launcher.unsent
+    received: list[int] = []
+
+    def read() -> None:
+        received.extend(len(lane.receive()) for _ in range(2))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    deadline = time.monotonic() + 10.0
+    while launcher.unsent and time.monotonic() < deadline:
+        launcher.flush()
+    thread.join(5.0)
+    assert received == [len(big), 5]
+
+
+def test_the_end_of_a_lane_is_seen_after_its_last_words(ends: tuple[Line, LauncherLine]) -> None:
+    lane, launcher = ends
+    lane.send(b"last")
+    lane.close()
+    assert _take(launcher, 1) == [b"last"]
+    with pytest.raises(LineClosed):
+        launcher.take()
+
+
+def test_the_end_of_a_launcher_is_seen(ends: tuple[Line, LauncherLine]) -> None:
+    lane, launcher = ends
+    launcher.close()
+    with pytest.raises(LineClosed):
+        lane.receive()
+
+
+def test_a_stranger_is_not_let_in(tmp_path: Path) -> None:
+    waiting = Waiting(tmp_path / "line", "127.0.0.1", KEY)
+    accepted: list[Line] = []
+    thread = threading.Thread(target=lambda: accepted.append(waiting.accept(5.0)))
+    thread.start()
+    with pytest.raises((PermissionError, ConnectionError)):
+        connect(waiting.address, b"w" * 32, same_node=True, seconds=5.0)
+    garbage = socket.create_connection((waiting.address.host, waiting.address.port))
+    garbage.sendall(b"GET / HTTP/1.1\r\n\r\n" * 8)
+    garbage.close()
+    connect(waiting.address, KEY, same_node=True, seconds=5.0).close()
+    thread.join(5.0)
+    assert len(accepted) == 1
+    accepted[0].close()
+
+
+def test_a_lane_does_not_wait_for_a_launcher_for_ever(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError):
+        Waiting(tmp_path / "line", "127.0.0.1", KEY).accept(0.05)

@@ -1,0 +1,512 @@
+"""Publishing on lanes: the same weights whatever the way, and a way that fits the distance.
+
+Each version is a function of its number, written out once more for the test, so a stale, torn or
+misplaced install is seen at once, by the very next call of the worker that took it over.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import m2flow
+from m2flow import Batch, Flow, Stream, Worker, stage
+from m2flow.engine.messages import InstallWeights
+from m2flow.engine.plan import LaneSpec, Placement, Plan
+from m2flow.engine.runner import StepResult
+from m2flow.errors import RunFailed, UserError
+from m2flow.runtime.links.shared_memory import SharedPool, SharedReader
+from m2flow.runtime.links.table import LinkCost, LinkTable
+from m2flow.runtime.orders import Export, Sends
+from m2flow.runtime.publishing.publisher import MEASURED_SECOND, Publisher
+from m2flow.runtime.publishing.relay import Relay, RelayKey
+from m2flow.runtime.publishing.snapshot import LayoutCache
+from m2flow.runtime.publishing.source import LayoutKey, WeightsKey, WeightsOut
+from m2flow.runtime.publishing.target import WeightsIn
+from m2flow.runtime.weights import Box, Shard
+from m2flow.runtime.weights.bits import checksum
+from m2flow.runtime.weights.delta import DeltaDecoder
+from m2flow.runtime.weights.rates import Rates
+
+ray = pytest.importorskip("ray")
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this module
+
+STEPS, ROWS = 4, 96
+
+
+def weights_of(version: int) -> dict[str, Tensor]:
+    """Version v of the model: from one to the next little changes, and only in some tensors."""
+    matrix = torch.arange(ROWS * 40, dtype=torch.float32).view(ROWS, 40)
+    matrix[:, version % 40] = -version
+    half = torch.linspace(-1, 1, 300).to(torch.bfloat16)
+    half[version::7] = float(version)
+    return {
+        "matrix": matrix,
+        "half": half,
+        "count": torch.tensor(version),
+        "none": torch.empty(0, 5),
+        "fixed": torch.ones(17, dtype=torch.bool),
+        "tied": matrix,
+    }
+
+
+def mark(weights: Mapping[str, Tensor]) -> list[int]:
+    return [checksum(weights[name]) for name in sorted(weights)]
+
+
+class Source(Worker):
+    """Holds version v whole; on a gang each lane has some rows of everything that has rows."""
+
+    def load(self, place: m2flow.Place) -> None:
+        super().load(place)
+        self.version = place.version
+
+    def weights(self) -> Mapping[str, Any]:
+        whole, gang = weights_of(self.version), self.place.gang
+        if gang.size == 1:
+            return whole
+        cut: dict[str, Any] = {}
+        for name, tensor in whole.items():
+            if name == "tied":
+                cut[name] = cut["matrix"]
+            elif tensor.dim() == 0:
+                cut[name] = tensor
+            else:
+                part = tensor.chunk(gang.size)[gang.rank] if len(tensor) else tensor
+                above = len(tensor.chunk(gang.size)[0]) * gang.rank if len(tensor) else 0
+                box = Box((above, *[0] * (tensor.dim() - 1)), tuple(part.shape))
+                cut[name] = Shard(part, box, tuple(tensor.shape))
+        return cut
+
+    @stage(accumulates=True)
+    def train(self, batch: Batch) -> None:
+        """One step makes the next version."""
+
+    @train.finish
+    def train_finish(self) -> dict[str, float]:
+        self.version += 1
+        return {}
+
+
+class Target(Worker):
+    """Runs on what it has taken over, and says with each item what that is."""
+
+    spoil = fail = False
+
+    def load(self, place: m2flow.Place) -> None:
+        super().load(place)
+        self.taken: dict[str, Tensor] = weights_of(place.version)
+        self.version = place.version
+
+    def install(self, weights: Mapping[str, Tensor], version: int) -> None:
+        if self.fail:
+            raise ArithmeticError("no room for these weights")
+        self.taken, self.version = dict(weights), version
+        assert weights["tied"].data_ptr() == weights["matrix"].data_ptr(), "tied no more"
+
+    @stage
+    def use(self, batch: Batch) -> Batch:
+        count = len(batch)
+        marks = torch.tensor([mark(self.taken)] * count)
+        return batch.with_columns(mark=marks, version=torch.full((count,), self.version))
+
+    def forget(self) -> int:
+        """Lose the version that deltas build on; how many decoders there were."""
+        decoders = [one for one in gc.get_objects() if isinstance(one, DeltaDecoder)]
+        for decoder in decoders:
+            decoder.version = -1
+        return len(decoders)
+
+    def damage(self) -> None:
+        self.taken["matrix"][3, 3] = 12345.0
+
+    def refuse(self) -> None:
+        self.fail = True
+
+
+class Publishing(Flow):
+    source: Source
+    target: Target
+
+    def step(self, items: Stream) -> Stream:
+        return self.source.train(self.target.use(items))
+
+    def sync(self) -> None:
+        self.source.publish(self.target)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Any]:
+    from m2flow.runtime.pool import LanePool
+
+    with LanePool([LaneSpec(number) for number in range(3)]) as lanes:
+        yield lanes
+
+
+def run_on(
+    pool: Any, source: Sequence[tuple[int, ...]], steps: int = STEPS, **more: Any
+) -> tuple[list[StepResult], list[str]]:
+    with launched(pool, source, **more) as run:
+        results = list(run.steps(items() for _ in range(steps)))
+        return results, [f"{way}: {why}" for way, why in run.explain_publishing().items()]
+
+
+def launched(pool: Any, source: Sequence[tuple[int, ...]], **more: Any) -> Any:
+    placements = {"source": Placement(tuple(source)), "target": Placement(((1,), (2,)))}
+    plan = Plan("custom", pool.lanes, placements, deadline_seconds=30)
+    flow = Publishing(source=Source(), target=Target())
+    return m2flow.launch(flow, items_per_step=4, plan=plan, lanes=pool, **more)
+
+
+def items() -> Batch:
+    return Batch({"x": torch.zeros(4)})
+
+
+def check(results: Sequence[StepResult]) -> None:
+    """Each step ran on the version before it, bit by bit and on all lanes."""
+    for result in results:
+        assert result.output["version"].tolist() == [result.step] * 4
+        assert result.output["mark"].tolist() == [mark(weights_of(result.step))] * 4
+
+
+# --- on lanes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", [((0,),), ((0, 1),)], ids=["single", "gang"])
+@pytest.mark.parametrize("method", ["shared", "copy", "delta", None])
+def test_the_same_weights_whatever_the_way(
+    pool: Any, method: str | None, source: Sequence[tuple[int, ...]]
+) -> None:
+    results, lines = run_on(pool, source, publish=method)
+    check(results)
+    (line,) = lines
+    assert f"source publishes to target on 2 lanes of its node by {method or 'shared'}" in line
+    for result in results:
+        assert result.published["source"].num_bytes > 0
+        assert result.published["source"].seconds > 0
+
+
+@pytest.mark.usefixtures("pool")
+def test_the_same_weights_by_way_of_the_object_store() -> None:
+    from m2flow.runtime.pool import LanePool
+
+    with LanePool([LaneSpec(number) for number in range(3)], link="object") as lanes:
+        for method, taken in ((None, "copy"), ("delta", "delta")):
+            results, lines = run_on(lanes, ((0,),), publish=method)
+            check(results)
+            assert f"by {taken}" in lines[0]
+
+
+def test_a_broadcast(pool: Any) -> None:
+    results, lines = run_on(pool, ((0,),), publish="broadcast")
+    check(results)
+    assert "by broadcast" in lines[0]
+
+
+class Pair(Flow):
+    first: Source
+    second: Source
+    one: Target
+    other: Target
+
+    def step(self, items: Stream) -> Stream:
+        return self.second.train(self.first.train(self.other.use(self.one.use(items))))
+
+    def sync(self) -> None:
+        self.first.publish(self.one)
+        self.second.publish(self.other)
+
+
+@pytest.mark.parametrize("method", ["shared", "delta", "broadcast"])
+def test_two_sources_do_not_get_in_each_others_way(pool: Any, method: str) -> None:
+    here, there = Placement(((0,),)), Placement(((1,), (2,)))
+    spots = {"first": here, "second": here, "one": there, "other": there}
+    plan = Plan("custom", pool.lanes, spots, deadline_seconds=30)
+    flow = Pair(first=Source(), second=Source(), one=Target(), other=Target())
+    with m2flow.launch(flow, items_per_step=4, plan=plan, lanes=pool, publish=method) as run:
+        check(list(run.steps(items() for _ in range(STEPS))))
+
+
+def test_a_delta_moves_less(pool: Any) -> None:
+    results, _ = run_on(pool, ((0,),), publish="delta")
+    full = sum(tensor.nbytes for name, tensor in weights_of(0).items() if name != "tied")
+    first, *later = [result.published["source"].num_bytes for result in results]
+    assert first == 3 * full  # sent once, taken over twice
+    assert all(0 < num_bytes < 0.2 * first for num_bytes in later)
+
+
+@pytest.mark.parametrize("harm", ["forget", "damage"])
+@pytest.mark.parametrize("source", [((0,),), ((0, 1),)], ids=["single", "gang"])
+def test_a_target_that_cannot_use_a_delta_gets_everything(
+    pool: Any, source: Sequence[tuple[int, ...]], harm: str
+) -> None:
+    with launched(pool, source, publish="delta") as run:
+        results = [run.step(items()) for _ in range(2)]
+        found = run.worker_call("target", harm)
+        if harm == "forget":
+            assert found >= len(source[0])
+            results.append(run.step(items()))
+        else:
+            run.step(items())  # runs on the damage itself
+        results += [run.step(items()) for _ in range(2)]
+    check(results)
+    sizes = [result.published["source"].num_bytes for result in results]
+    if harm == "forget":
+        assert sizes[2] > 3 * sizes[3]
+
+
+def test_other_nodes_get_deltas_once_they_are_known_to_pay(
+    pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second version shows how little changes; the third is the delta that begins."""
+    monkeypatch.setattr(pool, "same_node", lambda a, b: a == b)
+    slow = LinkTable({"cluster": {"stream": LinkCost(0.01, 50e3)}})
+    monkeypatch.setattr(pool, "links", pool.links.merged(slow))
+    results, lines = run_on(pool, ((0,),), steps=6)
+    check(results)
+    assert len(lines) == 1
+    assert "on 2 lanes of other nodes by delta" in lines[0]
+    assert "broadcast" in lines[0], "a group was made, so it was in the running"
+    sizes = [result.published["source"].num_bytes for result in results]
+    assert max(sizes[MEASURED_SECOND + 1 :]) < 0.5 * min(sizes[: MEASURED_SECOND + 1])
+
+
+@pytest.mark.parametrize("method", ["copy", "delta"])
+def test_lanes_of_another_node_share_what_crosses_the_network(
+    pool: Any, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "same_node", lambda a, b: (a == 0) == (b == 0))
+    results, lines = run_on(pool, ((0,),), publish=method)
+    check(results)
+    assert f"on 2 lanes of other nodes by {method}" in lines[0]
+
+
+def test_an_install_that_raises_ends_the_run(pool: Any) -> None:
+    with launched(pool, ((0,),)) as run:
+        run.step(items())
+        run.worker_call("target", "refuse")
+        with pytest.raises(RunFailed, match=r"install of source's weights in target .* lane 1"):
+            run.step(items())
+
+
+def test_a_way_that_cannot_be_had_is_refused(pool: Any) -> None:
+    with pytest.raises(UserError, match="unknown way to publish"):
+        launched(pool, ((0,),), publish="pigeon")
+    with pytest.raises(UserError, match="cannot be broadcast: it stands on a gang"):
+        launched(pool, ((0, 1),), publish="broadcast")
+
+
+# --- the two halves, in one process ---------------------------------------------------------------
+
+
+class Loopback:
+    """Both halves of one lane, and what was asked for."""
+
+    def __init__(self) -> None:
+        self.pool = SharedPool("test-publishing-")
+        self.out = WeightsOut(self.pool, 0, 0, by_handle=True)
+        self.asked: list[Any] = []
+        self.there = WeightsIn(1, self.ask, SharedReader(), Relay(self.ask))
+
+    def ask(self, lane: int, key: Any, seconds: float, *, own: bool = False) -> Any:
+        self.asked.append(key)
+        return self.out.provide(key)
+
+    def export(self, version: int, method: Any, oldest: int = 0, **more: Any) -> list[Export]:
+        sends = Sends({method: 1}, oldest, **more)
+        return list(self.out.lay_out("source", version, weights_of(version), sends, None))
+
+    def install(self, version: int, exports: Sequence[Export], name: str = "target") -> None:
+        got, _ = self.there.collect(
+            "source", (name, Worker()), version, exports, 1.0, lambda source, lanes: None
+        )
+        assert mark(got) == mark(weights_of(version))
+
+
+@pytest.fixture
+def loopback() -> Iterator[Loopback]:
+    both = Loopback()
+    yield both
+    both.pool.close()
+
+
+@pytest.mark.parametrize("method", ["shared", "copy"])
+def test_a_layout_is_asked_for_once(loopback: Loopback, method: str) -> None:
+    for version in range(4):
+        loopback.install(version, loopback.export(version, method))
+    asked = [key for key in loopback.asked if isinstance(key, LayoutKey)]
+    assert len(asked) == 1
+    assert len(loopback.asked) == (1 if method == "shared" else 5)
+
+
+def test_a_late_reader_gets_the_version_that_it_asks_for(loopback: Loopback) -> None:
+    """Though the encoder has gone on: what somebody still needs is kept."""
+    first = loopback.export(0, "delta")
+    loopback.install(0, first)
+    second, third = loopback.export(1, "delta"), loopback.export(2, "delta")
+    loopback.install(1, second, name="new here")
+    loopback.install(1, second)
+    loopback.install(2, third)
+    loopback.install(2, third, name="new here")
+    bootstraps = [key for key in loopback.asked if getattr(key, "what", "") == "bootstrap"]
+    assert [key.version for key in bootstraps] == [1]
+
+
+def test_a_relay_asks_once() -> None:
+    asked: list[Any] = []
+    started, go_on = threading.Event(), threading.Event()
+
+    def ask(lane: int, key: WeightsKey, seconds: float) -> str:
+        asked.append((lane, key))
+        started.set()
+        assert go_on.wait(seconds)
+        if key.version == 3:
+            raise ConnectionError("gone")
+        return f"version {key.version}"
+
+    relay = Relay(ask)
+
+    def key(version: int) -> RelayKey:
+        return RelayKey(0, WeightsKey("source", version, "snapshot"), 5.0)
+
+    with ThreadPoolExecutor(4) as threads:
+        got = [threads.submit(relay.bring, key(1)) for _ in range(4)]
+        assert started.wait(5)
+        go_on.set()
+        assert [one.result(5) for one in got] == ["version 1"] * 4
+    assert len(asked) == 1
+    assert relay.bring(key(2)) == "version 2"
+    assert relay.bring(key(1)) == "version 1", "let go of, so brought again"
+    assert len(asked) == 3
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            relay.bring(key(3))
+
+
+def test_what_nobody_needs_is_let_go(loopback: Loopback) -> None:
+    for version in range(3):
+        loopback.export(version, "copy", oldest=version)
+    with pytest.raises(KeyError):
+        loopback.out.provide(WeightsKey("source", 1, "snapshot"))
+    assert loopback.out.provide(WeightsKey("source", 2, "snapshot")).numel()
+
+
+def test_the_change_is_measured_against_the_version_that_was_kept(loopback: Loopback) -> None:
+    (first,) = loopback.export(0, "copy", keep=True)
+    (second,) = loopback.export(1, "copy", measure=True)
+    (third,) = loopback.export(2, "copy", measure=True)
+    assert first.changed is None
+    assert 0.01 < (second.changed or 0) < 0.1
+    assert third.changed is None, "the second was not kept"
+
+
+def test_the_layout_cache_sees_what_matters() -> None:
+    cache, weights = LayoutCache(), weights_of(0)
+    cache.see(weights)
+    snapshot = cache.snapshot
+    cache.see(weights_of(1))
+    assert cache.snapshot is snapshot, "new tensors of the same kind"
+    for name, other in [
+        ("tied", weights["matrix"].clone()),
+        ("half", weights["half"].float()),
+        ("half", weights["half"][1:]),
+        ("fixed", Shard(weights["fixed"], Box((3,), (17,)), (20,))),
+    ]:
+        token = cache.token
+        cache.see(weights | {name: other})
+        assert cache.token != token, name
+        cache.see(weights)
+        assert cache.token == token
+
+
+class TwoNodes:
+    """Lanes 0 and 1 on one node, 2 and 3 on another."""
+
+    links = LinkTable(
+        {
+            "node": {"shared": LinkCost(1e-4, 1e10)},
+            "cluster": {"stream": LinkCost(1e-4, 1e9)},
+        }
+    )
+
+    def same_node(self, first: int, second: int) -> bool:
+        return first // 2 == second // 2
+
+
+def publisher(method: str | None = None) -> Publisher:
+    flow = Publishing(source=Source(), target=Target())
+    placements = {"source": Placement(((0,),)), "target": Placement(((1,), (2,), (3,)))}
+    plan = Plan("custom", tuple(LaneSpec(n) for n in range(4)), placements)
+    graphs = {"step": flow.trace()}
+    return Publisher(TwoNodes(), plan, graphs, range(4), method, rates=Rates())
+
+
+def publish(one: Publisher, version: int, changed: float | None = None) -> Mapping[Any, int]:
+    """Export and install a version; how it was sent."""
+    (sends,) = one.export("source", version, (0,)).values()
+    known = changed if sends.measure or "delta" in sends.readers else None
+    one.laid_out(
+        [
+            Export("source", version, 0, method, 7, 9, 200 << 20, changed=known)
+            for method in sends.readers
+        ]
+    )
+    for lane in (1, 2, 3):
+        command = InstallWeights(lane, "source", "target", version, (lane,), local=False)
+        (found,) = one.install(command)
+        assert found.via == (2 if lane in (2, 3) and found.method != "broadcast" else None)
+        one.finished(lane)
+    return sends.readers
+
+
+def test_the_way_follows_what_is_measured() -> None:
+    one = publisher()
+    assert one.groups() == {"source": (0, 2, 3)}
+    assert one.explain() == {}
+    assert publish(one, 1) == {"shared": 1, "copy": 2}
+    publish(one, 2, changed=0.01)
+    assert publish(one, 3, changed=None) == {"shared": 1, "delta": 2}
+    assert publish(one, 4, changed=0.95) == {"shared": 1, "delta": 2}
+    assert "delta" not in publish(one, 5), "deltas no longer pay"
+    (near, about_near), (_, about_far) = one.explain().items()
+    assert near == "source publishes to target on a lane of its node by shared"
+    assert about_near.startswith("210 MB in about ")
+    assert "95.00% of the elements changed" in about_far
+
+
+def test_a_way_is_not_changed_for_nothing() -> None:
+    one = publisher()
+    publish(one, 1)
+    before = list(one.explain())
+    publish(one, 2, changed=0.99)
+    assert list(one.explain()) == before
+
+
+def test_shared_memory_does_not_reach_other_nodes() -> None:
+    with pytest.raises(UserError, match="share no memory"):
+        publisher("shared")
+    assert publisher("broadcast").groups() == {"source": (0, 1, 2, 3)}
+    assert publisher("delta").groups() == {}
+
+
+def test_versions_that_somebody_needs_are_kept() -> None:
+    one = publisher()
+    one.export("source", 1, (0,))
+    one.laid_out([Export("source", 1, 0, m, 7, 100, 100) for m in ("shared", "copy")])
+    for lane in (1, 2):
+        command = InstallWeights(lane, "source", "target", 1, (lane,), local=False)
+        one.install(command)
+        one.finished(lane)
+    assert one.export("source", 2, (0,))[0].oldest == 1, "lane 3 has not installed it"
+    command = InstallWeights(3, "source", "target", 1, (3,), local=False)
+    assert one.install(command)[0].version == 1
+    one.finished(3)
+    assert one.export("source", 3, (0,))[0].oldest == 2

@@ -1,0 +1,491 @@
+"""State that leaves memory and comes back: to the bit, through every alias, and really gone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from m2flow.errors import RunFailed
+from m2flow.flow import Place
+from m2flow.runtime.state import (
+    MovableState,
+    module_tensors,
+    peak_resident_bytes,
+    reset_peak_resident_bytes,
+    resident_bytes,
+)
+from m2flow.runtime.state import spill as spill_module
+from m2flow.runtime.state.host_memory import HostMemoryShelf
+from m2flow.runtime.state.storages import all_zero
+
+MB = 1 << 20
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(spill=tmp_path / "spill")
+
+
+def state_of(*tensors: Tensor, place: Place) -> MovableState:
+    return MovableState(lambda: tensors, place)
+
+
+def large_model(megabytes: int = 100) -> nn.Module:
+    """Layers of 4 MB, with random weights."""
+    layers = [nn.Linear(1024, 1023) for _ in range(megabytes // 4)]
+    return nn.Sequential(*layers)
+
+
+def test_memory_really_falls_and_comes_back(place: Place) -> None:
+    model = large_model()
+    state = MovableState(lambda: module_tensors(model), place)
+    expected = [tensor.clone() for tensor in model.state_dict().values()]
+    num_bytes, before = state.nbytes(), resident_bytes()
+    assert num_bytes == sum(tensor.nbytes for tensor in expected) > 99 * MB
+    for _ in range(2):
+        state.offload()
+        assert before - resident_bytes() > 0.9 * num_bytes
+        assert state.nbytes() == num_bytes
+        state.onload()
+        assert abs(before - resident_bytes()) < 0.3 * num_bytes  # the rest of the process breathes
+        assert state.nbytes() == num_bytes
+    for tensor, wanted in zip(model.state_dict().values(), expected, strict=True):
+        assert torch.equal(tensor, wanted)
+
+
+def test_storages_of_all_sizes_leave_no_hole_in_the_heap(place: Place) -> None:
+    """What the C library takes from its heap stays with the process unless that is trimmed."""
+    sizes = [1 << power for power in range(4, 22)] * 10
+    tensors = [torch.full((size // 4,), 1.5) for size in sizes]
+    state = state_of(*tensors, place=place)
+    before = resident_bytes()
+    state.offload()
+    assert before - resident_bytes() > 0.9 * state.nbytes()
+    state.onload()
+    assert all(bool((tensor == 1.5).all()) for tensor in tensors)
+
+
+def test_two_states_take_turns_within_the_memory_of_one(place: Place) -> None:
+    first, second = large_model(64), large_model(64)
+    moving = [MovableState(lambda m=m: module_tensors(m), place) for m in (first, second)]
+    moving[1].offload()
+    if not reset_peak_resident_bytes():
+        pytest.skip("the system does not let a process reset its peak")
+    before = resident_bytes()
+    for _ in range(2):
+        for out, back in ((0, 1), (1, 0)):
+            moving[out].offload()
+            moving[back].onload()
+    assert peak_resident_bytes() - before < 0.1 * moving[0].nbytes()
+
+
+def test_every_alias_stays_good(place: Place) -> None:
+    flat = torch.randn(100)
+    one = nn.Parameter(flat[:40].view(5, 8))
+    one.grad = torch.randn(5, 8)
+    tied = nn.Parameter(one.detach().T)
+    outside = flat[40:]  # never handed over
+    optimizer = torch.optim.Adam([one])
+    optimizer.step()
+    moments = optimizer.state[one]["exp_avg"]
+    expected = [tensor.detach().clone() for tensor in (one, tied, outside, moments)]
+    gradient = one.grad
+    state = MovableState(lambda: [one, tied, gradient, *optimizer.state[one].values()], place)
+    assert state.nbytes() == 4 * (100 + 3 * 40 + 1)  # the flat buffer once
+    state.offload()
+    state.onload()
+    for tensor, wanted in zip((one, tied, outside, moments), expected, strict=True):
+        assert torch.equal(tensor, wanted)
+    optimizer.step()  # in place, through the parameter
+    assert not torch.equal(tied, expected[1])
+    assert torch.equal(tied, one.T)
+    assert torch.equal(flat[:40], one.detach().flatten())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 3000), max_size=40),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
+    seed=st.integers(0, 99),
+)
+def test_any_tensors_come_back_to_the_bit(sizes: list[int], dtype: torch.dtype, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [
+        torch.randint(0, 2, (size,), generator=generator).to(dtype)[:: 1 + size % 3]
+        for size in sizes
+    ]
+    expected = [tensor.clone() for tensor in tensors]
+    state = state_of(*tensors, place=Place())
+    state.offload()
+    state.onload()
+    for tensor, wanted in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor, wanted)
+
+
+def test_nan_and_minus_zero_come_back_to_the_bit(place: Place) -> None:
+    bits = torch.tensor([0x7FC00001, -0x80000000, -0x3FFFFF, 1], dtype=torch.int32)
+    large = torch.zeros(MB).view(torch.int32)
+    large[-1] = -0x80000000  # -0.0 is not all zero bits
+    values, kept = [bits.view(torch.float32), large.view(torch.float32)], [bits.clone(), large[-1]]
+    state = state_of(*values, place=place)
+    state.offload()
+    state.onload()
+    assert torch.equal(values[0].view(torch.int32), kept[0])
+    assert int(values[1].view(torch.int32)[-1]) == -0x80000000
+
+
+def test_zeros_are_not_written(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    pwritev = os.pwritev
+
+    def counted(file: int, buffers: Any, start: int) -> int:
+        written.append(sum(len(buffer) for buffer in buffers))
+        return pwritev(file, buffers, start)
+
+    monkeypatch.setattr(spill_module.os, "pwritev", counted)
+    weights, gradients = torch.ones(MB), torch.zeros(MB)
+    state = state_of(weights, gradients, place=place)
+    state.offload()
+    assert sum(written) == weights.nbytes
+    state.onload()
+    assert bool((weights == 1).all())
+    assert not bool(gradients.any())
+    gradients[-1] = 1
+    assert all_zero([gradients.untyped_storage()]) == [False]
+
+
+def test_moving_twice_is_moving_once(place: Place) -> None:
+    tensor = torch.arange(1000.0)
+    state = state_of(tensor, place=place)
+    state.onload()
+    assert state.is_resident
+    state.offload()
+    state.offload()
+    assert not state.is_resident
+    assert tensor.untyped_storage().nbytes() == 0
+    state.onload()
+    tensor += 1
+    state.onload()
+    assert torch.equal(tensor, torch.arange(1000.0) + 1)
+
+
+def test_present_restores_what_was(place: Place) -> None:
+    tensor = torch.arange(1000.0)
+    state = state_of(tensor, place=place)
+    with state.present():
+        assert float(tensor[9]) == 9
+    assert state.is_resident
+    state.offload()
+    with state.present():
+        tensor += 1
+    assert not state.is_resident
+    with pytest.raises(ZeroDivisionError), state.present():
+        tensor.sum().item() / 0
+    assert not state.is_resident
+    state.onload()
+    assert torch.equal(tensor, torch.arange(1000.0) + 1)
+
+
+def test_a_state_may_grow_and_shrink_between_switches(place: Place) -> None:
+    tensors = [torch.full((1000,), 1.0)]
+    state = MovableState(lambda: tensors, place)
+    for size in (5000, 10, 3000):
+        state.offload()
+        state.onload()
+        tensors.append(torch.full((size,), float(size)))
+    del tensors[1]
+    assert state.nbytes() == 4 * (1000 + 10 + 3000)
+    state.offload()
+    state.onload()
+    assert [float(tensor.mean()) for tensor in tensors] == [1, 10, 3000]
+
+
+def test_no_room_leaves_the_state_where_it_is(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.arange(100_000.0)
+    state = state_of(tensor, place=place)
+    pwritev = os.pwritev
+
+    def full(file: int, buffers: Any, start: int) -> int:
+        if start > 0:
+            raise OSError(28, "No space left on device")
+        return pwritev(file, [buffers[0][:1000]], start)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(spill_module.os, "pwritev", full)
+        with pytest.raises(RunFailed, match=r"no room to put 400000 bytes .*spill"):
+            state.offload()
+    assert state.is_resident
+    assert torch.equal(tensor, torch.arange(100_000.0))
+    state.offload()
+    state.onload()
+    assert torch.equal(tensor, torch.arange(100_000.0))
+
+
+def test_an_onload_that_fails_can_be_tried_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = [torch.arange(1000.0), torch.arange(2000.0)]
+    state = state_of(*tensors, place=place)
+    state.offload()
+
+    def broken(file: int, buffers: Any, start: int) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(spill_module.os, "preadv", broken)
+        with pytest.raises(OSError, match="Input/output"):
+            state.onload()
+    assert not state.is_resident
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+    state.onload()
+    assert torch.equal(tensors[1], torch.arange(2000.0))
+
+
+def test_short_writes_and_reads_are_gone_on_with(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = [torch.randn(size) for size in (10, 1000, 1, 3000)]
+    expected = copy.deepcopy(tensors)
+    pwritev, preadv = os.pwritev, os.preadv
+
+    def bounded(buffers: Any, limit: int = 777) -> list[memoryview]:
+        return [buffers[0][:limit]] if len(buffers[0]) > limit else [buffers[0]]
+
+    monkeypatch.setattr(spill_module.os, "pwritev", lambda f, b, s: pwritev(f, bounded(b), s))
+    monkeypatch.setattr(spill_module.os, "preadv", lambda f, b, s: preadv(f, bounded(b), s))
+    state = state_of(*tensors, place=place)
+    state.offload()
+    state.onload()
+    for tensor, wanted in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor, wanted)
+
+
+# Memory that is not torch's own
+
+
+def test_memory_of_numpy_is_replaced_in_all_tensors_that_see_it(place: Place) -> None:
+    array = np.arange(10.0)
+    whole = torch.from_numpy(array)
+    parameter = nn.Parameter(whole[2:6])
+    state = state_of(whole, parameter, place=place)
+    for _ in range(2):
+        state.offload()
+        state.onload()
+    assert torch.equal(whole, torch.arange(10.0, dtype=torch.float64))
+    with torch.no_grad():
+        parameter += 1
+    assert whole.tolist() == [0, 1, 3, 4, 5, 6, 6, 7, 8, 9]
+    assert array[2] == 2  # it went its own way
+
+
+def test_memory_shared_with_others_is_refused(place: Place) -> None:
+    own, shared = torch.arange(5.0), torch.arange(9.0).share_memory_()
+    state = state_of(own, shared, place=place)
+    with pytest.raises(RunFailed, match="36 bytes lies in memory that other processes"):
+        state.offload()
+    assert state.is_resident
+    assert float(own[4]) == 4
+
+
+def test_foreign_memory_seen_twice_is_refused(place: Place) -> None:
+    array = np.arange(10.0)
+    state = state_of(torch.from_numpy(array), torch.from_numpy(array[5:]), place=place)
+    with pytest.raises(RunFailed, match="same foreign memory"):
+        state.offload()
+
+
+def test_tensors_elsewhere_stay_where_they_are(place: Place) -> None:
+    state = state_of(torch.empty(5, device="meta"), torch.ones(5), place=place)
+    assert state.nbytes() == 20
+    state.offload()
+    state.onload()
+
+
+# The file
+
+
+def test_nothing_is_left_in_the_folder(place: Place) -> None:
+    assert place.spill is not None
+    state = state_of(torch.ones(MB), place=place)
+    state.offload()
+    assert list(place.spill.iterdir()) == []
+    descriptor = state._shelf._file  # type: ignore[attr-defined]
+    assert os.fstat(descriptor).st_size == 4 * MB
+    state.onload()
+    assert os.fstat(descriptor).st_size == 0
+    del state
+    gc.collect()
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(descriptor)
+
+
+def test_a_process_that_dies_leaves_nothing(tmp_path: Path) -> None:
+    code = """
+import os, sys, torch
+from pathlib import Path
+from m2flow.flow import Place
+from m2flow.runtime.state import MovableState
+tensor = torch.ones(1000)
+state = MovableState(lambda: [tensor], Place(spill=Path(sys.argv[1])))
+state.offload()
+os.kill(os.getpid(), 9)
+"""
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert ended.returncode == -9
+    assert list(tmp_path.iterdir()) == []
+
+
+# Threads
+
+
+def test_onload_beside_a_computation(place: Place) -> None:
+    """Python goes on in another thread while the bytes are copied."""
+    tensor = torch.randint(0, 255, (64 * MB,), dtype=torch.uint8)
+    state = state_of(tensor, place=place)
+    ticks: list[float] = []
+    stop = threading.Event()
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    def longest_pause() -> float:
+        """As a share of the time that `onload` takes."""
+        state.offload()
+        mover = threading.Thread(target=state.onload)
+        start = time.perf_counter()
+        mover.start()
+        mover.join()
+        end = time.perf_counter()
+        during = [start, *(moment for moment in ticks if start < moment < end), end]
+        return max(later - sooner for sooner, later in pairwise(during)) / (end - start)
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    pauses = [longest_pause() for _ in range(5)]
+    stop.set()
+    ticker.join()
+    assert min(pauses) < 0.5  # on a busy machine the ticker may wait for a core
+
+
+def test_two_threads_at_once_do_no_harm(place: Place) -> None:
+    tensor = torch.arange(1000.0)
+    state = state_of(tensor, place=place)
+
+    def back_and_forth() -> None:
+        for _ in range(50):
+            state.offload()
+            state.onload()
+
+    threads = [threading.Thread(target=back_and_forth) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    state.onload()
+    assert torch.equal(tensor, torch.arange(1000.0))
+
+
+# Shards and accelerators
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Any]:
+    """A device mesh of one process."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1
+    )
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_sharded_training_is_the_same_with_switches(mesh: Any, place: Place) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    def train(switching: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        def tensors() -> Iterator[Tensor]:
+            yield from module_tensors(model)
+            for quantities in optimizer.state.values():
+                yield from quantities.values()
+
+        state = MovableState(tensors, place)
+        for step in range(3):
+            model(torch.randn(5, 8) + step).square().sum().backward()
+            if switching:
+                state.offload()
+                assert all(p.to_local().untyped_storage().nbytes() == 0 for p in model.parameters())
+                state.onload()
+            optimizer.step()
+            optimizer.zero_grad()
+            if switching:
+                state.offload()
+                state.onload()
+        return [p.full_tensor().detach() for p in model.parameters()]
+
+    for found, wanted in zip(train(True), train(False), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_a_shard_that_numpy_has_seen_is_refused(mesh: Any, place: Place) -> None:
+    """It would be replaced in the parameter, and FSDP2 would go on gathering from the old one."""
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = nn.Linear(4, 3)
+    fully_shard(model, mesh=mesh)
+    state = MovableState(lambda: module_tensors(model), place)
+    weight, bias = (parameter.to_local().detach() for parameter in model.parameters())
+    state.offload()
+    state.onload()
+    weight.numpy()
+    with pytest.raises(RunFailed, match="a shard of 48 bytes lies in memory that NumPy"):
+        state.offload()
+    assert state.is_resident
+    assert torch.equal(model(torch.eye(4)), weight.T + bias)
+
+
+@settings(max_examples=25, deadline=None)
+@given(sizes=st.lists(st.integers(1, 50), max_size=20), block=st.integers(1, 60))
+def test_blocks_of_host_memory_hold_what_was_put(sizes: list[int], block: int) -> None:
+    """The arithmetic of the pinned blocks, with memory that is not pinned."""
+    tensors = [torch.arange(size, dtype=torch.uint8) + 1 for size in sizes]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    shelf = HostMemoryShelf(torch.device("cpu"), block_bytes=block)
+    shelf.put(storages)
+    assert len(shelf._blocks) == -(-sum(sizes) // block)
+    blocks = [kept.data_ptr() for kept in shelf._blocks]
+    for tensor in tensors:
+        tensor.zero_()
+    with shelf.filling():
+        shelf.take(storages)
+    for size, tensor in zip(sizes, tensors, strict=True):
+        assert torch.equal(tensor, torch.arange(size, dtype=torch.uint8) + 1)
+    shelf.put(storages)
+    assert [kept.data_ptr() for kept in shelf._blocks] == blocks

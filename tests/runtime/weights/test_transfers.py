@@ -1,0 +1,237 @@
+"""Plans of transfers and what is assembled from them, against the tensor that was cut up."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2flow.runtime.weights.assemble import Assembler
+from m2flow.runtime.weights.boxes import Box, uncovered
+from m2flow.runtime.weights.layout import (
+    Held,
+    Layout,
+    LayoutError,
+    Shard,
+    describe,
+    local_tensor,
+    merged,
+    wanted_boxes,
+)
+from m2flow.runtime.weights.transfers import transfers
+
+from .random_layouts import boxes, replicas, shapes, sources, tensor_of
+
+
+def cells(box: Box) -> set[tuple[int, ...]]:
+    spans = (range(a, b) for a, b in zip(box.offsets, box.ends, strict=True))
+    return set(itertools.product(*spans))
+
+
+@given(st.data())
+def test_box_arithmetic_is_that_of_sets_of_cells(data):
+    shape = data.draw(shapes)
+    a, b = data.draw(boxes(shape)), data.draw(boxes(shape))
+    common = a.intersect(b)
+    assert (cells(common) if common else set()) == cells(a) & cells(b)
+    rest = a.minus(b)
+    assert sum(box.numel for box in rest) == len(cells(a) - cells(b))
+    assert set().union(*map(cells, rest)) == cells(a) - cells(b)
+    assert len(rest) <= 2 * max(1, len(shape))
+    assert bool(uncovered(a, [b])) == bool(cells(a) - cells(b))
+
+
+def published(held, wanted, cost, layouts=None):
+    """Plan, cut, assemble: what a target gets."""
+    layouts = layouts or {lane: describe(weights) for lane, weights in held.items()}
+    plan = transfers(layouts, wanted, cost)
+    pieces = [(t, t.source.of(local_tensor(held[t.lane][t.name]))) for t in plan]
+    assert all(t.num_bytes == piece.numel() * piece.element_size() for t, piece in pieces)
+    return plan, Assembler().assemble(wanted, merged(layouts), pieces)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_whatever_the_layouts_the_target_gets_its_slice(data):
+    tensors = {
+        f"w{i}": tensor_of(data.draw(shapes), data.draw(st.sampled_from(DTYPES))) for i in range(2)
+    }
+    held = data.draw(sources(tensors))
+    wanted = {name: data.draw(boxes(tuple(tensor.shape))) for name, tensor in tensors.items()}
+    costs = {lane: data.draw(st.integers(0, 2)) for lane in held}
+    plan, got = published(held, wanted, costs.__getitem__)
+    for name, box in wanted.items():
+        assert torch.equal(got[name], box.of(tensors[name]))
+        assert got[name].dtype == tensors[name].dtype
+        targets = [cells(t.target) for t in plan if t.name == name]
+        assert sum(map(len, targets)) == len(set().union(*targets)) == box.numel
+    # Nothing comes from a lane where a cheaper one has it.
+    for transfer in plan:
+        here = held[transfer.lane][transfer.name].box
+        part = Box(
+            tuple(a + b for a, b in zip(here.offsets, transfer.source.offsets, strict=True)),
+            transfer.source.shape,
+        )
+        for lane, weights in held.items():
+            if costs[lane] < costs[transfer.lane]:
+                assert part.intersect(weights[transfer.name].box) is None
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
+
+
+def test_default_is_everything_whole():
+    layout = Layout({"a": Held((2, 3), "float32", 4, Box.whole((2, 3)))}, {"b": "a"})
+    assert wanted_boxes(layout, None) == {"a": Box((0, 0), (2, 3))}
+    assert wanted_boxes(layout, {"b": Box((0, 0), (1, 3))}) == {"a": Box((0, 0), (1, 3))}
+
+
+def test_what_the_lane_holds_itself_comes_first():
+    held = {
+        0: {"w": Shard(torch.zeros(4), Box((0,), (4,)), (8,))},
+        1: {"w": Shard(torch.ones(8), Box((0,), (8,)), (8,))},
+    }
+    plan, got = published(held, {"w": Box((0,), (8,))}, lambda lane: 0.0 if lane == 0 else 1.0)
+    assert [(t.lane, t.num_bytes) for t in plan] == [(0, 16), (1, 16)]
+    assert got["w"].tolist() == [0.0] * 4 + [1.0] * 4
+
+
+def test_replicas_share_the_sending():
+    layouts = {}
+    for lane in range(4):
+        shape = (4, 8)
+        layouts[lane] = Layout(
+            {f"w{i}": Held(shape, "float32", 4, Box.whole(shape)) for i in range(32)}
+        )
+    plan = transfers(layouts, wanted_boxes(merged(layouts), None), lambda lane: 1.0)
+    assert len(plan) == 32
+    sent = [sum(t.num_bytes for t in plan if t.lane == lane) for lane in range(4)]
+    assert sent == [8 * 128] * 4
+
+
+def test_targets_planned_one_after_the_other_share_the_senders():
+    layouts, sent = replicas(range(4), (10,)), {}
+    plans = [transfers(layouts, {"w": Box.whole((10,))}, lambda lane: 1.0, sent) for _ in range(4)]
+    assert sorted(plan[0].lane for plan in plans) == [0, 1, 2, 3]
+    assert sent == dict.fromkeys(range(4), 40)
+
+
+def test_one_piece_is_passed_on_and_buffers_are_reused():
+    tensor = torch.arange(8.0)
+    halves = {
+        0: {"w": Shard(tensor[:4], Box((0,), (4,)), (8,)), "v": tensor},
+        1: {"w": Shard(tensor[4:], Box((4,), (4,)), (8,)), "v": tensor},
+    }
+    layouts = {lane: describe(weights) for lane, weights in halves.items()}
+    wanted = wanted_boxes(merged(layouts), None)
+    plan = transfers(layouts, wanted, lambda lane: 1.0)
+    pieces = [(t, t.source.of(local_tensor(halves[t.lane][t.name]))) for t in plan]
+    for buffers in (1, 2):
+        assembler = Assembler(buffers=buffers)
+        out = [assembler.assemble(wanted, merged(layouts), pieces) for _ in range(3)]
+        assert out[0]["v"].data_ptr() == tensor.data_ptr()
+        assert torch.equal(out[2]["w"], tensor)
+        addresses = [got["w"].data_ptr() for got in out]
+        assert (addresses[0] == addresses[1]) == (buffers == 1)
+        assert addresses[0] == addresses[2] or buffers == 1
+
+
+def test_incomplete_pieces_touch_no_buffer():
+    tensor = torch.arange(8.0)
+    held = {
+        0: {"w": Shard(tensor[:4], Box((0,), (4,)), (8,))},
+        1: {"w": Shard(tensor[4:], Box((4,), (4,)), (8,))},
+    }
+    layouts = {lane: describe(weights) for lane, weights in held.items()}
+    wanted = {"w": Box.whole((8,))}
+    plan = transfers(layouts, wanted, lambda lane: 1.0)
+    pieces = [(t, local_tensor(held[t.lane]["w"])) for t in plan]
+    assembler = Assembler()
+    kept = assembler.assemble(wanted, merged(layouts), pieces)["w"]
+    other = [(t, piece + 1) for t, piece in pieces]
+    for bad, message in (
+        (other[:1], "4 of 8 elements"),
+        ([other[0], other[0]], "8 of 8 elements"),
+        ([other[0], (other[1][0], torch.zeros(3))], "a piece is float32"),
+        ([other[0], (other[1][0], torch.zeros(4, dtype=torch.float64))], "a piece is float64"),
+    ):
+        with pytest.raises(LayoutError, match=message):
+            assembler.assemble(wanted, merged(layouts), bad)
+        assert torch.equal(kept, tensor)
+
+
+def test_tied_tensors_travel_once_and_arrive_tied():
+    table = torch.arange(6.0).view(2, 3)
+    held = {0: {"embed": table, "norm": torch.ones(3), "head": table.detach()}}
+    layout = describe(held[0])
+    assert list(layout.held) == ["embed", "norm"]
+    assert layout.tied == {"head": "embed"}
+    assert layout.num_bytes == 36
+    plan, got = published(held, wanted_boxes(merged({0: layout}), None), lambda lane: 1.0)
+    assert [t.name for t in plan] == ["embed", "norm"]
+    assert got["head"] is got["embed"]
+
+
+def test_views_of_one_tensor_are_not_tied():
+    fused = torch.arange(8.0).view(4, 2)
+    layout = describe({"all": fused, "first": fused[:2], "flat": fused.view(-1), "t": fused.T})
+    assert not layout.tied
+
+
+def test_a_lane_without_elements_does_not_undo_a_tie():
+    table = torch.ones(2, 2)
+    empty = Box((2, 0), (0, 2))
+    held = {
+        0: {"embed": table, "head": table},
+        1: {
+            "embed": Shard(table[2:], empty, (2, 2)),
+            "head": Shard(table[2:], empty, (2, 2)),
+        },
+    }
+    layouts = {lane: describe(weights) for lane, weights in held.items()}
+    assert set(layouts[1].held) == {"embed", "head"}
+    assert set(merged(layouts).held) == {"embed"}
+
+
+def test_refusals_name_the_tensor():
+    layout = Layout({"model.norm": Held((4,), "float32", 4, Box((0,), (2,)))})
+    with pytest.raises(LayoutError, match=r"model\.nrom: .*did you mean 'model\.norm'"):
+        wanted_boxes(merged({0: layout}), {"model.nrom": Box.whole((4,))})
+    with pytest.raises(LayoutError, match=r"model\.norm: the box asked for does not fit"):
+        wanted_boxes(merged({0: layout}), {"model.norm": Box.whole((5,))})
+    with pytest.raises(LayoutError, match="no lane of the source has"):
+        transfers({0: layout}, {"other": Box.whole((4,))}, lambda lane: 1.0)
+    with pytest.raises(
+        LayoutError, match=r"model\.norm: 2 of the 4 elements wanted are on no lane"
+    ):
+        transfers({0: layout}, {"model.norm": Box.whole((4,))}, lambda lane: 1.0)
+    longer = Layout({"model.norm": Held((5,), "float32", 4, Box((0,), (2,)))})
+    with pytest.raises(LayoutError, match="lane 0 says global_shape"):
+        merged({0: layout, 1: longer})
+    with pytest.raises(LayoutError, match=r"lane 0 holds float32 \(4,\), lane 1 holds"):
+        transfers({0: layout, 1: longer}, {"model.norm": Box.whole((4,))}, lambda lane: 1.0)
+    with pytest.raises(LayoutError, match="weights must be tensors"):
+        describe({"w": [1.0]})
+    with pytest.raises(LayoutError, match="shard of shape"):
+        describe({"w": Shard(torch.zeros(3), Box((0,), (2,)), (4,))})
+
+
+def test_planning_for_many_lanes_takes_little_time():
+    shape, lanes, names = (4096, 8), 64, 200
+    layouts = {
+        lane: Layout(
+            {
+                f"w{i}": Held(shape, "bfloat16", 2, Box((lane * 64, 0), (64, 8)))
+                for i in range(names)
+            }
+        )
+        for lane in range(lanes)
+    }
+    start = time.perf_counter()
+    plan = transfers(layouts, wanted_boxes(merged(layouts), None), lambda lane: 1.0)
+    assert time.perf_counter() - start < 5.0
+    assert len(plan) == lanes * names
