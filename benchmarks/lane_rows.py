@@ -114,9 +114,9 @@ def dispatch_row(pool: LanePool, calls: int) -> dict[str, float]:
 
         def timed_wait(seconds: float) -> Any:
             reports = wait(seconds)
-            for report in reports:
-                if isinstance(report.event, CallFinished):
-                    spent.append(time.perf_counter() - sent[report.event.call])
+            now = time.perf_counter()
+            events = [report.event for report in reports]
+            spent.extend(now - sent[e.call] for e in events if isinstance(e, CallFinished))
             return reports
 
         carrier.carry_out, carrier.wait = timed_carry_out, timed_wait

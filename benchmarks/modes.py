@@ -18,7 +18,7 @@ from m2flow.observe.spans import where_the_time_went
 from m2flow.reasoning.flow import grpo_flow
 from m2flow.runtime.launch import Run, launch
 
-MODES = ("eager", "collocated", "disaggregated")
+MODES = ("eager", "collocated", "disaggregated", "hybrid")
 BLOCK = 5
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from m2flow.engine.plan import LaneSpec
-from m2flow.runtime.pool import LanePool
+
+if TYPE_CHECKING:
+    from m2flow.runtime.pool import LanePool
 
 
 class LanesAhead:
@@ -46,12 +48,19 @@ class LanesAhead:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._thread.shutdown()
         if self._pool.exception() is None:
-            self._pool.result().__exit__(kind, error, trace)
+            # On the thread that connected to Ray: from another one, Ray waits 5 s for it.
+            self._thread.submit(self._pool.result().__exit__, kind, error, trace).result()
+        self._thread.shutdown()
 
 
 def _start(lanes: Sequence[LaneSpec], modules: Sequence[str]) -> LanePool:
-    pool = LanePool(lanes)
+    from m2flow.runtime.cluster import Cluster
+
+    cluster = Cluster(lanes)  # seconds, in other processes; what comes next imports torch here
+
+    from m2flow.runtime.pool import LanePool
+
+    pool = LanePool(lanes, cluster=cluster)
     pool.prepare(modules)
     return pool

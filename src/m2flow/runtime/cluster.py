@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from m2flow.engine.plan import LaneSpec
@@ -18,7 +19,7 @@ class Cluster:
     started on this machine, with a temporary directory of its own, and shut down by `close`.
     """
 
-    def __init__(self, lanes: tuple[LaneSpec, ...]) -> None:
+    def __init__(self, lanes: Sequence[LaneSpec]) -> None:
         import ray
 
         self._folder: Path | None = None

@@ -79,6 +79,7 @@ class LanePool:
         isolated: how the lanes that are reserved for a worker are to be set up, by worker.
         link: the one way that payloads are to take between lanes, such as "object"; by default the
             one that the table of links says is fastest.
+        cluster: a connection to Ray that was made for the pool, and ends with it.
 
     Attributes:
         lanes: what was started.
@@ -96,9 +97,10 @@ class LanePool:
         isolated: Mapping[str, Isolation] | None = None,
         *,
         link: str | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
         self.lanes, self._link = tuple(lanes), link
-        self._cluster = Cluster(self.lanes)
+        self._cluster = cluster or Cluster(self.lanes)
         self._key = uuid.uuid4().bytes + uuid.uuid4().bytes
         self._folder = Path(tempfile.gettempdir()) / f"m2flow-{uuid.uuid4().hex[:12]}"
         self._selector = selectors.DefaultSelector()

@@ -1,0 +1,370 @@
+"""`Profile`: what the planner knows of a flow's stages and workers on one kind of hardware.
+
+Plain data with units, JSON in and out. A measurement on real lanes and a model of lanes that are
+not here make the same kind of profile, and the search asks nothing else. Everything that belongs
+to a step of another shape, another model or another machine is told by its `key`.
+
+Items are counted as a stage receives them, per replica; `lanes` is how many lanes take part in
+each call of a replica. Curves are monotone: more items never take less.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from m2flow.errors import UserError, suggestion
+from m2flow.plan.units import Bytes, BytesPerSecond, Items, Seconds, add, transfer
+
+KEY_PARTS = ("model", "shapes", "hardware", "versions")
+NO_BYTES, NO_TIME = Bytes(0), Seconds(0.0)
+PLACES = ("same", "node", "cluster")
+"""Where two workers stand to each other: on common lanes, on one machine, on several."""
+
+
+def _bad(message: str, key: str, value: object, expected: str = "") -> UserError:
+    return UserError(message, key=key, value=value, expected=expected or None)
+
+
+@dataclass(frozen=True)
+class Piecewise:
+    """A monotone piecewise-linear function through (x, y) points.
+
+    Attributes:
+        points: at least one, x and y not negative, x rising, y not falling.
+
+    Below the first x it is flat (a call has a least price), except that it is 0 at 0. Beyond the
+    last x it goes on along the last piece; a single point is met by a line through the origin.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise _bad("a curve needs at least one point", "points", self.points)
+        for x, y in self.points:
+            if not (math.isfinite(x) and math.isfinite(y) and x >= 0 and y >= 0):
+                raise _bad("a curve's points must be finite and not negative", "points", (x, y))
+        for (x0, y0), (x1, y1) in zip(self.points, self.points[1:], strict=False):
+            if x1 <= x0 or y1 < y0:
+                raise _bad(
+                    "a curve must not fall, and its x must rise",
+                    "points",
+                    ((x0, y0), (x1, y1)),
+                )
+
+    @cached_property
+    def _xs(self) -> list[float]:
+        return [x for x, _ in self.points]
+
+    def at(self, x: float) -> float:
+        """The value at x >= 0."""
+        if x <= 0:
+            return 0.0
+        xs, points = self._xs, self.points
+        right = bisect_left(xs, x)
+        if right == 0:
+            return points[0][1]
+        if right == len(xs):
+            if right == 1:
+                return points[0][1] * x / points[0][0] if points[0][0] else points[0][1]
+            right -= 1
+        (x0, y0), (x1, y1) = points[right - 1], points[right]
+        return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """A distribution by its values at probabilities 0, 1/(n-1), ..., 1; not falling."""
+
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.values or any(not math.isfinite(v) or v < 0 for v in self.values):
+            raise _bad("quantiles must be finite and not negative", "values", self.values)
+        if list(self.values) != sorted(self.values):
+            raise _bad("quantiles must not fall", "values", self.values)
+
+    @classmethod
+    def of(cls, samples: Sequence[float], count: int = 33) -> Quantiles:
+        """Quantiles of measured values, by linear interpolation between them."""
+        ordered = sorted(samples)
+        if not ordered:
+            raise _bad("there is no value to take quantiles of", "samples", list(samples))
+        where = [(len(ordered) - 1) * n / (count - 1) for n in range(count)]
+        low = [int(position) for position in where]
+        high = [min(index + 1, len(ordered) - 1) for index in low]
+        return cls(
+            tuple(
+                ordered[a] + (ordered[b] - ordered[a]) * (position - a)
+                for a, b, position in zip(low, high, where, strict=True)
+            )
+        )
+
+    def at(self, probability: float) -> float:
+        """The value that so large a share of all does not exceed."""
+        position = probability * (len(self.values) - 1)
+        low = min(int(position), len(self.values) - 1)
+        high = min(low + 1, len(self.values) - 1)
+        return self.values[low] + (self.values[high] - self.values[low]) * (position - low)
+
+    @property
+    def mean(self) -> float:
+        if len(self.values) == 1:
+            return self.values[0]
+        inner = sum(self.values[1:-1])
+        return (inner + (self.values[0] + self.values[-1]) / 2) / (len(self.values) - 1)
+
+    @property
+    def largest(self) -> float:
+        return self.values[-1]
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """What a stage takes on one replica of so many lanes.
+
+    Attributes:
+        lanes: lanes that take part in each call of a replica (tensor-parallel, sharded).
+        seconds: of a call, by items of the replica. For a streaming stage: until the last of so
+            many items that came together is done, the tail of the lengths included.
+        max_running: the running-request limit that this is the price of, or None for no limit.
+        done: for a streaming stage, by the share of items that are done the share of `seconds`
+            that has passed; from (0, 0) to (1, 1). None: nothing comes out before the end.
+        finish: seconds of a `finish`, by the number of replicas; None where there is none.
+        working: bytes on each lane that a call takes beside the state, by items of the replica.
+        cores: CPU cores of the machine that a replica keeps busy beside its lanes' own.
+        host_bytes: memory of the machine that a replica's call takes.
+        error: standard error of `seconds`, relative.
+        kind: the kind of lane it was measured on.
+    """
+
+    lanes: int
+    seconds: Piecewise
+    max_running: int | None = None
+    done: Piecewise | None = None
+    finish: Piecewise | None = None
+    working: Piecewise | None = None
+    cores: float = 0.0
+    host_bytes: Bytes = NO_BYTES
+    error: float = 0.0
+    kind: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.lanes < 1:
+            raise _bad("must be at least 1", "lanes", self.lanes)
+        if self.max_running is not None and self.max_running < 1:
+            raise _bad("must be at least 1", "max_running", self.max_running)
+        if self.cores < 0 or self.host_bytes < 0 or self.error < 0:
+            found = (self.cores, self.host_bytes, self.error)
+            raise _bad("must not be negative", "cores, host_bytes, error", found)
+        if self.done is not None and self.done.points[-1] != (1.0, 1.0):
+            raise _bad("must end at (1, 1)", "done", self.done.points[-1])
+
+    def call(self, items: Items) -> Seconds:
+        """A call of one replica."""
+        return Seconds(self.seconds.at(items))
+
+    def first(self, done: Items, items: Items) -> Seconds:
+        """When the first `done` of `items` that came together are out (streaming)."""
+        if self.done is None or done >= items:
+            return self.call(items)
+        return Seconds(self.seconds.at(items) * self.done.at(done / items))
+
+    def finish_seconds(self, replicas: int) -> Seconds:
+        """The `finish` of a mini-batch on so many replicas."""
+        return Seconds(self.finish.at(replicas) if self.finish else 0.0)
+
+    def working_bytes(self, items: Items) -> Bytes:
+        """What a call takes on each lane beside the worker's state."""
+        return Bytes(math.ceil(self.working.at(items)) if self.working else 0)
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """A stage's layouts, and what one of its output items weighs on a link.
+
+    Attributes:
+        layouts: at least one; each is another way to run it.
+        output_bytes: of one output item.
+        lengths: tokens (or whatever it counts) of an output item.
+        turns: for the first member of a loop, how many turns an item stays in it.
+    """
+
+    layouts: tuple[StageLayout, ...]
+    output_bytes: Bytes = NO_BYTES
+    lengths: Quantiles | None = None
+    turns: Quantiles | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layouts:
+            raise _bad("needs at least one layout", "layouts", self.layouts)
+        seen = [(entry.lanes, entry.max_running, entry.kind) for entry in self.layouts]
+        if len(set(seen)) != len(seen):
+            raise _bad("has a layout twice (lanes, max_running, kind)", "layouts", seen)
+        if self.output_bytes < 0:
+            raise _bad("must not be negative", "output_bytes", self.output_bytes)
+
+
+@dataclass(frozen=True)
+class WorkerLayout:
+    """What a worker's state takes on each lane of a replica of so many lanes.
+
+    Attributes:
+        lanes: lanes of the replica.
+        state_bytes: on each of them while it is resident (weights, gradients, optimizer).
+        onload, offload: seconds to bring it to a lane and away from it.
+        kind: the kind of lane.
+    """
+
+    lanes: int
+    state_bytes: Bytes = NO_BYTES
+    onload: Seconds = NO_TIME
+    offload: Seconds = NO_TIME
+    kind: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.lanes < 1:
+            raise _bad("must be at least 1", "lanes", self.lanes)
+        if min(self.state_bytes, self.onload, self.offload) < 0:
+            found = (self.state_bytes, self.onload, self.offload)
+            raise _bad("must not be negative", "state_bytes, onload, offload", found)
+
+    @property
+    def switch(self) -> Seconds:
+        """To bring the state and to take it away again."""
+        return add(self.onload, self.offload)
+
+
+@dataclass(frozen=True)
+class PublishCost:
+    """Seconds until a worker's weights are installed in another.
+
+    Attributes:
+        source, target: workers.
+        place: one of PLACES.
+        seconds: for the whole transfer.
+        source_lanes, target_lanes: lanes of their replicas; None for any.
+    """
+
+    source: str
+    target: str
+    place: str
+    seconds: Seconds
+    source_lanes: int | None = None
+    target_lanes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.place not in PLACES:
+            raise _bad("is no place", "place", self.place, ", ".join(PLACES))
+        if not (math.isfinite(self.seconds) and self.seconds >= 0):
+            raise _bad("must be finite and not negative", "seconds", self.seconds)
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """A way between lanes: what a message takes there at least, and its rate."""
+
+    latency: Seconds
+    rate: BytesPerSecond
+
+    def __post_init__(self) -> None:
+        if not (self.latency >= 0 and self.rate > 0):
+            raise _bad("needs a latency and a positive rate", "links", (self.latency, self.rate))
+
+    def seconds(self, size: Bytes) -> Seconds:
+        """One message of so many bytes."""
+        return add(self.latency, transfer(size, self.rate)) if size else Seconds(0.0)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Everything the planner knows beside the graph and the lanes.
+
+    Attributes:
+        stages: by stage name (as in `FlowGraph`); every stage of the graph has one.
+        workers: by worker, its layouts; a worker left out has no state.
+        publish: prices of publishing; an edge with none is free.
+        links: by place ("same", "node", "cluster"); a place left out is free.
+        key: what it depends on: for each of KEY_PARTS, names and values.
+        source: "measured" or "analytic".
+    """
+
+    stages: Mapping[str, StageProfile]
+    workers: Mapping[str, tuple[WorkerLayout, ...]] = field(default_factory=dict)
+    publish: tuple[PublishCost, ...] = ()
+    links: Mapping[str, LinkCost] = field(default_factory=dict)
+    key: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    source: str = "measured"
+
+    def __post_init__(self) -> None:
+        for place in self.links:
+            if place not in PLACES:
+                raise _bad("is no place", "links", place, ", ".join(PLACES))
+        for part in self.key:
+            if part not in KEY_PARTS:
+                raise _bad("is no part of a key", "key", part, ", ".join(KEY_PARTS))
+
+    def stage(self, name: str) -> StageProfile:
+        """A stage's profile.
+
+        Raises:
+            UserError: the profile does not know the stage.
+        """
+        if name not in self.stages:
+            raise UserError(
+                "the profile does not know this stage", key=name, hint=suggestion(name, self.stages)
+            )
+        return self.stages[name]
+
+    def worker(self, name: str, lanes: int, kind: str) -> WorkerLayout | None:
+        """A worker's state on a replica of so many lanes; None if it was never laid out so."""
+        if name not in self.workers:
+            return WorkerLayout(lanes, kind=kind)
+        found = (w for w in self.workers[name] if w.lanes == lanes and w.kind == kind)
+        return next(found, None)
+
+    def publish_seconds(
+        self, source: str, target: str, place: str, source_lanes: int, target_lanes: int
+    ) -> Seconds:
+        """The price of a weight edge; of several entries that match, the dearest.
+
+        A place that was not measured costs what the next farther one does, else the next nearer.
+        """
+        start = PLACES.index(place)
+        for where in (*PLACES[start:], *reversed(PLACES[:start])):
+            found = [
+                entry.seconds
+                for entry in self.publish
+                if (entry.source, entry.target, entry.place) == (source, target, where)
+                and entry.source_lanes in (None, source_lanes)
+                and entry.target_lanes in (None, target_lanes)
+            ]
+            if found:
+                return max(found)
+        return Seconds(0.0)
+
+
+def differences(
+    ours: Mapping[str, Mapping[str, object]], theirs: Mapping[str, Mapping[str, object]]
+) -> list[str]:
+    """What differs between two keys, one phrase each: `hardware.gpu is H100 here and A100 there`.
+
+    Args:
+        ours: the key of what is to be planned.
+        theirs: the key of a stored profile.
+    """
+    phrases = []
+    for part in KEY_PARTS:
+        here, there = ours.get(part, {}), theirs.get(part, {})
+        for name in sorted({*here, *there}):
+            if name not in there:
+                phrases.append(f"{part}.{name} is {here[name]} here and not recorded there")
+            elif name not in here:
+                phrases.append(f"{part}.{name} is {there[name]} there and absent here")
+            elif here[name] != there[name]:
+                phrases.append(f"{part}.{name} is {here[name]} here and {there[name]} there")
+    return phrases
