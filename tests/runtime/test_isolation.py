@@ -122,7 +122,9 @@ def test_a_worker_may_have_an_interpreter_of_its_own(
     (folder / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
     packages = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
     packages.mkdir(parents=True)
-    (packages / "others.pth").write_text("\n".join(p for p in sys.path if "packages" in p))
+    ours = str(Path(m2flow.__file__).parents[1])  # it may be installed by reference
+    found = [ours, *(path for path in sys.path if "packages" in path)]
+    (packages / "others.pth").write_text("\n".join(found))
     with start(own) as run:
         assert run.step(batch(0)).output["x"].tolist() == [1, 2, 3, 4]
         facts = run.worker_call("simulator", "facts")
