@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from m2flow.generation.protocol import Completion, GenerationEngine, Request
+from m2flow.models.norms import widen_norms
 
 VOCAB_SIZE = 23
 CONTEXT = 48
@@ -67,6 +68,7 @@ def small_model(name: str = "qwen2", seed: int = 0, dtype: torch.dtype = torch.f
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)
             parameter.data = (parameter.data + 0.1 * noise).to(dtype)
+    widen_norms(model)  # as `load_model` does
     return model.eval()
 
 

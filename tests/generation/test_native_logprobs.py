@@ -20,11 +20,7 @@ from tests.generation.small_models import (
     small_model,
 )
 
-
-def tolerance_of(name: str) -> float:
-    """For float64. transformers sums a head's squares in float32, where the order tells, and the
-    engine keeps channels of a head in another order."""
-    return 2e-6 if name == "qwen3" else 1e-10
+FLOAT64_TOLERANCE = 1e-10
 
 
 def requests(count: int, temperature: float = 1.0, seed: int = 0) -> list[Request]:
@@ -57,7 +53,7 @@ def generate(model, wanted: list[Request], dtype: torch.dtype) -> dict[int, Comp
 def test_logprobs_are_those_of_a_full_forward(
     name: str, dtype: torch.dtype, tolerance: float | None
 ) -> None:
-    tolerance = tolerance or tolerance_of(name)
+    tolerance = tolerance or FLOAT64_TOLERANCE
     model = small_model(name, dtype=dtype)
     wanted = requests(12)
     done = generate(model, wanted, dtype)
@@ -138,7 +134,7 @@ def test_every_installed_parameter_counts(name: str) -> None:
         engine.install(weights, version)
         after = drain_one(engine, request)
         expected = forward_logprobs(model, request, after)
-        torch.testing.assert_close(after.logprobs, expected, atol=tolerance_of(name), rtol=0)
+        torch.testing.assert_close(after.logprobs, expected, atol=FLOAT64_TOLERANCE, rtol=0)
         if before is not None:
             assert not torch.equal(before.logprobs, after.logprobs), parameter_name
 

@@ -1,8 +1,7 @@
-"""Root mean square normalisation, in few kernels for float32 and to the bit elsewhere.
+"""Root mean square normalisation, in few kernels for float32 and as the trainer has it elsewhere.
 
 Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467, equation 4, with
-transformers' epsilon: `weight * x / sqrt(mean(x**2) + epsilon)`, the quotient in float32 whatever
-the dtype.
+transformers' epsilon: `weight * x / sqrt(mean(x**2) + epsilon)`, the quotient at least in float32.
 
 Legend: E normalised channels.
 """
@@ -35,7 +34,7 @@ class RMSNorm:
             # weight makes good: four kernels instead of seven.
             norm = torch.linalg.vector_norm(input_E, dim=-1, keepdim=True).hypot_(self._floor)
             return input_E.div(norm).mul_(weight_E)
-        input32_E = input_E.float()
-        mean_square = input32_E.pow(2).mean(-1, keepdim=True)
-        normed_E = input32_E * torch.rsqrt(mean_square + self._epsilon)
+        wide_E = input_E.to(torch.promote_types(input_E.dtype, torch.float32))
+        mean_square = wide_E.pow(2).mean(-1, keepdim=True)
+        normed_E = wide_E * torch.rsqrt(mean_square + self._epsilon)
         return normed_E.to(input_E.dtype).mul_(weight_E)

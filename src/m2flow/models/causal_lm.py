@@ -23,6 +23,7 @@ from transformers import (
 
 from m2flow.errors import UserError
 from m2flow.models.folder import check_safetensors, model_folder, read_json, weight_files
+from m2flow.models.norms import widen_norms
 
 _GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -93,6 +94,7 @@ def build_tiny(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
+    widen_norms(model)
     return model.eval()
 
 
@@ -120,6 +122,7 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
             key=str(folder),
             hint="the folder is half-written, or its config.json belongs to another model",
         )
+    widen_norms(model)
     return model.eval()
 
 
