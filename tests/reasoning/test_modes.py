@@ -146,6 +146,5 @@ def test_mode_changes_nothing(
     assert there.staleness == [0.0] * STEPS
     assert len(there.replicas) == num_replicas
     for weights in there.replicas:
-        # transformers computes norms in float32, so more than float64's rounding may differ.
         assert distance(weights, eager.replicas[0]) < 1e-9
         assert all(torch.equal(weights[name], there.replicas[0][name]) for name in weights)

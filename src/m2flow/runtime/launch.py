@@ -22,6 +22,7 @@ from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.flow import Flow
 from m2flow.flow.graph import FlowGraph
+from m2flow.flow.worker import Worker
 from m2flow.plan import (
     build_plan,
     companion,
@@ -85,28 +86,20 @@ def launch(
         plan = build_plan(mode, graph, specs, items_per_step, isolated, gangs)
     validate(plan, graph, items_per_step, isolated)
     plans = {"step": plan}
-    plans |= {
-        method: companion(plan, graphs[method], items, isolated) for method, items in also.items()
-    }
+    with_all_lanes = plan  # each further method may reserve lanes, numbered after those before
+    for method, items in also.items():
+        plans[method] = companion(with_all_lanes, graphs[method], items, isolated)
+        with_all_lanes = replace(plan, lanes=plans[method].lanes)
     everything = replace(
         plan,
-        lanes=tuple({lane.id: lane for each in plans.values() for lane in each.lanes}.values()),
+        lanes=with_all_lanes.lanes,
         placements={w: spot for each in plans.values() for w, spot in each.placements.items()},
     )
     workers = {
         name: worker for name, worker in flow.workers.items() if name in everything.placements
     }
     if plan.mode == "eager":
-        threads = num_threads or max(1, len(plan.lanes[0].cores))
-        device = "cpu" if plan.lanes[0].kind == "cpu" else "cuda:0"
-        _set_num_threads(threads)
-        carrier: Any = InlineCarrier(graphs, everything, workers, threads, device, first_step)
-        try:
-            plans, everything = _sized(plans, everything, graphs, carrier.state_bytes)
-        except BaseException:
-            carrier.close()
-            raise
-        return Run(graphs, plans, everything, carrier, items_per_step, first_step)
+        return _eager(graphs, plans, everything, workers, items_per_step, first_step, num_threads)
 
     from m2flow.runtime.carrier import RayCarrier
     from m2flow.runtime.pool import FAILED_SECONDS, LanePool
@@ -133,6 +126,29 @@ def launch(
         if not given:
             pool.close(FAILED_SECONDS)
         raise
+
+
+def _eager(
+    graphs: Mapping[str, FlowGraph],
+    plans: Mapping[str, Plan],
+    everything: Plan,
+    workers: Mapping[str, Worker],
+    items_per_step: int,
+    first_step: int,
+    num_threads: int | None,
+) -> Run:
+    """The run of an eager plan: everything in this process."""
+    lane = plans["step"].lanes[0]
+    threads = num_threads or max(1, len(lane.cores))
+    device = "cpu" if lane.kind == "cpu" else "cuda:0"
+    _set_num_threads(threads)
+    carrier = InlineCarrier(graphs, everything, workers, threads, device, first_step)
+    try:
+        plans, everything = _sized(plans, everything, graphs, carrier.state_bytes)
+    except BaseException:
+        carrier.close()
+        raise
+    return Run(graphs, plans, everything, carrier, items_per_step, first_step)
 
 
 def _specs(lanes: str | Sequence[LaneSpec] | LanePool) -> Sequence[LaneSpec]:
