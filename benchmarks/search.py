@@ -3,7 +3,7 @@
 The profile is made up in the proportions of a 7B policy and critic on accelerators of 80 GB: states
 that do not all fit, layouts over 1 to 8 lanes for training, a long tail of generation, links within
 and between machines, mini-batches. The space is the one that users get: every order ideal, temporal
-and spatial, chunks, layouts, memory.
+and spatial, chunks, layouts, memory. Beside it, how long it takes to find a few different plans.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from m2flow.plan.profile import (
     StageProfile,
     WorkerLayout,
 )
-from m2flow.plan.search import Limits, problem, search
+from m2flow.plan.search import Limits, candidates, problem, search
 from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
 
 GB = 10**9
@@ -184,12 +184,21 @@ def main() -> None:
             )
             (found,) = search(stated)
             seconds.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        several = len(candidates(stated))
+        more = time.perf_counter() - start
         taken = statistics.median(seconds)
-        rows.append((lanes, taken, float(found.seconds)))
-        results[str(lanes)] = {"seconds": taken, "step_seconds": float(found.seconds)}
+        rows.append((lanes, taken, float(found.seconds), several, more))
+        results[str(lanes)] = {
+            "seconds": taken,
+            "step_seconds": float(found.seconds),
+            "candidates": several,
+            "candidates_seconds": more,
+        }
         if lanes in TARGETS:
             targets.append(Target(f"{lanes} lanes", taken, TARGETS[lanes], at_most=True))
-    table(("lanes", "search seconds", "predicted step seconds"), rows)
+    header = ("lanes", "search seconds", "predicted step seconds", "candidates", "their seconds")
+    table(header, rows)
     conclude("search", results, targets, options)
 
 

@@ -69,18 +69,26 @@ MEANING = {
     "generation.max_new_tokens": "longest answer",
     "generation.temperature": "of the sampling; the trainer uses the same",
     "generation.max_running": "sequences decoded together on a lane at most",
-    "algorithm.name": "the loss; GRPO's relatives are settings of it",
+    "algorithm.name": "where advantages come from: the other answers of a group, or a critic "
+    "(the loss is the same, and GRPO's relatives are settings of it)",
     "algorithm.clip_low": "how far below 1 the probability ratio may move",
     "algorithm.clip_high": "how far above 1 it may move",
     "algorithm.dual_clip": "bound of the loss for negative advantages",
     "algorithm.ratio_level": "one ratio a token (PPO, GRPO) or a sequence (GSPO)",
     "algorithm.aggregation": "how token losses become one number: DAPO, GRPO's first paper, "
     "Dr.GRPO, in this order",
-    "algorithm.normalize_std": "divide advantages by the group's standard deviation",
+    "algorithm.normalize_std": "`grpo`: divide advantages by the group's standard deviation",
+    "algorithm.gamma": "`ppo`: discount from one token to the next",
+    "algorithm.lam": "`ppo`: 0 trusts the critic, 1 the rewards (GAE's lambda)",
+    "algorithm.whiten": "`ppo`: bring advantages to mean 0 and deviation 1 over all tokens of the "
+    "step; training then waits for all of its answers",
     "algorithm.kl_coefficient": "weight of the KL term against the starting model; above 0 a "
     "reference worker joins the flow",
     "algorithm.kl_estimator": "how the KL is estimated",
     "algorithm.entropy_coefficient": "weight of an entropy bonus",
+    "critic.learning_rate": "`ppo`: peak learning rate of the critic's AdamW",
+    "critic.value_clip": "`ppo`: how far a value may move in a step before its gradient stops; "
+    "`null` for no bound",
     "optimizer.learning_rate": "peak learning rate of AdamW",
     "optimizer.betas": "AdamW's two decay rates",
     "optimizer.weight_decay": "AdamW's weight decay",
@@ -93,8 +101,8 @@ MEANING = {
     "tokens count all the same",
     "training.recompute_logprobs": "take the ratio against the trainer's own log-probabilities at "
     "the start of the step, not those recorded while sampling",
-    "training.gang": "lanes that hold one copy of the learner together and take part in each of "
-    "its calls; must divide the number of its lanes. An eager run has none",
+    "training.gang": "lanes that hold one copy of the learner (and of the critic) together and take "
+    "part in each of its calls; must divide the number of its lanes. An eager run has none",
     "evaluation.every": "steps between evaluations; there is one at step 0 and at the end too",
     "evaluation.problems": "held-out problems, answered greedily; 0 for no evaluation",
     "checkpoint.every": "steps between checkpoints; there is one at the end too",

@@ -1,7 +1,9 @@
-"""Handing a tensor of device memory to another process on the same GPU.
+"""Handing a tensor of device memory to another process, by each link that is there.
 
-By CUDA IPC (opened, not copied), against the way through host memory and shared pages, and against
-a raw copy within the device. Needs a GPU; has never been run on one.
+On one GPU: by CUDA IPC (opened, not copied) and through host memory. On two GPUs of a machine: by
+CUDA IPC (copied from device to device), by NCCL, which lanes use between machines, and through host
+memory. Beside them stands a raw copy within the device, and to the other one. Needs a GPU; what
+needs a second one is left out where there is none.
 """
 
 from __future__ import annotations
@@ -20,93 +22,131 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import Target, arguments, conclude, table
 
-from m2flow.runtime.links.cuda_ipc import CudaIPC
-from m2flow.runtime.links.peers import PayloadServer, Peers
+from m2flow.runtime.links.gpu import devices_here
+from m2flow.runtime.links.peers import LinkUnavailable, PayloadServer, PeerAddress, Peers, this_node
 from m2flow.runtime.links.shared_memory import SharedPool
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "100 MiB": 100 << 20}
 KEY = b"a secret of this benchmark alone"
-WAYS = ("cuda_ipc", "shared")
+HERE, NETWORK = "127.0.0.1", "another machine"
+START_SECONDS, FETCH_SECONDS = 120.0, 60.0
 
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("this measures links of a GPU, and torch sees none here", file=sys.stderr)
+        print("no GPU here: this measures links between GPUs", file=sys.stderr)
         sys.exit(2)
     repeats = 10 if options.quick else 50
+    seconds = {"same GPU": measured(0, {"cuda_ipc": None, "staged": None}, repeats)}
+    if torch.cuda.device_count() > 1:
+        ways = {"cuda_ipc": None, "nccl": NETWORK, "staged": None}
+        seconds["other GPU"] = measured(1, ways, repeats)
+    else:
+        print("one GPU here: links to a second one are not measured")
+    rows = [
+        [place, size, way, 1e6 * spent, SIZES[size] / spent / 1e9]
+        for place, sizes in seconds.items()
+        for size, by_way in sizes.items()
+        for way, spent in by_way.items()
+    ]
+    table(["where", "size", "way", "us", "GB/s"], rows)
+    targets = [
+        Target(
+            f"{place}, 100 MiB: times as fast as through host memory",
+            sizes["100 MiB"]["staged"] / sizes["100 MiB"]["cuda_ipc"],
+            5.0,
+        )
+        for place, sizes in seconds.items()
+        if "cuda_ipc" in sizes["100 MiB"]
+    ]
+    name = torch.cuda.get_device_name()
+    found = {"device": name, "devices": torch.cuda.device_count(), "seconds": seconds}
+    conclude("gpu_links", found, targets, options)
+
+
+def measured(gpu: int, ways: dict[str, str | None], repeats: int) -> dict[str, dict[str, float]]:
+    """Median seconds by size and way, of fetching from a process on that GPU.
+
+    Args:
+        ways: each link, and as what node to ask; None for this one.
+    """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there,), daemon=True)
+    process = context.Process(target=_serve, args=(there, gpu), daemon=True)
     process.start()
+    if not here.poll(START_SECONDS):
+        raise TimeoutError(f"the other process did not start in {START_SECONDS:g} s")
     address = here.recv()
-    peers = Peers(None, KEY, links={"cuda_ipc": CudaIPC()})
-    seconds: dict[str, dict[str, float]] = {}
-    for name, num_bytes in SIZES.items():
-        expected = torch.arange(num_bytes, device="cuda") % 251
-        for way in WAYS:
-            got = peers.fetch(address, num_bytes, timeout=60.0, link=way, device="cuda:0")
-            assert torch.equal(got.long(), expected), f"{way} brought another tensor"
+    askers = {way: _asker(node) for way, node in ways.items()}
+    spent = {}
+    for size, num_bytes in SIZES.items():
+        acts = _raw_copies(num_bytes, gpu)
+        expected = _pattern(num_bytes, "cuda:0")
+        for way, peers in askers.items():
+            act = _fetching(peers, address, way, num_bytes)
+            try:
+                got = act()
+            except LinkUnavailable as error:
+                print(f"{size}: {error}")
+                continue
+            assert torch.equal(got, expected), f"{way} brought another tensor"
             del got
-
-        def fetch(way: str, size: int = num_bytes) -> Callable[[], Any]:
-            return lambda: peers.fetch(address, size, timeout=60.0, link=way, device="cuda:0")
-
-        source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-        target = torch.empty_like(source)
-        acts = {"raw copy": lambda s=source, t=target: t.copy_(s), **{w: fetch(w) for w in WAYS}}
-        spent: dict[str, list[float]] = {way: [] for way in acts}
-        for _ in range(repeats + 1):
-            for way, act in acts.items():
-                spent[way].append(_timed(act))
-        seconds[name] = {way: statistics.median(some[1:]) for way, some in spent.items()}
-    peers.close()
+            acts[way] = act
+        spent[size] = _medians(acts, repeats)
+    for peers in askers.values():
+        peers.close()
     here.close()
     process.join(10)
-    ways = ["raw copy", *WAYS]
-    table(
-        ["size", *(f"{way}, us" for way in ways)],
-        [[size, *(1e6 * by_way[way] for way in ways)] for size, by_way in seconds.items()],
-    )
-    large = seconds["100 MiB"]
-    conclude(
-        "gpu_links",
-        {"device": torch.cuda.get_device_name(), "seconds": seconds},
-        [
-            Target(
-                "100 MiB: times as fast as through host memory",
-                large["shared"] / large["cuda_ipc"],
-                5.0,
-            )
-        ],
-        options,
-    )
+    process.kill()
+    return spent
 
 
-def _timed(act: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    act()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+def _asker(node: str | None) -> Peers:
+    devices = devices_here("the asker", node or this_node(), HERE)
+    return Peers(node, KEY, name="the asker", devices=devices)
 
 
-def _serve(connection: Connection) -> None:
+def _fetching(peers: Peers, address: PeerAddress, way: str, num_bytes: int) -> Callable[[], Any]:
+    return lambda: peers.fetch(address, num_bytes, timeout=FETCH_SECONDS, link=way, device="cuda:0")
+
+
+def _raw_copies(num_bytes: int, gpu: int) -> dict[str, Callable[[], Any]]:
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{gpu}")
+    target = torch.empty(num_bytes, dtype=torch.uint8, device="cuda:0")
+    return {"raw copy": lambda: target.copy_(source)}
+
+
+def _medians(acts: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """The ways by turns, so that all meet the same weather; the first round warms up."""
+    spent: dict[str, list[float]] = {way: [] for way in acts}
+    for _ in range(repeats + 1):
+        for way, act in acts.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            act()
+            torch.cuda.synchronize()
+            spent[way].append(time.perf_counter() - start)
+    return {way: statistics.median(some[1:]) for way, some in spent.items()}
+
+
+def _pattern(num_bytes: int, device: str) -> torch.Tensor:
+    return (torch.arange(num_bytes, device=device) % 251).to(torch.uint8)
+
+
+def _serve(connection: Connection, gpu: int) -> None:
     """Hold the tensors, until the asker closes its end."""
-    held = {
-        num_bytes: (torch.arange(num_bytes, device="cuda") % 251).to(torch.uint8)
-        for num_bytes in SIZES.values()
-    }
+    torch.cuda.set_device(gpu)
+    held = {num_bytes: _pattern(num_bytes, f"cuda:{gpu}") for num_bytes in SIZES.values()}
     torch.cuda.synchronize()
     pool = SharedPool("m2flow-gpu-links-")
-    server = PayloadServer(held.__getitem__, pool, KEY, links={"cuda_ipc": CudaIPC()})
+    devices = devices_here("the holder", this_node(), HERE, gpu)
+    server = PayloadServer(held.__getitem__, pool, KEY, name="the holder", devices=devices)
     connection.send(server.address)
-    try:
-        connection.recv()
-    except EOFError:
-        server.close()
-        pool.close()
+    connection.poll(None)
+    server.close()
+    pool.close()
 
 
 if __name__ == "__main__":

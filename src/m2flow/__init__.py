@@ -13,12 +13,13 @@ from m2flow.flow import Batch, Flow, Isolation, Place, Ragged, Stream, Worker, l
 
 if TYPE_CHECKING:
     from m2flow.runtime.channel import Channel
-    from m2flow.runtime.launch import Run, launch
+    from m2flow.runtime.launch import Auto, Run, launch
     from m2flow.runtime.pool import LanePool
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Auto",
     "Batch",
     "Channel",
     "Flow",
@@ -41,7 +42,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("launch", "Run"):
+    if name in ("launch", "Run", "Auto"):
         from m2flow.runtime import launch
 
         return getattr(launch, name)

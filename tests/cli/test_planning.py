@@ -60,8 +60,8 @@ def test_a_size_without_a_unit_counts_bytes(tiny: Path, m2flow: M2flow) -> None:
         (
             ["--mode", "hybird"],
             (
-                "mode: is wrong (got 'hybird'); expected 'eager', 'collocated', 'disaggregated' or "
-                "'hybrid'; did you mean 'hybrid'?"
+                "mode: is wrong (got 'hybird'); expected 'auto', 'eager', 'collocated', "
+                "'disaggregated' or 'hybrid'; did you mean 'hybrid'?"
             ),
         ),
         (["training.gang=0"], "training.gang: is wrong (got 0); expected at least 1"),

@@ -23,6 +23,8 @@ from torch import Tensor
 
 import m2flow
 from m2flow import Batch, Flow, Place, Ragged, Stream, Worker, loop, stage
+from m2flow.engine.runner import StepResult
+from m2flow.flow import GIVE_BACK, Arrived, Unfinished
 
 MODULUS = 1_000_003
 """A prime; products of two residues fit into 64 bits."""
@@ -86,13 +88,15 @@ def outcome_of(scenario: Scenario, **how: Any) -> Outcome:
     with m2flow.launch(scenario.make_flow(), items_per_step=items, num_threads=1, **how) as run:
         results = list(run.steps(scenario.batches))
         states = run.worker_call_everywhere(*scenario.trained)
-    outputs = [
-        {name: _values(column) for name, column in result.output.columns.items()}
-        for result in results
-    ]
+    outputs = [output_of(result) for result in results]
     metrics = [dict(result.metrics) for result in results]
     switches = sum(span.kind == "switch" for result in results for span in result.spans)
     return Outcome(outputs, states, metrics, switches)
+
+
+def output_of(result: StepResult) -> dict[str, list[Any]]:
+    """The output of a step, column by column, as Python values."""
+    return {name: _values(column) for name, column in result.output.columns.items()}
 
 
 def eager_outcome(scenario: Scenario) -> Outcome:
@@ -165,6 +169,12 @@ class Held(Worker):
     def state_bytes(self) -> int:
         return self.declared_bytes
 
+    def save(self, folder: Path) -> None:
+        (folder / "state").write_bytes(pickle.dumps(self.state))
+
+    def restore(self, folder: Path) -> None:
+        self._state = pickle.loads((folder / "state").read_bytes())
+
     def final(self) -> dict[str, Any]:
         """The state, wherever it is."""
         state: dict[str, Any] = pickle.loads(self._away) if self._state is None else self._state
@@ -227,22 +237,28 @@ class Sampler(Reader):
 
     samples = 3
 
-    @stage(streaming=True, expands="samples")
-    def generate(self, prompts: Batch) -> Generator[Batch, Batch | None, None]:
+    @stage(streaming=True, expands="samples", resumable=True)
+    def generate(self, prompts: Batch | Unfinished) -> Generator[Batch | Unfinished, Arrived, None]:
         """Adds `y`, ragged `tokens`, `note` and the `version` of the weights."""
         running = self._begin(prompts)
         while running:
             done = [batch for rounds, batch in running if rounds == 0]
             running = [(rounds - 1, batch) for rounds, batch in running if rounds]
             fed = (
-                yield Batch.concat([*map(self._sample, reversed(done))])
-                if done
-                else prompts.select([])
+                yield Batch.concat([*map(self._sample, reversed(done))]) if done else Batch({}, [])
             )
-            if fed is not None:
-                running += self._begin(fed)
+            if fed is GIVE_BACK:
+                rows = [row.with_columns(rounds=[rounds]) for rounds, row in running]
+                yield Unfinished(Batch.concat(rows) if rows else Batch({}, []))
+                return
+            running += self._begin(fed)
 
-    def _begin(self, prompts: Batch) -> list[tuple[int, Batch]]:
+    def _begin(self, prompts: Arrived) -> list[tuple[int, Batch]]:
+        if isinstance(prompts, Unfinished):
+            begun, left = prompts.items.without("rounds"), prompts.items["rounds"]
+            return [(left[row], begun.select([row])) for row in range(len(begun))]
+        if not isinstance(prompts, Batch):
+            return []
         samples = prompts.repeat(self.samples)
         rows = [samples.select([row]) for row in range(len(samples))]
         return [((row.ids[0] * 7 + int(row["x"])) % 5, row) for row in rows]
@@ -305,6 +321,12 @@ class Learner(Folder):
     @train.finish
     def train_finish(self) -> dict[str, float]:
         return self.update()
+
+
+class ForgetfulLearner(Learner):
+    """One that does not say how its state is saved."""
+
+    save, restore = Worker.save, Worker.restore
 
 
 class Toy(Flow):

@@ -44,9 +44,9 @@ def random_plan(
 ) -> Plan:
     """A plan on these lanes, on-policy, that `validate` accepts.
 
-    Drawn are the lanes of each worker, its replicas or gangs, chunks, running items, the order of
-    stages, limits of edges, whether loops are fused, and limits of memory under which the workers
-    of a lane must make way for each other.
+    Drawn are the lanes of each worker, its replicas or gangs, chunks, running items, switch points,
+    the order of stages, limits of edges, whether loops are fused, and limits of memory under which
+    the workers of a lane must make way for each other.
 
     Args:
         graph: the flow.
@@ -71,7 +71,7 @@ def random_plan(
         mode="random",
         lanes=tuple(lanes),
         placements=placements,
-        stages=_stages(graph, num_items, random),
+        stages=_stages(graph, placements, num_items, random),
         edges=_edges(graph, num_items, random),
         order=tuple(names) if random.random() < 0.7 else (),
         fuse_loops=random.random() < 0.5,
@@ -119,7 +119,9 @@ def _replicas(
     return tuple(tuple(chosen[n : n + size]) for n in range(0, len(chosen), size))
 
 
-def _stages(graph: FlowGraph, num_items: int, random: Random) -> dict[str, StagePlan]:
+def _stages(
+    graph: FlowGraph, placements: Mapping[str, Placement], num_items: int, random: Random
+) -> dict[str, StagePlan]:
     stages = {}
     for node in graph.nodes:
         if random.random() < 0.15:
@@ -128,6 +130,10 @@ def _stages(graph: FlowGraph, num_items: int, random: Random) -> dict[str, Stage
         chunk = random.choice([None, 1, units, random.randint(1, units)])
         running = random.choice([None, 1, random.randint(1, units)]) if node.streaming else None
         stages[node.name] = StagePlan(chunk, running)
+        replicas = len(placements[node.worker].replicas)
+        if node.resumable and replicas > 1 and random.random() < 0.7:
+            keep = random.choice([None, random.randint(1, replicas - 1)])
+            stages[node.name] = StagePlan(chunk, running, random.choice([0.2, 0.5, 0.8]), keep)
     return stages
 
 

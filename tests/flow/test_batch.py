@@ -211,3 +211,11 @@ def test_ragged_rows_of_matrices() -> None:
     assert ragged.nbytes == 36
     assert repr(ragged) == "Ragged(rows=2, values=3)"
     assert repr(Batch({"r": ragged})) == "Batch(2 items: r)"
+
+
+def test_a_batch_of_nothing_adds_nothing() -> None:
+    """A streaming stage yields one to hear if anything has come."""
+    some, nothing = Batch({"x": [1, 2]}, [4, 7]), Batch({}, [])
+    assert Batch.concat([nothing, some, nothing, nothing]) is some
+    assert Batch.concat([some, nothing, some.select([0])]).ids == (4, 7, 4)
+    assert len(Batch.concat([nothing, nothing])) == 0

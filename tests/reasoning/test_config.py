@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
+from m2flow.algorithms.ppo import Critic
 from m2flow.errors import UserError
-from m2flow.reasoning.config import KEYS_OF_TASKS, DataSection, ReasoningRecipe
-from m2flow.reasoning.learning import loss_of, trainer_config
+from m2flow.reasoning.config import (
+    KEYS_OF_ALGORITHMS,
+    KEYS_OF_TASKS,
+    AlgorithmSection,
+    DataSection,
+    ReasoningRecipe,
+)
+from m2flow.reasoning.flow import PPO, recipe_flow
+from m2flow.reasoning.learning import critic_config, critic_loss_of, loss_of, trainer_config
+from m2flow.reasoning.workers import ModelSource
 
 
 def refusal(data: dict[str, Any]) -> UserError:
@@ -161,4 +171,52 @@ def test_every_setting_of_the_algorithm_reaches_the_loss() -> None:
     recipe = ReasoningRecipe.model_validate({"algorithm": settings})
     loss = loss_of(recipe)
     assert {name: getattr(loss, name) for name in settings} == settings
-    assert recipe.algorithm.model_dump().keys() == {"name", *settings}, "or this test is too short"
+    others = {key for key, algorithm in KEYS_OF_ALGORITHMS.items() if algorithm != "grpo"}
+    known = {"name", *settings, *others}
+    assert recipe.algorithm.model_dump().keys() == known, "or this test is too short"
+
+
+def test_every_setting_of_ppo_is_read() -> None:
+    algorithm = {"name": "ppo", "gamma": 0.9, "lam": 0.5, "whiten": False, "clip_high": 0.1}
+    data = {
+        "algorithm": algorithm,
+        "critic": {"learning_rate": 0.5, "value_clip": None},
+        "samples_per_prompt": 1,
+        "optimizer": {"learning_rate": 0.25, "weight_decay": 0.125},
+    }
+    recipe = ReasoningRecipe.model_validate(data)
+    assert loss_of(recipe).clip_high == 0.1
+    assert critic_loss_of(recipe) == Critic(value_clip=None, aggregation="token-mean")
+    of_critic, of_policy = critic_config(recipe).optimizer, trainer_config(recipe).optimizer
+    assert (of_critic.learning_rate, of_policy.learning_rate) == (0.5, 0.25)
+    assert of_critic == replace(of_policy, learning_rate=0.5)
+    flow = recipe_flow(recipe, ModelSource("nowhere"), None)
+    assert isinstance(flow, PPO)
+    assert (flow.gamma, flow.lam, flow.whiten) == (0.9, 0.5, False)
+    assert recipe.critic.model_dump().keys() == data["critic"].keys(), "or this test is too short"
+
+
+@pytest.mark.parametrize("key", KEYS_OF_ALGORITHMS)
+def test_a_key_of_the_other_algorithm_is_refused(key: str) -> None:
+    other = {"grpo": "ppo", "ppo": "grpo"}[KEYS_OF_ALGORITHMS[key]]
+    default = AlgorithmSection.model_fields[key].default
+    value = not default if isinstance(default, bool) else 0.5
+    error = refusal({"algorithm": {"name": other, key: value}})
+    assert (error.key, error.value) == (f"algorithm.{key}", value)
+    assert KEYS_OF_ALGORITHMS[key] in str(error.hint)
+    AlgorithmSection.model_validate({"name": other, key: default})
+
+
+def test_grpo_has_no_critic() -> None:
+    error = refusal({"critic": {"learning_rate": 0.5}})
+    assert (error.key, error.value) == ("critic", {"learning_rate": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("gamma", 1.1), ("gamma", -0.1), ("lam", 2), ("lam", "a"), ("whiten", 1), ("name", "pppo")],
+)
+def test_ppo_s_values_are_checked(key: str, value: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ReasoningRecipe.model_validate({"algorithm": {"name": "ppo", key: value}})
+    assert caught.value.errors()[0]["loc"][:2] == ("algorithm", key)

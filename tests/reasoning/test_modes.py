@@ -17,7 +17,7 @@ from torch import Tensor
 from m2flow.models.causal_lm import load_model
 from m2flow.reasoning.config import ReasoningRecipe
 from m2flow.reasoning.experiment import ReasoningExperiment
-from m2flow.reasoning.flow import grpo_flow
+from m2flow.reasoning.flow import recipe_flow
 from m2flow.reasoning.workers import ModelSource
 from m2flow.runtime.launch import launch
 
@@ -51,8 +51,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def experiment() -> ReasoningExperiment:
+@pytest.fixture(scope="module", params=["grpo", "ppo"])
+def experiment(request: pytest.FixtureRequest) -> ReasoningExperiment:
     """Sums of two digits, by a model that has seen them for long enough to get some right."""
     return ReasoningExperiment(
         ReasoningRecipe.model_validate(
@@ -72,6 +72,7 @@ def experiment() -> ReasoningExperiment:
                 "data": {"options": {"min_digits": 1, "max_digits": 1}},
                 "warmup": {"steps": 200},
                 "training": {"tokens_per_microbatch": 128},
+                "algorithm": {"name": request.param},
             }
         )
     )
@@ -90,22 +91,27 @@ class Outcome:
     texts: list[list[str]]
     staleness: list[float | None]
     replicas: list[dict[str, Tensor]]
+    critics: list[dict[str, Tensor]]
 
 
 def outcome_of(experiment: ReasoningExperiment, model: ModelSource, mode: str) -> Outcome:
     recipe = experiment.recipe
-    flow = grpo_flow(recipe, model, experiment.task)
+    flow = recipe_flow(recipe, model, experiment.task)
     batches = [experiment.batch(step, model) for step in range(STEPS)]
     with launch(
         flow, items_per_step=recipe.prompts_per_step, mode=mode, lanes="cpu:2", num_threads=1
     ) as run:
         results = list(run.steps(batches))
         replicas = run.worker_call_everywhere("learner", "parameters")
+        critics = []
+        if "critic" in flow.workers:
+            critics = run.worker_call_everywhere("critic", "parameters")
     return Outcome(
         rewards=[result.output["reward"] for result in results],
         texts=[result.output["text"] for result in results],
         staleness=[result.staleness for result in results],
         replicas=replicas,
+        critics=critics,
     )
 
 
@@ -132,7 +138,9 @@ def test_eager_run_has_something_to_learn_from(eager: Outcome, model: ModelSourc
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize(("mode", "num_replicas"), [("collocated", 2), ("disaggregated", 1)])
+@pytest.mark.parametrize(
+    ("mode", "num_replicas"), [("collocated", 2), ("disaggregated", 1), ("hybrid", 2)]
+)
 def test_mode_changes_nothing(
     mode: str,
     num_replicas: int,
@@ -145,6 +153,8 @@ def test_mode_changes_nothing(
     assert there.rewards == eager.rewards
     assert there.staleness == [0.0] * STEPS
     assert len(there.replicas) == num_replicas
-    for weights in there.replicas:
-        assert distance(weights, eager.replicas[0]) < 1e-9
-        assert all(torch.equal(weights[name], there.replicas[0][name]) for name in weights)
+    for found, expected in ((there.replicas, eager.replicas), (there.critics, eager.critics)):
+        assert len(found) == num_replicas * len(expected)
+        for weights in found:
+            assert distance(weights, expected[0]) < 1e-9
+            assert all(torch.equal(weights[name], found[0][name]) for name in weights)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from m2flow.reasoning.config import ReasoningRecipe
 from m2flow.reasoning.experiment import ReasoningExperiment
-from m2flow.reasoning.flow import grpo_flow
+from m2flow.reasoning.flow import recipe_flow
+from m2flow.reasoning.saving import save_checkpoint
 from m2flow.reasoning.workers import ModelSource
 from m2flow.runtime.launch import launch
 
@@ -27,6 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "a reference": {"algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}},
     "old log-probabilities": {"training": {"recompute_logprobs": True}, "minibatches": 4},
     "bfloat16": {"model": {"dtype": "bfloat16"}},
+    "a critic": {"algorithm": {"name": "ppo"}, "samples_per_prompt": 1, "prompts_per_step": 16},
 }
 
 
@@ -50,13 +52,18 @@ def stretch(
 ) -> Stretch:
     """Steps first to last - 1, saved at the end; everything is made anew, as in a new process."""
     experiment = ReasoningExperiment(recipe)
-    flow = grpo_flow(recipe, model, experiment.task, checkpoint)
+    flow = recipe_flow(recipe, model, experiment.task, checkpoint)
     with launch(
         flow, items_per_step=recipe.prompts_per_step, first_step=first, lanes="cpu:1"
     ) as run:
         results = list(run.steps(experiment.batch(step, model) for step in range(first, last)))
-        run.worker_call("learner", "save_checkpoint", str(folder), last, {}, 2)
-        weights = run.worker_call("learner", "parameters")
+        save_checkpoint(run, flow.workers, folder, last, extra={}, keep=2)
+        weights = {
+            f"{name}/{parameter}": tensor
+            for name in ("learner", "critic")
+            if name in flow.workers
+            for parameter, tensor in run.worker_call(name, "parameters").items()
+        }
     return Stretch(
         rewards=[result.output["reward"] for result in results],
         metrics=[result.metrics for result in results],

@@ -14,11 +14,13 @@ from m2flow.flow import Batch, Place
 from m2flow.reasoning.experiment import ReasoningExperiment
 from m2flow.reasoning.tasks.addition import Addition
 from m2flow.reasoning.workers import (
+    Critic,
     Generator,
     Learner,
     ModelSource,
     Reference,
     Verifier,
+    gae,
     group_advantage,
 )
 from m2flow.runtime.state import resident_bytes
@@ -52,7 +54,7 @@ def storages(worker: Any) -> list[int]:
         tensors = list(worker.engine._tensors())
     else:
         tensors = list(worker.policy.state_dict().values())
-    if isinstance(worker, Learner):
+    if isinstance(worker, Learner | Critic):
         tensors += list(worker.trainer.tensors())
         tensors += [p.grad for p in worker.policy.parameters() if p.grad is not None]
     return [tensor.untyped_storage().nbytes() for tensor in tensors]
@@ -64,20 +66,21 @@ def train(recipe: Any, model: ModelSource, place: Place, switching: bool) -> dic
     def switch() -> None:
         if not switching:
             return
-        for worker in (generator, learner, reference):
+        for worker in (generator, learner, reference, critic):
             num_bytes = worker.state_bytes()
             worker.offload()
             assert sum(storages(worker)) == 0
             assert 0 < worker.state_bytes() <= num_bytes
-        for worker in (reference, learner, generator):
+        for worker in (critic, reference, learner, generator):
             worker.onload()
 
     verifier = Verifier(model, Addition(min_digits=1, max_digits=1))
     verifier.load(place)
     generator = make_generator(model, place)
     learner, reference = Learner(model, recipe), Reference(model, recipe)
-    learner.load(place)
-    reference.load(place)
+    critic = Critic(model, recipe)
+    for worker in (learner, reference, critic):
+        worker.load(place)
     experiment = ReasoningExperiment(recipe)
     found = {}
     for step in range(3):
@@ -91,6 +94,11 @@ def train(recipe: Any, model: ModelSource, place: Place, switching: bool) -> dic
         switch()
         samples = reference.logprobs(learner.logprobs(samples))
         switch()
+        valued = gae(samples, critic.values(samples), gamma=1.0, lam=0.9)
+        critic.train(valued.select(list(range(8))))
+        switch()
+        critic.train_finish()
+        found[f"values/{step}"] = valued["values"].values
         for start in (0, 8):
             learner.train(samples.select(list(range(start, start + 8))))
             switch()
@@ -101,6 +109,7 @@ def train(recipe: Any, model: ModelSource, place: Place, switching: bool) -> dic
         switch()
         generator.install(learner.weights(), step + 1)
         switch()
+    found |= {f"critic/{name}": tensor for name, tensor in critic.parameters().items()}
     return {**found, **learner.parameters(), **learner.trainer.state_dict()}
 
 

@@ -17,13 +17,16 @@ from m2flow.reasoning.experiment import ReasoningExperiment
 from m2flow.reasoning.tasks.addition import Addition
 from m2flow.reasoning.workers import (
     OUTCOME,
+    Critic,
     Generator,
     Learner,
     ModelSource,
     Reference,
     Verifier,
+    gae,
     group_advantage,
     outcome,
+    whiten,
 )
 
 MakeRecipe = Any
@@ -50,7 +53,7 @@ def make_generator(model: ModelSource, **settings: Any) -> Generator:
 def drawn(pieces: Iterator[Batch]) -> dict[int, tuple[list[int], list[float], str]]:
     """What was drawn for each item, in whatever pieces it came; no item comes twice."""
     found: dict[int, tuple[list[int], list[float], str]] = {}
-    for piece in pieces:
+    for piece in filter(len, pieces):  # one without items listens for what has arrived
         columns = ("completion_ids", "behaviour_logprobs", "finish_reason")
         for item, ids, logprobs, reason in zip(
             piece.ids, *(piece[name] for name in columns), strict=True
@@ -80,7 +83,7 @@ def samples(recipe: Any, warmed: ModelSource, prompts: Batch) -> Batch:
     return group_advantage(verifier.score(in_order), group_size=GROUP)
 
 
-@pytest.mark.parametrize("kind", [Generator, Verifier, Learner, Reference])
+@pytest.mark.parametrize("kind", [Generator, Verifier, Learner, Reference, Critic])
 def test_a_worker_that_is_not_loaded_is_light(kind: Any, recipe: Any) -> None:
     """It is made to be traced and sent: no model, not even a folder."""
     source = ModelSource("no/such/folder")
@@ -305,3 +308,58 @@ def test_parameters_are_copies(warmed: ModelSource, recipe: Any) -> None:
     for value in copies.values():
         value.zero_()
     assert any(bool(value.any()) for value in learner.weights().values())
+
+
+# Critic
+
+
+def test_a_critic_is_folded_in_pieces_and_goes_on_from_its_checkpoint(
+    samples: Batch, warmed: ModelSource, tiny_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(algorithm={"name": "ppo"}, minibatches=1)
+    critic, learner = loaded(Critic(warmed, recipe)), loaded(Learner(warmed, recipe))
+    values = critic.values(samples)
+    assert set(values.columns) == {"values"}
+    assert not values["values"].values.any(), "its head is made of zeros"
+    valued = gae(samples, values, gamma=1.0, lam=1.0)
+    rewards = torch.tensor(samples["reward"], dtype=torch.float64)
+    expected = torch.repeat_interleave(rewards, torch.tensor(samples["completion_ids"].lengths))
+    assert torch.equal(valued["advantages"].values, expected)
+    pieces = loaded(Critic(warmed, recipe))
+    critic.train(valued)
+    pieces.train(valued.select(range(3)))
+    pieces.train(valued.select(range(3, len(valued))))
+    figures, other = critic.train_finish(), pieces.train_finish()
+    assert figures["critic/loss"] == pytest.approx(other["critic/loss"])
+    assert figures["critic/return"] == pytest.approx(float(expected.mean()))
+    for name, value in critic.parameters().items():
+        torch.testing.assert_close(value, pieces.parameters()[name], rtol=1e-4, atol=2e-4)
+
+    critic.save_part(str(tmp_path), 1)
+    folder = learner.save_checkpoint(str(tmp_path), 1, {}, 1, True)
+    resumed = loaded(Critic(ModelSource(f"{folder}/critic/model"), recipe, folder))
+    for each in (critic, resumed):
+        each.train(valued)
+        each.train_finish()
+    there = resumed.parameters()
+    assert all(value.equal(there[name]) for name, value in critic.parameters().items())
+
+
+def test_a_checkpoint_of_grpo_has_no_critic(
+    warmed: ModelSource, tiny_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(algorithm={"name": "ppo"})
+    folder = loaded(Learner(warmed, recipe)).save_checkpoint(str(tmp_path), 1, {}, 1)
+    with pytest.raises(UserError, match="the checkpoint has no critic"):
+        loaded(Critic(warmed, recipe, folder))
+
+
+def test_whitening_is_over_all_tokens_of_the_step(samples: Batch) -> None:
+    num_tokens = samples["completion_ids"].values.numel()
+    lengths = samples["completion_ids"].lengths
+    drawn = torch.randn(num_tokens, generator=torch.Generator().manual_seed(0)).double()
+    white = whiten(samples.with_columns(advantages=Ragged(drawn, lengths)))["advantages"].values
+    assert float(white.mean()) == pytest.approx(0, abs=1e-12)
+    assert float(white.std(correction=0)) == pytest.approx(1, abs=1e-6)
+    whole, parts = whiten.spec.unit, gae.spec.unit
+    assert (whole, parts) == ("step", "item")

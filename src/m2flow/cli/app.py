@@ -32,7 +32,7 @@ Overrides = Annotated[
 ]
 Mode = Annotated[
     Optional[str],  # noqa: UP045
-    typer.Option(help="Plan to build: eager, collocated, disaggregated or hybrid."),
+    typer.Option(help="auto (measure, then the best plan), or eager, collocated, ..."),
 ]
 PlanFile = Annotated[
     Optional[Path],  # noqa: UP045
@@ -67,29 +67,100 @@ def train(
 
 @app.command("plan")
 def plan_command(
+    recipe: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Argument(help="A recipe: a YAML file. With --replay, by default that of the run."),
+    ] = None,
+    overrides: Overrides = None,
+    mode: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="auto (the planner chooses), collocated, disaggregated, hybrid, eager."),
+    ] = None,
+    plan: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--plan", help="A plan file to check, or to judge by a profile."),
+    ] = None,
+    cluster: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Lanes that need not exist, such as 16x8xH100: auto, by computed costs."),
+    ] = None,
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="With --cluster: a config.json, its folder, or a known model's name."),
+    ] = None,
+    max_staleness: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=0, help="Steps that generation may run ahead; prints the frontier."),
+    ] = None,
+    prompt_tokens: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="With --cluster: tokens of a prompt in the mean."),
+    ] = None,
+    answer_tokens: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="With --cluster: tokens of an answer in the mean."),
+    ] = None,
+    profile: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--profile", help="A stored profile to plan from."),
+    ] = None,
+    reuse_profile: Annotated[
+        bool, typer.Option("--reuse-profile", help="Take --profile even if it differs.")
+    ] = False,
+    replay: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="A run directory: replay its steps under --plan or --mode."),
+    ] = None,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Say in words what the plan does, and why it was chosen."),
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON, with the choice explained.")
+    ] = False,
+) -> None:
+    """Show how a recipe would be carried out, and why; start nothing."""
+    from m2flow.cli.plan import Asked
+    from m2flow.cli.plan import plan as show
+
+    with_mode(overrides, mode, plan)  # refuses the two together
+    show(
+        Asked(
+            recipe,
+            overrides or [],
+            mode,
+            plan,
+            cluster,
+            model,
+            max_staleness,
+            profile,
+            reuse_profile,
+            prompt_tokens,
+            answer_tokens,
+            replay,
+            explain,
+            json,
+        )
+    )
+
+
+@app.command("profile")
+def profile_command(
     recipe: Recipe,
     overrides: Overrides = None,
-    mode: Mode = None,
-    plan: PlanFile = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Print the graph, and the plan in words.")
-    ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    lanes: Annotated[Optional[str], typer.Option(help="Lanes, such as cpu:2.")] = None,  # noqa: UP045
+    budget: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="Seconds for all of it: by default 60, or 300 with a model of yours."),
+    ] = None,
+    out: Annotated[Optional[Path], typer.Option(help="Also write it to this file.")] = None,  # noqa: UP045
+    again: Annotated[bool, typer.Option("--again", help="Measure though it is known.")] = False,
 ) -> None:
-    """Show how a recipe would be carried out."""
-    from m2flow.cli.planning import planned
-    from m2flow.cli.recipe import read_recipe
-    from m2flow.plan import explain as in_words
-    from m2flow.plan import to_json
+    """Measure how long the stages of a recipe take on this machine."""
+    from m2flow.cli.profile import profile as run
 
-    settings = read_recipe(recipe, with_mode(overrides, mode, plan))
-    graph, chosen = planned(settings, plan)
-    if json or not explain:
-        print(to_json(chosen), end="")
-    if explain:
-        lines = ["flow:", *(f"  {line}" for line in graph.describe())]
-        out = sys.stderr if json else sys.stdout
-        print("\n".join(lines + in_words(chosen, graph, settings.prompts_per_step)), file=out)
+    words = [*(overrides or []), *([f"lanes={lanes}"] if lanes else [])]
+    run(recipe, words, budget=budget, out=out, again=again)
 
 
 @app.command("eval")

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from m2flow.engine.plan import Plan
+from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import PlanError, UserError
 from m2flow.flow.flow import Flow
 from m2flow.flow.graph import FlowGraph
@@ -22,16 +22,21 @@ from m2flow.plan import (
     with_memory,
 )
 from m2flow.reasoning.config import ReasoningRecipe
-from m2flow.reasoning.flow import grpo_flow
+from m2flow.reasoning.flow import recipe_flow
 from m2flow.reasoning.workers import ModelSource
 
+AUTO_MODE = "auto"
+"""The mode in which the plan is searched for."""
+
 LEARNER = "learner"
-"""The worker that `training.gang` speaks of."""
+
+TRAINED = (LEARNER, "critic")
+"""The workers that `training.gang` speaks of."""
 
 
 def flow_of(recipe: ReasoningRecipe) -> Flow:
     """The macro flow of a recipe, with workers that will never be loaded."""
-    return grpo_flow(recipe, ModelSource(""), None)
+    return recipe_flow(recipe, ModelSource(""), None)
 
 
 def graph_of(recipe: ReasoningRecipe) -> FlowGraph:
@@ -59,17 +64,32 @@ def planned(recipe: ReasoningRecipe, plan_file: Path | None = None) -> tuple[Flo
     return graph, plan
 
 
+def lanes_of(recipe: ReasoningRecipe) -> tuple[LaneSpec, ...]:
+    """The lanes that a recipe asks for, with their limit of memory.
+
+    Raises:
+        UserError: they do not parse, or this machine does not have them.
+    """
+    lanes = parse_lanes(recipe.lanes)
+    if recipe.lane_memory is None:
+        return lanes
+    return with_memory(lanes, parse_bytes(recipe.lane_memory, "lane_memory"))
+
+
+def gangs_of(recipe: ReasoningRecipe, graph: FlowGraph) -> dict[str, int]:
+    """Lanes that take part in each call of a trained worker, as the recipe asks for it."""
+    return {name: recipe.training.gang for name in TRAINED if name in graph.workers}
+
+
 def _built(recipe: ReasoningRecipe, graph: FlowGraph, isolated: Collection[str]) -> Plan:
     """The plan of the recipe's mode, on the recipe's lanes."""
-    lanes = parse_lanes(recipe.lanes)
-    if recipe.lane_memory is not None:
-        lanes = with_memory(lanes, parse_bytes(recipe.lane_memory, "lane_memory"))
-    gangs = {LEARNER: recipe.training.gang}
+    lanes = lanes_of(recipe)
+    gangs = gangs_of(recipe, graph)
     try:
         return build_plan(recipe.mode, graph, lanes, recipe.prompts_per_step, isolated, gangs)
     except UserError as error:
-        key = f"gangs.{LEARNER}"
-        if error.key != key:
+        key = str(error.key)
+        if key not in [f"gangs.{name}" for name in TRAINED]:
             raise
         raise UserError(str(error).removeprefix(f"{key}: "), key="training.gang") from None
 

@@ -11,7 +11,7 @@ from m2flow.errors import FlowError
 from m2flow.flow.graph import FlowGraph
 
 if TYPE_CHECKING:
-    from m2flow.engine.dispatch import Call, CallCommand
+    from m2flow.engine.calls import Call, CallCommand
 
 
 def call_name(graph: FlowGraph, command: CallCommand) -> str:

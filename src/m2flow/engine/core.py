@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from m2flow.engine.account import call_name, unjudged, who_waits
 from m2flow.engine.admission import Admission
-from m2flow.engine.dispatch import Call, Dispatcher
+from m2flow.engine.calls import Call
+from m2flow.engine.dispatch import Dispatcher
 from m2flow.engine.fusing import fused_loops
 from m2flow.engine.homes import ANYWHERE
 from m2flow.engine.lanes import Barrier
@@ -25,6 +26,7 @@ from m2flow.engine.messages import (
     ExportWeights,
     FailRun,
     InstallWeights,
+    ItemsGivenBack,
     ItemsProduced,
     LaneLost,
     MoveFailed,
@@ -34,10 +36,12 @@ from m2flow.engine.messages import (
     RunFinish,
     StepSubmitted,
     Tick,
+    given_back,
 )
 from m2flow.engine.plan import Plan
 from m2flow.engine.residency import Residency
 from m2flow.engine.steps import StepState
+from m2flow.engine.tails import Tails
 from m2flow.engine.turns import Turns
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 
@@ -71,12 +75,13 @@ class Engine:
         self.failed = False
         self.steps: dict[int, StepState] = {}
         self._admission = Admission(graph, plan, first_step)
-        self._turns = Turns(graph)
+        self._turns, self._tails = Turns(graph), Tails(graph, plan)
         self._dispatcher = Dispatcher(
             graph,
             plan,
             self._admission,
             self._turns,
+            self._tails,
             self.steps,
             residency or Residency(plan),
             self.fused,
@@ -105,6 +110,8 @@ class Engine:
                 return self._dispatcher.out
             case ItemsProduced():
                 self._items_produced(event)
+            case ItemsGivenBack():
+                self._items_given_back(event)
             case CallFinished():
                 self._call_finished(event)
             case StepSubmitted():
@@ -162,16 +169,26 @@ class Engine:
         if node.streaming:
             self._dispatcher.alive(call)
             self._dispatcher.hungry(call, node)
-            done = []
-            for item in event.items:
-                unit = item // node.expands
-                call.unfinished[unit] -= 1
-                if call.unfinished[unit] == 0:
-                    del call.unfinished[unit]
-                    done.append(unit)
-            self._units_done(state, node, done)
+            self._units_done(state, node, _count_down(call, node, event.items))
             self._close_window(state, node)
+            if self._tails.begins(state, node, len(event.items)):
+                self._dispatcher.begin_tail(state, node)
             self._dispatcher.wake(call.step, node.index)
+
+    def _items_given_back(self, event: ItemsGivenBack) -> None:
+        """A call ends before its time: what it has not finished waits for another one."""
+        call = self.calls[event.call]
+        assert isinstance(call.command, RunCall)
+        state, node = self.steps[call.step], self.graph.nodes[call.command.node]
+        outputs: dict[int, list[int]] = {}
+        for item in event.items:
+            outputs.setdefault(item // node.expands, []).append(item)
+        for unit, some in outputs.items():
+            assert call.unfinished[unit] == len(some), f"{node.name} gave back a part of {unit}"
+            del call.unfinished[unit]
+            state.ledgers[node.index].hand_back(unit, tuple(some), call.command.lanes[0])
+        self._dispatcher.alive(call)
+        self._dispatcher.wake(call.step, node.index)
 
     def _go_around(
         self, state: StepState, node: StageNode, event: ItemsProduced, lane: int
@@ -280,6 +297,8 @@ class Engine:
         if node.loop is None and units:
             items = ledger.items_of(units)
             self._release(state, state.consumed(node, items))
+            if resumed := state.unfinished(ledger, units):
+                self._release(state, [Part(given_back(node.index), resumed)])
         ledger.finish(units)
         for producer in self._admission.bounded_producers(node.index):
             self._dispatcher.wake_in_all_steps(producer)
@@ -366,3 +385,15 @@ class Engine:
         self.failed = True
         account = who_waits(self.graph, self.calls.values(), self.steps.values())
         self._dispatcher.out.append(FailRun("\n".join([message, *account]), cause))
+
+
+def _count_down(call: Call, node: StageNode, outputs: Sequence[int]) -> list[int]:
+    """Outputs of a streaming call have come; the units of which they were the last."""
+    done = []
+    for item in outputs:
+        unit = item // node.expands
+        call.unfinished[unit] -= 1
+        if call.unfinished[unit] == 0:
+            del call.unfinished[unit]
+            done.append(unit)
+    return done

@@ -6,7 +6,8 @@ A call starts when all of this holds:
   2. *admission*: the weights are fresh enough, and each edge that leads out has room (`Admission`);
   3. *chunking*: `chunk` units are ready, or all that are still to come are (`StageLedger`);
   4. *turns*: a stage whose worker learns waits for those that come before it (`Turns`);
-  5. *preference*: older steps first, then the plan's order of stages.
+  5. *preference*: older steps first, then the plan's order of stages;
+  6. *switch points*: once the tail of a stage has begun, only some replicas go on (`Tails`).
 
 A fused loop is one such call, of its first member, for which 2 and 4 hold of all members. With a
 call on a lane under a memory limit, the worker that will be needed there next is brought as well
@@ -19,17 +20,19 @@ What has not been woken is not looked at, so the work is linear in what happens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import TypeAlias
 
 from m2flow.engine.admission import Admission
+from m2flow.engine.calls import Call, CallCommand
+from m2flow.engine.feeding import Feeder
 from m2flow.engine.lanes import Barrier, LaneBoard
 from m2flow.engine.ledger import StageLedger
 from m2flow.engine.messages import (
     Command,
     ExportWeights,
     FeedCall,
+    GiveBack,
     InstallWeights,
     RunCall,
     RunFinish,
@@ -37,30 +40,9 @@ from m2flow.engine.messages import (
 from m2flow.engine.plan import Plan, StagePlan
 from m2flow.engine.residency import Residency
 from m2flow.engine.steps import StepState
+from m2flow.engine.tails import Tails
 from m2flow.engine.turns import Turns
 from m2flow.flow.graph import FlowGraph, StageNode
-
-CallCommand: TypeAlias = RunCall | RunFinish | ExportWeights | InstallWeights
-
-
-@dataclass(slots=True)
-class Call:
-    """A call in progress.
-
-    Attributes:
-        running: lanes that have not finished their part.
-        heard: when it was started or last gave, or was given, items, in seconds of the engine's
-            clock.
-        units: units of a stage leased to it (what a streaming call was started with).
-        unfinished: for a streaming call, unit to the number of output items still to come.
-    """
-
-    command: CallCommand
-    running: set[int]
-    heard: float
-    step: int
-    units: list[int] = field(default_factory=list)
-    unfinished: dict[int, int] = field(default_factory=dict)
 
 
 class Dispatcher:
@@ -70,6 +52,7 @@ class Dispatcher:
         graph, plan: as for `Engine`.
         admission: what may be taken.
         turns: who waits for whom.
+        tails: who goes on at the end of a stage.
         steps: the steps in flight, oldest first; the engine's own table.
         residency: who is resident where.
         fused: loops that run fused.
@@ -86,6 +69,7 @@ class Dispatcher:
         plan: Plan,
         admission: Admission,
         turns: Turns,
+        tails: Tails,
         steps: Mapping[int, StepState],
         residency: Residency,
         fused: frozenset[int],
@@ -94,7 +78,7 @@ class Dispatcher:
         self.calls: dict[int, Call] = {}
         self.out: list[Command] = []
         self.now = 0.0
-        self._admission, self._turns = admission, turns
+        self._admission, self._turns, self._tails = admission, turns, tails
         self._replicas = {worker: plan.placements[worker].replicas for worker in graph.workers}
         self._board = LaneBoard([lane.id for lane in plan.lanes], self._replicas)
         self._residency, self._fused = residency, fused
@@ -106,7 +90,7 @@ class Dispatcher:
         }
         self._stage_plans = [plan.stages.get(node.name, StagePlan()) for node in graph.nodes]
         self._next_call = 0
-        self._hungry: dict[tuple[int, int], dict[int, None]] = {}
+        self._feeder = Feeder(self._stage_plans, admission, tails, self._board)
         self._wanted_gangs: set[tuple[int, int, int]] = set()
         self._woken: dict[tuple[int, int], None] = {}  # (step, place in order of preference)
         order = {name: place for place, name in enumerate(plan.order)}
@@ -142,10 +126,7 @@ class Dispatcher:
         del self.calls[number]
         command = call.command
         if isinstance(command, RunCall) and self.graph.nodes[command.node].streaming:
-            hungry = self._hungry.get((call.step, command.node), {})
-            hungry.pop(number, None)
-            if not hungry:
-                self._hungry.pop((call.step, command.node), None)
+            self._feeder.ended(call)
         for lane in command.lanes:
             self._free(lane)
         return call
@@ -158,8 +139,18 @@ class Dispatcher:
 
     def hungry(self, call: Call, node: StageNode) -> None:
         """A streaming call may have room for more items."""
-        if self._stage_plans[node.index].max_running:
-            self._hungry.setdefault((call.step, node.index), {})[call.command.call] = None
+        self._feeder.hungry(call, node)
+
+    def begin_tail(self, state: StepState, node: StageNode) -> None:
+        """Have the replicas that do not go on with a stage's tail give back what they hold."""
+        for number, call in sorted(self.calls.items()):
+            command = call.command
+            if not isinstance(command, RunCall) or command.node != node.index:
+                continue
+            if command.step == state.step and not self._tails.takes_part(
+                state, node, command.lanes
+            ):
+                self.out.append(GiveBack(number, node.index, state.step, command.lanes[0]))
 
     def overdue(self) -> Call | None:
         """A call that has given no sign of life for longer than the plan's deadline."""
@@ -204,7 +195,8 @@ class Dispatcher:
         if ledger.sticky or self._enough(ledger, node, ledger.ready(), partial):
             self._start_on_idle(state, node, partial)
         if node.streaming and len(node.inputs) == 1:  # a generator is sent one Batch at a time
-            self._feed(state, node)
+            for call, units in self._feeder.lease(self.steps, state, node):
+                self._feed(call, state, node, units)
         if self._gangs[node.worker]:
             self._want_gangs(state, node)
 
@@ -221,6 +213,9 @@ class Dispatcher:
         sticky = state.ledgers[node.index].sticky
         unused = []
         while (replica := self._board.next_replica(node.worker)) is not None:
+            if not self._tails.takes_part(state, node, self._replicas[node.worker][replica]):
+                unused.append(replica)
+                continue
             fresh = self._fresh(state, node, replica)
             units = self._lease(state, node, replica, partial) if fresh else []
             if units:
@@ -250,10 +245,13 @@ class Dispatcher:
         stage = self._stage_plans[node.index]
         if not self._enough(ledger, node, ready, partial):
             return []
+        end = self._admission.end(self.steps, state, node)
+        if self._tails.begun(state, node):
+            return self._tails.lease_first(state, node, ledger, lane, end)
         wanted = min(ready, stage.chunk or ledger.num_units)
         if node.streaming and stage.max_running:
             wanted = min(wanted, stage.max_running)
-        units = ledger.lease(lane, wanted, self._admission.end(self.steps, state, node))
+        units = ledger.lease(lane, wanted, end)
         if len(units) < wanted and not partial and not node.streaming:
             for unit in units:  # wait until the edges have room for the whole chunk
                 ledger.give_back(unit)
@@ -265,42 +263,27 @@ class Dispatcher:
         gang = self._replicas[node.worker][replica]
         inputs = tuple(state.inputs(node, ledger, share) for share in _shares(units, len(gang)))
         fused = node.loop in self._fused
-        command = RunCall(self._new_call(), node.index, state.step, gang, inputs, fused)
+        unfinished = state.unfinished(ledger, units)
+        number = self._new_call()
+        command = RunCall(number, node.index, state.step, gang, inputs, fused, unfinished)
         call = self._start(command, state)
         call.units = units
         if node.streaming:
-            call.unfinished = dict.fromkeys(units, node.expands)
+            call.unfinished = {unit: ledger.outputs_left(unit) for unit in units}
             self.hungry(call, node)
         for member in self._members[node.index]:
             self._count_staleness(state, member, gang, len(units) * ledger.unit_items)
 
-    def _feed(self, state: StepState, node: StageNode) -> None:
-        """Give ready items to streaming calls that have room, the least busy one first."""
-        limit = self._stage_plans[node.index].max_running
-        hungry = self._hungry.get((state.step, node.index))
+    def _feed(self, call: Call, state: StepState, node: StageNode, units: list[int]) -> None:
+        """Give a streaming call more items."""
         ledger = state.ledgers[node.index]
-        if not limit or not hungry or not (ledger.ready() or ledger.sticky):
-            return
-        for number in sorted(hungry, key=lambda n: (len(self.calls[n].unfinished), n)):
-            call = self.calls[number]
-            lane = call.command.lanes[0]
-            room = min(limit - len(call.unfinished), ledger.ready(lane))
-            if limit == len(call.unfinished):
-                del hungry[number]
-            if room <= 0 or self._board.held(lane):
-                continue
-            if not self._admission.weights_fresh_enough(node.worker, (lane,), state.step):
-                continue
-            units = ledger.lease(lane, room, self._admission.end(self.steps, state, node))
-            if not units and not ledger.sticky:  # what holds one call back holds back all
-                return
-            if not units:
-                continue
-            call.unfinished.update(dict.fromkeys(units, node.expands))
-            self.alive(call)
-            inputs = state.inputs(node, ledger, units)
-            self.out.append(FeedCall(number, node.index, state.step, lane, inputs))
-            self._count_staleness(state, node, (lane,), len(units))
+        number, lane = call.command.call, call.command.lanes[0]
+        call.unfinished.update({unit: ledger.outputs_left(unit) for unit in units})
+        self.alive(call)
+        inputs = state.inputs(node, ledger, units)
+        unfinished = state.unfinished(ledger, units)
+        self.out.append(FeedCall(number, node.index, state.step, lane, inputs, unfinished))
+        self._count_staleness(state, node, (lane,), len(units))
 
     def _want_gangs(self, state: StepState, node: StageNode) -> None:
         """Where a gang has work but not all of its lanes, hold the lanes until it has."""
@@ -380,11 +363,12 @@ class Dispatcher:
         here = self._nodes_on_lane[lane]
         around = sorted(here, key=lambda other: (other <= index, other))
         for other in around:
-            worker = self.graph.nodes[other].worker
-            if worker not in running and any(
-                state.ledgers[other].work_left for state in self.steps.values()
+            node = self.graph.nodes[other]
+            if node.worker not in running and any(
+                state.ledgers[other].work_left and self._tails.takes_part(state, node, (lane,))
+                for state in self.steps.values()
             ):
-                return worker
+                return node.worker
         for target in self._targets:
             if target not in running and lane in self.plan.placements[target].lanes:
                 return target

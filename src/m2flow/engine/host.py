@@ -8,27 +8,33 @@ placement, of other lanes or of Ray, so the inline driver and the Ray lanes shar
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from m2flow.engine.account import unjudged
+from m2flow.engine.facts import StreamLog, ids_text
 from m2flow.engine.lengths import item_lengths
 from m2flow.engine.messages import (
     FeedCall,
+    GiveBack,
     Inputs,
+    ItemsGivenBack,
     ItemsProduced,
     MoveState,
     Part,
     RunCall,
     RunFinish,
+    given_back,
 )
 from m2flow.engine.spans import Span
 from m2flow.engine.store import Store
+from m2flow.engine.streams import StageStream
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph, StageNode
+from m2flow.flow.streaming import Unfinished
 from m2flow.flow.worker import Worker
 
 SILENCE_SECONDS = 2.0
@@ -51,11 +57,34 @@ class Produced:
     lengths: tuple[float, ...] = ()
     judged: bool = True
 
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """None: the call has a span at its end."""
+        return ()
+
     def event(self, call: int) -> ItemsProduced:
         """What the engine is told of it."""
         return ItemsProduced(
             call, self.items, self.num_bytes, self.leaving, self.lengths, self.judged
         )
+
+
+@dataclass(frozen=True, slots=True)
+class GivenBack:
+    """What a streaming call has not finished; the payload stays on the lane.
+
+    Attributes:
+        items, num_bytes: as in `ItemsGivenBack`.
+        spans: what became of the lane's time since it was told to.
+    """
+
+    items: tuple[int, ...]
+    num_bytes: int
+    spans: tuple[Span, ...]
+
+    def event(self, call: int) -> ItemsGivenBack:
+        """What the engine is told of it."""
+        return ItemsGivenBack(call, self.items, self.num_bytes)
 
 
 class LaneHost:
@@ -66,6 +95,7 @@ class LaneHost:
         graphs: the traced methods of the flow that may run here, by name.
         workers: the workers placed here; `load` has been called.
         clock: seconds; all lanes of a machine share it.
+        store: payloads that are here already; None for none.
     """
 
     def __init__(
@@ -74,15 +104,21 @@ class LaneHost:
         graphs: Mapping[str, FlowGraph],
         workers: Mapping[str, Worker],
         clock: Callable[[], float] = time.time,
+        store: Store | None = None,
     ) -> None:
         self.lane, self.graphs, self.workers, self.clock = lane, graphs, workers, clock
-        self.store = Store()
+        self.store = Store() if store is None else store
         self.versions: dict[str, int] = {}
         self._spans: list[Span] = []
-        self._fed: dict[int, deque[Batch]] = {}
+        self._streams: dict[int, StageStream] = {}
+        self._logs: dict[int, StreamLog] = {}
 
-    def call(self, flow: str, command: RunCall) -> Iterator[Produced]:
-        """Run a stage on this lane's share of a call; gives what is finished, as it is."""
+    def call(self, flow: str, command: RunCall) -> Iterator[Produced | GivenBack | None]:
+        """Run a stage on this lane's share of a call; gives what is finished, as it is.
+
+        Of a streaming stage also what it gives back, and None where it has stopped for a moment
+        to hear if anything has come.
+        """
         node = self.graphs[flow].nodes[command.node]
         worker = self.workers.get(node.worker)
         share = share_of(command, self.lane, collective=worker is not None and worker.collective)
@@ -92,13 +128,15 @@ class LaneHost:
             return self._run_loop(flow, command, node, share[0])
         if node.loop is not None:
             return self._go_around(flow, command, node, share[0])
+        if node.streaming:
+            stage = partial(self._function(flow, node), **node.options)
+            stream = self._streams[command.call] = StageStream(node, stage, self.clock)
+            self._feed(flow, stream, command, share)  # and it can be fed more from now on
+            return self._stream(flow, command, node)
         batches = self._gather(flow, command.step, share)
         if share != command.inputs[command.lanes.index(self.lane)]:
             self._run(flow, node, [batch.select([]) for batch in batches])
             return iter(())
-        if node.streaming:
-            self._fed[command.call] = deque()  # it can be fed from now on
-            return self._stream(flow, command, node, batches)
         output = self._run(flow, node, batches)
         return iter((self._keep(flow, command.step, node, _named(node, batches[0], output)),))
 
@@ -159,7 +197,7 @@ class LaneHost:
         """One member's part of a turn of a fused loop, with a span of its own."""
         start = self.clock()
         output = _named(node, batch, self._run(flow, node, [batch]))
-        facts = {"step": step, "items": len(batch)}
+        facts = {"step": step, "items": len(batch), "ids": ids_text(batch.ids)}
         self._spans.append(Span(self.lane, node.name, "call", start, self.clock(), facts))
         return output
 
@@ -167,6 +205,11 @@ class LaneHost:
         """The spans of a fused loop's members since this was last asked; else nothing."""
         spans, self._spans = tuple(self._spans), []
         return spans
+
+    def take_facts(self, call: int) -> dict[str, object]:
+        """What the span of a streaming call that has ended is to say of it; else nothing."""
+        log = self._logs.pop(call, None)
+        return {} if log is None else log.facts()
 
     def _gather(self, flow: str, step: int, inputs: Inputs) -> list[Batch]:
         return [
@@ -187,54 +230,42 @@ class LaneHost:
         return stage
 
     def _stream(
-        self, flow: str, command: RunCall, node: StageNode, batches: list[Batch]
-    ) -> Iterator[Produced]:
-        inbox = self._fed[command.call]
-        waiting = _outputs_of(node, batches[0])
+        self, flow: str, command: RunCall, node: StageNode
+    ) -> Iterator[Produced | GivenBack | None]:
+        stream = self._streams[command.call]
         try:
-            while True:
-                stage = self._function(flow, node)(*batches, **node.options)
-                if not isinstance(stage, Generator):
-                    raise UserError(
-                        "streams, so it must be a generator function that yields Batches",
-                        key=node.name,
-                        value=type(stage).__name__,
-                    )
-                fed: Batch | None = None
-                while True:
-                    try:
-                        output = stage.send(fed)
-                    except StopIteration:
-                        break
-                    except UserError as error:
-                        raise UserError(str(error), key=node.name) from error
-                    _check_handed_on(node, output, waiting)
-                    waiting.difference_update(output.ids)
-                    if len(output):
-                        yield self._keep(flow, command.step, node, output)
-                    fed = _drain(inbox)
-                    if fed is not None:
-                        waiting |= _outputs_of(node, fed)
-                if waiting:
-                    raise UserError(
-                        f"ended with {len(waiting)} items not handed on",
-                        key=node.name,
-                        value=sorted(waiting)[:8],
-                    )
-                fed = _drain(inbox)
-                if fed is None:
-                    return
-                batches, waiting = [fed], _outputs_of(node, fed)
+            for piece in stream.run():
+                if isinstance(piece, Unfinished):
+                    self.store.put(flow, command.step, given_back(node.index), piece.items)
+                    yield self._given_back(command, node, stream, piece.items)
+                elif piece is not None:
+                    yield self._keep(flow, command.step, node, piece)
+                else:
+                    yield None
         finally:
-            del self._fed[command.call]
+            self._logs[command.call] = self._streams.pop(command.call).log
 
     def feed(self, flow: str, command: FeedCall) -> bool:
         """Hand more items to a streaming call; False if it has ended already."""
-        inbox = self._fed.get(command.call)
-        if inbox is None:
+        stream = self._streams.get(command.call)
+        if stream is None:
             return False
-        inbox.append(self._gather(flow, command.step, command.inputs)[0])
+        self._feed(flow, stream, command, command.inputs)
         return True
+
+    def _feed(
+        self, flow: str, stream: StageStream, command: RunCall | FeedCall, inputs: Inputs
+    ) -> None:
+        if any(part.items for part in inputs[0]):
+            stream.feed(self._gather(flow, command.step, inputs))
+        if command.unfinished:
+            wanted = [(given_back(command.node), command.unfinished)]
+            stream.feed(Unfinished(self.store.gather(flow, command.step, wanted)))
+
+    def give_back(self, command: GiveBack) -> None:
+        """Have a streaming call give back what it has not finished, if it still runs."""
+        if stream := self._streams.get(command.call):
+            stream.give_back()
 
     def _keep(self, flow: str, step: int, node: StageNode, output: Batch) -> Produced:
         self.store.put(flow, step, node.index, output)
@@ -245,6 +276,14 @@ class LaneHost:
         until = graph.loops[node.loop].until
         leaving = _leaving(output, until)
         return Produced(output.ids, output.nbytes, leaving, lengths, until in output)
+
+    def _given_back(
+        self, command: RunCall, node: StageNode, stream: StageStream, items: Batch
+    ) -> GivenBack:
+        facts = {"step": command.step, "items": len(items)}
+        name = f"give back {node.name}"
+        span = Span(self.lane, name, "switch", stream.told, self.clock(), facts)
+        return GivenBack(items.ids, items.nbytes, (span,))
 
     def finish(self, flow: str, command: RunFinish) -> dict[str, float]:
         """Run the `finish` of an accumulating stage; the metrics it returns."""
@@ -276,7 +315,7 @@ def share_of(command: RunCall, lane: int, *, collective: bool) -> Inputs:
     with an empty share take part all the same, and read one item to know the columns.
     """
     share = command.inputs[command.lanes.index(lane)]
-    if any(part.items for part in share[0]):
+    if command.unfinished or any(part.items for part in share[0]):
         return share
     if not collective:
         return ()
@@ -312,37 +351,6 @@ def _leaving(batch: Batch, until: str) -> tuple[int, ...]:
     if until not in batch:
         return ()
     return tuple(item for item, done in zip(batch.ids, batch[until], strict=True) if done)
-
-
-def _outputs_of(node: StageNode, batch: Batch) -> set[int]:
-    n = node.expands
-    return {item * n + k for item in batch.ids for k in range(n)}
-
-
-def _drain(inbox: deque[Batch]) -> Batch | None:
-    batches = []
-    while inbox:
-        batches.append(inbox.popleft())
-    return Batch.concat(batches) if batches else None
-
-
-def _check_handed_on(node: StageNode, output: object, waiting: set[int]) -> None:
-    """Check what a streaming stage yielded against the outputs that are still to come."""
-    if not isinstance(output, Batch):
-        raise UserError(
-            "must yield Batches",
-            key=node.name,
-            value=type(output).__name__,
-            hint="yield an empty one, batch.select([]), to ask for more items",
-        )
-    unknown = set(output.ids) - waiting
-    if unknown or len(set(output.ids)) != len(output):
-        raise UserError(
-            "handed on items it was not given, or handed on before",
-            key=node.name,
-            value=sorted(unknown or output.ids)[:8],
-            hint="keep the ids: make outputs with Batch.repeat, select and take",
-        )
 
 
 def _named(node: StageNode, given: Batch, output: object) -> Batch:

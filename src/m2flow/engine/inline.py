@@ -11,14 +11,17 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
-from m2flow.engine.host import LaneHost, Produced, joined_exits
+from m2flow.engine.facts import ids_text
+from m2flow.engine.host import GivenBack, LaneHost, Produced, joined_exits
 from m2flow.engine.messages import (
     CallFinished,
     Command,
     ExportWeights,
     FeedCall,
+    GiveBack,
     InstallWeights,
     MoveState,
     ReleaseItems,
@@ -32,6 +35,8 @@ from m2flow.errors import PlanError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import SOURCE, FlowGraph
 from m2flow.flow.worker import Place, Worker
+
+NO_FACTS: Mapping[str, object] = MappingProxyType({})
 
 
 class InlineCarrier:
@@ -72,7 +77,9 @@ class InlineCarrier:
         self.state_bytes: dict[str, int] = {}
         self._queue: deque[tuple[str, Command]] = deque()
         self._said: list[Report] = []
-        self._streams: deque[tuple[RunCall, str, Iterator[Produced], float]] = deque()
+        self._streams: deque[tuple[RunCall, str, Iterator[Produced | GivenBack | None], float]] = (
+            deque()
+        )
         for name, worker in workers.items():
             if name in plan.placements:
                 lane = plan.placements[name].lanes[0]
@@ -110,7 +117,8 @@ class InlineCarrier:
                 if self.graphs[flow].nodes[command.node].streaming:
                     self._streams.append((command, flow, host.call(flow, command), start))
                     return []
-                produced = [piece.event(command.call) for piece in host.call(flow, command)]
+                pieces = [piece for piece in host.call(flow, command) if piece is not None]
+                produced = [piece.event(command.call) for piece in pieces]
                 return [*map(Report, produced), self._finished(flow, command, start)]
             case RunFinish():
                 metrics = self._on(command.lanes[0]).finish(flow, command)
@@ -124,10 +132,14 @@ class InlineCarrier:
                 return [replace(self._finished(flow, command, start), published=published)]
             case MoveState():
                 self._host.move(command)
-                span = Span(command.lane, command.worker, "switch", start, time.time())
+                facts = {"worker": command.worker, "what": command.what, "early": command.early}
+                span = Span(command.lane, command.worker, "switch", start, time.time(), facts)
                 return [Report(None, (span,))]
             case FeedCall():
                 self._host.feed(flow, command)
+                return [Report(None)]
+            case GiveBack():
+                self._host.give_back(command)
                 return [Report(None)]
         raise AssertionError(f"no lane carries out {command}")
 
@@ -138,11 +150,12 @@ class InlineCarrier:
     def _advance_stream(self) -> list[Report]:
         command, flow, stream, start = self._streams.popleft()
         self._on(command.lanes[0])
-        produced = next(stream, None)
-        if produced is None:
-            return [self._finished(flow, command, start)]
-        self._streams.append((command, flow, stream, start))
-        return [Report(produced.event(command.call))]
+        for piece in stream:
+            self._streams.append((command, flow, stream, start))
+            if piece is None:
+                return [Report(None)]
+            return [Report(piece.event(command.call), piece.spans)]
+        return [self._finished(flow, command, start)]
 
     def _finished(
         self,
@@ -153,7 +166,14 @@ class InlineCarrier:
     ) -> Report:
         lane = command.lanes[0]
         spans = self._host.take_spans() or (
-            call_span(self.graphs[flow], command, lane, start, time.time()),
+            call_span(
+                self.graphs[flow],
+                command,
+                lane,
+                start,
+                time.time(),
+                self._host.take_facts(command.call),
+            ),
         )
         return Report(CallFinished(command.call, lane), spans, metrics)
 
@@ -190,18 +210,24 @@ def call_span(
     lane: int,
     start: float,
     end: float,
+    further: Mapping[str, object] = NO_FACTS,
 ) -> Span:
-    """The span of a call that a lane has finished."""
+    """The span of a call that a lane has finished, with the facts that a replay needs."""
+    facts: dict[str, object]
     match command:
         case RunCall(node=node, step=step):
             share = command.inputs[command.lanes.index(lane)]
-            items = sum(len(part.items) for part in share[0])
+            ids = [item for part in share[0] for item in part.items]
             name = graph.nodes[node].name
-            return Span(lane, name, "call", start, end, {"step": step, "items": items})
+            facts = {"step": step, "items": len(ids), "ids": ids_text(ids), "call": command.call}
+            return Span(lane, name, "call", start, end, {**facts, **further})
         case RunFinish(node=node, step=step, minibatch=minibatch):
             name = graph.nodes[node].name
-            return Span(lane, name, "finish", start, end, {"step": step, "minibatch": minibatch})
+            facts = {"step": step, "minibatch": minibatch, "call": command.call}
+            return Span(lane, name, "finish", start, end, facts)
         case ExportWeights(source=worker, version=version):
-            return Span(lane, worker, "publish", start, end, {"version": version})
-        case InstallWeights(target=worker, version=version):
-            return Span(lane, worker, "publish", start, end, {"version": version})
+            facts = {"version": version, "what": "export", "source": worker}
+            return Span(lane, worker, "publish", start, end, facts)
+        case InstallWeights(source=source, target=worker, version=version, local=local):
+            facts = {"version": version, "what": "install", "source": source, "local": local}
+            return Span(lane, worker, "publish", start, end, facts)

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from m2flow.flow.graph import SOURCE
+
 # --- events -----------------------------------------------------------------------------------
 
 
@@ -41,6 +43,20 @@ class ItemsProduced:
     leaving: tuple[int, ...] = ()
     lengths: tuple[float, ...] = ()
     judged: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ItemsGivenBack:
+    """A call was told to give back, and here is all that it has not handed on.
+
+    Attributes:
+        items: indices in the item space of the stage's output; another call is to go on with them.
+        num_bytes: the size of what it needs for that, all together.
+    """
+
+    call: int
+    items: tuple[int, ...]
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +109,14 @@ class Tick:
 
 
 Event: TypeAlias = (
-    StepSubmitted | ItemsProduced | CallFinished | CallFailed | MoveFailed | LaneLost | Tick
+    StepSubmitted
+    | ItemsProduced
+    | ItemsGivenBack
+    | CallFinished
+    | CallFailed
+    | MoveFailed
+    | LaneLost
+    | Tick
 )
 
 # --- commands ---------------------------------------------------------------------------------
@@ -105,6 +128,11 @@ class Part:
 
     producer: int
     items: tuple[int, ...]
+
+
+def given_back(node: int) -> int:
+    """Stands for what calls of a stage have given back, wherever a producer is named."""
+    return SOURCE - 1 - node
 
 
 Inputs: TypeAlias = tuple[tuple[Part, ...], ...]
@@ -119,6 +147,8 @@ class RunCall:
         fused: the stage is the first member of a loop whose members all stand on this lane: run
             the whole loop there, until each of the items has left it. What leaves it counts as
             made by this first member.
+        unfinished: output items to go on with, which other calls have given back; their inputs are
+            not among `inputs`.
     """
 
     call: int
@@ -127,17 +157,32 @@ class RunCall:
     lanes: tuple[int, ...]
     inputs: tuple[Inputs, ...]
     fused: bool = False
+    unfinished: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class FeedCall:
-    """Give more items to a streaming call while it runs."""
+    """Give more items to a streaming call while it runs; `unfinished` as in RunCall."""
 
     call: int
     node: int
     step: int
     lane: int
     inputs: Inputs
+    unfinished: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """Have a streaming call give back what it has not finished, and end.
+
+    One that has ended already has nothing to give back.
+    """
+
+    call: int
+    node: int
+    step: int
+    lane: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +238,7 @@ class MoveState:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseItems:
-    """No stage will read these outputs any more; their payload may go."""
+    """No stage will read these outputs (or what was given back) any more; their payload may go."""
 
     step: int
     producer: int
@@ -222,5 +267,7 @@ class FailRun:
     cause: BaseException | None = None
 
 
-LaneCommand: TypeAlias = RunCall | FeedCall | RunFinish | ExportWeights | InstallWeights | MoveState
+LaneCommand: TypeAlias = (
+    RunCall | FeedCall | GiveBack | RunFinish | ExportWeights | InstallWeights | MoveState
+)
 Command: TypeAlias = LaneCommand | ReleaseItems | CompleteStep | FailRun

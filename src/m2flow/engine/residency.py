@@ -93,6 +93,10 @@ class Residency:
         resident.update(dict.fromkeys((*beside, worker)))
         return [*moves, MoveState("onload", worker, lane, early=True)]
 
+    def put_away(self, lane: int) -> list[MoveState]:
+        """Moves after which nobody with a state is resident, as at the start; none if unlimited."""
+        return self._evict(lane, 0) if self.limited(lane) else []
+
     def _room(self, workers: Sequence[str]) -> int:
         return max((self._working[worker] for worker in workers), default=0)
 

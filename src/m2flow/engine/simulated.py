@@ -2,18 +2,20 @@
 
 It plays the part of lanes exactly as far as the engine can see them, and checks what real lanes
 rely on: a lane runs one call at a time, inputs are there when they are read, nothing is read after
-its release. Tests and the planner stand on it.
+its release. What lies on another lane is brought to the reading one before its call, as real lanes
+do it. Tests and the planner stand on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
-from itertools import accumulate, count
-from typing import Protocol
+from itertools import count
 
 from m2flow.engine.core import Engine
+from m2flow.engine.facts import ids_text
 from m2flow.engine.messages import (
     CallFinished,
     Command,
@@ -22,107 +24,48 @@ from m2flow.engine.messages import (
     ExportWeights,
     FailRun,
     FeedCall,
+    GiveBack,
     Inputs,
     InstallWeights,
+    ItemsGivenBack,
     ItemsProduced,
+    LaneCommand,
     MoveState,
+    Part,
     ReleaseItems,
     RunCall,
     RunFinish,
     StepSubmitted,
     Tick,
+    given_back,
 )
 from m2flow.engine.plan import Plan
+from m2flow.engine.simulated_run import LaneMemory, SimulatedRun
 from m2flow.engine.spans import Span, SpanKind
+from m2flow.engine.timing import Costs, Plain, Timing, Transfer
+from m2flow.engine.virtual_stream import VirtualStream
 from m2flow.errors import RunFailed
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 
+__all__ = ["Costs", "SimulatedRun", "Simulation"]
 
-class Costs(Protocol):
-    """How long things take, in virtual seconds, and how large they are."""
-
-    def call(self, node: StageNode, num_items: int) -> float:
-        """A call of a stage on so many input items (on one lane of a gang)."""
-        ...
-
-    def item(self, node: StageNode, step: int, item: int) -> float:
-        """For a streaming stage: how long one output item takes from its start."""
-        ...
-
-    def finish(self, node: StageNode) -> float:
-        """The `finish` of a mini-batch."""
-        ...
-
-    def publish(self, source: str, target: str | None) -> float:
-        """Export of the source's weights (no target), or install in the target on one lane."""
-        ...
-
-    def move(self, worker: str, what: str) -> float:
-        """Offload or onload of a worker on one lane."""
-        ...
-
-    def item_bytes(self, node: StageNode) -> int:
-        """Size of one output item."""
-        ...
-
-    def leaves(self, node: StageNode, step: int, item: int) -> bool:
-        """Whether an item leaves its loop now that this member has worked on it."""
-        ...
+LAUNCHER = -1
+"""Where source items lie; they come along with the command."""
 
 
-@dataclass(slots=True)
-class SimulatedRun:
-    """What a simulation gives.
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """The next thing that happens in a streaming call, unless its ticket has changed."""
 
-    Attributes:
-        step_ends: virtual second at which each step was complete.
-        spans: what each lane did.
-        worked_on: (stage, step, item) to how often it was worked on.
-        peak_items: for each stage, the most output items that were made or in the making and not
-            released, over all steps.
-        staleness: version lag to items.
-        num_events: events the engine has handled.
-        peak_bytes: for each lane with a memory limit, the most that resident states (from the start
-            of an onload to the end of an offload) and the call at hand took together.
-    """
-
-    step_ends: dict[int, float] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
-    worked_on: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    peak_items: dict[int, int] = field(default_factory=dict)
-    staleness: dict[int, int] = field(default_factory=dict)
-    num_events: int = 0
-    peak_bytes: dict[int, int] = field(default_factory=dict)
+    stream: VirtualStream
+    ticket: int
 
 
-@dataclass(slots=True)
-class _Memory:
-    """What a lane's memory is taken by: resident states by their changes, and calls."""
+@dataclass(frozen=True, slots=True)
+class _GiveBack:
+    """A streaming call hears that it is to give back."""
 
-    changes: list[tuple[float, int]] = field(default_factory=list)
-    calls: list[tuple[float, float, int]] = field(default_factory=list)
-
-    def peak(self) -> int:
-        """The most at any moment; what goes at a moment goes before what comes."""
-        changes, busy_until = list(self.changes), 0.0
-        for start, end, room in sorted(self.calls):
-            start = max(start, busy_until)  # a call that is fed is written down again and again
-            if start < end:
-                changes += [(start, room), (end, -room)]
-                busy_until = end
-        return max(accumulate((change for _, change in sorted(changes)), initial=0))
-
-
-@dataclass(slots=True)
-class _Streaming:
-    """A streaming call in progress on a virtual lane."""
-
-    node: StageNode
-    step: int
-    lane: int
-    pending: int = 0
-    end: float = 0.0
-    ends_set_down: int = 0
+    stream: VirtualStream
 
 
 class Simulation:
@@ -130,37 +73,46 @@ class Simulation:
 
     Args:
         graph, plan: as for `Engine`.
-        costs: stage times.
+        costs: stage times, in the short form or in full.
         tie_break: a number by which simultaneous events are ordered, asked for once an event; by
             default they keep the order in which they were made.
         length: how long an item of a stage (or SOURCE) is said to take, by stage, step and item,
             where a reader of it declares a length; nothing is said by default.
+        detailed: whether spans say which items they are of, as those of real lanes do.
     """
 
     def __init__(
         self,
         graph: FlowGraph,
         plan: Plan,
-        costs: Costs,
+        costs: Costs | Timing,
         tie_break: Callable[[], float] = lambda: 0.0,
         length: Callable[[int, int, int], float] | None = None,
+        detailed: bool = False,
     ) -> None:
         self.graph, self.plan, self.costs, self.tie_break = graph, plan, costs, tie_break
-        self._length = length
+        self._timing: Timing = costs if isinstance(costs, Timing) else Plain(costs)
+        self._together = isinstance(costs, Timing)
+        self._length, self._detailed = length, detailed
         self.engine = Engine(graph, plan)
         self.record = SimulatedRun()
         self.now = 0.0
         self._sequence = count()
-        self._events: list[tuple[float, float, int, tuple[Event, ...]]] = []
+        self._events: list[
+            tuple[float, float, int, int, tuple[Event, ...] | _Next | _GiveBack]
+        ] = []
         self._running: dict[int, int] = {}
         self._free_at = {lane.id: 0.0 for lane in plan.lanes}
         self._began = dict(self._free_at)
         self._side_free_at = dict(self._free_at)
         self._onloaded: dict[tuple[int, str], float] = {}
-        self._memory = {lane.id: _Memory() for lane in plan.lanes if lane.memory_bytes is not None}
-        self._streaming: dict[int, _Streaming] = {}
-        self._there: dict[tuple[int, int], set[int]] = {}
-        self._held = dict.fromkeys(range(SOURCE, len(graph.nodes)), 0)
+        self._memory = {
+            lane.id: LaneMemory() for lane in plan.lanes if lane.memory_bytes is not None
+        }
+        self._streams: dict[int, VirtualStream] = {}
+        self._there: dict[tuple[int, int], dict[int, int]] = {}  # item to the lane that holds it
+        self._held = dict.fromkeys(range(given_back(len(graph.nodes) - 1), len(graph.nodes)), 0)
+        self._left: dict[tuple[int, int, int], float] = {}  # what an item has still to grow by
 
     def run(self, num_items: int, num_steps: int) -> SimulatedRun:
         """Play steps of `num_items` source items, as many at once as the staleness allows.
@@ -172,16 +124,28 @@ class Simulation:
         while len(self.record.step_ends) < num_steps:
             in_flight = submitted - len(self.record.step_ends)
             if submitted < num_steps and in_flight <= self.plan.max_staleness:
-                self._there[submitted, SOURCE] = set(range(num_items))
+                self._there[submitted, SOURCE] = dict.fromkeys(range(num_items), LAUNCHER)
                 self._held[SOURCE] += num_items
                 lengths = self._lengths(SOURCE, submitted, range(num_items))
+                self.record.step_starts[submitted] = self.now
                 self._handle(StepSubmitted(submitted, num_items, lengths))
                 submitted += 1
                 continue
-            self.now, _, _, events = heappop(self._events)
-            self._handle(Tick(self.now))
-            for event in events:
-                self._play(event)
+            when, _, _, lane, news = heappop(self._events)
+            if isinstance(news, _Next):
+                if news.ticket != news.stream.ticket:
+                    continue
+                self.now = when
+                self._handle(Tick(when))
+                self._advance(news.stream)
+                continue
+            self.now = when
+            self._handle(Tick(when))
+            if isinstance(news, _GiveBack):
+                self._end_early(news.stream)
+                continue
+            for event in news:
+                self._play(event, lane)
         self.record.peak_bytes = {lane: book.peak() for lane, book in self._memory.items()}
         return self.record
 
@@ -190,22 +154,20 @@ class Simulation:
             return ()
         return tuple(self._length(producer, step, item) for item in items)
 
-    def _play(self, event: Event) -> None:
+    def _play(self, event: Event, lane: int) -> None:
         match event:
             case ItemsProduced(call=call, items=items):
-                if stream := self._streaming.get(call):
-                    stream.pending -= len(items)
                 command = self.engine.calls[call].command
                 assert isinstance(command, RunCall)
-                self._there.setdefault((command.step, command.node), set()).update(items)
-            case CallFinished(call=call, lane=lane):
-                if stream := self._streaming.get(call):
-                    stream.ends_set_down -= 1
-                    if stream.pending or stream.ends_set_down:
-                        if not stream.ends_set_down:  # its last items come at this very moment
-                            self._set_down_end(call, stream)
-                        return
-                    del self._streaming[call]
+                there = self._there.setdefault((command.step, command.node), {})
+                there.update(dict.fromkeys(items, lane))
+            case ItemsGivenBack(call=call, items=items):
+                command = self.engine.calls[call].command
+                assert isinstance(command, RunCall)
+                back = given_back(command.node)
+                self._there.setdefault((command.step, back), {}).update(dict.fromkeys(items, lane))
+                self._held[back] += len(items)
+            case CallFinished(call=call):
                 assert self._running.pop(lane) == call
         self._handle(event)
 
@@ -218,123 +180,238 @@ class Simulation:
         match command:
             case RunCall(node=index):
                 self._run_call(command, self.graph.nodes[index])
-            case FeedCall(call=call, inputs=inputs):
-                if stream := self._streaming.get(call):  # else it has run dry: given back
-                    start = max(self.now, self._began[stream.lane])  # not before the call begins
-                    self._stream(call, stream, self._read(command.step, inputs), start)
-            case RunFinish(node=index, lanes=lanes, call=call):
-                node = self.graph.nodes[index]
+            case FeedCall():
+                self._feed(command)
+            case GiveBack(call=call):
+                self._give_back(command, self._streams.get(call))
+            case RunFinish(node=index):
+                self._finish(command, self.graph.nodes[index])
+            case ExportWeights(source=source, lanes=lanes):
                 for lane in lanes:
-                    start = self._begin(lane, call, node)
-                    self._end(lane, call, self._spend(lane, node, "finish", start))
-            case ExportWeights(source=source, lanes=lanes, call=call):
-                for lane in lanes:
-                    self._publish(lane, call, source, None)
-            case InstallWeights(source=source, target=target, lanes=(lane,), call=call):
-                self._publish(lane, call, source, target)
+                    self._publish(command, lane, (source,))
+            case InstallWeights(source=source, target=target, lanes=(lane,)):
+                self._publish(command, lane, (source, target))
             case MoveState():
                 self._move(command)
             case ReleaseItems(step=step, producer=producer, items=items):
-                self._there[step, producer].difference_update(items)
+                there = self._there[step, producer]
+                for item in items:
+                    there.pop(item, None)
                 self._held[producer] -= len(items)
             case CompleteStep():
                 self._complete(command)
             case FailRun(message=message, cause=cause):
                 raise RunFailed(message) from cause
 
+    # --- calls ------------------------------------------------------------------------------------
+
     def _run_call(self, command: RunCall, node: StageNode) -> None:
+        shares = [self._read(command.step, inputs) for inputs in command.inputs]
+        workers = [node.worker]
+        if command.fused and node.loop is not None:
+            members = self.graph.loops[node.loop].members
+            workers = [self.graph.nodes[index].worker for index in members]
+        start = 0.0
         for lane, inputs in zip(command.lanes, command.inputs, strict=True):
-            items = self._read(command.step, inputs)
-            if node.streaming:
-                stream = _Streaming(node, command.step, lane)
-                self._streaming[command.call] = stream
-                start = self._begin(lane, command.call, node)
-                self._stream(command.call, stream, items, start)
-            elif command.fused:
-                self._run_loop(command, node, items, lane)
-            else:
-                self._run_stage(command, node, items, lane)
+            begin = self._take_lane(lane, command, workers)
+            start = max(start, self._bring(node, command.step, lane, inputs, begin))
+        if node.streaming:
+            ((lane, items),) = zip(command.lanes, shares, strict=True)
+            pace = partial(self._timing.round, node, lane)
+            stream = VirtualStream(node, command.step, lane, command.call, start, pace)
+            self._streams[command.call] = stream
+            self._stream(stream, items, start)
+            self._resume(stream, command.unfinished, start)
+        elif command.fused:
+            ((lane, items),) = zip(command.lanes, shares, strict=True)
+            self._run_loop(command, node, items, lane, start)
+        else:
+            self._run_stage(command, node, shares, start)
 
-    def _run_stage(self, command: RunCall, node: StageNode, items: list[int], lane: int) -> None:
-        self._lease(node, command.step, items)
-        outputs = [item * node.expands + k for item in items for k in range(node.expands)]
-        leaving: list[int] = []
-        if node.loop is not None:
-            leaving = [i for i in outputs if self.costs.leaves(node, command.step, i)]
-        produced = self._produced(command, node, outputs, leaving)
-        start = self._begin(lane, command.call, node)
-        end = self._spend(lane, node, "call", start, self.costs.call(node, len(items)))
-        self._end(lane, command.call, end, produced)
+    def _run_stage(
+        self, command: RunCall, node: StageNode, shares: list[list[int]], start: float
+    ) -> None:
+        step = command.step
+        seconds = self._timing.call(node, step, command.lanes, shares)
+        for lane, items in zip(command.lanes, shares, strict=True):
+            self._lease(node, step, items)
+            outputs = [item * node.expands + k for item in items for k in range(node.expands)]
+            leaving: list[int] = []
+            if node.loop is not None:
+                leaving = [i for i in outputs if self._timing.leaves(node, step, i)]
+            produced = self._produced(command, node, outputs, leaving)
+            facts = self._facts(step, items, command.call)
+            end = self._spend(lane, node, "call", start, seconds, facts)
+            self._end(lane, command.call, end, produced)
 
-    def _run_loop(self, command: RunCall, first: StageNode, items: list[int], lane: int) -> None:
+    def _run_loop(
+        self, command: RunCall, first: StageNode, items: list[int], lane: int, now: float
+    ) -> None:
         """Go around a loop on one lane: each member's call costs what it costs outside of it."""
         assert first.loop is not None
         spec = self.graph.loops[first.loop]
-        now = self._begin(lane, command.call, *(self.graph.nodes[i] for i in spec.members))
         pieces: dict[float, list[ItemsProduced]] = {now: []}
-        turn = 0
+        turn, step = 0, command.step
         while items:
             turn += 1
             for index in spec.members:
                 node = self.graph.nodes[index]
-                self._lease(node, command.step, items)
-                now = self._spend(lane, node, "call", now, self.costs.call(node, len(items)))
-                gone = [i for i in items if self.costs.leaves(node, command.step, i)]
+                self._lease(node, step, items)
+                seconds = self._timing.call(node, step, (lane,), (items,))
+                facts = self._facts(step, items)
+                now = self._spend(lane, node, "call", now, seconds, facts)
+                gone = [i for i in items if self._timing.leaves(node, step, i)]
                 if index == spec.members[-1] and turn == spec.max_turns:
                     gone = items
                 if gone:
                     piece = self._produced(command, node, gone, gone)
                     pieces.setdefault(now, []).append(piece)
-                    items = [item for item in items if item not in set(gone)]
+                    left = set(gone)
+                    items = [item for item in items if item not in left]
                 if not items:
                     break
         last = pieces.pop(now)
         for when, some in pieces.items():
-            self._at(when, *some)
+            self._at(when, lane, *some)
         self._end(lane, command.call, now, *last)
 
     def _produced(
         self, command: RunCall, node: StageNode, outputs: list[int], leaving: list[int]
     ) -> ItemsProduced:
-        size = self.costs.item_bytes(node) * len(outputs)
+        size = self._timing.item_bytes(node) * len(outputs)
         index = node.index if node.loop is None else self.graph.loops[node.loop].members[-1]
         lengths = self._lengths(index, command.step, outputs)
         return ItemsProduced(command.call, tuple(outputs), size, tuple(leaving), lengths)
 
-    def _stream(self, number: int, stream: _Streaming, items: list[int], start: float) -> None:
+    # --- streaming calls --------------------------------------------------------------------------
+
+    def _feed(self, command: FeedCall) -> None:
+        stream = self._streams.get(command.call)
+        if stream is None:  # it has run dry: the items are given back when its end is told
+            return
+        start = max(self.now, stream.began)  # not before the call begins
+        items = self._read(command.step, command.inputs)
+        ready = self._bring(stream.node, stream.step, stream.lane, command.inputs, start)
+        self._stream(stream, items, start, ready - start)
+        self._resume(stream, command.unfinished, start)
+
+    def _stream(
+        self, stream: VirtualStream, items: list[int], start: float, wait: float = 0.0
+    ) -> None:
+        """Give items to a streaming call, which waits until they are there."""
         node = stream.node
+        if not items:
+            return
         self._lease(node, stream.step, items)
-        size = self.costs.item_bytes(node)
-        for item in items:
-            for output in range(item * node.expands, (item + 1) * node.expands):
-                end = start + self.costs.item(node, stream.step, output)
-                stream.pending += 1
-                stream.end = max(stream.end, end)
-                lengths = self._lengths(node.index, stream.step, (output,))
-                self._at(end, ItemsProduced(number, (output,), size, lengths=lengths))
-        self._set_down_end(number, stream)
-        self._spend(stream.lane, node, "call", start, stream.end - start)
+        admitted = self._timing.admit(node, stream.step, stream.lane, items)
+        outputs = [item * node.expands + k for item in items for k in range(node.expands)]
+        stream.take(start, items, outputs, admitted.needs, admitted.pause + wait)
+        if self._detailed:
+            stream.log_taken.append([start - stream.began, ids_text(items)])
+        self._set_down(stream)
 
-    def _set_down_end(self, number: int, stream: _Streaming) -> None:
-        stream.ends_set_down += 1
-        self._at(stream.end, CallFinished(number, stream.lane))
+    def _resume(self, stream: VirtualStream, outputs: Sequence[int], start: float) -> None:
+        """Give a streaming call what others have given back; of each only the rest is done."""
+        node, step = stream.node, stream.step
+        if not outputs:
+            return
+        inputs = ((Part(given_back(node.index), tuple(outputs)),),)
+        self._read(step, inputs)
+        ready = self._bring(node, step, stream.lane, inputs, start)
+        pause = self._timing.resume(node, step, stream.lane, outputs) + ready - start
+        needs = [self._left.pop((node.index, step, output)) for output in outputs]
+        stream.take(start, (), outputs, needs, pause)
+        self._set_down(stream)
 
-    def _publish(self, lane: int, call: int, source: str, target: str | None) -> None:
-        workers = (source,) if target is None else (source, target)
-        start = self._take_lane(lane, call, workers)
-        end = self._free_at[lane] = start + self.costs.publish(source, target)
-        self.record.spans.append(Span(lane, target or source, "publish", start, end))
-        self._end(lane, call, end)
+    def _give_back(self, command: GiveBack, stream: VirtualStream | None) -> None:
+        """Tell a streaming call, unless it has ended, to give back; it hears it a little later."""
+        if stream is not None:
+            when = max(self.now + self._timing.dispatch(command), stream.began)
+            order = self.tie_break(), next(self._sequence)
+            heappush(self._events, (when, *order, stream.lane, _GiveBack(stream)))
+
+    def _end_early(self, stream: VirtualStream) -> None:
+        """A streaming call hands on what is finished, gives back the rest, and ends."""
+        if self._streams.get(stream.call) is not stream:
+            return
+        left = stream.give_back(self.now)
+        said = stream.say()
+        if said:
+            self._play(self._said(stream, said), stream.lane)
+        if left:
+            node, step = stream.node, stream.step
+            self._left |= {(node.index, step, output): need for output, need in left.items()}
+            self._play(ItemsGivenBack(stream.call, tuple(left)), stream.lane)
+        self._end_stream(stream)
+
+    def _set_down(self, stream: VirtualStream) -> None:
+        """Say when the next thing happens in a streaming call."""
+        news = _Next(stream, stream.ticket)
+        order = self.tie_break(), next(self._sequence)
+        heappush(self._events, (stream.next_end(), *order, stream.lane, news))
+
+    def _advance(self, stream: VirtualStream) -> None:
+        """An item of a streaming call is finished, or the call is at its end."""
+        if stream.idle:
+            self._end_stream(stream)
+            return
+        stream.finish_next(self.now, together=self._together)
+        finished, running = len(stream.unsaid), stream.running
+        said: tuple[int, ...] = ()
+        if not running or self._timing.hands_on(stream.node, finished, running):
+            said = stream.say()
+        self._set_down(stream)
+        if said:
+            self._play(self._said(stream, said), stream.lane)
+
+    def _said(self, stream: VirtualStream, items: tuple[int, ...]) -> ItemsProduced:
+        if self._detailed:
+            stream.log_pieces.append([self.now - stream.began, ids_text(items), []])
+        size = self._timing.item_bytes(stream.node) * len(items)
+        lengths = self._lengths(stream.node.index, stream.step, items)
+        return ItemsProduced(stream.call, items, size, lengths=lengths)
+
+    def _end_stream(self, stream: VirtualStream) -> None:
+        del self._streams[stream.call]
+        facts = self._facts(stream.step, stream.taken, stream.call)
+        if self._detailed:
+            facts |= {"taken": stream.log_taken, "pieces": stream.log_pieces}
+        seconds = self.now - stream.began
+        self._spend(stream.lane, stream.node, "call", stream.began, seconds, facts)
+        self._play(CallFinished(stream.call, stream.lane), stream.lane)
+
+    # --- what is no call of a stage ---------------------------------------------------------------
+
+    def _finish(self, command: RunFinish, node: StageNode) -> None:
+        begins = [self._take_lane(lane, command, (node.worker,)) for lane in command.lanes]
+        seconds = self._timing.finish(node, command)
+        for lane in command.lanes:
+            facts = {"step": command.step, "minibatch": command.minibatch}
+            end = self._spend(lane, node, "finish", max(begins), seconds, facts)
+            self._end(lane, command.call, end)
+
+    def _publish(
+        self, command: ExportWeights | InstallWeights, lane: int, workers: tuple[str, ...]
+    ) -> None:
+        start = self._take_lane(lane, command, workers)
+        end = self._free_at[lane] = start + self._timing.publish(command, lane)
+        facts: dict[str, object] = {"version": command.version, "source": command.source}
+        if isinstance(command, InstallWeights):
+            facts |= {"what": "install", "local": command.local}
+        else:
+            facts["what"] = "export"
+        self.record.spans.append(Span(lane, workers[-1], "publish", start, end, facts))
+        self._end(lane, command.call, end)
 
     def _move(self, command: MoveState) -> None:
         """A move in turn with the lane's commands, or beside the call that has just begun."""
         lane, worker = command.lane, command.worker
-        seconds = self.costs.move(worker, command.what)
+        seconds = self._timing.move(worker, command.what, lane)
         if command.early:
             start = max(self._began[lane], self._side_free_at[lane])
             self._side_free_at[lane] = start + seconds
         else:
-            start = self._start_of(lane, (worker,))
+            start = self._start_of(lane, command, (worker,))
             self._free_at[lane] = start + seconds
         end = start + seconds
         if command.what == "onload":
@@ -345,19 +422,23 @@ class Simulation:
         facts = {"what": command.what, "early": command.early}
         self.record.spans.append(Span(lane, worker, "switch", start, end, facts))
 
-    def _start_of(self, lane: int, workers: Iterable[str]) -> float:
+    # --- lanes ------------------------------------------------------------------------------------
+
+    def _start_of(self, lane: int, command: LaneCommand, workers: Iterable[str]) -> float:
         """When a lane comes to a command that needs these workers: it waits for early onloads."""
         ready = (self._onloaded.get((lane, worker), 0.0) for worker in workers)
-        return max(self.now, self._free_at[lane], *ready)
+        return max(self.now + self._timing.dispatch(command), self._free_at[lane], *ready)
 
-    def _begin(self, lane: int, call: int, *nodes: StageNode) -> float:
-        """Start a call of these stages on a lane; when that is."""
-        return self._take_lane(lane, call, [node.worker for node in nodes])
-
-    def _take_lane(self, lane: int, call: int, workers: Iterable[str]) -> float:
+    def _take_lane(
+        self,
+        lane: int,
+        command: RunCall | RunFinish | ExportWeights | InstallWeights,
+        workers: Iterable[str],
+    ) -> float:
+        """A lane is at work on a call from now on; when it comes to it."""
         assert lane not in self._running, f"lane {lane} was given a call while it ran another"
-        self._running[lane] = call
-        start = self._began[lane] = self._start_of(lane, workers)
+        self._running[lane] = command.call
+        start = self._began[lane] = self._start_of(lane, command, workers)
         return start
 
     def _spend(
@@ -366,33 +447,75 @@ class Simulation:
         node: StageNode,
         kind: SpanKind,
         start: float,
-        seconds: float | None = None,
+        seconds: float,
+        facts: Mapping[str, object],
     ) -> float:
         """Work on a stage, or on its `finish`, from a moment on; when that ends."""
-        end = start + (self.costs.finish(node) if seconds is None else seconds)
+        end = start + seconds
         self._free_at[lane] = max(self._free_at[lane], end)
-        self.record.spans.append(Span(lane, node.name, kind, start, end))
+        self.record.spans.append(Span(lane, node.name, kind, start, end, facts))
         if lane in self._memory:
             room = self.plan.placements[node.worker].working_bytes
             self._memory[lane].calls.append((start, end, room))
         return end
 
     def _end(self, lane: int, call: int, when: float, *produced: ItemsProduced) -> None:
-        self._at(when, *produced, CallFinished(call, lane))
+        self._at(when, lane, *produced, CallFinished(call, lane))
 
-    def _at(self, when: float, *events: Event) -> None:
-        heappush(self._events, (when, self.tie_break(), next(self._sequence), events))
+    def _at(self, when: float, lane: int, *events: Event) -> None:
+        order = self.tie_break(), next(self._sequence)
+        heappush(self._events, (when, *order, lane, events))
+
+    def _facts(self, step: int, items: Sequence[int], call: int | None = None) -> dict[str, object]:
+        """What the span of a call says."""
+        facts: dict[str, object] = {"step": step, "items": len(items)}
+        if self._detailed:
+            facts["ids"] = ids_text(items)
+            if call is not None:
+                facts["call"] = call
+        return facts
+
+    # --- items ------------------------------------------------------------------------------------
 
     def _read(self, step: int, inputs: Inputs) -> list[int]:
         """The items of a call; every one must be there on every input."""
         streams = []
         for parts in inputs:
             for part in parts:
-                missing = set(part.items) - self._there.get((step, part.producer), set())
-                assert not missing, f"items {sorted(missing)} of {part.producer} are not there"
+                there = self._there.get((step, part.producer), {})
+                missing = [item for item in part.items if item not in there]
+                assert not missing, f"items {missing} of {part.producer} are not there"
             streams.append(sorted(item for part in parts for item in part.items))
         assert all(items == streams[0] for items in streams), "inputs are not aligned"
         return streams[0]
+
+    def _bring(self, node: StageNode, step: int, lane: int, inputs: Inputs, start: float) -> float:
+        """Bring items to a lane that lie on others, one lane after the other; when all are there.
+
+        A lane does this before its call, not beside the one before.
+        """
+        if not self._timing.has_links:
+            return start
+        end, items = start, 0
+        for parts in inputs:
+            for part in parts:
+                if part.producer == SOURCE:
+                    continue
+                holders = self._there[step, part.producer]
+                elsewhere: dict[int, list[int]] = {}
+                for item in part.items:
+                    if holders[item] != lane:
+                        elsewhere.setdefault(holders[item], []).append(item)
+                for source, some in elsewhere.items():
+                    maker = max(part.producer, given_back(part.producer))
+                    move = Transfer(node, step, maker, source, lane, some)
+                    end += self._timing.transfer(move)
+                    items += len(some)
+        if items:
+            facts = {"step": step, "items": items}
+            self.record.spans.append(Span(lane, "items", "transfer", start, end, facts))
+            self._free_at[lane] = max(self._free_at[lane], end)
+        return end
 
     def _lease(self, node: StageNode, step: int, items: list[int]) -> None:
         for item in items:

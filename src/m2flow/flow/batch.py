@@ -178,7 +178,11 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """The items of several batches with the same columns, one batch after the other."""
+        """The items of several batches with the same columns, one batch after the other.
+
+        One with neither items nor columns adds nothing.
+        """
+        batches = [batch for batch in batches if batch.columns or batch.ids] or batches[:1]
         if len(batches) == 1:
             return batches[0]
         names = batches[0].columns.keys()

@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from m2flow.errors import UserError
-from m2flow.models.folder import check_safetensors, model_folder, read_json, weight_files
+from m2flow.models.folder import checked_folder, model_folder, read_json
 from m2flow.models.norms import widen_norms
+from m2flow.models.own_memory import take_over
 
 _GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -104,14 +105,7 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
     Raises:
         UserError: the folder, its `config.json` or its weights are missing or incomplete.
     """
-    folder = model_folder(path)
-    config = read_json(folder / "config.json", "the architecture")
-    if "model_type" not in config:
-        raise UserError(
-            "config.json names no architecture", key=str(folder), expected="a field model_type"
-        )
-    for file in weight_files(folder):
-        check_safetensors(file)
+    folder = checked_folder(path)
     model, loading = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
     )
@@ -122,6 +116,7 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
             key=str(folder),
             hint="the folder is half-written, or its config.json belongs to another model",
         )
+    take_over(model)
     widen_norms(model)
     return model.eval()
 

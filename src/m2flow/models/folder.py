@@ -29,6 +29,18 @@ def model_folder(path: str | Path) -> Path:
     return folder
 
 
+def checked_folder(path: str | Path) -> Path:
+    """The folder of a model that names an architecture, and whose weights are all there."""
+    folder = model_folder(path)
+    if "model_type" not in read_json(folder / "config.json", "the architecture"):
+        raise UserError(
+            "config.json names no architecture", key=str(folder), expected="a field model_type"
+        )
+    for file in weight_files(folder):
+        check_safetensors(file)
+    return folder
+
+
 def read_json(file: Path, what: str) -> dict[str, Any]:
     """The object in a JSON file that describes `what`."""
     if not file.is_file():

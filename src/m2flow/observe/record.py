@@ -35,6 +35,7 @@ class RunRecord:
     config: Mapping[str, Any] = field(default_factory=dict)
     config_text: str = ""
     plan: Mapping[str, Any] = field(default_factory=dict)
+    decision: Mapping[str, Any] = field(default_factory=dict)
     metrics: Sequence[Mapping[str, Any]] = ()
     samples: Sequence[Mapping[str, Any]] = ()
     trace: Trace = field(default_factory=Trace)
@@ -122,6 +123,7 @@ def read_run(path: Path | str) -> RunRecord:
     problems: list[str] = []
     run = _attempt(read_document, directory.run, problems) or {}
     plan = _attempt(read_document, directory.plan, problems) or {}
+    decision = _attempt(read_document, directory.decision, problems) or {}
     config = _attempt(read_document, directory.config, problems) or {}
     metrics, samples = read_rows(directory.metrics), read_rows(directory.samples)
     for file, rows in ((directory.metrics, metrics), (directory.samples, samples)):
@@ -137,6 +139,7 @@ def read_run(path: Path | str) -> RunRecord:
         if directory.config.exists()
         else "",
         plan=plan,
+        decision=decision,
         metrics=merge_steps(metrics.rows),
         samples=[row for row in samples.rows if isinstance(row.get("step"), int)],
         trace=trace or Trace(),

@@ -8,12 +8,10 @@ recorded spans.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from m2flow.observe.curves import curve_cards, more_cards
 from m2flow.observe.formatting import number, percent, seconds
@@ -22,6 +20,7 @@ from m2flow.observe.health import CHECKED, findings
 from m2flow.observe.jsonl import write_atomically
 from m2flow.observe.lane_time import pictured_steps, time_note, time_table, timeline_svg
 from m2flow.observe.page import page, pill, section
+from m2flow.observe.plan_section import plan_section
 from m2flow.observe.record import ACCURACY, EVALUATION, RunRecord, as_number, read_run
 from m2flow.observe.rollouts import rollout_columns
 
@@ -61,7 +60,7 @@ def render_report(record: RunRecord) -> str:
             section("Rollouts", rollouts, "the first recorded step against the last")
             if (rollouts := rollout_columns(record.samples))
             else "",
-            _plan(record),
+            plan_section(record),
             _configuration(record),
             _footer(record),
         ],
@@ -205,58 +204,6 @@ def _timeline(record: RunRecord) -> str:
     note += f"kept is in {record.directory.timeline.name}, which Perfetto opens"
     body = f'<div class="card"><div class="scroll">{picture}</div></div>'
     return section("Timeline", body, note)
-
-
-def _plan(record: RunRecord) -> str:
-    if not record.plan:
-        return ""
-    rows = "".join(
-        f"<tr><td>{escape(worker)}</td><td>{escape(lanes)}</td></tr>"
-        for worker, lanes in _placements(record.plan)
-    )
-    table = f"<table><tr><th>worker</th><th>lanes</th></tr>{rows}</table>" if rows else ""
-    chunks = "".join(
-        f"<tr><td>{escape(stage)}</td><td>{escape(chunk)}</td></tr>"
-        for stage, chunk in _chunks(record.plan)
-    )
-    if chunks:
-        table += f"<table><tr><th>stage</th><th>items a call</th></tr>{chunks}</table>"
-    words = record.plan.get("explanation")
-    if isinstance(words, list):
-        words = "\n".join(str(line) for line in words)
-    if isinstance(words, str):
-        table += f"<pre>{escape(words)}</pre>"
-    whole = escape(json.dumps(record.plan, indent=2, ensure_ascii=False))
-    body = f'<div class="card plan">{table}</div>' if table else ""
-    body += f"<details><summary>{record.directory.plan.name}</summary><pre>{whole}</pre></details>"
-    return section("Plan", body, _plan_note(record.plan))
-
-
-def _plan_note(plan: Mapping[str, Any]) -> str:
-    parts = []
-    if plan.get("mode"):
-        parts.append(f"mode {plan['mode']}")
-    if isinstance(plan.get("lanes"), (list, dict)):
-        parts.append(f"{len(plan['lanes'])} lanes")
-    predicted = as_number(plan.get("predicted_seconds"))
-    if predicted is not None:
-        parts.append(f"{seconds(predicted)} a step expected")
-    return ", ".join(parts)
-
-
-def _placements(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    placements = plan.get("placements")
-    for worker, placement in placements.items() if isinstance(placements, dict) else ():
-        replicas = placement.get("replicas") if isinstance(placement, dict) else None
-        if isinstance(replicas, list) and all(isinstance(gang, list) for gang in replicas):
-            yield worker, ", ".join("+".join(str(lane) for lane in gang) for gang in replicas)
-
-
-def _chunks(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    stages = plan.get("stages")
-    for stage, choice in stages.items() if isinstance(stages, dict) else ():
-        chunk = choice.get("chunk") if isinstance(choice, dict) else None
-        yield stage, "all at once" if chunk is None else str(chunk)
 
 
 def _configuration(record: RunRecord) -> str:

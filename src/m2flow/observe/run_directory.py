@@ -40,6 +40,7 @@ class RunDirectory:
         self.run = self.path / "run.json"
         self.config = self.path / "config.yaml"
         self.plan = self.path / "plan.json"
+        self.decision = self.path / "decision.json"
         self.profile = self.path / "profile.json"
         self.metrics = self.path / "metrics.jsonl"
         self.samples = self.path / "samples.jsonl"
@@ -128,6 +129,10 @@ class RunDirectory:
     def write_profile(self, profile: object) -> None:
         """Write the profile: a JSON text, or anything that `json_safe` takes."""
         write_atomically(self.profile, _document(profile))
+
+    def write_decision(self, decision: object) -> None:
+        """Write why the plan was chosen: what `m2flow.plan.explaining.to_document` gives."""
+        write_atomically(self.decision, _document(decision))
 
     def append_metrics(self, step: int, metrics: Mapping[str, object]) -> None:
         """Append one line for a step; `time` is Unix seconds unless `metrics` brings its own."""

@@ -159,6 +159,8 @@ def _metadata(event: str, thread: int, **args: object) -> dict[str, Any]:
 
 def _event(span: SpanLike, thread: int, origin: float, step: int) -> dict[str, Any]:
     args: Mapping[str, object] = {**span.args, "step": step}
+    if "step" in span.args:  # of the engine, which counts from 0, and may run steps beside others
+        args = {**args, "engine_step": span.args["step"]}
     # Both ends are rounded, and not the duration, so that neighbours still meet exactly.
     begin, end = (round((moment - origin) * 1e6, 3) for moment in (span.start, span.end))
     return {
@@ -176,5 +178,7 @@ def _event(span: SpanLike, thread: int, origin: float, step: int) -> dict[str, A
 def _span(event: Mapping[str, Any], lane: Lane) -> tuple[int, Span]:
     start = event["ts"] / 1e6
     args = {key: value for key, value in event["args"].items() if key != "step"}
+    if "engine_step" in args:
+        args["step"] = args.pop("engine_step")
     end = start + event["dur"] / 1e6
     return event["args"]["step"], Span(lane, event["name"], event["cat"], start, end, args)

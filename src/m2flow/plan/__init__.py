@@ -1,5 +1,9 @@
 """The micro flow: plans, their files, their validation, and the builders of the fixed modes."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
 from m2flow.plan.builders import (
     BUILDERS,
@@ -20,15 +24,22 @@ from m2flow.plan.memory import needs, with_sizes
 from m2flow.plan.sizes import parse_bytes
 from m2flow.plan.validate import validate
 
+if TYPE_CHECKING:
+    from m2flow.plan.search import Found, Limits, Problem, candidates, problem, to_plan
+
 __all__ = [
     "BUILDERS",
     "EdgePlan",
+    "Found",
     "LaneSpec",
+    "Limits",
     "Placement",
     "Plan",
+    "Problem",
     "StagePlan",
     "available_cores",
     "build_plan",
+    "candidates",
     "check_machine",
     "collocated",
     "companion",
@@ -43,9 +54,21 @@ __all__ = [
     "parse_bytes",
     "parse_lanes",
     "placed",
+    "problem",
     "read_plan",
     "to_json",
+    "to_plan",
     "validate",
     "with_memory",
     "with_sizes",
 ]
+
+SEARCHED = frozenset({"Found", "Limits", "Problem", "candidates", "problem", "to_plan"})
+
+
+def __getattr__(name: str) -> Any:
+    if name in SEARCHED:
+        from m2flow.plan import search
+
+        return getattr(search, name)
+    raise AttributeError(f"module 'm2flow.plan' has no attribute {name!r}")

@@ -97,3 +97,15 @@ class Fixed:
 
 
 Work = Generate | Forward | Train | Act | TrainPolicy | Simulate | Fixed
+
+
+def model_name(work: Work) -> str:
+    """Of what the stage works on; empty for a fixed price."""
+    match work:
+        case Generate() | Forward() | Train():
+            return work.model.name
+        case Act() | TrainPolicy():
+            return work.policy.name
+        case Simulate():
+            return work.simulator.name
+    return ""

@@ -13,6 +13,9 @@ from m2flow.errors import PlanError, suggestion
 
 T = TypeVar("T")
 
+DECISION = "decision"
+"""Beside the plan: why it was chosen. Not read here."""
+
 
 def to_json(plan: Plan) -> str:
     """The plan as JSON text, for people to read and edit."""
@@ -33,6 +36,8 @@ def from_json(text: str, where: str = "plan") -> Plan:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise PlanError(f"is not JSON: {error}", key=where) from None
+    if isinstance(data, dict):
+        data.pop(DECISION, None)
     fields = dict(_checked(Plan, data, where))
     if not isinstance(fields["lanes"], list):
         raise PlanError("must be a list", key=f"{where}: lanes", value=fields["lanes"])

@@ -9,7 +9,6 @@ operations for each answer, not for each token.
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,19 +17,17 @@ StepSeconds = Callable[[float, float], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """An answer in the making.
+class Wanted:
+    """An answer to be made.
 
     Attributes:
-        tokens: still to decode.
-        context: tokens that it has in the cache already, or will have on arrival (its prompt).
-        whole: tokens of the answer and its prompt when finished.
+        tokens: to decode.
+        prompt: tokens that it begins with in the cache.
         group: the number of its prompt.
     """
 
     tokens: float
-    context: float
-    whole: float
+    prompt: float
     group: int = 0
 
 
@@ -45,19 +42,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What happened until the last answer, or until it was stopped.
-
-    Attributes:
-        finished: in order of time.
-        left: requests that were not finished, those that ran first.
-        running_seconds: requests running, integrated over seconds and replicas.
-        replicas: that generated.
-    """
+    """The answers of a generation, in order of time."""
 
     finished: tuple[Finished, ...]
-    left: tuple[Request, ...]
-    running_seconds: float
-    replicas: int
 
     @property
     def seconds(self) -> float:
@@ -66,113 +53,61 @@ class Generation:
 
     @property
     def tokens(self) -> float:
+        """Of all answers and their prompts."""
         return sum(answer.tokens for answer in self.finished)
 
-    def seconds_of_share(self, share: float) -> float:
-        """Until this share of the finished answers was there."""
-        assert 0 < share <= 1
-        return self.finished[math.ceil(share * len(self.finished)) - 1].seconds
 
-
-def requests(lengths: Sequence[float], prompt_tokens: float, group: int = 1) -> list[Request]:
-    """Fresh requests for answers of these lengths, `group` of them in a row for each prompt."""
-    return [
-        Request(length, prompt_tokens, length + prompt_tokens, n // group)
-        for n, length in enumerate(lengths)
-    ]
+def requests(lengths: Sequence[float], prompt_tokens: float, group: int = 1) -> list[Wanted]:
+    """Answers of these lengths, `group` of them in a row for each prompt."""
+    return [Wanted(length, prompt_tokens, n // group) for n, length in enumerate(lengths)]
 
 
 def generate(
-    wanted: Sequence[Request],
+    wanted: Sequence[Wanted],
     replicas: int,
     step: StepSeconds,
     max_running: int,
-    until: float = math.inf,
     start: float = 0.0,
 ) -> Generation:
-    """Play the generation of all requests.
+    """Play the generation of all answers.
 
     Args:
         wanted: in the order in which their groups are dealt to the replicas in turn.
         replicas: of the model.
         step: seconds of a decoding step of one replica.
         max_running: the most that a replica decodes at once.
-        until: seconds after which all stop where they are.
         start: seconds before the first step, as of the prompts' prefill.
     """
     assert replicas >= 1 and max_running >= 1
     finished: list[Finished] = []
-    running_left: list[Request] = []
-    waiting_left: list[Request] = []
-    busy = 0.0
     for replica in range(replicas):
-        own = [request for request in wanted if request.group % replicas == replica]
-        done, running, waiting, seconds = _one(own, step, max_running, until, start)
-        finished += done
-        running_left += running
-        waiting_left += waiting
-        busy += seconds
+        own = [answer for answer in wanted if answer.group % replicas == replica]
+        finished += _one(own, step, max_running, start)
     finished.sort(key=lambda answer: answer.seconds)
-    return Generation(tuple(finished), (*running_left, *waiting_left), busy, replicas)
+    return Generation(tuple(finished))
 
 
 def _one(
-    own: Sequence[Request], step: StepSeconds, max_running: int, until: float, start: float
-) -> tuple[list[Finished], list[Request], list[Request], float]:
+    own: Sequence[Wanted], step: StepSeconds, max_running: int, start: float
+) -> list[Finished]:
     finished: list[Finished] = []
     heap: list[tuple[float, int]] = []  # tokens decoded by the replica at the finish; which
-    taken, now, decoded, kv_tokens, busy = 0, start, 0.0, 0.0, 0.0
-    while (taken < len(own) or heap) and now < until:
+    taken, now, decoded, kv_tokens = 0, start, 0.0, 0.0
+    while taken < len(own) or heap:
         while taken < len(own) and len(heap) < max_running:
             heapq.heappush(heap, (decoded + own[taken].tokens, taken))
-            kv_tokens += own[taken].context
+            kv_tokens += own[taken].prompt
             taken += 1
         running = len(heap)
         stretch = heap[0][0] - decoded
-        each = step(running, kv_tokens + running * stretch / 2)
-        seconds = stretch * each
-        if now + seconds > until:
-            stretch = (until - now) / each
-            seconds = until - now
-        now += seconds
-        busy += running * seconds
+        now += stretch * step(running, kv_tokens + running * stretch / 2)
         decoded += stretch
         kv_tokens += running * stretch
-        if now >= until:
-            break
         while heap and heap[0][0] <= decoded + 1e-9:
             answer = own[heapq.heappop(heap)[1]]
-            kv_tokens -= answer.context + answer.tokens
-            finished.append(Finished(now, answer.whole, answer.group))
-    still = [
-        Request(
-            at - decoded,
-            own[n].context + own[n].tokens - (at - decoded),
-            own[n].whole,
-            own[n].group,
-        )
-        for at, n in sorted(heap)
-        if at > decoded
-    ]
-    finished += [Finished(now, own[n].whole, own[n].group) for at, n in heap if at <= decoded]
-    return finished, still, list(own[taken:]), busy
-
-
-def consume(
-    arrivals: Sequence[Finished], seconds_per_token: float, ready: float = 0.0
-) -> list[Finished]:
-    """When a stage that takes answers as they come, one by one, has done each of them.
-
-    Args:
-        arrivals: in order of time.
-        seconds_per_token: of the stage, all its lanes together.
-        ready: seconds before which it cannot start.
-    """
-    free, done = ready, []
-    for answer in arrivals:
-        free = max(free, answer.seconds) + answer.tokens * seconds_per_token
-        done.append(Finished(free, answer.tokens, answer.group))
-    return done
+            kv_tokens -= answer.prompt + answer.tokens
+            finished.append(Finished(now, answer.prompt + answer.tokens, answer.group))
+    return finished
 
 
 def by_whole_groups(arrivals: Sequence[Finished]) -> list[Finished]:

@@ -28,9 +28,16 @@ FORWARD_FRACTION = 0.387
 DECODE_BANDWIDTH_FRACTION = 0.750
 """Of memory bandwidth while decoding."""
 
-GROUPED_FRACTION = 0.5
-"""Of a dense model's fractions that a model of many small experts gets, of arithmetic and of memory
-bandwidth alike. An assumption: grouped products of small matrices run at about half the rate."""
+GROUPED_FRACTION = 0.28
+"""Of a dense model's arithmetic that one of many small experts attains. NVIDIA's performance
+summary of Megatron Bridge (25.11) has 5,275 tokens/s for each of 16 H100 that train Qwen3-30B-A3B
+without dropping tokens (PP2, EP8); this share gives 5,330. That run is in FP8, so that BF16 hardly
+attains more. With dropped tokens it was 10,494 (25.09)."""
+
+GROUPED_BANDWIDTH_FRACTION = 0.5
+"""Of a dense model's memory bandwidth that one of many small experts attains. 9.7 ms a token are
+printed for one request to Qwen3-30B-A3B on A100 (tenstorrent/tt-inference-server, thread 340); this
+share gives 9.9."""
 
 DECODE_STEP_SECONDS = 1.5e-3
 """Of each decoding step that are neither memory nor arithmetic: scheduling, sampling, launches. An
@@ -48,6 +55,17 @@ NETWORK_FRACTION = 0.8
 
 PCIE_FRACTION = 0.8
 """Copies from and to pinned memory reach about 50 of 63 GB/s on PCIe 5.0 x16."""
+
+PAGEABLE_FRACTION = PCIE_FRACTION / 4.5
+"""Copies from and to memory that is not pinned: DeepSpeed's change 5301 made copies of optimizer
+state four to five times faster on machines of 8 accelerators by pinning it. m2flow pins."""
+
+DISPATCH_SECONDS = 1e-3
+"""Of a call beside the lane's own work: a command to a process and its answer. An assumption, of
+the order of a call of a Ray actor."""
+
+MESSAGE_SECONDS = {"node": 100e-6, "cluster": 300e-6}
+"""Of a message between two processes. Assumptions, of the order of a socket's."""
 
 USABLE_MEMORY = 0.9
 """Of a device's memory that states and calls may take; the rest is the context, workspaces and
@@ -95,6 +113,12 @@ class Device:
 PCIE_4, PCIE_5 = 31.5 * GB, 63.0 * GB
 """x16, one direction. PCI-SIG: 16 and 32 GT/s, 128b/130b coding."""
 
+NVLINK_3, NVLINK_4, NVLINK_5 = 300.0 * GB, 450.0 * GB, 900.0 * GB
+"""Of all links of an A100, H100 and B200, one direction (NVIDIA's data sheets give both)."""
+
+NVLINK_H800 = 200.0 * GB
+"""The H800's links, of which the data sheet has 400 GB/s both ways."""
+
 HDR, NDR, ETHERNET_100 = 25.0 * GB, 50.0 * GB, 12.5 * GB
 """InfiniBand at 200 and 400 Gb/s, Ethernet at 100 Gb/s. DGX A100 has an HDR adapter for each
 accelerator, DGX H100, H200 and B200 an NDR one (NVIDIA's DGX data sheets)."""
@@ -105,24 +129,24 @@ DEVICES: dict[str, Device] = {
         # NVIDIA A100 Tensor Core GPU data sheet (SXM): 312 TFLOPS, 1,555 / 2,039 GB/s, NVLink 600
         # GB/s both ways, PCIe 4.0.
         Device(
-            "A100-40GB", "gpu", 312 * TERA, 40 * GB, 1555.0 * GB, 300.0 * GB, PCIE_4, HDR
+            "A100-40GB", "gpu", 312 * TERA, 40 * GB, 1555.0 * GB, NVLINK_3, PCIE_4, HDR
         ),
         Device(
-            "A100-80GB", "gpu", 312 * TERA, 80 * GB, 2039.0 * GB, 300.0 * GB, PCIE_4, HDR
+            "A100-80GB", "gpu", 312 * TERA, 80 * GB, 2039.0 * GB, NVLINK_3, PCIE_4, HDR
         ),
         # NVIDIA H100 Tensor Core GPU data sheet (SXM): 1,979 TFLOPS with sparsity, 3.35 TB/s,
         # NVLink 900 GB/s both ways, PCIe 5.0.
-        Device("H100", "gpu", 989.5 * TERA, 80 * GB, 3350.0 * GB, 450.0 * GB, PCIE_5, NDR),
+        Device("H100", "gpu", 989.5 * TERA, 80 * GB, 3350.0 * GB, NVLINK_4, PCIE_5, NDR),
         # NVIDIA H200 data sheet (SXM): as the H100, 141 GB at 4.8 TB/s.
-        Device("H200", "gpu", 989.5 * TERA, 141 * GB, 4800.0 * GB, 450.0 * GB, PCIE_5, NDR),
+        Device("H200", "gpu", 989.5 * TERA, 141 * GB, 4800.0 * GB, NVLINK_4, PCIE_5, NDR),
         # Lenovo ThinkSystem H800 product guide: as the H100, NVLink 400 GB/s both ways.
-        Device("H800", "gpu", 989.5 * TERA, 80 * GB, 3350.0 * GB, 200.0 * GB, PCIE_5, NDR),
+        Device("H800", "gpu", 989.5 * TERA, 80 * GB, 3350.0 * GB, NVLINK_H800, PCIE_5, NDR),
         # NVIDIA H20 figures as vendors of servers print them: 148 TFLOPS, 96 GB at 4.0 TB/s,
         # NVLink 900 GB/s both ways.
-        Device("H20", "gpu", 148 * TERA, 96 * GB, 4000.0 * GB, 450.0 * GB, PCIE_5, NDR),
+        Device("H20", "gpu", 148 * TERA, 96 * GB, 4000.0 * GB, NVLINK_4, PCIE_5, NDR),
         # NVIDIA DGX B200 data sheet, an eighth of it: 1,440 GB at 64 TB/s, NVLink 14.4 TB/s both
         # ways; HGX B200: 36 PFLOPS with sparsity for eight.
-        Device("B200", "gpu", 2250 * TERA, 180 * GB, 8000.0 * GB, 900.0 * GB, PCIE_5, NDR),
+        Device("B200", "gpu", 2250 * TERA, 180 * GB, 8000.0 * GB, NVLINK_5, PCIE_5, NDR),
         # NVIDIA L40S data sheet: 362 TFLOPS, 48 GB at 864 GB/s, PCIe 4.0, no NVLink. Servers of it
         # usually have Ethernet.
         Device("L40S", "gpu", 362 * TERA, 48 * GB, 864.0 * GB, PCIE_4, PCIE_4, ETHERNET_100),

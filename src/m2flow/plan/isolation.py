@@ -22,8 +22,9 @@ def isolated_workers(flow: Flow) -> frozenset[str]:
 def isolate(plan: Plan, workers: Collection[str]) -> Plan:
     """The plan with reserved lanes for these workers, numbered after the others.
 
-    A worker that stands on lanes reserved for it already stays there. Each reserved lane has the
-    memory limit of the lane that it stands beside.
+    A worker that stands on lanes reserved for it already stays there. Lanes of the plan that are
+    reserved for it and have the same cores and accelerator are taken before new ones are added.
+    Each reserved lane has the memory limit of the lane that it stands beside.
 
     Args:
         plan: what a builder, or a person, has made.
@@ -40,8 +41,12 @@ def isolate(plan: Plan, workers: Collection[str]) -> Plan:
             if by_id[lane].reserved_for == worker:
                 moved[lane] = lane
                 continue
-            moved[lane] = max(by_id) + 1 + len(added)
-            added.append(replace(by_id[lane], id=moved[lane], reserved_for=worker))
+            wanted = replace(by_id[lane], reserved_for=worker)
+            there = next((x.id for x in plan.lanes if replace(wanted, id=x.id) == x), None)
+            if there is None:
+                there = max(by_id) + 1 + len(added)
+                added.append(replace(wanted, id=there))
+            moved[lane] = there
         replicas = tuple(
             tuple(moved[lane] for lane in gang) for gang in placements[worker].replicas
         )

@@ -102,6 +102,11 @@ class ModelShape:
         return self.moe_layers * self.experts * 3 * self.hidden * self.expert_intermediate
 
     @property
+    def expert_share(self) -> float:
+        """Of all parameters, those of experts; 0 for a dense model."""
+        return self.expert_parameters / self.parameters
+
+    @property
     def weight_bytes(self) -> int:
         """Of all weights in a 16-bit format."""
         return self.parameters * WEIGHT_BYTES

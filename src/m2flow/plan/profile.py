@@ -134,11 +134,19 @@ class StageLayout:
         max_running: the running-request limit that this is the price of, or None for no limit.
         done: for a streaming stage, by the share of items that are done the share of `seconds`
             that has passed; from (0, 0) to (1, 1). None: nothing comes out before the end.
+        round: for a streaming stage, seconds in which each output item that is at work grows by one
+            unit of `StageProfile.lengths`, by how many are at work on the replica; None where
+            nothing is known of lengths.
+        admit: beside the rounds, seconds to take in items, by how many come together; None: none.
         finish: seconds of a `finish`, by the number of replicas; None where there is none.
         working: bytes on each lane that a call takes beside the state, by items of the replica.
         cores: CPU cores of the machine that a replica keeps busy beside its lanes' own.
         host_bytes: memory of the machine that a replica's call takes.
         error: standard error of `seconds`, relative.
+        spread: how unlike items are, as the relative standard deviation of what single ones take; a
+            call takes the mean of its items. 0 where lengths tell it, or nothing is known.
+        alone: all seconds are those with every lane of the machine at work; with the other lanes
+            idle they are so many times as many, and linear in between.
         kind: the kind of lane it was measured on.
     """
 
@@ -146,27 +154,37 @@ class StageLayout:
     seconds: Piecewise
     max_running: int | None = None
     done: Piecewise | None = None
+    round: Piecewise | None = None
+    admit: Piecewise | None = None
     finish: Piecewise | None = None
     working: Piecewise | None = None
     cores: float = 0.0
     host_bytes: Bytes = NO_BYTES
     error: float = 0.0
+    spread: float = 0.0
+    alone: float = 1.0
     kind: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.lanes < 1:
             raise _bad("must be at least 1", "lanes", self.lanes)
+        if not 0 < self.alone <= 1:
+            raise _bad("must be above 0 and at most 1", "alone", self.alone)
         if self.max_running is not None and self.max_running < 1:
             raise _bad("must be at least 1", "max_running", self.max_running)
-        if self.cores < 0 or self.host_bytes < 0 or self.error < 0:
-            found = (self.cores, self.host_bytes, self.error)
-            raise _bad("must not be negative", "cores, host_bytes, error", found)
+        if min(self.cores, self.host_bytes, self.error, self.spread) < 0:
+            found = (self.cores, self.host_bytes, self.error, self.spread)
+            raise _bad("must not be negative", "cores, host_bytes, error, spread", found)
         if self.done is not None and self.done.points[-1] != (1.0, 1.0):
             raise _bad("must end at (1, 1)", "done", self.done.points[-1])
 
     def call(self, items: Items) -> Seconds:
         """A call of one replica."""
         return Seconds(self.seconds.at(items))
+
+    def beside(self, busy: float) -> float:
+        """Factor of all seconds while so large a share of the other lanes is at work."""
+        return self.alone + (1.0 - self.alone) * busy
 
     def first(self, done: Items, items: Items) -> Seconds:
         """When the first `done` of `items` that came together are out (streaming)."""
@@ -289,6 +307,8 @@ class Profile:
         workers: by worker, its layouts; a worker left out has no state.
         publish: prices of publishing; an edge with none is free.
         links: by place ("same", "node", "cluster"); a place left out is free.
+        dispatch: of a call or a `finish`, seconds beside the lane's own: until its command has
+            reached the lane, and until its end is known.
         key: what it depends on: for each of KEY_PARTS, names and values.
         source: "measured" or "analytic".
     """
@@ -297,6 +317,7 @@ class Profile:
     workers: Mapping[str, tuple[WorkerLayout, ...]] = field(default_factory=dict)
     publish: tuple[PublishCost, ...] = ()
     links: Mapping[str, LinkCost] = field(default_factory=dict)
+    dispatch: Seconds = NO_TIME
     key: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     source: str = "measured"
 

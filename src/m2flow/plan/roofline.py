@@ -9,7 +9,7 @@ one: `fullest` says for how long.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from m2flow.plan.embodied_models import ActionModel
@@ -17,6 +17,7 @@ from m2flow.plan.hardware import (
     DECODE_BANDWIDTH_FRACTION,
     DECODE_STEP_SECONDS,
     FORWARD_FRACTION,
+    GROUPED_BANDWIDTH_FRACTION,
     GROUPED_FRACTION,
     PCIE_FRACTION,
     SMALL_COLLECTIVE_SECONDS,
@@ -64,11 +65,15 @@ class Rates:
     decode_bandwidth: float = DECODE_BANDWIDTH_FRACTION
     decode_step_seconds: float = DECODE_STEP_SECONDS
     grouped: float = GROUPED_FRACTION
+    grouped_bandwidth: float = GROUPED_BANDWIDTH_FRACTION
 
-    def of(self, model: ModelShape, fraction: float) -> float:
-        """The fraction for this model: grouped products of many small experts attain less."""
-        share = model.expert_parameters / model.parameters
-        return fraction * (1 - share * (1 - self.grouped))
+    def arithmetic(self, model: ModelShape, fraction: float) -> float:
+        """A fraction of peak FLOP/s for this model: grouped products of small experts get less."""
+        return fraction * (1 - model.expert_share * (1 - self.grouped))
+
+    def bandwidth(self, model: ModelShape) -> float:
+        """The fraction of memory bandwidth that decoding this model gets."""
+        return self.decode_bandwidth * (1 - model.expert_share * (1 - self.grouped_bandwidth))
 
 
 def fullest(ranks: int, sequences: float, deviation: float) -> float:
@@ -111,14 +116,14 @@ def host_copy_seconds(num_bytes: float, device: Device) -> float:
 
 
 def publish_seconds(
-    model: ModelShape, sender: Device, receiver: Device, to: Layout, same_lanes: bool
+    weight_bytes: float, sender: Device, receiver: Device, to: Layout, same_lanes: bool
 ) -> float:
     """From a trainer's shards to every generating replica; all lanes receive at once.
 
     Each lane takes its share of one replica: over the network, or on the same lanes from the peers
     that hold the other shards.
     """
-    per_lane = model.weight_bytes / to.lanes
+    per_lane = weight_bytes / to.lanes
     if same_lanes:
         return per_lane / sender.collective_bytes_per_second(to.lanes)
     rates = [device.network_bytes_per_second * PCIE_FRACTION for device in (sender, receiver)]
@@ -133,9 +138,9 @@ def prefill_seconds(
 ) -> float:
     """Of one replica, on so many prompt tokens that attend to `context` tokens in the mean."""
     flops = model.forward_flops(tokens, context)
-    attained = device.flops_per_second * rates.of(model, rates.forward) * layout.lanes
+    attained = device.flops_per_second * rates.arithmetic(model, rates.forward) * layout.lanes
     reading = model.weight_bytes_read(tokens) / layout.lanes
-    reading /= device.memory_bytes_per_second * rates.of(model, rates.decode_bandwidth)
+    reading /= device.memory_bytes_per_second * rates.bandwidth(model)
     wires = (
         2
         * model.layers
@@ -159,11 +164,11 @@ def decode_step_seconds(
         kv_tokens: in the cache, of all of them.
     """
     traffic = model.weight_bytes_read(running) + model.kv_bytes_per_token * kv_tokens
-    bandwidth = device.memory_bytes_per_second * rates.of(model, rates.decode_bandwidth)
+    bandwidth = device.memory_bytes_per_second * rates.bandwidth(model)
     memory = traffic / layout.lanes / bandwidth
     context = kv_tokens / running if running else 0.0
     arithmetic = model.forward_flops(running, context) / layout.lanes
-    arithmetic /= device.flops_per_second * rates.of(model, rates.forward)
+    arithmetic /= device.flops_per_second * rates.arithmetic(model, rates.forward)
     wires = 0.0
     if layout.tensor > 1:
         message = running * model.hidden * WEIGHT_BYTES
@@ -215,7 +220,7 @@ def log_probability_seconds(
     """
     replicas = _at_work(lanes, layout, sequences)
     slowest = fullest(replicas, sequences / replicas, deviation)
-    attained = device.flops_per_second * rates.of(model, rates.forward)
+    attained = device.flops_per_second * rates.arithmetic(model, rates.forward)
     arithmetic = model.forward_flops(tokens, context) / (replicas * layout.lanes * attained)
     bubble = 1 + (layout.pipeline - 1) / max(1.0, sequences / replicas)
     wires = _layer_wires(model, tokens / replicas, device, layout, passes=1)
@@ -252,7 +257,7 @@ def training_seconds(
     passes = FORWARD_AND_BACKWARD + (RECOMPUTED_FORWARD if recomputes else 0.0)
     per_update = sequences / replicas / max(1, updates)
     slowest = fullest(replicas, per_update, deviation)
-    attained = device.flops_per_second * rates.of(model, rates.training)
+    attained = device.flops_per_second * rates.arithmetic(model, rates.training)
     flops = passes * model.forward_flops(tokens, context)
     bubble = 1 + (layout.pipeline - 1) / max(1.0, per_update)
     arithmetic = bubble * flops / (replicas * layout.lanes * attained)
@@ -270,8 +275,10 @@ def training_seconds(
 
 def action_seconds(policy: ActionModel, observations: float, device: Device, rates: Rates) -> float:
     """Of one lane: a chunk of actions for each of so many observations."""
+    launching = rates.decode_step_seconds if policy.pass_seconds is None else policy.pass_seconds
     attained = device.flops_per_second * rates.forward
-    seconds = rates.decode_step_seconds + max(
+    seconds = observations * policy.prepare_seconds + launching
+    seconds += max(
         policy.forward_flops(observations) / attained,
         policy.parameters
         * WEIGHT_BYTES
@@ -279,8 +286,9 @@ def action_seconds(policy: ActionModel, observations: float, device: Device, rat
     )
     if not policy.parallel:
         kv_tokens = observations * policy.tokens_per_chunk
+        quick = replace(rates, decode_step_seconds=launching)
         seconds += (policy.action_tokens - 1) * decode_step_seconds(
-            policy.language, observations, kv_tokens, device, Layout(), rates
+            policy.language, observations, kv_tokens, device, Layout(), quick
         )
     return seconds
 

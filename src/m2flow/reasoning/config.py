@@ -18,6 +18,7 @@ Count = Annotated[int, Field(ge=1, strict=True)]
 Natural = Annotated[int, Field(ge=0, strict=True)]
 NonNegative = Annotated[float, Field(ge=0, strict=True)]
 Positive = Annotated[float, Field(gt=0, strict=True)]
+Share = Annotated[float, Field(ge=0, le=1, strict=True)]
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
 
 
@@ -98,10 +99,19 @@ class GenerationSection(Section):
     max_running: Count = 256
 
 
-class AlgorithmSection(Section):
-    """GRPO and its near relatives."""
+KEYS_OF_ALGORITHMS = {
+    "normalize_std": "grpo",
+    "gamma": "ppo",
+    "lam": "ppo",
+    "whiten": "ppo",
+}
+"""Keys of `algorithm` to the only algorithm that reads them."""
 
-    name: Literal["grpo"] = "grpo"
+
+class AlgorithmSection(Section):
+    """GRPO and its near relatives, or PPO with a critic."""
+
+    name: Literal["grpo", "ppo"] = "grpo"
     clip_low: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.2
     clip_high: Positive = 0.28
     dual_clip: Annotated[float, Field(gt=1, strict=True)] | None = None
@@ -110,9 +120,35 @@ class AlgorithmSection(Section):
         "token-mean"
     )
     normalize_std: Flag = True
+    gamma: Share = 1.0
+    lam: Share = 0.95
+    whiten: Flag = True
     kl_coefficient: NonNegative = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_coefficient: NonNegative = 0.0
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_algorithm(self) -> AlgorithmSection:
+        for key, algorithm in KEYS_OF_ALGORITHMS.items():
+            value = getattr(self, key)
+            if self.name != algorithm and value != type(self).model_fields[key].default:
+                raise UserError(
+                    f"{self.name} has no use for it",
+                    key=f"algorithm.{key}",
+                    value=value,
+                    hint=f"set algorithm.name to {algorithm}, or take it out",
+                )
+        return self
+
+
+class CriticSection(Section):
+    """PPO's critic, which begins with the policy's weights and a head of zeros.
+
+    What is not said here is as for the policy: `optimizer`, `training`, `minibatches`.
+    """
+
+    learning_rate: Positive = 1e-3
+    value_clip: Positive | None = 0.2
 
 
 class OptimizerSection(Section):
@@ -157,7 +193,7 @@ class ReasoningRecipe(Section):
     name: str = "reasoning"
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     steps: Count = 80
-    mode: Literal["eager", "collocated", "disaggregated", "hybrid"] = "collocated"
+    mode: Literal["auto", "eager", "collocated", "disaggregated", "hybrid"] = "collocated"
     lanes: str = "auto"
     lane_memory: str | None = None
     prompts_per_step: Count = 32
@@ -170,6 +206,7 @@ class ReasoningRecipe(Section):
     warmup: WarmupSection = WarmupSection()
     generation: GenerationSection = GenerationSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    critic: CriticSection = CriticSection()
     optimizer: OptimizerSection = OptimizerSection()
     training: TrainingSection = TrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
@@ -226,6 +263,13 @@ class ReasoningRecipe(Section):
                 key="logger",
                 value=list(self.logger),
                 hint="add jsonl: the report and --resume read metrics.jsonl",
+            )
+        if self.algorithm.name != "ppo" and self.critic != CriticSection():
+            raise UserError(
+                f"{self.algorithm.name} has no critic",
+                key="critic",
+                value=self.critic.model_dump(exclude_defaults=True),
+                hint="set algorithm.name to ppo, or take it out",
             )
         return self
 

@@ -32,6 +32,10 @@ TASK_KEYS = {"name": "data.task", "dataset": "data.dataset", "template": "data.t
 """What a task calls its settings, in the recipe's words; the others are `data.options`."""
 
 
+METRIC_NAMES = {"loss": "loss/policy", "critic/loss": "loss/critic"}
+"""What the training's losses are called in metrics.jsonl."""
+
+
 def task_of(recipe: ReasoningRecipe) -> Task:
     """The task that a recipe names.
 
@@ -249,7 +253,7 @@ class ReasoningExperiment:
         }
         figures |= {f"seconds/{name}": s for name, s in result.stage_seconds().items()}
         for name, value in result.metrics.items():
-            figures["loss/policy" if name == "loss" else f"train/{name}"] = value
+            figures[METRIC_NAMES.get(name, name if "/" in name else f"train/{name}")] = value
         return figures
 
     def samples(self, result: StepResult, count: int) -> list[dict[str, Any]]:

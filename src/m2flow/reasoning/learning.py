@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from m2flow.algorithms.grpo import GRPO
-from m2flow.reasoning.config import ReasoningRecipe
+from m2flow.algorithms.ppo import Critic
+from m2flow.reasoning.config import KEYS_OF_ALGORITHMS, ReasoningRecipe
 from m2flow.training.optimizer import AdamWConfig
 from m2flow.training.policy import PolicyTrainerConfig
 from m2flow.training.schedule import Schedule
 
 
 def loss_of(recipe: ReasoningRecipe) -> GRPO:
-    """The loss that `algorithm` describes."""
-    return GRPO(**recipe.algorithm.model_dump(exclude={"name"}))
+    """The policy's loss that `algorithm` describes.
+
+    PPO's is GRPO's; they differ in where advantages come from.
+    """
+    not_the_loss_s = {"name"} | {
+        key for key, algorithm in KEYS_OF_ALGORITHMS.items() if algorithm != "grpo"
+    }
+    return GRPO(**recipe.algorithm.model_dump(exclude=not_the_loss_s))
+
+
+def critic_loss_of(recipe: ReasoningRecipe) -> Critic:
+    """The critic's loss that `critic` describes."""
+    return Critic(recipe.critic.value_clip, recipe.algorithm.aggregation)
+
+
+def critic_config(recipe: ReasoningRecipe) -> PolicyTrainerConfig:
+    """The critic's optimizer and packing: the policy's, at a learning rate of its own."""
+    config = trainer_config(recipe)
+    optimizer = replace(config.optimizer, learning_rate=recipe.critic.learning_rate)
+    return replace(config, optimizer=optimizer)
 
 
 def trainer_config(recipe: ReasoningRecipe) -> PolicyTrainerConfig:

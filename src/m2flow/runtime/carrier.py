@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray import cloudpickle
@@ -21,14 +21,18 @@ from m2flow.engine.messages import (
     Command,
     ExportWeights,
     FeedCall,
+    GiveBack,
     Inputs,
     InstallWeights,
+    ItemsGivenBack,
     ItemsProduced,
     LaneLost,
     MoveState,
+    Part,
     ReleaseItems,
     RunCall,
     RunFinish,
+    given_back,
 )
 from m2flow.engine.plan import Plan, StagePlan
 from m2flow.engine.runner import Report
@@ -61,6 +65,19 @@ PEER_SECONDS = 1.0
 """How long to wait for the end of a lane to be known, when another one misses it."""
 
 
+@dataclass(frozen=True)
+class Moved:
+    """What becomes of the workers of a run that goes on under another plan.
+
+    Attributes:
+        kept: workers that stand where they stood, and stay as they are.
+        states: where the states of others lie.
+    """
+
+    kept: frozenset[str]
+    states: Mapping[str, Fetch]
+
+
 class RayCarrier:
     """Carries out commands on lanes that are up.
 
@@ -73,6 +90,7 @@ class RayCarrier:
         version: number of the weights that the run begins with.
         load_seconds: longest that loading the workers may take.
         publish: the one way to send weights; None for the one predicted to be fastest.
+        moved: what is known of the run that this one goes on with on the same lanes, if any.
 
     Attributes:
         state_bytes: what each worker's state takes on a lane, as the workers say after loading.
@@ -92,6 +110,7 @@ class RayCarrier:
         version: int = 0,
         load_seconds: float = START_SECONDS,
         publish: str | None = None,
+        moved: Moved | None = None,
     ) -> None:
         self.pool, self.graphs, self.plan, self._plans = pool, graphs, plan, plans
         self._sources: dict[tuple[str, int], Batch] = {}
@@ -104,9 +123,11 @@ class RayCarrier:
         self._collective = {name for name, worker in workers.items() if worker.collective}
         order = [lane.id for lane in pool.lanes]
         self.publisher = Publisher(pool, plan, graphs, order, publish, pool.exchange.link)
-        self.state_bytes = self._load(workers, version, load_seconds)
+        self.state_bytes = self._load(workers, version, load_seconds, moved)
 
-    def _load(self, workers: Mapping[str, Worker], version: int, seconds: float) -> dict[str, int]:
+    def _load(
+        self, workers: Mapping[str, Worker], version: int, seconds: float, moved: Moved | None
+    ) -> dict[str, int]:
         """Bring the workers up on their lanes; the most that each one's state takes on one."""
         order = [lane.id for lane in self.pool.lanes]
         placements = {name: spot for name, spot in self.plan.placements.items() if name in workers}
@@ -125,6 +146,7 @@ class RayCarrier:
                     sent[name],
                     tuple(positions[name]),
                     tuple(order.index(x) for x in spot.lanes),
+                    None if moved is None else moved.states.get(name),
                 )
                 for name, spot in placements.items()
                 if lane.id in spot.lanes
@@ -139,6 +161,7 @@ class RayCarrier:
                 self._meeting() if lane_sets or broadcasts else None,
                 tuple(sorted(lane_sets)),
                 broadcasts,
+                None if moved is None else tuple(set(placed) & moved.kept),
             )
             self.pool.send(lane.id, load)
         return self._loaded(number, seconds)
@@ -178,6 +201,7 @@ class RayCarrier:
                 node = self.graphs[flow].nodes[index]
                 for lane in lanes:
                     inputs = share_of(command, lane, collective=node.worker in self._collective)
+                    inputs = _with_unfinished(command, inputs)
                     fetches = self._fetches(flow, step, lane, inputs)
                     released = self._to_release.pop((flow, step, lane), [])
                     in_pieces = command.fused or (
@@ -185,8 +209,10 @@ class RayCarrier:
                     )
                     self._hold(lane, Do(flow, command, fetches, released, in_pieces))
             case FeedCall(lane=lane, step=step):
-                fetches = self._fetches(flow, step, lane, command.inputs)
-                self._order(lane, Do(flow, command, fetches))
+                inputs = _with_unfinished(command, command.inputs)
+                self._order(lane, Do(flow, command, self._fetches(flow, step, lane, inputs)))
+            case GiveBack(lane=lane):
+                self._order(lane, Do(flow, command))
             case RunFinish(lanes=lanes):
                 for lane in lanes:
                     self._hold(lane, Do(flow, command))
@@ -231,10 +257,12 @@ class RayCarrier:
         fetches = []
         for parts in inputs:
             for part in parts:
+                if not part.items:
+                    continue
                 if part.producer == SOURCE:
                     batch = self._sources[flow, step].take(part.items)
                     same_node = self.pool.is_here(lane)
-                    packed = self.pool.exchange.wrap(batch, same_node=same_node)
+                    packed = self.pool.exchange.wrap(batch, lane, same_node=same_node)
                     fetches.append(Fetch(step, SOURCE, part.items, packed=packed))
                     continue
                 elsewhere: dict[int, list[int]] = {}
@@ -254,7 +282,7 @@ class RayCarrier:
         key = (flow, step, producer)
         lanes = {self._holders[key].pop(item) for item in items if item in self._holders[key]}
         lanes |= self._copied_to.get(key, set())
-        if self.graphs[flow].nodes[producer].loop is not None:
+        if producer >= 0 and self.graphs[flow].nodes[producer].loop is not None:
             for lane in lanes:
                 self._order(lane, Release(flow, step, producer, tuple(items)))
             return
@@ -263,11 +291,12 @@ class RayCarrier:
 
     def _wanted_early(self, flow: str, node: StageNode, lane: int) -> bool:
         """Whether anybody can use a call's first items before its last: another lane, or the
-        engine, which feeds the call by what it has finished."""
+        engine, which feeds the call by what it has finished, or begins the tail by it."""
         stage = self._plans[flow].stages.get(node.name, StagePlan())
         readers = [other for other in self.graphs[flow].nodes if node.index in other.inputs]
         lanes = {x for other in readers for x in self.plan.placements[other.worker].lanes}
-        return stage.max_running is not None or not lanes <= {lane}
+        counted = stage.max_running is not None or stage.switch_at is not None
+        return counted or not lanes <= {lane}
 
     def wait(self, seconds: float) -> list[Report]:
         """Reports of the lanes that have answered; waits for the first one, but no longer."""
@@ -278,6 +307,7 @@ class RayCarrier:
             if any(self._missed_another(message) for _, message in said):
                 said += self._look_for_the_lost()
         except LaneGone as error:
+            self.pool.exchange.forget(error.lane)
             return [Report(LaneLost(error.lane, self._end_of(error)))]
         reports: list[Report] = []
         for lane, message in said:
@@ -324,6 +354,11 @@ class RayCarrier:
                     flow, command = self._calls[number]
                     assert isinstance(command, RunCall)
                     key = (flow, command.step, command.node)
+                    self._holders.setdefault(key, {}).update(dict.fromkeys(items, lane))
+                case ItemsGivenBack(call=number, items=items):
+                    flow, command = self._calls[number]
+                    assert isinstance(command, RunCall)
+                    key = (flow, command.step, given_back(command.node))
                     self._holders.setdefault(key, {}).update(dict.fromkeys(items, lane))
                 case CallFinished(call=number):
                     self.publisher.finished(number)
@@ -382,6 +417,13 @@ class RayCarrier:
 
     def close(self) -> None:
         """Nothing: the workers end with the pool, or make way for those of the next run."""
+
+
+def _with_unfinished(command: RunCall | FeedCall, inputs: Inputs) -> Inputs:
+    """What a lane reads for a call: inputs, and what other calls have given back."""
+    if not command.unfinished:
+        return inputs
+    return (*inputs, (Part(given_back(command.node), command.unfinished),))
 
 
 def _value(answer: Answer) -> Any:

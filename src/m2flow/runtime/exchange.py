@@ -14,6 +14,7 @@ from typing import Any
 
 from m2flow.engine.store import Store
 from m2flow.flow.batch import Batch
+from m2flow.runtime.links.devices import Devices
 from m2flow.runtime.links.measure import measure
 from m2flow.runtime.links.peers import PayloadServer, PeerAddress, Peers
 from m2flow.runtime.links.shared_memory import PoolFull, SharedHandle, SharedPool
@@ -39,6 +40,11 @@ class ItemsKey:
     items: tuple[int, ...]
 
 
+def name_of(lane: int | None) -> str:
+    """What people, and shared memory, call a lane; None is the launcher."""
+    return "the launcher" if lane is None else f"lane {lane}"
+
+
 class Exchange:
     """Payloads in and out of one process.
 
@@ -49,6 +55,8 @@ class Exchange:
         folder: for sockets.
         key: the pool's secret.
         link: the one way that payloads are to take; None for the fastest.
+        devices: what the process has of its GPU, if it stands on one: elements on a device then go
+            by a link of the device's, and arrive there.
 
     Attributes:
         objects: this process's end of Ray's way.
@@ -66,7 +74,9 @@ class Exchange:
         folder: Path,
         key: bytes,
         link: str | None = None,
+        devices: Devices | None = None,
     ) -> None:
+        name = name_of(lane)
         self.lane, self.position, self.link = lane, position, link
         self.objects = RayObjects(lane)
         self._store = Store()
@@ -76,10 +86,19 @@ class Exchange:
             None if lane is None else WeightsOut(self._pool, lane, position, by_handle=link is None)
         )
         further = {"object": self.objects}
+        self._devices = devices
         self._server = PayloadServer(
-            self._provide, self._pool, key, host, node=node, folder=folder, links=further
+            self._provide,
+            self._pool,
+            key,
+            host,
+            node=node,
+            name=name,
+            folder=folder,
+            links=further,
+            devices=devices,
         )
-        self._peers = Peers(node, key, links=further)
+        self._peers = Peers(node, key, links=further, name=name, devices=devices)
         self._reader = self._peers.reader
         self._relay = Relay(self._fetch)
         self.weights_in = WeightsIn(lane, self._fetch, self._reader, self._relay)
@@ -130,17 +149,22 @@ class Exchange:
         address, link = self._addresses[lane], self.link
         if own and link is None and address.node == self._peers.node:
             link = "stream"
-        return self._peers.fetch(address, key, timeout=seconds, link=link)
+        device = None if self._devices is None else self._devices.device
+        return self._peers.fetch(address, key, timeout=seconds, link=link, device=device)
 
-    def wrap(self, batch: Batch, *, same_node: bool) -> Any:
-        """Items to be sent along with an order."""
+    def wrap(self, batch: Batch, lane: int, *, same_node: bool) -> Any:
+        """Items to be sent along with an order to a lane."""
         packed = pack(batch)
         if same_node and packed.nbytes > SHARED_BYTES:
             try:
-                return self._pool.write(packed)
+                return self._pool.write(packed, [name_of(lane)])
             except PoolFull:
                 pass  # the line takes it, more slowly
         return packed.head, [bytes(buffer.memory()) for buffer in packed.buffers]
+
+    def forget(self, lane: int) -> None:
+        """Take back what was wrapped for a lane that is gone."""
+        self._pool.forget(name_of(lane))
 
     def _unwrap(self, wrapped: Any) -> Batch:
         batch: Batch
@@ -161,7 +185,7 @@ class Exchange:
     # --- links ------------------------------------------------------------------------------------
 
     def measure(self, lanes: Sequence[int]) -> LinkTable:
-        """Measure the ways from here to other lanes."""
+        """Measure the ways from here to other lanes, and between the GPUs of both."""
         addresses = [self._addresses[lane] for lane in lanes]
         return measure(self._peers, addresses, further_links=["object"])
 
@@ -169,4 +193,6 @@ class Exchange:
         """Stop serving; shared memory goes when its last reader lets go."""
         self._peers.close()
         self._server.close()
+        if self._devices is not None:
+            self._devices.close()
         self._pool.close()

@@ -1,9 +1,9 @@
 """`LaneExecutor`: carries out a lane's orders, one after the other, on one thread.
 
 While a streaming call runs, the orders that have come in are looked at between the pieces that it
-hands on, so that it can be fed. Early onloads run on a thread of their own beside the call; whoever
-needs the worker waits for them. Payloads for other lanes are handed out by the payload server's
-threads, which read the same store.
+hands on, so that it can be fed, or told to give back. Early onloads run on a thread of their own
+beside the call; whoever needs the worker waits for them. Payloads for other lanes are handed out by
+the payload server's threads, which read the same store.
 """
 
 from __future__ import annotations
@@ -22,33 +22,39 @@ from typing import Any
 from ray import cloudpickle
 
 from m2flow.engine.host import LaneHost
-from m2flow.engine.inline import call_span
+from m2flow.engine.inline import NO_FACTS, call_span
 from m2flow.engine.messages import (
     CallFailed,
     CallFinished,
     ExportWeights,
     FeedCall,
+    GiveBack,
     InstallWeights,
     LaneCommand,
     MoveFailed,
     MoveState,
     RunCall,
     RunFinish,
+    given_back,
 )
 from m2flow.engine.runner import Published, Report
 from m2flow.engine.spans import Span
 from m2flow.errors import RunFailed
+from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Gang, Place, Worker
 from m2flow.runtime.exchange import Exchange
 from m2flow.runtime.groups import LaneGroups
 from m2flow.runtime.lines import Line
+from m2flow.runtime.moving import files_of, write_files
 from m2flow.runtime.orders import (
+    STATES,
     Answer,
     Ask,
     Close,
     Do,
     DropStep,
+    Fetch,
     Load,
     Loaded,
     Order,
@@ -57,6 +63,7 @@ from m2flow.runtime.orders import (
     Probe,
     Release,
     Said,
+    Save,
     UseLinks,
     from_bytes,
     to_bytes,
@@ -97,6 +104,7 @@ class LaneExecutor:
         self._stuck: dict[str, BaseException] = {}
         self._host = LaneHost(lane, {}, {})
         self._deadline_seconds = 600.0
+        self._limited = False
 
     def run(self) -> None:
         """Carry out orders until `Close` comes, or the launcher is gone (LineClosed)."""
@@ -113,6 +121,8 @@ class LaneExecutor:
                     self._answer(order)
                 case Load():
                     self._load(order)
+                case Save():
+                    self._save(order)
                 case Probe():
                     self._say(
                         Answer(order.number, pickle.dumps(self._exchange.measure(order.peers)))
@@ -134,18 +144,28 @@ class LaneExecutor:
     # --- workers ----------------------------------------------------------------------------------
 
     def _load(self, order: Load) -> None:
-        """Bring up the workers; under a memory limit one at a time, each put away again."""
+        """Bring up the workers; under a memory limit one at a time, each put away again.
+
+        Workers that the order keeps stay as they are, and so do the payloads here.
+        """
         state_bytes: dict[str, int] = {}
         try:
-            self._close_workers()
+            store = None if order.keep is None else self._host.store
+            workers = self._close_workers(order.keep or ())
+            limited, self._limited = self._limited, order.memory_bytes is not None
+            for worker in workers.values() if limited != self._limited else ():
+                worker.offload() if self._limited else worker.onload()
             self._deadline_seconds = order.deadline_seconds
-            workers: dict[str, Worker] = {}
-            self._host = LaneHost(self.lane, pickle.loads(order.graphs), workers)
+            self._host = LaneHost(self.lane, pickle.loads(order.graphs), workers, store=store)
             self._exchange.serve(self._host.store)
             self._meet(order)
             for name, placed in order.placed.items():
+                if name in workers:
+                    continue
                 worker = pickle.loads(placed.worker)
                 worker.load(self._place(placed, order.version))
+                if placed.state is not None:
+                    self._restore(worker, placed.state)
                 workers[name] = worker
                 state_bytes[name] = worker.state_bytes()
                 if order.memory_bytes is not None:
@@ -155,6 +175,26 @@ class LaneExecutor:
             self._say(Loaded(order.number, state_bytes, raised))
             return
         self._say(Loaded(order.number, state_bytes))
+
+    def _save(self, order: Save) -> None:
+        """Keep what a worker saves; its other lanes may have to take part."""
+        try:
+            self._await_moves([order.worker])
+            files = files_of(self._host.workers[order.worker])
+            self._host.store.put("", STATES, order.producer, Batch({"files": [files]}))
+        except BaseException as error:
+            raised = cloudpickle.dumps(self._portable(error))
+            self._say(Answer(order.number, raised, raised=True))
+            return
+        self._say(Answer(order.number, pickle.dumps(None)))
+
+    def _restore(self, worker: Worker, fetch: Fetch) -> None:
+        if fetch.lane == self.lane:
+            wanted = [(fetch.producer, fetch.items)]
+            batch = self._host.store.gather("", fetch.step, wanted)
+        else:
+            batch = self._exchange.bring("", fetch, self._deadline_seconds)
+        write_files(batch["files"][0], worker)
 
     def _meet(self, order: Load) -> None:
         """Have the process groups that this run needs; those of earlier runs are still there."""
@@ -198,14 +238,18 @@ class LaneExecutor:
             )
         return place
 
-    def _close_workers(self) -> None:
+    def _close_workers(self, keep: Sequence[str] = ()) -> dict[str, Worker]:
+        """Close the workers that are here, but for some; those."""
         for thread in self._moves.values():
             thread.join(self._deadline_seconds)
         self._moves, self._stuck = {}, {}
-        for worker in self._host.workers.values():
-            worker.close()
+        kept = {name: one for name, one in self._host.workers.items() if name in keep}
+        for name, worker in self._host.workers.items():
+            if name not in kept:
+                worker.close()
         self._host = LaneHost(self.lane, {}, {})
         self._exchange.drop_weights()
+        return kept
 
     def _answer(self, order: Ask) -> None:
         try:
@@ -224,6 +268,8 @@ class LaneExecutor:
         match order.command:
             case FeedCall():
                 self._feed(order)
+            case GiveBack():
+                self._host.give_back(order.command)
             case MoveState():
                 self._move(order.command)
             case RunCall() as command:
@@ -251,23 +297,26 @@ class LaneExecutor:
     def _call(self, order: Do, command: RunCall) -> None:
         """Run a stage. A piece is reported when it is finished, if anybody can use it by then."""
         reports = self._fetch(order)
-        start = time.time()
-        for produced in self._host.call(order.flow, command):
-            reports.append(Report(produced.event(command.call)))
-            if order.in_pieces:
+        start, worked, num_bytes = time.time(), time.process_time(), 0
+        for piece in self._host.call(order.flow, command):
+            if piece is not None:
+                num_bytes += piece.num_bytes
+                reports.append(Report(piece.event(command.call), piece.spans))
+            if order.in_pieces and reports:
                 self._say(Said(order.flow, reports))
                 reports = []
             self._look_for_orders()
-        reports.append(self._finished(order, command, start))
+        facts = {"bytes": num_bytes, "cpu_seconds": time.process_time() - worked}
+        reports.append(self._finished(order, command, start, facts=facts))
         self._say(Said(order.flow, reports))
 
     def _look_for_orders(self) -> None:
-        """Take in what has come while a call runs; feeding happens at once."""
+        """Take in what has come while a call runs; feeding and giving back happen at once."""
         while self._line.waiting():
             order: Order = from_bytes(self._line.receive())
             match order:
-                case Do(command=FeedCall()):
-                    self._feed(order)
+                case Do(command=FeedCall() | GiveBack()):
+                    self._do(order)
                 case _:
                     self._orders.append(order)
 
@@ -354,7 +403,9 @@ class LaneExecutor:
             failed = MoveFailed(self.lane, command.worker, command.what, self._portable(error))
             self._say(Said("", [Report(failed)]))
             return
-        span = Span(self.lane, f"{command.what} {command.worker}", "switch", start, time.time())
+        name = f"{command.what} {command.worker}"
+        facts = {"worker": command.worker, "what": command.what, "early": command.early}
+        span = Span(self.lane, name, "switch", start, time.time(), facts)
         self._say(Said("", [Report(None, (span,))]))
 
     def _await_moves(self, workers: Sequence[str]) -> None:
@@ -388,7 +439,14 @@ class LaneExecutor:
                 num_bytes += batch.nbytes
         if not items:
             return []
-        facts = {"items": items, "bytes": num_bytes}
+        producers = {fetch.producer for fetch in order.fetches if fetch.lane is not None}
+        nodes = self._host.graphs[order.flow].nodes
+        facts = {
+            "step": order.fetches[0].step,
+            "items": items,
+            "bytes": num_bytes,
+            "made_by": [nodes[max(n, given_back(n))].name for n in sorted(producers)],
+        }
         return [Report(None, (Span(self.lane, "items", "transfer", start, time.time(), facts),))]
 
     def _finished(
@@ -398,10 +456,12 @@ class LaneExecutor:
         start: float,
         metrics: Mapping[str, float] | None = None,
         published: Published | None = None,
+        facts: Mapping[str, object] = NO_FACTS,
     ) -> Report:
         graph = self._host.graphs[order.flow]
+        facts = {**self._host.take_facts(command.call), **facts}
         spans = self._host.take_spans() or (
-            call_span(graph, command, self.lane, start, time.time()),
+            call_span(graph, command, self.lane, start, time.time(), facts),
         )
         return Report(CallFinished(command.call, self.lane), spans, metrics, published)
 

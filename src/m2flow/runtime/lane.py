@@ -22,9 +22,12 @@ import ray
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.runtime.lines import Line, LineAddress, LineClosed, Waiting
+from m2flow.runtime.links.sweeping import sweep
 
 if TYPE_CHECKING:  # it imports torch
     from m2flow.runtime.links.peers import PeerAddress
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 LAUNCHER = -1
 """The launcher's position, where a lane would have its own."""
@@ -77,31 +80,41 @@ class LaneProcess:
         os.environ["OMP_NUM_THREADS"] = str(self.num_threads)
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-    def ready(self) -> LaneAddress:
-        """Bind to the lane's cores, and wait for the launcher and for peers from now on."""
+    @ray.method(concurrency_group="objects")
+    def visible_gpus(self) -> str:
+        """Which GPUs Ray lets the process see, as CUDA_VISIBLE_DEVICES has them."""
+        given = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        return os.environ.get(VISIBLE) or ",".join(given)
+
+    def ready(self, visible: str | None = None) -> LaneAddress:
+        """Bind to the lane's cores, and wait for the launcher and for peers from now on.
+
+        Args:
+            visible: the GPU of the lane beside which this one stands, if it has none of its own.
+        """
         self._bind()
+        if visible:
+            os.environ[VISIBLE] = visible  # CUDA looks when it is first used: not yet
         sys.setswitchinterval(SWITCH_SECONDS)
         import torch
 
-        from m2flow.runtime.exchange import Exchange
+        from m2flow.runtime.exchange import Exchange, name_of
+        from m2flow.runtime.links.gpu import devices_here
 
         torch.set_num_threads(self.num_threads)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         context = ray.get_runtime_context()
-        host = str(ray.util.get_node_ip_address())
+        node, host = context.get_node_id(), str(ray.util.get_node_ip_address())
+        devices = None
+        if self.lane.gpu is not None:
+            devices = devices_here(name_of(self.lane.id), node, host)
         self._exchange = Exchange(
-            self.lane.id,
-            self.position,
-            context.get_node_id(),
-            host,
-            self.folder,
-            self.key,
-            self.link,
+            self.lane.id, self.position, node, host, self.folder, self.key, self.link, devices
         )
         self._meeting = socket.create_server((host, 0))  # held, so that nobody else takes the port
         self._waiting = Waiting(self.folder / f"lane-{self.position}.line", host, self.key)
         return LaneAddress(
-            context.get_node_id(),
+            node,
             host,
             os.getpid(),
             self._waiting.address,
@@ -169,8 +182,6 @@ class LaneProcess:
 
     def _clear_up(self) -> None:
         """Remove what the launcher can no longer remove."""
-        from m2flow.runtime.links.shared_memory import sweep
-
         sweep(f"{self.folder.name}-{LAUNCHER}-")
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -28,11 +28,13 @@ class Placed:
         worker: the pickled Worker.
         replicas: its gangs, as positions of lanes.
         positions: all of its lanes, in order of rank.
+        state: where the files lie that it is to `restore` after it has been loaded, or None.
     """
 
     worker: bytes
     replicas: tuple[tuple[int, ...], ...]
     positions: tuple[int, ...]
+    state: Fetch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class Load:
             stands on two lanes.
         lane_sets: the sets of positions that need a process group, the same for every lane.
         broadcasts: the same for each worker whose weights are broadcast.
+        keep: to go on under another plan: workers that stay as they are, while the others make
+            way; payloads stay as well. None to begin anew.
     """
 
     number: int
@@ -71,6 +75,22 @@ class Load:
     meeting: Meeting | None = None
     lane_sets: tuple[tuple[int, ...], ...] = ()
     broadcasts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    keep: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Have a worker `save` its state, and keep the files for the lanes that will ask for them.
+
+    Attributes:
+        number: of the answer, which says nothing.
+        worker: whose state.
+        producer: under which they are kept, as the one item of step `STATES` of no flow.
+    """
+
+    number: int
+    worker: str
+    producer: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +250,10 @@ class Close:
     """Close the workers and end the process."""
 
 
-Order: TypeAlias = Load | Do | Release | DropStep | Ask | Probe | UseLinks | Prepare | Close
+STATES = -1
+"""The step to which files of states belong."""
+
+Order: TypeAlias = Load | Save | Do | Release | DropStep | Ask | Probe | UseLinks | Prepare | Close
 
 # --- answers --------------------------------------------------------------------------------------
 

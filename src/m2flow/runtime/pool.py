@@ -17,6 +17,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,10 +29,12 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow.worker import Isolation
 from m2flow.runtime.cluster import Cluster
-from m2flow.runtime.exchange import Exchange
-from m2flow.runtime.lane import LAUNCHER, LaneAddress, LaneProcess
+from m2flow.runtime.exchange import Exchange, name_of
+from m2flow.runtime.lane import LAUNCHER, VISIBLE, LaneAddress, LaneProcess
 from m2flow.runtime.lines import LauncherLine, LineClosed, connect
-from m2flow.runtime.links.shared_memory import sweep
+from m2flow.runtime.links.devices import Standing
+from m2flow.runtime.links.measure import completed, who_measures
+from m2flow.runtime.links.sweeping import sweep
 from m2flow.runtime.links.table import LinkTable
 from m2flow.runtime.orders import (
     Answer,
@@ -53,6 +56,9 @@ CLOSE_SECONDS = 5.0
 
 FAILED_SECONDS = 1.0
 """The same after a failure: a lane may be in the middle of a call that nobody waits for."""
+
+CLEAR_SECONDS = 5.0
+"""Longest that clearing up after lanes that were killed on another machine may take."""
 
 ROOM_SECONDS = 3.0
 """Longest that the cluster may take to know that the lanes of an earlier run have ended."""
@@ -117,15 +123,17 @@ class LanePool:
 
     def _start(self, isolated: Mapping[str, Isolation]) -> None:
         nodes = _nodes(self.lanes)
-        _check_room(self.lanes, nodes)
+        beside = gpus_beside(self.lanes)
+        _check_room(self.lanes, nodes, beside)
         for position, lane in enumerate(self.lanes):
-            options = _options(lane, nodes[lane.node], isolated)
+            options = _options(lane, nodes[lane.node], isolated, shares_gpu=lane.id in beside)
             actor = ray.remote(**options)(LaneProcess)
             self._actors[lane.id] = actor.remote(
                 lane, position, str(self._folder), self._key, self._link
             )
         deadline = time.monotonic() + START_SECONDS
-        ready = [actor.ready.remote() for actor in self._actors.values()]
+        visible = self._visible_gpus(beside, isolated)
+        ready = [actor.ready.remote(visible.get(lane)) for lane, actor in self._actors.items()]
         try:
             found: list[LaneAddress] = ray.get(ready, timeout=START_SECONDS)
         except GetTimeoutError:
@@ -150,6 +158,23 @@ class LanePool:
         self.exchange = Exchange(None, LAUNCHER, here, host, self._folder, self._key, self._link)
         self.exchange.introduce(peers, self._actors)
         self.links = self._measure_links()
+
+    def _visible_gpus(
+        self, beside: Mapping[int, int], isolated: Mapping[str, Isolation]
+    ) -> dict[int, str]:
+        """What each lane that shares another's GPU is to see, if its worker does not say."""
+        by_id = {lane.id: lane for lane in self.lanes}
+        asked = {}
+        for lane, owner in beside.items():
+            setup = isolated.get(by_id[lane].reserved_for or "")
+            if setup is None or VISIBLE not in dict(setup.environment):
+                asked[lane] = self._actors[owner].visible_gpus.remote()
+        try:
+            return dict(
+                zip(asked, ray.get(list(asked.values()), timeout=START_SECONDS), strict=True)
+            )
+        except GetTimeoutError:
+            raise RunFailed(f"lanes have not started within {START_SECONDS:g} s") from None
 
     def prepare(self, modules: Sequence[str]) -> None:
         """Have the lanes import what workers will need, as long as there is nothing else to do."""
@@ -245,14 +270,19 @@ class LanePool:
         return bool(self.addresses[first].node == self.addresses[second].node)
 
     def _measure_links(self) -> LinkTable:
-        """Measure the ways from the first lane to one beside it, and to one on each other node."""
+        """Measure the ways from the first lane to one beside it and to one on each other node, and
+        those between GPUs."""
         table = LinkTable.assumed()
-        first = self.lanes[0].id
-        asked = {self.addresses[lane.id].node: lane.id for lane in reversed(self.lanes[1:])}
-        if asked:
-            peers = tuple(asked.values())
-            answer = self.ask(first, lambda number: Probe(number, peers))
-            table = table.merged(pickle.loads(answer.value))
+        peers = {lane: address.peer for lane, address in self.addresses.items()}
+        places = {lane: Standing(name_of(lane), at.node, at.gpu) for lane, at in peers.items()}
+        measured: LinkTable | None = None
+        for asker, asked in who_measures(places).items():
+            answer = self.ask(asker, partial(_probe, asked))
+            found = pickle.loads(answer.value)
+            measured = found if measured is None else measured.merged(found)
+        if measured is not None:
+            any_gpu = any(place.gpu is not None for place in places.values())
+            table = table.merged(completed(measured, any_gpu=any_gpu))
             for lane in self.lanes:
                 self.send(lane.id, UseLinks(table))
         return table
@@ -273,6 +303,7 @@ class LanePool:
         self._end()
 
     def _end(self) -> None:
+        elsewhere = self._left_behind()
         for line in self._lines.values():
             line.close()
         for actor in self._actors.values():
@@ -281,15 +312,46 @@ class LanePool:
         self._selector.close()
         if hasattr(self, "exchange"):
             self.exchange.close()
-        sweep(f"{self._folder.name}-")  # what lanes left that were ended, or lost
-        shutil.rmtree(self._folder, ignore_errors=True)
+        _clear_machine(str(self._folder))  # of what lanes left that were ended, or lost
+        if elsewhere:
+            clear = ray.remote(num_cpus=0, max_retries=0)(_clear_machine)
+            cleared = [
+                clear.options(
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+                ).remote(str(self._folder))
+                for node in elsewhere
+            ]
+            ray.wait(cleared, num_returns=len(cleared), timeout=CLEAR_SECONDS)
         self._cluster.close()
+
+    def _left_behind(self) -> set[str]:
+        """Other machines on which a lane has not ended by itself: its files are still there."""
+        found = set()
+        for lane, serving in self._serving.items():
+            node = self.addresses[lane].node
+            if node == ray.get_runtime_context().get_node_id() or node in found:
+                continue
+            try:
+                ray.get(serving, timeout=0)
+            except (GetTimeoutError, RayError):
+                found.add(node)
+        return found
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(CLOSE_SECONDS if kind is None else FAILED_SECONDS)
+
+
+def _probe(peers: tuple[int, ...], number: int) -> Probe:
+    return Probe(number, peers)
+
+
+def _clear_machine(folder: str) -> None:
+    """What a killed lane has left on the machine where this runs."""
+    sweep(f"{Path(folder).name}-")
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _nodes(lanes: Sequence[LaneSpec]) -> list[str]:
@@ -309,16 +371,34 @@ def _nodes(lanes: Sequence[LaneSpec]) -> list[str]:
     return nodes
 
 
-def _resources(lane: LaneSpec) -> dict[str, int]:
-    if lane.reserved_for is not None:
-        return {"num_cpus": 0}  # it shares the cores of the lane beside it
-    return {"num_cpus": len(lane.cores)} if lane.gpu is None else {"num_gpus": 1}
+def gpus_beside(lanes: Sequence[LaneSpec]) -> dict[int, int]:
+    """For each lane that shares a GPU and is not its owner, the owner: the lane that is not
+    reserved for a worker, or else the first."""
+    owners: dict[tuple[int, int], int] = {}
+    on_gpus = [lane for lane in lanes if lane.gpu is not None]
+    for lane in sorted(on_gpus, key=lambda one: one.reserved_for is not None):
+        assert lane.gpu is not None
+        owners.setdefault((lane.node, lane.gpu), lane.id)
+    found = {lane.id: owners[lane.node, lane.gpu] for lane in on_gpus if lane.gpu is not None}
+    return {lane: owner for lane, owner in found.items() if lane != owner}
 
 
-def _options(lane: LaneSpec, node: str, isolated: Mapping[str, Isolation]) -> dict[str, Any]:
+def _resources(lane: LaneSpec, *, shares_gpu: bool) -> dict[str, int]:
+    """What Ray is to set aside for a lane: nothing for one that shares with the lane beside it.
+
+    Cores are named in any case, or Ray sets one aside for each GPU without a word.
+    """
+    if lane.gpu is not None:
+        return {"num_cpus": 0} if shares_gpu else {"num_cpus": 0, "num_gpus": 1}
+    return {"num_cpus": 0 if lane.reserved_for is not None else len(lane.cores)}
+
+
+def _options(
+    lane: LaneSpec, node: str, isolated: Mapping[str, Isolation], *, shares_gpu: bool
+) -> dict[str, Any]:
     """Ray's options for the actor of a lane."""
     options: dict[str, Any] = {
-        **_resources(lane),
+        **_resources(lane, shares_gpu=shares_gpu),
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         "max_restarts": 0,
         "concurrency_groups": {"objects": 2},
@@ -332,14 +412,14 @@ def _options(lane: LaneSpec, node: str, isolated: Mapping[str, Isolation]) -> di
     return options
 
 
-def _check_room(lanes: Sequence[LaneSpec], nodes: Sequence[str]) -> None:
+def _check_room(lanes: Sequence[LaneSpec], nodes: Sequence[str], beside: Mapping[int, int]) -> None:
     """Refuse lanes that the cluster has no room for: Ray would wait for it without a word.
 
     What the lanes of a run that has just ended held comes back a moment later.
     """
     deadline = time.monotonic() + ROOM_SECONDS
     while True:
-        lacking = _lacking(lanes, nodes)
+        lacking = _lacking(lanes, nodes, beside)
         if lacking is None:
             return
         if time.monotonic() > deadline:
@@ -352,14 +432,18 @@ def _check_room(lanes: Sequence[LaneSpec], nodes: Sequence[str]) -> None:
         time.sleep(0.05)
 
 
-def _lacking(lanes: Sequence[LaneSpec], nodes: Sequence[str]) -> tuple[str, float, float] | None:
+def _lacking(
+    lanes: Sequence[LaneSpec], nodes: Sequence[str], beside: Mapping[int, int]
+) -> tuple[str, float, float] | None:
     """A resource of which there is too little: its name, what is needed, what is free."""
     free_on = ray.state.available_resources_per_node() if len(nodes) > 1 else {}
     for number, node in enumerate(nodes):
         here = [lane for lane in lanes if lane.node == number]
         free = free_on.get(node, {}) if len(nodes) > 1 else ray.available_resources()
         for name, key in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
-            needed = sum(_resources(lane).get(key, 0) for lane in here)
+            needed = sum(
+                _resources(lane, shares_gpu=lane.id in beside).get(key, 0) for lane in here
+            )
             if needed > free.get(name, 0):
                 return name, needed, free.get(name, 0)
     return None

@@ -61,6 +61,7 @@ def save(
     *,
     extra: dict[str, Any] | None = None,
     keep: int | None = None,
+    after_parts: bool = False,
 ) -> Path:
     """Write a checkpoint and point `latest` at it.
 
@@ -71,25 +72,39 @@ def save(
         trainer_state: named tensors, contiguous or not, of any device.
         extra: JSON for whatever else the run must remember: counters, seeds, versions.
         keep: how many checkpoints to keep, this one included; None for all.
+        after_parts: go on in the folder that `begin` gave, which holds parts of others already.
 
     Returns:
         The checkpoint's folder.
     """
-    from safetensors.torch import save_file
-
     if keep is not None and keep < 1:
         raise UserError(
             "a run must keep a checkpoint", key="keep", value=keep, expected="1 or more"
         )
-    partial = begin(root, step)
-    model.save_pretrained(str(partial / "model"))
-    if tokenizer is not None:
-        tokenizer.save_pretrained(str(partial / "model"))
-    (partial / "trainer").mkdir()
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in trainer_state.items()}
-    save_file(tensors, partial / "trainer" / "state.safetensors")
+    partial = begun(root, step) if after_parts else begin(root, step)
+    write_part(partial, model, tokenizer, trainer_state)
     (partial / "trainer" / "extra.json").write_text(json.dumps(extra or {}, indent=1))
     return commit(root, step, keep=keep)
+
+
+def write_part(
+    folder: Path,
+    model: SavesPretrained,
+    tokenizer: SavesPretrained | None,
+    trainer_state: dict[str, Tensor],
+) -> None:
+    """Write a model and its trainer's state, as `model/` and `trainer/`, into a folder.
+
+    That of a further model lies in a folder of its own within the one that `begin` gave.
+    """
+    from safetensors.torch import save_file
+
+    model.save_pretrained(str(folder / "model"))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder / "model"))
+    (folder / "trainer").mkdir(parents=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in trainer_state.items()}
+    save_file(tensors, folder / "trainer" / "state.safetensors")
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -104,6 +119,13 @@ def begin(root: Path, step: int) -> Path:
         _remove(leftover)
     partial = _partial(root, step)
     partial.mkdir()
+    return partial
+
+
+def begun(root: Path, step: int) -> Path:
+    """The folder that `begin` gave."""
+    partial = _partial(root, step)
+    assert partial.is_dir(), f"the checkpoint of step {step} was not begun"
     return partial
 
 
@@ -179,9 +201,27 @@ def load(path: Path) -> Checkpoint:
     )
 
 
-def load_trainer_state(path: Path | str) -> dict[str, Tensor]:
-    """The trainer's tensors of a checkpoint, every checksum of it compared; see `load`."""
-    return load(Path(path)).trainer_state
+def load_trainer_state(path: Path | str, part: str = "") -> dict[str, Tensor]:
+    """The trainer's tensors of a checkpoint, every checksum of it compared; see `load`.
+
+    Args:
+        path: the checkpoint.
+        part: folder within it of a further model, such as a critic.
+    """
+    from safetensors.torch import load_file
+
+    checkpoint = load(Path(path))
+    if not part:
+        return checkpoint.trainer_state
+    file = checkpoint.path / part / "trainer" / "state.safetensors"
+    if not file.is_file():
+        raise UserError(
+            f"the checkpoint has no {part}",
+            key=str(path),
+            expected=str(file),
+            hint="it is of a run with another algorithm",
+        )
+    return load_file(file)
 
 
 def broken_file(path: Path, *, checksums: bool = False) -> str | None:

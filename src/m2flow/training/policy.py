@@ -11,7 +11,6 @@ Shapes: T completion tokens, R rows of a pack.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -21,10 +20,11 @@ from m2flow.algorithms.aggregation import denominator, unmasked_tokens
 from m2flow.algorithms.loss import Algorithm, TokenColumns
 from m2flow.errors import UserError
 from m2flow.training.forward import token_logprobs
-from m2flow.training.optimizer import AdamWConfig, AllReduce, SumOptimizer
+from m2flow.training.optimizer import AdamWConfig, AllReduce
 from m2flow.training.packing import Pack, Sharing, pack
 from m2flow.training.rollouts import Rollouts, TokenPairs
 from m2flow.training.sharded import WHOLE, Shards
+from m2flow.training.summing import SummingTrainer, check_finite, one_token
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ _TOTALS = (
 )
 
 
-class PolicyTrainer:
+class PolicyTrainer(SummingTrainer):
     """A model with its optimizer; `fold` and `finish` make one step of it.
 
     Args:
@@ -78,13 +78,9 @@ class PolicyTrainer:
         config: PolicyTrainerConfig,
         shards: Shards = WHOLE,
     ) -> None:
-        self.model = model.eval()
+        super().__init__(model, config.optimizer, _TOTALS + algorithm.figures, shards)
         self.algorithm = algorithm
         self.config = config
-        self.shards = shards
-        self.optimizer = SumOptimizer(model.named_parameters(), config.optimizer, shards)
-        self._names = _TOTALS + algorithm.figures
-        self._sums: dict[str, float | Tensor] = dict.fromkeys(self._names, 0.0)
 
     def fold(self, rollouts: Rollouts) -> None:
         """Accumulate the gradient of some rollouts of the mini-batch at hand.
@@ -109,7 +105,7 @@ class PolicyTrainer:
         """Add up what is known before any pass; the rollouts that a pass is needed for."""
         lengths_B, mask_T = rollouts.pairs.completion_lengths_B, rollouts.mask_T
         counted_T = slice(None) if mask_T is None else mask_T
-        self._add(
+        self.add(
             denominator=denominator(lengths_B, self.algorithm.aggregation, mask_T),
             tokens=int(unmasked_tokens(lengths_B, mask_T).sum()),
             samples=len(rollouts),
@@ -118,7 +114,7 @@ class PolicyTrainer:
         if not (self.config.drop_zero_advantage and self.algorithm.zero_advantage_is_idle):
             return rollouts
         idle_B = rollouts.idle_rows()
-        self._add(samples_dropped=int(idle_B.sum()))
+        self.add(samples_dropped=int(idle_B.sum()))
         return rollouts.select((~idle_B).nonzero()[:, 0])
 
     def finish(self, all_reduce: AllReduce | None = None) -> dict[str, float]:
@@ -140,10 +136,7 @@ class PolicyTrainer:
             NotFinite: the loss or a gradient is NaN or infinite; no step was taken.
         """
         steps_before = self.optimizer.num_steps
-        sums = torch.tensor([float(self._sums[name]) for name in self._names], dtype=torch.float64)
-        self._sums = dict.fromkeys(self._names, 0.0)
-        result = self.optimizer.step(sums, self._names.index("denominator"), all_reduce)
-        totals = dict(zip(self._names, result.sums.tolist(), strict=True))
+        totals, result = self.step(all_reduce)
         trained = max(totals["tokens_trained"], 1.0)
         return {
             "loss": totals["loss"] / max(totals["denominator"], 1.0),
@@ -172,29 +165,10 @@ class PolicyTrainer:
             shards=self.shards,
         )
 
-    def tensors(self) -> Iterator[Tensor]:
-        """All that takes memory between calls: weights, buffers, gradients, optimizer, sums."""
-        yield from self.model.parameters()
-        yield from self.model.buffers()
-        yield from self.optimizer.tensors()
-        yield from (value for value in self._sums.values() if isinstance(value, Tensor))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What must be saved beside the weights to go on; whole. Collective in the gang."""
-        return dict(self.state_items())
-
-    def state_items(self) -> Iterator[tuple[str, Tensor]]:
-        """The same, gathered one by one: each lane of the gang goes through all of it."""
-        return self.optimizer.state_items()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from what `state_dict` gave, however that model was divided."""
-        self.optimizer.load_state_dict(state)
-
     def _fold_nothing(self) -> None:
         """Take part in a pass of the gang without adding anything."""
         logprobs_T = token_logprobs(
-            self.model, _one_token(), compute_dtype=self.config.compute_dtype
+            self.model, one_token(), compute_dtype=self.config.compute_dtype
         ).logprobs_T
         torch.autograd.backward(logprobs_T, torch.zeros_like(logprobs_T))
 
@@ -229,17 +203,12 @@ class PolicyTrainer:
         )
         torch.autograd.backward(terms.loss)
         num_trained = microbatch.target_ids_T.numel() if mask_T is None else int(mask_T.sum())
-        self._add(
+        self.add(
             loss=terms.loss.detach().double(),
             tokens_trained=num_trained,
             tokens_computed=microbatch.num_nodes,
             **terms.sums,
         )
-
-    def _add(self, **sums: float | Tensor) -> None:
-        """Figures on an accelerator stay there until `finish`: nobody waits for them before."""
-        for name, value in sums.items():
-            self._sums[name] = self._sums[name] + value
 
     def _check(self, rollouts: Rollouts) -> None:
         if self.algorithm.needs_reference and rollouts.reference_logprobs_T is None:
@@ -248,27 +217,15 @@ class PolicyTrainer:
                 key="reference_logprobs",
                 hint="compute them with the reference model, or set kl_coefficient=0",
             )
-        for name in (
-            "advantages_T",
-            "behaviour_logprobs_T",
-            "old_logprobs_T",
-            "reference_logprobs_T",
-        ):
-            column_T: Tensor | None = getattr(rollouts, name)
-            if column_T is None:
-                continue
-            bad_T = ~torch.isfinite(column_T)
-            if rollouts.mask_T is not None:
-                bad_T &= rollouts.mask_T
-            if bool(bad_T.any()):
-                token = int(bad_T.nonzero()[0])
-                raise UserError(
-                    f"{int(bad_T.sum())} of {bad_T.numel()} values are not finite, the first at "
-                    f"completion token {token}",
-                    key=name.removesuffix("_T"),
-                    value=float(column_T[token]),
-                    expected="a finite number for every unmasked token",
-                )
+        check_finite(
+            {
+                "advantages": rollouts.advantages_T,
+                "behaviour_logprobs": rollouts.behaviour_logprobs_T,
+                "old_logprobs": rollouts.old_logprobs_T,
+                "reference_logprobs": rollouts.reference_logprobs_T,
+            },
+            rollouts.mask_T,
+        )
 
 
 def logprobs_of(
@@ -292,7 +249,7 @@ def logprobs_of(
         for microbatch in shards.padded(packs):
             figures = token_logprobs(
                 model,
-                _one_token() if microbatch is None else microbatch,
+                one_token() if microbatch is None else microbatch,
                 temperature=temperature,
                 compute_dtype=compute_dtype,
             )
@@ -304,8 +261,3 @@ def logprobs_of(
                 logprobs_T[microbatch.token_index_T] = figures.logprobs_T.cpu()
     shards.reshard(model)
     return torch.empty(0) if logprobs_T is None else logprobs_T
-
-
-def _one_token() -> Pack:
-    """The smallest pack: one token that predicts itself."""
-    return pack(TokenPairs.from_rows([[0]], [[0]]), 1)[0]

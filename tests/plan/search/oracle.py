@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from itertools import product
 
-from m2flow.plan.search.evaluate import edges_within
 from m2flow.plan.search.leaves import leaf_cost
 from m2flow.plan.search.problem import Problem
 from m2flow.plan.search.tree import Bound, Fused, Leaf, Split
+from m2flow.plan.search.weights import edges_within
 
 Lanes = tuple[int, ...]
 Costs = tuple[float, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from random import Random
 
 from m2flow.flow import Flow, FlowGraph, Worker, loop, stage
@@ -144,9 +145,10 @@ def draw(seed: int, shapes: tuple[str, ...] = tuple(SHAPES), most_lanes: int = 8
     if not small and rng.random() < 0.15:
         counts = {"cpu": rng.randint(1, 3), "gpu": rng.randint(1, 3)}
     limited = rng.random() < 0.5 and not many
+    dispatch = Seconds(Random(-seed).choice([0.0, 0.0, 0.03]))
     return problem(
         graph,
-        profile_of(rng, graph, num_items, counts, limited, many),
+        replace(profile_of(rng, graph, num_items, counts, limited, many), dispatch=dispatch),
         counts,
         num_items,
         limits=Limits(

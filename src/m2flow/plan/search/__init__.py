@@ -1,12 +1,14 @@
 """The search for the plan of a step: of all plan trees (`tree`) the cheapest.
 
-`search` gives it for each staleness that is allowed; `to_plan` makes it an engine's `Plan`.
+`search` gives it for each staleness that is allowed, `candidates` the next best different ones too;
+`to_plan` makes one an engine's `Plan`.
 """
 
 from m2flow.plan.search.baseline import scalar_recursion
-from m2flow.plan.search.choose import Found, search
-from m2flow.plan.search.evaluate import Infeasible, Terms, evaluate
+from m2flow.plan.search.choose import Found, candidates, search
+from m2flow.plan.search.evaluate import evaluate
 from m2flow.plan.search.placing import to_plan
+from m2flow.plan.search.pricing import Infeasible, Terms, step_seconds
 from m2flow.plan.search.problem import Limits, Problem, problem
 from m2flow.plan.search.tree import (
     Bound,
@@ -37,9 +39,11 @@ __all__ = [
     "Temporal",
     "Terms",
     "Tree",
+    "candidates",
     "evaluate",
     "problem",
     "scalar_recursion",
     "search",
+    "step_seconds",
     "to_plan",
 ]

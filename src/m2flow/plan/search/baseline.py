@@ -12,8 +12,10 @@ from __future__ import annotations
 import math
 
 from m2flow.plan.search.evaluate import evaluate
+from m2flow.plan.search.frontier import UNBOUND, Bounds, Front
+from m2flow.plan.search.leaf_states import LeafStates
 from m2flow.plan.search.problem import Lanes, Problem
-from m2flow.plan.search.solve import Bounds, Front, Solver
+from m2flow.plan.search.solve import Scope, Solver
 
 
 class _Scalar(Solver):
@@ -21,7 +23,9 @@ class _Scalar(Solver):
 
     _keeps_periods = False
 
-    def front(self, part: int, lanes: Lanes, round_size: int, chunk: int, bound: Bounds) -> Front:
+    def front(
+        self, part: int, lanes: Lanes, round_size: int, chunk: int, bound: Bounds = UNBOUND
+    ) -> Front:
         states = super().front(part, lanes, chunk, chunk, bound)
         if not states:
             return []
@@ -36,7 +40,8 @@ class _Scalar(Solver):
 
 def scalar_recursion(problem: Problem) -> float:
     """Seconds of the plan that the recursion settles for, without companions; infinite if none."""
-    found = _Scalar(problem, {}).best()
+    chunks = tuple(int(size) for size in problem.chunks)
+    found = _Scalar(LeafStates(problem, {}), Scope(chunks)).best()
     if found is None:
         return math.inf
     cost = evaluate(problem, found[1]).cost

@@ -1,34 +1,35 @@
 """`search`: the cheapest plan tree for each staleness, with what its seconds are made of.
 
-A search of what runs in turn on all lanes comes first, then one on few chunk sizes and lane counts;
-the best step of each is the bound of the next. Where the price of publishing, or whether two states
-fit on one lane, depends on the layouts of two workers, each pair is tried.
+The searches come in an order in which each one's best step is the bound of the next (`passes`).
+`candidates` gives the best few plans that differ in more than a size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 
-from m2flow.errors import UserError
-from m2flow.plan.search.evaluate import Terms, companions_seconds, evaluate, step_seconds
+from m2flow.plan.search.different import differ, look
+from m2flow.plan.search.enough import nothing_fits
+from m2flow.plan.search.evaluate import evaluate
+from m2flow.plan.search.frontier import State, paid
+from m2flow.plan.search.passes import Passes
+from m2flow.plan.search.pricing import Terms, step_seconds
 from m2flow.plan.search.problem import Problem
-from m2flow.plan.search.solve import Layouts, Solver, State, counts
 from m2flow.plan.search.tree import Cost, Tree
+from m2flow.plan.search.weights import companions_seconds
 from m2flow.plan.units import Seconds
 
-COARSE = 8
-"""Above so many lanes times tasks a coarse search gives a bound first."""
+NEAR = 0.15
+"""A candidate takes at most so much longer than the best plan, as a share."""
 
-BEAM = 2
-"""States of a part that the coarse search keeps."""
+LOOKED_AT = 3000
+"""So many of the cheapest plans are compared with each other to find different ones."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The best plan for one staleness.
+    """The best plan for one staleness, or one of the next best.
 
     Attributes:
         staleness: how many steps the weights that generate may lag behind.
@@ -37,6 +38,8 @@ class Found:
         terms: what they are made of, but for publishing.
         publishing: seconds of it.
         cost: of the tree's root.
+        error: standard error of the seconds, relative, as far as it comes from the prices of the
+            stages (`StageLayout.error`).
     """
 
     staleness: int
@@ -45,6 +48,16 @@ class Found:
     terms: Terms
     publishing: Seconds
     cost: Cost
+    error: float = 0.0
+
+    def ties_with(self, other: Found) -> bool:
+        """Whether the profile is not sure enough to tell which of two plans is faster.
+
+        Their errors are taken for independent; as both plans run the same stages, the truth is
+        rather less than that.
+        """
+        apart = abs(self.seconds - other.seconds)
+        return apart <= math.hypot(self.error * self.seconds, other.error * other.seconds)
 
 
 def search(problem: Problem, max_staleness: int = 0) -> list[Found]:
@@ -56,98 +69,70 @@ def search(problem: Problem, max_staleness: int = 0) -> list[Found]:
             answer only if it is faster than one less.
 
     Raises:
+        UserError: no plan keeps the limits; says how many lanes would do.
+    """
+    return _frontier(problem, Passes(problem, max_staleness))
+
+
+def candidates(problem: Problem, max_staleness: int = 0, keep: int = 6) -> list[Found]:
+    """The best few plans that differ in where stages stand, what shares lanes, or by more than a
+    neighbouring size in lanes or chunks.
+
+    Args:
+        problem: what is planned.
+        max_staleness: as in `search`; for each the best plan is among the answers.
+        keep: how many plans at most, beside those.
+
+    Returns:
+        By staleness from 0 on, and then cheapest first: the first is `search(problem)[0]`. None
+        takes more than NEAR longer than the best one of its staleness.
+
+    Raises:
         UserError: no plan keeps the limits.
     """
-    best: list[State | None] = [None] * (max_staleness + 1)
-    most = math.inf
-    coarse = sum(problem.lanes) * len(problem.tasks) > COARSE
-    for rough in (2, 1, 0) if coarse else (0,):
-        for layouts in _layouts(problem):
-            found = _solve(problem, layouts, most, rough, max_staleness)
-            for n, state in enumerate(found):
-                known = best[n]
-                if state is not None and (known is None or _paid(state) < _paid(known)):
-                    best[n] = state
-            if best[0] is not None:
-                most = _paid(best[0])
-    if best[0] is None:
-        raise UserError(
-            "no plan keeps the limits of these lanes",
-            key="lanes",
-            value=dict(zip(problem.kinds, problem.lanes, strict=True)),
-            hint="more lanes, more memory for each, or layouts over several lanes",
-        )
+    passes = Passes(problem, max_staleness)
     answers: list[Found] = []
-    for staleness, state in enumerate(best):
-        if state is None or (answers and _paid(state) >= _paid((answers[-1].cost, state[1]))):
-            continue
-        priced = evaluate(problem, state[1])
-        seconds = step_seconds(problem, priced.cost)
-        publishing = priced.cost.publishing + companions_seconds(problem)
-        assert abs(priced.cost.first - state[0].first) <= 1e-9 * max(1.0, seconds), (
-            "the search and the price of its plan disagree"
-        )
-        answers.append(
-            Found(
-                staleness,
-                state[1],
-                Seconds(seconds),
-                priced.first,
-                Seconds(publishing),
-                priced.cost,
-            )
-        )
+    for best in _frontier(problem, passes):
+        kept, looks = [best], [look(problem, best.tree)]
+        near = sorted(passes.near(best.staleness, NEAR), key=paid)
+        for state in near[:LOOKED_AT]:
+            if len(kept) >= keep:
+                break
+            seen = look(problem, state[1])
+            if all(differ(problem, seen, other) for other in looks):
+                looks.append(seen)
+                finer = _found(problem, best.staleness, passes.refined(state))
+                seen = look(problem, finer.tree)
+                if all(differ(problem, seen, other) for other in looks[:-1]):
+                    looks.append(seen)
+                    kept.append(finer)
+        answers += sorted(kept, key=lambda found: found.seconds)
     return answers
 
 
-def _solve(
-    problem: Problem, layouts: Layouts, most: float, rough: int, max_staleness: int
-) -> list[State | None]:
-    if rough:
-        chunks = tuple(int(size) for size in problem.chunks)
-        some = tuple(dict.fromkeys((chunks[0], chunks[-1])))
-        menu = _few if rough == 1 else _none
-        solver = Solver(problem, layouts, most, some, menu, BEAM)
-    else:
-        solver = Solver(problem, layouts, most)
-    found = [solver.best()]
-    return found + [solver.overlapped(parts + 1) for parts in range(1, max_staleness + 1)]
+def _frontier(problem: Problem, passes: Passes) -> list[Found]:
+    answers: list[Found] = []
+    for staleness, state in enumerate(passes.best):
+        if state is None or (answers and paid(state) >= paid((answers[-1].cost, None))):
+            continue
+        answers.append(_found(problem, staleness, state))
+    if not answers or answers[0].staleness:
+        raise nothing_fits(problem)
+    return answers
 
 
-def _none(most: int) -> tuple[int, ...]:
-    """All on one side."""
-    return (0, most)
-
-
-def _few(most: int) -> tuple[int, ...]:
-    """Powers of two from either end."""
-    powers = [2**n for n in range(most.bit_length())]
-    near = {n for n in powers if 4 * n >= most} | {1}
-    menu = {0, most, *near, *(most - n for n in near)}
-    return tuple(sorted(n for n in menu if n in counts(most)))
-
-
-def _layouts(problem: Problem) -> Iterator[Layouts]:
-    """Layouts of workers between which weights are published, where their price hangs on them."""
-    free: dict[str, tuple[tuple[int, int], ...]] = {}
-    for edge in problem.weight_edges:
-        ends = (edge.source, edge.target)
-        prices = {
-            (place, problem.profile.publish_seconds(*ends, place, source, target))
-            for place in ("same", "node", "cluster")
-            for source, _ in problem.worker_layouts(edge.source)
-            for target, _ in problem.worker_layouts(edge.target)
-        }
-        together = max(
-            problem.state(edge.source, *source)[0] + problem.state(edge.target, *target)[0]
-            for source in problem.worker_layouts(edge.source)
-            for target in problem.worker_layouts(edge.target)
-        )
-        if together > 1 or len(prices) > len({place for place, _ in prices}):
-            free |= {worker: problem.worker_layouts(worker) for worker in ends}
-    for choice in product(*free.values()):
-        yield dict(zip(free, choice, strict=True))
-
-
-def _paid(state: State) -> float:
-    return state[0].first + state[0].publishing
+def _found(problem: Problem, staleness: int, state: State) -> Found:
+    priced = evaluate(problem, state[1])
+    seconds = step_seconds(problem, priced.cost)
+    assert abs(priced.cost.first - state[0].first) <= 1e-9 * max(1.0, seconds), (
+        "the search and the price of its plan disagree"
+    )
+    return Found(
+        staleness,
+        state[1],
+        Seconds(seconds),
+        priced.first,
+        Seconds(priced.cost.publishing + companions_seconds(problem)),
+        priced.cost,
+        priced.first_error / seconds if seconds else 0.0,
+    )

@@ -7,10 +7,11 @@ compares.
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import cache
 from itertools import pairwise
 
 from m2flow.flow.graph import StageNode
-from m2flow.plan.profile import StageLayout
+from m2flow.plan.profile import Piecewise, StageLayout
 from m2flow.plan.search.problem import Problem
 from m2flow.plan.search.tree import Cost, Fused, Leaf, Split
 from m2flow.plan.units import Items
@@ -72,7 +73,7 @@ def _stage(
     if node.unit == "step" and chunk != problem.num_items:
         return None
     if node.streaming:
-        first, period, items = _streamed(node, layout, leaf.replicas, round_size, chunk)
+        first, period, items = _streamed(problem, node, layout, leaf.replicas, round_size, chunk)
     else:
         window = problem.num_items // node.minibatches
         if chunk % window and window % chunk:
@@ -81,9 +82,10 @@ def _stage(
         if leaf.calls > count:
             return None
         items = Items(-(-count // leaf.calls) * unit_items)
-        first = max(1, chunk // window) * leaf.calls * layout.call(items)
+        dispatch = problem.profile.dispatch
+        first = max(1, chunk // window) * leaf.calls * (dispatch + layout.call(items))
         if node.has_finish:
-            first += chunk / window * layout.finish_seconds(leaf.replicas)
+            first += chunk / window * (dispatch + layout.finish_seconds(leaf.replicas))
         period = first
     working = problem.share(layout.working_bytes(items), kind)
     resident, swap, size = 0.0, 0.0, 0
@@ -103,19 +105,29 @@ def _stage(
 
 
 def _streamed(
-    node: StageNode, layout: StageLayout, replicas: int, round_size: int, chunk: int
+    problem: Problem,
+    node: StageNode,
+    layout: StageLayout,
+    replicas: int,
+    round_size: int,
+    chunk: int,
 ) -> tuple[float, float, Items]:
     """First chunk and period of a streaming stage, and the items it holds at once."""
     items = Items(-(-round_size * node.fanout // replicas))
-    total, chunks = layout.call(items), round_size // chunk
+    call, chunks, dispatch = layout.call(items), round_size // chunk, problem.profile.dispatch
     if chunks == 1 or layout.done is None:
-        return total, 0.0 if chunks > 1 else total, items
-    done = layout.done
-    first = max(
-        (total * done.at(j / chunks) - total * (j - 1) / (chunks - 1)) * (chunks - 1) / (chunks - j)
+        return dispatch + call, 0.0 if chunks > 1 else dispatch + call, items
+    first = call * _first_share(layout.done, chunks)
+    return dispatch + first, (call - first) / (chunks - 1), items
+
+
+@cache
+def _first_share(done: Piecewise, chunks: int) -> float:
+    """Share of a streaming call after which its first chunk is out, as the line above all says."""
+    return max(
+        (done.at(j / chunks) - (j - 1) / (chunks - 1)) * (chunks - 1) / (chunks - j)
         for j in range(1, chunks)
     )
-    return first, (total - first) / (chunks - 1), items
 
 
 def segments(problem: Problem, task: int) -> list[tuple[float, float]]:
@@ -137,11 +149,11 @@ def segments(problem: Problem, task: int) -> list[tuple[float, float]]:
 def _fused(problem: Problem, leaf: Fused, chunk: int, held: Collection[str]) -> Cost:
     nodes = problem.tasks[leaf.task].nodes
     layouts = [layout_of(problem, n, at) for n, at in zip(nodes, leaf.layouts, strict=True)]
-    seconds = 0.0
+    seconds, dispatch = 0.0, problem.profile.dispatch
     for turns, share in segments(problem, leaf.task):
         active = max(1, round(chunk * nodes[0].fanout * share))
         items = Items(-(-active // leaf.replicas))
-        seconds += turns * sum(layout.call(items) for layout, _ in layouts)
+        seconds += turns * sum(dispatch + layout.call(items) for layout, _ in layouts)
     items = Items(-(-chunk * nodes[0].fanout // leaf.replicas))
     working = max(problem.share(layout.working_bytes(items), kind) for layout, kind in layouts)
     resident, swap, size, seen = 0.0, 0.0, 0, set(held)
@@ -170,14 +182,14 @@ def _split(problem: Problem, leaf: Split, chunk: int, held: Collection[str]) -> 
     if leaf.groups > everything or any(node.worker in held for node in nodes):
         return None
     lanes = [q * lay.lanes for q, (lay, _) in zip(leaf.replicas, layouts, strict=True)]
-    seconds = 0.0
+    seconds, dispatch = 0.0, problem.profile.dispatch
     for turns, share in segments(problem, leaf.task):
         group = -(-max(1, round(everything * share)) // leaf.groups)
         parts = []
         for n, (node, (layout, _)) in enumerate(zip(nodes, layouts, strict=True)):
             size = group * problem.profile.stage(node.name).output_bytes
             hop = problem.link_seconds(size, lanes[n], lanes[(n + 1) % len(lanes)])
-            parts.append(layout.call(Items(-(-group // leaf.replicas[n]))) + hop)
+            parts.append(dispatch + layout.call(Items(-(-group // leaf.replicas[n]))) + hop)
         seconds += turns * max(sum(parts), leaf.groups * max(parts))
     resident, peak, swap, cores, host, states = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     group = -(-everything // leaf.groups)

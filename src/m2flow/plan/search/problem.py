@@ -10,35 +10,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode, WeightEdge
 from m2flow.plan.profile import Profile, StageLayout
-from m2flow.plan.units import Bytes, Items, Seconds, SourceItems, items_of, size_of
+from m2flow.plan.search.menus import CALLS, FINE, GROUPS, MAX_CHUNKS, MORE_CHUNKS, chunk_sizes
+from m2flow.plan.units import Bytes, Items, Seconds, SourceItems, size_of
 
 Lanes = tuple[int, ...]
 """So many lanes of each kind."""
 
-CALLS = (1, 4, 16)
-"""Into how many calls a replica may cut its part of a chunk, to work in less memory."""
-
-GROUPS = (1, 2, 4)
-"""How many groups of items may ping-pong between the members of a cycle that stand apart."""
-
 PARTS = 128
 """Into how many parts a lane's memory is counted; a power of two, so that sums are exact."""
-
-FEW_LANES = 8
-"""Up to so many lanes chunks may shrink by halves, on more by quarters."""
-
-MAX_CHUNKS = 64
-"""The most chunks into which a step is cut."""
-
-MANY_LANES, MANY_LANES_CHUNKS = 64, 16
-"""Above so many lanes, where a chunk is soon too small for them, a step has one or about so many
-chunks."""
 
 
 @dataclass(frozen=True)
@@ -143,13 +127,26 @@ class Problem:
         Leaves out those of kinds that are not here, those in which the worker's state was never
         laid out, and gangs of stages that need single lanes.
         """
-        return tuple(
+        known = self._layouts.get(node.index)
+        if known is not None:
+            return known
+        found = tuple(
             (number, layout, self.kinds.index(layout.kind))
             for number, layout in enumerate(self.profile.stage(node.name).layouts)
             if layout.kind in self.kinds
             and self.profile.worker(node.worker, layout.lanes, layout.kind) is not None
             and not (layout.lanes > 1 and (node.streaming or node.sticky))
         )
+        self._layouts[node.index] = found
+        return found
+
+    @cached_property
+    def _layouts(self) -> dict[int, tuple[tuple[int, StageLayout, int], ...]]:
+        return {}
+
+    @cached_property
+    def _states(self) -> dict[tuple[str, int, int], tuple[float, Seconds, Bytes]]:
+        return {}
 
     def worker_layouts(self, worker: str) -> tuple[tuple[int, int], ...]:
         """(lanes of a replica, kind) in which all stages of a worker can run."""
@@ -164,13 +161,18 @@ class Problem:
             share of a lane's memory (0 where it has no limit), seconds to bring and take it away,
             bytes on each lane.
         """
+        key = (worker, lanes, kind)
+        if key in self._states:
+            return self._states[key]
         size, switch = 0, 0.0
         for name in (worker, *self.companions.get(worker, ())):
             layout = self.profile.worker(name, lanes, self.kinds[kind])
             if layout is not None:
                 size += layout.state_bytes
                 switch += layout.switch
-        return self.share(Bytes(size), kind), Seconds(switch), Bytes(size)
+        found = self.share(Bytes(size), kind), Seconds(switch), Bytes(size)
+        self._states[key] = found
+        return found
 
     def share(self, size: Bytes, kind: int) -> float:
         """Bytes as a share of a lane's memory, rounded up to PARTS; 0 where it has no limit."""
@@ -203,10 +205,6 @@ class Problem:
         per_node = self.limits.lanes_per_node
         return "node" if per_node is None or lanes <= per_node else "cluster"
 
-    def source_items(self, node: StageNode, chunk: SourceItems) -> Items:
-        """Items of a stage for a chunk."""
-        return items_of(chunk, node.fanout)
-
 
 def problem(
     graph: FlowGraph,
@@ -226,7 +224,7 @@ def problem(
         num_items: source items of a step.
         limits: resources that belong to no lane.
         memory: bytes of a lane by kind, where `lanes` are counts; a kind left out has no limit.
-        max_chunks: the most chunks of a step; by default MAX_CHUNKS or MANY_LANES_CHUNKS.
+        max_chunks: the most chunks of a step; by default MAX_CHUNKS or MORE_CHUNKS.
         calls: see CALLS.
 
     Raises:
@@ -243,6 +241,7 @@ def problem(
     kinds = tuple(sorted(kind for kind, count in counts.items() if count))
     if not kinds or num_items < 1:
         raise UserError("a plan needs a lane and an item", key="lanes", value=dict(counts))
+    usual = MAX_CHUNKS if sum(counts.values()) <= FINE else MORE_CHUNKS
     found = Problem(
         graph,
         profile,
@@ -251,59 +250,33 @@ def problem(
         kinds,
         tuple(counts[kind] for kind in kinds),
         tuple(Bytes(sizes[kind]) if kind in sizes else None for kind in kinds),
-        _chunks_for(graph, num_items, max_chunks, sum(counts.values())),
+        chunk_sizes(graph, num_items, max_chunks or usual),
         limits or Limits(),
         calls,
     )
     for node in graph.nodes:
-        fits = [lay for _, lay, kind in found.layouts(node) if lay.lanes <= found.lanes[kind]]
-        if not fits:
-            raise UserError(
-                "has no layout in the profile that these lanes can carry",
-                key=node.name,
-                value=dict(counts),
-            )
+        _check_layouts(found, node)
     return found
 
 
-def _chunks_for(
-    graph: FlowGraph, num_items: int, max_chunks: int | None, lanes: int
-) -> tuple[SourceItems, ...]:
-    usual = MAX_CHUNKS if lanes <= MANY_LANES else MANY_LANES_CHUNKS
-    ratio = 2 if lanes <= FEW_LANES else 4 if lanes <= MANY_LANES else 16
-    return chunk_sizes(graph, num_items, max_chunks or usual, ratio)
-
-
-def chunk_sizes(
-    graph: FlowGraph, num_items: int, max_chunks: int, ratio: int
-) -> tuple[SourceItems, ...]:
-    """A chain of divisors of a step, by mini-batches first and small primes then.
-
-    Args:
-        graph: the flow.
-        num_items: source items of a step.
-        max_chunks: the most chunks of a step.
-        ratio: each size is at least so many times the next.
-    """
-    most = max(node.minibatches for node in graph.nodes)
-    sizes, size = [num_items], num_items
-    for factor in (*_primes(most), *_primes(num_items)):
-        if size % factor == 0 and num_items * factor <= max_chunks * size:
-            size //= factor
-            if size * ratio <= sizes[-1]:
-                sizes.append(size)
-    return tuple(SourceItems(size) for size in sizes)
-
-
-def _primes(number: int) -> list[int]:
-    """Prime factors, smallest first."""
-    factors, divisor = [], 2
-    while number > 1:
-        while number % divisor == 0:
-            factors.append(divisor)
-            number //= divisor
-        divisor += 1
-    return factors
+def _check_layouts(stated: Problem, node: StageNode) -> None:
+    """Refuse a stage that no lane here can run."""
+    layouts = stated.layouts(node)
+    if any(layout.lanes <= stated.lanes[kind] for _, layout, kind in layouts):
+        return
+    if layouts:
+        least = min(layout.lanes for _, layout, _ in layouts)
+        words = {f"at least {least} {lay.kind}" for _, lay, _ in layouts if lay.lanes == least}
+        expected = " or ".join(sorted(words))
+    else:
+        kinds = sorted({layout.kind for layout in stated.profile.stage(node.name).layouts})
+        expected = f"lanes of kind {' or '.join(kinds)} for which the state of its worker is known"
+    raise UserError(
+        "has no layout in the profile that these lanes can carry",
+        key=node.name,
+        value=dict(zip(stated.kinds, stated.lanes, strict=True)),
+        expected=expected,
+    )
 
 
 def _condensed(graph: FlowGraph) -> tuple[Task, ...]:
@@ -319,8 +292,3 @@ def _condensed(graph: FlowGraph) -> tuple[Task, ...]:
         nodes = tuple(graph.nodes[index] for index in component)
         tasks.append(Task(nodes, sum(1 << index for index in before)))
     return tuple(tasks)
-
-
-def lane_parts(lanes: Lanes) -> list[Lanes]:
-    """Every part of so many lanes, none included."""
-    return list(product(*(range(count + 1) for count in lanes)))

@@ -11,15 +11,19 @@ and a period P, so that its chunk j (from 1) is out at F + (j - 1) P and its rou
   the `finish`: F = P = (windows) c call(ceil(ceil(u / q) / c)) + (m / w) finish(q). A stage on
   whole steps needs m = M; otherwise w must divide m or m divide w.
   A *streaming* stage takes the round at once, T = call(items of R for a replica), and chunk j of
-  k = R/m is out at t_j = T done(j / k). The line from (1, F) to (k, T) is laid above all t_j, as
-  low as it goes.
+  k = R/m is out at t_j = T done(j / k), and all of them a dispatch later. The line from (1, F) to
+  (k, T) is laid above all t_j, as low as it goes.
+  Every call, here and below, takes the profile's *dispatch* beside the lane's own seconds: until
+  the command has reached the lane, and until its end is known. So does every `finish`.
+  All replicas of a stage stand on lanes of one kind.
 * `Fused` (a cycle on common lanes): F = P = sum over turns of the sum of the members' calls.
 * `Split` (a cycle's members on lanes of their own, G groups): a turn with a items takes
   max(sum t_i, G max t_i), t_i the call of member i on one group, and its link onwards. How many
   items are in their n-th turn follows from the quantiles of the turns (`leaves.segments`).
 * `Temporal(a, b)`: on the same lanes, in turn, for each chunk: both are asked for rounds of one
   chunk, F = P = F_a + F_b, and if it is *switched*, plus the seconds to bring and take away all
-  that each of them keeps resident.
+  that each of them keeps resident. Links are free there, also where the parts turn out to use
+  different kinds among the lanes.
 * `Spatial(a, b)`: on disjoint lanes, both asked for the same round and chunks.
   If b reads from a: F = F_a + F_b + L, P = max(P_a, P_b, L), L the link's seconds for a chunk
   (latency, and bytes over as many links as the smaller side has lanes). Otherwise F, P = max.

@@ -23,7 +23,7 @@ import numpy as np
 
 from m2flow.errors import M2FlowError
 from m2flow.runtime.links.buffers import Memory
-from m2flow.runtime.links.shared_reader import FOLDER
+from m2flow.runtime.links.sweeping import FOLDER
 
 PAGE = mmap.PAGESIZE
 SLAB_BYTES = 4 << 20

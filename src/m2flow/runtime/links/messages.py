@@ -7,6 +7,7 @@ into the memory in which they stay. A deadline holds for a whole message, howeve
 from __future__ import annotations
 
 import io
+import math
 import socket
 import struct
 import time
@@ -67,13 +68,17 @@ class Wire:
 
     Attributes:
         deadline: when sending or receiving gives up with a TimeoutError, by `clock`; None: never.
+        closed: whether this side has closed it.
     """
 
     clock = staticmethod(time.monotonic)
 
     def __init__(self, connection: socket.socket) -> None:
         self.deadline: float | None = None
+        self.closed = False
         self._socket = connection
+        self._patient = True
+        self._at_end = False
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -119,7 +124,26 @@ class Wire:
 
     def close(self) -> None:
         """Close the socket."""
+        self.closed = True
         self._socket.close()
+
+    def seconds(self) -> float:
+        """What is left until the deadline, not below 0; infinite without one."""
+        return math.inf if self.deadline is None else max(0.0, self.deadline - self.clock())
+
+    def comes_next(self) -> str | None:
+        """The kind of a frame that has come unasked; "" if the other side is gone, None if nothing
+        has come. Waits for nothing."""
+        self._patient = False
+        try:
+            kind = self._reader.peek(_LONGEST_KIND)[:_LONGEST_KIND]
+        except OSError:
+            return ""
+        finally:
+            self._patient = True
+        if len(kind) == _LONGEST_KIND:
+            return kind.rstrip(b"\0").decode()
+        return "" if self._at_end and not kind else None
 
     def arm(self) -> None:
         """Let the next system call end at the deadline."""
@@ -131,10 +155,18 @@ class Wire:
             raise TimeoutError("the deadline has passed")
         self._socket.settimeout(left)
 
-    def receive_some(self, target: memoryview) -> int:
+    def receive_some(self, target: memoryview) -> int | None:
         """Receive at least a byte into `target`; 0 at the end of the stream."""
-        self.arm()
-        return self._socket.recv_into(target)
+        if self._patient:
+            self.arm()
+            return self._socket.recv_into(target)
+        self._socket.settimeout(0)
+        try:
+            count = self._socket.recv_into(target)
+        except BlockingIOError:
+            return None
+        self._at_end = count == 0
+        return count
 
     def _read(self, nbytes: int) -> bytearray:
         target = bytearray(nbytes)
@@ -160,5 +192,5 @@ class _Source(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, target: Any) -> int:
+    def readinto(self, target: Any) -> int | None:
         return self._wire.receive_some(target)

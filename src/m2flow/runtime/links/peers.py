@@ -1,86 +1,58 @@
-"""Payloads pulled by whoever needs them from whoever has them, without the controller.
+"""`Peers`: asks `PayloadServer`s for payloads, without the controller.
 
-A `PayloadServer` answers on a unix socket and on TCP; `Peers` asks. The answering side picks the
-link, because it knows the size: `shared` (a handle into its pool, on one node), `stream` (raw
-buffers over the socket, in one piece with the message where they are small: `inline`), or another
-that was handed in. A peer that is gone is a `PeerLost` at once and for good; nothing reconnects by
-itself. Both sides prove that they know the key (multiprocessing's challenge) before they unpickle
-anything.
-
-One connection carries one request at a time, so that each needs no bookkeeping; threads that fetch
-at once use one each. How a connection ends says what becomes of shared memory: see `_Farewell`.
+A peer that is gone is a `PeerLost` at once and for good; nothing reconnects by itself. One
+connection carries one request at a time, so that each needs no bookkeeping; threads that fetch at
+once use one each. How a connection ends says what becomes of shared memory: see `Farewell`. Where a
+link between devices turns out not to work, the payload is asked for again by way of host memory,
+and so is every later one of that peer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import pickle
 import secrets
-import shutil
 import socket
-import struct
-import tempfile
 import threading
-import traceback
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from m2flow.errors import M2FlowError
+from m2flow.runtime.links.devices import Devices, LinkRefused, LinkStalled, Standing
 from m2flow.runtime.links.messages import JOINED_BYTES, Frame, Wire
-from m2flow.runtime.links.readers import ReadersOf
-from m2flow.runtime.links.shared_memory import PoolFull, SharedHandle, SharedPool, SharedReader
-from m2flow.runtime.links.table import LinkTable, Scope
-from m2flow.runtime.links.wire import Packed, pack, unpack
+from m2flow.runtime.links.peering import (
+    About,
+    Farewell,
+    LinkUnavailable,
+    PeerAddress,
+    PeerLost,
+    TestPayload,
+    TokenLink,
+    authenticate,
+    this_node,
+)
+from m2flow.runtime.links.server import Offer, PayloadServer
+from m2flow.runtime.links.shared_memory import SharedHandle, SharedReader
+from m2flow.runtime.links.table import LinkTable
+from m2flow.runtime.links.wire import unpack
 
-HANDSHAKE_SECONDS = 5.0
-_LONGEST_UNIX_PATH = 100
+__all__ = [
+    "LinkUnavailable",
+    "PayloadServer",
+    "PeerAddress",
+    "PeerLost",
+    "Peers",
+    "Received",
+    "TestPayload",
+    "TokenLink",
+    "this_node",
+]
 
-
-class PeerLost(M2FlowError):
-    """The process at the other end is gone, or cannot be reached."""
-
-
-class LinkUnavailable(M2FlowError):
-    """The link that was demanded does not exist between these two places."""
-
-
-class TokenLink(Protocol):
-    """A further link: what is sent stands for the value, and the receiver turns it back."""
-
-    def put(self, value: Any) -> Any:
-        """A small picklable token for the value; on the answering side."""
-
-    def get(self, token: Any, timeout: float) -> Any:
-        """The value behind a token, within so many seconds; on the asking side."""
-
-
-class PeerAddress(NamedTuple):
-    """Where a PayloadServer listens.
-
-    Attributes:
-        node: the name of its machine; the same name means the same /dev/shm.
-        unix: path of its unix socket.
-        tcp: its host and port.
-    """
-
-    node: str
-    unix: str
-    tcp: tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class TestPayload:
-    """A key that every server answers by itself, with a uint8 tensor of this size."""
-
-    __test__ = False  # no test class, whatever pytest thinks of its name
-    nbytes: int
+_log = logging.getLogger(__name__)
 
 
 class Received(NamedTuple):
@@ -88,189 +60,13 @@ class Received(NamedTuple):
 
     Attributes:
         value: the payload.
-        link: by which link.
+        link: by which link; that of the device part, where that had one of its own.
         nbytes: its size as it was packed; 0 where it was not.
     """
 
     value: Any
     link: str
     nbytes: int
-
-
-class _Farewell:
-    """The last request on a connection, without an answer.
-
-    DONE: what was received stays in use. ABANDONED: the answer under way was never read, so its
-    handle is taken back. A connection that ends without a farewell probably belonged to a process
-    that died: see `ReadersOf`.
-    """
-
-    DONE = "done"
-    ABANDONED = "abandoned"
-
-
-class PayloadServer:
-    """Answers requests for payloads, each connection on a thread of its own.
-
-    Args:
-        provide: the value of a key; called on many threads at once. What it raises is raised again
-            where the key was asked for. It may return a `Packed` too.
-        pool: shared memory for answers on this node; without it they are streamed.
-        authkey: what peers must know.
-        host: the address to listen on for other nodes.
-        node: the name of this machine, as in `Peers`.
-        folder: where the unix socket goes; a temporary folder when left out.
-        table: what links cost; may be replaced at any time through the attribute.
-        links: further links by name.
-    """
-
-    def __init__(
-        self,
-        provide: Callable[[Any], Any],
-        pool: SharedPool | None,
-        authkey: bytes,
-        host: str = "127.0.0.1",
-        *,
-        node: str | None = None,
-        folder: str | Path | None = None,
-        table: LinkTable | None = None,
-        links: Mapping[str, TokenLink] | None = None,
-    ) -> None:
-        self.table = table or LinkTable.assumed()
-        self._provide = provide
-        self._pool = pool
-        self._readers = None if pool is None else ReadersOf(pool)
-        self._authkey = authkey
-        self._links = dict(links or {})
-        self._own_folder = tempfile.mkdtemp(prefix="m2flow-") if folder is None else None
-        path = Path(folder or self._own_folder or "") / f"{secrets.token_hex(4)}.sock"
-        if len(str(path)) > _LONGEST_UNIX_PATH:
-            raise ValueError(f"the path of a unix socket is too long for the system: {path}")
-        unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        unix.bind(str(path))
-        tcp = socket.create_server((host, 0), backlog=128)
-        unix.listen(128)
-        self._listeners = [unix, tcp]
-        self._open: set[socket.socket] = set()
-        self._closed = False
-        self.address = PeerAddress(node or this_node(), str(path), (host, tcp.getsockname()[1]))
-        for listener in self._listeners:
-            name = "m2flow payloads"
-            threading.Thread(target=self._accept, args=(listener,), name=name, daemon=True).start()
-
-    def close(self) -> None:
-        """Stop answering; peers see a PeerLost."""
-        self._closed = True
-        for listener in self._listeners:
-            with contextlib.suppress(OSError):  # not connected: what shutting a listener down says
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
-        for connection in list(self._open):
-            with contextlib.suppress(OSError):  # gone already
-                connection.shutdown(socket.SHUT_RDWR)
-        if self._readers is not None:
-            self._readers.close()
-        Path(self.address.unix).unlink(missing_ok=True)
-        if self._own_folder is not None:
-            shutil.rmtree(self._own_folder, ignore_errors=True)
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                raise
-            threading.Thread(
-                target=self._serve, args=(connection,), name="m2flow payload", daemon=True
-            ).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        self._open.add(connection)
-        reader = ""
-        said_farewell = False
-        try:
-            _authenticate(connection, self._authkey, HANDSHAKE_SECONDS, asking=False)
-            wire = Wire(connection)
-            reader = wire.receive().object()
-            scope: Scope = "node" if connection.family == socket.AF_UNIX else "cluster"
-            if scope == "node" and self._readers is not None:
-                self._readers.bury()
-                self._readers.add(reader, connection)
-            said_farewell = self._converse(wire, scope, reader)
-        except (OSError, EOFError, AuthenticationError):
-            pass  # the other side knows; what it held is taken back below
-        finally:
-            self._open.discard(connection)
-            connection.close()
-            if self._readers is not None:
-                self._readers.bury(wait_for=None if said_farewell else reader)
-
-    def _converse(self, wire: Wire, scope: Scope, reader: str) -> bool:
-        """Answer requests until the other side says farewell."""
-        handle: SharedHandle | None = None
-        while True:
-            request = wire.receive()
-            if (
-                request.kind == _Farewell.ABANDONED
-                and handle is not None
-                and self._pool is not None
-            ):
-                self._pool.release(handle)
-            if request.kind in (_Farewell.ABANDONED, _Farewell.DONE):
-                return True
-            answer, handle = self._answer(request, scope, reader)
-            try:
-                wire.send(answer)
-            except OSError:
-                if handle is not None and self._pool is not None:
-                    self._pool.release(handle)  # it was not read
-                raise
-            del answer, request  # while waiting, nothing of it is held
-
-    def _answer(
-        self, request: Frame, scope: Scope, reader: str
-    ) -> tuple[Frame, SharedHandle | None]:
-        try:
-            key, link = request.object()
-            value = _test_payload(key) if isinstance(key, TestPayload) else self._provide(key)
-            if link in self._links:
-                return Frame.of_object(link, self._links[link].put(value)), None
-            packed = value if isinstance(value, Packed) else pack(value)
-            kind = link or self._choose(scope, packed.nbytes)
-            if kind in self._links:
-                return Frame.of_object(kind, self._links[kind].put(value)), None
-            if kind == "shared":
-                handle = self._share(packed, scope, reader, demanded=link is not None)
-                if handle is not None:
-                    return Frame("shared", handle.to_bytes()), handle
-                kind = "stream"
-            if kind not in ("inline", "stream"):
-                raise LinkUnavailable(f"there is no link {kind!r} here")
-            return Frame.of_packed("stream", packed), None
-        except Exception as error:  # noqa: BLE001 - whatever it is belongs to who asked
-            return _frame_of_error(error), None
-
-    def _share(
-        self, packed: Packed, scope: Scope, reader: str, *, demanded: bool
-    ) -> SharedHandle | None:
-        if self._pool is None or self._readers is None or scope != "node":
-            raise LinkUnavailable("there is no link 'shared' between these two places")
-        try:
-            return self._pool.write(packed, [reader])
-        except PoolFull:
-            if self._readers.bury():
-                return self._share(packed, scope, reader, demanded=demanded)
-            if demanded:
-                raise
-            return None
-
-    def _choose(self, scope: Scope, nbytes: int) -> str:
-        ways = {"stream", *self._links}
-        if scope == "node" and self._pool is not None:
-            ways.add("shared")
-        return self.table.choose(scope, nbytes, ways) or "stream"
 
 
 class Peers:
@@ -281,6 +77,13 @@ class Peers:
         authkey: what the servers ask for.
         table: measured costs; with a hint of the size, the asker's own choice goes first.
         links: further links by name, as the servers have them.
+        name: what people call this process.
+        devices: what it has of its GPU.
+
+    Attributes:
+        standing: where it stands.
+        devices: what it has of its GPU, or None.
+        refused: links between devices that do not work, by peer and link, and why.
     """
 
     def __init__(
@@ -290,8 +93,13 @@ class Peers:
         table: LinkTable | None = None,
         *,
         links: Mapping[str, TokenLink] | None = None,
+        name: str = "a peer",
+        devices: Devices | None = None,
     ) -> None:
         self.node = node or this_node()
+        self.devices = devices
+        self.standing = Standing(name, self.node, None if devices is None else devices.gpu)
+        self.refused: dict[PeerAddress, dict[str, str]] = {}
         self.table = table
         self.reader = SharedReader()
         self.name = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -328,6 +136,7 @@ class Peers:
             TimeoutError: no answer in time; the peer may be asked again.
             AuthenticationError: the keys differ.
             LinkUnavailable: the demanded link does not exist here.
+            LinkStalled: a transfer between devices did not end in time.
             Exception: whatever `provide` raised.
         """
         return self.receive(
@@ -348,28 +157,17 @@ class Peers:
         near = address.node == self.node
         if link is None and nbytes_hint is not None and self.table is not None:
             ways = {"stream", *self._links}  # whether there is a pool, only it knows
-            best = self.table.choose("node" if near else "cluster", nbytes_hint)
+            best = self.table.choose("node" if near else "cluster", nbytes_hint, {"shared", *ways})
             link = best if best in ways else None
-        request = Frame.of_object("request", (key, link))
+        first = Frame.of_object("request", (key, link, self.refused.get(address, {})))
         wire = self._connection(address, timeout, near=near)
+        wire.deadline = wire.clock() + timeout
         try:
-            wire.deadline = wire.clock() + timeout
-            wire.send(request)
-            frame = wire.receive()
-        except TimeoutError:
-            self._abandon(wire)
-            raise TimeoutError(f"no answer about {key!r} from {address} in {timeout} s") from None
-        except (OSError, EOFError) as error:
-            wire.close()
-            raise self._lose(address, error) from error
-        except BaseException:  # an interrupt: the answer will come, and nobody read it
-            self._abandon(wire)
-            raise
-        try:
-            return self._received(frame, timeout, device)
+            return self._asked(wire, address, key, first, link, device)
         finally:
-            with self._lock:
-                self._idle.setdefault(address, []).append(wire)
+            if not wire.closed:
+                with self._lock:
+                    self._idle.setdefault(address, []).append(wire)
 
     def forget(self, address: PeerAddress) -> None:
         """Close the connections to a peer; it may be asked again, as if for the first time."""
@@ -384,8 +182,52 @@ class Peers:
             _say_farewell(self._idle)
         self.reader.close()
 
+    def _asked(
+        self,
+        wire: Wire,
+        address: PeerAddress,
+        key: Any,
+        request: Frame,
+        link: str | None,
+        device: str | torch.device | None,
+    ) -> Received:
+        """Ask until an answer can be used: each time that one is refused, without its link."""
+        while True:
+            frame = self._exchanged(wire, address, request, key)
+            try:
+                return self._received(frame, wire, address, device)
+            except LinkStalled:
+                self._abandon(wire)
+                raise
+            except LinkRefused as error:
+                kind = self._refuse(frame, wire, address, error)
+                if kind == link:
+                    why = f"there is no link {kind!r} to {self.standing.name}: {error}"
+                    raise LinkUnavailable(why) from error
+            request = Frame.of_object("request", (key, link, self.refused[address]))
+
+    def _exchanged(self, wire: Wire, address: PeerAddress, request: Frame, key: Any) -> Frame:
+        """Send a request and wait for its answer. Where that fails, the wire is closed."""
+        began = wire.clock()
+        try:
+            wire.send(request)
+            frame = wire.receive()
+            while frame.kind == About.FAILED:  # of a transfer that this side gave up before
+                frame = wire.receive()
+            return frame
+        except TimeoutError:
+            taken = wire.clock() - began
+            self._abandon(wire)
+            raise TimeoutError(f"no answer about {key!r} from {address} in {taken:.3g} s") from None
+        except (OSError, EOFError) as error:
+            wire.close()
+            raise self._lose(address, error) from error
+        except BaseException:  # an interrupt: the answer will come, and nobody read it
+            self._abandon(wire)
+            raise
+
     def _received(
-        self, frame: Frame, timeout: float, device: str | torch.device | None
+        self, frame: Frame, wire: Wire, address: PeerAddress, device: str | torch.device | None
     ) -> Received:
         if frame.kind == "error":
             raise frame.object()
@@ -396,7 +238,47 @@ class Peers:
             value = unpack(frame.head, frame.memory, device=device)
             small = frame.nbytes <= JOINED_BYTES
             return Received(value, "inline" if small else "stream", frame.nbytes)
-        return Received(self._links[frame.kind].get(frame.object(), timeout), frame.kind, 0)
+        if frame.kind == "device":
+            return self._taken(frame, wire, address, device)
+        value = self._links[frame.kind].get(frame.object(), wire.seconds())
+        return Received(value, frame.kind, 0)
+
+    # --- device memory ----------------------------------------------------------------------------
+
+    def _taken(
+        self, frame: Frame, wire: Wire, address: PeerAddress, device: str | torch.device | None
+    ) -> Received:
+        """The value of an answer whose device part has a link of its own."""
+        assert self.devices is not None, "this process has said that it stands on no GPU"
+        offer: Offer = pickle.loads(frame.head)
+        head: Any
+        host: Sequence[Any]
+        if offer.shared is None:
+            head, *host = frame.memory
+        else:
+            head, host = self.reader.parts(SharedHandle.from_bytes(offer.shared))
+        link, talk = self.devices.links[offer.kind], _Talk(self, wire, address)
+        pieces = link.take(offer.token, offer.manifest.sizes, offer.holder, talk)
+        together = offer.manifest.together(host, pieces)
+        value = unpack(memoryview(head), together, device=device)
+        nbytes = len(head) + sum(map(len, host)) + offer.manifest.nbytes
+        return Received(value, offer.kind, nbytes)
+
+    def _refuse(self, frame: Frame, wire: Wire, address: PeerAddress, error: LinkRefused) -> str:
+        """Have the offer withdrawn, and ask for no other of this kind; which kind it is."""
+        offer: Offer = pickle.loads(frame.head)
+        text = "no %s from %s to %s, host memory is used from now on: %s"
+        _log.warning(text, offer.kind, offer.holder.name, self.standing.name, str(error))
+        self.refused[address] = {**self.refused.get(address, {}), offer.kind: str(error)}
+        try:
+            wire.send(Frame.of_object(About.REFUSED, error.taken))
+        except TimeoutError:
+            self._abandon(wire)
+            raise LinkStalled(str(error)) from None
+        except OSError as lost:
+            wire.close()
+            raise self._lose(address, lost) from lost
+        return offer.kind
 
     def _connection(self, address: PeerAddress, timeout: float, *, near: bool) -> Wire:
         with self._lock:
@@ -409,9 +291,9 @@ class Peers:
         try:
             connection.settimeout(timeout)
             connection.connect(address.unix if near else address.tcp)
-            _authenticate(connection, self._authkey, timeout, asking=True)
+            authenticate(connection, self._authkey, timeout, asking=True)
             wire = Wire(connection)
-            wire.send(Frame.of_object("hello", self.name))
+            wire.send(Frame.of_object("hello", (self.name, self.standing)))
             return wire
         except BaseException as error:
             connection.close()
@@ -433,15 +315,34 @@ class Peers:
     def _abandon(wire: Wire) -> None:
         wire.deadline = wire.clock() + 1.0
         with contextlib.suppress(OSError):  # then it is as if this process had died: as good
-            wire.send(Frame(_Farewell.ABANDONED, b""))
+            wire.send(Frame(Farewell.ABANDONED, b""))
         wire.close()
 
 
-def this_node() -> str:
-    """A name that this machine's processes agree on and no other machine has."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    name = boot.read_text().strip() if boot.exists() else ""
-    return f"{socket.gethostname()}/{name}"
+class _Talk:
+    """A request's line to the one who answers, for a link that has questions of its own."""
+
+    def __init__(self, peers: Peers, wire: Wire, address: PeerAddress) -> None:
+        self._peers, self._wire, self._address = peers, wire, address
+
+    def ask(self, message: Any) -> Any:
+        request = Frame.of_object(About.PROCEED, message)
+        reply = self._peers._exchanged(self._wire, self._address, request, message)
+        value = reply.object()
+        if reply.kind == "error":
+            raise value
+        return value
+
+    def seconds(self) -> float:
+        return self._wire.seconds()
+
+    def check(self) -> None:
+        match self._wire.comes_next():
+            case "":
+                self._wire.close()
+                raise self._peers._lose(self._address, EOFError("the connection has ended"))
+            case About.FAILED:
+                raise LinkRefused(str(self._wire.receive().object()))
 
 
 def _say_farewell(idle: dict[PeerAddress, list[Wire]]) -> None:
@@ -449,51 +350,6 @@ def _say_farewell(idle: dict[PeerAddress, list[Wire]]) -> None:
         for wire in wires:
             with contextlib.suppress(OSError):  # the peer went first
                 wire.deadline = wire.clock() + 1.0
-                wire.send(Frame(_Farewell.DONE, b""))
+                wire.send(Frame(Farewell.DONE, b""))
             wire.close()
     idle.clear()
-
-
-def _authenticate(
-    connection: socket.socket, authkey: bytes, seconds: float, *, asking: bool
-) -> None:
-    """Prove to each other that both know the key; the asking side answers first.
-
-    A stranger that says nothing is given up after so many seconds: TimeoutError.
-    """
-    connection.settimeout(None)
-    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    channel = Connection(os.dup(connection.fileno()))
-    try:
-        if asking:
-            answer_challenge(channel, authkey)
-            deliver_challenge(channel, authkey)
-        else:
-            deliver_challenge(channel, authkey)
-            answer_challenge(channel, authkey)
-    except BlockingIOError as error:
-        raise TimeoutError("the handshake took too long") from error
-    finally:
-        channel.close()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
-
-
-def _frame_of_error(error: Exception) -> Frame:
-    text = "".join(traceback.format_exception(error))
-    error.add_note(f"on the peer that was asked:\n{text}")
-    try:
-        frame = Frame.of_object("error", error.with_traceback(None))
-        frame.object()  # some exceptions cannot be made again from what they were pickled to
-        return frame
-    except Exception:  # noqa: BLE001 - then its text has to do
-        return Frame.of_object("error", RuntimeError(text))
-
-
-_test_payloads: dict[int, torch.Tensor] = {}
-
-
-def _test_payload(key: TestPayload) -> torch.Tensor:
-    if key.nbytes not in _test_payloads:
-        _test_payloads[key.nbytes] = torch.zeros(key.nbytes, dtype=torch.uint8)
-    return _test_payloads[key.nbytes]

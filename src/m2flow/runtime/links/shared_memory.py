@@ -20,7 +20,6 @@ import math
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
-from glob import escape
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,8 @@ import torch
 
 from m2flow.runtime.links.blocks import MAX_READERS, Block, Blocks, Lease, PoolFull
 from m2flow.runtime.links.buffers import ALIGNMENT, CODES, Buffer, copy_bytes, is_plain
-from m2flow.runtime.links.shared_reader import FOLDER, Parts, Region, SharedHandle, SharedReader
+from m2flow.runtime.links.shared_reader import Parts, Region, SharedHandle, SharedReader
+from m2flow.runtime.links.sweeping import sweep
 from m2flow.runtime.links.wire import Packed, pack
 
 __all__ = ["PoolFull", "SharedHandle", "SharedPool", "SharedReader", "sweep"]
@@ -233,17 +233,6 @@ class SharedPool:
             leased[block] = len(regions), lease
             regions.append(_region(block, block.segment.block_bytes, lease))
         return leased[block][0], within
-
-
-def sweep(prefix: str) -> int:
-    """Unlink what pools with this prefix left in /dev/shm when they were killed; the number.
-
-    The prefix must not belong to a pool that lives.
-    """
-    left = list(FOLDER.glob(f"{escape(prefix)}*"))
-    for path in left:
-        path.unlink(missing_ok=True)
-    return len(left)
 
 
 def _region(block: Block, nbytes: int, lease: Lease) -> Region:

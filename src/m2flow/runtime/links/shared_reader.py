@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Sequence
 from itertools import chain
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +23,8 @@ import torch
 
 from m2flow.runtime.links.buffers import DTYPES, NUMPY_DTYPES, Memory, as_tensor
 from m2flow.runtime.links.heads import SHAPES
+from m2flow.runtime.links.sweeping import FOLDER
 from m2flow.runtime.links.wire import unpack
-
-FOLDER = Path("/dev/shm")
 
 _TENSOR = 0x01
 _PARTS = 0x02
@@ -105,7 +103,7 @@ class SharedHandle(NamedTuple):
             return int(_PARTS_START.unpack_from(self.data)[5])
         _, code, dimensions, _, _, name, *_ = _TENSOR_START.unpack_from(self.data)
         shape = SHAPES[dimensions].unpack_from(self.data, _NAME_AT + name)
-        return prod(shape) * DTYPES[code].itemsize
+        return int(prod(shape) * DTYPES[code].itemsize)
 
     @property
     def leases(self) -> list[tuple[bytes, int, int]]:
@@ -244,6 +242,11 @@ class SharedReader:
             _hold(array, mapping, flags + reader, turn)
             return as_tensor(array, dtype)
 
+        head, buffers = self.parts(handle, reader)
+        return unpack(head, buffers, device=device)
+
+    def parts(self, handle: SharedHandle, reader: int = 0) -> tuple[Any, list[Memory]]:
+        """Head and buffers of a value that is no bare tensor, for whoever unpacks it himself."""
         assert 0 <= reader < handle.readers, f"reader {reader} of {handle.readers}"
         head, regions, extents = handle.parts()
         blocks: list[Memory] = []
@@ -254,9 +257,7 @@ class SharedReader:
             _hold(block, mapping, flags + reader, turn)
             blocks.append(block)
         parts = [blocks[region][start : start + nbytes] for region, start, nbytes in extents]
-        if head:
-            return unpack(head, parts, device=device)
-        return unpack(parts[0], parts[1:], device=device)
+        return (head, parts) if head else (parts[0], parts[1:])
 
     def close(self) -> None:
         """Let the mappings go; values that were read keep theirs until they die."""

@@ -1,7 +1,8 @@
 """The links of a whole machine or cluster, measured between processes started for the purpose.
 
-With a Ray cluster at hand (`RAY_ADDRESS`) one process on each of its nodes is asked; without, a
-second process on this machine. All of them end with the survey.
+With a Ray cluster at hand (`RAY_ADDRESS`) one process on each of its nodes is asked, on a GPU where
+one is free; without, a second process on this machine, on the same GPU as this one, and a third on
+another GPU if there is one. All of them end with the survey.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import secrets
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from m2flow.runtime.links.measure import measure
-from m2flow.runtime.links.peers import PayloadServer, PeerAddress, Peers
+from m2flow.runtime.links.gpu import devices_here
+from m2flow.runtime.links.measure import completed, measure
+from m2flow.runtime.links.peers import PayloadServer, PeerAddress, Peers, this_node
 from m2flow.runtime.links.shared_memory import SharedPool
 from m2flow.runtime.links.table import LinkTable
 
@@ -23,7 +26,7 @@ START_SECONDS = 120.0
 
 
 def survey() -> LinkTable:
-    """Measure the links between this process and one other on each node."""
+    """Measure the links between this process and others, and say which do not exist here."""
     authkey = secrets.token_bytes(16)
     return _on_ray(authkey) if os.environ.get("RAY_ADDRESS") else _on_this_machine(authkey)
 
@@ -31,10 +34,13 @@ def survey() -> LinkTable:
 class _Lane:
     """The other end: it answers test payloads only."""
 
-    def __init__(self, authkey: bytes, node: str | None = None, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, authkey: bytes, node: str | None = None, host: str = "127.0.0.1", gpu: int = 0
+    ) -> None:
         torch.set_num_threads(1)
         self._pool = SharedPool(f"m2flow-survey-{os.getpid()}-")
-        self._server = PayloadServer(_refuse, self._pool, authkey, host, node=node)
+        devices = devices_here("the other process", node or this_node(), host, gpu)
+        self._server = PayloadServer(_refuse, self._pool, authkey, host, node=node, devices=devices)
 
     def address(self) -> PeerAddress:
         return self._server.address
@@ -48,27 +54,57 @@ def _refuse(key: Any) -> Any:
     raise KeyError(key)
 
 
-def _on_this_machine(authkey: bytes) -> LinkTable:
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, authkey), daemon=True)
-    process.start()
-    there.close()
+def _peers(authkey: bytes, node: str | None, host: str) -> Peers:
+    devices = devices_here("the survey", node or this_node(), host)
+    return Peers(node, authkey, name="the survey", devices=devices)
+
+
+def _measured(peers: Peers, addresses: Sequence[PeerAddress]) -> LinkTable:
     try:
-        if not here.poll(START_SECONDS):
-            raise TimeoutError(f"the other process did not start in {START_SECONDS:g} s")
-        peers = Peers(None, authkey)
-        table = measure(peers, [here.recv()])
-        peers.close()
-        return table
+        return completed(measure(peers, addresses), any_gpu=peers.devices is not None)
     finally:
-        here.close()  # which ends the other process
-        process.join(5)
-        process.kill()
+        peers.close()
 
 
-def _serve(connection: Connection, authkey: bytes) -> None:
-    lane = _Lane(authkey)
+def _on_this_machine(authkey: bytes) -> LinkTable:
+    others = [_Other(authkey, gpu) for gpu in range(min(2, max(1, torch.cuda.device_count())))]
+    try:
+        peers = _peers(authkey, None, "127.0.0.1")
+        return _measured(peers, [other.address() for other in others])
+    finally:
+        for other in others:
+            other.end()
+
+
+class _Other:
+    """Another process on this machine.
+
+    Args:
+        authkey: what its askers know.
+        gpu: the number of the GPU it stands on, if there are any.
+    """
+
+    def __init__(self, authkey: bytes, gpu: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._here, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there, authkey, gpu), daemon=True)
+        self._process.start()
+        there.close()
+
+    def address(self) -> PeerAddress:
+        if not self._here.poll(START_SECONDS):
+            raise TimeoutError(f"the other process did not start in {START_SECONDS:g} s")
+        address: PeerAddress = self._here.recv()
+        return address
+
+    def end(self) -> None:
+        self._here.close()  # which ends the process
+        self._process.join(5)
+        self._process.kill()
+
+
+def _serve(connection: Connection, authkey: bytes, gpu: int) -> None:
+    lane = _Lane(authkey, gpu=gpu)
     connection.send(lane.address())
     connection.poll(None)  # until the asker closes its end, or dies
     lane.close()
@@ -90,16 +126,17 @@ def _on_ray(authkey: bytes) -> LinkTable:
     try:
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         remote = ray.remote(num_cpus=0)(RayLane)
+        free = ray.state.available_resources_per_node()
         lanes = [
             remote.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+                num_gpus=1 if free.get(node, {}).get("GPU", 0) >= 1 else 0,
             ).remote(authkey)
             for node in nodes
         ]
         addresses = ray.get([lane.address.remote() for lane in lanes], timeout=START_SECONDS)
-        peers = Peers(ray.get_runtime_context().get_node_id(), authkey)
-        table = measure(peers, addresses)
-        peers.close()
+        here = ray.get_runtime_context().get_node_id()
+        table = _measured(_peers(authkey, here, get_node_ip_address()), addresses)
         ray.get([lane.close.remote() for lane in lanes], timeout=10)
         return table
     finally:

@@ -7,7 +7,8 @@ where they are, as `Buffer`s that the link copies once, straight to where they g
     that requires a gradient still does; a result of a computation arrives detached;
   * only the elements a view shows. One tensor object met twice arrives as one object; two views of
     one storage (tied weights under two names) arrive as two tensors with memory of their own;
-  * a tensor of an accelerator in host memory, or on the device that the receiver names.
+  * a tensor of an accelerator in host memory, or on the device that the receiver names; one that
+    came there by a link of its own stays where it came.
 Functions and classes that cannot be imported elsewhere (lambdas, local ones, those of the main
 program) go through cloudpickle. Unpacked tensors are views of the buffers that were handed in.
 """
@@ -86,7 +87,8 @@ def unpack(
     Args:
         head: `Packed.head`, as bytes or any memory that holds them.
         buffers: writable memory for each of `Packed.buffers`, in order: flat uint8 arrays,
-            bytearrays or memoryviews, aligned to the elements.
+            bytearrays or memoryviews, aligned to the elements; or flat uint8 tensors on a device,
+            for tensors that stood on one.
         device: where tensors go that stood on an accelerator; host memory when left out.
     """
     first = head[0]
@@ -221,7 +223,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _as_memory(memory: Any) -> Any:
-    return memory if type(memory) is np.ndarray else np.frombuffer(memory, np.uint8)
+    kept = type(memory) is np.ndarray or isinstance(memory, torch.Tensor)
+    return memory if kept else np.frombuffer(memory, np.uint8)
 
 
 # --- how each type is taken apart, and put together again ---
@@ -290,8 +293,12 @@ _REDUCERS: dict[type, Callable[[Any, list[Buffer]], Any]] = {
 }
 
 
-def _tensor(memory: Memory | None, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _tensor(
+    memory: Memory | torch.Tensor | None, dtype: str, shape: tuple[int, ...]
+) -> torch.Tensor:
     kind = getattr(torch, dtype)
+    if isinstance(memory, torch.Tensor):  # on a device
+        return memory.view(kind).view(shape)
     if memory is None:
         return torch.empty(shape, dtype=kind)
     if kind in NUMPY_DTYPES:
@@ -300,7 +307,7 @@ def _tensor(memory: Memory | None, dtype: str, shape: tuple[int, ...]) -> torch.
 
 
 def _special_tensor(
-    memory: Memory | None,
+    memory: Memory | torch.Tensor | None,
     dtype: str,
     shape: tuple[int, ...],
     requires_grad: bool,

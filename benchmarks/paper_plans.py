@@ -1,0 +1,321 @@
+"""What m2flow's own plan gains over the fixed modes in a row of the published tables.
+
+The row's workload as a flow, its analytic profile, and m2flow's decision: candidates of the search,
+the fixed modes, and variants with a switch point, all played through the engine on the same draws
+of lengths. The gain is the seconds of the best fixed mode over those of the chosen plan. Fixed
+modes are those of `--mode`, and the table's spatial and hybrid ones with several splits of the
+lanes.
+
+A streaming stage of m2flow runs on single lanes, so a lane here is as many accelerators as the
+row's generator spans. Of more than `MOST_LANES` lanes a part is played with its part of the
+prompts, the rest being alike. Simulators on cores have lanes of cores beside the accelerators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paper_model import Embodied, Reasoning
+
+from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
+from m2flow.flow import Flow, FlowGraph, Worker, loop, stage
+from m2flow.plan.analytic import analytic_profile
+from m2flow.plan.analytic_work import Act, Forward, Generate, Simulate, Train, TrainPolicy, Work
+from m2flow.plan.builders import build_plan
+from m2flow.plan.chunks import pipelined, spread
+from m2flow.plan.clusters import lane_specs, parse_cluster
+from m2flow.plan.decide import decide
+from m2flow.plan.prediction import Prediction
+from m2flow.plan.profile import Profile
+from m2flow.plan.roofline import Rates
+from m2flow.plan.search import candidates, problem, to_plan
+from m2flow.plan.simulate import simulate
+
+RUNNING = 256
+"""Requests that a generator decodes at once; memory has room for them in all rows."""
+
+SPLITS = (3, 4, 5, 6)
+"""Eighths of the lanes that generate in a fixed spatial plan."""
+
+MOST_LANES = 32
+"""Lanes on which a reasoning row is played."""
+
+REPLICA_SIZES = 4
+"""Sizes of a trainer's replicas that a fixed collocated plan is tried with, the largest ones."""
+
+FIXED_MODES = ("collocated", "disaggregated", "hybrid", "spatial", "temporal")
+
+
+class Generator(Worker):
+    """Samples answers."""
+
+    def __init__(self, group: int) -> None:
+        self.group = group
+
+    @stage(streaming=True, resumable=True, expands="group")
+    def generate(self, prompts: Any) -> Any: ...
+
+    @stage(streaming=True, resumable=True, expands="group", length="expected")
+    def generate_known(self, prompts: Any) -> Any: ...
+
+
+class Trainer(Worker):
+    """A model that passes over answers and is trained on them: an actor, a critic, a policy."""
+
+    def __init__(self, updates: int) -> None:
+        self.updates = updates
+
+    @stage
+    def score(self, answers: Any) -> Any: ...
+
+    @stage(accumulates=True, minibatches="updates")
+    def train(self, answers: Any) -> Any: ...
+
+
+class Policy(Worker):
+    """Acts on published weights."""
+
+    @stage
+    def act(self, observations: Any) -> Any: ...
+
+
+class World(Worker):
+    """Environments."""
+
+    @stage(sticky=True)
+    def move(self, actions: Any) -> Any: ...
+
+
+@stage(unit="group")
+def advantage(answers: Any) -> Any: ...
+
+
+class Grpo(Flow):
+    """One trained model; an advantage needs its whole group."""
+
+    generator: Generator
+    actor: Trainer
+    known: bool
+
+    def step(self, prompts: Any) -> Any:
+        generate = self.generator.generate_known if self.known else self.generator.generate
+        return self.actor.train(self.actor.score(advantage(generate(prompts))))
+
+    def sync(self) -> None:
+        self.actor.publish(self.generator)
+
+
+class Ppo(Flow):
+    """Two trained models; each answer has its advantage from the critic's values."""
+
+    generator: Generator
+    actor: Trainer
+    critic: Trainer
+    known: bool
+
+    def step(self, prompts: Any) -> Any:
+        generate = self.generator.generate_known if self.known else self.generator.generate
+        answers = generate(prompts)
+        valued = self.critic.score(self.actor.score(answers))
+        return self.critic.train(self.actor.train(valued))
+
+    def sync(self) -> None:
+        self.actor.publish(self.generator)
+
+
+class Episodes(Flow):
+    """Episodes of one length, then training on them."""
+
+    world: World
+    policy: Policy
+    actor: Trainer
+    turns: int
+
+    def step(self, starts: Any) -> Any:
+        turning = loop(self.policy.act, self.world.move, until="", max_turns=self.turns)
+        return self.actor.train(turning(starts))
+
+    def sync(self) -> None:
+        self.actor.publish(self.policy)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What the own plan is, and its gain.
+
+    Attributes:
+        seconds: of a step of the own plan, and of the best fixed one.
+        gain: their ratio.
+        plan: in words.
+    """
+
+    seconds: float
+    fixed: float
+    best_fixed: str
+    gain: float
+    plan: str
+
+
+def reasoning_gain(work: Reasoning, lanes: int, rates: Rates, known: bool = False) -> Gain:
+    """The gain in a row of GRPO or PPO.
+
+    Args:
+        known: whether lengths are known before they are generated, each of them exactly.
+    """
+    size = work.rollout.lanes
+    part = max(1, lanes // size // MOST_LANES)
+    lanes, prompts = lanes // part, work.number // work.group // part
+    generator, actor = Generator(work.group), Trainer(work.updates)
+    if work.trained == 2:
+        flow: Flow = Ppo(
+            generator=generator, actor=actor, critic=Trainer(work.updates), known=known
+        )
+    else:
+        flow = Grpo(generator=generator, actor=actor, known=known)
+    graph = flow.trace()
+    training, passing = Train(work.model, work.answers), Forward(work.model, work.answers)
+    kinds: Mapping[str, Work] = {
+        "generate": Generate(work.model, work.answers, (RUNNING,)),
+        "generate_known": Generate(work.model, work.answers, (RUNNING,)),
+        "score": passing,
+        "train": training,
+    }
+    stages = {node.name: kinds[node.method] for node in graph.nodes if node.method}
+    cluster = parse_cluster(f"{lanes // 8}x8x{work.device.name}")
+    profile = bundled(analytic_profile(graph, cluster, stages, prompts, rates), size)
+    specs = lane_specs(parse_cluster(f"{lanes // 8}x{8 // size}x{work.device.name}"))
+    beside = (
+        *collocated_plans(graph, profile, specs, prompts),
+        *spatial_plans(graph, profile, specs, prompts),
+    )
+    found = decide(graph, profile, specs, prompts, gangs=gangs(profile, 1), beside=beside, keep=3)
+    return _gain((one.plan, one.prediction) for one in (found.chosen, *found.others))
+
+
+def embodied_gain(work: Embodied, lanes: int, rates: Rates) -> Gain:
+    """The gain in a row of a loop with a simulator."""
+    actor = Trainer(work.updates)
+    flow = Episodes(world=World(), policy=Policy(), actor=actor, turns=work.steps)
+    graph = flow.trace()
+    stages: Mapping[str, Work] = {
+        "world.move": Simulate(work.simulator),
+        "policy.act": Act(work.policy),
+        "actor.train": TrainPolicy(work.policy, work.steps),
+    }
+    cores = f"+{lanes // 8}x8xCPU" if work.simulator.kind == "cpu" else ""
+    cluster = parse_cluster(f"{lanes // 8}x8x{work.device.name}{cores}")
+    profile = analytic_profile(graph, cluster, stages, work.envs, rates)
+    specs = lane_specs(cluster)
+    stated = problem(graph, profile, specs, work.envs)
+    plans = [to_plan(stated, found, specs) for found in candidates(stated, keep=3)]
+    plans += loop_plans(graph, specs, work.envs)
+    judged = [(plan, simulate(graph, plan, profile, work.envs, steps=1)) for plan in plans]
+    return _gain(sorted(judged, key=lambda one: one[1].seconds))
+
+
+def bundled(profile: Profile, size: int) -> Profile:
+    """The profile where each lane is `size` of the lanes that it was made for.
+
+    Layouts on fewer lanes are left out, but for those of stages that have no other (functions).
+    """
+
+    def lanes_of(layouts: Any) -> Any:
+        whole = [replace(one, lanes=one.lanes // size) for one in layouts if one.lanes % size == 0]
+        return tuple(whole) or layouts
+
+    return replace(
+        profile,
+        stages={
+            name: replace(one, layouts=lanes_of(one.layouts))
+            for name, one in profile.stages.items()
+        },
+        workers={name: lanes_of(layouts) for name, layouts in profile.workers.items()},
+        publish=tuple(
+            replace(one, target_lanes=one.target_lanes // size)
+            for one in profile.publish
+            if one.target_lanes and one.target_lanes % size == 0
+        ),
+    )
+
+
+def gangs(profile: Profile, nth: int) -> dict[str, int]:
+    """The n-th largest replica of each worker that trains; generators have single lanes."""
+    found = {}
+    for worker, layouts in profile.workers.items():
+        sizes = sorted(one.lanes for one in layouts)
+        found[worker] = 1 if worker == "generator" else sizes[-min(nth, len(sizes))]
+    return found
+
+
+def collocated_plans(
+    graph: FlowGraph, profile: Profile, lanes: tuple[LaneSpec, ...], items: int
+) -> Iterator[Plan]:
+    """The phases in turn on all lanes, with several sizes of the trainers' replicas."""
+    for nth in range(1, REPLICA_SIZES + 1):
+        yield build_plan("collocated", graph, lanes, items, gangs=gangs(profile, nth))
+
+
+def spatial_plans(
+    graph: FlowGraph, profile: Profile, lanes: tuple[LaneSpec, ...], items: int
+) -> Iterator[Plan]:
+    """Generation on the first lanes, training on the others, a pipeline between them."""
+    for eighths in SPLITS:
+        cut = eighths * len(lanes) // 8
+        rest = [lane.id for lane in lanes[cut:]]
+        placements = {}
+        for worker in graph.workers:
+            if worker == "generator":
+                placements[worker] = Placement(tuple((lane.id,) for lane in lanes[:cut]))
+                continue
+            sizes = [one.lanes for one in profile.workers.get(worker, ())] or [1]
+            gang = max((size for size in sizes if len(rest) % size == 0), default=0)
+            if gang:
+                parts = range(0, len(rest), gang)
+                placements[worker] = Placement(tuple(tuple(rest[n : n + gang]) for n in parts))
+        if len(placements) == len(graph.workers):
+            order = tuple(node.name for node in reversed(graph.nodes))
+            yield Plan(
+                "spatial", lanes, placements, pipelined(graph, placements, items), order=order
+            )
+
+
+def loop_plans(graph: FlowGraph, lanes: tuple[LaneSpec, ...], items: int) -> Iterator[Plan]:
+    """Simulator and policy in turn, or side by side in two groups; training on all accelerators."""
+    gpus = [lane.id for lane in lanes if lane.kind == "gpu"]
+    cores = [lane.id for lane in lanes if lane.kind == "cpu"]
+    together = [(cores, gpus, 1)] if cores else [(gpus, gpus, 1)]
+    apart = [(gpus[:cut], gpus[cut:], 2) for cut in range(1, len(gpus))] if not cores else []
+    for worlds, policies, groups in (*together, *apart):
+        placements = {
+            "world": Placement(tuple((lane,) for lane in worlds)),
+            "policy": Placement(tuple((lane,) for lane in policies)),
+            "actor": Placement((tuple(gpus),)),
+        }
+        stages = spread(graph, placements, items)
+        for name in ("world.move", "policy.act"):
+            share = -(-items // groups // len(placements[name.split(".")[0]].replicas))
+            stages[name] = StagePlan(chunk=share)
+        mode = "temporal" if groups == 1 else "hybrid"
+        yield Plan(mode, lanes, placements, stages, fuse_loops=False)
+
+
+def _gain(judged: Iterable[tuple[Plan, Prediction]]) -> Gain:
+    """Of the first of some plans over the first that is of a fixed mode."""
+    every = list(judged)
+    (own, best), fixed = every[0], next(one for one in every if one[0].mode in FIXED_MODES)
+    seconds, usual = float(best.seconds), float(fixed[1].seconds)
+    return Gain(seconds, usual, fixed[0].mode, usual / seconds, in_words(own))
+
+
+def in_words(plan: Plan) -> str:
+    """Where the workers of a plan stand, and its switch point."""
+    parts = []
+    for worker, spot in plan.placements.items():
+        if spot.lanes and len(plan.lanes) > 1:
+            parts.append(f"{worker} {len(spot.replicas)}x{len(spot.replicas[0])}")
+    for name, one in plan.stages.items():
+        if one.switch_at is not None:
+            parts.append(f"{name} hands on at {one.switch_at:.0%}, {one.keep} go on")
+    return f"{plan.mode}: {', '.join(parts)} of {len(plan.lanes)} lanes"

@@ -1,0 +1,421 @@
+"""Four workloads on which the planner is held against the fixed modes, each with its reason.
+
+  * `long_tail`: GRPO on answers whose lengths are those of a reasoning model. A model of 0.8 M
+    parameters writes no chains of thought, so lengths are replayed: log-normal, drawn from the
+    item's own seed, and every token of them is really decoded, scored and trained on. Why: answers
+    of reasoning models spread over two orders of magnitude, and the last few hold up everybody.
+  * `judged`: GRPO with a heavy verifier: a classifier of 64 M parameters on the lane, in the manner
+    of those that filter web text, and a limit of memory under which it does not fit beside
+    generator and learner. Why: reward models are large, and memory decides what can stand together.
+  * `ppo`: PPO with a critic, two models trained, on the quick start's task. Why: half of all work
+    is training, of which generation knows nothing.
+  * `cart_pole`: episodes of a simulator of rigid bodies on the CPU, written here, half a
+    millisecond a step as those of robot simulators without images take; a policy of 0.6 M
+    parameters; REINFORCE on whole episodes. Why: in embodied training the simulator takes the CPU,
+    goes round with the policy dozens of times a step, and episodes end when they end.
+
+All are on-policy. Draws belong to the item, so how the work is cut changes no reward of a step.
+Legend: B batch, T steps of all episodes, S the state's figures.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+from zlib import crc32
+
+import torch
+from harness import ROOT
+from ray import cloudpickle
+from starting_point import quickstart
+from torch import Tensor, nn
+
+from m2flow import Batch, Flow, Place, Ragged, Stream, Worker, loop, stage
+from m2flow.algorithms.sampling import derive_seed, sample_tokens
+from m2flow.cli.recipe import read_recipe
+from m2flow.plan import LaneSpec, parse_lanes, with_memory
+from m2flow.reasoning.experiment import ReasoningExperiment
+from m2flow.reasoning.flow import recipe_flow
+from m2flow.reasoning.workers import Generator, ModelSource, Verifier
+from m2flow.runtime.state import MovableState
+from m2flow.training.optimizer import AdamWConfig, SumOptimizer
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this file
+
+LANES = "cpu:2"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is run.
+
+    Attributes:
+        name: for people.
+        make_flow: a fresh flow, nothing of it loaded.
+        batch: the source items of a step.
+        items: how many there are of them.
+        lane_memory: bytes that states on a lane may take; None for no limit.
+    """
+
+    name: str
+    make_flow: Callable[[], Flow]
+    batch: Callable[[int], Batch]
+    items: int
+    lane_memory: int | None = None
+
+    @property
+    def lanes(self) -> tuple[LaneSpec, ...]:
+        """What it runs on."""
+        lanes = parse_lanes(LANES)
+        return lanes if self.lane_memory is None else with_memory(lanes, self.lane_memory)
+
+
+# --- GRPO with the lengths of a reasoning model ---------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of answers: log-normal with a median, a spread (of the logarithm), and a limit."""
+
+    median: float
+    spread: float
+    limit: int
+
+    def of(self, seed: int) -> int:
+        """That of the answer with a seed."""
+        drawn = Random(seed).lognormvariate(math.log(self.median), self.spread)
+        return min(max(1, round(drawn)), self.limit)
+
+
+class Replaying(Generator):
+    """A generator whose answers have the given lengths, whatever the model would say."""
+
+    lengths: Lengths
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        engine: Any = self.engine
+        submit = engine.submit
+
+        def with_lengths(requests: Sequence[Any]) -> None:
+            submit([self._long_enough(request) for request in requests])
+
+        engine.submit = with_lengths
+
+    def _long_enough(self, request: Any) -> Any:
+        tokens = self.lengths.of(request.seed)
+        params = replace(request.params, max_new_tokens=tokens, stop_token_ids=())
+        return replace(request, params=params)
+
+
+class Odd:
+    """Scores the share of odd digits: a reward that answers of any length can have."""
+
+    def score(
+        self,
+        answer: str,
+        completion: str,
+        *,
+        finished: bool = True,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> float:
+        digits = [character for character in completion if character.isdigit()]
+        return sum(int(digit) % 2 for digit in digits) / max(1, len(digits))
+
+
+def _replayed(
+    name: str, lengths: Lengths, scorer: Callable[[ModelSource], Verifier], *overrides: str
+) -> Workload:
+    recipe, experiment, source = quickstart(
+        f"generation.max_new_tokens={lengths.limit}", *overrides
+    )
+
+    def make_flow() -> Flow:
+        flow = recipe_flow(recipe, source, experiment.task)
+        flow.generator = Replaying(
+            source,
+            samples_per_prompt=recipe.samples_per_prompt,
+            max_new_tokens=lengths.limit,
+            max_running=recipe.generation.max_running,
+        )
+        flow.generator.lengths = lengths
+        flow.verifier = scorer(source)
+        return flow
+
+    return Workload(
+        name, make_flow, lambda step: experiment.batch(step, source), recipe.prompts_per_step
+    )
+
+
+def long_tail() -> Workload:
+    """28 prompts of 8 answers, 20 to 240 tokens long; a lane decodes 24 at once."""
+    return _replayed(
+        "long_tail",
+        Lengths(median=20, spread=1.0, limit=240),
+        lambda source: Verifier(source, Odd()),
+        "prompts_per_step=28",
+        "generation.max_running=24",
+    )
+
+
+# --- GRPO with a large judge ----------------------------------------------------------------------
+
+BUCKETS, FEATURES = 2_000_000, 32
+"""Of the judge's table of n-grams: 256 MB."""
+
+NGRAM = 4
+"""Characters of the longest n-gram."""
+
+JUDGE_MEMORY = 270_000_000
+"""Bytes that states on a lane may take: room for the judge and one of the two that hold the policy,
+generator or learner, but not for all three."""
+
+
+class Judge(Verifier):
+    """Says yes or no by a linear classifier on hashed n-grams, as filters of web text are."""
+
+    def __init__(self, model: ModelSource) -> None:
+        super().__init__(model, None)
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        generator = torch.Generator().manual_seed(0)
+        self.table = nn.EmbeddingBag(BUCKETS, FEATURES, mode="mean")
+        self.table.requires_grad_(False).weight.normal_(generator=generator)
+        self.says_yes = torch.randn(FEATURES, generator=generator)
+        self.held = MovableState(self.table.parameters, place)
+
+    @stage
+    def score(self, samples: Batch) -> Batch:
+        """Adds `text` and `reward`."""
+        texts = self.tokenizer.batch_decode(
+            [row.tolist() for row in samples["completion_ids"]], skip_special_tokens=True
+        )
+        rewards = [float(self.table(self._ngrams(text)) @ self.says_yes > 0) for text in texts]
+        return samples.with_columns(text=texts, reward=rewards)
+
+    def _ngrams(self, text: str) -> Tensor:
+        """Buckets of all n-grams of a text, shape [1, n]."""
+        words = [text[at : at + n] for n in range(1, NGRAM + 1) for at in range(len(text))]
+        return torch.tensor([[crc32(word.encode()) % BUCKETS for word in words or [""]]])
+
+    def offload(self) -> None:
+        self.held.offload()
+
+    def onload(self) -> None:
+        self.held.onload()
+
+    def state_bytes(self) -> int:
+        return self.held.nbytes()
+
+
+def judged() -> Workload:
+    """6 prompts of 4 answers, 250 tokens in the median and 640 at most."""
+    workload = _replayed(
+        "judged",
+        Lengths(median=250, spread=0.6, limit=640),
+        Judge,
+        "prompts_per_step=6",
+        "samples_per_prompt=4",
+        "minibatches=1",
+    )
+    return replace(workload, lane_memory=JUDGE_MEMORY)
+
+
+# --- PPO with a critic ----------------------------------------------------------------------------
+
+
+def ppo() -> Workload:
+    """The recipe `ppo_quickstart`, 256 answers a step, in two mini-batches."""
+    _, _, source = quickstart()
+    recipe = read_recipe(ROOT / "recipes" / "ppo_quickstart.yaml")
+    experiment = ReasoningExperiment(recipe)
+    return Workload(
+        "ppo",
+        lambda: recipe_flow(recipe, source, experiment.task),
+        lambda step: experiment.batch(step, source),
+        recipe.prompts_per_step,
+    )
+
+
+# --- an environment loop --------------------------------------------------------------------------
+
+STATE, ACTIONS, WIDTH = 4, 2, 512
+MAX_TURNS = 40
+SUBSTEPS = 100
+"""Runge-Kutta steps of the simulator in a turn of 20 ms."""
+
+FORCE, LENGTH, POLE, CART, GRAVITY = 10.0, 0.5, 0.1, 1.0, 9.8
+
+
+def _motion(state: Sequence[float], force: float) -> tuple[float, float, float, float]:
+    """Derivatives of place, speed, angle and its rate of a pole on a cart, without friction.
+
+    Source: Barto, Sutton and Anderson 1983, appendix; the pole is a rod of twice `LENGTH`.
+    """
+    _, speed, angle, rate = state
+    sine, cosine = math.sin(angle), math.cos(angle)
+    pull = (force + POLE * LENGTH * rate * rate * sine) / (CART + POLE)
+    turning = (GRAVITY * sine - cosine * pull) / (
+        LENGTH * (4 / 3 - POLE * cosine * cosine / (CART + POLE))
+    )
+    return speed, pull - POLE * LENGTH * turning * cosine / (CART + POLE), rate, turning
+
+
+def simulate_turn(state: Sequence[float], force: float) -> list[float]:
+    """The state 20 ms later, by the classical Runge-Kutta method."""
+    h = 0.02 / SUBSTEPS
+    now = list(state)
+    for _ in range(SUBSTEPS):
+        a = _motion(now, force)
+        b = _motion([x + h / 2 * d for x, d in zip(now, a, strict=True)], force)
+        c = _motion([x + h / 2 * d for x, d in zip(now, b, strict=True)], force)
+        d = _motion([x + h * e for x, e in zip(now, c, strict=True)], force)
+        now = [
+            x + h / 6 * (p + 2 * q + 2 * r + s)
+            for x, p, q, r, s in zip(now, a, b, c, d, strict=True)
+        ]
+    return now
+
+
+class World(Worker):
+    """Carts with poles; an episode ends when its pole has fallen, or after `MAX_TURNS`."""
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        self.tracks: dict[int, tuple[list[float], list[int]]] = {}
+
+    @stage(sticky=True)
+    def move(self, episodes: Batch) -> Batch:
+        """Carries out `action`; gives `observation`, `done`, and of those that end the track."""
+        observations, done, seen, acted = [], [], [], []
+        for seed, action in zip(
+            episodes["seed"].tolist(), episodes["action"].tolist(), strict=True
+        ):
+            states, actions = self.tracks.pop(seed, ([], []))
+            if action < 0:  # the first turn
+                now = [Random(seed + n).uniform(-0.05, 0.05) for n in range(STATE)]
+            else:
+                actions.append(action)
+                now = simulate_turn(states[-STATE:], FORCE if action else -FORCE)
+            over = len(actions) >= MAX_TURNS or abs(now[2]) > 0.21 or abs(now[0]) > 2.4
+            if not over:
+                states += now
+                self.tracks[seed] = states, actions
+            observations.append(now)
+            done.append(over)
+            seen.append(torch.tensor(states if over else [], dtype=torch.float32))
+            acted.append(torch.tensor(actions if over else [], dtype=torch.int64))
+        return episodes.with_columns(
+            observation=torch.tensor(observations),
+            turn=episodes["turn"] + 1,
+            done=done,
+            seen=Ragged.from_rows(seen),
+            acted=Ragged.from_rows(acted),
+        )
+
+
+def _network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(STATE, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(),
+        nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, ACTIONS),
+    )  # fmt: skip
+
+
+class Policy(Worker):
+    """Pushes the cart to the left or to the right."""
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        self.model = _network()
+
+    @stage
+    @torch.no_grad()
+    def act(self, episodes: Batch) -> Batch:
+        """Adds `action`."""
+        logits = self.model(episodes["observation"])
+        action_B, _ = sample_tokens(logits, episodes["seed"], episodes["turn"], 1.0)
+        return episodes.with_columns(action=action_B)
+
+    def install(self, weights: Mapping[str, Tensor], version: int) -> None:
+        self.model.load_state_dict(weights)
+
+
+class Trainer(Worker):
+    """Learns by REINFORCE: every push is as good as the number of turns that came after it."""
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        self.model = _network()
+        self.optimizer = SumOptimizer(self.model.named_parameters(), AdamWConfig(3e-4))
+        self.sums = torch.zeros(2, dtype=torch.float64)
+
+    @stage(accumulates=True)
+    def train(self, episodes: Batch) -> Batch:
+        """Folds whole episodes in."""
+        seen, acted = episodes["seen"], episodes["acted"]
+        lengths_B = torch.tensor(acted.lengths)
+        states_TS = seen.values.view(-1, STATE)
+        left_T = torch.cat([torch.arange(n, 0, -1) for n in acted.lengths]).float()
+        logprobs = self.model(states_TS).log_softmax(-1)
+        chosen_T = logprobs.gather(1, acted.values[:, None])[:, 0]
+        loss = -(chosen_T * (left_T / MAX_TURNS - 0.25)).sum()
+        loss.backward()
+        self.sums += torch.tensor([float(loss.detach()), float(lengths_B.sum())])
+        return episodes.only("seed").with_columns(reward=lengths_B.tolist())
+
+    @train.finish
+    def train_finish(self) -> dict[str, float]:
+        done = self.optimizer.step(self.sums, 1, self.place.all_reduce)
+        self.sums = torch.zeros(2, dtype=torch.float64)
+        return {"loss": float(done.sums[0] / done.sums[1])}
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.model.state_dict()
+
+
+class CartPole(Flow):
+    """Balance poles, and learn from how long they stood."""
+
+    world: World
+    policy: Policy
+    trainer: Trainer
+
+    def step(self, episodes: Stream) -> Stream:
+        ended = loop(self.world.move, self.policy.act, until="done")(episodes)
+        return self.trainer.train(ended)
+
+    def sync(self) -> None:
+        self.trainer.publish(self.policy)
+
+
+EPISODES = 96
+
+
+def _episodes(step: int) -> Batch:
+    numbers = range(EPISODES)
+    return Batch(
+        {
+            "seed": torch.tensor([derive_seed(step, number) for number in numbers]),
+            "action": torch.full((EPISODES,), -1, dtype=torch.int64),
+            "turn": torch.zeros(EPISODES, dtype=torch.int64),
+        }
+    )
+
+
+def cart_pole() -> Workload:
+    """96 episodes of up to 40 turns."""
+    return Workload(
+        "cart_pole",
+        lambda: CartPole(world=World(), policy=Policy(), trainer=Trainer()),
+        _episodes,
+        EPISODES,
+    )
+
+
+WORKLOADS = (long_tail, judged, ppo, cart_pole)

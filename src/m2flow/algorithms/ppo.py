@@ -1,0 +1,72 @@
+"""PPO with a critic, by composition only: every formula lives in a file of its own.
+
+The policy's loss is GRPO's clipped surrogate, on advantages of tokens instead of answers; the
+critic's is the bounded squared error. Sources: the files composed.
+
+Shapes: T completion tokens of B sequences lying one after another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from m2flow.algorithms.aggregation import Aggregation, token_weights
+from m2flow.algorithms.loss import LossTerms, token_sum
+from m2flow.algorithms.value_loss import clipped_value_loss
+
+
+@dataclass(frozen=True)
+class Critic:
+    """How a critic learns.
+
+    Attributes:
+        value_clip: how far a value may move from the one at the start of the step, or None.
+        aggregation: how per-token losses become one number.
+    """
+
+    value_clip: float | None = 0.2
+    aggregation: Aggregation = "token-mean"
+
+    figures = ("clip_fraction", "value", "return", "return_square", "error", "error_square")
+    """Sums of `loss`; a return's error is what is left of it without the value before the step."""
+
+    def loss(
+        self,
+        values_T: Tensor,
+        old_values_T: Tensor,
+        returns_T: Tensor,
+        lengths_B: Tensor,
+        mask_T: Tensor | None = None,
+    ) -> LossTerms:
+        """The un-normalised loss of some whole sequences; see `clipped_value_loss`."""
+        figures = clipped_value_loss(
+            values_T, old_values_T, returns_T, mask_T, clip=self.value_clip
+        )
+        errors_T = returns_T.to(torch.float64) - old_values_T.to(torch.float64)
+        sums = {
+            "clip_fraction": token_sum(figures.clipped_T, mask_T),
+            "value": token_sum(old_values_T, mask_T),
+            "return": token_sum(returns_T, mask_T),
+            "return_square": token_sum(returns_T.to(torch.float64).square(), mask_T),
+            "error": token_sum(errors_T, mask_T),
+            "error_square": token_sum(errors_T.square(), mask_T),
+        }
+        loss_T = figures.loss_T
+        weights_T = token_weights(lengths_B, self.aggregation, mask_T, dtype=loss_T.dtype)
+        return LossTerms((weights_T * loss_T).sum(), sums)
+
+
+def explained_variance(sums: dict[str, float], tokens: float) -> float:
+    """`1 - var(return - value) / var(return)` from the sums of `Critic.loss`.
+
+    1 for a critic that knows the returns, 0 for one that knows no more than their mean, less for
+    one that misleads; 0 where all returns are the same.
+    """
+    if tokens < 1:
+        return 0.0
+    spread = sums["return_square"] / tokens - (sums["return"] / tokens) ** 2
+    left = sums["error_square"] / tokens - (sums["error"] / tokens) ** 2
+    return 1 - left / spread if spread > 1e-12 else 0.0

@@ -1,0 +1,89 @@
+"""A recipe under the best plan: its profile, the choice, and the files that say why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from m2flow.cli.planning import gangs_of
+from m2flow.cli.profile import measuring_budget
+from m2flow.cli.profile_key import profile_key
+from m2flow.plan.explaining import decision_document, explained, summary
+from m2flow.plan.profile_files import to_json
+from m2flow.reasoning.flow import recipe_flow
+from m2flow.runtime.auto import Auto
+from m2flow.runtime.launch import launch
+from m2flow.runtime.profiling import obtain
+
+if TYPE_CHECKING:
+    from m2flow.flow import Flow
+    from m2flow.flow.graph import FlowGraph
+    from m2flow.observe.progress import TrainProgress
+    from m2flow.observe.run_directory import RunDirectory
+    from m2flow.plan.prediction import Decision
+    from m2flow.reasoning.experiment import ReasoningExperiment
+    from m2flow.reasoning.workers import ModelSource
+    from m2flow.runtime.pool import LanePool
+    from m2flow.runtime.run import Run
+
+SAMPLED_STEPS = 8
+"""The prompts of so many steps are measured, again and again."""
+
+
+def launch_auto(
+    experiment: ReasoningExperiment,
+    flow: Flow,
+    model: ModelSource,
+    pool: LanePool,
+    *,
+    first_step: int,
+    also: Mapping[str, int],
+    progress: TrainProgress,
+) -> Run:
+    """The flow under the plan that is predicted to be the best one for these lanes.
+
+    Args:
+        experiment: the recipe and its data.
+        flow: to be trained.
+        model: what it began with, on copies of which the stages are measured.
+        pool: the lanes.
+        first_step, also: as for `launch`.
+        progress: told what is going on.
+    """
+    recipe = experiment.recipe
+    free = [lane for lane in pool.lanes if lane.reserved_for is None]
+    sampled = range(min(SAMPLED_STEPS, recipe.steps))
+    profile, origin = obtain(
+        lambda: recipe_flow(recipe, model, experiment.task),
+        lambda: [experiment.batch(step, model) for step in sampled],
+        pool,
+        profile_key(recipe, free),
+        measuring_budget(recipe),
+        note=progress.note,
+    )
+    progress.note(f"profile: {origin}")
+    run = launch(
+        flow,
+        items_per_step=recipe.prompts_per_step,
+        mode="auto",
+        lanes=pool,
+        first_step=first_step,
+        also=also,
+        gangs=gangs_of(recipe, flow.trace()),
+        auto=Auto(
+            profile=profile,
+            max_staleness=recipe.max_staleness,
+            num_steps=recipe.steps,
+            deadline_seconds=recipe.deadline_seconds,
+        ),
+    )
+    assert run.pilot is not None
+    for line in summary(explained(run.pilot.decision, run.graph, sensitivity=False)):
+        progress.note(line)
+    return run
+
+
+def write_decision(directory: RunDirectory, graph: FlowGraph, decision: Decision) -> None:
+    """Write the profile, and what was decided by it."""
+    directory.write_profile(to_json(decision.profile))
+    directory.write_decision(decision_document(explained(decision, graph, sensitivity=False)))

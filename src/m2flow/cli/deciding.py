@@ -1,0 +1,208 @@
+"""What `m2flow plan` decides from: a recipe, lanes that may not exist, and a profile of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from m2flow.cli.larger import fuller, smallest
+from m2flow.cli.plan import Asked
+from m2flow.cli.planning import AUTO_MODE, flow_of, gangs_of, lanes_of
+from m2flow.engine.plan import LaneSpec, Plan
+from m2flow.errors import UserError
+from m2flow.flow.graph import FlowGraph
+from m2flow.plan import (
+    build_plan,
+    isolated_workers,
+    parse_bytes,
+    read_plan,
+    validate,
+    with_memory,
+)
+from m2flow.plan.analytic import analytic_profile
+from m2flow.plan.clusters import Cluster, lane_specs, parse_cluster
+from m2flow.plan.decide import decide
+from m2flow.plan.prediction import Candidate, Decision
+from m2flow.plan.profile import Profile
+from m2flow.plan.search import Limits, problem, search
+from m2flow.reasoning.config import ReasoningRecipe
+from m2flow.reasoning.work import RecipeWork, work_of
+
+BUDGET_SECONDS = 10.0
+"""About so long plans are simulated."""
+
+
+class Planning:
+    """A recipe, lanes and a profile: what a decision is taken from."""
+
+    def __init__(self, recipe: ReasoningRecipe, asked: Asked, wanted: str | None) -> None:
+        self.recipe, self.asked, self.wanted = recipe, asked, wanted
+        if wanted == "eager":
+            raise UserError(
+                "an eager run has one process, and nothing to plan",
+                key="--mode",
+                value=wanted,
+                hint="leave out --cluster and --profile to see its plan",
+            )
+        flow = flow_of(recipe)
+        self.graph: FlowGraph = flow.trace()
+        self.isolated = isolated_workers(flow)
+        self.cluster = None if asked.cluster is None else parse_cluster(asked.cluster, "--cluster")
+        self.work: RecipeWork | None = None
+        if self.cluster is not None:
+            self.work = work_of(
+                recipe, self.graph, asked.model, asked.prompt_tokens, asked.answer_tokens
+            )
+        self.assumptions = self.work.assumptions if self.work and not asked.profile_file else ()
+
+    @property
+    def limits(self) -> Limits | None:
+        """How many lanes share a machine."""
+        if self.cluster is None:
+            return None
+        return Limits(lanes_per_node=lanes_per_node(self.cluster))
+
+    def decision(self) -> Decision:
+        """What is chosen: by the planner, or by the person who named a mode or a plan."""
+        mine = self._own_plan()
+        decision = self._decided([] if mine is None else [mine])
+        if mine is not None:
+            return _of_plan(decision, mine)
+        if self.wanted not in (None, AUTO_MODE):
+            decision = self._of_mode(decision, self.recipe.mode)
+        plan = replace(decision.chosen.plan, deadline_seconds=self.recipe.deadline_seconds)
+        return replace(decision, chosen=replace(decision.chosen, plan=plan))
+
+    def _own_plan(self) -> Plan | None:
+        if self.asked.plan_file is None:
+            return None
+        mine = read_plan(self.asked.plan_file)
+        validate(mine, self.graph, self.recipe.prompts_per_step, self.isolated)
+        return mine
+
+    def _decided(self, beside: Sequence[Plan]) -> Decision:
+        try:
+            profile = self._profile(self.cluster)
+            return decide(
+                self.graph,
+                profile,
+                self._lanes(self.cluster),
+                self.recipe.prompts_per_step,
+                max_staleness=self.recipe.max_staleness,
+                isolated=self.isolated,
+                limits=self.limits,
+                gangs=self._gangs(profile),
+                beside=beside,
+                budget=BUDGET_SECONDS,
+            )
+        except UserError as error:
+            if self.cluster is None or self.asked.profile_file or not self._refusal(self.cluster):
+                raise
+            raise self._too_small(error) from error
+
+    def _lanes(self, cluster: Cluster | None) -> tuple[LaneSpec, ...]:
+        """The cluster's lanes or the recipe's, under the recipe's limit of memory if it has one."""
+        if cluster is None:
+            return lanes_of(self.recipe)
+        limit = self.recipe.lane_memory
+        lanes = lane_specs(cluster)
+        return lanes if limit is None else with_memory(lanes, parse_bytes(limit, "lane_memory"))
+
+    def _profile(self, cluster: Cluster | None) -> Profile:
+        """Computed for a cluster, read from the file that was named, or measured here before."""
+        from m2flow.cli.profile_key import profile_key
+        from m2flow.runtime.profiling.stored import cached, given
+
+        file, reuse = self.asked.profile_file, self.asked.reuse
+        if cluster is not None:
+            assert self.work is not None
+            computed = analytic_profile(
+                self.graph, cluster, self.work.stages, self.recipe.prompts_per_step
+            )
+            return computed if file is None else given(file, computed.key, whatever_its_key=reuse)
+        key = profile_key(self.recipe, lanes_of(self.recipe))
+        found = cached(key) if file is None else given(file, key, whatever_its_key=reuse)
+        if found is None:
+            raise UserError(
+                "nothing has been measured for this recipe on these lanes",
+                key="--mode",
+                value=AUTO_MODE,
+                hint=f"`m2flow profile {self.asked.recipe}` measures first, --cluster computes",
+            )
+        return found
+
+    def _gangs(self, profile: Profile) -> dict[str, int]:
+        """Lanes for a copy of each worker in the plans of fixed modes: the fewest that it fits."""
+        asked = gangs_of(self.recipe, self.graph)
+        found = {}
+        for worker in self.graph.workers:
+            nodes = [node for node in self.graph.nodes if node.worker == worker]
+            fitting = set.intersection(
+                *({layout.lanes for layout in profile.stage(node.name).layouts} for node in nodes)
+            )
+            wanted = asked.get(worker, 1)
+            gang = wanted if wanted in fitting else min(fitting, default=wanted)
+            if gang > 1:
+                found[worker] = gang
+        return found
+
+    def _of_mode(self, decision: Decision, mode: str) -> Decision:
+        """The decision for the fastest plan of a mode among those that were simulated."""
+        every = sorted(
+            (one for one in (decision.chosen, *decision.others) if one.plan.mode == mode),
+            key=lambda one: one.prediction.seconds,
+        )
+        if every:
+            return _with_choice(decision, every[0])
+        lanes = [lane for lane in decision.chosen.plan.lanes if lane.reserved_for is None]
+        build_plan(  # says why, where the mode does not fit the lanes
+            mode, self.graph, lanes, self.recipe.prompts_per_step, self.isolated,
+            self._gangs(decision.profile),
+        )  # fmt: skip
+        raise UserError(
+            "a plan of this mode does not keep the limits of these lanes",
+            key="--mode",
+            value=mode,
+            hint="--mode auto finds one that does",
+        )
+
+    def _too_small(self, error: UserError) -> UserError:
+        """The refusal, with the smallest number of lanes that would do, or why none would."""
+        assert self.cluster is not None
+        what = str(error).split(";")[0].removeprefix(f"{error.key}: ")
+        found = smallest(self.cluster, lambda cluster: self._refusal(cluster) is None)
+        if found is not None:
+            enough = f"at least {found.num_lanes} lanes, such as {found}"
+            return UserError(what, key="--cluster", expected=enough)
+        reason = self._refusal(list(fuller(self.cluster))[-1])
+        return UserError(what, key="--cluster", hint=f"no number of such lanes would do: {reason}")
+
+    def _refusal(self, cluster: Cluster) -> UserError | None:
+        """Why the search finds no plan there; None if it finds one."""
+        lanes, limits = self._lanes(cluster), Limits(lanes_per_node=lanes_per_node(cluster))
+        try:
+            profile = self._profile(cluster)
+            search(problem(self.graph, profile, lanes, self.recipe.prompts_per_step, limits))
+        except UserError as error:
+            return error
+        return None
+
+
+def lanes_per_node(cluster: Cluster) -> int:
+    """Lanes of the smallest machine."""
+    return min(part.lanes_per_node for part in cluster.machines)
+
+
+def _of_plan(decision: Decision, plan: Plan) -> Decision:
+    """The decision for a plan that was judged beside the others."""
+    every = (decision.chosen, *decision.others)
+    for one in every:
+        if replace(one.plan, predicted_seconds=plan.predicted_seconds) == plan:
+            return _with_choice(decision, one)
+    raise UserError("the profile has no price for this plan", key="--plan")
+
+
+def _with_choice(decision: Decision, chosen: Candidate) -> Decision:
+    every = (decision.chosen, *decision.others)
+    others = tuple(one for one in every if one is not chosen)
+    return replace(decision, chosen=chosen, others=others)

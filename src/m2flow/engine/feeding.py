@@ -1,0 +1,104 @@
+"""`Feeder`: which streaming calls may be given more items while they run, and which they get.
+
+In the bulk of a step a call is fed up to the plan's `max_running`; in the tail what is left of a
+stage is spread over the calls that go on with it. It leases units and sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from m2flow.engine.admission import Admission
+from m2flow.engine.calls import Call
+from m2flow.engine.lanes import LaneBoard
+from m2flow.engine.messages import RunCall
+from m2flow.engine.plan import StagePlan
+from m2flow.engine.steps import StepState
+from m2flow.engine.tails import Tails
+from m2flow.flow.graph import StageNode
+
+
+class Feeder:
+    """Streaming calls that may have room.
+
+    Args:
+        stage_plans: of each stage.
+        admission, tails: what may be taken, and by whom.
+        board: lanes that are held for others are not fed.
+    """
+
+    def __init__(
+        self,
+        stage_plans: Sequence[StagePlan],
+        admission: Admission,
+        tails: Tails,
+        board: LaneBoard,
+    ) -> None:
+        self._stage_plans, self._admission = stage_plans, admission
+        self._tails, self._board = tails, board
+        self._hungry: dict[tuple[int, int], dict[int, Call]] = {}
+
+    def hungry(self, call: Call, node: StageNode) -> None:
+        """A call may have room for more items."""
+        if self._tails.may_be_fed(node):
+            self._hungry.setdefault((call.step, node.index), {})[call.command.call] = call
+
+    def ended(self, call: Call) -> None:
+        """A call takes no more."""
+        assert isinstance(call.command, RunCall)
+        key = (call.step, call.command.node)
+        calls = self._hungry.get(key)
+        if calls is not None:
+            calls.pop(call.command.call, None)
+            if not calls:
+                del self._hungry[key]
+
+    def lease(
+        self, steps: Mapping[int, StepState], state: StepState, node: StageNode
+    ) -> Iterator[tuple[Call, list[int]]]:
+        """Lease ready units to calls that have room, the least busy one first."""
+        calls = self._hungry.get((state.step, node.index))
+        ledger = state.ledgers[node.index]
+        if not calls or not (ledger.ready() or ledger.sticky):
+            return
+        if self._tails.begun(state, node):
+            yield from self._lease_tail(steps, state, node, calls)
+            return
+        limit = self._stage_plans[node.index].max_running or 0
+        for call in sorted(calls.values(), key=_least_busy) if limit else ():
+            lane = call.command.lanes[0]
+            room = min(limit - len(call.unfinished), ledger.ready(lane))
+            if limit == len(call.unfinished):
+                del calls[call.command.call]
+            if room <= 0 or self._board.held(lane):
+                continue
+            if not self._admission.weights_fresh_enough(node.worker, (lane,), state.step):
+                continue
+            units = ledger.lease(lane, room, self._admission.end(steps, state, node))
+            if not units and not ledger.sticky:  # what holds one call back holds back all
+                return
+            if units:
+                yield call, units
+
+    def _lease_tail(
+        self,
+        steps: Mapping[int, StepState],
+        state: StepState,
+        node: StageNode,
+        calls: Mapping[int, Call],
+    ) -> Iterator[tuple[Call, list[int]]]:
+        able = {}
+        for number, call in calls.items():
+            lanes = call.command.lanes
+            goes_on = self._tails.takes_part(state, node, lanes)
+            fresh = self._admission.weights_fresh_enough(node.worker, lanes, state.step)
+            if goes_on and fresh and not self._board.held(lanes[0]):
+                able[number] = (lanes[0], sum(call.unfinished.values()))
+        end = self._admission.end(steps, state, node)
+        leased = self._tails.lease_more(node, state.ledgers[node.index], end, able)
+        for number, units in leased.items():
+            yield calls[number], units
+
+
+def _least_busy(call: Call) -> tuple[int, int]:
+    return len(call.unfinished), call.command.call

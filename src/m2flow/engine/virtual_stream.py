@@ -1,0 +1,129 @@
+"""A streaming call under a virtual clock: items that share a lane, and grow at the lane's pace.
+
+All output items at work grow alike, by one unit in as many seconds as `pace` says for their number.
+So one count of units that each has grown since the call began, and the count at which each will be
+finished, say all: an event costs the logarithm of the items at work, however many units they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+
+from m2flow.flow.graph import StageNode
+
+SAME = 1e-9
+"""Items whose ends differ by no more than this share of the units grown end together."""
+
+
+class VirtualStream:
+    """One call in progress.
+
+    Args:
+        node, step, lane, call: what runs where.
+        start: the moment at which it begins.
+        pace: seconds of a unit, by how many items are at work.
+
+    Attributes:
+        began: when it has begun.
+        at: the moment up to which it has been played; in a pause it lies ahead.
+        taken: input items that it has been given, in order.
+        unsaid: items that are finished and not handed on.
+        log_taken, log_pieces: what the driver wants to remember of its moments, for the span.
+        ticket: changes when what happens next does, so that an event set down before is known to
+            be void.
+    """
+
+    def __init__(
+        self,
+        node: StageNode,
+        step: int,
+        lane: int,
+        call: int,
+        start: float,
+        pace: Callable[[int], float],
+    ) -> None:
+        self.node, self.step, self.lane, self.call = node, step, lane, call
+        self.began = self.at = start
+        self.taken: list[int] = []
+        self.unsaid: list[int] = []
+        self.log_taken: list[list[object]] = []
+        self.log_pieces: list[list[object]] = []
+        self.ticket = 0
+        self._pace = pace
+        self._grown = 0.0
+        self._heap: list[tuple[float, int, int]] = []  # units grown at its end; order; item
+        self._order = 0
+
+    @property
+    def running(self) -> int:
+        """Items at work."""
+        return len(self._heap)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is at work, and nothing waits to be handed on."""
+        return not self._heap and not self.unsaid
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Output items at work."""
+        return sorted(item for _, _, item in self._heap)
+
+    def play(self, now: float) -> None:
+        """Let all grow up to a moment."""
+        if now > self.at:
+            if self._heap and (pace := self._pace(len(self._heap))) > 0:
+                self._grown += (now - self.at) / pace
+            self.at = now
+
+    def take(
+        self,
+        now: float,
+        items: Sequence[int],
+        outputs: Sequence[int],
+        needs: Sequence[float],
+        pause: float,
+    ) -> None:
+        """Take items in; nothing grows meanwhile."""
+        self.play(now)
+        self.at += pause
+        self.taken += items
+        self.resume(outputs, needs)
+
+    def resume(self, outputs: Sequence[int], needs: Sequence[float]) -> None:
+        """Have output items grow by what they (still) need."""
+        for output, need in zip(outputs, needs, strict=True):
+            heappush(self._heap, (self._grown + need, self._order, output))
+            self._order += 1
+        self.ticket += 1
+
+    def next_end(self) -> float:
+        """When the next item is finished, or, where nothing is at work, the call is at its end."""
+        if not self._heap:
+            return self.at
+        left = max(0.0, self._heap[0][0] - self._grown)
+        return self.at + (left * self._pace(len(self._heap)) if left else 0.0)
+
+    def finish_next(self, when: float, *, together: bool) -> None:
+        """The next item is finished; `together`: with all that end at the same moment."""
+        end, _, item = heappop(self._heap)
+        self._grown, self.at = max(self._grown, end), max(self.at, when)
+        self.unsaid.append(item)
+        while together and self._heap and self._heap[0][0] - end <= SAME * (1.0 + end):
+            self.unsaid.append(heappop(self._heap)[2])
+        self.ticket += 1
+
+    def say(self) -> tuple[int, ...]:
+        """Hand on what is finished."""
+        said, self.unsaid = tuple(self.unsaid), []
+        self.ticket += 1
+        return said
+
+    def give_back(self, now: float) -> dict[int, float]:
+        """Stop at a moment: the output items at work, and by what each has still to grow."""
+        self.play(now)
+        left = {item: max(0.0, end - self._grown) for end, _, item in sorted(self._heap)}
+        self._heap.clear()
+        self.ticket += 1
+        return left

@@ -1,0 +1,77 @@
+"""Publishing in a plan tree: which weight edges meet at a node, and what they take there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+
+from m2flow.flow.graph import WeightEdge
+from m2flow.plan.search.problem import Problem
+
+Layouts = Mapping[str, tuple[int, int]]
+"""For some workers (lanes of a replica, kind)."""
+
+
+def edges_within(problem: Problem, part: int) -> list[WeightEdge]:
+    """Weight edges both of whose workers have all their stages in a part of the tasks."""
+    of = problem.tasks_of
+    return [
+        edge for edge in problem.weight_edges if not (of[edge.source] | of[edge.target]) & ~part
+    ]
+
+
+def meeting(problem: Problem, first: int, second: int) -> tuple[WeightEdge, ...]:
+    """Weight edges whose ends come together where two parts do."""
+    inner = edges_within(problem, first) + edges_within(problem, second)
+    return tuple(edge for edge in edges_within(problem, first | second) if edge not in inner)
+
+
+def fit_together(problem: Problem, edge: WeightEdge, layouts: Layouts) -> bool:
+    """Whether, on common lanes, new weights fit beside those they replace."""
+    source, target = layouts[edge.source], layouts[edge.target]
+    if source[1] != target[1]:
+        return True
+    both = problem.state(edge.source, *source)[0] + problem.state(edge.target, *target)[0]
+    return both <= 1
+
+
+def seconds_of(problem: Problem, edge: WeightEdge, place: str, layouts: Layouts) -> float:
+    """The price of an edge between workers of given layouts."""
+    return problem.profile.publish_seconds(
+        edge.source, edge.target, place, layouts[edge.source][0], layouts[edge.target][0]
+    )
+
+
+def companions_seconds(problem: Problem) -> float:
+    """Publishing to workers that have no stage in the step and stand beside their source."""
+    return sum(
+        problem.profile.publish_seconds(source, target, "same", 1, 1)
+        for source, targets in problem.companions.items()
+        for target in targets
+    )
+
+
+def priced_layouts(problem: Problem) -> Iterator[dict[str, tuple[int, int]]]:
+    """Layouts of workers between which weights are published, where their price hangs on them.
+
+    The price of publishing, or whether two states fit on one lane, may depend on the layouts of two
+    workers; each combination of those is a search of its own.
+    """
+    free: dict[str, tuple[tuple[int, int], ...]] = {}
+    for edge in problem.weight_edges:
+        ends = (edge.source, edge.target)
+        prices = {
+            (place, problem.profile.publish_seconds(*ends, place, source, target))
+            for place in ("same", "node", "cluster")
+            for source, _ in problem.worker_layouts(edge.source)
+            for target, _ in problem.worker_layouts(edge.target)
+        }
+        together = max(
+            problem.state(edge.source, *source)[0] + problem.state(edge.target, *target)[0]
+            for source in problem.worker_layouts(edge.source)
+            for target in problem.worker_layouts(edge.target)
+        )
+        if together > 1 or len(prices) > len({place for place, _ in prices}):
+            free |= {worker: problem.worker_layouts(worker) for worker in ends}
+    for choice in product(*free.values()):
+        yield dict(zip(free, choice, strict=True))

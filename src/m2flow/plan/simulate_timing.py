@@ -1,0 +1,255 @@
+"""`ProfileTiming`: what a profile says of time, as the simulated driver asks for it.
+
+Lengths of items and turns of loops are drawn from the profile's distributions, for each by (seed,
+stage, step, item) alone: plans that are compared see the same draws. A streaming stage whose
+profile knows `round` and `lengths` shares its lane among the items at work; any other follows its
+`seconds` and `done`, and which of its items are done first is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+from m2flow.engine.messages import ExportWeights, InstallWeights, LaneCommand, RunFinish
+from m2flow.engine.plan import Plan, StagePlan
+from m2flow.engine.timing import Admitted, Transfer
+from m2flow.errors import UserError
+from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
+from m2flow.plan.profile import Profile, StageLayout, WorkerLayout
+from m2flow.plan.units import Bytes, Items
+
+HANDED_ON = 4
+"""A stage that knows lengths hands its items on once they are 1 / HANDED_ON of those at work: many
+at a time while many are, and one by one in the tail, as this project's generator does."""
+
+LENGTH, TURNS, ORDER, WEIGHT = 1, 2, 3, 4
+"""What is drawn."""
+
+UNIT_VARIANCE = math.sqrt(12)
+"""Times a number drawn evenly from an interval of length 1: its standard deviation is 1."""
+
+MANY_ITEMS = 1024
+"""In a call of more items the unlike ones make up for each other."""
+
+LEAST_WEIGHT = 0.2
+"""No call takes less than so much of what it takes in the mean."""
+
+_MASK = (1 << 64) - 1
+
+
+def drawn(seed: int, what: int, stage: int, step: int, item: int) -> float:
+    """A number in [0, 1) that depends on nothing else (SplitMix64, Steele et al. 2014)."""
+    x = seed & _MASK
+    for part in (what, stage, step, item):
+        x = (x + 0x9E3779B97F4A7C15 * (part + 2)) & _MASK
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        x ^= x >> 31
+    return (x >> 11) / (1 << 53)
+
+
+class ProfileTiming:
+    """A `Timing` for one plan.
+
+    Args:
+        graph, plan: what is played.
+        profile: what is known of time.
+        seed: of all draws.
+        first_step: the number that the first step played has in the draws.
+
+    Raises:
+        UserError: the profile has no layout for the lanes of a replica.
+    """
+
+    def __init__(
+        self, graph: FlowGraph, plan: Plan, profile: Profile, seed: int = 0, first_step: int = 0
+    ) -> None:
+        self.graph, self.plan, self.profile = graph, plan, profile
+        self.has_links = bool(profile.links)
+        self._seed, self._first_step = seed, first_step
+        self._lanes = {lane.id: lane for lane in plan.lanes}
+        self._layouts = [self._layouts_of(node) for node in graph.nodes]
+        self._gangs = {
+            worker: {lane: len(gang) for gang in spot.replicas for lane in gang}
+            for worker, spot in plan.placements.items()
+        }
+        self._sizes = [profile.stage(node.name).output_bytes for node in graph.nodes]
+        self._in_pieces = {
+            node.index
+            for node in graph.nodes
+            for layout in self._layouts[node.index].values()
+            if self._shares(node, layout)
+        }
+        self._visits: dict[tuple[int, int, int], int] = {}
+        self._price = cache(self._publish_price)
+
+    def layout(self, node: StageNode, lane: int) -> StageLayout:
+        """How a stage is laid out on the replica that a lane belongs to."""
+        return self._layouts[node.index][lane]
+
+    def _layouts_of(self, node: StageNode) -> dict[int, StageLayout]:
+        """The layout of each of the stage's lanes."""
+        found: dict[int, StageLayout] = {}
+        for gang in self.plan.placements[node.worker].replicas:
+            layout = self._layout(node, len(gang), self._lanes[gang[0]].kind)
+            found |= dict.fromkeys(gang, layout)
+        return found
+
+    def _layout(self, node: StageNode, lanes: int, kind: str) -> StageLayout:
+        layouts = self.profile.stage(node.name).layouts
+        fitting = [lay for lay in layouts if (lay.lanes, lay.kind) == (lanes, kind)]
+        if not fitting:
+            raise UserError(
+                "the profile does not know this stage on replicas of so many lanes of this kind",
+                key=node.name,
+                value=f"{lanes} x {kind}",
+                expected=", ".join(sorted({f"{lay.lanes} x {lay.kind}" for lay in layouts})),
+            )
+        wanted = self.plan.stages.get(node.name, StagePlan()).max_running or math.inf
+        return min(fitting, key=lambda lay: abs(1 / (lay.max_running or math.inf) - 1 / wanted))
+
+    def _drawn(self, what: int, node: StageNode, step: int, item: int) -> float:
+        return drawn(self._seed, what, node.index, step + self._first_step, item)
+
+    def length(self, node: StageNode, step: int, item: int) -> float:
+        """The drawn length of an output item; 1 where nothing is known of lengths."""
+        lengths = self.profile.stage(node.name).lengths
+        return 1.0 if lengths is None else lengths.at(self._drawn(LENGTH, node, step, item))
+
+    def said_length(self, producer: int, step: int, item: int) -> float:
+        """What is said of an item where its reader declares a length: it is taken to be true.
+
+        It is the length with which the item, or what it descends from, was made; else the longest
+        of those that a reader will make of it.
+        """
+        maker, ancestor = producer, item
+        while maker != SOURCE:
+            node = self.graph.nodes[maker]
+            if self.profile.stage(node.name).lengths is not None:
+                return self.length(node, step, ancestor)
+            maker, ancestor = node.inputs[0], ancestor // node.expands
+        for node in self.graph.nodes:
+            if producer in node.inputs and self.profile.stage(node.name).lengths is not None:
+                made = range(item * node.expands, (item + 1) * node.expands)
+                return max(self.length(node, step, output) for output in made)
+        return 0.0
+
+    # --- what the driver asks ---------------------------------------------------------------------
+
+    def dispatch(self, command: LaneCommand) -> float:
+        return self.profile.dispatch
+
+    def call(
+        self,
+        node: StageNode,
+        step: int,
+        lanes: Sequence[int],
+        shares: Sequence[Sequence[int]],
+    ) -> float:
+        layout, items = self.layout(node, lanes[0]), [item for share in shares for item in share]
+        seconds = layout.call(Items(len(items)))
+        if not layout.spread or not 0 < len(items) <= MANY_ITEMS:
+            return seconds
+        above = sum(self._drawn(WEIGHT, node, step, item) - 0.5 for item in items) / len(items)
+        return seconds * max(LEAST_WEIGHT, 1.0 + layout.spread * UNIT_VARIANCE * above)
+
+    def admit(self, node: StageNode, step: int, lane: int, items: Sequence[int]) -> Admitted:
+        layout, count = self.layout(node, lane), len(items)
+        outputs = [item * node.expands + k for item in items for k in range(node.expands)]
+        if self._shares(node, layout):
+            pause = layout.admit.at(count) if layout.admit else 0.0
+            return Admitted(pause, [self.length(node, step, output) for output in outputs])
+        seconds = layout.call(Items(count))
+        if layout.done is None:
+            return Admitted(0.0, [seconds] * len(outputs))
+        order = sorted(
+            range(len(outputs)),
+            key=lambda n: (
+                self.length(node, step, outputs[n]),
+                self._drawn(ORDER, node, step, outputs[n]),
+            ),
+        )
+        needs = [0.0] * len(outputs)
+        for place, n in enumerate(order, start=1):
+            needs[n] = seconds * layout.done.at(place / len(outputs))
+        return Admitted(0.0, needs)
+
+    def resume(self, node: StageNode, step: int, lane: int, outputs: Sequence[int]) -> float:
+        """As much as it takes to take in so many items that were not begun."""
+        layout = self.layout(node, lane)
+        return layout.admit.at(len(outputs)) if layout.admit else 0.0
+
+    def _shares(self, node: StageNode, layout: StageLayout) -> bool:
+        """Whether a streaming stage's items are at work by their lengths."""
+        return layout.round is not None and self.profile.stage(node.name).lengths is not None
+
+    def round(self, node: StageNode, lane: int, running: int) -> float:
+        layout = self.layout(node, lane)
+        if layout.round is None or not self._shares(node, layout):
+            return 1.0
+        return layout.round.at(running)
+
+    def hands_on(self, node: StageNode, finished: int, running: int) -> bool:
+        return node.index not in self._in_pieces or finished * HANDED_ON >= running
+
+    def finish(self, node: StageNode, command: RunFinish) -> float:
+        replicas = len(self.plan.placements[node.worker].replicas)
+        return self.layout(node, command.lanes[0]).finish_seconds(replicas)
+
+    def publish(self, command: ExportWeights | InstallWeights, lane: int) -> float:
+        """The whole price is the install's: lanes that take weights do so side by side."""
+        if isinstance(command, ExportWeights):
+            return 0.0
+        return self._price(command.source, command.target, lane)
+
+    def _publish_price(self, source: str, target: str, lane: int) -> float:
+        placements = self.plan.placements
+        common = lane in self._gangs[source]
+        place = "same" if common else self._place(placements[source].lanes, lane)
+        own = len(placements[source].replicas[0])
+        sources = self._gangs[source].get(lane, own)
+        taking = self._gangs[target][lane]
+        return self.profile.publish_seconds(source, target, place, sources, taking)
+
+    def _place(self, sources: Sequence[int], target: int) -> str:
+        here = self._lanes[target].node
+        return "node" if any(self._lanes[lane].node == here for lane in sources) else "cluster"
+
+    def move(self, worker: str, what: str, lane: int) -> float:
+        layout = self.worker(worker, lane)
+        if layout is None:
+            return 0.0
+        return layout.onload if what == "onload" else layout.offload
+
+    def worker(self, worker: str, lane: int) -> WorkerLayout | None:
+        """What a worker's state takes on a lane; None where the profile does not know."""
+        return self.profile.worker(worker, self._gangs[worker][lane], self._lanes[lane].kind)
+
+    def transfer(self, transfer: Transfer) -> float:
+        link = self.profile.links.get(self._place((transfer.source,), transfer.target))
+        if link is None:
+            return 0.0
+        return link.seconds(Bytes(self._sizes[transfer.producer] * len(transfer.items)))
+
+    def item_bytes(self, node: StageNode) -> int:
+        return self._sizes[node.index]
+
+    def leaves(self, node: StageNode, step: int, item: int) -> bool:
+        """Items leave after as many visits of members as their turns say, halves of turns too."""
+        assert node.loop is not None
+        key = (node.loop, step, item)
+        made = self._visits.pop(key, 0) + 1
+        spec = self.graph.loops[node.loop]
+        first = self.graph.nodes[spec.members[0]]
+        turns = self.profile.stage(first.name).turns
+        wanted = (
+            float(spec.max_turns or 1)
+            if turns is None
+            else turns.at(self._drawn(TURNS, first, step, item))
+        )
+        if made >= max(1, round(wanted * len(spec.members))):
+            return True
+        self._visits[key] = made
+        return False

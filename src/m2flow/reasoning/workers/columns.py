@@ -1,0 +1,59 @@
+"""The columns of samples as the tensors that training takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from m2flow.flow import Batch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from m2flow.training.rollouts import Rollouts, TokenPairs
+    from m2flow.training.values import ValueTargets
+
+
+def token_pairs(samples: Batch) -> TokenPairs:
+    """Prompts and answers."""
+    from m2flow.training.rollouts import TokenPairs
+
+    prompts, completions = samples["prompt_ids"], samples["completion_ids"]
+    return TokenPairs(
+        prompts.values, lengths_of(samples, "prompt_ids"),
+        completions.values, lengths_of(samples, "completion_ids"),
+    )  # fmt: skip
+
+
+def lengths_of(samples: Batch, column: str) -> Tensor:
+    """[B] int64, the lengths of a ragged column's rows."""
+    import torch
+
+    return torch.tensor(samples[column].lengths, dtype=torch.int64)
+
+
+def rollouts(samples: Batch) -> Rollouts:
+    """What the policy learns from; `advantages` of tokens, or an `advantage` of each answer."""
+    import torch
+
+    from m2flow.training.rollouts import Rollouts
+
+    pairs = token_pairs(samples)
+    behaviour = samples["behaviour_logprobs"].values
+    if "advantages" in samples:
+        advantages_T = samples["advantages"].values
+    else:
+        advantages_T = torch.repeat_interleave(samples["advantage"], pairs.completion_lengths_B)
+    some = Rollouts(pairs, behaviour, advantages_T.to(behaviour.dtype))
+    if "old_logprobs" in samples:
+        some = replace(some, old_logprobs_T=samples["old_logprobs"].values)
+    if "reference_logprobs" in samples:
+        some = replace(some, reference_logprobs_T=samples["reference_logprobs"].values)
+    return some
+
+
+def value_targets(samples: Batch) -> ValueTargets:
+    """What the critic learns from."""
+    from m2flow.training.values import ValueTargets
+
+    return ValueTargets(token_pairs(samples), samples["values"].values, samples["returns"].values)

@@ -1,0 +1,73 @@
+"""`obtain`: the profile of a flow, from a file, from the store, or from the lanes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from m2flow.engine.plan import LaneSpec
+from m2flow.flow.batch import Batch
+from m2flow.flow.flow import Flow
+from m2flow.plan.profile import Profile
+from m2flow.runtime.profiling import stored
+from m2flow.runtime.profiling.session import BUDGET_SECONDS, measure_flow
+from m2flow.runtime.profiling.stored import Key
+
+if TYPE_CHECKING:
+    from m2flow.runtime.pool import LanePool
+
+    Lanes: TypeAlias = str | Sequence[LaneSpec] | LanePool | Callable[[], LanePool]
+    """Where to measure; a function is called when nothing else gives a profile."""
+else:
+    Lanes = object
+
+Batches: TypeAlias = Sequence[Batch] | Callable[[], Sequence[Batch]]
+"""Source items of the first steps; a function is called when nothing else gives a profile."""
+
+
+def obtain(
+    make_flow: Callable[[], Flow],
+    batches: Batches,
+    lanes: Lanes,
+    key: Key,
+    budget: float = BUDGET_SECONDS,
+    cache: bool = True,
+    reuse: Path | None = None,
+    *,
+    given: Path | None = None,
+    note: Callable[[str], None] | None = None,
+) -> tuple[Profile, str]:
+    """The profile of a flow, and in a few words where it comes from.
+
+    Args:
+        make_flow: makes the flow with workers that may be thrown away.
+        batches: source items of the first steps.
+        lanes: as `launch` takes them, or a function that gives a pool.
+        key: what the profile depends on.
+        budget: seconds that a measurement may take.
+        cache: whether a stored profile will do; what is measured is stored in any case.
+        reuse: a profile file to take whatever it was made for.
+        given: a profile file to take if it was made for this.
+        note: told what is going on.
+
+    Raises:
+        UserError: a file is no profile, or `given` was made for something else.
+    """
+    for path in filter(None, (reuse, given)):
+        return stored.given(path, key, whatever_its_key=path is reuse), f"read from {path}"
+    if cache and (known := stored.cached(key)) is not None:
+        return known, f"stored at {stored.stored_at(key)}"
+    start = time.monotonic()
+    measured = measure_flow(
+        make_flow,
+        batches() if callable(batches) else batches,
+        lanes=lanes() if callable(lanes) else lanes,
+        budget_seconds=budget,
+        key=key,
+        note=note,
+    )
+    path = stored.keep(measured.profile)
+    took = time.monotonic() - start
+    return measured.profile, f"measured in {took:.0f} s to {measured.error:.1%}, stored at {path}"

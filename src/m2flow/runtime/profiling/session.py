@@ -1,0 +1,292 @@
+"""Measuring a flow: real steps of it on real lanes, under a few plans in turn.
+
+Workers are fresh under each plan, so every plan does the same work on the same weights, and what
+they have learned is thrown away. The plans take turns until single measurements agree well enough
+or the time is up, so that a noisy moment of the machine spoils no plan alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import TYPE_CHECKING
+
+from m2flow.engine.plan import LaneSpec, Plan
+from m2flow.engine.runner import StepResult
+from m2flow.errors import UserError
+from m2flow.flow.batch import Batch
+from m2flow.flow.flow import Flow
+from m2flow.flow.graph import FlowGraph
+from m2flow.plan import isolated_workers, parse_lanes
+from m2flow.plan.measured import Evidence, Observed, explain, trial_plans
+from m2flow.plan.measured.curves import NEAR
+from m2flow.plan.measured.observed import LayoutKey
+from m2flow.plan.profile import LinkCost, Profile
+from m2flow.plan.units import BytesPerSecond, Seconds
+from m2flow.runtime.launch import launch
+
+if TYPE_CHECKING:
+    from m2flow.runtime.pool import LanePool
+    from m2flow.runtime.run import Run
+
+BUDGET_SECONDS = 60.0
+
+GOOD_ERROR = 0.03
+"""Relative standard error with which the typical time of every call that matters is known."""
+
+VISIT_SECONDS = 0.5
+"""A visit to a plan measures at least so long, if the budget has room for it."""
+
+FEWEST_STEPS, MOST_STEPS = 3, 8
+"""Measured steps of a visit; with more the weights would move away from where they begin."""
+
+MESSAGE_BYTES = 64 * 1024
+"""Size of the message for which the way between two lanes is chosen."""
+
+MOVES = 2
+
+ROUNDS = 2
+"""Each plan is visited so often at least: a moment of the machine must not decide alone."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A profile, and how it came to be.
+
+    Attributes:
+        profile: the fit.
+        error: the largest relative standard error among the calls that matter.
+        visits: how often a plan was run.
+        seconds: what all of it took, the start of lanes included.
+    """
+
+    profile: Profile
+    error: float
+    visits: int
+    seconds: float
+
+
+def profile_flow(
+    make_flow: Callable[[], Flow],
+    batches: Sequence[Batch],
+    *,
+    lanes: str | Sequence[LaneSpec] | LanePool,
+    budget_seconds: float = BUDGET_SECONDS,
+    key: Mapping[str, Mapping[str, object]] | None = None,
+    note: Callable[[str], None] | None = None,
+) -> Profile:
+    """The profile of a flow; see `measure_flow`."""
+    return measure_flow(
+        make_flow, batches, lanes=lanes, budget_seconds=budget_seconds, key=key, note=note
+    ).profile
+
+
+def measure_flow(
+    make_flow: Callable[[], Flow],
+    batches: Sequence[Batch],
+    *,
+    lanes: str | Sequence[LaneSpec] | LanePool,
+    budget_seconds: float = BUDGET_SECONDS,
+    key: Mapping[str, Mapping[str, object]] | None = None,
+    note: Callable[[str], None] | None = None,
+) -> Measured:
+    """Run steps of a flow under a few plans, and fit a profile to them.
+
+    Args:
+        make_flow: makes the flow with workers that may be thrown away.
+        batches: source items of the first steps, as many in each; they are used again and again.
+        lanes: lanes of this machine, as `cpu:2`, or spelled out; or a pool of lanes that are up,
+            which stays up. Lanes are started, and ended, otherwise.
+        budget_seconds: for all of it, the start of lanes included. Each plan that is begun is
+            carried through, and the first one is always begun.
+        key: what the profile depends on.
+        note: told what is going on.
+
+    Raises:
+        UserError: there is no batch, or the flow, the lanes or the batches are wrong.
+        RunFailed: a step failed.
+    """
+    started = time.monotonic()
+    if not batches:
+        raise UserError("a flow is measured on batches, and there is none", key="batches")
+    flow = make_flow()
+    graph, isolated = flow.trace(), isolated_workers(flow)
+    specs: Sequence[LaneSpec]
+    if isinstance(lanes, str):
+        specs = parse_lanes(lanes)
+    else:
+        specs = lanes.lanes if hasattr(lanes, "lanes") else lanes
+    collective = [name for name, worker in flow.workers.items() if worker.collective]
+    plans = trial_plans(graph, specs, len(batches[0]), isolated=isolated, collective=collective)
+    with _pool(lanes, plans[0], flow) as pool:
+        session = _Session(graph, pool, make_flow, batches, plans, started + budget_seconds)
+        while (number := session.next()) is not None:
+            session.visit(number)
+            if note is not None:
+                note(session.account())
+        profile = explain(session.evidence, key=key, links=_links(pool))
+    seconds = time.monotonic() - started
+    return Measured(profile, session.evidence.error, session.visits, seconds)
+
+
+def _pool(
+    lanes: str | Sequence[LaneSpec] | LanePool, plan: Plan, flow: Flow
+) -> AbstractContextManager[LanePool]:
+    """The given lanes, left up; or those of a plan, started for this."""
+    from m2flow.runtime.pool import LanePool
+
+    if isinstance(lanes, LanePool):
+        return nullcontext(lanes)
+    isolation = {
+        name: one for name, worker in flow.workers.items() if (one := worker.isolation) is not None
+    }
+    return LanePool(plan.lanes, isolation)
+
+
+def _links(pool: LanePool) -> dict[str, LinkCost]:
+    """What the pool knows of the ways between its lanes, by place."""
+    found = {}
+    for scope in pool.links.costs:
+        if scope not in ("node", "cluster"):
+            continue
+        kind = pool.links.choose(scope, MESSAGE_BYTES)
+        if kind is not None:
+            cost = pool.links.costs[scope][kind]
+            rate = cost.bytes_per_second
+            finite = rate if math.isfinite(rate) else 1e12
+            found[str(scope)] = LinkCost(Seconds(cost.latency_seconds), BytesPerSecond(finite))
+    return found
+
+
+class _Session:
+    """Visits to plans on one pool of lanes.
+
+    Args:
+        graph: of the steps.
+        pool: the lanes.
+        make_flow, batches: as for `measure_flow`.
+        plans: to visit.
+        deadline: second of the monotonic clock at which the time is up.
+
+    Attributes:
+        evidence: what was measured.
+        visits: how many there were.
+    """
+
+    def __init__(
+        self,
+        graph: FlowGraph,
+        pool: LanePool,
+        make_flow: Callable[[], Flow],
+        batches: Sequence[Batch],
+        plans: Sequence[Plan],
+        deadline: float,
+    ) -> None:
+        self.pool, self.make_flow, self.batches = pool, make_flow, batches
+        self.plans, self.deadline = plans, deadline
+        self.evidence, self.visits = Evidence(graph), 0
+        self._own = [Evidence(graph) for _ in plans]
+        self._seconds = [0.0] * len(plans)
+        self._moved: set[tuple[str, int]] = set()
+
+    def next(self) -> int | None:
+        """The plan to visit: each in turn, then where doubt is greatest; None when it is enough."""
+        left = self.deadline - time.monotonic()
+        usual = max(self._seconds)
+        fits = [
+            number
+            for number, seconds in enumerate(self._seconds)
+            if not self.visits or (seconds or usual) <= left
+        ]
+        turn = self.visits % len(self.plans)
+        if self.visits < ROUNDS * len(self.plans):
+            return min(fits, key=lambda number: (number - turn) % len(self.plans), default=None)
+        if self.evidence.error <= GOOD_ERROR:
+            return None
+        errors = self.evidence.errors()
+        return max(fits, key=lambda number: self._doubt(number, errors), default=None)
+
+    def _doubt(self, number: int, errors: Mapping[tuple[LayoutKey, float], float]) -> float:
+        """The largest error among the points that a plan measures."""
+        own = {
+            (where, point.size)
+            for where, some in self._own[number].points().items()
+            for point in some
+        }
+        return max(
+            (
+                error
+                for (where, size), error in errors.items()
+                if any(w == where and abs(s - size) <= size * (NEAR - 1) for w, s in own)
+            ),
+            default=0.0,
+        )
+
+    def visit(self, number: int) -> None:
+        """Bring fresh workers up under a plan, warm them up, and run a few steps."""
+        start = time.monotonic()
+        num_items = len(self.batches[0])
+        with launch(
+            self.make_flow(), items_per_step=num_items, plan=self.plans[number], lanes=self.pool
+        ) as run:
+            forever = cycle(self.batches)
+            loaded = time.monotonic()
+            first = list(run.steps(islice(forever, 1)))
+            seconds = time.monotonic() - loaded
+            to_come = max(1, len(self.plans) - self.visits)
+            count = _count(seconds, (self.deadline - time.monotonic()) / to_come)
+            results: list[StepResult] = list(run.steps(islice(forever, count)))
+            moves = self._moves(run)
+            seen = Observed.of(
+                run.plan, num_items, results or first, warm=bool(results), moves=moves
+            )
+        self.evidence.add(seen)
+        self._own[number].add(seen)
+        self._seconds[number] = time.monotonic() - start
+        self.visits += 1
+
+    def _moves(self, run: Run) -> list[tuple[str, str, float]]:
+        """Put workers' states away and bring them back, on lanes that have room for all of them.
+
+        Each worker once for each size of its gangs. A call that does nothing is subtracted: what is
+        left is the lanes' own time.
+        """
+        if any(lane.memory_bytes is not None for lane in run.plan.lanes):
+            return []  # the steps themselves have shown moves
+        moves = []
+        functions = {node.worker for node in run.graph.nodes if node.is_function}
+        for worker in sorted(run.plan.placements.keys() - functions):
+            layout = worker, len(run.plan.placements[worker].replicas[0])
+            if layout in self._moved:
+                continue
+            self._moved.add(layout)
+            for number in range(MOVES + 1):
+                nothing = _timed(run, worker, "state_bytes")
+                for what in ("offload", "onload"):
+                    seconds = max(0.0, _timed(run, worker, what) - nothing)
+                    if number:  # the first time makes room for the state elsewhere
+                        moves.append((worker, what, seconds))
+        return moves
+
+    def account(self) -> str:
+        """How far it has come, in words."""
+        left = max(0.0, self.deadline - time.monotonic())
+        rounds = f"{self.visits} visits to {len(self.plans)} plans"
+        return f"{rounds}: error {self.evidence.error:.1%}, {left:.0f} s left"
+
+
+def _count(seconds: float, share: float) -> int:
+    """How many steps to measure after a first one of so many seconds; none if time is short."""
+    wanted = max(FEWEST_STEPS, min(MOST_STEPS, math.ceil(VISIT_SECONDS / max(seconds, 1e-6))))
+    affordable = int(share / max(seconds, 1e-6))
+    return max(0, min(wanted, affordable))
+
+
+def _timed(run: Run, worker: str, method: str) -> float:
+    start = time.perf_counter()
+    run.worker_call_everywhere(worker, method)
+    return time.perf_counter() - start

@@ -1,0 +1,77 @@
+"""Stored profiles: one file for each key, under the folder that holds what can be made again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from m2flow.errors import UserError
+from m2flow.plan.profile import Profile, differences
+from m2flow.plan.profile_files import read_profile, to_json
+
+CACHE_VARIABLE = "M2FLOW_CACHE"
+
+Key = Mapping[str, Mapping[str, object]]
+"""What a profile depends on; see `Profile.key`."""
+
+
+def cache_folder() -> Path:
+    """`$M2FLOW_CACHE`, else `~/.cache/m2flow`."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "m2flow")
+
+
+def stored_at(key: Key) -> Path:
+    """Where the profile of a key lies, or would lie."""
+    text = json.dumps(key, sort_keys=True, default=str)
+    name = hashlib.sha256(text.encode()).hexdigest()[:24]
+    return cache_folder() / "profiles" / f"{name}.json"
+
+
+def cached(key: Key) -> Profile | None:
+    """The stored profile of a key, if there is one that can be read.
+
+    One that another m2flow has written in another form counts as none: it is measured again.
+    """
+    path = stored_at(key)
+    if not path.is_file():
+        return None
+    try:
+        profile = read_profile(path)
+    except UserError:
+        return None
+    return None if differences(key, profile.key) else profile
+
+
+def keep(profile: Profile) -> Path:
+    """Store a profile under its key; where it lies. Readers see all of it or nothing."""
+    path = stored_at(profile.key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(to_json(profile), encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def given(path: Path, key: Key, *, whatever_its_key: bool = False) -> Profile:
+    """A profile file that the user names.
+
+    Args:
+        path: the file.
+        key: of what is to be planned.
+        whatever_its_key: take it though it was made for something else.
+
+    Raises:
+        UserError: it is no profile, or it was made for something else; says what differs.
+    """
+    profile = read_profile(path)
+    different = differences(key, profile.key)
+    if different and not whatever_its_key:
+        raise UserError(
+            f"was made for something else: {'; '.join(different)}",
+            key=str(path),
+            hint="measure again with `m2flow profile`, or use it all the same: --reuse-profile",
+        )
+    return profile

@@ -1,0 +1,99 @@
+"""What trainers that fold a mini-batch in pieces have in common, whatever their loss is.
+
+Sums of figures are added up piece by piece, beside the gradients that the optimizer owns, and
+reduced with them at the step: no figure is a mean of means. Knows neither losses nor rollouts.
+
+Shapes: T completion tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from m2flow.errors import UserError
+from m2flow.training.optimizer import AdamWConfig, AllReduce, StepResult, SumOptimizer
+from m2flow.training.packing import Pack, pack
+from m2flow.training.rollouts import TokenPairs
+from m2flow.training.sharded import Shards
+
+
+class SummingTrainer:
+    """A model with its optimizer, and sums of figures.
+
+    Args:
+        model: trained in place, with dropout off.
+        config: the optimizer's.
+        names: of the sums; "denominator" is what gradients are divided by, the first is the loss.
+        shards: how the model is divided, which it has been already.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: AdamWConfig, names: tuple[str, ...], shards: Shards
+    ) -> None:
+        self.model = model.eval()
+        self.shards = shards
+        self.optimizer = SumOptimizer(model.named_parameters(), config, shards)
+        self._names = names
+        self._sums: dict[str, float | Tensor] = dict.fromkeys(names, 0.0)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that takes memory between calls: weights, buffers, gradients, optimizer, sums."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield from self.optimizer.tensors()
+        yield from (value for value in self._sums.values() if isinstance(value, Tensor))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What must be saved beside the weights to go on; whole. Collective in the gang."""
+        return dict(self.state_items())
+
+    def state_items(self) -> Iterator[tuple[str, Tensor]]:
+        """The same, gathered one by one: each lane of the gang goes through all of it."""
+        return self.optimizer.state_items()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from what `state_dict` gave, however that model was divided."""
+        self.optimizer.load_state_dict(state)
+
+    def add(self, **sums: float | Tensor) -> None:
+        """Figures on an accelerator stay there until the step: nobody waits for them before."""
+        for name, value in sums.items():
+            self._sums[name] = self._sums[name] + value
+
+    def step(self, all_reduce: AllReduce | None) -> tuple[dict[str, float], StepResult]:
+        """One optimizer step; the sums of all replicas, which begin anew here, and what it was.
+
+        Raises:
+            NotFinite: the loss or a gradient is NaN or infinite; no step was taken.
+        """
+        sums = torch.tensor([float(self._sums[name]) for name in self._names], dtype=torch.float64)
+        self._sums = dict.fromkeys(self._names, 0.0)
+        result = self.optimizer.step(sums, self._names.index("denominator"), all_reduce)
+        return dict(zip(self._names, result.sums.tolist(), strict=True)), result
+
+
+def check_finite(columns: Mapping[str, Tensor | None], mask_T: Tensor | None) -> None:
+    """Refuse a column [T] with an unmasked value that is NaN or infinite; its name is the key."""
+    for name, column_T in columns.items():
+        if column_T is None:
+            continue
+        bad_T = ~torch.isfinite(column_T)
+        if mask_T is not None:
+            bad_T &= mask_T
+        if bool(bad_T.any()):
+            token = int(bad_T.nonzero()[0])
+            raise UserError(
+                f"{int(bad_T.sum())} of {bad_T.numel()} values are not finite, the first at "
+                f"completion token {token}",
+                key=name,
+                value=float(column_T[token]),
+                expected="a finite number for every unmasked token",
+            )
+
+
+def one_token() -> Pack:
+    """The smallest pack, one token that predicts itself: for a lane that has nothing of its own."""
+    return pack(TokenPairs.from_rows([[0]], [[0]]), 1)[0]

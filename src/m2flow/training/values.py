@@ -1,0 +1,177 @@
+"""Values of the completion tokens of a pack, and the training of the critic that gives them.
+
+The value of a token is the critic's figure for the state before it, at the node which predicts the
+token. Training is in pieces as that of a policy: `fold` adds un-normalised gradients, `finish`
+divides by the global denominator and takes one optimizer step, so that chunking, packing and
+placement change the result by rounding at most. Knows neither rewards nor advantages.
+
+Shapes: T completion tokens, N nodes and M predicting nodes of a pack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from m2flow.algorithms.aggregation import denominator, unmasked_tokens
+from m2flow.algorithms.ppo import Critic, explained_variance
+from m2flow.training.attention import packed_attention_on
+from m2flow.training.optimizer import AllReduce
+from m2flow.training.packing import Pack, pack
+from m2flow.training.policy import PolicyTrainerConfig
+from m2flow.training.rollouts import TokenPairs
+from m2flow.training.sharded import WHOLE, Shards
+from m2flow.training.summing import SummingTrainer, check_finite, one_token
+
+
+@dataclass(frozen=True)
+class ValueTargets:
+    """Token pairs with what a critic learns from.
+
+    Attributes:
+        pairs: prompts and completions.
+        old_values_T: [T] of the critic at the start of the step.
+        returns_T: [T] what it should have said.
+        mask_T: bool [T], False for tokens not to be learnt from; None when all are.
+    """
+
+    pairs: TokenPairs
+    old_values_T: Tensor
+    returns_T: Tensor
+    mask_T: Tensor | None = None
+
+
+def token_values(
+    model: nn.Module, microbatch: Pack, *, compute_dtype: torch.dtype | None = None
+) -> Tensor:
+    """[T] values of the completion tokens of a pack, at least in float32, on the model's device.
+
+    Args:
+        model: a critic of `m2flow.models.critic`, on one device.
+        microbatch: on any device.
+        compute_dtype: as in `token_logprobs`.
+    """
+    device = next(model.parameters()).device
+    microbatch = microbatch.to(device)
+    lower_precision = torch.autocast(device.type, compute_dtype, enabled=compute_dtype is not None)
+    critic: Any = model
+    with packed_attention_on(model), lower_precision:
+        values_N: Tensor = critic(
+            input_ids=microbatch.input_ids_N[None],
+            position_ids=microbatch.position_ids_N[None],
+            use_cache=False,
+            pack_layout=microbatch.layout,
+        ).logits[0, :, 0]
+    values_N = values_N.to(torch.promote_types(values_N.dtype, torch.float32))
+    return values_N[microbatch.predicting_M][microbatch.prediction_T]
+
+
+_TOTALS = ("loss", "denominator", "tokens", "tokens_computed")
+
+
+class ValueTrainer(SummingTrainer):
+    """A critic with its optimizer; `fold` and `finish` make one step of it.
+
+    Args:
+        model: trained in place, with dropout off.
+        algorithm: the loss.
+        config: optimizer and packing; what is about policies alone is not looked at.
+        shards: how the model is divided, which it has been already. Then `fold`, `finish`,
+            `values` and the state's methods are collective in the gang.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        algorithm: Critic,
+        config: PolicyTrainerConfig,
+        shards: Shards = WHOLE,
+    ) -> None:
+        super().__init__(model, config.optimizer, _TOTALS + algorithm.figures, shards)
+        self.algorithm, self.config = algorithm, config
+
+    def values(self, pairs: TokenPairs) -> Tensor:
+        """[T] values of all completion tokens, on the CPU, without gradient."""
+        with self.shards.together():
+            packs = self._packs(pairs)
+        dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+        values_T = torch.empty(pairs.completion_ids_T.numel(), dtype=dtype)
+        with torch.no_grad():
+            for microbatch in self.shards.padded(packs):
+                found_T = self._values_of(one_token() if microbatch is None else microbatch)
+                if microbatch is not None:
+                    values_T[microbatch.token_index_T] = found_T.cpu()
+        self.shards.reshard(self.model)
+        return values_T
+
+    def fold(self, targets: ValueTargets) -> None:
+        """Accumulate the gradient of some answers of the mini-batch at hand.
+
+        Raises:
+            UserError: an old value or a return is not finite. On all lanes of a gang alike.
+        """
+        with self.shards.together():
+            lengths_B, mask_T = targets.pairs.completion_lengths_B, targets.mask_T
+            check_finite({"values": targets.old_values_T, "returns": targets.returns_T}, mask_T)
+            self.add(
+                denominator=denominator(lengths_B, self.algorithm.aggregation, mask_T),
+                tokens=int(unmasked_tokens(lengths_B, mask_T).sum()),
+            )
+            packs = self._packs(targets.pairs)
+        for microbatch in self.shards.padded(packs):
+            if microbatch is None:  # take part in a pass of the gang without adding anything
+                nothing_T = self._values_of(one_token())
+                torch.autograd.backward(nothing_T, torch.zeros_like(nothing_T))
+            else:
+                self._fold_pack(targets, microbatch)
+
+    def finish(self, all_reduce: AllReduce | None = None) -> dict[str, float]:
+        """One optimizer step on everything folded since the last one; see `PolicyTrainer.finish`.
+
+        Returns:
+            Figures of the whole mini-batch, the same on every lane: `loss`, `grad_norm` before
+            clipping, `learning_rate`, `clip_fraction` of the tokens, `value` and `return` (means
+            over tokens, at the start of the step), `explained_variance`, `tokens_computed` (after
+            sharing).
+
+        Raises:
+            NotFinite: the loss or a gradient is NaN or infinite; no step was taken.
+        """
+        totals, result = self.step(all_reduce)
+        tokens = max(totals["tokens"], 1.0)
+        return {
+            "loss": totals["loss"] / max(totals["denominator"], 1.0),
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            **{name: totals[name] / tokens for name in ("clip_fraction", "value", "return")},
+            "explained_variance": explained_variance(totals, totals["tokens"]),
+            "tokens_computed": totals["tokens_computed"],
+        }
+
+    def _packs(self, pairs: TokenPairs) -> list[Pack]:
+        return pack(pairs, self.config.tokens_per_microbatch, self.config.sharing)
+
+    def _values_of(self, microbatch: Pack) -> Tensor:
+        return token_values(self.model, microbatch, compute_dtype=self.config.compute_dtype)
+
+    def _fold_pack(self, targets: ValueTargets, microbatch: Pack) -> None:
+        values_T = self._values_of(microbatch)
+        device, mask_T = values_T.device, targets.mask_T
+
+        def column(whole_T: Tensor) -> Tensor:
+            return whole_T[microbatch.token_index_T].to(device)
+
+        terms = self.algorithm.loss(
+            values_T,
+            column(targets.old_values_T),
+            column(targets.returns_T),
+            microbatch.lengths_R.to(device),
+            None if mask_T is None else column(mask_T),
+        )
+        torch.autograd.backward(terms.loss)
+        self.add(
+            loss=terms.loss.detach().double(), tokens_computed=microbatch.num_nodes, **terms.sums
+        )

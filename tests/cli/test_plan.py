@@ -1,0 +1,312 @@
+"""`m2flow plan` with a planner: clusters that are not here, profiles, choices explained."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m2flow.cli.larger import fuller, smallest
+from m2flow.cli.planning import graph_of, lanes_of
+from m2flow.cli.profile_key import profile_key
+from m2flow.cli.recipe import read_recipe
+from m2flow.plan import from_json, validate
+from m2flow.plan.analytic import analytic_profile
+from m2flow.plan.clusters import parse_cluster
+from m2flow.plan.profile import Profile
+from m2flow.plan.profile_files import to_json
+from m2flow.reasoning.work import work_of
+
+M2flow = Callable[..., Any]
+
+CONFIG = {
+    "model_type": "qwen2", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "intermediate_size": 704, "vocab_size": 1000,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("m2flow.plan.lanes.available_cores", lambda: (0, 1))
+    monkeypatch.setenv("M2FLOW_CACHE", str(tmp_path / "cache"))
+
+
+def profile_for(recipe_path: Path, *words: str) -> Profile:
+    """A profile as if it had been measured on the recipe's lanes."""
+    recipe = read_recipe(recipe_path, words)
+    graph = graph_of(recipe)
+    work = work_of(recipe, graph).stages
+    computed = analytic_profile(graph, parse_cluster("1x2xCPU"), work, recipe.prompts_per_step)
+    key = profile_key(recipe, lanes_of(recipe))
+    return Profile(computed.stages, computed.workers, computed.publish, computed.links, key=key)
+
+
+# --- clusters -------------------------------------------------------------------------------------
+
+
+def test_a_cluster_that_is_not_here(tiny: Path, m2flow: M2flow) -> None:
+    outcome = m2flow("plan", tiny, "--cluster", "1x2xCPU")
+    assert (outcome.code, outcome.err) == (0, "")
+    for part in (
+        "2 lanes", "bottleneck: ", "runner-up: ", "profile that is analytic",
+        "assumed, as nothing was measured:", "prompts of 4 tokens", "answers of 3 tokens",
+    ):  # fmt: skip
+        assert part in outcome.out, part
+    assert "Gantt" not in outcome.out
+    assert "switching  " not in outcome.out  # the table comes with --explain
+
+
+def test_the_choice_explained(tiny: Path, m2flow: M2flow) -> None:
+    outcome = m2flow("plan", tiny, "--cluster", "1x2xCPU", "--explain")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.isascii()  # it is no terminal
+    for part in ("G generator.generate", "T learner.train", "of the chain", "what would change"):
+        assert part in outcome.out, part
+
+
+def test_the_json_is_a_plan_that_can_be_run(tiny: Path, m2flow: M2flow) -> None:
+    outcome = m2flow("plan", tiny, "--cluster", "1x2xCPU", "--json", "deadline_seconds=77")
+    assert (outcome.code, outcome.err) == (0, "")
+    document = json.loads(outcome.out)
+    plan = from_json(outcome.out)
+    validate(plan, graph_of(read_recipe(tiny)), 4)
+    assert plan.deadline_seconds == 77
+    assert plan.predicted_seconds == document["decision"]["predicted"]["seconds"]
+    assert document["decision"]["profile"]["source"] == "analytic"
+    Path("plan.json").write_text(outcome.out)
+    assert m2flow("plan", tiny, "--plan", "plan.json", "--explain").code == 0
+
+
+def test_json_and_words_together(tiny: Path, m2flow: M2flow) -> None:
+    outcome = m2flow("plan", tiny, "--cluster", "1x2xCPU", "--json", "--explain")
+    assert json.loads(outcome.out)["decision"]["title"] in outcome.err
+
+
+def test_a_mode_that_the_user_wants(tiny: Path, m2flow: M2flow) -> None:
+    best = json.loads(m2flow("plan", tiny, "--cluster", "1x2xCPU", "--json").out)
+    for words in (["--mode", "disaggregated"], ["mode=disaggregated"]):
+        outcome = m2flow("plan", tiny, *words, "--cluster", "1x2xCPU", "--json")
+        asked = json.loads(outcome.out)
+        assert asked["mode"] == "disaggregated"
+        seconds = asked["decision"]["predicted"]["seconds"]
+        assert seconds >= 0.98 * best["decision"]["predicted"]["seconds"]
+        others = [one["mode"] for one in asked["decision"]["runners_up"]]
+        assert best["mode"] in others
+
+
+def test_a_plan_of_the_users_own_is_judged(tiny: Path, m2flow: M2flow) -> None:
+    words = ["plan", tiny, "lanes=cpu:2", "--mode", "hybrid", "--json"]
+    Path("mine.json").write_text(m2flow(*words).out)
+    outcome = m2flow("plan", tiny, "--cluster", "1x2xCPU", "--plan", "mine.json", "--json")
+    judged = json.loads(outcome.out)
+    assert judged["mode"] == "hybrid"
+    assert judged["decision"]["predicted"]["seconds"] > 0
+    assert judged["decision"]["runners_up"]
+
+
+def test_the_frontier_of_staleness(tiny: Path, m2flow: M2flow) -> None:
+    outcome = m2flow("plan", tiny, "--cluster", "1x2xCPU", "--max-staleness", 2, "--json")
+    frontier = json.loads(outcome.out)["decision"]["frontier"]
+    assert frontier[0]["max_staleness"] == 0
+    rates = [point["items_per_second"] for point in frontier]
+    assert rates == sorted(rates)
+    words = m2flow("plan", tiny, "--cluster", "1x2xCPU", "--max-staleness", 2).out
+    assert "throughput by staleness" in words
+    assert "throughput by staleness" not in m2flow("plan", tiny, "--cluster", "1x2xCPU").out
+
+
+def test_a_model_by_its_configuration(tiny: Path, m2flow: M2flow) -> None:
+    Path("small").mkdir()
+    Path("small/config.json").write_text(json.dumps(CONFIG))
+    for name in ("small", "small/config.json"):
+        outcome = m2flow("plan", tiny, "--cluster", "1x2xH100", "--model", name)
+        assert (outcome.code, outcome.err) == (0, "")
+    named = m2flow("plan", tiny, "--cluster", "1x8xH100", "--model", "Qwen/Qwen2.5-7B")
+    assert (named.code, named.err) == (0, "")
+    own = m2flow("plan", tiny, "--cluster", "1x8xH100", "model.path=/nowhere/qwen2.5-0.5b")
+    assert (own.code, own.err) == (0, "")
+
+
+def test_known_lengths_are_not_assumed(tiny: Path, m2flow: M2flow) -> None:
+    lengths = ["--prompt-tokens", 9, "--answer-tokens", 4]
+    told = m2flow("plan", tiny, "--cluster", "1x2xCPU", *lengths).out
+    assert "prompts of" not in told
+    assert "answers of" not in told
+    assert "log-normal" in told
+
+
+def test_the_recipes_limit_of_memory_holds_there(tiny: Path, m2flow: M2flow) -> None:
+    outcome = m2flow("plan", tiny, "--cluster", "1x2xCPU", "lane_memory=2MB", "--json")
+    assert {lane["memory_bytes"] for lane in json.loads(outcome.out)["lanes"]} == {2_000_000}
+
+
+def test_a_critic_is_planned_too(tiny: Path, m2flow: M2flow) -> None:
+    outcome = m2flow("plan", tiny, "--cluster", "1x2xCPU", "algorithm.name=ppo", "--json")
+    document = json.loads(outcome.out)
+    assert "critic.train" in document["decision"]["predicted"]["stages"]
+
+
+def test_lanes_of_two_kinds(tiny: Path, m2flow: M2flow) -> None:
+    document = json.loads(m2flow("plan", tiny, "--cluster", "1x2xH100+1x2xCPU", "--json").out)
+    assert [lane["kind"] for lane in document["lanes"]] == ["gpu", "gpu", "cpu", "cpu"]
+
+
+def test_neither_torch_nor_ray_is_needed(tiny: Path) -> None:
+    words = ["plan", str(tiny), "--cluster", "16x8xH100", "--model", "Qwen2.5-7B", "--explain"]
+    code = (
+        "import sys\n"
+        "from m2flow.cli.app import main\n"
+        f"sys.argv = ['m2flow', *{words!r}]\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert end.code == 0, end.code\n"
+        "heavy = {'torch', 'ray', 'transformers', 'numpy', 'math_verify', 'reasoning_gym'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stderr == "[]\n"
+    assert "128 lanes" in ran.stdout
+
+
+# --- profiles -------------------------------------------------------------------------------------
+
+
+def test_auto_plans_from_what_was_measured(tiny: Path, m2flow: M2flow) -> None:
+    from m2flow.runtime.profiling import keep
+
+    keep(profile_for(tiny, "lanes=cpu:2"))
+    outcome = m2flow("plan", tiny, "--mode", "auto", "lanes=cpu:2")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "profile that is measured" in outcome.out
+
+
+def test_a_profile_file(tiny: Path, m2flow: M2flow) -> None:
+    Path("profile.json").write_text(to_json(profile_for(tiny, "lanes=cpu:2")))
+    words = ["plan", tiny, "lanes=cpu:2", "--profile", "profile.json"]
+    for mode in ("auto", "collocated"):
+        outcome = m2flow(*words, "--mode", mode)
+        assert (outcome.code, outcome.err) == (0, "")
+    refusal = m2flow(*words, "samples_per_prompt=8", "--mode", "auto").error
+    assert refusal.startswith("profile.json: was made for something else: ")
+    assert "shapes.samples_per_prompt is 8 here and 4 there" in refusal
+    assert "--reuse-profile" in refusal
+    reused = m2flow(*words, "samples_per_prompt=8", "--mode", "auto", "--reuse-profile")
+    assert (reused.code, reused.err) == (0, "")
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (
+            ["--cluster", "16x"],
+            (
+                "--cluster: the part '16x' is not machines x devices x name (got '16x'); expected "
+                "16x8xH100, 1x8xA100-80GB, 2x8xH100+1x16xL40S or 1x32xCPU"
+            ),
+        ),
+        (["--cluster", "2x8xH1000"], "--cluster: no figures for such a device"),
+        (["--cluster", "1x0xH100"], "--cluster: the part '1x0xH100' has no lane"),
+        (
+            ["--model", "Qwen2.5-7B"],
+            (
+                "--model: says what is computed for lanes that are not here (got 'Qwen2.5-7B'); "
+                "add --cluster SPEC, such as --cluster 1x8xH100"
+            ),
+        ),
+        (
+            ["--cluster", "1x2xH100", "--model", "Qwen2.5-8B"],
+            "model: neither a folder with a config.json nor a model whose shape is known",
+        ),
+        (
+            ["--cluster", "1x2xH100", "model.path=/nowhere"],
+            (
+                "model.path: neither a folder with a config.json nor a model whose shape is known "
+                "(got '/nowhere'); --model CONFIG.json or a known name says what shape it has"
+            ),
+        ),
+        (
+            ["--cluster", "1x2xCPU", "--answer-tokens", 7],
+            (
+                "--answer-tokens: no answers are so long in the mean under this limit (got 7.0); "
+                "expected more than 0.1212 and less than 6"
+            ),
+        ),
+        (
+            ["--mode", "auto", "lanes=cpu:2"],
+            (
+                "--mode: nothing has been measured for this recipe on these lanes (got 'auto'); "
+                "`m2flow profile tiny.yaml` measures first, --cluster computes"
+            ),
+        ),
+        (
+            ["--cluster", "1x1xCPU", "--mode", "hybrid"],
+            "mode: hybrid needs two lanes (got '1 lanes'); use --mode collocated",
+        ),
+        (
+            ["--cluster", "1x2xCPU", "--mode", "eager"],
+            "--mode: an eager run has one process, and nothing to plan (got 'eager')",
+        ),
+        (["--profile", "none.json", "lanes=cpu:2"], "profile: there is no such profile"),
+        (["--cluster", "1x2xCPU", "--mode", "hybird"], "mode: is wrong (got 'hybird')"),
+        (["--max-staleness", "-1"], "Invalid value for '--max-staleness'"),
+    ],
+)
+def test_refusals(tiny: Path, refused: Callable[..., str], words: list[Any], error: str) -> None:
+    assert refused("plan", tiny, *words).startswith(error)
+
+
+def test_no_recipe(tiny: Path, refused: Callable[..., str]) -> None:
+    assert refused("plan").startswith("RECIPE: which recipe?")
+
+
+def test_no_run_to_replay(tiny: Path, refused: Callable[..., str]) -> None:
+    error = "--replay: holds no run (got 'nowhere'); expected a run directory"
+    assert refused("plan", "--replay", "nowhere") == error
+    assert refused("plan", tiny, "--replay", "nowhere").startswith("--replay: ")
+
+
+def test_a_recorded_run_under_another_plan(run: Path, m2flow: M2flow) -> None:
+    """The run says itself which recipe it was."""
+    own = m2flow("plan", "--replay", run)
+    assert (own.code, own.err) == (0, "")
+    assert "recorded under eager" in own.out
+    outcome = m2flow("plan", "--replay", run, "--mode", "collocated", "--json")
+    document = json.loads(outcome.out)
+    assert document["replayed_under"] == "collocated"
+    assert len(document["predicted_seconds"]) == len(document["steps"]) > 0
+
+
+def test_a_model_that_does_not_fit_says_what_would_do(tiny: Path, m2flow: M2flow) -> None:
+    words = ["plan", tiny, "--model", "Qwen2.5-7B"]
+    refusal = m2flow(*words, "--cluster", "1x1xH100").error
+    assert refusal.startswith("--cluster: training Qwen2.5-7B fits on no 1 lane of H100")
+    enough = refusal.split("at least ")[1]
+    count, _, such = enough.partition(" lanes, such as ")
+    assert m2flow(*words, "--cluster", such).code == 0
+    fewer = such.replace(f"x{count}x", f"x{int(count) - 1}x")
+    assert m2flow(*words, "--cluster", fewer).code == 2
+
+
+def test_a_model_that_fits_nowhere_says_why(tiny: Path, m2flow: M2flow) -> None:
+    words = ["plan", tiny, "--model", "Qwen2.5-32B", "--cluster", "1x2xL40S"]
+    assert "no number of such lanes would do: " in m2flow(*words).error
+
+
+@pytest.mark.parametrize("least", [3, 8, 9, 40, 72, 1000])
+def test_the_smallest_cluster_that_would_do(least: int) -> None:
+    """One machine is filled lane by lane; of full machines there are as few as will do."""
+    found = smallest(parse_cluster("1x2xH100"), lambda cluster: cluster.num_lanes >= least)
+    assert found is not None
+    assert found.num_lanes == (least if least <= 8 else -(-least // 8) * 8)
+
+
+def test_no_cluster_is_too_large_to_be_tried_forever() -> None:
+    assert smallest(parse_cluster("1x2xH100"), lambda _: False) is None
+    assert max(cluster.num_lanes for cluster in fuller(parse_cluster("3x8xH100"))) <= 4096

@@ -1,0 +1,101 @@
+"""`m2flow profile`: a tiny recipe measured, stored and found again; and what its key holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from m2flow.cli.profile import profile_of
+from m2flow.cli.profile_key import profile_key
+from m2flow.cli.recipe import validated
+from m2flow.engine.plan import LaneSpec
+from m2flow.errors import UserError
+from m2flow.plan.profile import KEY_PARTS, differences
+from m2flow.plan.profile_files import read_profile, to_json
+from tests.cli.conftest import TINY, run_command
+from tests.runtime.local_cluster import local_cluster
+
+LANES = (LaneSpec(0, cores=(0,)), LaneSpec(1, cores=(1,)))
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("M2FLOW_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_recipe_is_measured_once(tmp_path: Path, store: Path) -> None:
+    recipe, out = tmp_path / "tiny.yaml", tmp_path / "profile.json"
+    recipe.write_text(TINY)
+    with local_cluster(2):
+        done = run_command("profile", recipe, "--budget", 1, "--out", out)
+    assert done.code == 0, done.err
+    for word in ("generator.generate", "learner.train", "finish", "lengths: mean", "measured in"):
+        assert word in done.out, word
+    profile = read_profile(out)
+    assert set(profile.key) == set(KEY_PARTS)
+    assert profile.stage("generator.generate").lengths
+    again = run_command("profile", recipe, "--out", tmp_path / "again.json")
+    assert again.code == 0, again.err
+    assert "stored at" in again.out
+    assert (tmp_path / "again.json").read_text() == out.read_text() == to_json(profile)
+    assert len(list((store / "models").iterdir())) == 1, "the starting model is kept as well"
+    _a_file_of_another_recipe_is_refused(out)
+
+
+def _a_file_of_another_recipe_is_refused(file: Path) -> None:
+    recipe = validated({"prompts_per_step": 4, "lanes": "cpu:1"})
+    with pytest.raises(UserError, match=r"shapes.samples_per_prompt is 8 here and 4 there"):
+        profile_of(recipe, file=file)
+    found = profile_of(recipe, file=file, whatever_its_key=True)
+    assert found.profile == read_profile(file)
+    assert str(file) in found.origin
+
+
+def test_bad_words_are_refused(tmp_path: Path, store: Path) -> None:
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(TINY)
+    assert "--budget" in run_command("profile", recipe, "--budget", 0).error
+    assert "lanes" in run_command("profile", recipe, "--lanes", "cpu").error
+    assert "promts_per_step" in run_command("profile", recipe, "promts_per_step=3").error
+    assert not store.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "phrase"),
+    [
+        ({"minibatches": 4}, "shapes.minibatches"),
+        ({"generation": {"max_new_tokens": 7}}, "shapes.generation.max_new_tokens"),
+        ({"training": {"tokens_per_microbatch": 64}}, "shapes.training.tokens_per_microbatch"),
+        ({"model": {"hidden_size": 64}}, "model.made"),
+        ({"seed": 3}, "model.made"),
+        ({"algorithm": {"kl_coefficient": 0.1}}, "shapes.reference"),
+    ],
+)
+def test_what_changes_the_work_changes_the_key(words: dict[str, object], phrase: str) -> None:
+    ours, theirs = (profile_key(validated(given), LANES) for given in (words, {}))
+    assert [text.split(" is ")[0] for text in differences(ours, theirs)] == [phrase]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"steps": 3},
+        {"name": "other"},
+        {"mode": "hybrid"},
+        {"training": {"gang": 2}},
+        {"optimizer": {"learning_rate": 1e-3}},
+        {"algorithm": {"clip_low": 0.1}},
+        {"evaluation": {"every": 3}},
+    ],
+)
+def test_what_does_not_change_the_work_leaves_the_key(words: dict[str, object]) -> None:
+    ours, theirs = (profile_key(validated(given), LANES) for given in (words, {}))
+    assert not differences(ours, theirs)
+
+
+def test_other_lanes_are_other_hardware() -> None:
+    recipe = validated({})
+    fewer = differences(profile_key(recipe, LANES), profile_key(recipe, LANES[:1]))
+    assert [text.split(" is ")[0] for text in fewer] == ["hardware.lanes"]

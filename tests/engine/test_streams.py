@@ -1,0 +1,205 @@
+"""What a lane demands of a streaming stage that is to give items back, and to go on with others."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Generator
+from itertools import count
+from typing import Any
+
+import pytest
+
+from m2flow.engine.streams import Piece, StageStream
+from m2flow.errors import FlowError, UserError
+from m2flow.flow import GIVE_BACK, Arrived, Batch, Flow, Stream, Unfinished, Worker, stage
+
+Stage = Callable[..., Generator[Any, Any, None]]
+
+
+class Counts(Worker):
+    @stage(streaming=True, expands=2, resumable=True)
+    def grow(self, seeds: Batch) -> Generator[Any, Any, None]: ...
+
+
+class Growing(Flow):
+    counts: Counts
+
+    def step(self, seeds: Stream) -> Stream:
+        return self.counts.grow(seeds)
+
+
+NODE = Growing(counts=Counts()).trace().nodes[0]
+
+
+def growing(seeds: Batch | Unfinished) -> Generator[Batch | Unfinished, Arrived, None]:
+    """Every output grows by one a turn, up to its number; unfinished ones know how far they are."""
+    grown: dict[int, int] = {}
+
+    def take(arrived: Arrived) -> None:
+        if isinstance(arrived, Unfinished):
+            grown.update(zip(arrived.items.ids, arrived.items["grown"], strict=True))
+        elif isinstance(arrived, Batch):
+            grown.update(dict.fromkeys(arrived.repeat(2).ids, 0))
+
+    take(seeds)
+    while grown:
+        for item in grown:
+            grown[item] += 1
+        done = [item for item, size in grown.items() if size > item]
+        arrived = yield Batch({"size": [grown.pop(item) for item in done]}, done)
+        if arrived is GIVE_BACK:
+            yield Unfinished(Batch({"grown": list(grown.values())}, list(grown)))
+            return
+        take(arrived)
+
+
+def stream_of(made: Stage) -> StageStream:
+    return StageStream(NODE, made, clock=map(float, count()).__next__)
+
+
+def seeds(*ids: int) -> list[Batch]:
+    return [Batch({"x": list(ids)}, ids)]
+
+
+def shown(piece: Piece) -> Any:
+    """A piece in short: what is finished, what is given back, or None."""
+    if piece is None:
+        return None
+    if isinstance(piece, Unfinished):
+        return ("back", dict(zip(piece.items.ids, piece.items["grown"], strict=True)))
+    return piece.ids
+
+
+def test_what_one_stream_gives_back_another_one_finishes() -> None:
+    first = stream_of(growing)
+    first.feed(seeds(0, 2))
+    pieces = first.run()
+    assert [shown(next(pieces)) for _ in range(3)] == [(0,), (1,), None]
+    first.give_back()
+    back = next(pieces)
+    assert shown(back) == ("back", {4: 3, 5: 3})
+    assert list(pieces) == []
+    assert isinstance(back, Unfinished)
+    facts = first.log.facts()
+    assert facts["given_back"] == [facts["given_back"][0], "4-5"]  # type: ignore[index]
+
+    second = stream_of(growing)
+    second.feed(back)
+    assert [shown(piece) for piece in second.run()] == [None, (4,), (5,)]
+    assert second.log.facts()["items"] == 0, "they are nobody's inputs"
+
+
+def test_fresh_and_unfinished_items_come_one_after_the_other() -> None:
+    stream = stream_of(growing)
+    stream.feed(Unfinished(Batch({"grown": [5]}, [5])))
+    stream.feed(Unfinished(Batch({"grown": [8]}, [9])))
+    stream.feed(seeds(0))
+    stream.feed(seeds(1))
+    assert [shown(piece) for piece in stream.run()] == [(5,), (9, 0), (1,), (2,), (3,)]
+    assert [taken[1] for taken in stream.log.facts()["taken"]] == ["0-1"]  # type: ignore[attr-defined]
+
+
+def test_what_comes_too_late_is_left_where_it_is() -> None:
+    stream = stream_of(growing)
+    stream.feed(seeds(0))
+    pieces = stream.run()
+    next(pieces)
+    stream.feed(seeds(1))
+    stream.give_back()
+    assert [shown(piece) for piece in pieces] == [("back", {1: 1})]
+    nothing_begun = stream_of(growing)
+    nothing_begun.feed(seeds(1))
+    nothing_begun.give_back()
+    assert list(nothing_begun.run()) == []
+
+
+def test_a_stage_may_finish_instead() -> None:
+    def stubborn(given: Batch) -> Generator[Any, Any, None]:
+        for row in range(2 * len(given)):
+            yield given.repeat(2).select([row])
+
+    stream = stream_of(stubborn)
+    stream.feed(seeds(3))
+    pieces = stream.run()
+    assert shown(next(pieces)) == (6,)
+    stream.give_back()
+    assert [shown(piece) for piece in pieces] == [(7,)]
+
+
+def test_a_stage_may_hand_on_what_is_finished_first() -> None:
+    def tidy(given: Batch) -> Generator[Any, Any, None]:
+        outputs = given.repeat(2).with_columns(grown=[0, 0])
+        assert (yield outputs.select([])) is GIVE_BACK
+        yield outputs.select([0])
+        yield Unfinished(outputs.select([1]))
+
+    stream = stream_of(tidy)
+    stream.feed(seeds(0))
+    pieces = stream.run()
+    assert next(pieces) is None
+    stream.give_back()
+    assert [shown(piece) for piece in pieces] == [(0,), ("back", {1: 0})]
+
+
+@pytest.mark.parametrize("back", [[0], [0, 1, 2], [0, 0]])
+def test_all_that_is_owed_comes_back(back: list[int]) -> None:
+    def forgetful(_: Batch) -> Generator[Any, Any, None]:
+        while (yield Batch({}, [])) is not GIVE_BACK:
+            pass
+        yield Unfinished(Batch({"grown": [0] * len(back)}, back))
+
+    stream = stream_of(forgetful)
+    stream.feed(seeds(0))
+    pieces = stream.run()
+    next(pieces)
+    stream.give_back()
+    with pytest.raises(UserError, match="other ones than all"):
+        list(pieces)
+
+
+def test_nothing_comes_back_unasked() -> None:
+    def eager(given: Batch) -> Generator[Any, Any, None]:
+        yield Unfinished(given.repeat(2))
+
+    stream = stream_of(eager)
+    stream.feed(seeds(0))
+    with pytest.raises(UserError, match="unasked"):
+        list(stream.run())
+
+
+def test_a_stage_that_has_given_back_ends() -> None:
+    def tireless(given: Batch) -> Generator[Any, Any, None]:
+        yield Batch({}, [])
+        yield Unfinished(given.repeat(2))
+        yield given.repeat(2)
+
+    stream = stream_of(tireless)
+    stream.feed(seeds(0))
+    pieces = stream.run()
+    next(pieces)
+    stream.give_back()
+    with pytest.raises(UserError, match="handed on items it was not given, or handed on before"):
+        list(pieces)
+
+
+@pytest.mark.parametrize(
+    ("declared", "what"),
+    [
+        ({"resumable": True}, "only a streaming stage"),
+        ({"resumable": True, "streaming": True, "sticky": True}, "cannot go on elsewhere"),
+    ],
+)
+def test_declarations_that_contradict_each_other(declared: dict[str, bool], what: str) -> None:
+    with pytest.raises(FlowError, match=what):
+        stage(**declared)(lambda batch: batch)  # type: ignore[arg-type]
+
+
+def test_a_stage_that_came_by_pickle_knows_the_signal() -> None:
+    """Stages that are pickled by value bring their own reference to it along."""
+    assert pickle.loads(pickle.dumps(GIVE_BACK)) is GIVE_BACK
+
+
+def test_the_graph_tells_what_is_resumable() -> None:
+    graph = Growing(counts=Counts()).trace()
+    assert graph.nodes[0].resumable
+    assert "resumable" in graph.describe()[0]

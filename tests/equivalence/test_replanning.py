@@ -1,0 +1,158 @@
+"""Another plan from step to step, in one run: the result is still that of the eager run."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import m2flow
+from m2flow import Flow
+from m2flow.errors import UserError
+from m2flow.plan import LaneSpec, build_plan
+from m2flow.runtime.pool import LanePool
+from m2flow.runtime.run import Run
+from tests.equivalence import flows
+from tests.equivalence.flows import (
+    Outcome,
+    Scenario,
+    check_same,
+    eager_outcome,
+    environment,
+    grpo,
+    output_of,
+    toy,
+)
+from tests.equivalence.random_plans import random_plan
+
+ray = pytest.importorskip("ray")
+ray.cloudpickle.register_pickle_by_value(flows)  # lanes cannot import the tests
+
+LANES = tuple(LaneSpec(number) for number in range(3))
+RUNS = 8
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LanePool]:
+    folder = Path(tempfile.mkdtemp(prefix="m2r-"))  # Ray's sockets need a short path
+    ray.init(
+        address="local",
+        num_cpus=len(LANES),
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        _temp_dir=str(folder),
+    )
+    try:
+        with LanePool(LANES) as lanes:
+            yield lanes
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def replanned_outcome(scenario: Scenario, pool: LanePool, random: Random) -> tuple[Outcome, int]:
+    """Run a scenario under a new random plan at each step; and how many workers were moved."""
+
+    def plan() -> Any:
+        graph = scenario.make_flow().trace()
+        drawn = random_plan(
+            graph,
+            LANES,
+            scenario.items_per_step,
+            random,
+            state_bytes=scenario.state_bytes,
+            gangs_allowed=scenario.gangs_allowed,
+        )
+        return replace(drawn, max_staleness=0)
+
+    outputs, metrics, moved = [], [], 0
+    with m2flow.launch(
+        scenario.make_flow(), items_per_step=scenario.items_per_step, plan=plan(), lanes=pool
+    ) as run:
+        for number, batch in enumerate(scenario.batches):
+            if number:
+                moved += len(run.replan(plan()).moved)
+            result = run.step(batch)
+            outputs.append(output_of(result))
+            metrics.append(dict(result.metrics))
+        states = run.worker_call_everywhere(*scenario.trained)
+    return Outcome(outputs, states, metrics, 0), moved
+
+
+@pytest.mark.parametrize("make", [toy, environment, grpo], ids=lambda make: make.__name__)
+def test_a_new_plan_at_each_step_gives_the_eager_result(
+    make: object, pool: LanePool, tmp_path: Path
+) -> None:
+    threads = torch.get_num_threads()
+    scenario: Scenario = grpo(tmp_path) if make is grpo else make()  # type: ignore[operator]
+    eager = eager_outcome(scenario)
+    torch.set_num_threads(threads)
+    moved = 0
+    for seed in range(RUNS):
+        there, count = replanned_outcome(scenario, pool, Random(1000 + seed))
+        try:
+            check_same(there, eager, scenario)
+        except AssertionError as error:
+            raise AssertionError(f"under the plans of seed {seed}: {error}") from error
+        moved += count
+    assert moved > RUNS, "the plans are too much alike"
+
+
+def _toy_run(pool: LanePool, flow: Flow) -> tuple[Run, Scenario]:
+    scenario = toy()
+    plan = build_plan("collocated", flow.trace(), LANES[:2], scenario.items_per_step)
+    return m2flow.launch(flow, items_per_step=scenario.items_per_step, plan=plan, lanes=pool), (
+        scenario
+    )
+
+
+def test_only_what_differs_moves(pool: LanePool) -> None:
+    flow = toy().make_flow()
+    run, scenario = _toy_run(pool, flow)
+    with run:
+        run.step(scenario.batches[0])
+        finer = build_plan("collocated", run.graph, LANES[:2], scenario.items_per_step)
+        finer = replace(finer, stages={})
+        assert run.replan(finer).moved == ()
+        placements = dict(finer.placements) | {"judge": replace(finer.placements["judge"])}
+        placements["judge"] = replace(placements["judge"], replicas=((2,),))
+        three = replace(finer, lanes=LANES, placements=placements)
+        done = run.replan(three)
+        assert done.moved == ("judge",)
+        assert done.seconds < 5
+        assert run.plan == replace(three, placements=run.plan.placements)
+
+
+def test_a_trained_worker_that_cannot_save_its_state_stays(pool: LanePool) -> None:
+    flow = flows.Toy(sampler=flows.Sampler(), judge=flows.Judge(), learner=flows.ForgetfulLearner())
+    run, scenario = _toy_run(pool, flow)
+    with run:
+        run.step(scenario.batches[0])
+        apart = build_plan("disaggregated", run.graph, LANES[:2], scenario.items_per_step)
+        with pytest.raises(UserError, match=r"learner: .*save"):
+            run.replan(apart)
+        assert not run.movable("learner")
+        run.step(scenario.batches[1])  # goes on as it was
+
+
+def test_no_new_plan_while_steps_are_in_flight_or_for_one_process(pool: LanePool) -> None:
+    flow = toy().make_flow()
+    run, scenario = _toy_run(pool, flow)
+    with run:
+        steps = run.steps(scenario.batches)
+        next(steps)
+        assert run.replan(run.plan).moved == ()  # the steps come one after the other
+        elsewhere = replace(run.plan, lanes=(LaneSpec(7),))
+        with pytest.raises(UserError):
+            run.replan(elsewhere)
+    eager = m2flow.launch(toy().make_flow(), items_per_step=scenario.items_per_step)
+    with eager, pytest.raises(UserError, match="eager"):
+        eager.replan(eager.plan)

@@ -1,0 +1,95 @@
+"""A critic is the policy's body with a head of zeros, and a folder like any model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from m2flow.errors import UserError
+from m2flow.models.causal_lm import TinySpec, build_tiny, load_model
+from m2flow.models.critic import critic_of, load_critic
+from m2flow.training.packing import pack
+from m2flow.training.rollouts import TokenPairs
+from m2flow.training.values import token_values
+
+SPEC = TinySpec(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+@pytest.fixture
+def policy_folder(tmp_path: Path) -> Path:
+    policy = build_tiny(SPEC, vocab_size=11, eos_token_id=9, pad_token_id=10, seed=3)
+    policy.save_pretrained(tmp_path / "policy")
+    return tmp_path / "policy"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_made_of_a_policy(policy_folder: Path, dtype: torch.dtype) -> None:
+    random_state = torch.get_rng_state()
+    critic, policy = load_critic(policy_folder, dtype), load_model(policy_folder, dtype)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    weights, body = critic.state_dict(), policy.base_model.state_dict()
+    assert all(torch.equal(weights[f"model.{name}"], value) for name, value in body.items())
+    assert {name for name in weights if not name.startswith("model.")} == {
+        "score.weight",
+        "score.bias",
+    }
+    assert not any(weights[f"score.{name}"].any() for name in ("weight", "bias"))
+    assert {parameter.dtype for parameter in critic.parameters()} == {dtype}
+    assert all(parameter.device.type == "cpu" for parameter in critic.parameters())
+    norms = [type(m).forward.__module__ for m in critic.modules() if "RMSNorm" in type(m).__name__]
+    assert ("m2flow.models.norms" in norms) == (dtype is torch.float64)
+    assert not critic.training
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_written_and_read_back(policy_folder: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    critic = load_critic(policy_folder, dtype)
+    torch.nn.init.normal_(critic.score.weight)
+    critic.save_pretrained(tmp_path / "critic")
+    again = load_critic(tmp_path / "critic", dtype)
+    there = again.state_dict()
+    assert all(torch.equal(value, there[name]) for name, value in critic.state_dict().items())
+    microbatch = pack(TokenPairs.from_rows([[1, 2]], [[3, 4, 9]]), 100)[0]
+    assert torch.equal(token_values(again, microbatch), token_values(critic, microbatch))
+
+
+def test_half_a_critic_is_refused(policy_folder: Path, tmp_path: Path) -> None:
+    load_critic(policy_folder).save_pretrained(tmp_path / "critic")
+    file = tmp_path / "critic" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["score.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"lack 1 of the critic's tensors, among them score\.weight"
+    ):
+        load_critic(tmp_path / "critic")
+    with pytest.raises(UserError, match="does not exist"):
+        load_critic(tmp_path / "nowhere")
+
+
+def test_a_classifier_is_no_critic(policy_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "critic"
+    load_critic(policy_folder).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["id2label"] = {"0": "A", "1": "B"}
+    config["label2id"] = {"A": 0, "B": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("score.weight", "score.bias"):
+        tensors[name] = tensors[name].repeat_interleave(2, 0)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="several numbers a token"):
+        load_critic(folder)
+
+
+def test_an_architecture_without_a_critic() -> None:
+    from transformers import CodeGenConfig, CodeGenForCausalLM
+
+    config = CodeGenConfig(vocab_size=5, n_embd=16, n_layer=1, n_head=4, rotary_dim=4)
+    with pytest.raises(UserError, match="no critic of this architecture"):
+        critic_of(CodeGenForCausalLM(config))

@@ -1,0 +1,431 @@
+"""The simulator: seconds counted by hand, a slow oracle of shared lanes, and the search's words."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
+from m2flow.engine.virtual_stream import VirtualStream
+from m2flow.errors import UserError
+from m2flow.flow import Flow, FlowGraph, Stream, Worker, stage
+from m2flow.plan import build_plan
+from m2flow.plan.profile import (
+    LinkCost,
+    Piecewise,
+    Profile,
+    PublishCost,
+    Quantiles,
+    StageLayout,
+    StageProfile,
+    WorkerLayout,
+)
+from m2flow.plan.search import search, to_plan
+from m2flow.plan.search.problem import Problem
+from m2flow.plan.simulate import played, simulate
+from m2flow.plan.simulate_timing import ProfileTiming, drawn
+from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
+from tests.plan.search.random_cases import draw
+from tests.plan.small_graphs import GRAPHS, Model, normalise, score
+
+LANES = (LaneSpec(0), LaneSpec(1))
+
+
+class Trainer(Worker):
+    @stage(accumulates=True, minibatches=2)
+    def train(self, items):  # type: ignore[no-untyped-def]
+        return items
+
+    @train.finish
+    def update(self):  # type: ignore[no-untyped-def]
+        return {}
+
+
+class Grpo(Flow):
+    """Four samples of each prompt, scored, compared in their group, and trained on."""
+
+    gen: Model
+    learner: Trainer
+
+    def step(self, items: Stream) -> Stream:
+        return self.learner.train(normalise(score(self.gen.generate(items))))
+
+    def sync(self) -> None:
+        self.learner.publish(self.gen)
+
+
+GRPO = Grpo(gen=Model(), learner=Trainer()).trace()
+
+
+def line(each: float, least: float = 0.0) -> Piecewise:
+    """So much for each item, beside a least price."""
+    return Piecewise(((1.0, least + each), (1001.0, least + 1001 * each)))
+
+
+def layout(each: float, least: float = 0.0, **more: object) -> StageLayout:
+    return StageLayout(1, line(each, least), **more)  # type: ignore[arg-type]
+
+
+def grpo_profile(lengths: Quantiles | None = None, **more: object) -> Profile:
+    """A generator of four samples a prompt, a score, groups, and training in two mini-batches."""
+    rounds = line(0.01) if lengths else None
+    return Profile(
+        {
+            "gen.generate": StageProfile((layout(1.0, round=rounds),), Bytes(100), lengths),
+            "score": StageProfile((layout(0.25),), Bytes(100)),
+            "normalise": StageProfile((layout(0.0),), Bytes(100)),
+            "learner.train": StageProfile(
+                (layout(0.5, finish=Piecewise(((1, 1.0), (2, 3.0)))),), Bytes(0)
+            ),
+        },
+        **more,  # type: ignore[arg-type]
+    )
+
+
+ON_ONE_LANE = Plan("custom", LANES[:1], {w: Placement(((0,),)) for w in GRPO.workers})
+
+
+# --- by hand --------------------------------------------------------------------------------------
+
+
+def test_a_step_on_one_lane_is_the_sum_of_its_calls() -> None:
+    found = simulate(GRPO, ON_ONE_LANE, grpo_profile(), 4)
+    assert found.seconds == pytest.approx(4 * 1.0 + 16 * 0.25 + 16 * 0.5 + 2 * 1.0)
+    assert found.spread == 0
+    assert found.idle == {0: 0}
+    assert found.stages["learner.train"] == pytest.approx(10.0)
+    assert found.terms["waiting"] == pytest.approx(0.0)
+
+
+def test_dispatch_is_paid_for_every_command() -> None:
+    plain = simulate(GRPO, ON_ONE_LANE, grpo_profile(), 4)
+    more = simulate(GRPO, ON_ONE_LANE, grpo_profile(dispatch=Seconds(0.1)), 4)
+    calls = 1 + 1 + 1 + 2 + 2 + 1  # one of each stage, but two mini-batches, and an install
+    assert more.seconds - plain.seconds == pytest.approx(0.1 * calls)
+    assert more.terms["waiting"] == pytest.approx(0.1 * calls)
+
+
+def test_items_that_share_a_lane_slow_each_other_down() -> None:
+    """Lengths of ten: sixteen at work grow by one in 0.16 s."""
+    found = simulate(GRPO, ON_ONE_LANE, grpo_profile(Quantiles((10.0,))), 4)
+    assert found.stages["gen.generate"] == pytest.approx(10 * 0.16)
+
+
+def test_the_running_limit_is_kept() -> None:
+    """One prompt at a time is four samples at work: four times 10 units of 0.04 s."""
+    plan = replace(ON_ONE_LANE, stages={"gen.generate": StagePlan(max_running=1)})
+    found = simulate(GRPO, plan, grpo_profile(Quantiles((10.0,))), 4)
+    assert found.stages["gen.generate"] == pytest.approx(4 * 10 * 0.04)
+
+
+def test_what_is_taken_in_stops_the_others() -> None:
+    profile = grpo_profile(Quantiles((10.0,)))
+    known = profile.stages["gen.generate"]
+    admitting = replace(known, layouts=(replace(known.layouts[0], admit=line(0.5)),))
+    profile = replace(profile, stages={**profile.stages, "gen.generate": admitting})
+    plan = replace(ON_ONE_LANE, stages={"gen.generate": StagePlan(max_running=2)})
+    found = simulate(GRPO, plan, profile, 4)
+    assert found.stages["gen.generate"] == pytest.approx(2 * (10 * 0.08 + 2 * 0.5))
+
+
+def test_a_done_curve_says_when_items_come_out() -> None:
+    profile = grpo_profile()
+    known = profile.stages["gen.generate"]
+    early = replace(known.layouts[0], done=Piecewise(((0, 0), (0.5, 0.25), (1, 1))))
+    profile = replace(
+        profile, stages={**profile.stages, "gen.generate": replace(known, layouts=(early,))}
+    )
+    second = Placement(((1,),))
+    spots = {**dict.fromkeys(GRPO.workers, second), "gen": Placement(((0,),))}
+    plan = Plan("custom", LANES, spots, {"score": StagePlan(chunk=8)})
+    starts = [s.start for s in played(GRPO, plan, profile, 4).spans if s.name == "score"]
+    assert starts == pytest.approx([1.0, 4.0])  # half of the items after a quarter of 4 s
+
+
+def test_replicas_finish_together_at_their_price() -> None:
+    spots = dict.fromkeys(GRPO.workers, Placement(((0,), (1,))))
+    plan = Plan("custom", LANES, spots, {"learner.train": StagePlan(chunk=4)})
+    run = played(GRPO, plan, grpo_profile(), 4)
+    assert [s.seconds for s in run.spans if s.kind == "finish"] == pytest.approx([3.0] * 4)
+
+
+def test_publishing_costs_what_its_place_does() -> None:
+    prices = tuple(
+        PublishCost("learner", "gen", place, Seconds(seconds))
+        for place, seconds in (("same", 0.1), ("node", 0.7), ("cluster", 5.0))
+    )
+    profile = grpo_profile(publish=prices)
+    both = Placement(((0,), (1,)))
+    for learner, wanted in ((both, [0.1, 0.1]), (Placement(((0,),)), [0.1, 0.7])):
+        spots = {**dict.fromkeys(GRPO.workers, both), "learner": learner}
+        run = played(GRPO, Plan("custom", LANES, spots), profile, 4)
+        installs = [s.seconds for s in run.spans if s.kind == "publish" and s.name == "gen"]
+        assert sorted(installs) == pytest.approx(wanted)
+    far = tuple(replace(lane, node=lane.id) for lane in LANES)
+    spots = {**dict.fromkeys(GRPO.workers, Placement(((0,),))), "gen": Placement(((1,),))}
+    found = simulate(GRPO, Plan("custom", far, spots), profile, 4)
+    assert found.terms["publishing"] == pytest.approx(5.0)
+
+
+def test_items_from_another_lane_are_brought_before_a_call() -> None:
+    link = LinkCost(Seconds(0.5), BytesPerSecond(1600.0))
+    spots = {**dict.fromkeys(GRPO.workers, Placement(((1,),))), "gen": Placement(((0,),))}
+    plan = Plan("custom", LANES, spots)
+    near = simulate(GRPO, plan, grpo_profile(), 4)
+    far = simulate(GRPO, plan, grpo_profile(links={"node": link}), 4)
+    assert far.seconds - near.seconds == pytest.approx(0.5 + 16 * 100 / 1600)
+    assert far.terms["links"] == pytest.approx(1.5)
+
+
+def test_switches_count_and_memory_is_kept() -> None:
+    sizes = {"gen": 40, "score": 50, "learner": 60}
+    workers = {
+        name: (WorkerLayout(1, Bytes(size), Seconds(0.2), Seconds(0.3)),)
+        for name, size in sizes.items()
+    }
+    lanes = (replace(LANES[0], memory_bytes=100),)
+    spots = {w: Placement(((0,),), sizes.get(w, 0)) for w in GRPO.workers}
+    profile = grpo_profile(workers=workers)
+    found = simulate(GRPO, Plan("custom", lanes, spots), profile, 4)
+    # The learner makes way for the verifier, who comes while generation goes on; both make way for
+    # the learner; the generator comes back while it trains.
+    assert found.terms["switching"] == pytest.approx(0.3 + 2 * 0.3 + 0.2)
+    assert found.seconds == pytest.approx(4 + 4 + 8 + 2 + 1.1)
+    assert found.peak_bytes == {0: 100}
+    unlimited = simulate(GRPO, ON_ONE_LANE, profile, 4)
+    assert unlimited.terms["switching"] == 0
+    assert unlimited.peak_bytes == {0: 150}
+
+
+def test_steps_in_flight_count_once_the_pipeline_is_full() -> None:
+    """Generation takes 4 s and the rest 14 s, on lanes of their own: a step in 14 s."""
+    spots = {**dict.fromkeys(GRPO.workers, Placement(((1,),))), "gen": Placement(((0,),))}
+    plan = Plan("custom", LANES, spots)
+    assert simulate(GRPO, plan, grpo_profile(), 4).seconds == pytest.approx(18.0)
+    ahead = simulate(GRPO, replace(plan, max_staleness=1), grpo_profile(), 4)
+    assert ahead.seconds == pytest.approx(14.0)
+    assert ahead.staleness > 0
+    assert ahead.idle == {0: pytest.approx(10 / 14), 1: pytest.approx(0.0)}
+
+
+def test_a_profile_of_other_replicas_is_refused() -> None:
+    spots = {**ON_ONE_LANE.placements, "learner": Placement(((0, 1),))}
+    with pytest.raises(UserError, match=r"learner\.train.*2 x cpu.*1 x cpu"):
+        simulate(GRPO, Plan("custom", LANES, spots), grpo_profile(), 4)
+
+
+def test_turns_of_loops_are_drawn() -> None:
+    graph = GRAPHS["playing"]
+    profile = Profile(
+        {
+            "world.move": StageProfile((layout(1.0),), turns=Quantiles((2.0, 2.0))),
+            "policy.act": StageProfile((layout(1.0),)),
+            "score": StageProfile((layout(0.0),)),
+        }
+    )
+    plan = Plan("custom", LANES[:1], {w: Placement(((0,),)) for w in graph.workers})
+    assert simulate(graph, plan, profile, 3).seconds == pytest.approx(3 * 2 * 2)
+    half = replace(profile.stages["world.move"], turns=Quantiles((1.5,)))
+    profile = replace(profile, stages={**profile.stages, "world.move": half})
+    assert simulate(graph, plan, profile, 3).seconds == pytest.approx(3 * 3)
+
+
+# --- draws ----------------------------------------------------------------------------------------
+
+
+LONG_TAIL = Quantiles((1.0, 5.0, 8.0, 20.0, 100.0))
+
+
+def test_plans_are_compared_on_the_same_lengths() -> None:
+    lengths = {}
+    for mode in ("collocated", "disaggregated"):
+        plan = build_plan(mode, GRPO, LANES, 8)
+        for shift in (0, -1):
+            timing = ProfileTiming(GRPO, plan, grpo_profile(LONG_TAIL), 3, first_step=shift)
+            node = GRPO.node("gen.generate")
+            lengths[mode, shift] = [timing.length(node, 2 - shift, item) for item in range(32)]
+    assert len({tuple(some) for some in lengths.values()}) == 1
+    assert statistics.fmean(drawn(0, 1, 0, 0, n) for n in range(2000)) == pytest.approx(
+        0.5, abs=0.03
+    )
+
+
+def test_steps_differ_as_lengths_do() -> None:
+    plan = build_plan("collocated", GRPO, LANES, 8)
+    one = simulate(GRPO, plan, grpo_profile(LONG_TAIL), 8, steps=8)
+    assert one.spread > 0
+    assert simulate(GRPO, plan, grpo_profile(LONG_TAIL), 8, steps=8) == one
+    assert simulate(GRPO, plan, grpo_profile(LONG_TAIL), 8, steps=8, seed=1).seconds != one.seconds
+
+
+class Told(Worker):
+    @stage(streaming=True, length="budget")
+    def generate(self, items):  # type: ignore[no-untyped-def]
+        yield items
+
+
+class TellingFlow(Flow):
+    told: Told
+
+    def step(self, items: Stream) -> Stream:
+        return self.told.generate(items)
+
+
+def test_longest_first_where_the_flow_knows_lengths() -> None:
+    graph = TellingFlow(told=Told()).trace()
+    lengths = Quantiles((1.0, 2.0, 3.0, 50.0))
+    work = StageProfile((layout(1.0, round=line(0.1)),), Bytes(0), lengths)
+    plan = Plan(
+        "custom",
+        LANES,
+        {"told": Placement(((0,), (1,)))},
+        {"told.generate": StagePlan(chunk=1, max_running=1)},
+    )
+    profile = Profile({"told.generate": work})
+    run = played(graph, plan, profile, 12)
+    seconds = [s.seconds for s in sorted(run.spans, key=lambda s: s.start)]
+    assert len(run.spans) <= 12
+    timing = ProfileTiming(graph, plan, profile)
+    longest = max(timing.length(graph.nodes[0], 0, n) for n in range(12))
+    assert max(seconds[:2]) >= longest * 0.1  # it is in one of the first two calls
+
+
+# --- processor sharing against an oracle ----------------------------------------------------------
+
+
+def slowly(arrivals: Sequence[tuple[float, float]], pace: Sequence[float]) -> dict[int, float]:
+    """When each item (arrival, need) is finished, by going from event to event."""
+    left = {n: need for n, (_, need) in enumerate(arrivals)}
+    done: dict[int, float] = {}
+    now = 0.0
+    while left:
+        here = [n for n in left if arrivals[n][0] <= now]
+        coming = [when for when, _ in arrivals if when > now]
+        if not here:
+            now = min(coming)
+            continue
+        rate = pace[len(here) - 1]
+        next_end = now + min(left[n] for n in here) * rate
+        until = min([next_end, *coming])
+        for n in here:
+            left[n] -= (until - now) / rate
+        now = until
+        for n in [n for n in here if left[n] <= 1e-9]:
+            done[n] = now
+            del left[n]
+    return done
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(1, 9)), min_size=1, max_size=8),
+    st.lists(st.floats(0.1, 3.0), min_size=8, max_size=8),
+)
+def test_items_share_a_lane_as_the_oracle_says(
+    arrivals: list[tuple[int, int]], steps: list[float]
+) -> None:
+    pace = [sum(steps[: n + 1]) for n in range(8)]  # more at work, slower
+    stream = VirtualStream(GRPO.nodes[0], 0, 0, 0, 0.0, lambda running: pace[running - 1])
+    order = sorted(range(len(arrivals)), key=lambda n: arrivals[n][0])
+    ends: dict[int, float] = {}
+
+    def play_until(when: float) -> None:
+        while stream.running and stream.next_end() <= when:
+            end = stream.next_end()
+            stream.finish_next(end, together=True)
+            ends.update(dict.fromkeys(stream.say(), end))
+
+    for n in order:
+        play_until(arrivals[n][0])
+        stream.take(float(arrivals[n][0]), (n,), (n,), (float(arrivals[n][1]),), 0.0)
+    play_until(float("inf"))
+    wanted = slowly([(float(a), float(b)) for a, b in arrivals], pace)
+    assert ends == pytest.approx(wanted)
+    assert stream.idle
+
+
+# --- the account ----------------------------------------------------------------------------------
+
+
+def lanes_of(problem: Problem) -> tuple[LaneSpec, ...]:
+    """Lanes of one machine, as many as the problem has."""
+    kinds = [
+        (kind, memory)
+        for kind, count, memory in zip(problem.kinds, problem.lanes, problem.memory, strict=True)
+        for _ in range(count)
+    ]
+    return tuple(LaneSpec(n, kind=kind, memory_bytes=size) for n, (kind, size) in enumerate(kinds))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_terms_are_all_the_time_of_all_lanes(seed: int) -> None:
+    problem = draw(seed)
+    lanes = lanes_of(problem)
+    for found in search(problem, max_staleness=1):
+        plan = to_plan(problem, found, lanes)
+        one = simulate(problem.graph, plan, problem.profile, int(problem.num_items), steps=2)
+        assert sum(one.terms.values()) == pytest.approx(one.seconds * len(lanes))
+        idle = sum(one.idle.values()) * one.seconds
+        assert idle == pytest.approx(one.terms["waiting"], abs=1e-9)
+        assert sum(one.stages.values()) == pytest.approx(one.terms["compute"])
+        for lane in lanes:
+            mine = sorted((s for s in one.spans if s.lane == lane.id), key=lambda s: s.start)
+            busy = [s for s in mine if not s.args.get("early")]
+            assert all(a.end <= b.start + 1e-9 for a, b in pairwise(busy))
+            assert not mine or 0 <= mine[0].start <= mine[-1].end <= one.seconds * 2 + 1e-9
+
+
+# --- the search's words ---------------------------------------------------------------------------
+
+SEEDS = 150
+WITHIN = {"one by one": (0.1, 0.8), "in chunks": (0.3, 0.8)}
+"""Shares of plans whose simulated step is as near to the search's seconds as this. The search
+leaves out what single lanes do while others are busy, above all within chunks."""
+
+
+def straight(graph: FlowGraph) -> bool:
+    return not graph.loops
+
+
+def test_the_simulation_agrees_with_the_words_of_the_search() -> None:
+    ratios: dict[str, list[float]] = {name: [] for name in WITHIN}
+    for seed in range(SEEDS):
+        problem = draw(seed)
+        if not straight(problem.graph) or problem.limits.lanes_per_node is not None:
+            continue
+        problem = replace(problem, profile=replace(problem.profile, links={}))
+        found = search(problem)[0]
+        plan = to_plan(problem, found, lanes_of(problem))
+        one = simulate(problem.graph, plan, problem.profile, int(problem.num_items), steps=1)
+        name = "in chunks" if "Chunked" in str(found.tree) else "one by one"
+        ratios[name].append(one.seconds / found.seconds)
+    for name, (tolerance, share) in WITHIN.items():
+        near = [abs(ratio - 1.0) <= tolerance for ratio in ratios[name]]
+        assert statistics.fmean(near) >= share, (name, sorted(ratios[name]))
+    everything = [ratio for some in ratios.values() for ratio in some]
+    assert statistics.median(everything) == pytest.approx(1.0, abs=0.02)
+    assert min(everything) > 0.7
+    assert max(everything) < 2.0
+
+
+# --- speed ----------------------------------------------------------------------------------------
+
+
+def test_a_small_step_takes_milliseconds() -> None:
+    """32 prompts of 16 samples on two lanes: the CPU time of one of three steps."""
+    flow = replace(GRPO.nodes[0], expands=16)
+    nodes = [flow, *(replace(n, fanout=16, group_size=16) for n in GRPO.nodes[1:])]
+    graph = replace(GRPO, nodes=tuple(nodes))
+    plan = build_plan("disaggregated", graph, LANES, 32)
+    profile = grpo_profile(LONG_TAIL)
+    simulate(graph, plan, profile, 32, steps=1)
+    start = time.process_time()
+    simulate(graph, plan, profile, 32)
+    assert (time.process_time() - start) / 3 < 0.05

@@ -1,0 +1,426 @@
+"""Payloads on GPUs: which link they take, that they arrive whole, and what happens where one fails.
+
+The GPUs are made up (`fake_gpu`); everything else is real: sockets, shared memory, threads.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m2flow.flow.batch import Batch, Ragged
+from m2flow.runtime.links.cargo import OWN_PIECE_BYTES, device_bytes, load
+from m2flow.runtime.links.cuda_ipc import CudaIPC, _second_storage, _Torch
+from m2flow.runtime.links.devices import (
+    STAGED,
+    LinkRefused,
+    Standing,
+    choose_way,
+    scope_between,
+)
+from m2flow.runtime.links.measure import completed, measure, who_measures
+from m2flow.runtime.links.peers import LinkUnavailable, PayloadServer, Peers, TestPayload
+from m2flow.runtime.links.shared_memory import SharedPool
+from m2flow.runtime.links.table import LinkCost, LinkTable
+from m2flow.runtime.links.wire import pack, unpack
+from tests.runtime.links.fake_gpu import FakeDriver, FakeGPU
+
+KEY = b"between us"
+HERE = Standing("lane 0", "here", "GPU-a")
+BESIDE = Standing("lane 1", "here", "GPU-a")
+ACROSS = Standing("lane 2", "here", "GPU-b")
+AWAY = Standing("lane 3", "there", "GPU-c")
+HOST = Standing("the launcher", "here")
+IPC_WINS = LinkTable(
+    {
+        "gpu": {"cuda_ipc": LinkCost(1e-6), STAGED: LinkCost(1e-3)},
+        "gpus": {"cuda_ipc": LinkCost(1e-6), STAGED: LinkCost(1e-3)},
+        "node": {"stream": LinkCost(50e-6, 1e9), "shared": LinkCost(60e-6)},
+        "cluster": {"stream": LinkCost(1e-3, 1e9)},
+    }
+)
+
+
+class NoLink:
+    """A link that is only chosen."""
+
+    def __init__(self, *scopes: Any) -> None:
+        self.scopes = scopes
+
+
+LINKS: Any = {"cuda_ipc": NoLink("gpu", "gpus"), "nccl": NoLink("gpu_cluster")}
+
+
+def choose(asker: Standing, nbytes: int = 1 << 20, table: LinkTable | None = None, **more: Any):
+    more.setdefault("without", {})
+    return choose_way(table or LinkTable.assumed(), asker, HERE, nbytes, LINKS, **more)
+
+
+# --- the choice ---------------------------------------------------------------------------------
+
+
+def test_the_scope_goes_by_machine_and_gpu() -> None:
+    others = (BESIDE, ACROSS, AWAY, HOST)
+    assert [scope_between(HERE, one) for one in others] == ["gpu", "gpus", "gpu_cluster", None]
+    assert [scope_between(one, HERE) for one in others] == ["gpu", "gpus", "gpu_cluster", None]
+
+
+def test_the_way_is_the_fastest_one_that_exists_between_two_places() -> None:
+    large = 100 << 20
+    assert [choose(one, large) for one in (BESIDE, ACROSS, AWAY)] == [
+        "cuda_ipc",
+        "cuda_ipc",
+        "nccl",
+    ]
+    assert choose(HOST, large) is None
+    assert choose(AWAY, 1000) is None, "a small one goes through host memory"
+    assert choose(BESIDE, table=LinkTable({})) is None, "where nothing is known, as well"
+
+
+def test_what_was_refused_is_not_chosen_again() -> None:
+    assert choose(BESIDE, without={"cuda_ipc": "another container"}) is None
+    with pytest.raises(LinkUnavailable, match="from lane 0 to lane 1: another container"):
+        choose(BESIDE, without={"cuda_ipc": "another container"}, demanded="cuda_ipc")
+
+
+def test_a_demand_is_met_or_refused_and_never_bent() -> None:
+    assert choose(BESIDE, 10, demanded="cuda_ipc") == "cuda_ipc"
+    assert choose(BESIDE, demanded=STAGED) is choose(BESIDE, demanded="stream") is None
+    with pytest.raises(LinkUnavailable, match="'nccl' from lane 0 to lane 1"):
+        choose(BESIDE, demanded="nccl")
+    with pytest.raises(LinkUnavailable, match="the launcher stands on no GPU"):
+        choose(HOST, demanded="cuda_ipc")
+
+
+@given(st.sampled_from([BESIDE, ACROSS, AWAY]), st.integers(0, 1 << 32), st.booleans())
+def test_no_way_is_chosen_that_the_table_says_is_slower(
+    asker: Standing, nbytes: int, refused: bool
+) -> None:
+    table = LinkTable.assumed()
+    scope = scope_between(asker, HERE)
+    assert scope is not None
+    without = {"cuda_ipc": "x", "nccl": "x"} if refused else {}
+    way = choose(asker, nbytes, without=without) or STAGED
+    assert not (refused and way != STAGED)
+    if not refused:
+        least = min(table.seconds(scope, kind, nbytes) for kind in table.kinds(scope))
+        assert table.seconds(scope, way, nbytes) == least
+
+
+def test_each_scope_is_measured_by_one_pair() -> None:
+    places = {0: HOST, 1: HERE, 2: ACROSS, 5: AWAY, 7: BESIDE}
+    assert who_measures(places) == {0: (1, 5), 1: (2, 5, 7)}
+    assert who_measures({3: HERE, 4: AWAY}) == {3: (4,)}
+    assert who_measures({3: HOST}) == {}
+
+
+def test_links_that_are_not_here_are_named() -> None:
+    table = completed(LinkTable({}), any_gpu=False)
+    assert table.absent == {
+        "gpu": {"cuda_ipc": "no GPU here"},
+        "gpus": {"cuda_ipc": "no GPU here"},
+        "gpu_cluster": {"nccl": "no GPU here"},
+    }
+    merged = LinkTable.assumed().merged(table)
+    assert merged.kinds("gpu") == ("staged",)
+    assert "cuda_ipc absent: no GPU here" in merged.explain("gpu", 1 << 20)
+    assert LinkTable.from_json(merged.to_json()) == merged
+    one = completed(LinkTable({"gpu": {"cuda_ipc": LinkCost(1)}}), any_gpu=True)
+    assert one.absent["gpus"] == {"cuda_ipc": "no second GPU here"}
+    assert "gpu" not in one.absent
+
+
+# --- the device part of a payload ---------------------------------------------------------------
+
+sizes = st.sampled_from([0, 1, 3, 255, 256, 257, 1000, OWN_PIECE_BYTES, OWN_PIECE_BYTES + 1])
+dtypes = st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.bool])
+
+
+@given(st.lists(st.tuples(sizes, dtypes, st.booleans(), st.booleans()), max_size=8))
+def test_any_mixture_of_devices_comes_back_the_same(parts: Any) -> None:
+    gpu = FakeGPU("GPU-a", FakeDriver())
+    value = {}
+    for number, (count, dtype, on_device, strided) in enumerate(parts):
+        rows = max(1, count // dtype.itemsize)
+        tensor = torch.randint(0, 2, (rows, 2) if strided else (rows,)).to(dtype)
+        tensor = tensor[:, 0] if strided else tensor
+        value[f"t{number}"] = gpu.put(tensor) if on_device else tensor
+    packed = pack(value)
+    cargo = load(packed, gpu.owns)
+    assert cargo.manifest.nbytes >= device_bytes(packed, gpu.owns)
+    assert len(cargo.pieces) <= 1 + sum(size >= OWN_PIECE_BYTES for size, *_ in parts)
+    host = [buffer.memory().copy() for buffer in cargo.host.buffers]
+    got = unpack(cargo.host.head, cargo.manifest.together(host, cargo.pieces))
+    assert got.keys() == value.keys()
+    for name, tensor in value.items():
+        assert got[name].dtype is tensor.dtype
+        assert torch.equal(got[name], tensor)
+
+
+def test_torch_still_has_the_handle_that_is_sent() -> None:
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    names = list(inspect.signature(rebuild_cuda_tensor).parameters)
+    there = [names.index(f"storage_{name}") for name in ("device", "handle", "size_bytes")]
+    assert there == [6, 7, 8]
+    assert names[9] == "storage_offset_bytes"
+    assert names[11:] == [
+        "ref_counter_handle",
+        "ref_counter_offset",
+        "event_handle",
+        "event_sync_required",
+    ]
+    assert len(_Torch._fields) == 8
+    for name in ("_share_cuda_", "_new_shared_cuda", "_release_ipc_counter"):
+        assert hasattr(torch.UntypedStorage, name)
+
+
+def test_a_second_storage_begins_where_the_piece_does_and_keeps_it() -> None:
+    whole = torch.arange(100, dtype=torch.uint8)
+    piece = whole[10:30]
+    alias = _second_storage(piece)
+    assert alias.untyped_storage().nbytes() == 20
+    assert alias.data_ptr() == piece.data_ptr()
+    del whole, piece
+    assert alias[-1] == 29
+
+
+# --- between two processes ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def pool() -> Iterator[SharedPool]:
+    pool = SharedPool(f"m2flow-test-{os.getpid()}-{random.randrange(1 << 30)}-")
+    yield pool
+    pool.close()
+
+
+class Pair:
+    """A server on GPU-a, and who asks from another place."""
+
+    def __init__(self, pool: SharedPool, gpu: str | None) -> None:
+        self.driver = FakeDriver()
+        self.here = FakeGPU("GPU-a", self.driver)
+        self.values: dict[str, Any] = {}
+        self.server = PayloadServer(
+            self.values.__getitem__,
+            pool,
+            KEY,
+            name="lane 0",
+            devices=self.here.devices,
+            table=IPC_WINS,
+        )
+        there = None if gpu is None else FakeGPU(gpu, self.driver).devices
+        self.peers = Peers(None, KEY, name="lane 1", devices=there)
+
+    def get(self, key: Any, **more: Any) -> Any:
+        return self.peers.receive(self.server.address, key, timeout=5, **more)
+
+    def mixed(self) -> dict[str, Any]:
+        """Two large and three small tensors on the GPU, and a host part of 400 KB."""
+        large = torch.randn(600_000)
+        value = {
+            "logits": self.here.put(large),
+            "half": self.here.put(large.to(torch.bfloat16)),
+            "small": [self.here.put(torch.arange(n)) for n in (1, 5, 700)],
+            "strided": self.here.put(torch.arange(12.0).view(3, 4)).t(),
+            "tokens": torch.arange(50_000),
+            "ragged": Batch({"text": ["a", "b"], "x": Ragged(torch.arange(3), [1, 2])}),
+            "text": "said",
+        }
+        self.values["mixed"] = value
+        return value
+
+    def close(self) -> None:
+        self.peers.close()
+        self.server.close()
+
+
+@pytest.fixture(params=["GPU-a", "GPU-b"])
+def pair(pool: SharedPool, request: Any) -> Iterator[Pair]:
+    pair = Pair(pool, request.param)
+    yield pair
+    pair.close()
+
+
+def same(got: Any, value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return got.dtype is value.dtype and torch.equal(got, value)
+    if isinstance(value, Batch):
+        return got["text"] == value["text"] and torch.equal(got["x"].values, value["x"].values)
+    if isinstance(value, dict):
+        return got.keys() == value.keys() and all(same(got[name], value[name]) for name in value)
+    if isinstance(value, list):
+        return len(got) == len(value) and all(map(same, got, value))
+    return bool(got == value)
+
+
+def test_mixed_devices_travel_in_one_message(pair: Pair, pool: SharedPool) -> None:
+    value = pair.mixed()
+    got = pair.get("mixed")
+    assert got.link == "cuda_ipc"
+    assert same(got.value, value)
+    assert got.nbytes > 600_000 * 6
+    assert pair.driver.shared == 3, "two large ones and the small ones together"
+    assert pool.blocks_in_use() == 1, "the host part is in shared memory"
+    opened = got.value["logits"].data_ptr() == value["logits"].data_ptr()
+    if pair.peers.standing.gpu == "GPU-a":
+        assert opened, "on one GPU nothing is copied"
+        assert (pair.driver.held, pair.driver.finished) == (3, 0)
+        kept = got.value["logits"][5:]
+        del got
+        assert pair.driver.held == 1, "what is read keeps the sender's memory"
+        del kept
+    else:
+        assert not opened, "from another GPU it is copied"
+        assert pair.driver.finished == 3, "after what was queued"
+        assert pair.driver.held == 0, "and the sender's memory is free at once"
+        del got
+    assert pool.blocks_in_use() == 0
+    assert set(pair.driver.let_go_count.values()) == {1}
+
+
+def test_what_has_nothing_on_the_device_goes_as_ever(pair: Pair) -> None:
+    pair.values["host"] = torch.arange(100_000)
+    assert pair.get("host").link == "shared"
+    assert pair.get("host", link="cuda_ipc").link == "shared", "there is nothing to open"
+    assert pair.driver.shared == 0
+
+
+def test_who_stands_on_no_gpu_gets_host_memory(pool: SharedPool) -> None:
+    pair = Pair(pool, None)
+    value = pair.mixed()
+    got = pair.get("mixed")
+    assert (got.link, pair.driver.shared) == ("shared", 0)
+    assert same(got.value, value)
+    with pytest.raises(LinkUnavailable, match="lane 1 stands on no GPU"):
+        pair.get("mixed", link="cuda_ipc")
+    pair.close()
+
+
+def test_a_demand_for_host_memory_is_one_for_all_of_it(pair: Pair) -> None:
+    value = pair.mixed()
+    for link, found in ((STAGED, "shared"), ("shared", "shared"), ("stream", "stream")):
+        got = pair.get("mixed", link=link)
+        assert got.link == found
+        assert same(got.value, value)
+    assert pair.driver.shared == 0
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_memory_that_cannot_be_opened_goes_by_host_once_and_for_all(
+    pair: Pair, caplog: pytest.LogCaptureFixture, broken: int
+) -> None:
+    value = pair.mixed()
+    pair.driver.broken_opens = {broken}
+    with caplog.at_level(logging.WARNING):
+        got = pair.get("mixed")
+    assert got.link == "shared"
+    assert same(got.value, value)
+    assert pair.driver.held == 0
+    assert set(pair.driver.let_go_count.values()) == {1}, "opened or withdrawn, each once"
+    assert "no cuda_ipc from lane 0 to lane 1" in caplog.text
+    assert "invalid resource handle" in pair.peers.refused[pair.server.address]["cuda_ipc"]
+    (line,) = pair.server.table.refused
+    assert line.startswith("no cuda_ipc from lane 0 to lane 1: its memory cannot be opened")
+    pair.driver.broken_opens = set()
+    assert pair.get("mixed").link == "shared", "nor is it tried again"
+    assert pair.driver.shared == 3
+    assert len(pair.server.table.refused) == 1
+
+
+def test_a_demanded_link_that_fails_is_said_to_be_unavailable(pair: Pair) -> None:
+    pair.mixed()
+    pair.driver.broken_opens = {0}
+    for _ in range(2):
+        with pytest.raises(LinkUnavailable, match="invalid resource handle"):
+            pair.get("mixed", link="cuda_ipc")
+    assert pair.driver.held == 0
+    assert same(pair.get("mixed").value, pair.values["mixed"]), "and the connection is good"
+
+
+def test_memory_that_cannot_be_shared_is_tried_once(pair: Pair) -> None:
+    value = pair.mixed()
+    pair.driver.unshareable = True
+    assert pair.get("mixed").link == "shared"
+    pair.driver.unshareable = False
+    got = pair.get("mixed")
+    assert (got.link, pair.driver.shared) == ("shared", 0)
+    assert same(got.value, value)
+    (line,) = pair.server.table.refused
+    assert line.endswith("its memory cannot be shared: the allocator does not share")
+
+
+def test_a_view_that_cannot_be_shared_is_copied_first() -> None:
+    class Fussy(FakeDriver):
+        def share(self, piece: torch.Tensor, *, same_gpu: bool) -> Any:
+            if piece.storage_offset():
+                raise RuntimeError("invalid device pointer")
+            return super().share(piece, same_gpu=same_gpu)
+
+    driver = Fussy()
+    link = CudaIPC("GPU-a", driver)
+    view = torch.arange(10, dtype=torch.uint8)[3:]
+    token = link.offer([view], BESIDE)
+    (got,) = link.take(token, (7,), HERE, None)  # type: ignore[arg-type]
+    assert torch.equal(got, view)
+    assert got.data_ptr() != view.data_ptr()
+
+
+def test_an_offer_that_nobody_reads_is_withdrawn(pair: Pair) -> None:
+    value = pair.mixed()
+
+    def slow(key: str) -> Any:
+        time.sleep(0.4)
+        return value
+
+    pair.server._provide = slow
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="no answer about 'mixed'"):
+        pair.peers.fetch(pair.server.address, "mixed", timeout=0.1)
+    assert time.monotonic() - began < 0.35
+    deadline = time.monotonic() + 5
+    while pair.driver.shared < 3 or pair.driver.held:
+        assert time.monotonic() < deadline, "the offer is still held"
+        time.sleep(0.01)
+    assert set(pair.driver.let_go_count.values()) == {1}
+    pair.server._provide = pair.values.__getitem__
+    assert pair.get("mixed").link == "cuda_ipc"
+
+
+def test_links_of_a_gpu_are_measured_and_failures_named(pair: Pair) -> None:
+    scope = "gpu" if pair.peers.standing.gpu == "GPU-a" else "gpus"
+    table = measure(pair.peers, [pair.server.address])
+    assert set(table.kinds(scope)) == {"cuda_ipc", STAGED}
+    assert set(table.kinds("node")) == {"stream", "shared"}
+    pair.driver.broken_opens = set(range(1000))
+    table = measure(pair.peers, [pair.server.address])
+    assert table.kinds(scope) == (STAGED,)
+    assert "invalid resource handle" in table.absent[scope]["cuda_ipc"]
+    assert (
+        choose_way(
+            LinkTable.assumed().merged(table),
+            pair.peers.standing,
+            Standing("lane 0", pair.peers.node, "GPU-a"),
+            1 << 30,
+            pair.here.devices.links,
+            without={},
+        )
+        is None
+    )
+
+
+def test_a_refusal_travels_whole() -> None:
+    got = unpack(*pack(LinkRefused("because", 3))[:2])
+    assert (str(got), got.taken) == ("because", 3)
+    assert TestPayload(1) == TestPayload(1, on_device=False)

@@ -1,0 +1,101 @@
+"""Which GPU a lane sees, with GPUs that Ray only believes in; and what lanes leave behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from m2flow.engine.plan import LaneSpec
+from m2flow.errors import UserError
+from m2flow.flow.batch import Batch
+from m2flow.flow.worker import Isolation
+from m2flow.runtime.exchange import SHARED_BYTES, Exchange
+from m2flow.runtime.pool import LanePool, _clear_machine, gpus_beside
+
+ray = pytest.importorskip("ray")
+
+GPU_LANES = (
+    LaneSpec(0, "gpu", gpu=1),
+    LaneSpec(1, "gpu", gpu=0),
+    LaneSpec(2, "gpu", gpu=1, reserved_for="simulator"),
+    LaneSpec(3, "gpu", gpu=0, reserved_for="renderer"),
+)
+
+
+def test_a_reserved_lane_shares_the_gpu_of_the_lane_beside_it() -> None:
+    assert gpus_beside(GPU_LANES) == {2: 0, 3: 1}
+    assert gpus_beside(GPU_LANES[::-1]) == {2: 0, 3: 1}
+    alone = (LaneSpec(0, reserved_for="a"), LaneSpec(1, "gpu", gpu=0, reserved_for="a"))
+    assert gpus_beside(alone) == {}, "where none is beside it, it owns the GPU"
+    two = (*alone, LaneSpec(2, "gpu", gpu=0, reserved_for="b"))
+    assert gpus_beside(two) == {2: 1}
+    elsewhere = (LaneSpec(0, "gpu", gpu=0), LaneSpec(1, "gpu", gpu=0, node=1, reserved_for="a"))
+    assert gpus_beside(elsewhere) == {}
+
+
+@pytest.fixture
+def _two_gpus() -> Iterator[None]:
+    folder = Path(tempfile.mkdtemp(prefix="m2f-"))
+    try:
+        ray.init(
+            address="local",
+            num_cpus=1,
+            num_gpus=2,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(folder),
+        )
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.usefixtures("_two_gpus")
+def test_lanes_that_share_a_gpu_see_the_same_one() -> None:
+    own = {"renderer": Isolation(None, (("CUDA_VISIBLE_DEVICES", "7"),))}
+    with LanePool(GPU_LANES, own) as pool:
+        asked = [pool._actors[lane].visible_gpus.remote() for lane in range(4)]
+        first, second, *reserved = ray.get(asked, timeout=30)
+        assert {first, second} == {"0", "1"}
+        assert reserved == [first, "7"], "what its worker says goes first"
+        assert pool.links.kinds("gpu") == ("staged",), "torch sees none of them"
+        assert pool.links.absent["gpu"] == {"cuda_ipc": "no GPU here"}
+    with pytest.raises(UserError, match="the lanes need 3 GPUs, the Ray cluster has 2 free"):
+        LanePool((*GPU_LANES, LaneSpec(4, "gpu", gpu=2)), own)
+
+
+def test_what_a_killed_lane_left_is_cleared(tmp_path: Path) -> None:
+    folder = tmp_path / f"m2flow-test-{os.getpid()}"
+    folder.mkdir()
+    (folder / "lane-0.line").touch()
+    left = Path("/dev/shm") / f"{folder.name}-0-left"
+    other = Path("/dev/shm") / f"{folder.name}0-another-pool"
+    left.touch()
+    other.touch()
+    try:
+        _clear_machine(str(folder))
+        assert not left.exists()
+        assert not folder.exists()
+        assert other.exists()
+    finally:
+        left.unlink(missing_ok=True)
+        other.unlink()
+
+
+def test_what_was_wrapped_for_a_lane_comes_back_when_it_is_lost(tmp_path: Path) -> None:
+    exchange = Exchange(None, -1, "here", "127.0.0.1", tmp_path, b"key")
+    batch = Batch({"x": torch.zeros(2, SHARED_BYTES)})
+    for lane in (3, 3, 4):
+        exchange.wrap(batch, lane, same_node=True)
+    assert exchange._pool.blocks_in_use() == 3
+    exchange.forget(3)
+    assert exchange._pool.blocks_in_use() == 1
+    exchange.close()
