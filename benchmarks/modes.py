@@ -114,7 +114,7 @@ def _predict(
 ) -> None:
     """Measure the stages, add the planner's choice, and predict a step of every plan."""
     os.environ.setdefault("M2FLOW_CACHE", str(CACHE))  # a user's profiles are not our business
-    from m2flow.plan.decide import decide
+    from m2flow.plan.decide import decide, sized
     from m2flow.plan.simulate import simulate
     from m2flow.runtime.profiling import obtain
 
@@ -132,7 +132,8 @@ def _predict(
     print(f"chose {chosen.plan.mode} in {decision.seconds_to_decide:.1f} s", flush=True)
     records[AUTO] = Record(chosen.plan, float(chosen.prediction.seconds))
     for record in records.values():
-        record.predicted = float(simulate(graph, record.plan, profile, workload.items).seconds)
+        plan = sized(record.plan, graph, profile, workload.items)
+        record.predicted = float(simulate(graph, plan, profile, workload.items, steps=8).seconds)
 
 
 def _measure(workload: Workload, records: Mapping[str, Record], blocks: int) -> None:

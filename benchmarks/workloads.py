@@ -48,6 +48,10 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot impo
 
 LANES = "cpu:2"
 
+LEARNING_RATE = 1e-6
+"""Where answers or episodes would change their length: so small that the steps of a comparison are
+alike."""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -152,13 +156,12 @@ def _replayed(
 
 
 def long_tail() -> Workload:
-    """28 prompts of 8 answers, 20 to 240 tokens long; a lane decodes 24 at once."""
+    """28 prompts of 8 answers, 20 tokens in the median and 240 at most."""
     return _replayed(
         "long_tail",
         Lengths(median=20, spread=1.0, limit=240),
         lambda source: Verifier(source, Odd()),
         "prompts_per_step=28",
-        "generation.max_running=24",
     )
 
 
@@ -176,7 +179,7 @@ generator or learner, but not for all three."""
 
 
 class Judge(Verifier):
-    """Says yes or no by a linear classifier on hashed n-grams, as filters of web text are."""
+    """Scores by a linear classifier on hashed n-grams, as filters of web text do."""
 
     def __init__(self, model: ModelSource) -> None:
         super().__init__(model, None)
@@ -186,7 +189,7 @@ class Judge(Verifier):
         generator = torch.Generator().manual_seed(0)
         self.table = nn.EmbeddingBag(BUCKETS, FEATURES, mode="mean")
         self.table.requires_grad_(False).weight.normal_(generator=generator)
-        self.says_yes = torch.randn(FEATURES, generator=generator)
+        self.direction = torch.randn(FEATURES, generator=generator)
         self.held = MovableState(self.table.parameters, place)
 
     @stage
@@ -195,7 +198,7 @@ class Judge(Verifier):
         texts = self.tokenizer.batch_decode(
             [row.tolist() for row in samples["completion_ids"]], skip_special_tokens=True
         )
-        rewards = [float(self.table(self._ngrams(text)) @ self.says_yes > 0) for text in texts]
+        rewards = [float(self.table(self._ngrams(text)) @ self.direction) for text in texts]
         return samples.with_columns(text=texts, reward=rewards)
 
     def _ngrams(self, text: str) -> Tensor:
@@ -222,6 +225,7 @@ def judged() -> Workload:
         "prompts_per_step=6",
         "samples_per_prompt=4",
         "minibatches=1",
+        "training.tokens_per_microbatch=640",
     )
     return replace(workload, lane_memory=JUDGE_MEMORY)
 
@@ -232,7 +236,8 @@ def judged() -> Workload:
 def ppo() -> Workload:
     """The recipe `ppo_quickstart`, 256 answers a step, in two mini-batches."""
     _, _, source = quickstart()
-    recipe = read_recipe(ROOT / "recipes" / "ppo_quickstart.yaml")
+    rates = [f"{part}.learning_rate={LEARNING_RATE}" for part in ("optimizer", "critic")]
+    recipe = read_recipe(ROOT / "recipes" / "ppo_quickstart.yaml", rates)
     experiment = ReasoningExperiment(recipe)
     return Workload(
         "ppo",
@@ -352,7 +357,7 @@ class Trainer(Worker):
     def load(self, place: Place) -> None:
         super().load(place)
         self.model = _network()
-        self.optimizer = SumOptimizer(self.model.named_parameters(), AdamWConfig(3e-4))
+        self.optimizer = SumOptimizer(self.model.named_parameters(), AdamWConfig(LEARNING_RATE))
         self.sums = torch.zeros(2, dtype=torch.float64)
 
     @stage(accumulates=True)

@@ -101,8 +101,8 @@ MEANING = {
     "tokens count all the same",
     "training.recompute_logprobs": "take the ratio against the trainer's own log-probabilities at "
     "the start of the step, not those recorded while sampling",
-    "training.gang": "lanes that hold one copy of the learner (and of the critic) together and take "
-    "part in each of its calls; must divide the number of its lanes. An eager run has none",
+    "training.gang": "lanes that hold one copy of the learner (and of the critic) together and "
+    "take part in each of its calls; must divide the number of its lanes. An eager run has none",
     "evaluation.every": "steps between evaluations; there is one at step 0 and at the end too",
     "evaluation.problems": "held-out problems, answered greedily; 0 for no evaluation",
     "checkpoint.every": "steps between checkpoints; there is one at the end too",

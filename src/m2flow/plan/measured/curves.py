@@ -14,8 +14,8 @@ from statistics import fmean, median, stdev
 
 from m2flow.plan.profile import Piecewise
 
-TRIM = 4
-"""Of so many values the smallest and the largest are left out: a lane may have been held up."""
+TRIM = 20
+"""One of so many values is left out at either end."""
 
 FEW = 4
 """Of fewer values all count for their spread."""
@@ -53,9 +53,10 @@ class Point:
 
 
 def typical(values: Sequence[float]) -> float:
-    """The mean of the middle half of the values; at least one.
+    """The mean of the values, but for the very smallest and largest of many.
 
-    A step is a sum of calls, so their mean predicts it, and not their median.
+    A step is a sum of calls, so their mean predicts it, and not their median: a stage may have next
+    to nothing to do in most calls and much in a few.
     """
     cut = round(len(values) / TRIM)
     kept = sorted(values)[cut : len(values) - cut]
