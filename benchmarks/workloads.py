@@ -190,7 +190,7 @@ class Judge(Verifier):
         self.table = nn.EmbeddingBag(BUCKETS, FEATURES, mode="mean")
         self.table.requires_grad_(False).weight.normal_(generator=generator)
         self.direction = torch.randn(FEATURES, generator=generator)
-        self.held = MovableState(self.table.parameters, place)
+        self.held = MovableState(self.table.parameters, place, frozen=True)
 
     @stage
     def score(self, samples: Batch) -> Batch:

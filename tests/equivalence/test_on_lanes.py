@@ -7,9 +7,6 @@ which states have to make way for each other.
 
 from __future__ import annotations
 
-import logging
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -30,6 +27,7 @@ from tests.equivalence.flows import (
     toy,
 )
 from tests.equivalence.random_plans import random_plan
+from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(flows)  # lanes cannot import the tests
@@ -41,20 +39,8 @@ PLANS = 50
 @pytest.fixture(scope="module")
 def pool() -> Iterator[LanePool]:
     """Lanes in a cluster of their own, for all the runs."""
-    folder = Path(tempfile.mkdtemp(prefix="m2e-"))  # Ray's sockets need a short path
-    ray.init(
-        address="local",
-        num_cpus=len(LANES),
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        _temp_dir=str(folder),
-    )
-    try:
-        with LanePool(LANES) as lanes:
-            yield lanes
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+    with local_cluster(len(LANES)), LanePool(LANES) as lanes:
+        yield lanes
 
 
 @pytest.mark.parametrize("make", [toy, environment, grpo], ids=lambda make: make.__name__)

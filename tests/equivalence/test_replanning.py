@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +29,7 @@ from tests.equivalence.flows import (
     toy,
 )
 from tests.equivalence.random_plans import random_plan
+from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(flows)  # lanes cannot import the tests
@@ -42,20 +40,8 @@ RUNS = 8
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[LanePool]:
-    folder = Path(tempfile.mkdtemp(prefix="m2r-"))  # Ray's sockets need a short path
-    ray.init(
-        address="local",
-        num_cpus=len(LANES),
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        _temp_dir=str(folder),
-    )
-    try:
-        with LanePool(LANES) as lanes:
-            yield lanes
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+    with local_cluster(len(LANES)), LanePool(LANES) as lanes:
+        yield lanes
 
 
 def replanned_outcome(scenario: Scenario, pool: LanePool, random: Random) -> tuple[Outcome, int]:

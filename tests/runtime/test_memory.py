@@ -6,6 +6,7 @@ had at most, above its level before anything was loaded.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from m2flow.runtime.state import (
     peak_resident_bytes,
     reset_peak_resident_bytes,
 )
+from m2flow.runtime.state.memory import return_free_memory
 from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
@@ -193,6 +195,8 @@ def test_an_eager_run_keeps_a_limit_too() -> None:
     batches = [Batch({"x": torch.arange(ITEMS)}) for _ in range(STEPS)]
     outcome = []
     for memory in (None, limit):
+        gc.collect()
+        return_free_memory()  # or the states would take what tests before this one have left
         with m2flow.launch(
             growing(), items_per_step=ITEMS, lanes=(LANE,), lane_memory=memory
         ) as run:

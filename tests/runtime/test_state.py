@@ -32,6 +32,7 @@ from m2flow.runtime.state import (
 )
 from m2flow.runtime.state import spill as spill_module
 from m2flow.runtime.state.host_memory import HostMemoryShelf
+from m2flow.runtime.state.memory import return_free_memory
 from m2flow.runtime.state.storages import all_zero
 
 MB = 1 << 20
@@ -56,6 +57,8 @@ def test_memory_really_falls_and_comes_back(place: Place) -> None:
     model = large_model()
     state = MovableState(lambda: module_tensors(model), place)
     expected = [tensor.clone() for tensor in model.state_dict().values()]
+    gc.collect()
+    return_free_memory()  # of the tests before this one
     num_bytes, before = state.nbytes(), resident_bytes()
     assert num_bytes == sum(tensor.nbytes for tensor in expected) > 99 * MB
     for _ in range(2):
@@ -168,6 +171,27 @@ def test_zeros_are_not_written(place: Place, monkeypatch: pytest.MonkeyPatch) ->
     assert not bool(gradients.any())
     gradients[-1] = 1
     assert all_zero([gradients.untyped_storage()]) == [False]
+
+
+def test_a_frozen_state_is_put_away_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    put = spill_module.FileShelf.put
+
+    def counted(shelf: Any, storages: Any) -> None:
+        written.append(sum(storage.nbytes() for storage in storages))
+        put(shelf, storages)
+
+    monkeypatch.setattr(spill_module.FileShelf, "put", counted)
+    tensors = [torch.randn(1000), torch.zeros(500), torch.randn(3)]
+    expected = [tensor.clone() for tensor in tensors]
+    state = MovableState(lambda: tensors, place, frozen=True)
+    for _ in range(3):
+        state.offload()
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+        assert state.nbytes() == sum(tensor.nbytes for tensor in expected)
+        state.onload()
+        assert all(map(torch.equal, tensors, expected))
+    assert len(written) == 1
 
 
 def test_moving_twice_is_moving_once(place: Place) -> None:

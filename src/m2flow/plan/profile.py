@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from m2flow.errors import UserError, suggestion
@@ -55,6 +55,10 @@ class Piecewise:
                     "points",
                     ((x0, y0), (x1, y1)),
                 )
+
+    def times(self, ratio: float) -> Piecewise:
+        """The same with all values so many times as large."""
+        return Piecewise(tuple((x, ratio * y) for x, y in self.points))
 
     @cached_property
     def _xs(self) -> list[float]:
@@ -178,6 +182,16 @@ class StageLayout:
         if self.done is not None and self.done.points[-1] != (1.0, 1.0):
             raise _bad("must end at (1, 1)", "done", self.done.points[-1])
 
+    def times(self, ratio: float) -> StageLayout:
+        """The same, where everything takes so many times as long."""
+        return replace(
+            self,
+            seconds=self.seconds.times(ratio),
+            round=self.round and self.round.times(ratio),
+            admit=self.admit and self.admit.times(ratio),
+            finish=self.finish and self.finish.times(ratio),
+        )
+
     def call(self, items: Items) -> Seconds:
         """A call of one replica."""
         return Seconds(self.seconds.at(items))
@@ -225,6 +239,10 @@ class StageProfile:
             raise _bad("has a layout twice (lanes, max_running, kind)", "layouts", seen)
         if self.output_bytes < 0:
             raise _bad("must not be negative", "output_bytes", self.output_bytes)
+
+    def times(self, ratio: float) -> StageProfile:
+        """The same, where every call takes so many times as long."""
+        return replace(self, layouts=tuple(layout.times(ratio) for layout in self.layouts))
 
 
 @dataclass(frozen=True)

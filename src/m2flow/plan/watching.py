@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from m2flow.plan.prediction import Candidate
-from m2flow.plan.profile import Piecewise, Profile, StageLayout, StageProfile
+from m2flow.plan.profile import Profile
 from m2flow.plan.units import Seconds
 
 TOLERANCE = 0.15
@@ -82,28 +82,8 @@ class Watch:
             expected = float(predicted.get(name, 0.0))
             seen = [step.stages[name] for step in self._last if name in step.stages]
             ratio = statistics.median(seen) / expected if seen and expected > 0 else 1.0
-            stages[name] = scaled(stage, ratio) if ratio > 0 else stage
+            stages[name] = stage.times(ratio) if ratio > 0 else stage
         return replace(profile, stages=stages)
-
-
-def scaled(stage: StageProfile, ratio: float) -> StageProfile:
-    """A stage whose every call takes so many times as long."""
-    return replace(stage, layouts=tuple(_scaled(layout, ratio) for layout in stage.layouts))
-
-
-def _scaled(layout: StageLayout, ratio: float) -> StageLayout:
-    def times(curve: Piecewise | None) -> Piecewise | None:
-        return None if curve is None else Piecewise(tuple((x, ratio * y) for x, y in curve.points))
-
-    seconds = times(layout.seconds)
-    assert seconds is not None
-    return replace(
-        layout,
-        seconds=seconds,
-        round=times(layout.round),
-        admit=times(layout.admit),
-        finish=times(layout.finish),
-    )
 
 
 def pays(now: Seconds, then: Seconds, pause: Seconds, steps_left: int) -> bool:

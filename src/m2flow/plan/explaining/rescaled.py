@@ -18,7 +18,7 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.plan.explaining.path import TERMS, chain, path_seconds
 from m2flow.plan.explaining.rows import merged
 from m2flow.plan.prediction import Candidate
-from m2flow.plan.profile import Piecewise, Profile, StageLayout, WorkerLayout
+from m2flow.plan.profile import Profile, WorkerLayout
 from m2flow.plan.search import Limits, Problem, evaluate, problem
 from m2flow.plan.units import BytesPerSecond, Seconds
 
@@ -52,9 +52,7 @@ def rescaled(profile: Profile, what: str, factor: float) -> Profile:
             for name, layouts in profile.workers.items()
         }
         return replace(profile, workers=workers)
-    stage = profile.stage(what)
-    layouts = tuple(_timed(layout, factor) for layout in stage.layouts)
-    return replace(profile, stages={**profile.stages, what: replace(stage, layouts=layouts)})
+    return replace(profile, stages={**profile.stages, what: profile.stage(what).times(factor)})
 
 
 def _switched(layout: WorkerLayout, factor: float) -> WorkerLayout:
@@ -62,21 +60,6 @@ def _switched(layout: WorkerLayout, factor: float) -> WorkerLayout:
         layout,
         onload=Seconds(layout.onload * factor),
         offload=Seconds(layout.offload * factor),
-    )
-
-
-def _timed(layout: StageLayout, factor: float) -> StageLayout:
-    def times(curve: Piecewise | None) -> Piecewise | None:
-        return curve and Piecewise(tuple((x, y * factor) for x, y in curve.points))
-
-    seconds = times(layout.seconds)
-    assert seconds is not None
-    return replace(
-        layout,
-        seconds=seconds,
-        round=times(layout.round),
-        admit=times(layout.admit),
-        finish=times(layout.finish),
     )
 
 

@@ -21,7 +21,7 @@ class Reference(Worker):
         from m2flow.runtime.state import MovableState, module_tensors
 
         self.policy, self.shards = divided(place, self.model.load)
-        self.state = MovableState(lambda: module_tensors(self.policy), place)
+        self.state = MovableState(lambda: module_tensors(self.policy), place, frozen=True)
 
     def offload(self) -> None:
         self.state.offload()

@@ -44,10 +44,15 @@ class MovableState:
         tensors: gives every tensor of the state, each time it is asked: plain tensors, parameters
             or DTensors. Those that are not on the place's kind of device stay where they are.
         place: its `device` says where the tensors live, and `spill` where the CPU's file goes.
+        frozen: nobody ever changes them. They are then put away once: the bytes stay there while
+            the state is resident, and the next `offload` only gives memory back.
     """
 
-    def __init__(self, tensors: Callable[[], Iterable[Tensor]], place: Place) -> None:
-        self._tensors = tensors
+    def __init__(
+        self, tensors: Callable[[], Iterable[Tensor]], place: Place, *, frozen: bool = False
+    ) -> None:
+        self._tensors, self._frozen = tensors, frozen
+        self._kept: list[_Away] | None = None
         self._device = torch.device(place.device)
         self._shelf: Shelf
         if self._device.type == "cpu":
@@ -84,14 +89,18 @@ class MovableState:
         with self._lock:
             if self._away is not None:
                 return
-            storages = movable_storages(self._tensors(), self._device.type)
-            zero = all_zero(storages)
-            away = [_Away(s, s.nbytes(), z) for s, z in zip(storages, zero, strict=True)]
-            self._shelf.put([entry.storage for entry in away if not entry.is_zero])
+            away = self._kept or self._put()
             for entry in away:
                 entry.storage.resize_(0)
             self._away = away
         self._shelf.settle()
+
+    def _put(self) -> list[_Away]:
+        storages = movable_storages(self._tensors(), self._device.type)
+        zero = all_zero(storages)
+        away = [_Away(s, s.nbytes(), z) for s, z in zip(storages, zero, strict=True)]
+        self._shelf.put([entry.storage for entry in away if not entry.is_zero])
+        return away
 
     def onload(self) -> None:
         """Bring the state back; nothing happens where it is resident.
@@ -115,8 +124,10 @@ class MovableState:
                 for entry in self._away:
                     entry.storage.resize_(0)
                 raise
+            self._kept = self._away if self._frozen else None
             self._away = None
-            self._shelf.clear()
+            if not self._frozen:
+                self._shelf.clear()
 
     @contextmanager
     def present(self) -> Iterator[None]:
