@@ -14,7 +14,7 @@ from statistics import fmean, median, stdev
 
 from m2flow.plan.profile import Piecewise
 
-TRIM = 20
+TRIM = 10
 """One of so many values is left out at either end."""
 
 FEW = 4
