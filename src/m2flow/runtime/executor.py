@@ -153,8 +153,9 @@ class LaneExecutor:
             store = None if order.keep is None else self._host.store
             workers = self._close_workers(order.keep or ())
             limited, self._limited = self._limited, order.memory_bytes is not None
-            for worker in workers.values() if limited != self._limited else ():
-                worker.offload() if self._limited else worker.onload()
+            if limited != self._limited:  # under a limit everybody is away at the start
+                for worker in workers.values():
+                    (worker.offload if self._limited else worker.onload)()
             self._deadline_seconds = order.deadline_seconds
             self._host = LaneHost(self.lane, pickle.loads(order.graphs), workers, store=store)
             self._exchange.serve(self._host.store)
