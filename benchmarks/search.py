@@ -13,7 +13,7 @@ import time
 
 from harness import Target, arguments, conclude, table
 
-from m2flow.flow import Flow, FlowGraph, Worker, stage
+from m2flow.flow import Flow, FlowGraph, Stream, Worker, stage
 from m2flow.flow.batch import Batch
 from m2flow.plan.profile import (
     LinkCost,
@@ -76,7 +76,7 @@ class PPO(Flow):
     critic: Trained
     actor: Trained
 
-    def step(self, items):  # type: ignore[no-untyped-def]
+    def step(self, items: Stream) -> Stream:
         samples = self.generator.generate(items)
         rewards = self.reward.score(samples)
         reference = self.reference.score(samples)

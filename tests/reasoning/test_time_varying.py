@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +21,7 @@ from m2flow.reasoning.flow import grpo_flow
 from m2flow.reasoning.workers import ModelSource
 from m2flow.runtime.launch import launch
 from m2flow.runtime.pool import LanePool
+from tests.runtime.local_cluster import local_cluster
 
 STEPS = 2
 RECIPE: dict[str, Any] = {
@@ -60,22 +58,11 @@ def lanes() -> Iterator[LanePool]:
     """Two lanes for all runs of this file, in a cluster of their own."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    folder = tempfile.mkdtemp(prefix="m2flow-test-")  # a short path: sockets lie below it
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import the tests
     try:
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            object_store_memory=100_000_000,
-            logging_level=logging.ERROR,
-            _temp_dir=folder,
-        )
-        with LanePool((LaneSpec(0), LaneSpec(1))) as pool:
+        with local_cluster(2), LanePool((LaneSpec(0), LaneSpec(1))) as pool:
             yield pool
     finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
         torch.set_num_threads(threads)
 
 

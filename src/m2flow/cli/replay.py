@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from m2flow.cli.planning import AUTO_MODE, planned
 from m2flow.engine.plan import Plan
@@ -92,10 +93,9 @@ def _last_in_a_row(steps: Sequence[StepSpans]) -> list[StepSpans]:
     return row
 
 
-def _span(span: object) -> Span:
+def _span(span: Any) -> Span:
     """A span as the planner knows it."""
-    lane, name, kind = span.lane, span.name, span.kind  # type: ignore[attr-defined]
-    return Span(lane, name, kind, span.start, span.end, span.args)  # type: ignore[attr-defined]
+    return Span(span.lane, span.name, span.kind, span.start, span.end, span.args)
 
 
 def _table(

@@ -146,15 +146,17 @@ class StageStream:
         first = self._inbox.popleft()
         if isinstance(first, Unfinished):
             rows = [first.items]
-            while self._inbox and isinstance(self._inbox[0], Unfinished):
-                rows.append(self._inbox.popleft().items)  # type: ignore[union-attr]
+            while self._inbox and isinstance(next_one := self._inbox[0], Unfinished):
+                rows.append(next_one.items)
+                self._inbox.popleft()
             back = Unfinished(Batch.concat(rows))
             self.log.resume(self._clock(), back.items)
             self._owed.update(back.items.ids)
             return back
         fresh = [first]
-        while self._inbox and not isinstance(self._inbox[0], Unfinished):
-            fresh.append(self._inbox.popleft())  # type: ignore[arg-type]
+        while self._inbox and not isinstance(next_one := self._inbox[0], Unfinished):
+            fresh.append(next_one)
+            self._inbox.popleft()
         batches = [Batch.concat(some) for some in zip(*fresh, strict=True)]
         self.log.take(self._clock(), batches[0])
         n = self.node.expands

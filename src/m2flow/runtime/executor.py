@@ -15,8 +15,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ray import cloudpickle
@@ -42,9 +40,8 @@ from m2flow.engine.spans import Span
 from m2flow.errors import RunFailed
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph
-from m2flow.flow.worker import Gang, Place, Worker
+from m2flow.flow.worker import Worker
 from m2flow.runtime.exchange import Exchange
-from m2flow.runtime.groups import LaneGroups
 from m2flow.runtime.lines import Line
 from m2flow.runtime.moving import files_of, write_files
 from m2flow.runtime.orders import (
@@ -58,7 +55,6 @@ from m2flow.runtime.orders import (
     Load,
     Loaded,
     Order,
-    Placed,
     Prepare,
     Probe,
     Release,
@@ -68,6 +64,7 @@ from m2flow.runtime.orders import (
     from_bytes,
     to_bytes,
 )
+from m2flow.runtime.standing import Standing
 
 
 class LaneExecutor:
@@ -77,27 +74,12 @@ class LaneExecutor:
         lane: the lane's number.
         line: to the launcher.
         exchange: brings payloads here and hands them out.
-        device: "cpu" or "cuda:0".
-        num_threads: threads that workers may use.
-        groups: the lane's process groups.
-        host: address of the machine.
-        spill: folder for state that is put away.
+        standing: tells workers where they stand, and with whom.
     """
 
-    def __init__(
-        self,
-        lane: int,
-        line: Line,
-        exchange: Exchange,
-        device: str,
-        num_threads: int,
-        groups: LaneGroups,
-        host: str,
-        spill: Path,
-    ) -> None:
-        self.lane, self.device, self.num_threads, self.spill = lane, device, num_threads, spill
-        self._line, self._exchange, self._groups = line, exchange, groups
-        self._host_address = host
+    def __init__(self, lane: int, line: Line, exchange: Exchange, standing: Standing) -> None:
+        self.lane, self._standing = lane, standing
+        self._line, self._exchange = line, exchange
         self._sending = threading.Lock()
         self._orders: deque[Order] = deque()
         self._moves: dict[str, threading.Thread] = {}
@@ -159,12 +141,12 @@ class LaneExecutor:
             self._deadline_seconds = order.deadline_seconds
             self._host = LaneHost(self.lane, pickle.loads(order.graphs), workers, store=store)
             self._exchange.serve(self._host.store)
-            self._meet(order)
+            self._standing.meet(order)
             for name, placed in order.placed.items():
                 if name in workers:
                     continue
                 worker = pickle.loads(placed.worker)
-                worker.load(self._place(placed, order.version))
+                worker.load(self._standing.place(placed, order.version))
                 if placed.state is not None:
                     self._restore(worker, placed.state)
                 workers[name] = worker
@@ -196,48 +178,6 @@ class LaneExecutor:
         else:
             batch = self._exchange.bring("", fetch, self._deadline_seconds)
         write_files(batch["files"][0], worker)
-
-    def _meet(self, order: Load) -> None:
-        """Have the process groups that this run needs; those of earlier runs are still there."""
-        if order.meeting is None:
-            return
-        self._groups.init(
-            order.meeting.host,
-            order.meeting.port,
-            same_node=order.meeting.same_node,
-            timeout_seconds=order.meeting.timeout_seconds,
-            node_address=self._host_address,
-        )
-        self._groups.ensure(order.lane_sets)
-        for source, lanes in order.broadcasts:
-            self._groups.ensure([lanes], f"broadcast of {source}")
-
-    def _place(self, placed: Placed, version: int) -> Place:
-        positions, own = placed.positions, self._exchange.position
-        replica = next(n for n, gang in enumerate(placed.replicas) if own in gang)
-        place = Place(
-            self.lane,
-            positions.index(own),
-            len(positions),
-            self.device,
-            self.num_threads,
-            version,
-            gang=Gang(
-                placed.replicas[replica].index(own),
-                len(placed.replicas[replica]),
-                replica,
-                len(placed.replicas),
-            ),
-            spill=self.spill,
-        )
-        if len(positions) > 1:
-            place = replace(place, all_reduce=self._groups.all_reduce(positions))
-        if place.gang.size > 1:
-            place = replace(
-                place,
-                gang=replace(place.gang, mesh=self._groups.mesh(placed.replicas, self.device)),
-            )
-        return place
 
     def _close_workers(self, keep: Sequence[str] = ()) -> dict[str, Worker]:
         """Close the workers that are here, but for some; those."""
@@ -381,7 +321,7 @@ class LaneExecutor:
         self._say(Said(order.flow, [finished]))
 
     def _broadcast_group(self, source: str, lanes: tuple[int, ...]) -> Any:
-        return self._groups.group(lanes, f"broadcast of {source}")
+        return self._standing.groups.group(lanes, f"broadcast of {source}")
 
     # --- context switches -------------------------------------------------------------------------
 

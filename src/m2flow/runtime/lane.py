@@ -142,22 +142,18 @@ class LaneProcess:
 
         from m2flow.runtime.executor import LaneExecutor
         from m2flow.runtime.groups import LaneGroups
+        from m2flow.runtime.standing import Standing
 
         torch.set_num_threads(self.num_threads)  # a setting of the thread
         self._exchange.introduce(peers, actors)
         groups = LaneGroups(self.position, len(peers), self._meeting)
         line = self._waiting.accept(seconds)
         device = "cpu" if self.lane.gpu is None else "cuda:0"
-        executor = LaneExecutor(
-            self.lane.id,
-            line,
-            self._exchange,
-            device,
-            self.num_threads,
-            groups,
-            str(ray.util.get_node_ip_address()),
-            self.folder,
+        host = str(ray.util.get_node_ip_address())
+        standing = Standing(
+            self.lane.id, self.position, device, self.num_threads, groups, host, self.folder
         )
+        executor = LaneExecutor(self.lane.id, line, self._exchange, standing)
         over = threading.Event()
         watch = threading.Thread(target=self._end_with_launcher, args=(line, over), daemon=True)
         watch.start()

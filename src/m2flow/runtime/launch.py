@@ -78,7 +78,8 @@ def launch(
         fallback = build_plan("collocated", graphs[STEP], free, items_per_step, methods.isolated)
         with _lanes(lanes, methods.planned(fallback).everything.lanes, methods, flow) as pool:
             pilot = auto.pilot(flow, methods, pool, free, gangs)
-            return _on_lanes(methods, pilot.plan, flow, first_step, pool, publish, pilot)
+            plans = methods.planned(pilot.plan)
+            return _on_lanes(methods, plans, flow, first_step, pool, publish, pilot)
     if plan is None:
         specs = _specs(lanes, lane_memory)
         plan = build_plan(mode, graphs[STEP], specs, items_per_step, methods.isolated, gangs)
@@ -86,7 +87,7 @@ def launch(
     if plan.mode == "eager":
         return _eager(methods, plans, flow, first_step, num_threads)
     with _lanes(lanes, plans.everything.lanes, methods, flow) as pool:
-        return _on_lanes(methods, plan, flow, first_step, pool, publish)
+        return _on_lanes(methods, plans, flow, first_step, pool, publish)
 
 
 def _eager(
@@ -129,7 +130,7 @@ def _lanes(
 
 def _on_lanes(
     methods: Methods,
-    plan: Plan,
+    plans: Plans,
     flow: Flow,
     first_step: int,
     lanes: tuple[LanePool, bool],
@@ -140,7 +141,6 @@ def _on_lanes(
     from m2flow.runtime.carrier import RayCarrier
 
     pool, owns_pool = lanes
-    plans = methods.planned(plan)
     check_lanes(plans.everything, pool)
     workers, start = plans.placed(flow.workers), time.perf_counter()
     carrier = RayCarrier(

@@ -1,0 +1,74 @@
+"""`Standing`: where a lane's workers stand, and with whom they may speak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from m2flow.flow.worker import Gang, Place
+from m2flow.runtime.groups import LaneGroups
+from m2flow.runtime.orders import Load, Placed
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A lane as its workers are told of it.
+
+    Attributes:
+        lane: its number.
+        position: its position among the lanes of the pool.
+        device: "cpu" or "cuda:0".
+        num_threads: threads that workers may use.
+        groups: its process groups.
+        host: address of the machine.
+        spill: folder for state that is put away.
+    """
+
+    lane: int
+    position: int
+    device: str
+    num_threads: int
+    groups: LaneGroups
+    host: str
+    spill: Path
+
+    def meet(self, order: Load) -> None:
+        """Have the process groups that a run needs; those of earlier runs are still there."""
+        if order.meeting is None:
+            return
+        self.groups.init(
+            order.meeting.host,
+            order.meeting.port,
+            same_node=order.meeting.same_node,
+            timeout_seconds=order.meeting.timeout_seconds,
+            node_address=self.host,
+        )
+        self.groups.ensure(order.lane_sets)
+        for source, lanes in order.broadcasts:
+            self.groups.ensure([lanes], f"broadcast of {source}")
+
+    def place(self, placed: Placed, version: int) -> Place:
+        """Where a worker stands; its groups must be there."""
+        positions, own = placed.positions, self.position
+        replica = next(n for n, gang in enumerate(placed.replicas) if own in gang)
+        place = Place(
+            self.lane,
+            positions.index(own),
+            len(positions),
+            self.device,
+            self.num_threads,
+            version,
+            gang=Gang(
+                placed.replicas[replica].index(own),
+                len(placed.replicas[replica]),
+                replica,
+                len(placed.replicas),
+            ),
+            spill=self.spill,
+        )
+        if len(positions) > 1:
+            place = replace(place, all_reduce=self.groups.all_reduce(positions))
+        if place.gang.size > 1:
+            mesh = self.groups.mesh(placed.replicas, self.device)
+            place = replace(place, gang=replace(place.gang, mesh=mesh))
+        return place
