@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import time
 import tracemalloc
-from typing import Any
+from typing import Any, TypeAlias
 
 from harness import Target, arguments, conclude, table
 
@@ -21,6 +21,9 @@ from m2flow.engine import Engine, LaneSpec, Placement, Plan, StagePlan
 from m2flow.engine.messages import Command, Event, Tick
 from m2flow.engine.simulated import Simulation
 from m2flow.flow import Flow, FlowGraph, Stream, Worker, stage
+
+Heard: TypeAlias = tuple[Event, ...]
+"""Events that are told together."""
 
 LANES = 1024
 GROUP = 8
@@ -127,15 +130,15 @@ def disaggregated(num_lanes: int, chunk: int = 16) -> Plan:
     )
 
 
-def written_down(graph: FlowGraph, plan: Plan, num_items: int) -> tuple[list[Event], float]:
+def written_down(graph: FlowGraph, plan: Plan, num_items: int) -> tuple[list[Heard], float]:
     """The events of one step of so many samples, and the CPU seconds of the whole simulation."""
     simulation = Simulation(graph, plan, Steady())
-    events: list[Event] = []
+    events: list[Heard] = []
     handle = simulation.engine.handle
 
-    def noting(event: Event) -> list[Command]:
-        events.append(event)
-        return handle(event)
+    def noting(*heard: Event) -> list[Command]:
+        events.append(heard)
+        return handle(*heard)
 
     simulation.engine.handle = noting  # type: ignore[method-assign]
     start = time.process_time()
@@ -143,14 +146,14 @@ def written_down(graph: FlowGraph, plan: Plan, num_items: int) -> tuple[list[Eve
     return events, time.process_time() - start
 
 
-def engine_seconds(graph: FlowGraph, plan: Plan, events: list[Event]) -> float:
+def engine_seconds(graph: FlowGraph, plan: Plan, events: list[Heard]) -> float:
     """CPU seconds in which an engine handles these events."""
     engine = Engine(graph, plan)
     gc.collect()
     gc.freeze()  # the events are not the engine's: the collector need not look at them
     start = time.process_time()
-    for event in events:
-        engine.handle(event)
+    for heard in events:
+        engine.handle(*heard)
     seconds = time.process_time() - start
     gc.unfreeze()
     assert not engine.failed
@@ -158,14 +161,14 @@ def engine_seconds(graph: FlowGraph, plan: Plan, events: list[Event]) -> float:
     return seconds
 
 
-def most_in_flight(graph: FlowGraph, plan: Plan, events: list[Event]) -> tuple[int, int]:
+def most_in_flight(graph: FlowGraph, plan: Plan, events: list[Heard]) -> tuple[int, int]:
     """Bytes that an engine holds for a step when most items are in flight, and how many are."""
     engine = Engine(graph, plan)
     gc.collect()
     tracemalloc.start()
     held = most = 0
-    for number, event in enumerate(events):
-        engine.handle(event)
+    for number, heard in enumerate(events):
+        engine.handle(*heard)
         if number % 1000 == 0:
             states = engine.steps.values()
             entries = sum(ledger.in_flight for state in states for ledger in state.ledgers)
@@ -183,7 +186,7 @@ def main() -> None:
     rows, per_item, rates, loads = [], [], [], []
     for num_items in sizes:
         events, simulated = written_down(graph, plan, num_items)
-        news = sum(not isinstance(event, Tick) for event in events)
+        news = sum(not isinstance(event, Tick) for heard in events for event in heard)
         seconds = min(engine_seconds(graph, plan, events) for _ in range(2))
         held, entries = most_in_flight(graph, plan, events)
         rates.append(news / seconds)

@@ -1,10 +1,15 @@
 """The fixed modes and the planner's own plan, on four workloads, on two lanes of one core each.
 
-For each workload of `workloads.py` the stages are measured (60 seconds at most), the plan is
-chosen (`auto`), and a step of every plan is predicted from that same profile. Then all of them take
-the same steps from the same model with the same seeds, in turn, block by block, so that whatever
-else happens on the machine happens to all of them. Seconds are from the end of one step to the end
-of the next one: publishing of weights included.
+For each workload of `workloads.py` the stages are measured, the plan is chosen (`auto`), and a step
+of every plan is predicted from that same profile. Then all of them take the same steps from the
+same model with the same seeds, in turn, block by block, so that whatever else happens on the
+machine happens to all of them. A block has fresh workers, on the same lanes as every other: nothing
+else runs beside it. Seconds are from the end of one step to the end of the next one: publishing of
+weights included.
+
+The pace of a machine that others share changes within minutes. So all of this is done in several
+rounds, each with a profile of its own: the median of the predictions is held against the median of
+all that was measured. The plan is chosen once, in the first.
 """
 
 from __future__ import annotations
@@ -13,8 +18,8 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,18 +31,28 @@ from workloads import Workload
 from m2flow.engine.plan import Plan
 from m2flow.flow.graph import FlowGraph
 from m2flow.plan import build_plan
-from m2flow.runtime.launch import Run, launch
+from m2flow.plan.decide import decide, sized
+from m2flow.plan.profile import Profile
+from m2flow.plan.simulate import simulate
+from m2flow.runtime.launch import launch
+from m2flow.runtime.pool import LanePool
 
 FIXED = ("collocated", "disaggregated", "hybrid")
 AUTO = "auto"
-BLOCK = 2
-"""Steps that a plan takes before it is the next one's turn."""
+SIMULATED = 32
+"""Steps that a prediction is the mean of: lengths are drawn, and a few steps may have luck."""
+
+ROUNDS = 3
+"""Profiles of a workload, each followed by blocks of all plans."""
+
+BLOCK = 3
+"""Steps of a plan that count before it is the next one's turn."""
+
+WARM_UP = 1
+"""Steps of a block that do not count: its workers are fresh."""
 
 PROFILED = 10_000
 """The first step whose items the profile is measured with: other ones than those of the runs."""
-
-WARM_UP = 1
-"""Blocks that are not counted."""
 
 NAMES = tuple(make.__name__ for make in workloads.WORKLOADS)
 
@@ -48,43 +63,56 @@ class Record:
 
     Attributes:
         plan: what was run.
-        predicted: seconds of a step, or None.
-        seconds: of every step counted, as measured.
+        predicted: seconds of a step, for each round.
+        measured: seconds of the steps counted, for each round.
         rewards: of the first step.
     """
 
     plan: Plan
-    predicted: float | None = None
-    seconds: list[float] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)
+    measured: list[list[float]] = field(default_factory=list)
     rewards: list[float] | None = None
 
     @property
     def median(self) -> float:
-        return statistics.median(self.seconds)
+        return statistics.median(self._seconds)
 
     @property
     def spread(self) -> float:
         """Half the distance of the quartiles, relative to the median."""
-        low, _, high = statistics.quantiles(self.seconds, n=4)
+        low, _, high = statistics.quantiles(self._seconds, n=4)
         return (high - low) / 2 / self.median
 
     @property
+    def errors(self) -> list[float]:
+        """Of each round, predicted over measured seconds, less 1."""
+        medians = map(statistics.median, self.measured)
+        return [one / other - 1 for one, other in zip(self.predicted, medians, strict=False)]
+
+    @property
+    def expected(self) -> float | None:
+        """The median of the predicted seconds."""
+        return statistics.median(self.predicted) if self.predicted else None
+
+    @property
     def error(self) -> float | None:
-        """Predicted over measured seconds, less 1."""
-        return None if self.predicted is None else self.predicted / self.median - 1
+        """Expected over measured seconds, less 1, over all rounds."""
+        return None if self.expected is None else self.expected / self.median - 1
+
+    @property
+    def _seconds(self) -> list[float]:
+        return [seconds for some in self.measured for seconds in some]
 
 
 def main() -> None:
     options = _options()
-    blocks = options.blocks or (5 if options.quick else 10)
     results: dict[str, dict[str, Record]] = {}
-    ray.init(num_cpus=2 * (len(FIXED) + 2), include_dashboard=False, logging_level="ERROR")
+    os.environ.setdefault("M2FLOW_CACHE", str(CACHE))  # a user's profiles are not our business
+    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR")
     try:
         for name in options.workloads.split(","):
-            records = _plans(getattr(workloads, name)(), options)
-            _measure(getattr(workloads, name)(), records, blocks)
-            results[name] = records
-            _report(name, records)
+            results[name] = _compared(getattr(workloads, name)(), options)
+            _report(name, results[name])
     finally:
         ray.shutdown()
     conclude("modes", _figures(results), _targets(results), options)
@@ -93,74 +121,76 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--workloads", default=",".join(NAMES), help="some of them, by name")
-    parser.add_argument("--blocks", type=int, help=f"blocks of {BLOCK} steps of each plan")
+    parser.add_argument("--blocks", type=int, help=f"blocks of {BLOCK} steps of each plan a round")
     parser.add_argument("--fixed", action="store_true", help="the fixed modes, unpredicted")
     return parser.parse_args()
 
 
-def _plans(workload: Workload, options: argparse.Namespace) -> dict[str, Record]:
-    """The fixed modes' plans and the planner's, with what is expected of them."""
+def _compared(workload: Workload, options: argparse.Namespace) -> dict[str, Record]:
+    """The fixed modes' plans and the planner's, predicted and measured."""
     graph = workload.make_flow().trace()
     records = {
-        mode: Record(build_plan(mode, graph, workload.lanes, workload.items)) for mode in FIXED
+        mode: Record(build_plan(mode, graph, workloads.LANES, workload.items)) for mode in FIXED
     }
-    if not options.fixed:
-        _predict(workload, graph, records, budget=30.0 if options.quick else 60.0)
+    blocks = options.blocks or (1 if options.quick else 2)
+    with closing(LanePool(workloads.LANES)) as pool:
+        for number in range(ROUNDS):
+            if not options.fixed:
+                profile = _profiled(workload, pool, budget=30.0 if options.quick else 75.0)
+                _predict(workload, graph, profile, records)
+            _measure(workload, records, pool, range(number * blocks, (number + 1) * blocks))
     return records
 
 
-def _predict(
-    workload: Workload, graph: FlowGraph, records: dict[str, Record], budget: float
-) -> None:
-    """Measure the stages, add the planner's choice, and predict a step of every plan."""
-    os.environ.setdefault("M2FLOW_CACHE", str(CACHE))  # a user's profiles are not our business
-    from m2flow.plan.decide import decide, sized
-    from m2flow.plan.simulate import simulate
+def _profiled(workload: Workload, pool: LanePool, budget: float) -> Profile:
     from m2flow.runtime.profiling import obtain
 
     profile, source = obtain(
         workload.make_flow,
         [workload.batch(PROFILED + step) for step in range(4)],
-        workload.lanes,
+        pool,
         {"model": {"workload": workload.name}, "shapes": {"items": workload.items}},
         budget=budget,
         cache=False,
     )
-    print(f"\n{workload.name}: profile {source}", flush=True)
-    decision = decide(graph, profile, workload.lanes, workload.items)
-    chosen = decision.chosen
-    print(f"chose {chosen.plan.mode} in {decision.seconds_to_decide:.1f} s", flush=True)
-    records[AUTO] = Record(chosen.plan, float(chosen.prediction.seconds))
+    print(f"{workload.name}: profile {source}", flush=True)
+    return profile
+
+
+def _predict(
+    workload: Workload, graph: FlowGraph, profile: Profile, records: dict[str, Record]
+) -> None:
+    """Add the planner's choice, if it has not chosen yet, and predict a step of every plan."""
+    if AUTO not in records:
+        decision = decide(graph, profile, workloads.LANES, workload.items)
+        chosen = decision.chosen
+        print(f"chose {chosen.plan.mode} in {decision.seconds_to_decide:.1f} s", flush=True)
+        records[AUTO] = Record(chosen.plan)
     for record in records.values():
         plan = sized(record.plan, graph, profile, workload.items)
-        record.predicted = float(simulate(graph, plan, profile, workload.items, steps=8).seconds)
+        seconds = simulate(graph, plan, profile, workload.items, steps=SIMULATED).seconds
+        record.predicted.append(float(seconds))
 
 
-def _measure(workload: Workload, records: Mapping[str, Record], blocks: int) -> None:
-    with ExitStack() as stack:
-        runs = {
-            name: stack.enter_context(_running(workload, record.plan))
-            for name, record in records.items()
-        }
-        for block in range(WARM_UP + blocks):
-            batches = [workload.batch(block * BLOCK + step) for step in range(BLOCK)]
-            for name, record in records.items():
-                seconds = []
+def _measure(
+    workload: Workload, records: Mapping[str, Record], pool: LanePool, blocks: Sequence[int]
+) -> None:
+    for record in records.values():
+        record.measured.append([])
+    for block in blocks:
+        first = block * (WARM_UP + BLOCK)
+        batches = [workload.batch(first + step) for step in range(WARM_UP + BLOCK)]
+        for record in records.values():
+            flow = workload.make_flow()
+            with launch(flow, items_per_step=workload.items, plan=record.plan, lanes=pool) as run:
                 start = time.perf_counter()
-                for result in runs[name].steps(iter(batches)):
+                for number, result in enumerate(run.steps(iter(batches))):
                     now = time.perf_counter()
-                    seconds.append(now - start)
+                    if number >= WARM_UP:
+                        record.measured[-1].append(now - start)
                     start = now
                     if record.rewards is None:
                         record.rewards = list(map(float, result.output["reward"]))
-                if block >= WARM_UP:
-                    record.seconds += seconds
-
-
-@contextmanager
-def _running(workload: Workload, plan: Plan) -> Iterator[Run]:
-    with launch(workload.make_flow(), items_per_step=workload.items, plan=plan) as run:
-        yield run
 
 
 def _report(name: str, records: Mapping[str, Record]) -> None:
@@ -173,7 +203,7 @@ def _report(name: str, records: Mapping[str, Record]) -> None:
                 1e3 * record.median,
                 record.spread,
                 best / record.median,
-                "-" if record.predicted is None else 1e3 * record.predicted,
+                "-" if record.expected is None else 1e3 * record.expected,
                 "-" if record.error is None else record.error,
             ]
             for plan, record in records.items()
@@ -185,14 +215,15 @@ def _report(name: str, records: Mapping[str, Record]) -> None:
 def _figures(results: Mapping[str, Mapping[str, Record]]) -> dict[str, Any]:
     return {
         name: {
-            "steps": len(next(iter(records.values())).seconds),
+            "steps": sum(map(len, next(iter(records.values())).measured)),
             "milliseconds_per_step": {plan: 1e3 * one.median for plan, one in records.items()},
             "spread": {plan: one.spread for plan, one in records.items()},
             "predicted_milliseconds": {
-                plan: 1e3 * one.predicted
+                plan: 1e3 * one.expected
                 for plan, one in records.items()
-                if one.predicted is not None
+                if one.expected is not None
             },
+            "errors_of_rounds": {plan: one.errors for plan, one in records.items()},
             "worst_over_best_fixed": _worst(records) / _best(records),
         }
         for name, records in results.items()

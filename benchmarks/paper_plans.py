@@ -6,9 +6,10 @@ of lengths. The gain is the seconds of the best fixed mode over those of the cho
 modes are those of `--mode`, and the table's spatial and hybrid ones with several splits of the
 lanes.
 
-A streaming stage of m2flow runs on single lanes, so a lane here is as many accelerators as the
-row's generator spans. Of more than `MOST_LANES` lanes a part is played with its part of the
-prompts, the rest being alike. Simulators on cores have lanes of cores beside the accelerators.
+A lane here is as many accelerators as a replica of the row's generator spans: so the fixed modes
+generate as the row does, and m2flow's own plan may take several of them together. Of more than
+`MOST_LANES` lanes a part is played with its part of the prompts, the rest being alike. Simulators
+on cores have lanes of cores beside the accelerators.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ def bundled(profile: Profile, size: int) -> Profile:
 
 
 def gangs(profile: Profile, nth: int) -> dict[str, int]:
-    """The n-th largest replica of each worker that trains; generators have single lanes."""
+    """The n-th largest replica of each worker that trains; a generator has a lane, as the row's."""
     found = {}
     for worker, layouts in profile.workers.items():
         sizes = sorted(one.lanes for one in layouts)

@@ -4,9 +4,9 @@
     parameters writes no chains of thought, so lengths are replayed: log-normal, drawn from the
     item's own seed, and every token of them is really decoded, scored and trained on. Why: answers
     of reasoning models spread over two orders of magnitude, and the last few hold up everybody.
-  * `judged`: GRPO with a heavy verifier: a classifier of 64 M parameters on the lane, in the manner
-    of those that filter web text, and a limit of memory under which it does not fit beside
-    generator and learner. Why: reward models are large, and memory decides what can stand together.
+  * `judged`: GRPO with a heavy verifier: a reward model of seven times the policy's size reads all
+    answers, which are few and long. Why: reward models are large, and take as long as
+    generation, which for few answers is bound by latency and gains little from a second lane.
   * `ppo`: PPO with a critic, two models trained, on the quick start's task. Why: half of all work
     is training, of which generation knows nothing.
   * `cart_pole`: episodes of a simulator of rigid bodies on the CPU, written here, half a
@@ -26,27 +26,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
-from zlib import crc32
 
 import torch
 from harness import ROOT
 from ray import cloudpickle
 from starting_point import quickstart
 from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from m2flow import Batch, Flow, Place, Ragged, Stream, Worker, loop, stage
 from m2flow.algorithms.sampling import derive_seed, sample_tokens
 from m2flow.cli.recipe import read_recipe
-from m2flow.plan import LaneSpec, parse_lanes, with_memory
+from m2flow.plan import parse_lanes
 from m2flow.reasoning.experiment import ReasoningExperiment
 from m2flow.reasoning.flow import recipe_flow
 from m2flow.reasoning.workers import Generator, ModelSource, Verifier
-from m2flow.runtime.state import MovableState
 from m2flow.training.optimizer import AdamWConfig, SumOptimizer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this file
 
-LANES = "cpu:2"
+LANES = parse_lanes("cpu:2")
 
 LEARNING_RATE = 1e-6
 """Where answers or episodes would change their length: so small that the steps of a comparison are
@@ -62,20 +61,12 @@ class Workload:
         make_flow: a fresh flow, nothing of it loaded.
         batch: the source items of a step.
         items: how many there are of them.
-        lane_memory: bytes that states on a lane may take; None for no limit.
     """
 
     name: str
     make_flow: Callable[[], Flow]
     batch: Callable[[int], Batch]
     items: int
-    lane_memory: int | None = None
-
-    @property
-    def lanes(self) -> tuple[LaneSpec, ...]:
-        """What it runs on."""
-        lanes = parse_lanes(LANES)
-        return lanes if self.lane_memory is None else with_memory(lanes, self.lane_memory)
 
 
 # --- GRPO with the lengths of a reasoning model ---------------------------------------------------
@@ -167,67 +158,49 @@ def long_tail() -> Workload:
 
 # --- GRPO with a large judge ----------------------------------------------------------------------
 
-BUCKETS, FEATURES = 2_000_000, 32
-"""Of the judge's table of n-grams: 256 MB."""
-
-NGRAM = 4
-"""Characters of the longest n-gram."""
-
-JUDGE_MEMORY = 270_000_000
-"""Bytes that states on a lane may take: room for the judge and one of the two that hold the policy,
-generator or learner, but not for all three."""
+JUDGE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 7}
+"""Of the reward model; 8 heads. 5.6 M parameters, seven times the policy's."""
 
 
 class Judge(Verifier):
-    """Scores by a linear classifier on hashed n-grams, as filters of web text do."""
+    """Scores by a reward model: a transformer that reads an answer and gives one number."""
 
     def __init__(self, model: ModelSource) -> None:
         super().__init__(model, None)
 
     def load(self, place: Place) -> None:
         super().load(place)
-        generator = torch.Generator().manual_seed(0)
-        self.table = nn.EmbeddingBag(BUCKETS, FEATURES, mode="mean")
-        self.table.requires_grad_(False).weight.normal_(generator=generator)
-        self.direction = torch.randn(FEATURES, generator=generator)
-        self.held = MovableState(self.table.parameters, place, frozen=True)
+        config = Qwen2Config(
+            vocab_size=len(self.tokenizer), num_attention_heads=8, num_key_value_heads=8,
+            num_labels=1, **JUDGE,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        self.judge = Qwen2ForSequenceClassification(config).eval()
 
     @stage
+    @torch.inference_mode()
     def score(self, samples: Batch) -> Batch:
-        """Adds `text` and `reward`."""
+        """Adds `text` and `reward`; answers are read one by one, so that none is padded."""
+        answers = samples["completion_ids"].rows()
         texts = self.tokenizer.batch_decode(
-            [row.tolist() for row in samples["completion_ids"]], skip_special_tokens=True
+            [answer.tolist() for answer in answers], skip_special_tokens=True
         )
-        rewards = [float(self.table(self._ngrams(text)) @ self.direction) for text in texts]
+        rewards = [float(self.judge(answer[None]).logits) for answer in answers]
         return samples.with_columns(text=texts, reward=rewards)
-
-    def _ngrams(self, text: str) -> Tensor:
-        """Buckets of all n-grams of a text, shape [1, n]."""
-        words = [text[at : at + n] for n in range(1, NGRAM + 1) for at in range(len(text))]
-        return torch.tensor([[crc32(word.encode()) % BUCKETS for word in words or [""]]])
-
-    def offload(self) -> None:
-        self.held.offload()
-
-    def onload(self) -> None:
-        self.held.onload()
-
-    def state_bytes(self) -> int:
-        return self.held.nbytes()
 
 
 def judged() -> Workload:
-    """6 prompts of 4 answers, 250 tokens in the median and 640 at most."""
-    workload = _replayed(
+    """3 prompts of 4 answers, 190 tokens in the median and 400 at most."""
+    return _replayed(
         "judged",
-        Lengths(median=250, spread=0.6, limit=640),
+        Lengths(median=190, spread=0.7, limit=400),
         Judge,
-        "prompts_per_step=6",
+        "prompts_per_step=3",
         "samples_per_prompt=4",
         "minibatches=1",
-        "training.tokens_per_microbatch=640",
+        "training.tokens_per_microbatch=400",
+        "training.recompute_logprobs=true",
     )
-    return replace(workload, lane_memory=JUDGE_MEMORY)
 
 
 # --- PPO with a critic ----------------------------------------------------------------------------

@@ -68,7 +68,10 @@ MEANING = {
     "warmup.learning_rate": "peak of the warm-up's own schedule",
     "generation.max_new_tokens": "longest answer",
     "generation.temperature": "of the sampling; the trainer uses the same",
-    "generation.max_running": "sequences decoded together on a lane at most",
+    "generation.max_running": "sequences decoded together by a replica at most",
+    "generation.gang": "lanes that hold one copy of the generator together, each a part of the "
+    "model's heads, and take part in each of its calls; must divide the number of its lanes and "
+    "of key-value heads. An eager run has none",
     "algorithm.name": "where advantages come from: the other answers of a group, or a critic "
     "(the loss is the same, and GRPO's relatives are settings of it)",
     "algorithm.clip_low": "how far below 1 the probability ratio may move",

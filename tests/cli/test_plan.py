@@ -61,6 +61,29 @@ def test_a_cluster_that_is_not_here(tiny: Path, m2flow: M2flow) -> None:
     assert "switching  " not in outcome.out  # the table comes with --explain
 
 
+def test_two_sorts_of_accelerators(tiny: Path, m2flow: M2flow) -> None:
+    outcome = m2flow("plan", tiny, "--cluster", "1x2xH100+1x2xL40S", "--json")
+    plan = from_json(outcome.out)
+    assert [lane.kind for lane in plan.lanes] == ["h100", "h100", "l40s", "l40s"]
+    Path("plan.json").write_text(outcome.out)
+    assert m2flow("plan", tiny, "--plan", "plan.json", "--json").code == 0
+
+
+def test_a_model_larger_than_a_lane_generates_on_several(tiny: Path, m2flow: M2flow) -> None:
+    """66 GB of weights on accelerators of 48 GB."""
+    model = ("--model", "Qwen2.5-32B")
+    plan = from_json(m2flow("plan", tiny, "--cluster", "2x8xL40S", *model, "--json").out)
+    spot = plan.placements["generator"]
+    machines = {lane.id: lane.node for lane in plan.lanes}
+    assert {len(gang) for gang in spot.replicas} <= {2, 4, 8}
+    assert all(len({machines[lane] for lane in gang}) == 1 for gang in spot.replicas)
+    assert spot.state_bytes == pytest.approx(65.5e9 / len(spot.replicas[0]), rel=0.01)
+    refused = m2flow("plan", tiny, "--cluster", "1x1xL40S", *model)
+    assert refused.code == 2
+    assert refused.error.startswith("--cluster: generating with Qwen2.5-32B fits on no 1 lane")
+    assert refused.error.endswith("expected at least 16 lanes, such as 2x8xL40S")
+
+
 def test_the_choice_explained(tiny: Path, m2flow: M2flow) -> None:
     outcome = m2flow("plan", tiny, "--cluster", "1x2xCPU", "--explain")
     assert (outcome.code, outcome.err) == (0, "")
@@ -295,7 +318,7 @@ def test_a_model_that_does_not_fit_says_what_would_do(tiny: Path, m2flow: M2flow
 
 
 def test_a_model_that_fits_nowhere_says_why(tiny: Path, m2flow: M2flow) -> None:
-    words = ["plan", tiny, "--model", "Qwen2.5-32B", "--cluster", "1x2xL40S"]
+    words = ["plan", tiny, "--model", "Qwen2.5-32B", "--cluster", "1x2xCPU"]
     assert "no number of such lanes would do: " in m2flow(*words).error
 
 

@@ -21,14 +21,15 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_plan_has_what_the_recipe_asks_for(tiny: Path, m2flow: M2flow) -> None:
     outcome = m2flow(
         "plan", tiny, "--json", "--mode", "collocated",
-        "lanes=2xcpu:2", "lane_memory=1.5MiB", "training.gang=2",
+        "lanes=2xcpu:2", "lane_memory=1.5MiB", "training.gang=2", "generation.gang=4",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
     plan = from_json(outcome.out)
     assert [lane.node for lane in plan.lanes] == [0, 0, 1, 1]
     assert {lane.memory_bytes for lane in plan.lanes} == {3 * 2**19}
     assert plan.placements["learner"].replicas == ((0, 1), (2, 3))
-    assert plan.placements["generator"].replicas == ((0,), (1,), (2,), (3,))
+    assert plan.placements["generator"].replicas == ((0, 1, 2, 3),)
+    assert plan.placements["verifier"].replicas == ((0,), (1,), (2,), (3,))
 
 
 def test_a_size_without_a_unit_counts_bytes(tiny: Path, m2flow: M2flow) -> None:
@@ -62,6 +63,13 @@ def test_a_size_without_a_unit_counts_bytes(tiny: Path, m2flow: M2flow) -> None:
             (
                 "mode: is wrong (got 'hybird'); expected 'auto', 'eager', 'collocated', "
                 "'disaggregated' or 'hybrid'; did you mean 'hybrid'?"
+            ),
+        ),
+        (
+            ["--mode", "collocated", "lanes=cpu:2", "generation.gang=4"],
+            (
+                "generation.gang: the worker's 2 lanes cannot be cut into gangs of the same size "
+                "(got 4); expected a divisor of 2"
             ),
         ),
         (["training.gang=0"], "training.gang: is wrong (got 0); expected at least 1"),

@@ -49,7 +49,12 @@ def test_the_configuration_holds_every_default(finished: Path) -> None:
     assert recipe.model_dump(mode="json") == config, "nothing was left to a default"
     assert recipe.steps == 3
     assert config["algorithm"]["clip_high"] == 0.28
-    assert config["generation"] == {"max_new_tokens": 6, "temperature": 1.0, "max_running": 256}
+    assert config["generation"] == {
+        "max_new_tokens": 6,
+        "temperature": 1.0,
+        "max_running": 256,
+        "gang": 1,
+    }
 
 
 def test_the_plan_can_be_run_again(finished: Path) -> None:

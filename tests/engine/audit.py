@@ -39,11 +39,11 @@ from m2flow.flow import SOURCE, StageNode
 from m2flow.plan import validate
 from tests.engine.random_cases import Case, SeededCosts, unit_items
 
-Log = list[tuple[Event, list[Command]]]
+Log = list[tuple[tuple[Event, ...], list[Command]]]
 
 
 def simulate(case: Case) -> tuple[Simulation, SeededCosts, Log, SimulatedRun]:
-    """Play a case, writing down every event and its commands."""
+    """Play a case, writing down all events and their commands."""
     import random
 
     costs = case.costs()
@@ -54,9 +54,9 @@ def simulate(case: Case) -> tuple[Simulation, SeededCosts, Log, SimulatedRun]:
     log: Log = []
     handle = simulation.engine.handle
 
-    def recorded(event: Event) -> list[Command]:
-        commands = list(handle(event))
-        log.append((event, commands))
+    def recorded(*events: Event) -> list[Command]:
+        commands = list(handle(*events))
+        log.append((events, commands))
         return commands
 
     simulation.engine.handle = recorded  # type: ignore[method-assign]
@@ -130,19 +130,20 @@ class Books:
 
     # --- events -------------------------------------------------------------------------------
 
-    def read(self, event: Event, commands: list[Command]) -> None:
-        match event:
-            case StepSubmitted(step=step, num_items=num_items):
-                self.steps.add(step)
-                self.there[step, SOURCE] = set(range(num_items))
-                for item, length in zip(range(num_items), event.lengths, strict=False):
-                    self.lengths[step, SOURCE, item] = length
-            case ItemsProduced():
-                self._produced(event)
-            case ItemsGivenBack():
-                self._given_back(event)
-            case CallFinished():
-                self._finished(event)
+    def read(self, events: tuple[Event, ...], commands: list[Command]) -> None:
+        for event in events:
+            match event:
+                case StepSubmitted(step=step, num_items=num_items):
+                    self.steps.add(step)
+                    self.there[step, SOURCE] = set(range(num_items))
+                    for item, length in zip(range(num_items), event.lengths, strict=False):
+                        self.lengths[step, SOURCE, item] = length
+                case ItemsProduced():
+                    self._produced(event)
+                case ItemsGivenBack():
+                    self._given_back(event)
+                case CallFinished():
+                    self._finished(event)
         for command in commands:
             self._command(command)
         self._check_edges()
@@ -278,11 +279,11 @@ class Books:
                 self._run_call(command)
             case FeedCall():
                 self._feed(command)
-            case GiveBack(call=call, node=index, step=step, lane=lane):
+            case GiveBack(call=call, node=index, step=step, lanes=lanes):
                 told = self.calls[call]
                 assert not told.told
                 assert (told.command.node, told.command.step) == (index, step)
-                assert told.command.lanes == (lane,)
+                assert told.command.lanes == lanes
                 told.told = True
             case RunFinish():
                 self._start(command)
@@ -381,6 +382,9 @@ class Books:
         node, step = self.graph.nodes[command.node], command.step
         assert command.lanes in self.plan.placements[node.worker].replicas
         shares = [self._items_of(step, inputs) for inputs in command.inputs]
+        if node.streaming:  # all lanes of a gang work on each item together
+            assert all(inputs == command.inputs[0] for inputs in command.inputs)
+            del shares[1:]
         shares[0] = sorted(shares[0] + self._resumed(node, step, command.unfinished))
         items = [item for share in shares for item in share]
         size = unit_items(node, self.case.num_items)
@@ -404,7 +408,7 @@ class Books:
             if member is not node:
                 self._check_fresh(member, step, command.lanes, items)
                 self._check_windows(member, step, items)
-            for lane, share in zip(command.lanes, shares, strict=True):
+            for lane, share in zip(command.lanes, shares, strict=not node.streaming):
                 self._check_homes(member, step, lane, share)
 
     def _check_fused(self, command: RunCall, node: StageNode) -> list[StageNode]:
@@ -462,15 +466,15 @@ class Books:
     def _feed(self, command: FeedCall) -> None:
         node, call = self.graph.nodes[command.node], self.calls[command.call]
         assert node.streaming
-        assert command.lane in call.running
+        assert set(command.lanes) == call.running == set(call.command.lanes)
         assert not call.told
         assert call.command.step == command.step
         assert call.command.node == command.node
         items = self._items_of(command.step, command.inputs)
         items += self._resumed(node, command.step, command.unfinished)
         assert items
-        self._lease(node, command.step, (command.lane,), items, call)
-        self._check_homes(node, command.step, command.lane, items)
+        self._lease(node, command.step, command.lanes, items, call)
+        self._check_homes(node, command.step, command.lanes[0], items)
 
     def _check_homes(self, node: StageNode, step: int, lane: int, items: list[int]) -> None:
         """A sticky item goes where an earlier sticky stage left its state, or its ancestor's."""
@@ -692,8 +696,8 @@ def audit(case: Case) -> Log:
     validate(case.plan, case.graph, case.num_items)
     simulation, costs, log, record = simulate(case)
     books = Books(case)
-    for event, commands in log:
-        books.read(event, commands)
+    for events, commands in log:
+        books.read(events, commands)
     assert books.completed == list(range(case.num_steps))
     assert not books.calls
     assert not books.steps

@@ -190,7 +190,8 @@ def _add_stage(sketch: _Sketch, resumable: bool = False) -> None:
         st.sampled_from(["plain", "plain", "expand", "stream", "stream", "group", "step", "fold"])
     )
     kind = "stream" if resumable else kind
-    spec, worker, finish = StageSpec(name), sketch.worker(), False
+    spec, finish = StageSpec(name), False
+    worker = sketch.worker(may_be_function=not resumable or sketch.flag(0.3))
     if kind == "fold":
         unit = sketch.draw(st.sampled_from(["item", "item", "group"])) if chain else "item"
         units = items // (chain[-1] if unit == "group" else 1)
@@ -361,16 +362,20 @@ def plans(
     """Any plan that fits the graph.
 
     Drawn are placements, gangs, chunks, switch points, limits, memory and staleness. With `tail`
-    resumable stages stand on all of at least two lanes, and have a switch point.
+    resumable stages stand on all of at least two lanes in at least two replicas, and have a switch
+    point.
     """
-    lanes = list(range(draw(st.integers(1 + tail, max_lanes))))
+    lanes = list(range(draw(st.integers(2, max_lanes + 1) if tail else st.integers(1, max_lanes))))
     placements = {}
     for worker in graph.workers:
         nodes = [node for node in graph.nodes if node.worker == worker]
-        may_gang = not any(node.streaming or node.sticky for node in nodes)
-        gangs = _gangs(draw, lanes, may_gang)
+        single = [node.sticky or (node.streaming and node.is_function) for node in nodes]
+        gangs = _gangs(draw, lanes, not any(single))
         if tail and any(node.resumable for node in nodes):
-            gangs = tuple((lane,) for lane in draw(st.permutations(lanes)))
+            most = 1 if any(single) else len(lanes) - 1
+            size = min(most, draw(st.sampled_from([2, 1, 3])))
+            order = draw(st.permutations(lanes))
+            gangs = tuple(tuple(order[n : n + size]) for n in range(0, len(order), size))
         state, working = draw(st.integers(0, 4)), draw(st.sampled_from([0, 0, 1, 3]))
         placements[worker] = Placement(gangs, state, working)
     for spec in graph.loops:

@@ -87,7 +87,6 @@ def predict(chain: Chain) -> list[Started]:
         running.remove(event)
         if stage + 1 < len(rows):
             rows[stage + 1].waiting.setdefault(lane, []).extend(items)
-            start(now)  # before the lane is told that it is free
         rows[stage].busy -= len(items)
         rows[stage].done += len(items)
         idle.add(lane)

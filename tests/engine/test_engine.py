@@ -296,10 +296,10 @@ def test_a_streaming_call_is_fed_as_its_items_finish() -> None:
     )  # one more to come
     commands = engine.handle(ItemsProduced(first.call, (1,)))
     fed = only(FeedCall, commands)
-    assert (fed.call, fed.lane, items_of(fed)) == (first.call, 0, (4,))
+    assert (fed.call, fed.lanes, items_of(fed)) == (first.call, (0,), (4,))
     assert only(ReleaseItems, commands) == ReleaseItems(0, SOURCE, (0,))
     fed = only(FeedCall, engine.handle(ItemsProduced(second.call, (4, 5))))
-    assert (fed.call, fed.lane, items_of(fed)) == (second.call, 1, (5,))
+    assert (fed.call, fed.lanes, items_of(fed)) == (second.call, (1,), (5,))
 
 
 def test_items_fed_to_a_call_that_had_ended_go_to_another_one() -> None:
@@ -344,6 +344,33 @@ def test_a_lane_that_is_held_is_not_fed() -> None:
     assert items_of(again) == (1,)
 
 
+def test_all_lanes_of_a_gang_get_all_items_of_a_streaming_call() -> None:
+    plan = plan_of({"a": [(1, 0)]}, stages={"a.sample": StagePlan(max_running=2)})
+    engine = Engine(STREAM, plan)
+    call = only(RunCall, engine.handle(StepSubmitted(0, 4)))
+    assert call.lanes == (1, 0)
+    assert call.inputs == (((Part(SOURCE, (0, 1)),),),) * 2
+    fed = only(FeedCall, engine.handle(ItemsProduced(call.call, (0, 1))))
+    assert (fed.lanes, items_of(fed)) == ((1, 0), (2,))
+
+
+def test_a_gang_of_which_a_lane_has_ended_is_not_fed() -> None:
+    """The other lane is at its end as well: they have agreed on it."""
+    plan = plan_of({"a": [(0, 1)]}, stages={"a.sample": StagePlan(max_running=1)})
+    engine = Engine(STREAM, plan)
+    call = only(RunCall, engine.handle(StepSubmitted(0, 3)))
+    fed = only(FeedCall, engine.handle(ItemsProduced(call.call, (0, 1))))
+    assert items_of(fed) == (1,)
+    assert engine.handle(CallFinished(call.call, 1)) == []
+    again = only(RunCall, engine.handle(CallFinished(call.call, 0)))
+    assert items_of(again) == (1,), "it came too late"
+    engine.handle(CallFinished(again.call, 1))
+    commands = engine.handle(ItemsProduced(again.call, (2, 3)))  # on its way before
+    assert all_of(FeedCall, commands) == []
+    last = only(RunCall, engine.handle(CallFinished(again.call, 0)))
+    assert items_of(last) == (2,)
+
+
 def test_others_are_fed_when_the_least_busy_lane_is_held() -> None:
     graph = graph_of(lambda a, b, x: b.score(a.roll(x)), "a", "b")
     plan = plan_of(
@@ -353,10 +380,10 @@ def test_others_are_fed_when_the_least_busy_lane_is_held() -> None:
     engine = Engine(graph, plan)
     first, second = all_of(RunCall, engine.handle(StepSubmitted(0, 8)))
     commands = engine.handle(ItemsProduced(first.call, (0,)))  # the gang holds lane 0 from now on
-    assert [fed.lane for fed in all_of(FeedCall, commands)] in ([], [0])
+    assert [fed.lanes for fed in all_of(FeedCall, commands)] in ([], [(0,)])
     engine.handle(ItemsProduced(first.call, (1,)))
     fed = all_of(FeedCall, engine.handle(ItemsProduced(second.call, (2,))))
-    assert [feed.lane for feed in fed] == [1]
+    assert [feed.lanes for feed in fed] == [(1,)]
 
 
 # --- mini-batches, weights and the order of steps -----------------------------------------------

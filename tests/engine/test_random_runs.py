@@ -60,8 +60,8 @@ def test_events_alone_decide(case: Case) -> None:
     """A fresh engine that is told the same events gives the same commands: runs can be replayed."""
     log = simulate(case)[2]
     engine = Simulation(case.graph, case.plan, case.costs()).engine
-    for event, commands in log:
-        assert engine.handle(event) == commands
+    for events, commands in log:
+        assert engine.handle(*events) == commands
 
 
 def footprint(thing: Any, apart_from: Iterable[Any]) -> int:

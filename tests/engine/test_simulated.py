@@ -67,6 +67,15 @@ def test_a_call_waits_for_the_onload_that_began_early() -> None:
     assert ends[0] == 25 + 25 + 25 + 10  # each began with the call before it
 
 
+def test_a_streaming_call_on_a_gang_takes_the_time_of_all_its_lanes() -> None:
+    graph = graph_of(lambda a, x: a.sample(x), "a")
+    plan = Plan("custom", (LaneSpec(0), LaneSpec(1)), {"a": Placement(((1, 0),))})
+    run = played(graph, plan, items=3)
+    calls = [(span.lane, span.start, span.end, span.args["items"]) for span in run.spans]
+    assert calls == [(1, 0.0, 10.0, 3), (0, 0.0, 10.0, 0)], "the first lane tells of the items"
+    assert set(run.worked_on.values()) == {1}
+
+
 def test_a_fused_loop_takes_turns_and_hands_on_what_leaves() -> None:
     graph = graph_of(lambda a, b, c, x: c.score(loop(a.score, b.score)(x)), "a", "b", "c")
     lanes = (LaneSpec(0), LaneSpec(1))
@@ -80,3 +89,11 @@ def test_a_fused_loop_takes_turns_and_hands_on_what_leaves() -> None:
     assert run.worked_on[0, 0, 0] == 3
     assert run.worked_on[1, 0, 0] == 2
     assert run.worked_on[1, 0, 2] == 1
+
+
+def test_a_fused_loop_may_go_on_for_longer_than_the_deadline_of_a_call() -> None:
+    """Its turns are signs of life, as they are on a lane."""
+    graph = graph_of(lambda a, b, x: loop(a.score, b.score)(x), "a", "b")
+    spots = {worker: Placement(((0,),)) for worker in "ab"}
+    plan = Plan("custom", (LaneSpec(0),), spots, deadline_seconds=30)
+    assert Simulation(graph, plan, Even(visits=9)).run(1, 1).step_ends[0] == 9 * 10

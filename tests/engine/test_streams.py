@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Generator
-from itertools import count
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain, count, islice, repeat
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from m2flow.engine.streams import Piece, StageStream
 from m2flow.errors import FlowError, UserError
@@ -203,3 +208,104 @@ def test_the_graph_tells_what_is_resumable() -> None:
     graph = Growing(counts=Counts()).trace()
     assert graph.nodes[0].resumable
     assert "resumable" in graph.describe()[0]
+
+
+# --- on a gang ----------------------------------------------------------------------------------
+
+
+def test_an_order_is_taken_when_all_lanes_of_a_gang_have_it() -> None:
+    least = iter([1, 0, 0, 1, 0, 0, 0])  # what another lane has by then
+    stream = StageStream(NODE, growing, map(float, count()).__next__, lambda _: next(least))
+    stream.feed(seeds(1))
+    stream.feed(seeds(0))
+    pieces = stream.run()
+    assert [shown(next(pieces)) for _ in range(3)] == [None, None, (2,)]
+    assert [taken[1] for taken in stream.log.taken] == ["1"]
+    assert shown(next(pieces)) == (3, 0)
+    assert [taken[1] for taken in stream.log.taken] == ["1", "0"]
+    assert [shown(piece) for piece in pieces] == [(1,)]
+    assert next(least, None) is None, "one agreement a piece, and one where the stage has ended"
+
+
+def test_what_other_lanes_have_not_got_is_not_begun() -> None:
+    stream = StageStream(NODE, growing, map(float, count()).__next__, lambda _: 0)
+    stream.feed(seeds(0))
+    stream.give_back()
+    assert list(stream.run()) == []
+    assert stream.log.facts()["items"] == 0
+
+
+class Meeting:
+    """Threads that play the lanes of a gang, each with a stream of its own."""
+
+    def __init__(self, lanes: int) -> None:
+        self._numbers = [0] * lanes
+        self._barrier = threading.Barrier(lanes, timeout=20.0)
+
+    def least(self, lane: int, number: int) -> int:
+        self._numbers[lane] = number
+        self._barrier.wait()
+        least = min(self._numbers)
+        self._barrier.wait()
+        return least
+
+
+def carried_out(
+    meeting: Meeting, lane: int, orders: list[Any], arrivals: list[int]
+) -> tuple[list[Any], list[Any]]:
+    """What a lane's stream yields, and takes in; after each piece so many more orders come."""
+    agree = partial(meeting.least, lane)
+    stream = StageStream(NODE, growing, map(float, count()).__next__, agree)
+    coming = iter(orders)
+
+    def receive(number: int) -> None:
+        for order in islice(coming, number):
+            if order is GIVE_BACK:
+                stream.give_back()
+            else:
+                stream.feed(order)
+
+    receive(1)
+    yielded = []
+    for piece, number in zip(stream.run(), chain(arrivals, repeat(1)), strict=False):
+        yielded.append(shown(piece))
+        receive(number)
+    return yielded, [text for _, text in sorted(stream.log.taken + stream.log.resumed)]
+
+
+def outputs_of(order: list[Batch] | Unfinished) -> list[int]:
+    if isinstance(order, Unfinished):
+        return list(order.items.ids)
+    return [2 * item + k for item in order[0].ids for k in range(2)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_lanes_of_a_gang_take_the_same_orders_at_the_same_moments(data: st.DataObject) -> None:
+    lanes, items = data.draw(st.integers(2, 3)), iter(range(100))
+    orders: list[Any] = []
+    for size in data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=6)):
+        order: Any = seeds(*islice(items, size))
+        if data.draw(st.booleans()):
+            begun = outputs_of(order)
+            order = Unfinished(Batch({"grown": [item // 2 for item in begun]}, begun))
+        orders.append(order)
+    told = data.draw(st.booleans())
+    paces = [data.draw(st.lists(st.integers(0, 3), max_size=8)) for _ in range(lanes)]
+    meeting = Meeting(lanes)
+    with ThreadPoolExecutor(lanes) as pool:
+        ends = [
+            pool.submit(carried_out, meeting, lane, [*orders, *[GIVE_BACK] * told], pace)
+            for lane, pace in enumerate(paces)
+        ]
+        first, *others = [end.result(timeout=30.0) for end in ends]
+    assert all(other == first for other in others)
+    yielded, taken = first
+    made: list[int] = []
+    for piece in yielded:
+        made += () if piece is None else piece[1] if piece[0] == "back" else piece
+    size = len(made)
+    every = [outputs_of(order) for order in orders]
+    assert sorted(made) == sorted(chain(*every))[:size], "each once, and the first ones"
+    assert size in {len(list(chain(*every[:n]))) for n in range(1, len(every) + 1)}
+    assert len(taken) <= len(orders)

@@ -85,7 +85,7 @@ def test_the_tail_begins_when_the_share_of_outputs_is_done() -> None:
     assert [items_of(call) for call in told.calls.values()] == [(0, 1), (2, 3)]
     assert not all_of(GiveBack, told.made(0, 0, 1, 2))
     asked = only(GiveBack, told.made(1, 7))
-    assert (asked.call, asked.lane) == (told.calls[1].call, 1)
+    assert (asked.call, asked.lanes) == (told.calls[1].call, (1,))
     assert not all_of(GiveBack, told.made(1, 6)), "once"
 
 
@@ -94,9 +94,9 @@ def test_a_kept_call_is_fed_what_others_gave_back_though_it_is_never_fed_else() 
     plan = replace(plan, stages={**plan.stages, "drawer.draw": StagePlan(1, None, 0.4, 1)})
     told = Told(plan, num_items=2)
     told.made(0, 0)
-    assert only(GiveBack, told.made(1, 2)).lane == 1
+    assert only(GiveBack, told.made(1, 2)).lanes == (1,)
     fed = only(FeedCall, told.back(1, 3))
-    assert (fed.call, fed.lane) == (told.calls[0].call, 0)
+    assert (fed.call, fed.lanes) == (told.calls[0].call, (0,))
     assert fed.unfinished == (3,)
     assert items_of(fed) == (), "the inputs are not read again"
     commands = told.ended(1)
@@ -109,10 +109,24 @@ def test_a_kept_call_is_fed_what_others_gave_back_though_it_is_never_fed_else() 
 def test_a_kept_call_holds_no_more_outputs_than_it_may_begin_with() -> None:
     told = Told(plan_of(switch_at=0.3))
     told.made(0, 0)
-    assert only(GiveBack, told.made(0, 2, 1)).lane == 1
+    assert only(GiveBack, told.made(0, 2, 1)).lanes == (1,)
     fed = only(FeedCall, told.back(1, 4, 5, 6, 7))
     assert fed.unfinished == (4, 5), "with one of its own it has three of four"
     assert only(FeedCall, told.made(0, 3, 4)).unfinished == (6, 7)
+
+
+def test_of_gangs_one_gives_back_and_another_goes_on() -> None:
+    plan = plan_of(switch_at=0.5)
+    pairs = {"drawer": Placement(((0, 1), (2, 3))), "scorer": Placement(((3,), (1,)))}
+    plan = replace(plan, lanes=tuple(map(LaneSpec, range(4))), placements=pairs)
+    validate(plan, GRAPH, 4)
+    told = Told(plan)
+    assert only(GiveBack, told.made(0, 0, 1, 2, 3)).lanes == (2, 3)
+    fed = only(FeedCall, told.back(2, 4, 5, 6, 7))
+    assert (fed.lanes, fed.unfinished) == ((0, 1), (4, 5, 6, 7))
+    told.engine.handle(CallFinished(told.calls[2].call, 3))
+    scored = [c for c in all_of(RunCall, told.ended(2)) if c.node == SCORE]
+    assert [c.lanes for c in scored] == [(3,)], "lane 1 still draws"
 
 
 def test_an_idle_kept_replica_begins_a_call_with_what_was_given_back() -> None:
@@ -120,7 +134,7 @@ def test_an_idle_kept_replica_begins_a_call_with_what_was_given_back() -> None:
     told.made(0, 0, 1, 2, 3)
     commands = told.ended(0)  # takes up the scoring of its own samples, one after the other
     scoring = only(RunCall, commands)
-    assert only(GiveBack, told.made(1, 4, 6)).lane == 1
+    assert only(GiveBack, told.made(1, 4, 6)).lanes == (1,)
     assert not all_of(FeedCall, told.back(1, 5, 7))
     assert all(c.node == SCORE for c in all_of(RunCall, told.ended(1)))
     told.engine.handle(ItemsProduced(scoring.call, (0,)))
@@ -133,7 +147,7 @@ def test_items_that_were_never_begun_are_read_from_their_inputs() -> None:
     plan = plan_of(switch_at=0.25)
     told = Told(plan)
     asked = only(GiveBack, told.made(0, 0, 1))
-    assert asked.lane == 1
+    assert asked.lanes == (1,)
     commands = told.ended(1)  # it had not even begun
     fed = only(FeedCall, commands)
     assert (items_of(fed), fed.unfinished) == ((2,), ())
@@ -145,9 +159,12 @@ def test_several_kept_calls_share_the_rest_evenly() -> None:
     told = Told(plan, num_items=8)
     told.made(0, 0, 1)
     asked = all_of(GiveBack, told.made(1, 4, 5))
-    assert [command.lane for command in asked] == [2, 3]
+    assert [command.lanes for command in asked] == [(2,), (3,)]
     fed = all_of(FeedCall, told.back(2, 8, 9, 10, 11)) + all_of(FeedCall, told.back(3, 12, 13))
-    assert [(command.lane, command.unfinished) for command in fed] == [(0, (8, 9)), (1, (10, 11))]
+    assert [(command.lanes, command.unfinished) for command in fed] == [
+        ((0,), (8, 9)),
+        ((1,), (10, 11)),
+    ]
 
 
 def test_a_lane_that_does_not_go_on_takes_no_new_items_either() -> None:
@@ -156,7 +173,7 @@ def test_a_lane_that_does_not_go_on_takes_no_new_items_either() -> None:
     told = Told(plan)
     assert [items_of(call) for call in told.calls.values()] == [(0,), (1,)]
     commands = told.made(1, 2, 3)
-    assert only(GiveBack, commands).lane == 1
+    assert only(GiveBack, commands).lanes == (1,)
     commands = told.ended(1)
     assert all(command.node == SCORE for command in all_of(RunCall, commands))
 

@@ -130,6 +130,42 @@ def test_a_model_too_large_for_the_cluster() -> None:
         analytic_profile(grpo(), parse_cluster("1x1xH100"), WORK, 4)
 
 
+def test_a_model_that_no_lane_holds_generates_on_several() -> None:
+    """66 GB of weights on lanes of 43: in halves, quarters and eighths of them and of the cache."""
+    big = KNOWN_MODELS["Qwen2.5-32B"]
+    work = {
+        "generator.generate": Generate(big, ANSWERS, (32,)),
+        "learner.logprobs": Forward(big, ANSWERS),
+        "learner.train": Train(big, ANSWERS, sharded=True),
+        "score": Fixed(0.001, 0.0001),
+    }
+    cluster = parse_cluster("4x8xL40S")
+    profile = analytic_profile(grpo(), cluster, work, 16)
+    layouts = profile.stage("generator.generate").layouts
+    assert {layout.lanes for layout in layouts} == {2, 4, 8}
+    room = lane_specs(cluster)[0].memory_bytes
+    assert room is not None
+    for layout in layouts:
+        state = profile.worker("generator", layout.lanes, "gpu")
+        assert state is not None
+        assert state.state_bytes == pytest.approx(big.weight_bytes / layout.lanes, abs=1)
+        assert state.state_bytes + layout.working_bytes(16) <= room
+    with pytest.raises(UserError, match="at least 2 lanes"):
+        analytic_profile(grpo(), parse_cluster("1x1xL40S"), work, 16)
+
+
+def test_weights_are_published_at_a_price_to_replicas_of_every_size() -> None:
+    profile = analytic_profile(grpo(), parse_cluster("1x16xH200"), WORK, 16)
+    sizes = {layout.lanes for layout in profile.stage("generator.generate").layouts}
+    assert sizes == {1, 2, 4}  # 28 heads
+    prices = [
+        profile.publish_seconds("learner", "generator", place, 8, lanes)
+        for place in ("same", "cluster")
+        for lanes in (1, 2, 4, 8, 16)
+    ]
+    assert min(prices) > 0
+
+
 def test_work_for_a_stage_that_is_not_there() -> None:
     with pytest.raises(UserError, match=r"learner\.train"):
         analytic_profile(grpo(), parse_cluster("1x8xH100"), {"learner.trian": Fixed()}, 4)

@@ -17,7 +17,7 @@ from m2flow.plan import (
     StagePlan,
     build_plan,
     companion,
-    explain,
+    describe_plan,
     from_json,
     parse_lanes,
     placed,
@@ -55,7 +55,7 @@ def test_every_mode_is_valid(name: str, mode: str, count: int, num_items: int) -
     assert plan.mode == mode
     assert from_json(to_json(plan)) == plan
     assert set(plan.placements) == set(placed(graph)) >= set(graph.workers)
-    lines = explain(plan, graph, num_items)
+    lines = describe_plan(plan, graph, num_items)
     assert mode in lines[0]
     for node in graph.nodes:
         assert sum(line.strip().startswith(f"{node.name} ") for line in lines) == 1
@@ -201,11 +201,14 @@ def test_disaggregated_needs_work_beside_the_generation() -> None:
         ("disaggregated", ((2, 3),)),
     ],
 )
-def test_gangs_are_neighbouring_lanes(mode: str, replicas: tuple[tuple[int, ...], ...]) -> None:
-    plan = build_plan(mode, GRPO, cpu_lanes(4), 8, gangs={"learner": 2, "gen": 1})
+@pytest.mark.parametrize("gen", [1, 2])
+def test_gangs_are_neighbouring_lanes(
+    mode: str, replicas: tuple[tuple[int, ...], ...], gen: int
+) -> None:
+    plan = build_plan(mode, GRPO, cpu_lanes(4), 8, gangs={"learner": 2, "gen": gen})
     validate(plan, GRPO, 8)
     assert plan.placements["learner"].replicas == replicas
-    assert all(len(gang) == 1 for gang in plan.placements["gen"].replicas)
+    assert all(len(gang) == gen for gang in plan.placements["gen"].replicas)
     if mode == "collocated":
         assert plan.stages["learner.train"] == StagePlan(8)  # 16 samples for two gangs
 
@@ -221,13 +224,17 @@ def test_one_process_has_no_gangs() -> None:
     [
         ({"learner": 2}, r"gangs\.learner: .* 3 lanes cannot be cut.*\(got 2\).*a divisor of 3"),
         ({"learner": 0}, r"gangs\.learner: must be at least 1 \(got 0\)"),
-        ({"gen": 3}, r"gangs\.gen: gen\.generate is streaming or sticky.*single lane"),
         ({"lerner": 3}, r"gangs\.lerner: is no worker; did you mean 'learner'"),
     ],
 )
 def test_gangs_that_cannot_be(gangs: dict[str, int], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         build_plan("collocated", GRPO, cpu_lanes(3), 8, gangs=gangs)
+
+
+def test_a_sticky_stage_has_no_gang() -> None:
+    with pytest.raises(UserError, match=r"gangs\.policy: policy\.act is sticky.*single lane"):
+        build_plan("collocated", GRAPHS["embodied"], cpu_lanes(2), 8, gangs={"policy": 2})
 
 
 # --- several machines, memory ---------------------------------------------------------------------
@@ -244,7 +251,7 @@ def test_eager_stays_on_this_machine_and_adds_its_limits_up() -> None:
 def test_explain_names_machines_limits_and_processes() -> None:
     lanes = with_memory(parse_lanes("2xcpu:1", cores=(0,), num_gpus=0), 1000)
     plan = build_plan("collocated", GRPO, lanes, 8, isolated={"score"})
-    lines = explain(plan, GRPO, 8, {"score"})
+    lines = describe_plan(plan, GRPO, 8, {"score"})
     assert "lane 1 (node 1, cores [0], at most 1000 bytes): gen, normalise, learner" in lines[2]
     assert "lane 3 (node 1, cores [0], at most 1000 bytes, a process of its own): score" in lines[4]
 

@@ -398,6 +398,22 @@ def test_the_words_say_everything(why: Explanation) -> None:
     assert told.startswith("\n".join(summary(why)))
 
 
+def test_the_words_set_memory_at_its_peak_beside_states() -> None:
+    """Of the lane that holds most; the profile says what the plan does not."""
+    limited = (*lanes(1), replace(lanes(2)[1], memory_bytes=2000))
+    held = replace(predicted(5, span(0, GEN, 0, 5)), peak_bytes={0: Bytes(100), 1: Bytes(1234)})
+    chosen = Candidate(replace(plan_of("a", [0, 1], [1]), lanes=limited), held)
+    told = summary(explained(Decision(chosen, (), profile(), 16), TALKING, sensitivity=False))
+    assert "memory: at most 1.23 KB of 2 KB on a lane, whose states are 150 B" in told
+
+
+def test_a_profile_that_was_cut_short_is_told(decision: Decision) -> None:
+    cut = replace(decision, profile=replace(decision.profile, cut_by=Seconds(20.0)))
+    why = explained(cut, TALKING, sensitivity=False)
+    assert "measured (cut short by a budget of 20 s), in" in summary(why)[1]
+    assert to_document(why)["decision"]["profile"]["cut_by"] == 20.0
+
+
 def test_the_document_is_a_plan_file_too(why: Explanation) -> None:
     document = json.loads(json.dumps(to_document(why)))
     assert from_json(json.dumps(document)) == why.chosen.plan

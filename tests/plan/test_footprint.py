@@ -46,6 +46,17 @@ def test_the_cache_fills_what_the_weights_leave() -> None:
     assert H100.usable_bytes * 0.999 < held <= H100.usable_bytes
 
 
+def test_heads_of_the_cache_stay_whole() -> None:
+    """Four key-value heads: on eight lanes each has a copy of one."""
+    assert MOE.kv_heads == 4
+    for lanes in (1, 2, 4):
+        assert MOE.kv_bytes_on_lane(lanes) * lanes == MOE.kv_bytes_per_token
+    assert MOE.kv_bytes_on_lane(8) == MOE.kv_bytes_on_lane(4)
+    four, eight = (kv_tokens_that_fit(MOE, H100, Layout(lanes)) for lanes in (4, 8))
+    room = (H100.usable_bytes - MOE.weight_bytes / 8) / (MOE.kv_bytes_per_token / 4)
+    assert four < eight == int(room)
+
+
 def test_what_fits_on_no_lane_count_says_the_smallest_that_would_do() -> None:
     with pytest.raises(UserError, match="at least 2 lanes") as caught:
         check_training_fits(QWEN, 1, H100, 4096)

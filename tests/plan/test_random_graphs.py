@@ -1,4 +1,4 @@
-"""Plans of random flows: the builders fit them, the files keep them, and `explain` names them."""
+"""Plans of random flows: the builders fit them, files keep them, and `describe_plan` names them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from m2flow.plan import (
     BUILDERS,
     build_plan,
     companion,
-    explain,
+    describe_plan,
     from_json,
     parse_lanes,
     to_json,
@@ -43,8 +43,9 @@ def test_the_fixed_modes_fit_and_carry_out_any_flow(
         assert "needs" in str(error)  # noqa: PT017 - some flows cannot be parted
         return
     audit(Case(graph, plan, ITEMS, 2, seed))
+    lines = describe_plan(plan, graph, ITEMS)
     for node in graph.nodes:
-        assert sum(line.startswith(f"  {node.name} ") for line in explain(plan, graph, ITEMS)) == 1
+        assert sum(line.startswith(f"  {node.name} ") for line in lines) == 1
 
 
 @given(st.data(), GRAPHS)
@@ -52,7 +53,7 @@ def test_the_fixed_modes_fit_and_carry_out_any_flow(
 def test_any_plan_survives_its_file(data: Any, graph: FlowGraph) -> None:
     plan = data.draw(plans(graph, ITEMS))
     assert from_json(to_json(plan)) == plan
-    lines = explain(plan, graph, ITEMS)
+    lines = describe_plan(plan, graph, ITEMS)
     assert len(lines) == 1 + len(plan.lanes) + len(graph.nodes) + len(plan.edges)
 
 

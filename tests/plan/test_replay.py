@@ -53,6 +53,18 @@ def test_its_own_plan_takes_what_it_took(mode: str) -> None:
     assert sum(prediction.terms.values()) == pytest.approx(2 * prediction.seconds)
 
 
+def test_a_streaming_stage_on_a_gang_takes_what_it_took() -> None:
+    profile = grpo_profile(LONG_TAIL)
+    generate = profile.stages["gen.generate"]
+    pair = tuple(replace(layout, lanes=2) for layout in generate.layouts)
+    stages = {**profile.stages, "gen.generate": replace(generate, layouts=pair)}
+    plan = build_plan("collocated", GRPO, LANES, 8, gangs={"gen": 2})
+    timing = ProfileTiming(GRPO, plan, replace(profile, stages=stages))
+    one = recorded(Simulation(GRPO, plan, timing, detailed=True), 8, 4)
+    _, seconds = replay_steps(GRPO, one, plan)
+    assert seconds == pytest.approx([spent for _, spent in one.steps])
+
+
 def test_another_plan_takes_what_a_simulation_of_it_does() -> None:
     """Where calls cost what their items do, items carry all that is to be known.
 

@@ -68,6 +68,19 @@ def test_a_decoding_step_never_gets_cheaper_by_more_work(
         assert here <= longer + 1e-12
 
 
+@pytest.mark.parametrize(("tensor", "heads"), [(2, 2), (4, 1), (8, 1)])
+def test_a_decoding_step_on_several_lanes_by_hand(tensor: int, heads: int) -> None:
+    """Weights and whole heads of the cache dealt out, and two sums over the lanes a layer."""
+    running, kv_tokens = 16, 16 * 3000
+    weights = MOE.weight_bytes_read(running) / tensor
+    cache = kv_tokens * 2 * MOE.layers * heads * MOE.head_dim * 2
+    bandwidth = 3350e9 * RATES.bandwidth(MOE)
+    ring = 2 * (tensor - 1) / tensor * running * MOE.hidden * 2 / (0.8 * 450e9)
+    wires = 2 * MOE.layers * (10e-6 + ring)
+    step = decode_step_seconds(MOE, running, kv_tokens, H100, Layout(tensor), RATES)
+    assert step == pytest.approx(1.5e-3 + (weights + cache) / bandwidth + wires)
+
+
 def test_training_is_six_flops_for_each_parameter_and_token() -> None:
     tokens = 1e6
     seconds = training_seconds(

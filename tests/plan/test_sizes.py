@@ -6,6 +6,7 @@ import pytest
 
 from m2flow.errors import UserError
 from m2flow.plan import parse_bytes
+from m2flow.plan.sizes import bytes_text
 
 
 @pytest.mark.parametrize(
@@ -31,3 +32,18 @@ def test_text_that_is_no_size(text: str) -> None:
     with pytest.raises(UserError, match=r"lane_memory: is not a size.*KiB.*such as 200MB") as error:
         parse_bytes(text, "lane_memory")
     assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (850, "850 B"),
+        (1000, "1 KB"),
+        (12_345_678, "12.3 MB"),
+        (270_000_000, "270 MB"),
+        (80e9, "80 GB"),
+    ],
+)
+def test_sizes_in_words(size: float, text: str) -> None:
+    assert bytes_text(size) == text

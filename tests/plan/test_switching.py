@@ -15,7 +15,7 @@ from m2flow.plan import (
     Plan,
     StagePlan,
     build_plan,
-    explain,
+    describe_plan,
     from_json,
     to_json,
     validate,
@@ -73,10 +73,10 @@ def test_a_plan_with_a_switch_point_is_read_back_and_explained() -> None:
     validate(plan, GRAPH, ITEMS)
     assert from_json(to_json(plan)) == plan
     told = "when 80% of its items are done, 1 of 4 replicas go on with the rest"
-    assert sum(told in line for line in explain(plan, GRAPH, ITEMS)) == 1
+    assert sum(told in line for line in describe_plan(plan, GRAPH, ITEMS)) == 1
     half = with_stage(COLLOCATED, switch_at=0.75)
     validate(half, GRAPH, ITEMS)
-    assert any("2 of 4 replicas go on" in line for line in explain(half, GRAPH, ITEMS))
+    assert any("2 of 4 replicas go on" in line for line in describe_plan(half, GRAPH, ITEMS))
 
 
 @pytest.mark.parametrize(

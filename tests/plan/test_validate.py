@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from m2flow.errors import PlanError
+from m2flow.flow import Flow, stage
 from m2flow.flow.graph import WeightEdge
 from m2flow.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan, validate
 from tests.plan.small_graphs import GRAPHS, GRPO
@@ -42,6 +43,7 @@ def test_a_plan_that_fits() -> None:
     validate(GOOD, GRPO)
     validate(GOOD, GRPO, 8)
     validate(replace(GOOD, lanes=(LaneSpec(0), LaneSpec(1))), GRPO)
+    validate(replace(GOOD, **placed(gen=GANG)), GRPO)
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -127,10 +129,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         lanes(LaneSpec(0), LaneSpec(1, node=-1)),
         ("lanes: ", "negative number (got -1)"),
     ),
-    "gang that streams": (
-        placed(gen=GANG),
-        ("placements.gen: ", "is streaming", "must be a single lane"),
-    ),
     "no chunk": (
         {"stages": {"score": StagePlan(chunk=0)}},
         ("stages.score.chunk: ", "at least 1 (got 0)"),
@@ -208,6 +206,21 @@ def test_mini_batches_must_be_of_one_size() -> None:
     validate(plan, graph, 6)
     with pytest.raises(PlanError, match=r"learner\.train: cannot cut 7 items .*\(got 2\)"):
         validate(plan, graph, 7)
+
+
+def test_a_streaming_function_cannot_stand_on_a_gang() -> None:
+    @stage(streaming=True)
+    def split(items: Any) -> Any:
+        yield items
+
+    class Splitting(Flow):
+        def step(self, items: Any) -> Any:
+            return split(items)
+
+    graph = Splitting().trace()
+    plan = Plan("custom", (LaneSpec(0), LaneSpec(1)), {"split": GANG})
+    with pytest.raises(PlanError, match=r"placements\.split: is a streaming function.*single lane"):
+        validate(plan, graph)
 
 
 def test_a_sticky_worker_cannot_be_a_gang_and_a_step_must_fit_its_edge() -> None:

@@ -113,6 +113,17 @@ def test_a_task_complains_in_the_words_of_the_recipe(
     assert str(caught.value).startswith(f"{key}: ")
 
 
+@pytest.mark.parametrize("from_folder", [False, True])
+def test_gangs_over_which_the_heads_do_not_divide(
+    tiny_recipe: MakeRecipe, warmed: ModelSource, from_folder: bool
+) -> None:
+    model = {"path": warmed.path} if from_folder else {"num_key_value_heads": 2}
+    with pytest.raises(UserError) as caught:
+        ReasoningExperiment(tiny_recipe(model=model, generation={"gang": 3}))
+    assert str(caught.value).startswith("generation.gang: ")
+    assert "(got 3); expected a divisor of " in str(caught.value)
+
+
 def test_bad_rows_are_left_out_if_asked(
     tiny_recipe: MakeRecipe, data_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import ray
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from m2flow.models.causal_lm import load_model
+from m2flow.plan import LaneSpec, build_plan
 from m2flow.reasoning.config import ReasoningRecipe
 from m2flow.reasoning.experiment import ReasoningExperiment
 from m2flow.reasoning.flow import recipe_flow
@@ -66,7 +68,7 @@ def experiment(request: pytest.FixtureRequest) -> ReasoningExperiment:
                     "hidden_size": 32,
                     "num_hidden_layers": 2,
                     "num_attention_heads": 2,
-                    "num_key_value_heads": 1,
+                    "num_key_value_heads": 2,
                     "intermediate_size": 96,
                 },
                 "data": {"options": {"min_digits": 1, "max_digits": 1}},
@@ -94,12 +96,22 @@ class Outcome:
     critics: list[dict[str, Tensor]]
 
 
-def outcome_of(experiment: ReasoningExperiment, model: ModelSource, mode: str) -> Outcome:
+def outcome_of(
+    experiment: ReasoningExperiment,
+    model: ModelSource,
+    mode: str,
+    gangs: Mapping[str, int] = MappingProxyType({}),
+) -> Outcome:
     recipe = experiment.recipe
     flow = recipe_flow(recipe, model, experiment.task)
     batches = [experiment.batch(step, model) for step in range(STEPS)]
     with launch(
-        flow, items_per_step=recipe.prompts_per_step, mode=mode, lanes="cpu:2", num_threads=1
+        flow,
+        items_per_step=recipe.prompts_per_step,
+        mode=mode,
+        lanes="cpu:2",
+        num_threads=1,
+        gangs=gangs,
     ) as run:
         results = list(run.steps(batches))
         replicas = run.worker_call_everywhere("learner", "parameters")
@@ -139,16 +151,24 @@ def test_eager_run_has_something_to_learn_from(eager: Outcome, model: ModelSourc
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
-    ("mode", "num_replicas"), [("collocated", 2), ("disaggregated", 1), ("hybrid", 2)]
+    ("mode", "num_replicas", "gangs"),
+    [
+        ("collocated", 2, {}),
+        ("disaggregated", 1, {}),
+        ("hybrid", 2, {}),
+        ("collocated", 2, {"generator": 2}),
+        ("collocated", 2, {"generator": 2, "learner": 2}),
+    ],
 )
 def test_mode_changes_nothing(
     mode: str,
     num_replicas: int,
+    gangs: dict[str, int],
     eager: Outcome,
     experiment: ReasoningExperiment,
     model: ModelSource,
 ) -> None:
-    there = outcome_of(experiment, model, mode)
+    there = outcome_of(experiment, model, mode, gangs)
     assert there.texts == eager.texts
     assert there.rewards == eager.rewards
     assert there.staleness == [0.0] * STEPS
@@ -158,3 +178,24 @@ def test_mode_changes_nothing(
         for weights in found:
             assert distance(weights, expected[0]) < 1e-9
             assert all(torch.equal(weights[name], found[0][name]) for name in weights)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_run_goes_over_to_gangs_and_back(
+    eager: Outcome, experiment: ReasoningExperiment, model: ModelSource
+) -> None:
+    recipe = experiment.recipe
+    flow = recipe_flow(recipe, model, experiment.task)
+    graph, lanes, items = flow.trace(), [LaneSpec(0), LaneSpec(1)], recipe.prompts_per_step
+    single = build_plan("collocated", graph, lanes, items)
+    gangs = build_plan("collocated", graph, lanes, items, gangs={"generator": 2, "learner": 2})
+    texts = []
+    with launch(flow, items_per_step=items, plan=single, num_threads=1) as run:
+        for step, plan in enumerate((single, gangs, single)):
+            if step:
+                assert {"generator", "learner"} <= set(run.replan(plan).moved)
+            texts.append(run.step(experiment.batch(step, model)).output["text"])
+        replicas = run.worker_call_everywhere("learner", "parameters")
+    assert texts == eager.texts
+    for weights in replicas:
+        assert distance(weights, eager.replicas[0]) < 1e-9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ RECIPE: dict[str, Any] = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        "num_key_value_heads": 2,
         "intermediate_size": 96,
         "max_position_embeddings": 256,
     },
@@ -55,12 +55,12 @@ class Parity:
 
 @pytest.fixture(scope="module")
 def lanes() -> Iterator[LanePool]:
-    """Two lanes for all runs of this file, in a cluster of their own."""
+    """Four lanes for all runs of this file, in a cluster of their own."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import the tests
     try:
-        with local_cluster(2), LanePool((LaneSpec(0), LaneSpec(1))) as pool:
+        with local_cluster(4), LanePool(tuple(map(LaneSpec, range(4)))) as pool:
             yield pool
     finally:
         torch.set_num_threads(threads)
@@ -78,13 +78,14 @@ def model(experiment: ReasoningExperiment, tmp_path_factory: pytest.TempPathFact
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves, and how many samples changed lanes half drawn."""
+    """What a run leaves, how many samples changed lanes half drawn, and how many calls were fed."""
 
     rewards: list[list[float]]
     texts: list[list[str]]
     lengths: list[list[int]]
     replicas: list[dict[str, Tensor]]
     given_back: int
+    fed: int
 
 
 def outcome_of(experiment: ReasoningExperiment, model: ModelSource, **how: Any) -> Outcome:
@@ -103,6 +104,7 @@ def outcome_of(experiment: ReasoningExperiment, model: ModelSource, **how: Any) 
         given_back=sum(
             int(str(span.args["items"])) for span in spans if span.name.startswith("give back")
         ),
+        fed=sum(len(span.args.get("taken", [])) > 1 for span in spans),
     )
 
 
@@ -127,7 +129,12 @@ def plans(experiment: ReasoningExperiment, model: ModelSource) -> dict[str, Plan
     collocated = build_plan("collocated", graph, [LaneSpec(0), LaneSpec(1)], items)
     shares = (0.5, 0.85)
     early, late = with_switch_points(collocated, graph, shares, num_items=items, pieces=(4,))
-    return {"early": early, "late": late}
+    four = list(map(LaneSpec, range(4)))
+    pairs = build_plan("collocated", graph, four, items, gangs={"generator": 2, "learner": 2})
+    (gangs,) = with_switch_points(pairs, graph, (0.5,), num_items=items, pieces=(4,))
+    generate = replace(gangs.stages["generator.generate"], max_running=3)
+    fed = replace(gangs, stages={**gangs.stages, "generator.generate": generate})
+    return {"early": early, "late": late, "gangs": gangs, "gangs that are fed": fed}
 
 
 def test_lengths_have_a_long_tail(eager: Outcome) -> None:
@@ -137,7 +144,7 @@ def test_lengths_have_a_long_tail(eager: Outcome) -> None:
         assert 0 < sum(rewards) < len(rewards)
 
 
-@pytest.mark.parametrize("which", ["early", "late"])
+@pytest.mark.parametrize("which", ["early", "late", "gangs", "gangs that are fed"])
 def test_a_switch_point_changes_nothing(
     which: str,
     lanes: LanePool,
@@ -147,6 +154,7 @@ def test_a_switch_point_changes_nothing(
 ) -> None:
     there = outcome_of(experiment, model, plan=plans(experiment, model)[which], lanes=lanes)
     assert there.given_back > 0
+    assert (there.fed > 0) == (which == "gangs that are fed")
     assert there.texts == eager.texts
     assert there.rewards == eager.rewards
     assert there.lengths == eager.lengths

@@ -170,6 +170,24 @@ def test_lanes_that_overlap_are_refused_before_anything_starts() -> None:
     assert time.monotonic() - began < 1
 
 
+@pytest.mark.parametrize(
+    ("spots", "words"),
+    [
+        ({"maker": ((0, 1),), "reader": ((0,),)}, "placements.maker: maker.stream streams.*share"),
+        ({"maker": ((0,),), "reader": ((0, 1), (2,))}, "placements.reader: .*unequal size"),
+    ],
+)
+def test_gangs_that_cannot_work_together_are_refused_before_anything_starts(
+    spots: dict[str, tuple[tuple[int, ...], ...]], words: str
+) -> None:
+    placements = {worker: Placement(gangs) for worker, gangs in spots.items()}
+    plan = Plan("custom", tuple(map(LaneSpec, range(3))), placements)
+    began = time.monotonic()
+    with pytest.raises(PlanError, match=words):
+        start(mode="collocated", plan=plan)
+    assert time.monotonic() - began < 1
+
+
 def test_a_worker_that_cannot_load_ends_the_lanes_at_once(tmp_path: Path) -> None:
     """Even those in the middle of loading another one."""
     began = time.monotonic()

@@ -51,6 +51,17 @@ def test_groups_sum_over_their_lanes(lanes: LaneProcesses) -> None:
     ]
 
 
+def least(groups: LaneGroups) -> list[int]:
+    groups.ensure([(0, 1, 2)])
+    least_of = groups.least((2, 0, 1))
+    own = dist.get_rank()
+    return [least_of(number) for number in (own + 5, 3 - own, 7)]
+
+
+def test_lanes_agree_on_the_least(lanes: LaneProcesses) -> None:
+    assert lanes(least) == [[5, 1, 7]] * 3
+
+
 def kept(groups: LaneGroups) -> list[bool]:
     groups.ensure([(0, 1, 2)])
     before = dict(groups._groups)

@@ -51,6 +51,10 @@ def pool(_cluster: None) -> Iterator[LanePool]:
 
 
 class Sampler(Worker):
+    """Takes what has come after each sample; on a gang all lanes make all samples."""
+
+    collective = True
+
     def __init__(self) -> None:
         self.samples, self.weight, self.version = 4, 0, 0
 
@@ -201,6 +205,9 @@ PLANS: dict[str, Plan | str] = {
     "limited": hand_written(((0,),), SINGLE, chunk=1, max_running=3, max_items=LIMITS),
     "gang": hand_written(((0,),), GANG, chunk=3),
     "gang and feeding": hand_written(BOTH, GANG, max_running=2),
+    "sampling on a gang": hand_written(GANG, GANG, chunk=3),
+    "a gang that is fed": hand_written(GANG, BOTH, chunk=1, max_running=2),
+    "a gang in other order": hand_written(((1, 0),), SINGLE, chunk=1, max_running=3),
 }
 
 
@@ -353,26 +360,66 @@ def test_an_exception_that_cannot_travel_keeps_its_words(tmp_path: Path, pool: L
     assert "TwoPartError: item 3 is bad" in "\n".join(error.__cause__.__notes__)
 
 
-def test_a_lane_that_is_killed_is_named(tmp_path: Path) -> None:
-    run = launch_fragile("sleep", tmp_path)
+def lane_1_killed(run: Run, folder: Path) -> RunFailed:
+    """What the run's next step fails with when lane 1 is killed as soon as its stage has begun."""
     victim = run._carrier.pool.addresses[1].process_id
     assert victim != run._carrier.pool.addresses[0].process_id
 
     def kill() -> None:
         deadline = time.monotonic() + 20
-        while not (tmp_path / "1").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        while not (folder / "1").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)  # until the stage says that it has begun
         os.kill(victim, signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
     error, seconds = fail(run)
     killer.join()
-    assert (tmp_path / "1").exists(), "it was killed before its stage had begun"
+    assert (folder / "1").exists(), "it was killed before its stage had begun"
     assert seconds < 20
     assert "lane 1 was lost" in str(error)
+    return error
+
+
+def test_a_lane_that_is_killed_is_named(tmp_path: Path) -> None:
+    run = launch_fragile("sleep", tmp_path)
+    error = lane_1_killed(run, tmp_path)
     assert "it held fragile" in str(error)
     assert "running: fragile.score (step 1" in str(error)
+
+
+class Endless(Worker):
+    """Streams on and on in its second step, and finishes nothing there."""
+
+    collective = True
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    @stage(streaming=True)
+    def stream(self, batch: Batch) -> Generator[Batch, Batch | None, None]:
+        while int(batch["x"].max()) >= ITEMS:
+            (Path(self.folder) / str(self.place.lane)).touch()
+            time.sleep(0.01)
+            yield batch.select([])
+        yield batch
+
+
+class EndlessFlow(Flow):
+    endless: Endless
+
+    def step(self, items: Stream) -> Stream:
+        return self.endless.stream(items)
+
+
+def test_a_lane_of_a_gang_that_is_killed_while_it_streams_is_named(tmp_path: Path) -> None:
+    """The other lane waits for it to agree on what has come."""
+    plan = Plan("custom", lanes(2), {"endless": Placement(GANG)}, deadline_seconds=60.0)
+    flow = EndlessFlow(endless=Endless(str(tmp_path)))
+    run = m2flow.launch(flow, items_per_step=ITEMS, plan=plan)
+    run.step(prompts(0))
+    error = lane_1_killed(run, tmp_path)
+    assert "running: endless.stream (step 1" in str(error)
 
 
 def test_a_call_past_its_deadline_is_named_with_those_who_wait(tmp_path: Path) -> None:

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from m2flow.runtime.pool import LanePool
     from m2flow.runtime.run import Run
 
+QUICK_SECONDS = 3.0
+"""What would change a choice is written down where the choice itself was made so quickly: to find
+it out takes about as long, and a run waits for it."""
+
 SAMPLED_STEPS = 8
 """The prompts of so many steps are measured, again and again."""
 
@@ -86,4 +90,6 @@ def launch_auto(
 def write_decision(directory: RunDirectory, graph: FlowGraph, decision: Decision) -> None:
     """Write the profile, and what was decided by it."""
     directory.write_profile(to_json(decision.profile))
-    directory.write_decision(decision_document(explained(decision, graph, sensitivity=False)))
+    quick = decision.seconds_to_decide <= QUICK_SECONDS
+    why = explained(decision, graph, sensitivity=quick, simulate=False)
+    directory.write_decision(decision_document(why))

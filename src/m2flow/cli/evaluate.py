@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,28 +53,10 @@ def evaluate(
     Raises:
         UserError: the model or the data are missing or wrong.
     """
-    counts = {"--samples": samples, "--max-new-tokens": max_new_tokens, "--limit": limit}
-    for key, value in counts.items():
-        if value is not None and value < 1:
-            raise UserError("is too small", key=key, value=value, expected="at least 1")
     if temperature is None:
         temperature = 0.0 if samples == 1 else 1.0
-    elif not 0 <= temperature < math.inf:
-        raise UserError(
-            "is no temperature", key="--temperature", value=temperature, expected="0 or more"
-        )
-    if not 0 <= seed < 2**63:
-        raise UserError("is no seed", key="--seed", value=seed, expected="0 to 2**63 - 1")
-    if on_bad_row not in ("fail", "skip"):
-        raise UserError("is unknown", key="--on-bad-row", value=on_bad_row, expected="fail or skip")
     template = DEFAULT_TEMPLATE if template is None else template
-    if "{question}" not in template:
-        raise UserError(
-            "has no place for the question",
-            key="--template",
-            value=template,
-            expected="a text with {question} in it",
-        )
+    _check(samples, temperature, max_new_tokens, limit, seed, template, on_bad_row)
     specs = parse_lanes(lanes)
     from m2flow.reasoning.evaluation import evaluate_file  # imports torch: seconds
 
@@ -89,26 +72,68 @@ def evaluate(
         lanes=specs,
         on_bad_row="skip" if on_bad_row == "skip" else "fail",
     )
-    correct = [sum(reward >= 1.0 for reward in rewards) for rewards in scores.rewards]
-    ks = sorted({1, samples} | {2**n for n in range(1, samples.bit_length()) if 2**n <= samples})
     figures: dict[str, Any] = {
         "model": str(model),
         "data": str(data),
-        "problems": len(correct),
+        "problems": len(scores.rewards),
         "samples": samples,
         "temperature": temperature,
-        "accuracy": sum(correct) / (len(correct) * samples),
-        **{f"pass@{k}": sum(pass_at_k(samples, c, k) for c in correct) / len(correct) for k in ks},
+        **_accuracy(scores.rewards, samples),
         "mean_tokens": scores.mean_tokens,
         "truncated_share": scores.truncated_share,
         "seconds": scores.seconds,
     }
-    if as_json:
-        print(json.dumps(figures))
-    else:
-        print(f"{len(correct)} problems of {data}, {samples} answer(s) each")
-        for name in ("accuracy", *(f"pass@{k}" for k in ks)):
-            print(f"  {name:<16} {figures[name]:.4f}")
-        for name in ("mean_tokens", "truncated_share", "seconds"):
-            print(f"  {name:<16} {figures[name]:.2f}")
+    print(json.dumps(figures) if as_json else _in_lines(figures))
     return figures
+
+
+def _check(
+    samples: int,
+    temperature: float,
+    max_new_tokens: int,
+    limit: int | None,
+    seed: int,
+    template: str,
+    on_bad_row: str,
+) -> None:
+    counts = {"--samples": samples, "--max-new-tokens": max_new_tokens, "--limit": limit}
+    for key, value in counts.items():
+        if value is not None and value < 1:
+            raise UserError("is too small", key=key, value=value, expected="at least 1")
+    if not 0 <= temperature < math.inf:
+        raise UserError(
+            "is no temperature", key="--temperature", value=temperature, expected="0 or more"
+        )
+    if not 0 <= seed < 2**63:
+        raise UserError("is no seed", key="--seed", value=seed, expected="0 to 2**63 - 1")
+    if on_bad_row not in ("fail", "skip"):
+        raise UserError("is unknown", key="--on-bad-row", value=on_bad_row, expected="fail or skip")
+    if "{question}" not in template:
+        raise UserError(
+            "has no place for the question",
+            key="--template",
+            value=template,
+            expected="a text with {question} in it",
+        )
+
+
+def _accuracy(rewards: Sequence[Sequence[float]], samples: int) -> dict[str, float]:
+    """The share of right answers, and pass@k for k = samples and powers of two."""
+    correct = [sum(reward >= 1.0 for reward in answers) for answers in rewards]
+    ks = sorted({1, samples} | {2**n for n in range(1, samples.bit_length()) if 2**n <= samples})
+    return {
+        "accuracy": sum(correct) / (len(correct) * samples),
+        **{f"pass@{k}": sum(pass_at_k(samples, c, k) for c in correct) / len(correct) for k in ks},
+    }
+
+
+def _in_lines(figures: Mapping[str, Any]) -> str:
+    lines = [
+        f"{figures['problems']} problems of {figures['data']}, {figures['samples']} answer(s) each"
+    ]
+    for name, value in figures.items():
+        if name == "accuracy" or name.startswith("pass@"):
+            lines.append(f"  {name:<16} {value:.4f}")
+        elif name in ("mean_tokens", "truncated_share", "seconds"):
+            lines.append(f"  {name:<16} {value:.2f}")
+    return "\n".join(lines)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from m2flow.cli.planning import AUTO_MODE, planned
 from m2flow.cli.recipe import read_recipe
 from m2flow.errors import UserError
-from m2flow.plan import explain as plan_in_words
-from m2flow.plan import to_json
+from m2flow.plan import describe_plan, to_json
 from m2flow.reasoning.config import ReasoningRecipe
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ def _print_fixed(recipe: ReasoningRecipe, asked: Asked) -> None:
     if asked.explain:
         lines = ["flow:", *(f"  {line}" for line in graph.describe())]
         out = sys.stderr if asked.as_json else sys.stdout
-        print("\n".join(lines + plan_in_words(chosen, graph, recipe.prompts_per_step)), file=out)
+        print("\n".join(lines + describe_plan(chosen, graph, recipe.prompts_per_step)), file=out)
 
 
 def _print_decision(planning: Planning, asked: Asked) -> None:

@@ -30,8 +30,12 @@ AUTO_MODE = "auto"
 
 LEARNER = "learner"
 
-TRAINED = (LEARNER, "critic")
-"""The workers that `training.gang` speaks of."""
+GANG_KEYS = {
+    LEARNER: "training.gang",
+    "critic": "training.gang",
+    "generator": "generation.gang",
+}
+"""Workers to the key that says how many lanes take part in each of their calls."""
 
 
 def flow_of(recipe: ReasoningRecipe) -> Flow:
@@ -77,8 +81,9 @@ def lanes_of(recipe: ReasoningRecipe) -> tuple[LaneSpec, ...]:
 
 
 def gangs_of(recipe: ReasoningRecipe, graph: FlowGraph) -> dict[str, int]:
-    """Lanes that take part in each call of a trained worker, as the recipe asks for it."""
-    return {name: recipe.training.gang for name in TRAINED if name in graph.workers}
+    """Lanes that take part in each call of a worker, as the recipe asks for it."""
+    asked = {"training.gang": recipe.training.gang, "generation.gang": recipe.generation.gang}
+    return {name: asked[key] for name, key in GANG_KEYS.items() if name in graph.workers}
 
 
 def _built(recipe: ReasoningRecipe, graph: FlowGraph, isolated: Collection[str]) -> Plan:
@@ -89,9 +94,10 @@ def _built(recipe: ReasoningRecipe, graph: FlowGraph, isolated: Collection[str])
         return build_plan(recipe.mode, graph, lanes, recipe.prompts_per_step, isolated, gangs)
     except UserError as error:
         key = str(error.key)
-        if key not in [f"gangs.{name}" for name in TRAINED]:
+        own = GANG_KEYS.get(key.removeprefix("gangs."))
+        if own is None:
             raise
-        raise UserError(str(error).removeprefix(f"{key}: "), key="training.gang") from None
+        raise UserError(str(error).removeprefix(f"{key}: "), key=own) from None
 
 
 def check_runnable(plan: Plan) -> None:

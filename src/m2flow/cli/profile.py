@@ -20,9 +20,10 @@ from m2flow.observe.formatting import number, percent, seconds
 from m2flow.observe.progress import TrainProgress
 from m2flow.plan.profile import Profile, Quantiles, StageLayout
 from m2flow.plan.profile_files import to_json
+from m2flow.plan.sizes import bytes_text
 from m2flow.reasoning.config import ReasoningRecipe
 from m2flow.runtime.profiling import cached, stored_at
-from m2flow.runtime.profiling.stored import cache_folder, given
+from m2flow.runtime.profiling.stored import cache_folder, given, lack
 
 if TYPE_CHECKING:
     from m2flow.reasoning.experiment import ReasoningExperiment
@@ -109,17 +110,17 @@ def profile_of(
         UserError: the lanes or the recipe are wrong, or the file was made for something else.
         RunFailed: a step failed.
     """
-    started = time.monotonic()
     lanes = lanes_of(recipe)
     key = profile_key(recipe, lanes)
     if file is not None:
         found = given(file, key, whatever_its_key=whatever_its_key)
-        return Obtained(found, f"read from {file}")
-    if not again and (known := cached(key)) is not None:
-        return Obtained(known, f"stored at {stored_at(key)}; --again measures again")
+        return Obtained(found, f"read from {file}{lack(found)}")
     least = LEAST_SECONDS if budget is None else 0.0
     budget = measuring_budget(recipe) if budget is None else budget
-    return _measured(recipe, lanes, key, started + budget, least, progress)
+    if not again and (known := cached(key, budget)) is not None:
+        at = f"stored at {stored_at(key)}{lack(known)}"
+        return Obtained(known, f"{at}; --again measures again")
+    return _measured(recipe, lanes, key, budget, least, progress)
 
 
 def measuring_budget(recipe: ReasoningRecipe) -> float:
@@ -131,10 +132,11 @@ def _measured(
     recipe: ReasoningRecipe,
     lanes: Sequence[LaneSpec],
     key: Key,
-    deadline: float,
+    budget: float,
     least: float,
     progress: TrainProgress | None,
 ) -> Obtained:
+    started = time.monotonic()
     from m2flow.cli.train import WORKERS_NEED
     from m2flow.runtime.ahead import LanesAhead
 
@@ -144,14 +146,17 @@ def _measured(
         from m2flow.runtime.profiling import obtain
 
         experiment = ReasoningExperiment(recipe)
+        before = time.monotonic()
         model = starting_model(experiment, progress)
+        now = time.monotonic()
         found, origin = obtain(
             lambda: recipe_flow(recipe, model, experiment.task),
             lambda: [experiment.batch(step, model) for step in range(min(STEPS, recipe.steps))],
             ahead.pool,
             key,
-            max(least, deadline - time.monotonic()),
+            max(least, budget - (now - started)),
             cache=False,
+            asked=max(least, budget - (now - before)),
             note=None if progress is None else progress.note,
         )
     return Obtained(found, origin)
@@ -190,11 +195,11 @@ def starting_model(
 
 
 def table(found: Profile) -> Table:
-    """Stages with the seconds of a call at a few sizes."""
+    """Stages with the seconds and the memory of a call at a few sizes."""
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     drawn.add_column("stage")
     drawn.add_column("lanes")
-    for column in ("items", "seconds", "error"):
+    for column in ("items", "seconds", "error", "resident", "peak"):
         drawn.add_column(column, justify="right")
     for name, stage in found.stages.items():
         label = name
@@ -202,11 +207,21 @@ def table(found: Profile) -> Table:
             kind = f"{layout.lanes} {layout.kind}"
             for items, took in _shown(layout):
                 error = f"± {percent(layout.error)}"
-                drawn.add_row(label, kind, number(items), seconds(took), error)
+                memory = _memory(found, name, layout, items)
+                drawn.add_row(label, kind, number(items), seconds(took), error, *memory)
                 label = ""
             for replicas, took in layout.finish.points if layout.finish else ():
                 drawn.add_row(label, f"{number(replicas)} x {kind}", "finish", seconds(took), "")
     return drawn
+
+
+def _memory(found: Profile, stage: str, layout: StageLayout, items: float) -> tuple[str, str]:
+    """Bytes of the state of a stage's worker on a lane, and with what a call takes beside it."""
+    known = found.worker(stage.partition(".")[0], layout.lanes, layout.kind)
+    state = known.state_bytes if known else 0
+    if layout.working is None:
+        return bytes_text(state), ""
+    return bytes_text(state), bytes_text(state + layout.working.at(items))
 
 
 def _shown(layout: StageLayout) -> list[tuple[float, float]]:

@@ -31,7 +31,7 @@ SHAPES = (
 )
 """Parts of a recipe that say what a step has to do."""
 
-NOT_SHAPES = {"training": {"gang"}}
+NOT_SHAPES = {"training": {"gang"}, "generation": {"gang"}}
 """Keys of those parts that say how it is to be done: all of that is measured."""
 
 Key = dict[str, dict[str, object]]

@@ -15,7 +15,7 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.observe.loggers import make_loggers
 from m2flow.observe.progress import TrainProgress, summary
 from m2flow.observe.run_directory import RunDirectory, first_and_last, read_metrics
-from m2flow.plan import explain
+from m2flow.plan import describe_plan
 from m2flow.reasoning.config import ReasoningRecipe
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def describe(recipe: ReasoningRecipe, plan_file: Path | None = None) -> list[str
         words = ["plan: auto: the stages are measured when the run begins, then the best is chosen"]
     else:
         graph, plan = planned(recipe, plan_file)
-        words = explain(plan, graph, recipe.prompts_per_step)
+        words = describe_plan(plan, graph, recipe.prompts_per_step)
     return [*lines, "flow:", *(f"  {line}" for line in graph.describe()), *words]
 
 

@@ -1,9 +1,9 @@
 """`Engine`: the pure state machine that carries a Plan out.
 
-`handle(event)` returns commands. There are no threads, clocks, sockets or tensors here, and no
-randomness: the same events give the same commands. This file says what events change: items
-arrive, calls and mini-batches end, weights go out, steps are complete. What can start then is the
-`Dispatcher`'s to say.
+`handle(*events)` returns commands. There are no threads, clocks, sockets or tensors here, and no
+randomness: the same events, heard together alike, give the same commands. This file says what
+events change: items arrive, calls and mini-batches end, weights go out, steps are complete. What
+can start then is the `Dispatcher`'s to say.
 """
 
 from __future__ import annotations
@@ -99,15 +99,28 @@ class Engine:
         """The calls in progress by number, those that have been silent longest first."""
         return self._dispatcher.calls
 
-    def handle(self, event: Event) -> list[Command]:
-        """Take one event in; the commands it leads to, in the order they are to be carried out."""
-        if self.failed:
-            return []
+    def handle(self, *events: Event) -> list[Command]:
+        """Take events in; the commands they lead to, in the order they are to be carried out.
+
+        What is heard together is taken in together, and only then is anything started: the last
+        items of a call do not make others busy on lanes that its end would have asked for.
+        """
         self._dispatcher.out = []
+        for event in events:
+            if self.failed:
+                break
+            self._take_in(event)
+        ticks = all(isinstance(event, Tick) for event in events)  # whatever could start has started
+        if not ticks and not self.failed and not self._dispatcher.start_what_can():
+            self._fail("nothing runs and nothing can start")
+        return self._dispatcher.out
+
+    # --- what events change -------------------------------------------------------------------
+
+    def _take_in(self, event: Event) -> None:
         match event:
-            case Tick():  # starts nothing: whatever could start has been started
+            case Tick():
                 self._tick(event)
-                return self._dispatcher.out
             case ItemsProduced():
                 self._items_produced(event)
             case ItemsGivenBack():
@@ -123,11 +136,6 @@ class Engine:
                 self._fail(f"{what} of {worker} failed on lane {lane}", event.error)
             case LaneLost():
                 self._fail(f"lane {event.lane} was lost: {event.reason}")
-        if not self.failed and not self._dispatcher.start_what_can():
-            self._fail("nothing runs and nothing can start")
-        return self._dispatcher.out
-
-    # --- what events change -------------------------------------------------------------------
 
     def _step_submitted(self, event: StepSubmitted) -> None:
         assert event.step not in self.steps, f"step {event.step} was submitted twice"

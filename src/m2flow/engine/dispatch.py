@@ -88,6 +88,12 @@ class Dispatcher:
             worker: [number for number, gang in enumerate(gangs) if len(gang) > 1]
             for worker, gangs in self._replicas.items()
         }
+        self._gang_at = {
+            (worker, lane): gang
+            for worker, gangs in self._replicas.items()
+            for gang in gangs
+            for lane in gang
+        }
         self._stage_plans = [plan.stages.get(node.name, StagePlan()) for node in graph.nodes]
         self._next_call = 0
         self._feeder = Feeder(self._stage_plans, admission, tails, self._board)
@@ -121,12 +127,12 @@ class Dispatcher:
         """A lane has finished its part of a call; the call, if that was the last part of it."""
         call = self.calls[number]
         call.running.discard(lane)
-        if call.running:
-            return None
-        del self.calls[number]
         command = call.command
         if isinstance(command, RunCall) and self.graph.nodes[command.node].streaming:
             self._feeder.ended(call)
+        if call.running:
+            return None
+        del self.calls[number]
         for lane in command.lanes:
             self._free(lane)
         return call
@@ -138,8 +144,9 @@ class Dispatcher:
         self.calls[number] = self.calls.pop(number)
 
     def hungry(self, call: Call, node: StageNode) -> None:
-        """A streaming call may have room for more items."""
-        self._feeder.hungry(call, node)
+        """A streaming call may have room for more items, unless a lane of it has ended already."""
+        if len(call.running) == len(call.command.lanes):
+            self._feeder.hungry(call, node)
 
     def begin_tail(self, state: StepState, node: StageNode) -> None:
         """Have the replicas that do not go on with a stage's tail give back what they hold."""
@@ -150,7 +157,7 @@ class Dispatcher:
             if command.step == state.step and not self._tails.takes_part(
                 state, node, command.lanes
             ):
-                self.out.append(GiveBack(number, node.index, state.step, command.lanes[0]))
+                self.out.append(GiveBack(number, node.index, state.step, command.lanes))
 
     def overdue(self) -> Call | None:
         """A call that has given no sign of life for longer than the plan's deadline."""
@@ -213,7 +220,8 @@ class Dispatcher:
         sticky = state.ledgers[node.index].sticky
         unused = []
         while (replica := self._board.next_replica(node.worker)) is not None:
-            if not self._tails.takes_part(state, node, self._replicas[node.worker][replica]):
+            gang = self._replicas[node.worker][replica]
+            if not self._tails.takes_part(state, node, gang):
                 unused.append(replica)
                 continue
             fresh = self._fresh(state, node, replica)
@@ -227,6 +235,11 @@ class Dispatcher:
                 break
         for replica in unused:
             self._board.put_back(node.worker, replica)
+
+    def _may_run(self, state: StepState, node: StageNode, replica: int) -> bool:
+        """Whether a replica goes on with the stage, on weights that are fresh enough."""
+        gang = self._replicas[node.worker][replica]
+        return self._tails.takes_part(state, node, gang) and self._fresh(state, node, replica)
 
     def _fresh(self, state: StepState, node: StageNode, replica: int) -> bool:
         lanes = self._replicas[node.worker][replica]
@@ -261,7 +274,8 @@ class Dispatcher:
     def _run(self, state: StepState, node: StageNode, replica: int, units: list[int]) -> None:
         ledger = state.ledgers[node.index]
         gang = self._replicas[node.worker][replica]
-        inputs = tuple(state.inputs(node, ledger, share) for share in _shares(units, len(gang)))
+        shares = [units] * len(gang) if node.streaming else _shares(units, len(gang))
+        inputs = tuple(state.inputs(node, ledger, share) for share in shares)
         fused = node.loop in self._fused
         unfinished = state.unfinished(ledger, units)
         number = self._new_call()
@@ -277,13 +291,13 @@ class Dispatcher:
     def _feed(self, call: Call, state: StepState, node: StageNode, units: list[int]) -> None:
         """Give a streaming call more items."""
         ledger = state.ledgers[node.index]
-        number, lane = call.command.call, call.command.lanes[0]
+        number, lanes = call.command.call, call.command.lanes
         call.unfinished.update({unit: ledger.outputs_left(unit) for unit in units})
         self.alive(call)
         inputs = state.inputs(node, ledger, units)
         unfinished = state.unfinished(ledger, units)
-        self.out.append(FeedCall(number, node.index, state.step, lane, inputs, unfinished))
-        self._count_staleness(state, node, (lane,), len(units))
+        self.out.append(FeedCall(number, node.index, state.step, lanes, inputs, unfinished))
+        self._count_staleness(state, node, lanes, len(units))
 
     def _want_gangs(self, state: StepState, node: StageNode) -> None:
         """Where a gang has work but not all of its lanes, hold the lanes until it has."""
@@ -292,7 +306,9 @@ class Dispatcher:
             key = (state.step, node.index, replica)
             if key in self._wanted_gangs or self._board.usable(gang):
                 continue
-            if not self._fresh(state, node, replica):
+            if self._tails.may_be_fed(node) and self._runs(state, node, gang):
+                continue  # it takes more as it is; to hold its lanes would let it run dry
+            if not self._may_run(state, node, replica):
                 continue
             units = self._lease(state, node, replica)
             for unit in units:
@@ -300,6 +316,14 @@ class Dispatcher:
             if units:
                 self._wanted_gangs.add(key)
                 self._board.ask(Barrier(gang, state.step, node.index, replica))
+
+    def _runs(self, state: StepState, node: StageNode, gang: tuple[int, ...]) -> bool:
+        """Whether a gang works on a call of this stage and step."""
+        commands = (call.command for call in self.calls.values() if call.step == state.step)
+        return any(
+            isinstance(command, RunCall) and (command.node, command.lanes) == (node.index, gang)
+            for command in commands
+        )
 
     def _start_barrier(self, barrier: Barrier) -> None:
         state = self.steps.get(barrier.step)
@@ -310,7 +334,7 @@ class Dispatcher:
         self._wanted_gangs.discard((barrier.step, barrier.node, barrier.replica))
         node = self.graph.nodes[barrier.node]
         units: list[int] = []
-        if state is not None and self._fresh(state, node, barrier.replica):
+        if state is not None and self._may_run(state, node, barrier.replica):
             units = self._lease(state, node, barrier.replica)
             if units:
                 self._run(state, node, barrier.replica, units)
@@ -365,7 +389,8 @@ class Dispatcher:
         for other in around:
             node = self.graph.nodes[other]
             if node.worker not in running and any(
-                state.ledgers[other].work_left and self._tails.takes_part(state, node, (lane,))
+                state.ledgers[other].work_left
+                and self._tails.takes_part(state, node, self._gang_at[node.worker, lane])
                 for state in self.steps.values()
             ):
                 return node.worker

@@ -66,15 +66,15 @@ class Feeder:
             return
         limit = self._stage_plans[node.index].max_running or 0
         for call in sorted(calls.values(), key=_least_busy) if limit else ():
-            lane = call.command.lanes[0]
-            room = min(limit - len(call.unfinished), ledger.ready(lane))
+            lanes = call.command.lanes
+            room = min(limit - len(call.unfinished), ledger.ready(lanes[0]))
             if limit == len(call.unfinished):
                 del calls[call.command.call]
-            if room <= 0 or self._board.held(lane):
+            if room <= 0 or self._board.held(lanes):
                 continue
-            if not self._admission.weights_fresh_enough(node.worker, (lane,), state.step):
+            if not self._admission.weights_fresh_enough(node.worker, lanes, state.step):
                 continue
-            units = ledger.lease(lane, room, self._admission.end(steps, state, node))
+            units = ledger.lease(lanes[0], room, self._admission.end(steps, state, node))
             if not units and not ledger.sticky:  # what holds one call back holds back all
                 return
             if units:
@@ -92,7 +92,7 @@ class Feeder:
             lanes = call.command.lanes
             goes_on = self._tails.takes_part(state, node, lanes)
             fresh = self._admission.weights_fresh_enough(node.worker, lanes, state.step)
-            if goes_on and fresh and not self._board.held(lanes[0]):
+            if goes_on and fresh and not self._board.held(lanes):
                 able[number] = (lanes[0], sum(call.unfinished.values()))
         end = self._admission.end(steps, state, node)
         leased = self._tails.lease_more(node, state.ledgers[node.index], end, able)

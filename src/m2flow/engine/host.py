@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from m2flow.engine.account import unjudged
-from m2flow.engine.facts import StreamLog, ids_text
+from m2flow.engine.facts import ids_text
 from m2flow.engine.lengths import item_lengths
 from m2flow.engine.messages import (
     FeedCall,
@@ -30,7 +31,7 @@ from m2flow.engine.messages import (
 )
 from m2flow.engine.spans import Span
 from m2flow.engine.store import Store
-from m2flow.engine.streams import StageStream
+from m2flow.engine.streams import Agree, StageStream, alone
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph, StageNode
@@ -39,6 +40,9 @@ from m2flow.flow.worker import Worker
 
 SILENCE_SECONDS = 2.0
 """Longest that a fused loop goes on from turn to turn without a sign of life."""
+
+NOTHING_TAKEN: Mapping[str, object] = MappingProxyType({"items": 0, "ids": ""})
+"""What the spans of a streaming call say on lanes of its gang beside the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,8 @@ class LaneHost:
         workers: the workers placed here; `load` has been called.
         clock: seconds; all lanes of a machine share it.
         store: payloads that are here already; None for none.
+        agree: by worker, for those on gangs: how its lanes agree on what has come to a streaming
+            call.
     """
 
     def __init__(
@@ -105,19 +111,21 @@ class LaneHost:
         workers: Mapping[str, Worker],
         clock: Callable[[], float] = time.time,
         store: Store | None = None,
+        agree: Mapping[str, Agree] = MappingProxyType({}),
     ) -> None:
         self.lane, self.graphs, self.workers, self.clock = lane, graphs, workers, clock
         self.store = Store() if store is None else store
+        self._agree = agree
         self.versions: dict[str, int] = {}
         self._spans: list[Span] = []
         self._streams: dict[int, StageStream] = {}
-        self._logs: dict[int, StreamLog] = {}
+        self._logs: dict[int, Mapping[str, object]] = {}
 
     def call(self, flow: str, command: RunCall) -> Iterator[Produced | GivenBack | None]:
         """Run a stage on this lane's share of a call; gives what is finished, as it is.
 
         Of a streaming stage also what it gives back, and None where it has stopped for a moment
-        to hear if anything has come.
+        to hear if anything has come. On a gang its first lane gives all of that.
         """
         node = self.graphs[flow].nodes[command.node]
         worker = self.workers.get(node.worker)
@@ -130,7 +138,8 @@ class LaneHost:
             return self._go_around(flow, command, node, share[0])
         if node.streaming:
             stage = partial(self._function(flow, node), **node.options)
-            stream = self._streams[command.call] = StageStream(node, stage, self.clock)
+            agree = self._agree.get(node.worker, alone)
+            stream = self._streams[command.call] = StageStream(node, stage, self.clock, agree)
             self._feed(flow, stream, command, share)  # and it can be fed more from now on
             return self._stream(flow, command, node)
         batches = self._gather(flow, command.step, share)
@@ -208,8 +217,7 @@ class LaneHost:
 
     def take_facts(self, call: int) -> dict[str, object]:
         """What the span of a streaming call that has ended is to say of it; else nothing."""
-        log = self._logs.pop(call, None)
-        return {} if log is None else log.facts()
+        return dict(self._logs.pop(call, {}))
 
     def _gather(self, flow: str, step: int, inputs: Inputs) -> list[Batch]:
         return [
@@ -232,18 +240,19 @@ class LaneHost:
     def _stream(
         self, flow: str, command: RunCall, node: StageNode
     ) -> Iterator[Produced | GivenBack | None]:
-        stream = self._streams[command.call]
+        stream, first = self._streams[command.call], command.lanes[0] == self.lane
         try:
             for piece in stream.run():
-                if isinstance(piece, Unfinished):
+                if piece is None or not first:
+                    yield None
+                elif isinstance(piece, Unfinished):
                     self.store.put(flow, command.step, given_back(node.index), piece.items)
                     yield self._given_back(command, node, stream, piece.items)
-                elif piece is not None:
-                    yield self._keep(flow, command.step, node, piece)
                 else:
-                    yield None
+                    yield self._keep(flow, command.step, node, piece)
         finally:
-            self._logs[command.call] = self._streams.pop(command.call).log
+            del self._streams[command.call]
+            self._logs[command.call] = stream.log.facts() if first else NOTHING_TAKEN
 
     def feed(self, flow: str, command: FeedCall) -> bool:
         """Hand more items to a streaming call; False if it has ended already."""

@@ -224,7 +224,7 @@ def call_span(
         case RunFinish(node=node, step=step, minibatch=minibatch):
             name = graph.nodes[node].name
             facts = {"step": step, "minibatch": minibatch, "call": command.call}
-            return Span(lane, name, "finish", start, end, facts)
+            return Span(lane, name, "finish", start, end, {**facts, **further})
         case ExportWeights(source=worker, version=version):
             facts = {"version": version, "what": "export", "source": worker}
             return Span(lane, worker, "publish", start, end, facts)

@@ -61,8 +61,9 @@ class LaneBoard:
             return gang[0] in self._idle_lanes and not self._held[gang[0]]
         return all(lane in self._idle_lanes and not self._held[lane] for lane in gang)
 
-    def held(self, lane: int) -> bool:
-        return bool(self._held[lane])
+    def held(self, lanes: Sequence[int]) -> bool:
+        """Whether a barrier holds any of them."""
+        return any(self._held[lane] for lane in lanes)
 
     def occupy(self, lanes: Sequence[int]) -> None:
         self._idle_lanes.difference_update(lanes)

@@ -143,6 +143,9 @@ Inputs: TypeAlias = tuple[tuple[Part, ...], ...]
 class RunCall:
     """Run a stage on a gang of lanes; lane k works on `inputs[k]`.
 
+    Of a streaming stage all lanes get all of the inputs, and work on each item together; the first
+    lane hands it on.
+
     Attributes:
         fused: the stage is the first member of a loop whose members all stand on this lane: run
             the whole loop there, until each of the items has left it. What leaves it counts as
@@ -162,12 +165,15 @@ class RunCall:
 
 @dataclass(frozen=True, slots=True)
 class FeedCall:
-    """Give more items to a streaming call while it runs; `unfinished` as in RunCall."""
+    """Give more items to a streaming call while it runs; `unfinished` as in RunCall.
+
+    All lanes of the call get them. Its orders come to each of its lanes in the same sequence.
+    """
 
     call: int
     node: int
     step: int
-    lane: int
+    lanes: tuple[int, ...]
     inputs: Inputs
     unfinished: tuple[int, ...] = ()
 
@@ -176,13 +182,13 @@ class FeedCall:
 class GiveBack:
     """Have a streaming call give back what it has not finished, and end.
 
-    One that has ended already has nothing to give back.
+    One that has ended already has nothing to give back. All lanes of the call are told.
     """
 
     call: int
     node: int
     step: int
-    lane: int
+    lanes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ class LaneSpec:
 
     Attributes:
         id: the lane's number.
-        kind: "cpu" or "gpu".
+        kind: "cpu" or "gpu"; beside accelerators of another sort, the name of its own, as "h100".
         cores: CPU cores the lane is bound to; empty for no binding.
         gpu: index of the accelerator, or None.
         memory_bytes: the most that states resident on the lane and the calls that run there may

@@ -221,15 +221,14 @@ class Runner:
                     self._open[step].metrics.append(report.metrics)
                 if report.published is not None:
                     self._open[step].add(report.published)
-            if report.event is not None:
-                self._handle(report.event)
+        self._handle(*(report.event for report in reports if report.event is not None))
 
     def _step_of(self, report: Report) -> int:
         call = getattr(report.event, "call", None)
         return self.engine.calls[call].step if call in self.engine.calls else min(self._open)
 
-    def _handle(self, event: Event) -> None:
-        for command in self.engine.handle(event):
+    def _handle(self, *events: Event) -> None:
+        for command in self.engine.handle(*events):
             match command:
                 case CompleteStep():
                     self._complete(command)

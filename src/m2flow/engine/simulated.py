@@ -144,8 +144,7 @@ class Simulation:
             if isinstance(news, _GiveBack):
                 self._end_early(news.stream)
                 continue
-            for event in news:
-                self._play(event, lane)
+            self._play(lane, *news)
         self.record.peak_bytes = {lane: book.peak() for lane, book in self._memory.items()}
         return self.record
 
@@ -154,26 +153,28 @@ class Simulation:
             return ()
         return tuple(self._length(producer, step, item) for item in items)
 
-    def _play(self, event: Event, lane: int) -> None:
-        match event:
-            case ItemsProduced(call=call, items=items):
-                command = self.engine.calls[call].command
-                assert isinstance(command, RunCall)
-                there = self._there.setdefault((command.step, command.node), {})
-                there.update(dict.fromkeys(items, lane))
-            case ItemsGivenBack(call=call, items=items):
-                command = self.engine.calls[call].command
-                assert isinstance(command, RunCall)
-                back = given_back(command.node)
-                self._there.setdefault((command.step, back), {}).update(dict.fromkeys(items, lane))
-                self._held[back] += len(items)
-            case CallFinished(call=call):
-                assert self._running.pop(lane) == call
-        self._handle(event)
+    def _play(self, lane: int, *events: Event) -> None:
+        """What a lane says at one moment."""
+        for event in events:
+            match event:
+                case ItemsProduced(call=call, items=items):
+                    command = self.engine.calls[call].command
+                    assert isinstance(command, RunCall)
+                    there = self._there.setdefault((command.step, command.node), {})
+                    there.update(dict.fromkeys(items, lane))
+                case ItemsGivenBack(call=call, items=items):
+                    command = self.engine.calls[call].command
+                    assert isinstance(command, RunCall)
+                    there = self._there.setdefault((command.step, given_back(command.node)), {})
+                    there.update(dict.fromkeys(items, lane))
+                    self._held[given_back(command.node)] += len(items)
+                case CallFinished(call=call):
+                    assert self._running.pop(lane) == call
+        self._handle(*events)
 
-    def _handle(self, event: Event) -> None:
-        self.record.num_events += 1
-        for command in self.engine.handle(event):
+    def _handle(self, *events: Event) -> None:
+        self.record.num_events += len(events)
+        for command in self.engine.handle(*events):
             self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:
@@ -216,11 +217,11 @@ class Simulation:
             begin = self._take_lane(lane, command, workers)
             start = max(start, self._bring(node, command.step, lane, inputs, begin))
         if node.streaming:
-            ((lane, items),) = zip(command.lanes, shares, strict=True)
+            lane = command.lanes[0]
             pace = partial(self._timing.round, node, lane)
             stream = VirtualStream(node, command.step, lane, command.call, start, pace)
             self._streams[command.call] = stream
-            self._stream(stream, items, start)
+            self._stream(stream, shares[0], start)
             self._resume(stream, command.unfinished, start)
         elif command.fused:
             ((lane, items),) = zip(command.lanes, shares, strict=True)
@@ -270,6 +271,8 @@ class Simulation:
                     items = [item for item in items if item not in left]
                 if not items:
                     break
+            if now - next(reversed(pieces)) > self.plan.deadline_seconds / 2:  # a sign of life
+                pieces[now] = [self._produced(command, first, [], [])]
         last = pieces.pop(now)
         for when, some in pieces.items():
             self._at(when, lane, *some)
@@ -291,7 +294,7 @@ class Simulation:
             return
         start = max(self.now, stream.began)  # not before the call begins
         items = self._read(command.step, command.inputs)
-        ready = self._bring(stream.node, stream.step, stream.lane, command.inputs, start)
+        ready = self._bring_to_all(stream, command.inputs, start)
         self._stream(stream, items, start, ready - start)
         self._resume(stream, command.unfinished, start)
 
@@ -317,11 +320,16 @@ class Simulation:
             return
         inputs = ((Part(given_back(node.index), tuple(outputs)),),)
         self._read(step, inputs)
-        ready = self._bring(node, step, stream.lane, inputs, start)
+        ready = self._bring_to_all(stream, inputs, start)
         pause = self._timing.resume(node, step, stream.lane, outputs) + ready - start
         needs = [self._left.pop((node.index, step, output)) for output in outputs]
         stream.take(start, (), outputs, needs, pause)
         self._set_down(stream)
+
+    def _bring_to_all(self, stream: VirtualStream, inputs: Inputs, start: float) -> float:
+        """Bring items to every lane of a streaming call; when the last lane has them."""
+        lanes = self.engine.calls[stream.call].command.lanes
+        return max(self._bring(stream.node, stream.step, x, inputs, start) for x in lanes)
 
     def _give_back(self, command: GiveBack, stream: VirtualStream | None) -> None:
         """Tell a streaming call, unless it has ended, to give back; it hears it a little later."""
@@ -337,11 +345,11 @@ class Simulation:
         left = stream.give_back(self.now)
         said = stream.say()
         if said:
-            self._play(self._said(stream, said), stream.lane)
+            self._play(stream.lane, self._said(stream, said))
         if left:
             node, step = stream.node, stream.step
             self._left |= {(node.index, step, output): need for output, need in left.items()}
-            self._play(ItemsGivenBack(stream.call, tuple(left)), stream.lane)
+            self._play(stream.lane, ItemsGivenBack(stream.call, tuple(left)))
         self._end_stream(stream)
 
     def _set_down(self, stream: VirtualStream) -> None:
@@ -362,7 +370,7 @@ class Simulation:
             said = stream.say()
         self._set_down(stream)
         if said:
-            self._play(self._said(stream, said), stream.lane)
+            self._play(stream.lane, self._said(stream, said))
 
     def _said(self, stream: VirtualStream, items: tuple[int, ...]) -> ItemsProduced:
         if self._detailed:
@@ -372,13 +380,18 @@ class Simulation:
         return ItemsProduced(stream.call, items, size, lengths=lengths)
 
     def _end_stream(self, stream: VirtualStream) -> None:
+        """All lanes of a call end together; the first one tells of its items."""
         del self._streams[stream.call]
         facts = self._facts(stream.step, stream.taken, stream.call)
         if self._detailed:
             facts |= {"taken": stream.log_taken, "pieces": stream.log_pieces}
         seconds = self.now - stream.began
-        self._spend(stream.lane, stream.node, "call", stream.began, seconds, facts)
-        self._play(CallFinished(stream.call, stream.lane), stream.lane)
+        lanes = self.engine.calls[stream.call].command.lanes
+        for lane in lanes:
+            self._spend(lane, stream.node, "call", stream.began, seconds, facts)
+            facts = self._facts(stream.step, (), stream.call)
+        for lane in lanes:
+            self._play(lane, CallFinished(stream.call, lane))
 
     # --- what is no call of a stage ---------------------------------------------------------------
 

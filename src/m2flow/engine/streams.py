@@ -2,6 +2,10 @@
 
 It feeds the generator with what has come, checks that what it hands on is what it owes, and tells
 it to give back. It knows no payload store and no other call.
+
+On a gang every lane has a stream of the call, which gets the same orders in the same sequence, but
+not at the same moments. So wherever a stream looks at what has come, the lanes agree on how many
+orders all of them have, and each takes that many: their generators receive the same.
 """
 
 from __future__ import annotations
@@ -14,10 +18,18 @@ from m2flow.engine.facts import StreamLog
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import StageNode
-from m2flow.flow.streaming import GIVE_BACK, Arrived, Unfinished
+from m2flow.flow.streaming import GIVE_BACK, Arrived, Signal, Unfinished
 
 Piece = Batch | Unfinished | None
 """What a stage has yielded: finished items, all that it gives back, or nothing for now."""
+
+Agree = Callable[[int], int]
+"""The least of the numbers that the lanes of a gang give; collective among them."""
+
+
+def alone(count: int) -> int:
+    """What a single lane agrees on."""
+    return count
 
 
 class StageStream:
@@ -27,6 +39,7 @@ class StageStream:
         node: the stage.
         stage: makes a generator of what a call begins with; the stage with its options.
         clock: seconds.
+        agree: with the other lanes of the gang.
 
     Attributes:
         log: what was taken in and handed on, and when.
@@ -34,10 +47,15 @@ class StageStream:
     """
 
     def __init__(
-        self, node: StageNode, stage: Callable[..., object], clock: Callable[[], float]
+        self,
+        node: StageNode,
+        stage: Callable[..., object],
+        clock: Callable[[], float],
+        agree: Agree = alone,
     ) -> None:
         self.node, self.log = node, StreamLog(clock())
-        self._stage, self._clock = stage, clock
+        self._stage, self._clock, self._agree = stage, clock, agree
+        self._received: deque[Sequence[Batch] | Unfinished | Signal] = deque()
         self._inbox: deque[Sequence[Batch] | Unfinished] = deque()
         self._owed: set[int] = set()
         self._ending = False
@@ -45,11 +63,12 @@ class StageStream:
 
     def feed(self, arrived: Sequence[Batch] | Unfinished) -> None:
         """Items have come: one Batch for each input of the stage, or unfinished outputs."""
-        self._inbox.append(arrived)
+        self._received.append(arrived)
 
     def give_back(self) -> None:
         """End as soon as the stage is heard of; what it has not been given yet stays here."""
-        self._ending, self.told = True, self._clock()
+        self._received.append(GIVE_BACK)
+        self.told = self._clock()
 
     def run(self) -> Iterator[Piece]:
         """Run the stage, again and again while more comes, and give what it yields.
@@ -57,8 +76,19 @@ class StageStream:
         Raises:
             UserError: the stage breaks its protocol.
         """
+        self._look()
         while not self._ending and (first := self._next()) is not None:
             yield from self._generate(first)
+            self._look()
+
+    def _look(self) -> None:
+        """Take in the orders that have come to all lanes."""
+        for _ in range(self._agree(len(self._received))):
+            order = self._received.popleft()
+            if isinstance(order, Signal):
+                self._ending = True
+            else:
+                self._inbox.append(order)
 
     def _generate(self, first: Sequence[Batch] | Unfinished) -> Iterator[Piece]:
         given = [first] * len(self.node.inputs) if isinstance(first, Unfinished) else first
@@ -84,6 +114,7 @@ class StageStream:
                 else (self._finished(output))
             )
             sent = None
+            self._look()
             if self._ending:
                 sent, told = (None if told else GIVE_BACK), True
             else:

@@ -96,7 +96,8 @@ class Worker:
 
     collective: bool = False
     """Set by a worker whose lanes communicate within a call on a gang, as those of a sharded model
-    do. A lane takes part in each call then, if need be with a Batch of no items."""
+    do. A lane takes part in each call then, if need be with a Batch of no items. A streaming stage
+    gets the same items on all of them, and must do the same with them."""
 
     def load(self, place: Place) -> None:
         """Bring up what is heavy (model, simulator, connections). Called once on each lane."""

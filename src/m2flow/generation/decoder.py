@@ -1,7 +1,8 @@
 """A decoder of the Llama family: prompts in, keys, values and logits out; one token at a time.
 
 Computes what transformers computes, rounding included where the dtype is not float32, over the
-fused weights. Knows nothing of requests, seeds or sampling.
+fused weights. On a gang each lane computes its part of the heads and channels, and all get the same
+logits. Knows nothing of requests, seeds or sampling.
 
 Legend: N rows of activations (tokens), U prompts, P prompt tokens (padded), B running sequences,
 K key-value heads, G query heads per key-value head, D channels of a head, E hidden size,
@@ -23,6 +24,7 @@ from m2flow.generation.architecture import Architecture, architecture_of, rotati
 from m2flow.generation.kv_cache import CacheView
 from m2flow.generation.linear import linear, padded_rows
 from m2flow.generation.rms_norm import RMSNorm
+from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 from m2flow.generation.weights import DecoderWeights
 
 Attend = Callable[[int, Tensor], Tensor]
@@ -42,15 +44,27 @@ class Prefilled:
 
 
 class Decoder:
-    """Weights and forward passes on one device."""
+    """Weights and forward passes on one device; of a gang's decoder the part that is here.
+
+    Passes are collective in the gang.
+
+    Attributes:
+        architecture: the sizes of the part.
+    """
 
     def __init__(
-        self, config: Any, *, context: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: Any,
+        *,
+        context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: TensorParallel = WHOLE,
     ) -> None:
-        self.architecture: Architecture = architecture_of(config)
+        self.dtype, self.device, self._parallel = dtype, device, parallel
+        self.weights = DecoderWeights(architecture_of(config), dtype, device, parallel)
+        self.architecture: Architecture = self.weights.architecture
         a = self.architecture
-        self.dtype, self.device = dtype, device
-        self.weights = DecoderWeights(self.architecture, dtype, device)
         self._norm = RMSNorm(a.hidden_size, a.norm_epsilon, dtype, device)
         self._head_norm = RMSNorm(a.head_dim, a.norm_epsilon, dtype, device)
         self._rotation = rotation_table(config, context, dtype).to(device)
@@ -173,11 +187,18 @@ class Decoder:
             if layer.qk_norm is not None:
                 query_key.copy_(self._head_norm(query_key, layer.qk_norm))
             rotate(query_key, rotation_Y1C)
-            hidden_NE += linear(attend(index, qkv_YSD), layer.out, layer.out_bias)
+            hidden_NE += self._joined(attend(index, qkv_YSD), layer.out, layer.out_bias)
             normed_NE = self._norm(hidden_NE, layer.mlp_norm)
             gate, up = linear(normed_NE, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            hidden_NE += linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+            hidden_NE += self._joined(F.silu(gate).mul_(up), layer.down, layer.down_bias)
         return hidden_NE
+
+    def _joined(self, part_NI: Tensor, weight_EI: Tensor, bias_E: Tensor | None) -> Tensor:
+        """A product over features of which each lane has some."""
+        if self._parallel.size == 1:
+            return linear(part_NI, weight_EI, bias_E)
+        hidden_NE = self._parallel.sum(linear(part_NI, weight_EI))
+        return hidden_NE if bias_E is None else hidden_NE.add_(bias_E)
 
     def _logits(self, hidden_NE: Tensor) -> Tensor:
         normed_NE = self._norm(hidden_NE, self.weights.norm)

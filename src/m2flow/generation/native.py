@@ -4,6 +4,10 @@ Each step decodes one token for all running sequences, retires those that ended,
 slots to waiting requests at once. A prompt is prefilled once for all requests that have it. Where
 the cache is too small for all that run, the youngest wait again and are recomputed later; no token
 is lost, and what a request draws does not change. See `protocol` for the promises.
+
+On a gang each lane has an engine with a part of the decoder and of the cache. What an engine does
+depends on what was asked of it alone, so engines that are asked the same, in the same order, stay
+in step; `step` is collective.
 """
 
 from __future__ import annotations
@@ -26,14 +30,16 @@ from m2flow.generation.prefixes import Prefixes
 from m2flow.generation.protocol import Completion, FinishReason, Request
 from m2flow.generation.running import RunningBatch
 from m2flow.generation.sequence import RunningSequence
+from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 from m2flow.runtime.state import MovableState
+from m2flow.runtime.weights.boxes import Box
 
 # Bytes that the processor reads from the cache in the time that one more set of kernels costs.
 _CUT_OVERHEAD_BYTES = {"cpu": 150_000, "cuda": 30_000_000}
 
 
 class NativeEngine:
-    """A `GenerationEngine` for dense models of the Llama family, on the CPU or one GPU.
+    """A `GenerationEngine` for dense models of the Llama family, on a lane or a gang of lanes.
 
     Args:
         config: the model's `transformers` configuration.
@@ -45,9 +51,11 @@ class NativeEngine:
         device: where all of them live.
         spill: folder for them while an engine on the CPU sleeps; None for the system's temporary
             folder.
+        parallel: which part of the decoder is here; by default all.
 
     Raises:
-        UserError: the architecture is not computed here, or a limit makes no sense.
+        UserError: the architecture is not computed here, does not divide over so many lanes, or a
+            limit makes no sense.
     """
 
     def __init__(
@@ -61,6 +69,7 @@ class NativeEngine:
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         spill: Path | None = None,
+        parallel: TensorParallel = WHOLE,
     ) -> None:
         context = context or config.max_position_embeddings
         cache_tokens = cache_tokens or max_running * context
@@ -68,7 +77,9 @@ class NativeEngine:
         self.device = torch.device(device)
         self.context, self.max_running = context, max_running
         self.version = -1
-        self._decoder = Decoder(config, context=context, dtype=dtype, device=self.device)
+        self._decoder = Decoder(
+            config, context=context, dtype=dtype, device=self.device, parallel=parallel
+        )
         self._cache = KVCache(
             self._decoder.architecture,
             context=context,
@@ -81,6 +92,7 @@ class NativeEngine:
             max_running=max_running,
             cut_overhead=_CUT_OVERHEAD_BYTES.get(self.device.type, 0) // self._cache.column_bytes,
             device=self.device,
+            parallel=parallel,
         )
         self._prefixes = Prefixes(self._decoder, self._cache, max_tokens=prefill_tokens)
         self._state = MovableState(self._tensors, Place(device=str(self.device), spill=spill))
@@ -145,6 +157,11 @@ class NativeEngine:
         self.version = version
         # A new request must not start from what older weights made of its prompt.
         self._prefixes.clear()
+
+    def weight_boxes(self) -> dict[str, Box]:
+        """Hugging Face parameter name -> the part of it that this engine takes; `install` may be
+        given that part alone."""
+        return self._decoder.weights.boxes()
 
     def drop_caches(self) -> None:
         assert self._state.is_resident, "the engine sleeps: wake() first"

@@ -19,6 +19,7 @@ from m2flow.generation.kv_cache import CacheView, KVCache
 from m2flow.generation.linear import padded_rows
 from m2flow.generation.segments import cut, waste
 from m2flow.generation.sequence import RunningSequence
+from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 
 # Fields of a row, one int64 each: the token to feed and its position, how many tokens are drawn,
 # the seed, and the bits of the temperature in float64.
@@ -35,12 +36,20 @@ class RunningBatch:
         max_running: rows at most.
         cut_overhead: what one more segment costs, in row-columns read from the cache.
         device: of the rows' fields.
+        parallel: the lanes that hold the same rows and draw the same tokens.
     """
 
     def __init__(
-        self, cache: KVCache, *, max_running: int, cut_overhead: int, device: torch.device
+        self,
+        cache: KVCache,
+        *,
+        max_running: int,
+        cut_overhead: int,
+        device: torch.device,
+        parallel: TensorParallel = WHOLE,
     ) -> None:
         self.sequences: list[RunningSequence] = []
+        self._parallel = parallel
         self._cache, self._cut_overhead, self._device = cache, cut_overhead, device
         shape = (5, padded_rows(max_running))
         self._state = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -113,7 +122,8 @@ class RunningBatch:
         temperature: float | Tensor | None = self._same_temperature
         if temperature is None:
             temperature = self._temperature[first : len(self)]
-        new_token_B, logprob_B = sample_tokens(logits_BV, seed_B, drawn_B, temperature)
+        drawn = sample_tokens(logits_BV, seed_B, drawn_B, temperature)
+        new_token_B, logprob_B = self._parallel.agree(*drawn)
         token_B.copy_(new_token_B)
         position_B.add_(1)
         drawn_B.add_(1)

@@ -5,6 +5,10 @@ key-value head (its queries, its key, its value), so that one head's share of an
 contiguous; channels of queries and keys are ordered by rotary pair, so that the rotation is one
 complex product. Attention scores do not change by either. Every tensor here is a copy: training
 may go on with the originals.
+
+Of a decoder that is divided over lanes each holds a part of every projection: rows of those that
+lead into heads or channels, columns of those that lead out. What is installed may be that part, or
+the whole, of which the part is taken.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import torch
 from torch import Tensor
 
 from m2flow.generation.architecture import Architecture
+from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
+from m2flow.runtime.weights.boxes import Box
 
 
 @dataclass(frozen=True)
@@ -55,13 +61,34 @@ class _Place:
             self.tensor.index_copy_(0, self.rows, source.to(self.tensor))
 
 
+@dataclass(frozen=True)
+class _Part:
+    """The part of a parameter that is here, and the shape of all of it."""
+
+    box: Box
+    whole: torch.Size
+
+
 class DecoderWeights:
-    """All weights of a decoder on one device; garbage until the first `install`."""
+    """A decoder's weights on one device; garbage until the first `install`.
+
+    Args:
+        whole: the decoder's sizes.
+        dtype, device: of the weights.
+        parallel: which part is here; by default all.
+
+    Attributes:
+        architecture: the sizes of the part.
+    """
 
     def __init__(
-        self, architecture: Architecture, dtype: torch.dtype, device: torch.device
+        self,
+        whole: Architecture,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: TensorParallel = WHOLE,
     ) -> None:
-        self.architecture = a = architecture
+        self.architecture = a = parallel.part(whole)
 
         def new(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -87,6 +114,7 @@ class DecoderWeights:
             for _ in range(a.layers)
         ]
         self._places = _places(self)
+        self._parts = _parts(self._places, whole, parallel)
 
     def install(self, weights: Mapping[str, Tensor]) -> None:
         """Copies every parameter to its place; see `GenerationEngine.install`."""
@@ -95,15 +123,19 @@ class DecoderWeights:
         missing = sorted(self._places.keys() - weights.keys())
         unknown = sorted(weights.keys() - self._places.keys() - ignored)
         wrong = [
-            f"{name} is {list(weights[name].shape)}, not {list(places[0].shape)}"
-            for name, places in self._places.items()
-            if name in weights and weights[name].shape != places[0].shape
+            f"{name} is {list(weights[name].shape)}, not {list(part.whole)}"
+            for name, part in self._parts.items()
+            if name in weights and weights[name].shape not in (part.whole, part.box.shape)
         ]
         if missing or unknown or wrong:
             raise ValueError(f"weights do not fit: {missing=}, {unknown=}, {wrong=}")
         for name, places in self._places.items():
             for place in places:
-                place.fill(weights[name])
+                place.fill(self._parts[name].box.of(weights[name]))
+
+    def boxes(self) -> dict[str, Box]:
+        """Hugging Face parameter name -> the part of it that is here."""
+        return {name: part.box for name, part in self._parts.items()}
 
     def tensors(self) -> list[Tensor]:
         """Every tensor once."""
@@ -146,6 +178,35 @@ def _places(weights: DecoderWeights) -> dict[str, list[_Place]]:
             places[f"model.layers.{index}.self_attn.q_norm.weight"] = queries
             places[f"model.layers.{index}.self_attn.k_norm.weight"] = [key]
     return places
+
+
+def _parts(
+    places: Mapping[str, list[_Place]], whole: Architecture, parallel: TensorParallel
+) -> dict[str, _Part]:
+    """Hugging Face parameter name -> which part of it is here."""
+    own, channels = parallel.part(whole), parallel.channels(whole)
+    first_query = parallel.rank * own.heads * own.head_dim
+    first_key = parallel.rank * own.kv_heads * own.head_dim
+    queries = (first_query, whole.heads * whole.head_dim)
+    keys = (first_key, whole.kv_heads * whole.head_dim)
+    hidden = (channels.start, whole.intermediate_size)
+    divided = {  # the divided dimension, where the part begins in it, and its whole size
+        "q_proj": (0, *queries),
+        "k_proj": (0, *keys),
+        "v_proj": (0, *keys),
+        "o_proj": (1, *queries),
+        "gate_proj": (0, *hidden),
+        "up_proj": (0, *hidden),
+        "down_proj": (1, *hidden),
+    }
+    parts = {}
+    for name, (place, *_) in places.items():
+        offsets, shape = [0] * len(place.shape), list(place.shape)
+        dim, first, size = divided.get(name.split(".")[-2], (len(shape), 0, 0))
+        if dim < len(shape):  # a bias of a sum over lanes is whole on each of them
+            offsets[dim], shape[dim] = first, size
+        parts[name] = _Part(Box(tuple(offsets), tuple(place.shape)), torch.Size(shape))
+    return parts
 
 
 def _fused_rows(a: Architecture) -> dict[str, Tensor]:

@@ -60,7 +60,10 @@ def json_safe(value: object) -> Any:
 
 def encode(value: object, *, indent: int | None = None) -> bytes:
     """UTF-8 JSON of `json_safe(value)`; a lone surrogate is kept as its \\u escape."""
-    text = json.dumps(json_safe(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    try:  # most of what is written is plain, and need not be walked through twice
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
+    except (TypeError, ValueError):
+        text = json.dumps(json_safe(value), ensure_ascii=False, allow_nan=False, indent=indent)
     return text.encode("utf-8", "backslashreplace")
 
 

@@ -158,11 +158,12 @@ def _metadata(event: str, thread: int, **args: object) -> dict[str, Any]:
 
 
 def _event(span: SpanLike, thread: int, origin: float, step: int) -> dict[str, Any]:
-    args: Mapping[str, object] = {**span.args, "step": step}
-    if "step" in span.args:  # of the engine, which counts from 0, and may run steps beside others
-        args = {**args, "engine_step": span.args["step"]}
+    args: dict[str, object] = dict(span.args)
+    if "step" in args:  # of the engine, which counts from 0, and may run steps beside others
+        args["engine_step"] = args["step"]
+    args["step"] = step
     # Both ends are rounded, and not the duration, so that neighbours still meet exactly.
-    begin, end = (round((moment - origin) * 1e6, 3) for moment in (span.start, span.end))
+    begin, end = round((span.start - origin) * 1e6, 3), round((span.end - origin) * 1e6, 3)
     return {
         "name": span.name,
         "cat": span.kind,

@@ -15,7 +15,7 @@ from m2flow.plan.builders import (
     placed,
 )
 from m2flow.plan.companion import companion
-from m2flow.plan.explain import explain
+from m2flow.plan.describe import describe_plan
 from m2flow.plan.files import from_json, read_plan, to_json
 from m2flow.plan.isolation import isolate, isolated_workers
 from m2flow.plan.lanes import check_machine, parse_lanes, with_memory
@@ -43,9 +43,9 @@ __all__ = [
     "check_machine",
     "collocated",
     "companion",
+    "describe_plan",
     "disaggregated",
     "eager",
-    "explain",
     "from_json",
     "hybrid",
     "isolate",

@@ -34,6 +34,7 @@ from m2flow.plan.analytic_work import (
     model_name,
 )
 from m2flow.plan.clusters import Cluster
+from m2flow.plan.footprint import replica_sizes
 from m2flow.plan.hardware import (
     DISPATCH_SECONDS,
     MESSAGE_SECONDS,
@@ -194,9 +195,10 @@ class _Maker:
                 case Act(policy=policy):
                     sizes[node.worker] = policy.parameters * WEIGHT_BYTES
         device = next(iter(self.cluster.kinds.values()))
+        most = max(one.lanes_per_node for one in self.cluster.kinds.values())
         found = []
         for edge in self.graph.weight_edges:
-            for lanes in (1, 2, 4, 8) if edge.target in sizes else ():
+            for lanes in replica_sizes(most) if edge.target in sizes else ():
                 for place in PLACES:
                     seconds = publish_seconds(
                         sizes[edge.target], device, device, Layout(lanes), place != "cluster"

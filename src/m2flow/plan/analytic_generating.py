@@ -14,7 +14,12 @@ from m2flow.plan.analytic_work import Generate
 from m2flow.plan.footprint import check_generation_fits, running_limit
 from m2flow.plan.generating import by_whole_groups, generate, requests
 from m2flow.plan.profile import Piecewise, StageLayout
-from m2flow.plan.roofline import Layout, decode_step_seconds, prefill_seconds
+from m2flow.plan.roofline import (
+    Layout,
+    decode_step_seconds,
+    kv_bytes_per_lane,
+    prefill_seconds,
+)
 from m2flow.plan.sampled import curve, rising
 
 MOST_PLAYED = 2048
@@ -93,7 +98,7 @@ class _Replica:
         ends = {count: self.ends(count) for count in counts}
         last = ends[counts[-1]]
         shares = (0.0, *(min(1.0, at / last[-1]) for at in last[:-1]), 1.0)
-        cache = model.kv_bytes_per_token * answers.tokens / self.cut.lanes
+        cache = kv_bytes_per_lane(model, self.cut) * answers.tokens
         held = [(float(n), min(n * self.group, self.limit) * cache) for n in rising(most)]
         return StageLayout(
             self.cut.lanes,

@@ -16,6 +16,7 @@ from m2flow.plan.footprint import (
     ADAM,
     check_generation_fits,
     check_training_fits,
+    replica_sizes,
     running_limit,
     training_footprint,
     training_layouts,
@@ -70,8 +71,7 @@ def training_layout(work: Train, lanes: int, device: Device, rates: Rates) -> La
 
 def forward_layout(work: Forward, lanes: int, device: Device) -> Layout | None:
     """The fewest lanes a copy that hold the longest answer and fill the lanes evenly."""
-    sizes = (2**n for n in range(8) if 2**n <= min(lanes, device.lanes_per_node))
-    for size in sizes:
+    for size in replica_sizes(min(lanes, device.lanes_per_node)):
         layout = Layout(size)
         even = lanes % size == 0 and work.model.heads % size == 0
         if even and running_limit(work.model, device, layout, work.answers.longest):

@@ -240,10 +240,10 @@ def _check_gangs(graph: FlowGraph, gangs: Mapping[str, int]) -> None:
             raise UserError("is no worker", key=key, hint=suggestion(worker, graph.workers))
         if size < 1:
             raise UserError("must be at least 1", key=key, value=size)
-        bound = [n.name for n in graph.nodes if n.worker == worker and (n.streaming or n.sticky)]
+        bound = [n.name for n in graph.nodes if n.worker == worker and n.sticky]
         if size > 1 and bound:
             raise UserError(
-                f"{bound[0]} is streaming or sticky, so each replica must be a single lane",
+                f"{bound[0]} is sticky, so each replica must be a single lane",
                 key=key,
                 value=size,
                 expected="1",

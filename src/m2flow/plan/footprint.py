@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from m2flow.errors import UserError
-from m2flow.plan.hardware import GB, Device
+from m2flow.plan.hardware import DEVICES, GB, Device
 from m2flow.plan.models import ModelShape
-from m2flow.plan.roofline import Layout
+from m2flow.plan.roofline import Layout, kv_bytes_per_lane
 
 ACTIVATION_BYTES = 34
 """Of a layer, token and unit of width, without the attention scores, which fused kernels never
@@ -111,14 +111,14 @@ def generation_footprint(model: ModelShape, layout: Layout, kv_tokens: float) ->
     """Of generating with so many tokens in the cache of a replica."""
     return Footprint(
         weights=model.weight_bytes / layout.lanes,
-        kv_cache=kv_tokens * model.kv_bytes_per_token / layout.lanes,
+        kv_cache=kv_tokens * kv_bytes_per_lane(model, layout),
     )
 
 
 def kv_tokens_that_fit(model: ModelShape, device: Device, layout: Layout) -> int:
     """Tokens that the cache of a replica may hold beside the weights; 0 where none fit."""
-    room = device.usable_bytes * layout.lanes - model.weight_bytes
-    return max(0, int(room / model.kv_bytes_per_token))
+    room = device.usable_bytes - model.weight_bytes / layout.lanes
+    return max(0, int(room / kv_bytes_per_lane(model, layout)))
 
 
 def running_limit(model: ModelShape, device: Device, layout: Layout, tokens: float) -> int:
@@ -182,32 +182,40 @@ def check_training_fits(
     )
 
 
+def replica_sizes(most: int) -> list[int]:
+    """Lanes that a copy of a model may have, at most so many: powers of two."""
+    return [2**n for n in range(most.bit_length())]
+
+
 def check_generation_fits(
     model: ModelShape, lanes: int, device: Device, tokens: float
 ) -> list[Layout]:
     """The layouts of a generating replica, at most so many lanes, that hold a request's tokens.
 
     Raises:
-        UserError: none; says the smallest number of lanes that would do, if any would.
+        UserError: none; says the smallest number of lanes that would do, if any would on a machine
+            like these or on a usual one.
     """
 
     def fitting(most: int) -> list[Layout]:
-        sizes = [2**n for n in range(8) if 2**n <= min(most, device.lanes_per_node)]
         return [
             Layout(size)
-            for size in sizes
+            for size in replica_sizes(most)
             if model.heads % size == 0 and running_limit(model, device, Layout(size), tokens)
         ]
 
-    found = fitting(lanes)
+    found = fitting(min(lanes, device.lanes_per_node))
     if found:
         return found
-    more = fitting(MOST_LANES)
+    usual = DEVICES.get(device.name, device).lanes_per_node
+    more = fitting(max(usual, device.lanes_per_node))
     raise UserError(
         f"generating with {model.name} fits on no {lanes} lane{'s' * (lanes > 1)} of {device.name}",
         key="cluster",
         value=f"{lanes}x{device.name}",
-        expected=f"at least {more[0].lanes} lanes" if more else "lanes with more memory",
+        expected=f"at least {more[0].lanes} lanes of a machine"
+        if more
+        else "lanes with more memory",
         hint=None
         if more
         else f"weights alone are {model.weight_bytes / GB:.0f} GB and a replica stays on a machine",

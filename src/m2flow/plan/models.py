@@ -116,6 +116,14 @@ class ModelShape:
         """Of keys and values of one token in all layers, in a 16-bit format."""
         return 2 * self.layers * self.kv_heads * self.head_dim * WEIGHT_BYTES
 
+    def kv_bytes_on_lane(self, tensor: int) -> int:
+        """Of one token on each of so many lanes that share the layers.
+
+        Heads stay whole, so with more lanes than key-value heads each lane has a copy of one.
+        """
+        heads = -(-self.kv_heads // tensor)
+        return self.kv_bytes_per_token // self.kv_heads * heads
+
     def weight_bytes_read(self, tokens: float) -> float:
         """Bytes of weights that a forward pass of so many tokens reads.
 

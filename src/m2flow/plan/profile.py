@@ -329,6 +329,8 @@ class Profile:
             reached the lane, and until its end is known.
         key: what it depends on: for each of KEY_PARTS, names and values.
         source: "measured" or "analytic".
+        cut_by: seconds of the budget that was used up before every trial had been run; None where
+            none is missing.
     """
 
     stages: Mapping[str, StageProfile]
@@ -338,6 +340,7 @@ class Profile:
     dispatch: Seconds = NO_TIME
     key: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     source: str = "measured"
+    cut_by: Seconds | None = None
 
     def __post_init__(self) -> None:
         for place in self.links:

@@ -141,12 +141,7 @@ def prefill_seconds(
     attained = device.flops_per_second * rates.arithmetic(model, rates.forward) * layout.lanes
     reading = model.weight_bytes_read(tokens) / layout.lanes
     reading /= device.memory_bytes_per_second * rates.bandwidth(model)
-    wires = (
-        2
-        * model.layers
-        * all_reduce_seconds(tokens * model.hidden * WEIGHT_BYTES, layout.tensor, device)
-    )
-    return max(flops / attained, reading) + wires
+    return max(flops / attained, reading) + _shared_layers(model, tokens, device, layout)
 
 
 def decode_step_seconds(
@@ -163,18 +158,32 @@ def decode_step_seconds(
         running: requests that decode together.
         kv_tokens: in the cache, of all of them.
     """
-    traffic = model.weight_bytes_read(running) + model.kv_bytes_per_token * kv_tokens
-    bandwidth = device.memory_bytes_per_second * rates.bandwidth(model)
-    memory = traffic / layout.lanes / bandwidth
+    traffic = model.weight_bytes_read(running) / layout.lanes
+    traffic += kv_bytes_per_lane(model, layout) * kv_tokens
+    memory = traffic / (device.memory_bytes_per_second * rates.bandwidth(model))
     context = kv_tokens / running if running else 0.0
     arithmetic = model.forward_flops(running, context) / layout.lanes
     arithmetic /= device.flops_per_second * rates.arithmetic(model, rates.forward)
-    wires = 0.0
-    if layout.tensor > 1:
-        message = running * model.hidden * WEIGHT_BYTES
-        one = SMALL_COLLECTIVE_SECONDS + all_reduce_seconds(message, layout.tensor, device)
-        wires = 2 * model.layers * one
+    wires = _shared_layers(model, running, device, layout)
     return rates.decode_step_seconds + max(memory, arithmetic) + wires
+
+
+def kv_bytes_per_lane(model: ModelShape, layout: Layout) -> float:
+    """Of keys and values of one token on each lane of a replica."""
+    return model.kv_bytes_on_lane(layout.tensor) / layout.pipeline
+
+
+def _shared_layers(model: ModelShape, tokens: float, device: Device, layout: Layout) -> float:
+    """What the wires of layers that lanes share take in one forward pass of a replica.
+
+    Heads and feed-forward channels are dealt out, so that a layer ends in two sums over the lanes
+    (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+    """
+    if layout.tensor == 1:
+        return 0.0
+    message = tokens * model.hidden * WEIGHT_BYTES
+    one = SMALL_COLLECTIVE_SECONDS + all_reduce_seconds(message, layout.tensor, device)
+    return 2 * model.layers * one
 
 
 def _at_work(lanes: int, layout: Layout, sequences: float) -> int:

@@ -1,4 +1,4 @@
-"""Sizes in bytes, from text as people write it: `200MB`, `1.5 GiB`, `4096`."""
+"""Sizes in bytes, from text as people write it and back: `200MB`, `1.5 GiB`, `4096`."""
 
 from __future__ import annotations
 
@@ -40,3 +40,13 @@ def parse_bytes(text: str, key: str = "size") -> int:
             expected=f"a number and one of {', '.join(UNITS)}, such as 200MB",
         )
     return int(size)
+
+
+def bytes_text(size: float) -> str:
+    """A size to three digits: `850 B`, `12.3 MB`, `1.2 GB`."""
+    for power in range(len(DECIMAL), 0, -1):
+        if size >= 1000**power:
+            value = size / 1000**power
+            digits = f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+            return f"{digits} {DECIMAL[power - 1]}B"
+    return f"{size:.0f} B"

@@ -10,6 +10,7 @@ from m2flow.engine.turns import whole_step_edges
 from m2flow.errors import PlanError, suggestion
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 from m2flow.plan.builders import placed
+from m2flow.plan.hardware import DEVICES
 from m2flow.plan.memory import check_memory
 
 
@@ -77,9 +78,12 @@ def _check_lanes(lanes: tuple[LaneSpec, ...]) -> None:
     if twice:
         raise PlanError("names a lane twice", key="lanes", value=twice[0])
     for lane in lanes:
-        if lane.kind not in ("cpu", "gpu"):
+        if lane.kind not in ("cpu", "gpu", *map(str.lower, DEVICES)):
             raise PlanError(
-                "is no kind of lane", key="lanes", value=lane.kind, expected="cpu or gpu"
+                "is no kind of lane",
+                key="lanes",
+                value=lane.kind,
+                expected="cpu, gpu or a device's name, such as h100",
             )
     for node in sorted({lane.node for lane in lanes}):
         if node < 0:
@@ -207,13 +211,18 @@ def _check_switch_point(plan: Plan, node: StageNode, stage: StagePlan) -> None:
 
 
 def _check_gang(node: StageNode, placement: Placement) -> None:
-    if any(len(gang) > 1 for gang in placement.replicas):
-        for trait in ("streaming", "sticky"):
-            if getattr(node, trait):
-                raise PlanError(
-                    f"is {trait}, so each of its replicas must be a single lane",
-                    key=f"placements.{node.worker}",
-                )
+    if all(len(gang) == 1 for gang in placement.replicas):
+        return
+    reason = ""
+    if node.sticky:
+        reason = "is sticky"
+    elif node.streaming and node.is_function:
+        reason = "is a streaming function, whose lanes could not agree on what has come"
+    if reason:
+        raise PlanError(
+            f"{reason}, so each of its replicas must be a single lane",
+            key=f"placements.{node.worker}",
+        )
 
 
 def _check_edges(plan: Plan, graph: FlowGraph, num_items: int | None) -> None:

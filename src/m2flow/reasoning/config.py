@@ -97,6 +97,7 @@ class GenerationSection(Section):
     max_new_tokens: Count = 24
     temperature: Positive = 1.0
     max_running: Count = 256
+    gang: Count = 1
 
 
 KEYS_OF_ALGORITHMS = {

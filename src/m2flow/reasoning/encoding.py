@@ -108,6 +108,16 @@ def context_of(folder: str) -> int | None:
     """Positions of the model in a Hugging Face folder; None where it sets no limit.
 
     Raises:
+        UserError: as `config_of`.
+    """
+    positions = getattr(config_of(folder), "max_position_embeddings", None)
+    return None if positions is None else int(positions)
+
+
+def config_of(folder: str) -> Any:
+    """The `transformers` configuration of the model in a Hugging Face folder.
+
+    Raises:
         UserError: there is no `config.json`, or transformers cannot use it.
     """
     from transformers import AutoConfig
@@ -119,9 +129,7 @@ def context_of(folder: str) -> int | None:
             hint="the folder is half-written, or it is no model folder",
         )
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"config.json cannot be used: {reason}", key=folder) from error
-    positions = getattr(config, "max_position_embeddings", None)
-    return None if positions is None else int(positions)

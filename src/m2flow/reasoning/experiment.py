@@ -22,7 +22,7 @@ from m2flow.flow import Batch
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_model, load_tokenizer
 from m2flow.models.tokenizer import byte_tokenizer, character_tokenizer
 from m2flow.reasoning.config import ReasoningRecipe
-from m2flow.reasoning.encoding import Names, context_of, encode, may_not_fit, token_rows
+from m2flow.reasoning.encoding import Names, config_of, context_of, encode, may_not_fit, token_rows
 from m2flow.reasoning.tasks import DemonstratedTask, Problem, Task, make_task
 from m2flow.reasoning.workers import ModelSource
 from m2flow.training.rollouts import TokenPairs
@@ -122,6 +122,7 @@ class ReasoningExperiment:
         tokenizer = self._starting_tokenizer()
         path, positions = recipe.model.path, recipe.model.max_position_embeddings
         self._context = positions if path is None else context_of(path)
+        self._check_gang(recipe.model if path is None else config_of(path))
         self._check_prompts(tokenizer)
         self._loaded = self._load() if path is not None and recipe.warmup.steps else None
 
@@ -129,6 +130,18 @@ class ReasoningExperiment:
     def makes_model(self) -> bool:
         """Whether `prepare` builds or trains a model, and so writes one."""
         return self.recipe.model.path is None or self.recipe.warmup.steps > 0
+
+    def _check_gang(self, sizes: Any) -> None:
+        """Refuse gangs over which the generator could not divide the key-value heads."""
+        gang = self.recipe.generation.gang
+        heads = getattr(sizes, "num_key_value_heads", None)
+        if heads is not None and heads % gang:
+            raise UserError(
+                "the model's key-value heads cannot be divided evenly over so many lanes",
+                key="generation.gang",
+                value=gang,
+                expected=f"a divisor of {heads}",
+            )
 
     def _check_prompts(self, tokenizer: Any) -> None:
         """Encode the first prompts, and those of a file that might not fit into the context."""

@@ -208,11 +208,13 @@ class RayCarrier:
                         node.streaming and self._wanted_early(flow, node, lane)
                     )
                     self._hold(lane, Do(flow, command, fetches, released, in_pieces))
-            case FeedCall(lane=lane, step=step):
+            case FeedCall(lanes=lanes, step=step):
                 inputs = _with_unfinished(command, command.inputs)
-                self._order(lane, Do(flow, command, self._fetches(flow, step, lane, inputs)))
-            case GiveBack(lane=lane):
-                self._order(lane, Do(flow, command))
+                for lane in lanes:
+                    self._order(lane, Do(flow, command, self._fetches(flow, step, lane, inputs)))
+            case GiveBack(lanes=lanes):
+                for lane in lanes:
+                    self._order(lane, Do(flow, command))
             case RunFinish(lanes=lanes):
                 for lane in lanes:
                     self._hold(lane, Do(flow, command))

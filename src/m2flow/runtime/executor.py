@@ -52,6 +52,7 @@ from m2flow.runtime.orders import (
     Do,
     DropStep,
     Fetch,
+    GaugeMemory,
     Load,
     Loaded,
     Order,
@@ -65,6 +66,7 @@ from m2flow.runtime.orders import (
     to_bytes,
 )
 from m2flow.runtime.standing import Standing
+from m2flow.runtime.state.gauge import MemoryGauge
 
 
 class LaneExecutor:
@@ -87,6 +89,7 @@ class LaneExecutor:
         self._host = LaneHost(lane, {}, {})
         self._deadline_seconds = 600.0
         self._limited = False
+        self._gauge: MemoryGauge | None = None
 
     def run(self) -> None:
         """Carry out orders until `Close` comes, or the launcher is gone (LineClosed)."""
@@ -111,6 +114,8 @@ class LaneExecutor:
                     )
                 case UseLinks():
                     self._exchange.use(order.table)
+                case GaugeMemory():
+                    self._gauge = MemoryGauge(self._standing.device) if order.on else None
                 case Prepare():
                     for module in order.modules:
                         importlib.import_module(module)
@@ -139,9 +144,11 @@ class LaneExecutor:
                 for worker in workers.values():
                     (worker.offload if self._limited else worker.onload)()
             self._deadline_seconds = order.deadline_seconds
-            self._host = LaneHost(self.lane, pickle.loads(order.graphs), workers, store=store)
-            self._exchange.serve(self._host.store)
             self._standing.meet(order)
+            agree = self._standing.agreements(order.placed)
+            graphs = pickle.loads(order.graphs)
+            self._host = LaneHost(self.lane, graphs, workers, store=store, agree=agree)
+            self._exchange.serve(self._host.store)
             for name, placed in order.placed.items():
                 if name in workers:
                     continue
@@ -230,6 +237,9 @@ class LaneExecutor:
             self._await_moves(_workers_of(self._host.graphs[order.flow], command))
             if order.early is not None:
                 self._move(order.early)
+            if self._gauge is not None:
+                self._await_moves(list(self._moves))
+                self._gauge.begin()
             carry_out(order, command)
         except BaseException as error:
             failed = CallFailed(command.call, self.lane, self._portable(error))
@@ -401,6 +411,8 @@ class LaneExecutor:
     ) -> Report:
         graph = self._host.graphs[order.flow]
         facts = {**self._host.take_facts(command.call), **facts}
+        if self._gauge is not None:
+            facts = {**facts, "working_bytes": self._gauge.risen()}
         spans = self._host.take_spans() or (
             call_span(graph, command, self.lane, start, time.time(), facts),
         )

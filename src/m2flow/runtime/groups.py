@@ -153,6 +153,20 @@ class LaneGroups:
 
         return sum_over_lanes
 
+    def least(self, lanes: Lanes) -> Callable[[int], int]:
+        """A function that gives the least of the numbers that these lanes call it with."""
+        group = self.group(lanes)
+
+        def least_of_lanes(number: int) -> int:
+            import torch
+            import torch.distributed as dist
+
+            numbers = torch.tensor([number])  # on the CPU: an accelerator would have to be awaited
+            dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group)
+            return int(numbers)
+
+        return least_of_lanes
+
     def mesh(self, replicas: Sequence[Lanes], device: str = "cpu") -> Callable[[], Any]:
         """What makes the mesh of a worker's gangs, for `Gang.mesh`.
 

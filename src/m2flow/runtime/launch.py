@@ -72,7 +72,8 @@ def launch(
             are loaded.
     """
     graphs = {STEP: flow.trace(), **{method: flow.trace(method) for method in also}}
-    methods = Methods(graphs, {STEP: items_per_step, **also}, isolated_workers(flow))
+    collective = frozenset(name for name, worker in flow.workers.items() if worker.collective)
+    methods = Methods(graphs, {STEP: items_per_step, **also}, isolated_workers(flow), collective)
     if mode == "auto" and plan is None:
         free = [x for x in _specs(lanes, lane_memory) if x.reserved_for is None]
         fallback = build_plan("collocated", graphs[STEP], free, items_per_step, methods.isolated)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from m2flow.engine.plan import Plan
-from m2flow.errors import UserError
+from m2flow.errors import PlanError, UserError
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Worker
 from m2flow.plan import companion, validate, with_sizes
@@ -56,11 +56,13 @@ class Methods:
         graphs: the traced methods by name; "step" among them.
         num_items: source items for which each is planned.
         isolated: workers that must have a process of their own.
+        collective: workers whose lanes can share a call.
     """
 
     graphs: Mapping[str, FlowGraph]
     num_items: Mapping[str, int]
     isolated: frozenset[str] = frozenset()
+    collective: frozenset[str] = frozenset()
 
     def planned(self, plan: Plan) -> Plans:
         """A plan of the step, with plans for the other methods that keep its placements.
@@ -78,7 +80,30 @@ class Methods:
         spots = {
             worker: spot for each in plans.values() for worker, spot in each.placements.items()
         }
-        return Plans(plans, replace(plan, lanes=lanes, placements=spots))
+        everything = replace(plan, lanes=lanes, placements=spots)
+        for graph in self.graphs.values():
+            self._check_gangs(everything, graph)
+        return Plans(plans, everything)
+
+    def _check_gangs(self, plan: Plan, graph: FlowGraph) -> None:
+        """Refuse gangs that could not work together."""
+        for node in graph.nodes:
+            replicas = plan.placements[node.worker].replicas
+            sizes = {len(gang) for gang in replicas}
+            if len(sizes) > 1 and not node.is_function:
+                raise PlanError(
+                    "stands on gangs of unequal size, which could not sum over their lanes",
+                    key=f"placements.{node.worker}",
+                    value=replicas,
+                )
+            if node.streaming and sizes != {1} and node.worker not in self.collective:
+                raise PlanError(
+                    f"{node.name} streams, and its lanes do not share the work of a call",
+                    key=f"placements.{node.worker}",
+                    value=replicas,
+                    hint="let each replica be a single lane; a worker that divides its model over "
+                    "a gang says so by `collective = True`",
+                )
 
 
 def check_lanes(plan: Plan, pool: LanePool) -> None:

@@ -239,6 +239,14 @@ class UseLinks:
 
 
 @dataclass(frozen=True, slots=True)
+class GaugeMemory:
+    """Have spans say how far the lane's memory rose meanwhile, or no longer. Takes time: moves that
+    would go on beside a call are made before it."""
+
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Prepare:
     """Import these modules now: workers will need them."""
 
@@ -253,7 +261,9 @@ class Close:
 STATES = -1
 """The step to which files of states belong."""
 
-Order: TypeAlias = Load | Save | Do | Release | DropStep | Ask | Probe | UseLinks | Prepare | Close
+Order: TypeAlias = (
+    Load | Save | Do | Release | DropStep | Ask | Probe | UseLinks | GaugeMemory | Prepare | Close
+)
 
 # --- answers --------------------------------------------------------------------------------------
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from m2flow.engine.streams import Agree
 from m2flow.flow.worker import Gang, Place
 from m2flow.runtime.groups import LaneGroups
 from m2flow.runtime.orders import Load, Placed
@@ -47,10 +49,21 @@ class Standing:
         for source, lanes in order.broadcasts:
             self.groups.ensure([lanes], f"broadcast of {source}")
 
+    def agreements(self, placed: Mapping[str, Placed]) -> dict[str, Agree]:
+        """For workers on gangs, how this lane agrees with the others of its gang."""
+        return {
+            name: self.groups.least(gang)
+            for name, one in placed.items()
+            if len(gang := one.replicas[self._replica(one)]) > 1
+        }
+
+    def _replica(self, placed: Placed) -> int:
+        """Of which gang of a worker this lane is one."""
+        return next(n for n, gang in enumerate(placed.replicas) if self.position in gang)
+
     def place(self, placed: Placed, version: int) -> Place:
         """Where a worker stands; its groups must be there."""
-        positions, own = placed.positions, self.position
-        replica = next(n for n, gang in enumerate(placed.replicas) if own in gang)
+        positions, own, replica = placed.positions, self.position, self._replica(placed)
         place = Place(
             self.lane,
             positions.index(own),

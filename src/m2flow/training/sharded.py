@@ -12,6 +12,7 @@ runs empty ones. `WHOLE` stands for a model that one lane has all of: there, not
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,8 @@ class Shards:
                 value=torch.__version__,
                 expected="2.9 or later for a worker on gangs of lanes",
             )
+        # A critic's numbers are a view; nothing here writes into what a model gives.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         mesh = self._mesh["shard"]
         units = [*_blocks(model), model]
         for unit in units:

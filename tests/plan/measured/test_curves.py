@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.plan.measured.curves import (
+    NEAR,
     Point,
     Rising,
     doubling,
+    envelope,
     isotonic,
     least_squares,
     monotone,
@@ -92,3 +94,11 @@ def test_a_rising_curve_is_found_from_its_sums(parts: list[float]) -> None:
     found = form.curve(least_squares(rows, values, [1.0] * len(rows)))
     for x in (1, 2, 3, 5, 8):
         assert found.at(x) == pytest.approx(curve.at(x), rel=1e-2, abs=1e-2)
+
+
+@given(SAMPLES)
+def test_no_measurement_lies_above_the_envelope(samples: list[tuple[float, float]]) -> None:
+    curve = envelope(samples)
+    assert all(curve.at(size) >= value * (1 - 1e-9) for size, value in samples)
+    highest = {x: max(y for size, y in samples if size < NEAR * x) for x, _ in curve.points}
+    assert dict(curve.points) == highest

@@ -11,7 +11,7 @@ import pytest
 from m2flow.engine.facts import ids_of
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.engine.simulated import Simulation
-from m2flow.engine.spans import Span
+from m2flow.engine.spans import Span, SpanKind
 from m2flow.errors import UserError
 from m2flow.flow import FlowGraph, stage
 from m2flow.plan.measured import Evidence, Observed, fit, trial_plans
@@ -216,6 +216,29 @@ def test_first_calls_do_not_count_unless_the_lanes_were_warm() -> None:
         evidence.add(one)
         seconds = [call.seconds for call in evidence.samples.calls["score", 1, "cpu"]]
         assert seconds == pytest.approx(expected)
+
+
+def test_memory_is_that_of_gauged_calls_and_of_the_finish_after_them() -> None:
+    def span(items: int, call: int, taken: int | None, kind: SpanKind = "call") -> Span:
+        facts = {"items": items, "step": 0, "call": call, "working_bytes": taken}
+        return Span(0, "learner.train", kind, 0.0, 1.0, facts)
+
+    plan = trial_plans(GRPO, LANES, ITEMS)[0]
+    seen = observed(GRPO, plan, KNOWN)
+    gauged = (span(4, 1, 50), span(4, 2, 70), span(32, 3, 400), span(0, 4, 90, "finish"))
+    (found,) = fit(GRPO, [replace(seen, gauged=gauged)]).stage("learner.train").layouts
+    assert found.working == Piecewise(((4.0, 90.0), (32.0, 400.0)))
+    assert found.seconds == fit(GRPO, [seen]).stage("learner.train").layouts[0].seconds
+    nothing = fit(GRPO, [seen])
+    assert all(stage.layouts[0].working is None for stage in nothing.stages.values())
+
+
+def test_memory_of_a_call_that_was_fed_is_not_that_of_its_first_items() -> None:
+    facts = {"items": 2, "step": 0, "call": 1, "working_bytes": 900}
+    plan = trial_plans(GRPO, LANES, ITEMS)[0]
+    fed = Span(0, "gen.generate", "call", 0.0, 1.0, {**facts, "taken": [[0.0, "0-1"], [0.5, "2"]]})
+    seen = replace(observed(GRPO, plan, KNOWN), gauged=(fed,))
+    assert fit(GRPO, [seen]).stage("gen.generate").layouts[0].working is None
 
 
 def test_a_stage_that_was_never_called_is_named() -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from itertools import product
 
+from m2flow.flow.graph import StageNode
+from m2flow.plan.profile import StageLayout
 from m2flow.plan.search.leaves import leaf_cost
 from m2flow.plan.search.problem import Problem
 from m2flow.plan.search.tree import Bound, Fused, Leaf, Split
@@ -24,7 +26,7 @@ Costs = tuple[float, ...]
 def brute_force(problem: Problem, parts: int = 1) -> float:
     """Seconds of the best plan of a step with so many overlapping parts; infinite if none fits."""
     choices = [
-        {(worker, layout) for layout in problem.worker_layouts(worker)}
+        {(worker, layout) for layout in worker_layouts(problem, worker)}
         for worker in sorted({w for e in problem.weight_edges for w in (e.source, e.target)})
     ]
     best = math.inf
@@ -36,6 +38,26 @@ def brute_force(problem: Problem, parts: int = 1) -> float:
             found = trees.steps(problem.everything, problem.lanes, parts)
             best = min([best, *(cost[0] + cost[5] for cost in found)])
     return best
+
+
+def layouts(problem: Problem, node: StageNode) -> list[tuple[int, StageLayout, int]]:
+    """Ways to run a stage, as `Problem.layouts` has them."""
+    alone = node.sticky or (node.streaming and node.is_function)
+    found = []
+    for number, layout in enumerate(problem.profile.stage(node.name).layouts):
+        for kind, name in enumerate(problem.kinds):
+            known = problem.profile.worker(node.worker, layout.lanes, name)
+            possible = layout.kind == name and known is not None
+            if possible and (layout.lanes == 1 or not alone):
+                found.append((number, layout, kind))
+    return found
+
+
+def worker_layouts(problem: Problem, worker: str) -> list[tuple[int, int]]:
+    """(lanes of a replica, kind) in which all stages of a worker can run."""
+    nodes = [node for node in problem.graph.nodes if node.worker == worker]
+    menus = [{(one.lanes, kind) for _, one, kind in layouts(problem, node)} for node in nodes]
+    return [entry for entry in sorted(menus[0]) if all(entry in menu for menu in menus)]
 
 
 class Oracle:
@@ -73,7 +95,7 @@ class Oracle:
         for a, b in self.cuts(part):
             if self.shared(a, b):
                 continue
-            for mine, other in self.splits(lanes):
+            for mine, other in self.splits(a, b, lanes):
                 pay = self.publishing(part, a, b, self.p.place(sum(self.p.lanes)))
                 size = self.p.crossing(a, b)[1] * step
                 link = (
@@ -190,7 +212,7 @@ class Oracle:
 
     def spatial(self, part, a, b, lanes, round_size, chunk):
         joined, size = self.p.crossing(a, b)
-        for mine, other in self.splits(lanes):
+        for mine, other in self.splits(a, b, lanes):
             left = self.costs(a, mine, round_size, chunk, ())
             right = self.costs(b, other, round_size, chunk, ())
             if not left or not right:
@@ -227,7 +249,7 @@ class Oracle:
         menus = [
             [
                 entry
-                for entry in self.p.layouts(node)
+                for entry in layouts(self.p, node)
                 if self.layouts.get(node.worker) in (None, (entry[1].lanes, entry[2]))
             ]
             for node in nodes
@@ -288,13 +310,24 @@ class Oracle:
             ):
                 yield first, part & ~first
 
-    def splits(self, lanes: Lanes):
-        for mine in product(*(range(count + 1) for count in lanes)):
-            yield mine, tuple(all_of - n for all_of, n in zip(lanes, mine, strict=True))
+    def splits(self, a, b, lanes: Lanes):
+        left, right = self.kinds_of(a), self.kinds_of(b)
+        menus = [
+            range(n + 1) if k in left & right else (n if k in left else 0,)
+            for k, n in enumerate(lanes)
+        ]
+        for mine in product(*menus):
+            rest = (all_of - n for all_of, n in zip(lanes, mine, strict=True))
+            yield mine, tuple(n if k in right else 0 for k, n in enumerate(rest))
         per_node = self.p.limits.lanes_per_node
         if per_node is not None and len(lanes) == 1:  # idle lanes may save the way between machines
             for total in range(2, lanes[0]):
                 yield from (((n,), (total - n,)) for n in range(1, total))
+
+    def kinds_of(self, part):
+        """Kinds of lanes on which some stage of a part can run."""
+        nodes = [n for k, task in enumerate(self.p.tasks) if part >> k & 1 for n in task.nodes]
+        return {kind for node in nodes for _, _, kind in layouts(self.p, node)}
 
     def shared(self, a, b):
         return [w for w, tasks in sorted(self.p.tasks_of.items()) if tasks & a and tasks & b]
@@ -304,7 +337,7 @@ class Oracle:
 
     def bindings(self, worker, lanes):
         given = self.layouts.get(worker)
-        for gang, kind in self.p.worker_layouts(worker):
+        for gang, kind in worker_layouts(self.p, worker):
             if given in (None, (gang, kind)):
                 for replicas in range(1, lanes[kind] // gang + 1):
                     for held in (True,) if self.unlimited else (True, False):

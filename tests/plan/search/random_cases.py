@@ -119,8 +119,13 @@ def curve(rng: Random, items: int, scale: float = 1.0) -> Piecewise:
     return Piecewise((*points, (last[0] + items, last[1] + items * scale * rng.uniform(0.02, 0.3))))
 
 
-def draw(seed: int, shapes: tuple[str, ...] = tuple(SHAPES), most_lanes: int = 8) -> Problem:
-    """The problem of a seed."""
+def draw(
+    seed: int,
+    shapes: tuple[str, ...] = tuple(SHAPES),
+    most_lanes: int = 8,
+    two_kinds: bool = False,
+) -> Problem:
+    """The problem of a seed; `two_kinds` of lanes for sure."""
     rng = Random(seed)
     shape = rng.choice(shapes)
     num = len(SHAPES[shape])
@@ -142,7 +147,7 @@ def draw(seed: int, shapes: tuple[str, ...] = tuple(SHAPES), most_lanes: int = 8
     # Brute force has so many trees of five stages on many lanes that these are kept simple.
     counts = {"cpu": rng.randint(1, most_lanes)}
     many = len(graph.nodes) >= 5 and counts["cpu"] > 3
-    if not small and rng.random() < 0.15:
+    if not small and (rng.random() < 0.15 or two_kinds):
         counts = {"cpu": rng.randint(1, 3), "gpu": rng.randint(1, 3)}
     limited = rng.random() < 0.5 and not many
     dispatch = Seconds(Random(-seed).choice([0.0, 0.0, 0.03]))
@@ -172,14 +177,19 @@ def profile_of(
 ) -> Profile:
     """Random prices for a graph."""
     stages, workers = {}, {}
-    kind_of = {w: rng.choice(sorted(counts)) for w in graph.workers}
+    kinds_of = {w: (rng.choice(sorted(counts)),) for w in graph.workers}
+    if len(counts) > 1:
+        kinds_of |= {w: tuple(sorted(counts)) for w in graph.workers if rng.random() < 0.5}
     gangs = {
         w: 2 if rng.random() < 0.25 and min(counts.values()) > 1 and not simple else 1
         for w in graph.workers
     }
     for worker in graph.workers:
-        if any(n.streaming or n.loop is not None for n in graph.nodes if n.worker == worker):
+        own = [node for node in graph.nodes if node.worker == worker]
+        if any(node.loop is not None for node in own):
             gangs[worker] = 1
+        elif any(node.streaming for node in own) and not simple and min(counts.values()) > 1:
+            gangs[worker] = rng.choice([1, 2, 2, 3])
     cored = rng.random() < 0.2 and not simple
     for node in graph.nodes:
         items = num_items * node.fanout
@@ -195,9 +205,10 @@ def profile_of(
                 if limited
                 else None,
                 cores=rng.choice([0.0, 1.0]) if cored else 0.0,
-                kind=kind_of[node.worker],
+                kind=kind,
             )
-            for lanes in (1, gangs[node.worker])[: gangs[node.worker]]
+            for kind in kinds_of[node.worker]
+            for lanes in dict.fromkeys((1, gangs[node.worker]))
         ]
         turns = None
         if node.loop is not None and rng.random() < 0.7:
@@ -211,15 +222,17 @@ def profile_of(
                 Bytes(size // lanes),
                 Seconds(rng.uniform(0, 0.3)),
                 Seconds(rng.uniform(0, 0.3)),
-                kind_of[worker],
+                kind,
             )
-            for lanes in (1, gangs[worker])[: gangs[worker]]
+            for kind in kinds_of[worker]
+            for lanes in dict.fromkeys((1, gangs[worker]))
         )
     publish = tuple(
-        PublishCost(edge.source, edge.target, place, Seconds(rng.uniform(0, 0.5)), lanes)
+        PublishCost(edge.source, edge.target, place, Seconds(rng.uniform(0, 0.5)), source, target)
         for edge in graph.weight_edges
         for place in ("same", "node", "cluster")
-        for lanes in rng.choice([(None,), (None,) if simple else (1, 2)])
+        for source in rng.choice([(None,), (None,) if simple else (1, 2)])
+        for target in dict.fromkeys(rng.choice([(None,), (1, gangs[edge.target])]))
     )
     links = {}
     if rng.random() < 0.5:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from m2flow.plan.profile import Piecewise, Profile, StageLayout, StageProfile
+from m2flow.plan.profile import Piecewise, Profile, StageLayout, StageProfile, WorkerLayout
 from m2flow.plan.search import Fused, Leaf, Problem, Split, problem
 from m2flow.plan.search.leaves import leaf_cost
-from m2flow.plan.units import Seconds
+from m2flow.plan.units import Bytes, Seconds
 from tests.plan.search.cases import priced
 from tests.plan.search.random_cases import Learner, Plain, Source, build
 
@@ -63,3 +63,18 @@ def test_every_turn_of_a_cycle_is_dispatched() -> None:
     # Four turns of two members; apart, two groups take each member in turn.
     assert leaf_cost(mine, fused, 8, 8).first == pytest.approx(4 * 2 * (4 + 0.1))
     assert leaf_cost(mine, split, 8, 8).first == pytest.approx(4 * 2 * (2 + 0.1))
+
+
+def test_a_stream_on_gangs_has_its_items_by_replica_and_its_bytes_by_lane() -> None:
+    graph = build("chain2", (Source, Plain))
+    layout = StageLayout(
+        4, Piecewise(((1, 1.0), (8, 8.0))), working=Piecewise(((1, 5.0), (8, 40.0)))
+    )
+    stages = {"w0.work": StageProfile((layout,)), "w1.work": priced(1.0, 1.0)}
+    workers = {"w0": (WorkerLayout(4, Bytes(25), Seconds(1.0), Seconds(2.0)),)}
+    stated = problem(graph, Profile(stages, workers), {"cpu": 8}, 16, memory={"cpu": 128})
+    leaf = leaf_cost(stated, Leaf(0, 0, 2), 16, 16)
+    assert leaf.first == 8.0  # eight items for each of two replicas
+    assert (leaf.resident, leaf.peak) == (25 / 128, 65 / 128)
+    assert leaf.swap == 3.0
+    assert leaf.states == 8 * 25

@@ -36,7 +36,7 @@ def test_as_good_as_brute_force_in_all_cases(first: int) -> None:
 
 
 def test_the_cases_have_every_shape_and_lane_count() -> None:
-    shapes, lanes, limited, kinds = set(), set(), 0, 0
+    shapes, lanes, limited, kinds, gangs = set(), set(), 0, 0, 0
     for seed in range(CASES):
         stated = draw(seed)
         edges = tuple((p, c) for p, c in stated.graph.edges if p >= 0)
@@ -44,10 +44,22 @@ def test_the_cases_have_every_shape_and_lane_count() -> None:
         lanes.add(sum(stated.lanes))
         limited += stated.memory[0] is not None
         kinds += len(stated.kinds) > 1
+        streams = [node for node in stated.graph.nodes if node.streaming]
+        gangs += any(layout.lanes > 1 for n in streams for _, layout, _ in stated.layouts(n))
     assert lanes >= set(range(1, 9))
     assert len(shapes) >= len(SHAPES)
     assert limited > 100
     assert kinds > 10
+    assert gangs > 50
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_two_kinds_of_lanes_as_good_as_brute_force(first: int) -> None:
+    """Stages that may stand on either kind beside those that need one of them."""
+    for seed in range(first, first + 10):
+        stated = draw(9000 + seed, SMALL, two_kinds=True)
+        mine, best = seconds(stated), brute_force(stated)
+        assert mine == best or mine == pytest.approx(best, rel=1e-6), f"seed {seed}"
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from m2flow.engine.plan import LaneSpec
+from m2flow.errors import UserError
 from m2flow.plan import validate
 from m2flow.plan.profile import (
+    Piecewise,
     Profile,
     StageLayout,
     StageProfile,
@@ -16,7 +19,9 @@ from m2flow.plan.profile import (
 )
 from m2flow.plan.search import (
     Leaf,
+    Limits,
     Problem,
+    Spatial,
     Split,
     Steps,
     Temporal,
@@ -157,3 +162,76 @@ def test_each_of_two_kinds_of_accelerators_does_what_it_is_best_at() -> None:
     swapped = {name: stages[other] for name, other in zip(stages, reversed(stages), strict=True)}
     stated = problem(graph, Profile(swapped), {"H20": 4, "H800": 4}, 32)
     assert kinds_used(stated) == {"w0.work": "H800", "w1.work": "H20"}
+
+
+def on_gangs(sizes: tuple[int, ...], state: int, each: float = 1.0) -> tuple[StageProfile, tuple]:
+    """A stage by lanes of a replica, and its worker's state, so many bytes over all of these."""
+    layouts = tuple(
+        StageLayout(
+            size,
+            line(1.0, each / size),
+            max_running=3,
+            working=Piecewise(((1, 8.0 / size),)),
+            kind="gpu",
+        )
+        for size in sizes
+    )
+    states = tuple(WorkerLayout(size, Bytes(state // size), kind="gpu") for size in sizes)
+    return StageProfile(layouts), states
+
+
+def machines_of(lanes: int, each: int) -> tuple[LaneSpec, ...]:
+    """Lanes of 100 bytes on machines."""
+    return tuple(LaneSpec(n, "gpu", memory_bytes=100, node=n // each) for n in range(lanes))
+
+
+def test_a_model_that_no_lane_holds_generates_on_gangs() -> None:
+    graph = build("chain2", (Source, Plain))
+    generating, states = on_gangs((1, 2, 4), 160)
+    scoring, none = on_gangs((1,), 0)
+    profile = Profile({"w0.work": generating, "w1.work": scoring}, {"w0": states, "w1": none})
+    stated = problem(graph, profile, machines_of(8, 8), 16)
+    (found,) = search(stated)
+    plan = to_plan(stated, found, machines_of(8, 8))
+    validate(plan, graph, 16)
+    spot = plan.placements["w0"]
+    gangs = {len(gang) for gang in spot.replicas}
+    assert gangs in ({2}, {4})
+    (size,) = gangs
+    items = plan.stages["w0.work"].chunk
+    assert items == -(-16 // len(spot.replicas))
+    assert plan.stages["w0.work"].max_running == 3
+    assert spot.state_bytes == 160 // size
+    assert spot.working_bytes == -(-8 * items // size)
+    with pytest.raises(UserError, match="at least 2 gpu"):
+        search(problem(graph, profile, machines_of(1, 8), 16))
+
+
+def test_gangs_stand_on_one_machine_each() -> None:
+    """Behind three lanes of the first stage the gangs of the others would stand on two each."""
+    graph = build("chain3", (Source, Plain, Plain))
+    stages, workers = {}, {}
+    for n, (sizes, each) in enumerate((((1,), 0.05), ((4,), 2.0), ((8,), 2.0))):
+        entry, workers[f"w{n}"] = on_gangs(sizes, 90 * sizes[0], each)
+        stages[f"w{n}.work"] = replace(
+            entry, layouts=tuple(replace(one, max_running=None) for one in entry.layouts)
+        )
+    lanes = machines_of(24, 8)
+    stated = problem(graph, Profile(stages, workers), lanes, 96, Limits(lanes_per_node=8))
+    single, four, eight = Leaf(0, 0, 3), Leaf(1, 0, 2), Leaf(2, 0, 1)
+    tree = Spatial(single, Spatial(four, eight, (8,), (8,)), (3,), (16,))
+    (found,) = search(stated)
+    spots = to_plan(stated, replace(found, tree=tree), lanes).placements
+    machines = {lane.id: lane.node for lane in lanes}
+    for spot in spots.values():
+        assert all(len({machines[lane] for lane in gang}) == 1 for gang in spot.replicas)
+    assert len({lane for spot in spots.values() for lane in spot.lanes}) == 3 + 8 + 8
+
+
+def test_a_gang_that_fits_on_no_machine_stands_on_several() -> None:
+    graph = build("one", (Plain,))
+    entry, states = on_gangs((8,), 80)
+    lanes = machines_of(8, 4)
+    stated = problem(graph, Profile({"w0.work": entry}, {"w0": states}), lanes, 8)
+    (found,) = search(stated)
+    assert to_plan(stated, found, lanes).placements["w0"].replicas == (tuple(range(8)),)

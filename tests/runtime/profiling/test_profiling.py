@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.flow import Ragged
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile_files import to_json
+from m2flow.plan.units import Seconds
 from m2flow.runtime.pool import LanePool
 from m2flow.runtime.profiling import cached, keep, measure_flow, obtain, stored_at
 from tests.runtime.local_cluster import local_cluster
@@ -25,8 +27,19 @@ ITEMS, SAMPLES = 8, 2
 ROUND, ADMIT = 0.01, 0.03
 SCORE, SCORE_ITEM = 0.01, 0.004
 TRAIN_ITEM, FINISH = 0.006, 0.02
+TRAIN_BYTES, FINISH_BYTES = 2_000_000, 12_000_000
+NOISE_BYTES = 5_000_000
 OFFLOAD, ONLOAD = 0.02, 0.03
 KEY = {"model": {"config": "toy"}, "shapes": {"items": ITEMS}, "hardware": {"lanes": 2}}
+
+
+def work(seconds: float, num_bytes: int) -> None:
+    """Take so long, and so much memory for a moment."""
+    import torch
+
+    until = time.monotonic() + seconds
+    torch.ones(num_bytes // 4)
+    time.sleep(max(0.0, until - time.monotonic()))
 
 
 class Teller(Worker):
@@ -64,12 +77,12 @@ class Judge(Worker):
 class Pupil(Worker):
     @stage(accumulates=True, minibatches=2)
     def learn(self, items: Batch) -> Batch:
-        time.sleep(TRAIN_ITEM * len(items))
+        work(TRAIN_ITEM * len(items), TRAIN_BYTES * len(items))
         return items
 
     @learn.finish
     def learn_finish(self) -> None:
-        time.sleep(FINISH)
+        work(FINISH, FINISH_BYTES)
 
     def weights(self) -> dict[str, object]:
         import torch
@@ -116,7 +129,7 @@ def profile() -> Profile:
     said: list[str] = []
     with LanePool([LaneSpec(0), LaneSpec(1)]) as pool:
         found = measure_flow(
-            make_flow, BATCHES, lanes=pool, budget_seconds=10, key=KEY, note=said.append
+            make_flow, BATCHES, lanes=pool, budget_seconds=20, key=KEY, note=said.append
         )
     assert said
     assert found.visits == len(said)
@@ -145,7 +158,7 @@ def test_rounds_lengths_and_sizes_are_known(profile: Profile) -> None:
     assert layout.admit
     whole = layout.admit.at(ITEMS) + sum(layout.round.at(n) for n in (16, 16, 12, 8, 4))
     assert whole == pytest.approx(ADMIT + 5 * ROUND, rel=0.1)
-    assert layout.call(ITEMS) == pytest.approx(ADMIT + 5 * ROUND, rel=0.1)  # type: ignore[arg-type]
+    assert layout.call(ITEMS) == pytest.approx(ADMIT + 5 * ROUND, rel=0.1)
     assert told.output_bytes > 0
 
 
@@ -157,13 +170,24 @@ def test_moves_publishing_and_dispatch_are_known(profile: Profile) -> None:
     assert {entry.place for entry in profile.publish} == {"same", "node"}
     assert 0 < profile.dispatch < 0.01
     assert profile.key == KEY
+    assert profile.cut_by is None
+
+
+def test_memory_of_calls_is_known(profile: Profile) -> None:
+    (learn,) = profile.stage("pupil.learn").layouts
+    assert learn.working
+    for items, size in learn.working.points:
+        wanted = max(items * TRAIN_BYTES, FINISH_BYTES)
+        assert 0.9 * wanted < size < wanted + NOISE_BYTES
+    assert learn.working.points[-1][1] > learn.working.points[0][1]
 
 
 def test_a_single_lane_will_do_and_short_time_gives_what_it_can() -> None:
     found = measure_flow(make_flow, BATCHES, lanes=[LaneSpec(0)], budget_seconds=0.1)
     assert found.visits == 1
+    assert found.profile.cut_by == 0.1
     (score,) = found.profile.stage("judge.score").layouts
-    assert score.call(16) == pytest.approx(SCORE + SCORE_ITEM * 16, rel=0.1)  # type: ignore[arg-type]
+    assert score.call(16) == pytest.approx(SCORE + SCORE_ITEM * 16, rel=0.1)
 
 
 def test_no_batch_is_refused() -> None:
@@ -192,7 +216,7 @@ def test_a_stored_profile_is_found_by_its_key_alone(profile: Profile, store: Pat
     other = {**KEY, "shapes": {"items": ITEMS + 1}}
     assert cached(other) is None
     assert stored_at(other) != path
-    found, origin = obtain(nothing, nothing, nothing, KEY)  # type: ignore[arg-type]
+    found, origin = obtain(nothing, nothing, nothing, KEY)
     assert found == profile
     assert str(path) in origin
 
@@ -209,15 +233,28 @@ def test_what_is_measured_is_stored(store: Path) -> None:
     assert list((store / "profiles").iterdir()) == [stored_at(KEY)]
 
 
+def test_a_profile_that_lacks_trials_does_until_there_is_more_time(
+    profile: Profile, store: Path
+) -> None:
+    keep(replace(profile, cut_by=Seconds(20.0)))
+    for budget in (5, 20, 24):
+        _, origin = obtain(nothing, nothing, nothing, KEY, budget)
+        assert "cut short by its budget of 20 s" in origin
+    with pytest.raises(AssertionError, match="measured though it is known"):
+        obtain(nothing, nothing, nothing, KEY, 30)
+    found = cached(KEY)
+    assert found is not None, "whoever cannot measure takes what there is"
+
+
 def test_a_file_of_something_else_is_refused_with_what_differs(
     profile: Profile, tmp_path: Path
 ) -> None:
     file = tmp_path / "profile.json"
     file.write_text(to_json(profile))
-    assert obtain(nothing, nothing, nothing, KEY, given=file)[0] == profile  # type: ignore[arg-type]
+    assert obtain(nothing, nothing, nothing, KEY, given=file)[0] == profile
     other = {**KEY, "hardware": {"lanes": 4}}
     with pytest.raises(UserError, match=r"hardware.lanes is 4 here and 2 there.*--reuse-profile"):
-        obtain(nothing, nothing, nothing, other, given=file)  # type: ignore[arg-type]
-    found, origin = obtain(nothing, nothing, nothing, other, reuse=file)  # type: ignore[arg-type]
+        obtain(nothing, nothing, nothing, other, given=file)
+    found, origin = obtain(nothing, nothing, nothing, other, reuse=file)
     assert found == profile
     assert str(file) in origin

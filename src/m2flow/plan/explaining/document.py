@@ -44,7 +44,11 @@ def decision_document(explanation: Explanation) -> dict[str, Any]:
         "flips": None if flips is None else [_flip(flip) for flip in flips],
         "frontier": [_point(one, decision) for one in decision.frontier],
         "considered": 1 + len(decision.others),
-        "profile": {"source": decision.profile.source, "key": _plain(decision.profile.key)},
+        "profile": {
+            "source": decision.profile.source,
+            "key": _plain(decision.profile.key),
+            "cut_by": decision.profile.cut_by,
+        },
         "assumptions": list(explanation.assumptions),
         "stages": list(explanation.stages),
         "timeline": _timeline(chosen),

@@ -11,6 +11,7 @@ from m2flow.plan.explaining.picture import picture
 from m2flow.plan.explaining.rows import lane_names
 from m2flow.plan.explaining.seconds import brief, slower
 from m2flow.plan.prediction import Candidate
+from m2flow.plan.sizes import bytes_text
 
 SHOWN = 4
 """Phrases of a difference, and flips, that are printed."""
@@ -38,13 +39,16 @@ def summary(explanation: Explanation) -> list[str]:
     """The choice in a few lines."""
     decision, chosen = explanation.decision, explanation.chosen
     lines = [f"plan: {title(chosen.plan)}, {len(chosen.plan.lanes)} lanes, {_pace(explanation)}"]
+    profile = decision.profile
+    cut = "" if profile.cut_by is None else f" (cut short by a budget of {profile.cut_by:.0f} s)"
     lines.append(
         f"  of {1 + len(decision.others)} plans simulated with a profile that is "
-        f"{decision.profile.source}, in {brief(decision.seconds_to_decide)}"
+        f"{profile.source}{cut}, in {brief(decision.seconds_to_decide)}"
     )
     if chosen.measured is not None:
         lines.append(f"  measured in a trial: {brief(chosen.measured)} a step")
     lines += _bounds(explanation)
+    lines += _memory(explanation)
     lines += _runners_up(explanation)
     lines += _frontier(explanation)
     if explanation.assumptions:
@@ -76,6 +80,23 @@ def _bounds(explanation: Explanation) -> Iterator[str]:
             f"idle: {sum(shares) / len(shares):.0%} of all lanes' time "
             f"(from {min(shares):.0%} to {max(shares):.0%})"
         )
+
+
+def _memory(explanation: Explanation) -> Iterator[str]:
+    """What the fullest lane holds at most, and how much of it are states."""
+    plan, profile = explanation.chosen.plan, explanation.decision.profile
+    peaks = explanation.chosen.prediction.peak_bytes
+    if not peaks:
+        return
+    fullest = max(plan.lanes, key=lambda lane: peaks.get(lane.id, 0))
+    states = 0
+    for worker, spot in plan.placements.items():
+        if fullest.id in spot.lanes:
+            known = profile.worker(worker, len(spot.replicas[0]), fullest.kind)
+            states += spot.state_bytes or (known.state_bytes if known else 0)
+    limit = fullest.memory_bytes
+    most = bytes_text(peaks[fullest.id]) + ("" if limit is None else f" of {bytes_text(limit)}")
+    yield f"memory: at most {most} on a lane, whose states are {bytes_text(states)}"
 
 
 def _runners_up(explanation: Explanation) -> Iterator[str]:

@@ -65,13 +65,17 @@ def typical(values: Sequence[float]) -> float:
 
 def points(samples: Sequence[tuple[float, float]]) -> list[Point]:
     """Measurements (size, seconds) by size, sizes that are near each other together."""
+    return [_point(group) for group in _by_size(samples)]
+
+
+def _by_size(samples: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
     groups: list[list[tuple[float, float]]] = []
     for sample in sorted(samples):
         if groups and sample[0] < NEAR * groups[-1][0][0]:
             groups[-1].append(sample)
         else:
             groups.append([sample])
-    return [_point(group) for group in groups]
+    return groups
 
 
 def _point(group: Sequence[tuple[float, float]]) -> Point:
@@ -106,6 +110,18 @@ def monotone(measured: Sequence[Point]) -> Piecewise:
     """The curve that does not fall and comes closest to the points."""
     values = isotonic([one.seconds for one in measured], [one.count for one in measured])
     return Piecewise(tuple((one.size, y) for one, y in zip(measured, values, strict=True)))
+
+
+def envelope(samples: Sequence[tuple[float, float]]) -> Piecewise:
+    """The lowest curve that does not fall and above which nothing was measured.
+
+    Sizes that are near each other count as their smallest.
+    """
+    reached, found = 0.0, []
+    for group in _by_size(samples):
+        reached = max(reached, *(value for _, value in group))
+        found.append((group[0][0], reached))
+    return Piecewise(tuple(found))
 
 
 def spread_of_one(measured: Sequence[Point]) -> float:

@@ -11,6 +11,7 @@ from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.plan.measured.crowding import crowded, fit_alone, undisturbed
 from m2flow.plan.measured.curves import (
     Point,
+    envelope,
     least_squares,
     monotone,
     points,
@@ -18,7 +19,8 @@ from m2flow.plan.measured.curves import (
     spread_of_one,
     typical,
 )
-from m2flow.plan.measured.observed import Call, LayoutKey, Observed, Samples, Sizes
+from m2flow.plan.measured.observed import Call, Observed
+from m2flow.plan.measured.samples import LayoutKey, Samples, Sizes
 from m2flow.plan.measured.streams import fit_done, fit_rounds
 from m2flow.plan.profile import (
     LinkCost,
@@ -112,10 +114,10 @@ def fit(
     evidence = Evidence(graph)
     for one in observed:
         evidence.add(one)
-    return explain(evidence, key=key, links=links)
+    return fit_to(evidence, key=key, links=links)
 
 
-def explain(
+def fit_to(
     evidence: Evidence,
     *,
     key: Mapping[str, Mapping[str, object]] | None = None,
@@ -170,7 +172,7 @@ def _layout(where: LayoutKey, samples: Samples) -> StageLayout:
         lanes,
         curve,
         finish=_curve(samples.finishes.get(where, [])),
-        working=_curve(samples.working.get(where, [])),
+        working=_working(samples.working.get(where, []), samples.finishing.get(where, 0.0)),
         error=residual_error(_sizes(calls), curve),
         alone=alone,
         kind=kind,
@@ -186,6 +188,11 @@ def _layout(where: LayoutKey, samples: Samples) -> StageLayout:
 
 def _curve(samples: Sizes) -> Piecewise | None:
     return monotone(points(samples)) if samples else None
+
+
+def _working(calls: Sizes, finish: float) -> Piecewise | None:
+    """The most that calls took, and the `finish` after them: memory must do for the worst."""
+    return envelope([(items, max(most, finish)) for items, most in calls]) if calls else None
 
 
 def _workers(samples: Samples) -> dict[str, tuple[WorkerLayout, ...]]:

@@ -100,7 +100,7 @@ class Bindings:
         modes = (True, False) if self._limited else (True,)
         found = []
         for gang, kind in problem.worker_layouts(worker):
-            if given is not None and given != (gang, kind):
+            if given is not None and (gang, kind) not in given:
                 continue
             numbers: set[int] = set()
             for node in nodes:

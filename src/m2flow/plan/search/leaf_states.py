@@ -9,7 +9,7 @@ from m2flow.plan.search.leaves import NOBODY, leaf_cost
 from m2flow.plan.search.options import AnyLeaf, lanes_of, leaf_options
 from m2flow.plan.search.problem import Lanes, Problem
 from m2flow.plan.search.tree import Cost
-from m2flow.plan.search.weights import Layouts, edges_within, seconds_of
+from m2flow.plan.search.weights import Allowed, edges_within, seconds_of
 
 
 class LeafStates:
@@ -17,15 +17,14 @@ class LeafStates:
 
     Args:
         problem: what is searched.
-        given: workers whose layout is fixed.
+        given: layouts that some workers are kept to, between which publishing is alike.
     """
 
-    def __init__(self, problem: Problem, given: Layouts) -> None:
+    def __init__(self, problem: Problem, given: Allowed) -> None:
         self.problem, self.given = problem, given
         standing = {worker: problem.worker_layouts(worker) for worker in problem.tasks_of}
-        self.layouts = {worker: known[0] for worker, known in standing.items() if known} | dict(
-            given
-        )
+        self.layouts = {worker: known[0] for worker, known in standing.items() if known}
+        self.layouts |= {worker: min(allowed) for worker, allowed in given.items()}
         self.limited = any(size is not None for size in problem.memory)
         self._states: dict[tuple[int, Lanes, int, int, Bounds], list[State]] = {}
         self._prices: dict[tuple[AnyLeaf, int, int, frozenset[str]], Cost | None] = {}

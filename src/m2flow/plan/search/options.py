@@ -11,7 +11,7 @@ from m2flow.plan.search.leaves import layout_of, segments, units
 from m2flow.plan.search.menus import replica_counts
 from m2flow.plan.search.problem import Lanes, Problem
 from m2flow.plan.search.tree import Bound, Fused, Leaf, Split
-from m2flow.plan.search.weights import Layouts
+from m2flow.plan.search.weights import Allowed
 
 AnyLeaf = Leaf | Fused | Split
 Places = Mapping[str, Bound]
@@ -20,7 +20,7 @@ Places = Mapping[str, Bound]
 
 def leaf_options(
     problem: Problem,
-    given: Layouts,
+    given: Allowed,
     index: int,
     lanes: Lanes,
     round_size: int,
@@ -31,7 +31,7 @@ def leaf_options(
 
     Args:
         problem: what is searched.
-        given: workers whose layout is fixed.
+        given: layouts that some workers are kept to.
         index: of the task.
         lanes: what there is.
         round_size, chunk: R and m, in source items.
@@ -53,13 +53,13 @@ def lanes_of(problem: Problem, leaf: AnyLeaf) -> int:
     return sum(count * gang for count, gang in zip(leaf.replicas, gangs, strict=True))
 
 
-def _allowed(given: Layouts, node: StageNode, lanes: int, kind: int) -> bool:
-    return given.get(node.worker) in (None, (lanes, kind))
+def _allowed(given: Allowed, node: StageNode, lanes: int, kind: int) -> bool:
+    return node.worker not in given or (lanes, kind) in given[node.worker]
 
 
 def _stage(
     problem: Problem,
-    given: Layouts,
+    given: Allowed,
     index: int,
     lanes: Lanes,
     round_size: int,
@@ -87,7 +87,7 @@ def _stage(
 
 
 def _loop(
-    problem: Problem, given: Layouts, index: int, lanes: Lanes, chunk: int, places: Places
+    problem: Problem, given: Allowed, index: int, lanes: Lanes, chunk: int, places: Places
 ) -> Iterator[AnyLeaf]:
     nodes = problem.tasks[index].nodes
     menus = [

@@ -125,17 +125,18 @@ class Problem:
         """Ways to run a stage: number in its profile, layout, kind of lane.
 
         Leaves out those of kinds that are not here, those in which the worker's state was never
-        laid out, and gangs of stages that need single lanes.
+        laid out, and gangs of sticky stages and streaming functions, which need single lanes.
         """
         known = self._layouts.get(node.index)
         if known is not None:
             return known
+        single = node.sticky or (node.streaming and node.is_function)
         found = tuple(
             (number, layout, self.kinds.index(layout.kind))
             for number, layout in enumerate(self.profile.stage(node.name).layouts)
             if layout.kind in self.kinds
             and self.profile.worker(node.worker, layout.lanes, layout.kind) is not None
-            and not (layout.lanes > 1 and (node.streaming or node.sticky))
+            and not (layout.lanes > 1 and single)
         )
         self._layouts[node.index] = found
         return found

@@ -24,7 +24,8 @@ and a period P, so that its chunk j (from 1) is out at F + (j - 1) P and its rou
   chunk, F = P = F_a + F_b, and if it is *switched*, plus the seconds to bring and take away all
   that each of them keeps resident. Links are free there, also where the parts turn out to use
   different kinds among the lanes.
-* `Spatial(a, b)`: on disjoint lanes, both asked for the same round and chunks.
+* `Spatial(a, b)`: on disjoint lanes, both asked for the same round and chunks. A side has lanes of
+  those kinds only on which one of its stages can run, and all of a kind that the other cannot use.
   If b reads from a: F = F_a + F_b + L, P = max(P_a, P_b, L), L the link's seconds for a chunk
   (latency, and bytes over as many links as the smaller side has lanes). Otherwise F, P = max.
 * `Chunked(inner, c)`: the inner node is asked for chunks of c, and m/c of them make one:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 
 from m2flow.flow.graph import WeightEdge
+from m2flow.plan.profile import PLACES
 from m2flow.plan.search.problem import Problem
 
 Layouts = Mapping[str, tuple[int, int]]
 """For some workers (lanes of a replica, kind)."""
+
+Allowed = Mapping[str, Collection[tuple[int, int]]]
+"""For some workers the layouts that they may have; a worker left out may have any."""
 
 
 def edges_within(problem: Problem, part: int) -> list[WeightEdge]:
@@ -51,27 +55,32 @@ def companions_seconds(problem: Problem) -> float:
     )
 
 
-def priced_layouts(problem: Problem) -> Iterator[dict[str, tuple[int, int]]]:
+def priced_layouts(problem: Problem) -> Iterator[Allowed]:
     """Layouts of workers between which weights are published, where their price hangs on them.
 
     The price of publishing, or whether two states fit on one lane, may depend on the layouts of two
-    workers; each combination of those is a search of its own.
+    workers; each combination of those is a search of its own. Layouts of a worker for which it all
+    is the same are in one search.
     """
-    free: dict[str, tuple[tuple[int, int], ...]] = {}
-    for edge in problem.weight_edges:
-        ends = (edge.source, edge.target)
-        prices = {
-            (place, problem.profile.publish_seconds(*ends, place, source, target))
-            for place in ("same", "node", "cluster")
-            for source, _ in problem.worker_layouts(edge.source)
-            for target, _ in problem.worker_layouts(edge.target)
-        }
-        together = max(
-            problem.state(edge.source, *source)[0] + problem.state(edge.target, *target)[0]
-            for source in problem.worker_layouts(edge.source)
-            for target in problem.worker_layouts(edge.target)
-        )
-        if together > 1 or len(prices) > len({place for place, _ in prices}):
-            free |= {worker: problem.worker_layouts(worker) for worker in ends}
+    ends = dict.fromkeys(w for edge in problem.weight_edges for w in (edge.source, edge.target))
+    alike = {worker: _alike(problem, worker) for worker in ends}
+    free = {worker: groups for worker, groups in alike.items() if len(groups) > 1}
     for choice in product(*free.values()):
         yield dict(zip(free, choice, strict=True))
+
+
+def _alike(problem: Problem, worker: str) -> list[frozenset[tuple[int, int]]]:
+    """A worker's layouts, those together with which all its weight edges cost and fit the same."""
+    groups: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+    for mine in problem.worker_layouts(worker):
+        found: list[object] = []
+        for edge in problem.weight_edges:
+            if worker not in (edge.source, edge.target):
+                continue
+            other = edge.target if edge.source == worker else edge.source
+            for theirs in problem.worker_layouts(other):
+                layouts = {worker: mine, other: theirs}
+                found += [seconds_of(problem, edge, place, layouts) for place in PLACES]
+                found.append(fit_together(problem, edge, layouts))
+        groups.setdefault(tuple(found), []).append(mine)
+    return [frozenset(group) for group in groups.values()]

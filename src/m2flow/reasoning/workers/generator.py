@@ -28,12 +28,17 @@ BEGUN = ("begun_ids", "begun_logprobs", "begun_versions")
 class Generator(Worker):
     """Draws completions by continuous batching.
 
+    On a gang the lanes draw each completion together: the model is divided among them, and each
+    takes just its part of the weights that are published.
+
     Args:
         model: initial weights.
         samples_per_prompt: completions for each prompt.
         max_new_tokens, temperature: how they are drawn.
         max_running: sequences decoded together at most.
     """
+
+    collective = True
 
     def __init__(
         self,
@@ -54,6 +59,7 @@ class Generator(Worker):
         import torch
 
         from m2flow.generation.native import NativeEngine
+        from m2flow.generation.tensor_parallel import TensorParallel
 
         model = self.model.load("cpu")
         self.engine = NativeEngine(
@@ -62,6 +68,7 @@ class Generator(Worker):
             dtype=getattr(torch, self.model.dtype),
             device=place.device,
             spill=place.spill,
+            parallel=TensorParallel.of(place.gang),
         )
         self.engine.install(model.state_dict(), place.version)
         self._stop_ids = self.model.stop_ids(model.generation_config.eos_token_id)
@@ -106,6 +113,9 @@ class Generator(Worker):
 
     def install(self, weights: Mapping[str, Any], version: int) -> None:
         self.engine.install(weights, version)
+
+    def weight_boxes(self, layout: Any) -> Mapping[str, Any] | None:
+        return None if self.place.gang.size == 1 else self.engine.weight_boxes()
 
     def offload(self) -> None:
         self.engine.sleep()

@@ -3,8 +3,8 @@
 Importing this starts nothing, and brings in neither torch nor Ray.
 """
 
+from m2flow.runtime.profiling.measuring import measure_flow, profile_flow
 from m2flow.runtime.profiling.obtaining import Batches, Lanes, obtain
-from m2flow.runtime.profiling.session import measure_flow, profile_flow
 from m2flow.runtime.profiling.stored import cached, keep, stored_at
 
 __all__ = [

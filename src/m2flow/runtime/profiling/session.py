@@ -1,4 +1,4 @@
-"""Measuring a flow: real steps of it on real lanes, under a few plans in turn.
+"""`Session`: real steps of a flow on real lanes, under a few plans in turn.
 
 Workers are fresh under each plan, so every plan does the same work on the same weights, and what
 they have learned is thrown away. The plans take turns until single measurements agree well enough
@@ -10,30 +10,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
-from m2flow.engine.plan import LaneSpec, Plan
+from m2flow.engine.plan import Plan
 from m2flow.engine.runner import StepResult
-from m2flow.errors import UserError
+from m2flow.engine.spans import Span
 from m2flow.flow.batch import Batch
 from m2flow.flow.flow import Flow
 from m2flow.flow.graph import FlowGraph
-from m2flow.plan import isolated_workers, parse_lanes
-from m2flow.plan.measured import Evidence, Observed, explain, trial_plans
+from m2flow.plan.measured import Evidence, Observed
 from m2flow.plan.measured.curves import NEAR
-from m2flow.plan.measured.observed import LayoutKey
-from m2flow.plan.profile import LinkCost, Profile
-from m2flow.plan.units import BytesPerSecond, Seconds
+from m2flow.plan.measured.samples import LayoutKey
 from m2flow.runtime.launch import launch
 
 if TYPE_CHECKING:
     from m2flow.runtime.pool import LanePool
     from m2flow.runtime.run import Run
-
-BUDGET_SECONDS = 60.0
 
 GOOD_ERROR = 0.03
 """Relative standard error with which the typical time of every call that matters is known."""
@@ -44,125 +37,13 @@ VISIT_SECONDS = 0.5
 FEWEST_STEPS, MOST_STEPS = 3, 8
 """Measured steps of a visit; with more the weights would move away from where they begin."""
 
-MESSAGE_BYTES = 64 * 1024
-"""Size of the message for which the way between two lanes is chosen."""
-
 MOVES = 2
 
 ROUNDS = 2
 """Each plan is visited so often at least: a moment of the machine must not decide alone."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A profile, and how it came to be.
-
-    Attributes:
-        profile: the fit.
-        error: the largest relative standard error among the calls that matter.
-        visits: how often a plan was run.
-        seconds: what all of it took, the start of lanes included.
-    """
-
-    profile: Profile
-    error: float
-    visits: int
-    seconds: float
-
-
-def profile_flow(
-    make_flow: Callable[[], Flow],
-    batches: Sequence[Batch],
-    *,
-    lanes: str | Sequence[LaneSpec] | LanePool,
-    budget_seconds: float = BUDGET_SECONDS,
-    key: Mapping[str, Mapping[str, object]] | None = None,
-    note: Callable[[str], None] | None = None,
-) -> Profile:
-    """The profile of a flow; see `measure_flow`."""
-    return measure_flow(
-        make_flow, batches, lanes=lanes, budget_seconds=budget_seconds, key=key, note=note
-    ).profile
-
-
-def measure_flow(
-    make_flow: Callable[[], Flow],
-    batches: Sequence[Batch],
-    *,
-    lanes: str | Sequence[LaneSpec] | LanePool,
-    budget_seconds: float = BUDGET_SECONDS,
-    key: Mapping[str, Mapping[str, object]] | None = None,
-    note: Callable[[str], None] | None = None,
-) -> Measured:
-    """Run steps of a flow under a few plans, and fit a profile to them.
-
-    Args:
-        make_flow: makes the flow with workers that may be thrown away.
-        batches: source items of the first steps, as many in each; they are used again and again.
-        lanes: lanes of this machine, as `cpu:2`, or spelled out; or a pool of lanes that are up,
-            which stays up. Lanes are started, and ended, otherwise.
-        budget_seconds: for all of it, the start of lanes included. Each plan that is begun is
-            carried through, and the first one is always begun.
-        key: what the profile depends on.
-        note: told what is going on.
-
-    Raises:
-        UserError: there is no batch, or the flow, the lanes or the batches are wrong.
-        RunFailed: a step failed.
-    """
-    started = time.monotonic()
-    if not batches:
-        raise UserError("a flow is measured on batches, and there is none", key="batches")
-    flow = make_flow()
-    graph, isolated = flow.trace(), isolated_workers(flow)
-    specs: Sequence[LaneSpec]
-    if isinstance(lanes, str):
-        specs = parse_lanes(lanes)
-    else:
-        specs = lanes.lanes if hasattr(lanes, "lanes") else lanes
-    collective = [name for name, worker in flow.workers.items() if worker.collective]
-    plans = trial_plans(graph, specs, len(batches[0]), isolated=isolated, collective=collective)
-    with _pool(lanes, plans[0], flow) as pool:
-        session = _Session(graph, pool, make_flow, batches, plans, started + budget_seconds)
-        while (number := session.next()) is not None:
-            session.visit(number)
-            if note is not None:
-                note(session.account())
-        profile = explain(session.evidence, key=key, links=_links(pool))
-    seconds = time.monotonic() - started
-    return Measured(profile, session.evidence.error, session.visits, seconds)
-
-
-def _pool(
-    lanes: str | Sequence[LaneSpec] | LanePool, plan: Plan, flow: Flow
-) -> AbstractContextManager[LanePool]:
-    """The given lanes, left up; or those of a plan, started for this."""
-    from m2flow.runtime.pool import LanePool
-
-    if isinstance(lanes, LanePool):
-        return nullcontext(lanes)
-    isolation = {
-        name: one for name, worker in flow.workers.items() if (one := worker.isolation) is not None
-    }
-    return LanePool(plan.lanes, isolation)
-
-
-def _links(pool: LanePool) -> dict[str, LinkCost]:
-    """What the pool knows of the ways between its lanes, by place."""
-    found = {}
-    for scope in pool.links.costs:
-        if scope not in ("node", "cluster"):
-            continue
-        kind = pool.links.choose(scope, MESSAGE_BYTES)
-        if kind is not None:
-            cost = pool.links.costs[scope][kind]
-            rate = cost.bytes_per_second
-            finite = rate if math.isfinite(rate) else 1e12
-            found[str(scope)] = LinkCost(Seconds(cost.latency_seconds), BytesPerSecond(finite))
-    return found
-
-
-class _Session:
+class Session:
     """Visits to plans on one pool of lanes.
 
     Args:
@@ -192,6 +73,7 @@ class _Session:
         self._own = [Evidence(graph) for _ in plans]
         self._seconds = [0.0] * len(plans)
         self._moved: set[tuple[str, int]] = set()
+        self._gauged: set[int] = set()
 
     def next(self) -> int | None:
         """The plan to visit: each in turn, then where doubt is greatest; None when it is enough."""
@@ -241,8 +123,14 @@ class _Session:
             count = _count(seconds, (self.deadline - time.monotonic()) / to_come)
             results: list[StepResult] = list(run.steps(islice(forever, count)))
             moves = self._moves(run)
+            gauged = self._gauge(run, number) if results else ()
             seen = Observed.of(
-                run.plan, num_items, results or first, warm=bool(results), moves=moves
+                run.plan,
+                num_items,
+                results or first,
+                warm=bool(results),
+                moves=moves,
+                gauged=gauged,
             )
         self.evidence.add(seen)
         self._own[number].add(seen)
@@ -258,8 +146,7 @@ class _Session:
         if any(lane.memory_bytes is not None for lane in run.plan.lanes):
             return []  # the steps themselves have shown moves
         moves = []
-        functions = {node.worker for node in run.graph.nodes if node.is_function}
-        for worker in sorted(run.plan.placements.keys() - functions):
+        for worker in _stateful(run):
             layout = worker, len(run.plan.placements[worker].replicas[0])
             if layout in self._moved:
                 continue
@@ -272,11 +159,47 @@ class _Session:
                         moves.append((worker, what, seconds))
         return moves
 
+    def _gauge(self, run: Run, number: int) -> tuple[Span, ...]:
+        """Spans of a step in which lanes say what calls take of memory: once for each plan.
+
+        Before it each state comes back from being away, without what it only keeps for speed, such
+        as the room for keys and values of earlier calls.
+        """
+        if number in self._gauged:
+            return ()
+        self._gauged.add(number)
+        if all(lane.memory_bytes is None for lane in run.plan.lanes):
+            for worker in _stateful(run):
+                for what in ("offload", "onload"):
+                    run.worker_call_everywhere(worker, what)
+        self._have_gauged(on=True)
+        try:
+            return tuple(run.step(self.batches[number % len(self.batches)]).spans)
+        finally:
+            self._have_gauged(on=False)
+
+    def _have_gauged(self, *, on: bool) -> None:
+        from m2flow.runtime.orders import GaugeMemory
+
+        for lane in self.pool.lanes:
+            self.pool.send(lane.id, GaugeMemory(on))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every plan was visited."""
+        return all(self._seconds)
+
     def account(self) -> str:
         """How far it has come, in words."""
         left = max(0.0, self.deadline - time.monotonic())
         rounds = f"{self.visits} visits to {len(self.plans)} plans"
         return f"{rounds}: error {self.evidence.error:.1%}, {left:.0f} s left"
+
+
+def _stateful(run: Run) -> list[str]:
+    """The workers of a run's plan, without pure functions."""
+    functions = {node.worker for node in run.graph.nodes if node.is_function}
+    return sorted(run.plan.placements.keys() - functions)
 
 
 def _count(seconds: float, share: float) -> int:

@@ -14,6 +14,9 @@ from m2flow.plan.profile_files import read_profile, to_json
 
 CACHE_VARIABLE = "M2FLOW_CACHE"
 
+MORE = 1.25
+"""What lacks trials is measured again where there are so many times as many seconds."""
+
 Key = Mapping[str, Mapping[str, object]]
 """What a profile depends on; see `Profile.key`."""
 
@@ -30,10 +33,15 @@ def stored_at(key: Key) -> Path:
     return cache_folder() / "profiles" / f"{name}.json"
 
 
-def cached(key: Key) -> Profile | None:
+def cached(key: Key, budget: float | None = None) -> Profile | None:
     """The stored profile of a key, if there is one that can be read.
 
     One that another m2flow has written in another form counts as none: it is measured again.
+
+    Args:
+        key: what the profile depends on.
+        budget: seconds that measuring again may take. A profile that lacks trials, because it was
+            given clearly less, counts as none then.
     """
     path = stored_at(key)
     if not path.is_file():
@@ -42,7 +50,10 @@ def cached(key: Key) -> Profile | None:
         profile = read_profile(path)
     except UserError:
         return None
-    return None if differences(key, profile.key) else profile
+    if differences(key, profile.key):
+        return None
+    short = profile.cut_by is not None and budget is not None and budget > MORE * profile.cut_by
+    return None if short else profile
 
 
 def keep(profile: Profile) -> Path:
@@ -53,6 +64,13 @@ def keep(profile: Profile) -> Path:
     partial.write_text(to_json(profile), encoding="utf-8")
     os.replace(partial, path)
     return path
+
+
+def lack(profile: Profile) -> str:
+    """What a profile lacks, as words to be added; nothing if it is complete."""
+    if profile.cut_by is None:
+        return ""
+    return f" (cut short by its budget of {profile.cut_by:.0f} s; a larger one measures the rest)"
 
 
 def given(path: Path, key: Key, *, whatever_its_key: bool = False) -> Profile:

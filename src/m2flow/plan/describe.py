@@ -9,13 +9,13 @@ from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.plan.chunks import window_units
 
 
-def explain(
+def describe_plan(
     plan: Plan, graph: FlowGraph, num_items: int, isolated: Collection[str] = ()
 ) -> list[str]:
     """Lines for people.
 
     Args:
-        plan, graph: what is to be explained.
+        plan, graph: what is to be told.
         num_items: source items of a step.
         isolated: workers that ask for a process of their own, which an eager run cannot give.
     """

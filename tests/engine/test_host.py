@@ -1,0 +1,117 @@
+"""A streaming call on the hosts of a gang: the first lane hands on, the others take part."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from m2flow.engine.host import GivenBack, LaneHost, Produced
+from m2flow.engine.messages import FeedCall, GiveBack, Part, RunCall, given_back
+from m2flow.flow import GIVE_BACK, SOURCE, Arrived, Batch, Flow, Stream, Unfinished, Worker, stage
+from tests.engine.test_streams import Meeting
+
+FLOW, STEP, CALL = "step", 0, 7
+LANES = (4, 2)
+
+
+class Doubler(Worker):
+    @stage(streaming=True, resumable=True)
+    def double(self, batch: Batch) -> Generator[Batch | Unfinished, Arrived, None]:
+        """One item a turn, those that came first."""
+        while len(batch):
+            first, batch = batch.select([0]), batch.select(range(1, len(batch)))
+            arrived = yield first.with_columns(y=[2 * first["x"][0]])
+            if arrived is GIVE_BACK:
+                yield Unfinished(batch)
+                return
+            if isinstance(arrived, Batch):
+                batch = Batch.concat([batch, arrived])
+
+
+class Doubling(Flow):
+    doubler: Doubler
+
+    def step(self, items: Stream) -> Stream:
+        return self.doubler.double(items)
+
+
+GRAPH = Doubling(doubler=Doubler()).trace()
+
+
+def inputs(*items: int) -> tuple[tuple[Part, ...], ...]:
+    return ((Part(SOURCE, items),),)
+
+
+def gang() -> list[LaneHost]:
+    meeting = Meeting(len(LANES))
+    hosts = [
+        LaneHost(
+            lane,
+            {FLOW: GRAPH},
+            {"doubler": Doubler()},
+            agree={"doubler": partial(meeting.least, n)},
+        )
+        for n, lane in enumerate(LANES)
+    ]
+    for host in hosts:
+        host.store.put(FLOW, STEP, SOURCE, Batch({"x": list(range(6))}))
+    return hosts
+
+
+def carried_out(host: LaneHost, orders: dict[int, Any]) -> list[Any]:
+    """What a call on items 0 and 1 gives; after so many pieces an order comes to the lane."""
+    pieces: list[Any] = []
+    for piece in host.call(FLOW, RunCall(CALL, 0, STEP, LANES, (inputs(0, 1),) * 2)):
+        pieces.append(piece)
+        order = orders.get(len(pieces))
+        if isinstance(order, FeedCall):
+            assert host.feed(FLOW, order)
+        elif order is not None:
+            host.give_back(order)
+    return pieces
+
+
+def together(hosts: list[LaneHost], *orders: dict[int, Any]) -> list[list[Any]]:
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        ends = [pool.submit(carried_out, *pair) for pair in zip(hosts, orders, strict=True)]
+        return [end.result(timeout=30.0) for end in ends]
+
+
+def fed(*items: int) -> FeedCall:
+    return FeedCall(CALL, 0, STEP, LANES, inputs(*items))
+
+
+def items_of(pieces: list[Any]) -> list[int]:
+    return [item for piece in pieces for item in piece.items]
+
+
+def test_the_first_lane_hands_on_what_all_have_made() -> None:
+    hosts = gang()
+    first, second = together(hosts, {1: fed(4)}, {2: fed(4)})
+    assert all(isinstance(piece, Produced) for piece in first)
+    assert items_of(first) == [0, 1, 4]
+    assert second == [None] * 3
+    assert hosts[0].store.gather(FLOW, STEP, [(0, (0, 1, 4))])["y"] == [0, 2, 8]
+    assert not any(hosts[1].store.has(FLOW, STEP, 0, item) for item in (0, 1, 4))
+    assert hosts[0].take_facts(CALL)["items"] == 3
+    assert hosts[1].take_facts(CALL) == {"items": 0, "ids": ""}
+    assert [host.feed(FLOW, fed(5)) for host in hosts] == [False, False]
+
+
+def test_what_came_too_late_to_one_lane_is_begun_on_none() -> None:
+    first, second = together(gang(), {1: fed(4)}, {})
+    assert items_of(first) == [0, 1]
+    assert second == [None] * 2
+
+
+def test_the_first_lane_gives_back() -> None:
+    hosts = gang()
+    tell = GiveBack(CALL, 0, STEP, LANES)
+    first, second = together(hosts, {1: tell}, {1: tell})
+    assert [type(piece) for piece in first] == [Produced, GivenBack]
+    assert items_of(first) == [0, 1]
+    assert second == [None] * 2
+    assert hosts[0].store.has(FLOW, STEP, given_back(0), 1)
+    assert not hosts[1].store.has(FLOW, STEP, given_back(0), 1)

@@ -1,0 +1,108 @@
+"""The runner's loop with a carrier that does nothing: what is heard together counts together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from m2flow.engine.core import Engine
+from m2flow.engine.messages import (
+    CallFinished,
+    Command,
+    ItemsProduced,
+    ReleaseItems,
+    RunCall,
+    RunFinish,
+    StepSubmitted,
+)
+from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
+from m2flow.engine.runner import Report, Runner
+from m2flow.flow import Batch, Flow, Stream, Worker, stage
+
+ITEMS = 4
+
+
+class Learner(Worker):
+    @stage(accumulates=True, minibatches=2)
+    def train(self, b: Any) -> Any: ...
+
+    @train.finish
+    def train_finish(self) -> dict[str, float]: ...
+
+
+class Judge(Worker):
+    @stage
+    def look(self, b: Any) -> Any: ...
+
+
+class Toy(Flow):
+    learner: Learner
+    judge: Judge
+
+    def step(self, items: Stream) -> Stream:
+        return self.judge.look(self.learner.train(items))
+
+
+GRAPH = Toy(learner=Learner(), judge=Judge()).trace()
+PLAN = Plan(
+    "custom",
+    (LaneSpec(0), LaneSpec(1)),
+    {"learner": Placement(((0,), (1,))), "judge": Placement(((1,),))},
+    {"learner.train": StagePlan(1), "judge.look": StagePlan(2)},
+)
+
+
+def ends(call: RunCall) -> tuple[ItemsProduced, CallFinished]:
+    """A call hands its items on, and ends."""
+    items = tuple(item for part in call.inputs[0][0] for item in part.items)
+    return ItemsProduced(call.call, items), CallFinished(call.call, call.lanes[0])
+
+
+def test_the_end_of_a_call_comes_before_what_its_last_items_start() -> None:
+    """The judge would take a lane for which `finish` would then have to wait."""
+    engine = Engine(GRAPH, PLAN)
+    first, second = engine.handle(StepSubmitted(0, ITEMS))
+    assert isinstance(first, RunCall)
+    assert isinstance(second, RunCall)
+    started = [*engine.handle(*ends(second)), *engine.handle(*ends(first))]
+    assert [type(command) for command in started if not isinstance(command, ReleaseItems)] == [
+        RunFinish
+    ]
+
+
+@dataclass
+class Echo:
+    """Says that everything has been done; of several calls the last one first."""
+
+    carried_out: list[str] = field(default_factory=list)
+    _open: list[RunCall | RunFinish] = field(default_factory=list)
+
+    def submit(self, flow: str, step: int, batch: Batch) -> None: ...
+
+    def carry_out(self, flow: str, command: Command) -> None:
+        if isinstance(command, RunCall | RunFinish):
+            what = "finish" if isinstance(command, RunFinish) else GRAPH.nodes[command.node].name
+            self.carried_out.append(what)
+            self._open.append(command)
+
+    def wait(self, seconds: float) -> list[Report]:
+        reports: list[Report] = []
+        for command in reversed(self._open):
+            if isinstance(command, RunCall):
+                reports += map(Report, ends(command))
+            else:
+                reports += [Report(CallFinished(command.call, lane)) for lane in command.lanes]
+        self._open = []
+        return reports
+
+    def collect(self, flow: str, step: int) -> Batch:
+        return Batch({"x": list(range(ITEMS))})
+
+
+def test_all_reports_of_a_wait_are_taken_in_before_anything_starts() -> None:
+    carrier = Echo()
+    result = Runner("step", GRAPH, PLAN, carrier).step(Batch({"x": list(range(ITEMS))}))
+    assert len(result.output) == ITEMS
+    train = ["learner.train"] * 2
+    assert carrier.carried_out[:3] == [*train, "finish"]
+    assert sorted(carrier.carried_out[3:]) == sorted([*train, "finish", "judge.look", "judge.look"])
