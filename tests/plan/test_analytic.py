@@ -241,6 +241,20 @@ def test_rounds_are_decoding_steps_and_take_turns_beyond_the_limit() -> None:
     assert fewer.at(64) > own.round.at(64)
 
 
+def test_answers_that_were_begun_cost_a_prefill_of_all_that_there_is_of_them() -> None:
+    own = analytic_profile(grpo(), parse_cluster("1x8xH100"), WORK, 16).stage("generator.generate")
+    layout = next(one for one in own.layouts if one.lanes == 2)
+    assert layout.resume is not None
+    assert layout.admit is not None
+    each = ANSWERS.lengths.quantile(0.8)
+    prompt = ANSWERS.prompt_tokens
+    wanted = prefill_seconds(
+        QWEN, 64 * (each + prompt), (each + prompt) / 2, H100, Layout(2), Rates()
+    )
+    assert layout.resume.at(64 * each) == pytest.approx(wanted, rel=0.01)
+    assert layout.resume.at(64 * each) > layout.admit.at(64), "more than the prompts alone"
+
+
 def test_lengths_have_the_tail_of_the_distribution() -> None:
     profile = analytic_profile(grpo(), parse_cluster("1x8xH100"), WORK, 16)
     lengths = profile.stage("generator.generate").lengths

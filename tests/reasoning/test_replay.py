@@ -18,7 +18,9 @@ from m2flow.runtime.pool import LanePool
 from tests.reasoning.conftest import MakeRecipe
 from tests.runtime.local_cluster import local_cluster
 
-PROMPTS, STEPS, WARM_UP = 32, 9, 2
+PROMPTS, STEPS, WARM_UP = 128, 9, 2
+"""Steps of a few hundred milliseconds: what passes between the lanes' spans is little of them."""
+
 WITHIN = 0.05
 
 
@@ -44,6 +46,6 @@ def test_a_step_takes_what_it_took(
         graph, plan = run.graph, run.plan
     observed = Observed.of(plan, PROMPTS, results, warm=True)
     prediction, seconds = replay_steps(graph, observed, plan)
-    real = statistics.median(result.seconds for result in results)
-    assert statistics.median(seconds) == pytest.approx(real, rel=WITHIN)
+    ratios = [mine / one.seconds for mine, one in zip(seconds, results, strict=True)]
+    assert statistics.median(ratios) == pytest.approx(1.0, rel=WITHIN)
     assert prediction.stages["generator.generate"] > 0

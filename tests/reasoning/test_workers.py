@@ -97,6 +97,16 @@ def test_a_worker_that_is_not_loaded_is_light(kind: Any, recipe: Any) -> None:
         worker.load(Place())
 
 
+def test_gangs_that_fit_are_known_before_a_worker_is_loaded(
+    warmed: ModelSource, recipe: Any
+) -> None:
+    assert recipe.model.num_key_value_heads == 2
+    generator = Generator(warmed, samples_per_prompt=2, max_new_tokens=3)
+    assert [generator.fits_gang(size) for size in (2, 3, 4)] == [True, False, False]
+    learner, verifier = Learner(warmed, recipe), Verifier(warmed, Addition())
+    assert [worker.fits_gang(4) for worker in (learner, verifier)] == [True, False]
+
+
 # Generator
 
 

@@ -255,8 +255,10 @@ def beside(found: Profile) -> Iterator[str]:
                     f"away in {seconds(layout.offload)}, back in {seconds(layout.onload)}"
                 )
     for cost in found.publish:
-        gang = f", from {cost.source_lanes} lanes" if (cost.source_lanes or 1) > 1 else ""
-        yield f"{cost.source} => {cost.target} ({cost.place}{gang}): {seconds(cost.seconds)}"
+        ends = ("from", cost.source_lanes), ("to", cost.target_lanes)
+        gangs = [f"{word} {lanes} lanes" for word, lanes in ends if (lanes or 1) > 1]
+        where = ", ".join([cost.place, *gangs])
+        yield f"{cost.source} => {cost.target} ({where}): {seconds(cost.seconds)}"
     for place, link in found.links.items():
         yield f"link ({place}): {seconds(link.latency)} and {number(link.rate)} bytes/s"
     yield f"from a report to the next call: {seconds(found.dispatch)}"

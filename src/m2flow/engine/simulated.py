@@ -9,7 +9,7 @@ do it. Tests and the planner stand on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -68,6 +68,33 @@ class _GiveBack:
     stream: VirtualStream
 
 
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """An output item that was given back: by what it has still to grow, and by what it has."""
+
+    need: float
+    grown: float
+
+
+@dataclass(slots=True)
+class _Begun:
+    """What is known of the items of a streaming call that may change lanes half done.
+
+    Attributes:
+        whole: output item to all that it grows by, on whichever lanes.
+        resumed, given_back: as in `StreamLog`.
+    """
+
+    whole: dict[int, float] = field(default_factory=dict)
+    resumed: list[list[object]] = field(default_factory=list)
+    given_back: list[object] = field(default_factory=list)
+
+    def facts(self) -> dict[str, object]:
+        """For the call's span."""
+        facts = {"resumed": self.resumed, "given_back": self.given_back}
+        return {name: value for name, value in facts.items() if value}
+
+
 class Simulation:
     """Runs a plan in virtual time.
 
@@ -112,7 +139,8 @@ class Simulation:
         self._streams: dict[int, VirtualStream] = {}
         self._there: dict[tuple[int, int], dict[int, int]] = {}  # item to the lane that holds it
         self._held = dict.fromkeys(range(given_back(len(graph.nodes) - 1), len(graph.nodes)), 0)
-        self._left: dict[tuple[int, int, int], float] = {}  # what an item has still to grow by
+        self._left: dict[tuple[int, int, int], _Left] = {}
+        self._begun: dict[int, _Begun] = {}  # by call, where the stage has a switch point
 
     def run(self, num_items: int, num_steps: int) -> SimulatedRun:
         """Play steps of `num_items` source items, as many at once as the staleness allows.
@@ -221,6 +249,8 @@ class Simulation:
             pace = partial(self._timing.round, node, lane)
             stream = VirtualStream(node, command.step, lane, command.call, start, pace)
             self._streams[command.call] = stream
+            if node.name in self.plan.stages and self.plan.stages[node.name].switch_at is not None:
+                self._begun[command.call] = _Begun()
             self._stream(stream, shares[0], start)
             self._resume(stream, command.unfinished, start)
         elif command.fused:
@@ -309,6 +339,8 @@ class Simulation:
         admitted = self._timing.admit(node, stream.step, stream.lane, items)
         outputs = [item * node.expands + k for item in items for k in range(node.expands)]
         stream.take(start, items, outputs, admitted.needs, admitted.pause + wait)
+        if stream.call in self._begun:
+            self._begun[stream.call].whole.update(zip(outputs, admitted.needs, strict=True))
         if self._detailed:
             stream.log_taken.append([start - stream.began, ids_text(items)])
         self._set_down(stream)
@@ -321,9 +353,16 @@ class Simulation:
         inputs = ((Part(given_back(node.index), tuple(outputs)),),)
         self._read(step, inputs)
         ready = self._bring_to_all(stream, inputs, start)
-        pause = self._timing.resume(node, step, stream.lane, outputs) + ready - start
-        needs = [self._left.pop((node.index, step, output)) for output in outputs]
-        stream.take(start, (), outputs, needs, pause)
+        left = [self._left.pop((node.index, step, output)) for output in outputs]
+        grown = [one.grown for one in left]
+        pause = self._timing.resume(node, step, stream.lane, outputs, grown) + ready - start
+        stream.take(start, (), outputs, [one.need for one in left], pause)
+        begun = self._begun[stream.call]
+        begun.whole.update(
+            (output, one.need + one.grown) for output, one in zip(outputs, left, strict=True)
+        )
+        if self._detailed:
+            begun.resumed.append([ready - stream.began, ids_text(outputs)])
         self._set_down(stream)
 
     def _bring_to_all(self, stream: VirtualStream, inputs: Inputs, start: float) -> float:
@@ -347,8 +386,12 @@ class Simulation:
         if said:
             self._play(stream.lane, self._said(stream, said))
         if left:
-            node, step = stream.node, stream.step
-            self._left |= {(node.index, step, output): need for output, need in left.items()}
+            index, step, begun = stream.node.index, stream.step, self._begun[stream.call]
+            for output, need in left.items():
+                grown = begun.whole[output] - need
+                self._left[index, step, output] = _Left(need, grown)
+            if self._detailed:
+                begun.given_back = [self.now - stream.began, ids_text(left)]
             self._play(stream.lane, ItemsGivenBack(stream.call, tuple(left)))
         self._end_stream(stream)
 
@@ -382,9 +425,11 @@ class Simulation:
     def _end_stream(self, stream: VirtualStream) -> None:
         """All lanes of a call end together; the first one tells of its items."""
         del self._streams[stream.call]
+        begun = self._begun.pop(stream.call, None)
         facts = self._facts(stream.step, stream.taken, stream.call)
         if self._detailed:
             facts |= {"taken": stream.log_taken, "pieces": stream.log_pieces}
+            facts |= begun.facts() if begun else {}
         seconds = self.now - stream.began
         lanes = self.engine.calls[stream.call].command.lanes
         for lane in lanes:

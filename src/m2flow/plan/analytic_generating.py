@@ -1,8 +1,9 @@
 """What generation takes on lanes that are not here: played answer by answer, and told in two ways.
 
 `seconds` and `done` say when answers that came together are out: what a plan search asks. `round`
-and `admit` are the decoding step by requests at work and the prompts' prefill: with them a
-simulation draws lengths and plays the tail of every replica itself.
+and `admit` are the decoding step by requests at work and the prompts' prefill, `resume` that of
+answers which were begun elsewhere: with them a simulation draws lengths and plays the tail of every
+replica itself.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ MOST_PLAYED = 2048
 
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 """Of the prompts of a replica, at which it is told how far its seconds are."""
+
+CHANGES_LANES = 0.8
+"""An answer that changes lanes has grown to the length that such a share of all does not exceed."""
 
 
 def generated_on(work: Generate, group: int, place: Place) -> list[StageLayout]:
@@ -77,6 +81,16 @@ class _Replica:
             self.place.rates,
         )  # fmt: skip
 
+    def resume(self, tokens: int) -> float:
+        """Seconds of the prefill of answers that have so many tokens together, prompts included."""
+        answers = self.work.answers
+        each = answers.lengths.quantile(CHANGES_LANES)
+        whole = each + answers.prompt_tokens
+        return prefill_seconds(
+            self.work.model, tokens / each * whole, whole / 2, self.place.device, self.cut,
+            self.place.rates,
+        )  # fmt: skip
+
     def ends(self, prompts: int) -> tuple[float, ...]:
         """Seconds until each of SHARES of so many prompts has all its answers."""
         answers = self.work.answers
@@ -107,5 +121,6 @@ class _Replica:
             done=Piecewise(tuple(zip((0.0, *SHARES), shares, strict=True))),
             round=curve(self.round, [*rising(self.limit), 2 * self.limit]),
             admit=curve(self.admit, rising(most)),
+            resume=curve(self.resume, rising(most * answers.lengths.maximum)),
             working=Piecewise(tuple(held)),
         )

@@ -91,5 +91,6 @@ def _scaled(layout: StageLayout, factor: float) -> StageLayout:
         seconds=Piecewise(tuple((x, y * factor) for x, y in layout.seconds.points)),
         round=scaled(layout.round),
         admit=scaled(layout.admit),
+        resume=scaled(layout.resume),
         alone=1.0,
     )

@@ -8,10 +8,8 @@ from m2flow.engine.plan import Placement, StagePlan
 from m2flow.flow.graph import FlowGraph, StageNode
 
 PIECES = 4
-"""Into how many calls a pipelined stage cuts the work of a replica and window."""
-
-TRAINING_PIECES = 2
-"""The same for a stage that accumulates: small packs cost it more than the overlap gains."""
+"""Into how many calls a pipelined stage cuts the work of a replica and step. Mini-batches are such
+cuts already."""
 
 GROUPS = 2
 """How many groups of items are on their way around a loop whose members stand on lanes of their
@@ -58,7 +56,7 @@ def pipelined(
     """
     stages = {}
     for node in graph.nodes:
-        pieces = TRAINING_PIECES if node.accumulates else PIECES
+        pieces = max(1, PIECES // node.minibatches)
         if node.streaming or node.worker in whole:
             pieces = 1
         if node.loop is not None:

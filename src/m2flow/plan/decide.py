@@ -1,9 +1,10 @@
 """`decide`: from a graph, a profile and lanes to the plan that is run, and what it was chosen from.
 
-The search gives a few different plans, the fixed modes theirs, and where a stage may hand its tail
-on, each of them one with a switch point. All of them are played through the engine on the same
-draws of lengths; the fastest one is chosen. Of those that are as good as the fastest the one is
-taken that asks for less: fewer steps of staleness, then the plan of a fixed mode.
+The search gives a few different plans, the fixed modes theirs; the best ones are tried with smaller
+calls of single stages, and where a stage may hand its tail on, with a switch point. All of them are
+played through the engine on the same draws of lengths; the fastest one is chosen. Of those that are
+as good as the fastest the one is taken that asks for less: fewer steps of staleness, then the plan
+of a fixed mode.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from dataclasses import replace
 
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
-from m2flow.flow.graph import FlowGraph
+from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.plan.builders import BUILDERS, NO_GANGS, build_plan
 from m2flow.plan.chunks import window_units
 from m2flow.plan.isolation import isolate
 from m2flow.plan.memory import with_sizes
 from m2flow.plan.prediction import Candidate, Decision, Prediction
 from m2flow.plan.profile import Profile, StageLayout
+from m2flow.plan.refining import finer
 from m2flow.plan.search import Found, Limits, candidates, problem, to_plan
 from m2flow.plan.simulate import simulate
 from m2flow.plan.switching import with_switch_points
@@ -29,6 +31,9 @@ from m2flow.plan.validate import validate
 
 KEEP = 6
 """So many plans of the search are simulated."""
+
+REFINED, HALVINGS = 2, 3
+"""So many of the fastest plans are tried with one stage's calls half as large, and so often."""
 
 SWITCHED = 3
 """Of so many of the fastest plans those with a switch point are simulated too."""
@@ -40,8 +45,8 @@ AS_GOOD = 0.01
 """Relative difference of predicted seconds up to which two plans count as equally fast."""
 
 UNMEASURED = 0.05
-"""A plan with a switch point must be predicted to be faster by this share: profiles are measured
-without one."""
+"""A plan with a switch point must be predicted to be faster by this share, where nobody has
+measured what it takes to go on with items that were begun elsewhere."""
 
 MODES = tuple(mode for mode in BUILDERS if mode != "eager")
 
@@ -92,6 +97,9 @@ def decide(
         (isolate(replace(plan, lanes=tuple(lanes)), isolated), found)
         for plan, found in (*proposed, *((plan, None) for plan in fixed))
     )
+    for _ in range(HALVINGS):
+        for known in judge.ranked()[:REFINED]:
+            judge.consider((plan, known.found) for plan in finer(known.plan, graph))
     for known in judge.ranked()[:SWITCHED]:
         later = with_switch_points(known.plan, graph, num_items=num_items)
         judge.consider((plan, known.found) for plan in later)
@@ -103,14 +111,14 @@ def decide(
             value=len(lanes),
             hint="more lanes, more memory for each, or layouts over several lanes",
         )
-    chosen = _best(ranked)
+    chosen = judge.best(ranked)
     return Decision(
         chosen,
         tuple(other for other in ranked if other is not chosen),
         profile,
         num_items,
         time.perf_counter() - start,
-        _frontier(ranked, max_staleness),
+        _frontier(judge, ranked, max_staleness),
     )
 
 
@@ -167,27 +175,37 @@ class _Judge:
         """Fastest first."""
         return sorted(self._judged, key=lambda one: one.prediction.seconds)
 
+    def best(self, ranked: Sequence[Candidate]) -> Candidate:
+        """Of those that are as good as the fastest the one that asks for least."""
+        most = min(map(self._trusted_seconds, ranked)) * (1 + AS_GOOD)
+        as_good = [one for one in ranked if self._trusted_seconds(one) <= most]
+        return min(as_good, key=lambda one: (one.plan.max_staleness, one.found is not None))
 
-def _best(ranked: Sequence[Candidate]) -> Candidate:
-    most = min(map(_trusted_seconds, ranked)) * (1 + AS_GOOD)
-    as_good = [one for one in ranked if _trusted_seconds(one) <= most]
-    return min(as_good, key=lambda one: (one.plan.max_staleness, one.found is not None))
+    def _trusted_seconds(self, one: Candidate) -> float:
+        """Predicted seconds, with an allowance for items taken up again at an unknown price."""
+        unknown = not all(self._knows_resuming(one.plan, node) for node in self.graph.nodes)
+        return one.prediction.seconds * (1 + UNMEASURED if unknown else 1)
+
+    def _knows_resuming(self, plan: Plan, node: StageNode) -> bool:
+        """Whether it was measured what it takes a stage to go on with items, if it has to."""
+        if node.name not in plan.stages or plan.stages[node.name].switch_at is None:
+            return True
+        gang = len(plan.placements[node.worker].replicas[0])
+        layout = layout_of(self.profile, node.name, gang, plan)
+        measured = self.profile.source == "measured"
+        return measured and layout is not None and layout.resume is not None
 
 
-def _trusted_seconds(one: Candidate) -> float:
-    """Predicted seconds, with an allowance for what nobody has measured: items taken up again."""
-    switches = any(stage.switch_at is not None for stage in one.plan.stages.values())
-    return one.prediction.seconds * (1 + UNMEASURED if switches else 1)
-
-
-def _frontier(ranked: Sequence[Candidate], max_staleness: int) -> tuple[Candidate, ...]:
+def _frontier(
+    judge: _Judge, ranked: Sequence[Candidate], max_staleness: int
+) -> tuple[Candidate, ...]:
     """The best for each staleness, where it is faster than with one less."""
     kept: list[Candidate] = []
     for staleness in range(max_staleness + 1):
         allowed = [one for one in ranked if one.plan.max_staleness <= staleness]
         if not allowed:
             continue
-        best = _best(allowed)
+        best = judge.best(allowed)
         faster = not kept or best.prediction.seconds < kept[-1].prediction.seconds * (1 - AS_GOOD)
         if faster:
             kept.append(best)

@@ -142,6 +142,8 @@ class StageLayout:
             unit of `StageProfile.lengths`, by how many are at work on the replica; None where
             nothing is known of lengths.
         admit: beside the rounds, seconds to take in items, by how many come together; None: none.
+        resume: beside the rounds, seconds to take up output items that another call has begun, by
+            the units that those which come together have grown by, added up; None: not known.
         finish: seconds of a `finish`, by the number of replicas; None where there is none.
         working: bytes on each lane that a call takes beside the state, by items of the replica.
         cores: CPU cores of the machine that a replica keeps busy beside its lanes' own.
@@ -160,6 +162,7 @@ class StageLayout:
     done: Piecewise | None = None
     round: Piecewise | None = None
     admit: Piecewise | None = None
+    resume: Piecewise | None = None
     finish: Piecewise | None = None
     working: Piecewise | None = None
     cores: float = 0.0
@@ -189,6 +192,7 @@ class StageLayout:
             seconds=self.seconds.times(ratio),
             round=self.round and self.round.times(ratio),
             admit=self.admit and self.admit.times(ratio),
+            resume=self.resume and self.resume.times(ratio),
             finish=self.finish and self.finish.times(ratio),
         )
 
@@ -299,6 +303,12 @@ class PublishCost:
         if not (math.isfinite(self.seconds) and self.seconds >= 0):
             raise _bad("must be finite and not negative", "seconds", self.seconds)
 
+    def alike(self, source_lanes: int, target_lanes: int) -> int:
+        """How many of the two it was measured with."""
+        return (self.source_lanes in (None, source_lanes)) + (
+            self.target_lanes in (None, target_lanes)
+        )
+
 
 @dataclass(frozen=True)
 class LinkCost:
@@ -374,19 +384,21 @@ class Profile:
     ) -> Seconds:
         """The price of a weight edge; of several entries that match, the dearest.
 
-        A place that was not measured costs what the next farther one does, else the next nearer.
+        A place that was not measured costs what the next farther one does, else the next nearer;
+        layouts that were not measured cost what those do of which one is the same, else any.
         """
         start = PLACES.index(place)
-        for where in (*PLACES[start:], *reversed(PLACES[:start])):
-            found = [
-                entry.seconds
-                for entry in self.publish
-                if (entry.source, entry.target, entry.place) == (source, target, where)
-                and entry.source_lanes in (None, source_lanes)
-                and entry.target_lanes in (None, target_lanes)
-            ]
-            if found:
-                return max(found)
+        for places in (PLACES[start:], PLACES[:start][::-1]):
+            for alike in (2, 1, 0):
+                for where in places:
+                    found = [
+                        entry.seconds
+                        for entry in self.publish
+                        if (entry.source, entry.target, entry.place) == (source, target, where)
+                        and entry.alike(source_lanes, target_lanes) >= alike
+                    ]
+                    if found:
+                        return max(found)
         return Seconds(0.0)
 
 

@@ -72,6 +72,16 @@ class RecordedTiming(ProfileTiming):
         usual = statistics.fmean(known.values()) if known else 0.0
         return Admitted(0.0, [known.get((node.index, number, out), usual) for out in outputs])
 
+    def resume(
+        self,
+        node: StageNode,
+        step: int,
+        lane: int,
+        outputs: Sequence[int],
+        grown: Sequence[float],
+    ) -> float:
+        return 0.0  # it is in the growth that items had
+
     def round(self, node: StageNode, lane: int, running: int) -> float:
         return pace(self.profile, node, running)
 

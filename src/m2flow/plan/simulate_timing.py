@@ -176,9 +176,18 @@ class ProfileTiming:
             needs[n] = seconds * layout.done.at(place / len(outputs))
         return Admitted(0.0, needs)
 
-    def resume(self, node: StageNode, step: int, lane: int, outputs: Sequence[int]) -> float:
-        """As much as it takes to take in so many items that were not begun."""
-        layout = self.layout(node, lane)
+    def resume(
+        self,
+        node: StageNode,
+        step: int,
+        lane: int,
+        outputs: Sequence[int],
+        grown: Sequence[float],
+    ) -> float:
+        """Where that is not known, or nothing has grown, what so many items take that are new."""
+        layout, units = self.layout(node, lane), sum(grown)
+        if layout.resume is not None and units > 0 and self._shares(node, layout):
+            return layout.resume.at(units)
         return layout.admit.at(len(outputs)) if layout.admit else 0.0
 
     def _shares(self, node: StageNode, layout: StageLayout) -> bool:

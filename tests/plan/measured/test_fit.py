@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,11 @@ from m2flow.engine.simulated import Simulation
 from m2flow.engine.spans import Span, SpanKind
 from m2flow.errors import UserError
 from m2flow.flow import FlowGraph, stage
+from m2flow.plan.decide import decide
 from m2flow.plan.measured import Evidence, Observed, fit, trial_plans
 from m2flow.plan.measured.crowding import fit_alone, undisturbed
 from m2flow.plan.measured.observed import Call
+from m2flow.plan.measured.trials import FitsGang
 from m2flow.plan.profile import (
     LinkCost,
     Piecewise,
@@ -183,16 +185,83 @@ def test_turns_of_a_loop_are_counted() -> None:
     assert 2.0 < turns.largest <= 5.0
 
 
+def only(*workers: str, sizes: Collection[int] = (2, 4)) -> FitsGang:
+    """Who can stand on gangs of these sizes."""
+    return lambda worker, size: worker in workers and size in sizes
+
+
 def test_trial_plans_show_every_stage_together_and_apart_in_several_sizes() -> None:
-    plans = trial_plans(GRPO, LANES, ITEMS, collective=("learner",))
+    plans = trial_plans(GRPO, LANES, ITEMS, fits_gang=only("learner"))
     for node in GRPO.nodes:
         replicas = {len(plan.placements[node.worker].replicas) for plan in plans}
         assert replicas == {1, 2}
         assert len({plan.stages[node.name].chunk for plan in plans}) >= 3
     gangs = [p for p in plans if p.placements["learner"].replicas == ((0, 1),)]
     assert {len(plan.placements["gen"].replicas) for plan in gangs} == {2}
-    alone = trial_plans(GRPO, LANES[:1], ITEMS, collective=("learner",))
+    alone = trial_plans(GRPO, LANES[:1], ITEMS, fits_gang=only("learner"))
     assert {plan.mode for plan in alone} == {"together"}
+
+
+def test_workers_that_stream_are_tried_on_the_gangs_that_fit_them() -> None:
+    four = tuple(LaneSpec(number) for number in range(4))
+
+    def fits_gang(worker: str, size: int) -> bool:
+        return worker == "learner" or (worker == "gen" and size == 2)
+
+    plans = trial_plans(GRPO, four, ITEMS, fits_gang=fits_gang)
+    sizes = [
+        tuple(len(plan.placements[worker].replicas[0]) for worker in ("learner", "gen", "score"))
+        for plan in plans
+    ]
+    assert set(sizes) == {(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1)}
+    chunks = {
+        p.stages["gen.generate"].chunk for p, own in zip(plans, sizes, strict=True) if own[1] == 2
+    }
+    assert len(chunks) >= 2, "calls of several sizes"
+
+
+def test_who_must_keep_to_single_lanes_is_tried_on_no_gang() -> None:
+    for graph in GRAPHS.values():
+        plans = trial_plans(graph, LANES, ITEMS, fits_gang=lambda worker, size: True)
+        for node in graph.nodes:
+            sizes = {len(gang) for plan in plans for gang in plan.placements[node.worker].replicas}
+            assert sizes == ({1} if node.sticky or node.is_function else {1, 2}), node.name
+
+
+def test_generation_on_gangs_and_what_publishing_to_it_takes_come_back() -> None:
+    (single,) = KNOWN.stage("gen.generate").layouts
+    pair = replace(single.times(0.4), lanes=2)
+    generating = replace(KNOWN.stage("gen.generate"), layouts=(single, pair))
+    (one,) = KNOWN.stage("learner.train").layouts
+    training = StageProfile((one, replace(one, lanes=2)))
+    stages = {**KNOWN.stages, "gen.generate": generating, "learner.train": training}
+    prices = {(1, 1): 0.02, (1, 2): 0.03, (2, 1): 0.04, (2, 2): 0.05}
+    known = replace(
+        KNOWN,
+        stages=stages,
+        workers={},
+        publish=tuple(
+            PublishCost("learner", "gen", place, Seconds(seconds + extra), *lanes)
+            for lanes, seconds in prices.items()
+            for place, extra in (("same", 0.0), ("node", 0.05))
+        ),
+    )
+    plans = trial_plans(GRPO, LANES, ITEMS, fits_gang=only("learner", "gen"))
+    found = fit(GRPO, [observed(GRPO, plan, known) for plan in plans])
+    layouts = {layout.lanes: layout for layout in found.stage("gen.generate").layouts}
+    assert set(layouts) == {1, 2}
+    for lanes, layout in layouts.items():
+        expected = {1: single, 2: pair}[lanes]
+        assert layout.round
+        assert expected.round
+        for running in (2, 16, 60):
+            assert layout.round.at(running) == pytest.approx(expected.round.at(running), rel=0.02)
+    for (source, target), seconds in prices.items():
+        assert found.publish_seconds("learner", "gen", "same", source, target) == pytest.approx(
+            seconds
+        )
+    chosen = decide(GRPO, found, LANES, ITEMS).chosen.plan
+    assert chosen.placements["gen"].replicas == ((0, 1),), "twice as fast on both lanes, and more"
 
 
 def test_an_isolated_worker_has_the_same_reserved_lanes_in_every_plan() -> None:

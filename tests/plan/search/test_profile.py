@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,25 @@ def test_first_chunk_of_a_stream_comes_before_its_tail() -> None:
     layout = StageLayout(1, Piecewise(((1, 10.0), (10, 20.0))), done=tail)
     assert layout.first(Items(9), Items(10)) == pytest.approx(10.0)
     assert layout.first(Items(10), Items(10)) == layout.call(Items(10)) == 20.0
+
+
+def test_publishing_between_layouts_that_were_not_measured_is_not_free() -> None:
+    def price(place: str, seconds: float, *lanes: int) -> PublishCost:
+        return PublishCost("a", "b", place, Seconds(seconds), *lanes)
+
+    known = draw(0).profile
+    near = (price("same", 1.0, 1, 1), price("same", 2.0, 2, 1), price("same", 3.0, 1, 2))
+    profile = replace(known, publish=(*near, price("node", 7.0, 1, 1)))
+
+    def asked(place: str, *lanes: int) -> float:
+        return profile.publish_seconds("a", "b", place, *lanes)
+
+    assert [asked("same", 1, 1), asked("same", 2, 1), asked("same", 1, 2)] == [1.0, 2.0, 3.0]
+    assert asked("same", 2, 2) == 3.0, "the dearer of those that share an end with it"
+    assert asked("same", 4, 4) == 3.0, "the dearest on such lanes"
+    assert asked("node", 1, 2) == 7.0, "not what it is on common lanes"
+    assert asked("cluster", 1, 2) == 3.0, "nothing is known of places that far: these lanes, nearer"
+    assert profile.publish_seconds("b", "a", "same", 1, 1) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +12,14 @@ import pytest
 
 from m2flow import Batch, Flow, Stream, UserError, Worker, stage
 from m2flow.engine.plan import LaneSpec
-from m2flow.flow import Ragged
+from m2flow.flow import GIVE_BACK, Arrived, Ragged, Unfinished
+from m2flow.plan.measured import fit_to, trial_plans
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile_files import to_json
 from m2flow.plan.units import Seconds
 from m2flow.runtime.pool import LanePool
 from m2flow.runtime.profiling import cached, keep, measure_flow, obtain, stored_at
+from m2flow.runtime.profiling.session import Session
 from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
@@ -193,6 +195,68 @@ def test_a_single_lane_will_do_and_short_time_gives_what_it_can() -> None:
 def test_no_batch_is_refused() -> None:
     with pytest.raises(UserError, match="batches"):
         measure_flow(make_flow, [], lanes="cpu:1")
+
+
+# --- items that change lanes ----------------------------------------------------------------------
+
+RESUME, RESUME_UNIT = 0.1, 0.01
+FAR = (2, 2, 3, 3, 4, 4, 20, 24)
+"""Rounds of the items of a lane: at the switch point each lane has the last two left."""
+
+
+class Walker(Worker):
+    @stage(streaming=True, expands=SAMPLES, resumable=True)
+    def walk(self, starts: Batch | Unfinished) -> Generator[Batch | Unfinished, Arrived, None]:
+        import torch
+
+        come: dict[int, int] = {}
+
+        def take(arrived: Arrived) -> None:
+            if isinstance(arrived, Unfinished):
+                time.sleep(RESUME + RESUME_UNIT * sum(arrived.items["come"]))
+                come.update(zip(arrived.items.ids, arrived.items["come"], strict=True))
+            elif isinstance(arrived, Batch):
+                come.update(dict.fromkeys(arrived.repeat(SAMPLES).ids, 0))
+
+        take(starts)
+        while come:
+            time.sleep(ROUND)
+            for item in come:
+                come[item] += 1
+            done = {item: n for item, n in come.items() if n == FAR[item % len(FAR)]}
+            come = {item: n for item, n in come.items() if item not in done}
+            path = Ragged(torch.zeros(sum(done.values())), list(done.values()))
+            arrived = yield Batch({"path": path} if done else {}, list(done))
+            if arrived is GIVE_BACK:
+                yield Unfinished(Batch({"come": list(come.values())}, list(come)))
+                return
+            take(arrived)
+
+
+class Walking(Flow):
+    walker: Walker
+    judge: Judge
+
+    def step(self, items: Stream) -> Stream:
+        return self.judge.score(self.walker.walk(items))
+
+
+def test_what_going_on_with_begun_items_takes_is_known() -> None:
+    def walking() -> Walking:
+        return Walking(walker=Walker(), judge=Judge())
+
+    graph, lanes = walking().trace(), [LaneSpec(0), LaneSpec(1)]
+    every = trial_plans(graph, lanes, ITEMS)
+    plans = [every[0], *(plan for plan in every if plan.mode == "together, switching")]
+    with LanePool(lanes) as pool:
+        session = Session(graph, pool, walking, BATCHES, plans, time.monotonic() + 20)
+        for number in range(len(plans)):
+            session.visit(number)
+    (layout,) = fit_to(session.evidence).stage("walker.walk").layouts
+    assert layout.resume
+    assert len(session.evidence.samples.resumed["walker.walk", 1, "cpu"]) >= 2
+    units = 2 * 5  # two items, each with about five rounds behind it
+    assert layout.resume.at(units) == pytest.approx(RESUME + RESUME_UNIT * units, rel=0.1)
 
 
 # --- the store ------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from m2flow.plan.measured.curves import (
     typical,
 )
 from m2flow.plan.measured.observed import Call, Observed
+from m2flow.plan.measured.resuming import fit_resume
 from m2flow.plan.measured.samples import LayoutKey, Samples, Sizes
 from m2flow.plan.measured.streams import fit_done, fit_rounds
 from m2flow.plan.profile import (
@@ -145,7 +146,7 @@ def _stage(node: StageNode, samples: Samples) -> StageProfile:
             key=node.name,
             hint="give more steps, or batches with which every stage has something to do",
         )
-    sizes = samples.output_bytes.get(node.name, [])
+    sizes = samples.output_bytes.get(node.name) or samples.mixed_bytes.get(node.name, [])
     items = sum(count for count, _ in sizes)
     each = sum(size for _, size in sizes) / items if items else 0.0
     lengths, turns = samples.lengths.get(node.name), samples.turns.get(node.name)
@@ -182,7 +183,8 @@ def _layout(where: LayoutKey, samples: Samples) -> StageLayout:
         return replace(layout, spread=spread_of_one(measured))
     rounds = fit_rounds(streams)
     if rounds is not None:
-        layout = replace(layout, round=rounds.round, admit=rounds.admit)
+        resume = fit_resume(samples.resumed.get(where, []), rounds, alone)
+        layout = replace(layout, round=rounds.round, admit=rounds.admit, resume=resume)
     return replace(layout, done=fit_done(streams))
 
 

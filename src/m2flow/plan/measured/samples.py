@@ -19,6 +19,14 @@ from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.plan.busy import BusyLanes
 from m2flow.plan.measured.gaps import gaps, pieces_of
 from m2flow.plan.measured.observed import Call, Observed
+from m2flow.plan.measured.resuming import (
+    Progress,
+    Resumed,
+    came_apart,
+    changed_lanes,
+    progress_of,
+    resumed,
+)
 
 Sizes: TypeAlias = list[tuple[float, float]]
 """Measurements: (size, seconds)."""
@@ -36,13 +44,16 @@ class Samples:
     """Single measurements.
 
     Attributes:
-        calls: by stage and layout; of streaming ones those whose items all came together.
+        calls: by stage and layout; of streaming ones those whose items all came together and did
+            not change lanes.
+        resumed: by stage and layout what calls show that went on with items begun elsewhere.
         finishes: (replicas, seconds) by stage and layout.
         publishes: seconds by (source, target, place, lanes of a source replica, of a target one).
         transfers: (bytes, seconds) between lanes of one machine.
         moves: seconds by worker and layout, and "onload" or "offload".
         states: bytes on a lane by worker and layout.
         output_bytes: (items, bytes) by stage.
+        mixed_bytes: the same where some of the bytes may be of items that were not finished yet.
         lengths: of output items by stage.
         turns: of items in a loop, by its first stage.
         working: (items of the replica, bytes on a lane beside the state) by stage and layout.
@@ -51,12 +62,14 @@ class Samples:
     """
 
     calls: dict[LayoutKey, list[Call]] = field(default_factory=_lists)
+    resumed: dict[LayoutKey, list[Resumed]] = field(default_factory=_lists)
     finishes: dict[LayoutKey, Sizes] = field(default_factory=_lists)
     publishes: dict[tuple[str, str, str, int, int], list[float]] = field(default_factory=_lists)
     transfers: Sizes = field(default_factory=list)
     moves: dict[tuple[str, int, str, str], list[float]] = field(default_factory=_lists)
     states: dict[LayoutKey, int] = field(default_factory=dict)
     output_bytes: dict[str, Sizes] = field(default_factory=_lists)
+    mixed_bytes: dict[str, Sizes] = field(default_factory=_lists)
     lengths: dict[str, list[float]] = field(default_factory=_lists)
     turns: dict[str, list[float]] = field(default_factory=_lists)
     working: dict[LayoutKey, Sizes] = field(default_factory=_lists)
@@ -76,6 +89,7 @@ class Samples:
         calls = [span for span in counted if span.kind == "call" and span.name in nodes]
         for spans in _by_call(calls):
             self._add_call(nodes[spans[0].name], spans, layouts, busy)
+        self._add_resumed(one.spans, calls, nodes, layouts, busy)
         self._add_finishes([span for span in counted if span.kind == "finish"], nodes, layouts)
         self._add_publishes([span for span in counted if span.kind == "publish"], graph, layouts)
         self._add_working([span for span in one.gauged if span.name in nodes], nodes, layouts)
@@ -110,6 +124,30 @@ class Samples:
             self.calls[key] += [streamed] if streamed else []
         elif items:
             self.calls[key].append(call)
+
+    def _add_resumed(
+        self,
+        spans: Iterable[Span],
+        counted: Iterable[Span],
+        nodes: Mapping[str, StageNode],
+        layouts: _Layouts,
+        busy: BusyLanes,
+    ) -> None:
+        """Find out how far items were that calls gave back, and what going on with them took."""
+        known: dict[tuple[LayoutKey, object], dict[int, Progress]] = defaultdict(dict)
+        took: list[tuple[LayoutKey, tuple[Span, int, int, float]]] = []
+        counts = {id(span) for span in counted}
+        for span in spans:
+            if span.name in nodes and changed_lanes(span):
+                node = nodes[span.name]
+                key = (node.name, *layouts.of(node.worker, span.lane))
+                beside = busy.beside(span, layouts.gang(node.worker, span.lane))
+                call = (span, int(_number(span, "items")), node.expands, beside)
+                known[key, span.args.get("step")] |= progress_of(*call)
+                if id(span) in counts:
+                    took.append((key, call))
+        for key, call in took:
+            self.resumed[key] += resumed(*call, known[key, call[0].args.get("step")])
 
     def _add_finishes(
         self, spans: Sequence[Span], nodes: Mapping[str, StageNode], layouts: _Layouts
@@ -152,18 +190,21 @@ class Samples:
             items = sum(_number(span, "items") for span in some)
             if first.kind == "finish":
                 self.finishing[key] = max(most, self.finishing.get(key, 0.0))
-            elif first.kind == "call" and items and not any(map(_was_fed, some)):
+            elif first.kind == "call" and items and not any(map(came_apart, some)):
                 self.working[key].append((items, most))
 
-    def _add_sizes(self, spans: Iterable[Span], nodes: Mapping[str, StageNode]) -> None:
+    def _add_sizes(self, spans: Sequence[Span], nodes: Mapping[str, StageNode]) -> None:
+        moved = {span.name for span in spans if changed_lanes(span)}
         for span in spans:
             if span.kind == "call" and "bytes" in span.args and span.name in nodes:
                 items = _number(span, "items") * nodes[span.name].expands
-                self.output_bytes[span.name].append((items, _number(span, "bytes")))
+                known = self.mixed_bytes if changed_lanes(span) else self.output_bytes
+                known[span.name].append((items, _number(span, "bytes")))
             made_by = span.args.get("made_by")
             if span.kind == "transfer" and isinstance(made_by, list) and len(made_by) == 1:
                 sizes = (_number(span, "items"), _number(span, "bytes"))
-                self.output_bytes[made_by[0]].append(sizes)
+                known = self.mixed_bytes if made_by[0] in moved else self.output_bytes
+                known[made_by[0]].append(sizes)
             pieces = span.args.get("pieces")
             if isinstance(pieces, list):
                 self.lengths[span.name] += [x for _, _, lengths in pieces for x in lengths]
@@ -194,6 +235,11 @@ class _Layouts:
         """Lanes of a replica, and their kind: that of a lane of it, or of the first replica's."""
         gang = self._plan.placements[worker].replicas[0]
         return len(gang), self._lanes[gang[0] if lane is None else lane].kind
+
+    def gang(self, worker: str, lane: int) -> tuple[int, ...]:
+        """The lanes of the replica that one of them belongs to."""
+        replicas = self._plan.placements[worker].replicas
+        return next((gang for gang in replicas if lane in gang), (lane,))
 
     def replicas(self, worker: str) -> int:
         return len(self._plan.placements[worker].replicas)
@@ -229,16 +275,10 @@ def _by_call(spans: Iterable[Span]) -> Iterator[list[Span]]:
     yield from calls.values()
 
 
-def _was_fed(span: Span) -> bool:
-    """Whether items came to a streaming call while it ran."""
-    taken = span.args.get("taken", [])
-    return not isinstance(taken, list) or len(taken) > 1
-
-
 def _streamed(call: Call, span: Span, expands: int) -> Call | None:
-    """A streaming call with its pieces; None if it was fed, or gave items back."""
+    """A streaming call with its pieces; None if it was fed, or items changed lanes."""
     pieces = pieces_of(span)
-    if _was_fed(span) or not call.items:
+    if came_apart(span) or not call.items:
         return None
     counts = tuple(len(ids_of(ids)) for _, ids, _ in pieces)
     if pieces and sum(counts) != call.items * expands:

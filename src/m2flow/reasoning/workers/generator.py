@@ -54,6 +54,14 @@ class Generator(Worker):
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.max_running = max_running
 
+    def fits_gang(self, size: int) -> bool:
+        """Its key-value heads are divided evenly over the lanes."""
+        from m2flow.reasoning.encoding import config_of
+
+        config = config_of(self.model.path)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return bool(heads % size == 0)
+
     def load(self, place: Place) -> None:
         super().load(place)
         import torch

@@ -96,8 +96,11 @@ def measure_flow(
         specs = parse_lanes(lanes)
     else:
         specs = lanes.lanes if hasattr(lanes, "lanes") else lanes
-    collective = [name for name, worker in flow.workers.items() if worker.collective]
-    plans = trial_plans(graph, specs, len(batches[0]), isolated=isolated, collective=collective)
+
+    def fits_gang(worker: str, size: int) -> bool:
+        return flow.workers[worker].fits_gang(size)
+
+    plans = trial_plans(graph, specs, len(batches[0]), isolated=isolated, fits_gang=fits_gang)
     with _pool(lanes, plans[0], flow) as pool:
         session = Session(graph, pool, make_flow, batches, plans, started + budget_seconds)
         while (number := session.next()) is not None:
