@@ -136,7 +136,7 @@ def _compared(workload: Workload, options: argparse.Namespace) -> dict[str, Reco
     with closing(LanePool(workloads.LANES)) as pool:
         for number in range(ROUNDS):
             if not options.fixed:
-                profile = _profiled(workload, pool, budget=30.0 if options.quick else 75.0)
+                profile = _profiled(workload, pool, budget=30.0 if options.quick else 90.0)
                 _predict(workload, graph, profile, records)
             _measure(workload, records, pool, range(number * blocks, (number + 1) * blocks))
     return records

@@ -42,8 +42,8 @@ def test_lengths_are_log_normal_and_belong_to_the_seed(workloads: Any) -> None:
 def test_the_simulator_keeps_energy_where_nobody_pushes(workloads: Any) -> None:
     """A pole that falls freely on a cart without friction: kinetic plus potential is constant."""
 
-    def energy(state: list[float]) -> float:
-        _, speed, angle, rate = state
+    def energy(state: torch.Tensor) -> float:
+        _, speed, angle, rate = state[:, 0].tolist()
         half, pole, cart = workloads.LENGTH, workloads.POLE, workloads.CART
         along = speed + half * rate * math.cos(angle)
         up = half * rate * math.sin(angle)
@@ -51,20 +51,31 @@ def test_the_simulator_keeps_energy_where_nobody_pushes(workloads: Any) -> None:
         kinetic = cart * speed**2 / 2 + pole * (along**2 + up**2) / 2 + turning
         return kinetic + pole * workloads.GRAVITY * half * math.cos(angle)
 
-    state = [0.0, 0.3, 0.1, -0.2]
+    state = torch.tensor([[0.0], [0.3], [0.1], [-0.2]], dtype=torch.float64)
     before = energy(state)
     for _ in range(45):
-        state = workloads.simulate_turn(state, 0.0)
+        state = workloads.simulate_turn(state, torch.zeros(1))
     assert abs(state[2]) > 0.2, "it has fallen a good way"
     assert energy(state) == pytest.approx(before, rel=1e-6)
 
 
 def test_a_push_to_the_right_tilts_the_pole_to_the_left(workloads: Any) -> None:
-    place, speed, angle, rate = workloads.simulate_turn([0.0] * 4, workloads.FORCE)
+    still = torch.zeros(4, 1, dtype=torch.float64)
+    place, speed, angle, rate = workloads.simulate_turn(still, torch.tensor([workloads.FORCE]))
     assert place > 0
     assert speed > 0
     assert angle < 0
     assert rate < 0
+
+
+def test_poles_move_as_if_each_were_alone(workloads: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.rand(4, 7, dtype=torch.float64, generator=generator) / 5
+    force = torch.tensor([1.0, -1.0] * 4)[:7] * workloads.FORCE
+    together = workloads.simulate_turn(states, force)
+    for n in range(7):
+        alone = workloads.simulate_turn(states[:, n : n + 1], force[n : n + 1])
+        torch.testing.assert_close(together[:, n : n + 1], alone, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("mode", ["collocated", "disaggregated", "hybrid"])

@@ -73,6 +73,22 @@ def test_who_stands_on_reserved_lanes_already_stays() -> None:
     assert isolate(plan, {"score"}) == plan
 
 
+def test_lanes_that_are_alike_get_a_reserved_one_each() -> None:
+    """Lanes without cores differ in their number only, and so do those reserved beside them."""
+    alike = tuple(LaneSpec(n) for n in range(3))
+    spot = Placement(((0,), (1,), (2,)))
+    once = isolate(Plan("custom", alike, {"score": spot}), {"score"})
+    again = isolate(replace(once, placements={"score": spot}), {"score"})
+    assert again == once
+    assert again.placements["score"].replicas == ((3,), (4,), (5,))
+
+    partly = replace(once, placements={"score": Placement(((0,), (3,)))})
+    assert isolate(partly, {"score"}).placements["score"].replicas == ((4,), (3,))
+
+    fewer = replace(once, lanes=once.lanes[:4], placements={"score": spot})
+    assert isolate(fewer, {"score"}) == once
+
+
 def test_beside_the_steps() -> None:
     """What only another method uses avoids reserved lanes, or gets one."""
     plan = build_plan("disaggregated", GRPO, LANES, 8, isolated={"gen"})

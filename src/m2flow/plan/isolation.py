@@ -23,8 +23,9 @@ def isolate(plan: Plan, workers: Collection[str]) -> Plan:
     """The plan with reserved lanes for these workers, numbered after the others.
 
     A worker that stands on lanes reserved for it already stays there. Lanes of the plan that are
-    reserved for it and have the same cores and accelerator are taken before new ones are added.
-    Each reserved lane has the memory limit of the lane that it stands beside.
+    reserved for it and have the same cores and accelerator are taken before new ones are added,
+    each for one lane: lanes without cores may be all alike. Each reserved lane has the
+    memory limit of the lane that it stands beside.
 
     Args:
         plan: what a builder, or a person, has made.
@@ -36,13 +37,14 @@ def isolate(plan: Plan, workers: Collection[str]) -> Plan:
     added: list[LaneSpec] = []
     placements = dict(plan.placements)
     for worker in sorted(set(workers) & placements.keys()):
-        moved = {}
-        for lane in placements[worker].lanes:
-            if by_id[lane].reserved_for == worker:
-                moved[lane] = lane
+        standing = placements[worker].lanes
+        moved = {lane: lane for lane in standing if by_id[lane].reserved_for == worker}
+        for lane in standing:
+            if lane in moved:
                 continue
-            wanted = replace(by_id[lane], reserved_for=worker)
-            there = next((x.id for x in plan.lanes if replace(wanted, id=x.id) == x), None)
+            wanted, taken = replace(by_id[lane], reserved_for=worker), set(moved.values())
+            alike = (x.id for x in plan.lanes if replace(wanted, id=x.id) == x)
+            there = next((x for x in alike if x not in taken), None)
             if there is None:
                 there = max(by_id) + 1 + len(added)
                 added.append(replace(wanted, id=there))

@@ -60,9 +60,10 @@ def test_every_turn_of_a_cycle_is_dispatched() -> None:
     stated = problem(graph, Profile(stages), {"cpu": 4}, 8)
     mine = dispatched(stated, 0.1)
     fused, split = Fused(0, (0, 0), 2), Split(0, (0, 0), (2, 2), 2)
-    # Four turns of two members; apart, two groups take each member in turn.
+    # Four turns of two members; apart, two groups take each member in turn, the second one
+    # after the first.
     assert leaf_cost(mine, fused, 8, 8).first == pytest.approx(4 * 2 * (4 + 0.1))
-    assert leaf_cost(mine, split, 8, 8).first == pytest.approx(4 * 2 * (2 + 0.1))
+    assert leaf_cost(mine, split, 8, 8).first == pytest.approx(4 * 2 * (2 + 0.1) + (2 + 0.1))
 
 
 def test_a_stream_on_gangs_has_its_items_by_replica_and_its_bytes_by_lane() -> None:

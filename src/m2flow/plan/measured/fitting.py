@@ -85,11 +85,6 @@ class Evidence:
             for point in some
         }
 
-    @property
-    def error(self) -> float:
-        """The largest of `errors`."""
-        return max(self.errors().values(), default=1.0)
-
 
 def fit(
     graph: FlowGraph,

@@ -66,9 +66,9 @@ def trial_plans(
         plans.append(_plan("together", graph, lanes, num_items, together, parts))
         if len(lanes) > 1:
             plans.append(_plan("apart", graph, lanes, num_items, apart, parts))
-        if parts == PARTS[0]:
-            if fused_loops(graph, plans[0]):
-                plans.append(replace(plans[0], fuse_loops=False))
+        if parts == PARTS[0] and fused_loops(graph, plans[0]):
+            plans.append(replace(plans[0], fuse_loops=False))
+        if parts == PARTS[1]:
             plans += _gangs(graph, lanes, num_items, fits_gang)
     if len(lanes) > 3:
         plans += _halves(graph, lanes, num_items)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from itertools import product
 
+from m2flow.plan.search.area import Area
 from m2flow.plan.search.combine import Held
 from m2flow.plan.search.frontier import Bounds, Front
 from m2flow.plan.search.leaf_states import LeafStates
@@ -23,7 +24,7 @@ class Bindings:
     Args:
         states: of the leaves.
         chunks: chunk sizes that are tried.
-        work: for each task its least product of lanes and seconds; empty where none is known.
+        area: what parts take at least.
         every: whether all numbers of replicas are tried on FINE lanes and fewer; else, and on more,
             only the most that help a worker.
         front: the search's states of a part.
@@ -33,12 +34,12 @@ class Bindings:
         self,
         states: LeafStates,
         chunks: tuple[int, ...],
-        work: list[float],
+        area: Area,
         every: bool,
         front: Ask,
     ) -> None:
         self.problem, self.given = states.problem, states.given
-        self._limited, self._chunks, self._work = states.limited, chunks, work
+        self._limited, self._chunks, self._area = states.limited, chunks, area
         self._every, self._front = every, front
         self._useful: dict[tuple[str, int, Lanes, int], list[Bound]] = {}
 
@@ -82,8 +83,8 @@ class Bindings:
         key = (worker, part, lanes, chunk)
         if key not in self._useful:
             tasks = self.problem.tasks_of[worker] & part
-            rest = sum(w for n, w in enumerate(self._work) if (part & ~tasks) >> n & 1)
-            rest *= chunk / int(self.problem.num_items) / max(1, sum(lanes))
+            rest = self._area.least_seconds(part & ~tasks, lanes)
+            rest *= chunk / int(self.problem.num_items)
             self._useful[key] = [
                 where
                 for where in self._places(worker, lanes, chunk)

@@ -97,6 +97,9 @@ class Cuts:
         self._menus = [menu(count) for count in problem.lanes]
         self._known: dict[int, tuple[Cut, ...]] = {}
         self._usable: dict[int, tuple[bool, ...]] = {}
+        self._splits: dict[
+            tuple[tuple[bool, ...], tuple[bool, ...], Lanes], tuple[tuple[Lanes, Lanes], ...]
+        ] = {}
 
     def of(self, part: int) -> tuple[Cut, ...]:
         """The cuts of a set of tasks."""
@@ -139,9 +142,17 @@ class Cuts:
             self._usable[part] = tuple(n in kinds for n in range(len(self.problem.kinds)))
         return self._usable[part]
 
-    def splits(self, cut: Cut, lanes: Lanes) -> Iterator[tuple[Lanes, Lanes]]:
+    def splits(self, cut: Cut, lanes: Lanes) -> tuple[tuple[Lanes, Lanes], ...]:
         """Lanes of the two sides: the first has a count of the menu, the second what is left."""
-        left, right = self.usable(cut.first), self.usable(cut.second)
+        key = (self.usable(cut.first), self.usable(cut.second), lanes)
+        found = self._splits.get(key)
+        if found is None:
+            found = self._splits[key] = tuple(self._split(*key))
+        return found
+
+    def _split(
+        self, left: tuple[bool, ...], right: tuple[bool, ...], lanes: Lanes
+    ) -> Iterator[tuple[Lanes, Lanes]]:
         options = []
         for n, (mine, other, menu) in enumerate(zip(left, right, self._menus, strict=True)):
             most = lanes[n]

@@ -68,7 +68,7 @@ def _sizes(problem: Problem, tree: Tree, chunk: int) -> Iterator[tuple[int, tupl
             for part in tree.parts:
                 yield from _sizes(problem, part, chunk)
         case Leaf() | Fused() | Split():
-            yield tree.task, (lanes_of(problem, tree), chunk)
+            yield tree.task, (sum(lanes_of(problem, tree)), chunk)
 
 
 def _shape(problem: Problem, tree: Tree) -> Shape:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable, Iterator
 
+from m2flow.plan.search.area import Work, least_works
 from m2flow.plan.search.frontier import Bounds, State, pareto
 from m2flow.plan.search.leaves import NOBODY, leaf_cost
 from m2flow.plan.search.options import AnyLeaf, lanes_of, leaf_options
@@ -28,7 +29,7 @@ class LeafStates:
         self.limited = any(size is not None for size in problem.memory)
         self._states: dict[tuple[int, Lanes, int, int, Bounds], list[State]] = {}
         self._prices: dict[tuple[AnyLeaf, int, int, frozenset[str]], Cost | None] = {}
-        self._work: dict[tuple[int, tuple[int, ...]], float] = {}
+        self._works: dict[tuple[int, int, int], tuple[Work, ...]] = {}
 
     def front(
         self, index: int, lanes: Lanes, round_size: int, chunk: int, bound: Bounds
@@ -38,8 +39,20 @@ class LeafStates:
         key = (index, lanes, round_size, chunk, bound)
         found = self._states.get(key)
         if found is None:
-            found = self._states[key] = pareto(self._priced(*key))
+            found = self._states[key] = pareto(self._on(*key))
         return found
+
+    def _on(
+        self, index: int, lanes: Lanes, round_size: int, chunk: int, bound: Bounds
+    ) -> Iterable[State]:
+        """States on such lanes; a stage stands on those of one kind."""
+        kinds = [kind for kind, count in enumerate(lanes) if count]
+        if len(kinds) < 2 or self.problem.tasks[index].is_loop:
+            return self._priced(index, lanes, round_size, chunk, bound)
+        alone = (tuple(n * (k == kind) for k, n in enumerate(lanes)) for kind in kinds)
+        return [
+            state for own in alone for state in self.front(index, own, round_size, chunk, bound)
+        ]
 
     def _priced(
         self, index: int, lanes: Lanes, round_size: int, chunk: int, bound: Bounds
@@ -79,29 +92,30 @@ class LeafStates:
             self._prices[key] = leaf_cost(self.problem, *key)
         return self._prices[key]
 
-    def least_work(self, index: int, chunks: tuple[int, ...]) -> float:
-        """The least product of lanes and seconds with which a task's part of a step is done."""
-        key = (index, chunks)
-        if key not in self._work:
-            least = min(
-                (
-                    self._least(index, round_size, chunk)
-                    for chunk in chunks
-                    for round_size in (chunks if self.problem.tasks[index].streaming else (chunk,))
-                    if round_size >= chunk
-                ),
-                default=math.inf,
-            )
-            self._work[key] = 0.0 if math.isinf(least) else least
-        return self._work[key]
+    def least_works(self, index: int, chunks: tuple[int, ...]) -> tuple[Work, ...]:
+        """The least products of lanes and seconds with which a task's part of a step is done."""
+        streaming = self.problem.tasks[index].streaming
+        return least_works(
+            work
+            for chunk in chunks
+            for round_size in (chunks if streaming else (chunk,))
+            if round_size >= chunk
+            for work in self._least(index, round_size, chunk)
+        )
 
-    def _least(self, index: int, round_size: int, chunk: int) -> float:
+    def _least(self, index: int, round_size: int, chunk: int) -> tuple[Work, ...]:
         """The same in rounds and chunks of one size."""
-        problem, least = self.problem, math.inf
+        key = (index, round_size, chunk)
+        if key not in self._works:
+            self._works[key] = least_works(self._every_work(index, round_size, chunk))
+        return self._works[key]
+
+    def _every_work(self, index: int, round_size: int, chunk: int) -> Iterator[Work]:
+        problem = self.problem
         options = leaf_options(problem, self.given, index, problem.lanes, round_size, chunk, {})
         for leaf in options:
             cost = self._price(leaf, round_size, chunk, NOBODY)
-            if cost is not None:
+            if cost is not None and cost.peak <= 1:
                 seconds = cost.first + (round_size // chunk - 1) * cost.period
-                least = min(least, lanes_of(problem, leaf) * seconds)
-        return least * int(problem.num_items) / round_size
+                seconds *= int(problem.num_items) / round_size
+                yield tuple(count * seconds for count in lanes_of(problem, leaf))

@@ -182,15 +182,14 @@ def _split(problem: Problem, leaf: Split, chunk: int, held: Collection[str]) -> 
     if leaf.groups > everything or any(node.worker in held for node in nodes):
         return None
     lanes = [q * lay.lanes for q, (lay, _) in zip(leaf.replicas, layouts, strict=True)]
-    seconds, dispatch = 0.0, problem.profile.dispatch
+    seconds, began = 0.0, False
     for turns, share in segments(problem, leaf.task):
         group = -(-max(1, round(everything * share)) // leaf.groups)
-        parts = []
-        for n, (node, (layout, _)) in enumerate(zip(nodes, layouts, strict=True)):
-            size = group * problem.profile.stage(node.name).output_bytes
-            hop = problem.link_seconds(size, lanes[n], lanes[(n + 1) % len(lanes)])
-            parts.append(dispatch + layout.call(Items(-(-group // leaf.replicas[n]))) + hop)
-        seconds += turns * max(sum(parts), leaf.groups * max(parts))
+        parts = _visits(problem, leaf, group, layouts, lanes)
+        one_by_one, together = sum(parts), leaf.groups * max(parts)
+        seconds += turns * max(one_by_one, together)
+        if not began:  # until every group is at work, the first time round
+            seconds, began = seconds + min(one_by_one, together) - max(parts), True
     resident, peak, swap, cores, host, states = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     group = -(-everything // leaf.groups)
     for node, (layout, kind), replicas in zip(nodes, layouts, leaf.replicas, strict=True):
@@ -202,3 +201,20 @@ def _split(problem: Problem, leaf: Split, chunk: int, held: Collection[str]) -> 
         host += layout.host_bytes * replicas
         states += num_bytes * replicas * layout.lanes
     return Cost(seconds, seconds, resident, peak, swap, 0.0, cores, host, states)
+
+
+def _visits(
+    problem: Problem,
+    leaf: Split,
+    group: int,
+    layouts: list[tuple[StageLayout, int]],
+    lanes: list[int],
+) -> list[float]:
+    """Seconds of a group of items at each member, and on its link onwards."""
+    nodes, parts = problem.tasks[leaf.task].nodes, []
+    for n, (node, (layout, _)) in enumerate(zip(nodes, layouts, strict=True)):
+        size = group * problem.profile.stage(node.name).output_bytes
+        hop = problem.link_seconds(size, lanes[n], lanes[(n + 1) % len(lanes)])
+        call = layout.call(Items(-(-group // leaf.replicas[n])))
+        parts.append(problem.profile.dispatch + call + hop)
+    return parts

@@ -42,15 +42,16 @@ def leaf_options(
     return _stage(problem, given, index, lanes, round_size, chunk, places)
 
 
-def lanes_of(problem: Problem, leaf: AnyLeaf) -> int:
-    """How many lanes a leaf has."""
-    nodes = problem.tasks[leaf.task].nodes
-    if isinstance(leaf, Leaf):
-        return leaf.replicas * layout_of(problem, nodes[0], leaf.layout)[0].lanes
-    gangs = [layout_of(problem, n, at)[0].lanes for n, at in zip(nodes, leaf.layouts, strict=True)]
-    if isinstance(leaf, Fused):
-        return leaf.replicas * gangs[0]
-    return sum(count * gang for count, gang in zip(leaf.replicas, gangs, strict=True))
+def lanes_of(problem: Problem, leaf: AnyLeaf) -> Lanes:
+    """How many lanes of each kind a leaf has."""
+    nodes, counts = problem.tasks[leaf.task].nodes, [0] * len(problem.kinds)
+    layouts = (leaf.layout,) if isinstance(leaf, Leaf) else leaf.layouts
+    replicas = leaf.replicas if isinstance(leaf, Split) else (leaf.replicas,)
+    placed = zip(nodes, layouts, replicas, strict=False)  # of a fused cycle the first for all
+    for node, number, count in placed:
+        layout, kind = layout_of(problem, node, number)
+        counts[kind] += count * layout.lanes
+    return tuple(counts)
 
 
 def _allowed(given: Allowed, node: StageNode, lanes: int, kind: int) -> bool:

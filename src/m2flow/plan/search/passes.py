@@ -50,6 +50,7 @@ class Passes:
     def __init__(self, problem: Problem, max_staleness: int = 0) -> None:
         self.problem = problem
         self._wide: tuple[Scope, ...] = ()
+        self._finer: dict[Scope, State] = {}
         self.best: list[State | None] = [None] * (max_staleness + 1)
         self._leaves = [LeafStates(problem, given) for given in priced_layouts(problem)]
         self._chunks = tuple(int(size) for size in problem.chunks)
@@ -97,12 +98,17 @@ class Passes:
                 yield from (state for state in roots if paid(state) <= most)
 
     def refined(self, state: State) -> State:
-        """The best plan around one, where a plan's sizes are coarse."""
+        """The best plan around one, where a plan's sizes are coarse.
+
+        What is around it is around many another one; the cheapest should be the first to be asked.
+        """
         if sum(self.problem.lanes) <= FINE or isinstance(state[1], Steps):
             return state
         scope, most = self._around([state]), paid(state)
-        finer = (Solver(leaves, scope, most).best() for leaves in self._leaves)
-        return min([state, *(found for found in finer if found)], key=paid)
+        if scope not in self._finer:
+            finer = (Solver(leaves, scope, most).best() for leaves in self._leaves)
+            self._finer[scope] = min([state, *(found for found in finer if found)], key=paid)
+        return min(state, self._finer[scope], key=paid)
 
     def _around(self, states: list[State]) -> Scope:
         """All structures and chunk sizes that are near some plans."""

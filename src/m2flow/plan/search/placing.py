@@ -194,7 +194,15 @@ def _draw_loop(drawn: _Drawn, leaf: Fused | Split, ids: Ids, chunk: int) -> None
         replicas = leaf.replicas[n] if isinstance(leaf, Split) else leaf.replicas
         group = -(-units(node, chunk)[0] // groups)
         size = -(-group // replicas)
+        if isinstance(leaf, Split):
+            size = _without_rest(group, size)
         drawn.stages[node.name] = StagePlan(chunk=size)
         taken = set(drawn.place(node, number, replicas, tuple(free), size))
         if isinstance(leaf, Split):
             free = [tuple(lane for lane in own if lane not in taken) for own in free]
+
+
+def _without_rest(group: int, share: int) -> int:
+    """The largest calls, down to half of a share, in which a group leaves no rest: between members
+    of a cycle that stand apart a rest would wait for items of the next turn."""
+    return next((size for size in range(share, (share - 1) // 2, -1) if not group % size), share)

@@ -13,10 +13,9 @@ says:
   second side gets the most of these that is left;
 * the cuts of given trees, where only around those is searched.
 
-A tree is dropped if no step with it can be faster than the best one known, whose T seconds on N
-lanes are a bound in two ways. Every rule of `tree` only adds to a part's seconds t. And its v lanes
-are its own for t, while every other stage i needs lanes of its own for at least its least product
-w_i of lanes and seconds: v t + sum of w_i <= N T. Its own v lanes must be enough for its own w_i.
+A tree is dropped if no step with it can be faster than the best one known, less the least that
+publishing takes. Every rule of `tree` only adds to a part's seconds, and while it has its lanes the
+other stages need theirs (`area`). What a part takes at least is known beforehand (`floors`).
 """
 
 from __future__ import annotations
@@ -26,15 +25,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+from m2flow.plan.search.area import SLACK, Area
 from m2flow.plan.search.bindings import Bindings
 from m2flow.plan.search.combine import NOTHING, apart, in_turn, pipelined
 from m2flow.plan.search.cuts import Cut, Cuts, Menu, Structure
+from m2flow.plan.search.floors import Floors
 from m2flow.plan.search.frontier import UNBOUND, Bounds, Front, State, cheapest, pareto, shortened
 from m2flow.plan.search.leaf_states import LeafStates
 from m2flow.plan.search.menus import counts
 from m2flow.plan.search.problem import Lanes
 from m2flow.plan.search.tree import Chunked, Cost, Spatial, Temporal
-from m2flow.plan.search.weights import fit_together, seconds_of
+from m2flow.plan.search.weights import fit_together, least_seconds, seconds_of
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,12 @@ class Solver:
         self._published: dict[tuple[int, int, str], float] = {}
         tasks = self.problem.tasks
         self._streaming = sum(1 << n for n, task in enumerate(tasks) if task.streaming)
-        self._work: list[float] = []
-        if math.isfinite(self.most):
-            self._work = [leaves.least_work(n, scope.chunks) for n in range(len(tasks))]
-        self._area: dict[tuple[int, int], float] = {}
-        self._bindings = Bindings(leaves, scope.chunks, self._work, scope.beam is None, self.front)
+        bounded = range(len(tasks)) if math.isfinite(self.most) else ()
+        works = [leaves.least_works(n, scope.chunks) for n in bounded]
+        left = self.most - least_seconds(self.problem, leaves.layouts)
+        self._area = Area(self.problem.lanes, works, left)
+        self._floors = Floors(leaves, scope.chunks, self._area, self.cuts)
+        self._bindings = Bindings(leaves, scope.chunks, self._area, scope.beam is None, self.front)
 
     def best(self) -> State | None:
         """The cheapest plan of a step in which one part does not overtake another."""
@@ -124,7 +126,7 @@ class Solver:
     def _new_front(
         self, part: int, lanes: Lanes, round_size: int, chunk: int, bound: Bounds
     ) -> Front:
-        if self._too_few(part, sum(lanes)):
+        if self._too_slow(part, lanes, round_size, chunk):
             return []
         if not part & (part - 1):
             states = self.leaves.front(part.bit_length() - 1, lanes, round_size, chunk, bound)
@@ -149,22 +151,18 @@ class Solver:
 
     def _most_seconds(self, part: int, lanes: Lanes, round_size: int) -> float:
         """Seconds of a round beyond which a part is of no use."""
-        used = sum(lanes)
-        most = self._area.get((part, used))
-        if most is None:
-            most = self.most
-            if self._work and used:
-                rest = sum(work for n, work in enumerate(self._work) if not part >> n & 1)
-                most = min(most, (most * sum(self.problem.lanes) - rest) / used)
-            self._area[part, used] = most
-        return most * round_size / self._step * (1 + 1e-9)
+        return self._area.most_seconds(part, lanes) * round_size / self._step * SLACK
 
-    def _too_few(self, part: int, lanes: int) -> bool:
-        """Whether a part's work alone takes longer on so many lanes than the best step."""
-        if not self._work:
-            return False
-        work = sum(work for n, work in enumerate(self._work) if part >> n & 1)
-        return work > lanes * self.most * (1 + 1e-9)
+    def _too_slow(self, part: int, lanes: Lanes, round_size: int, chunk: int) -> bool:
+        """Whether a part takes longer than is of use, however it is carried out."""
+        least = self._floor(part, lanes, round_size, chunk)
+        return least > self._most_seconds(part, lanes, round_size)
+
+    def _floor(self, part: int, lanes: Lanes, round_size: int, chunk: int) -> float:
+        """Seconds that a round of a part takes at least; nobody asks where anything will do."""
+        if math.isinf(self.most):
+            return 0.0
+        return self._floors.seconds(part, lanes, round_size, chunk) * round_size / self._step
 
     def _kept(
         self,
@@ -226,10 +224,13 @@ class Solver:
         fresh = [worker for worker in cut.shared if worker not in known]
         publishing = self.publishing(cut, "same")
         most = self._most_seconds(part, lanes, chunk)
+        after = self._floor(cut.second, lanes, chunk, chunk)
+        if self._floor(cut.first, lanes, chunk, chunk) + after > most:
+            return
         for binding in self._bindings.of(fresh, part, lanes, chunk, most):
             within = bound.union(binding) if binding else bound
             left = self.front(cut.first, lanes, chunk, chunk, self._seen(within, cut.first))
-            if not left:
+            if not left or left[0][0][0] + after > most:
                 continue
             right = self.front(cut.second, lanes, chunk, chunk, self._seen(within, cut.second))
             held = self._bindings.held(binding) if binding else NOTHING
@@ -252,8 +253,11 @@ class Solver:
         charged = bool(cut.size and self.problem.profile.links)
         before: tuple[list[Cost], str] | None = None
         for mine, other in self.cuts.splits(cut, lanes):
+            after = self._floor(cut.second, other, round_size, chunk)
+            if max(self._floor(cut.first, mine, round_size, chunk), after) > most:
+                continue
             left = self.front(cut.first, mine, round_size, chunk)
-            if not left:
+            if not left or (cut.joined and left[0][0][0] + after > most):
                 continue
             totals = sum(mine), sum(other)
             place = self.problem.place(sum(totals))

@@ -18,8 +18,9 @@ and a period P, so that its chunk j (from 1) is out at F + (j - 1) P and its rou
   All replicas of a stage stand on lanes of one kind.
 * `Fused` (a cycle on common lanes): F = P = sum over turns of the sum of the members' calls.
 * `Split` (a cycle's members on lanes of their own, G groups): a turn with a items takes
-  max(sum t_i, G max t_i), t_i the call of member i on one group, and its link onwards. How many
-  items are in their n-th turn follows from the quantiles of the turns (`leaves.segments`).
+  max(sum t_i, G max t_i), t_i the call of member i on one group, and its link onwards. In the first
+  one the groups begin one after the other, min(sum t_i, G max t_i) - max t_i more. How many items
+  are in their n-th turn follows from the quantiles of the turns (`leaves.segments`).
 * `Temporal(a, b)`: on the same lanes, in turn, for each chunk: both are asked for rounds of one
   chunk, F = P = F_a + F_b, and if it is *switched*, plus the seconds to bring and take away all
   that each of them keeps resident. Links are free there, also where the parts turn out to use

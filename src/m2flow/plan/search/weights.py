@@ -46,6 +46,14 @@ def seconds_of(problem: Problem, edge: WeightEdge, place: str, layouts: Layouts)
     )
 
 
+def least_seconds(problem: Problem, layouts: Layouts) -> float:
+    """What all edges between workers of given layouts cost at least, wherever they stand."""
+    return sum(
+        min(seconds_of(problem, edge, place, layouts) for place in PLACES)
+        for edge in problem.weight_edges
+    )
+
+
 def companions_seconds(problem: Problem) -> float:
     """Publishing to workers that have no stage in the step and stand beside their source."""
     return sum(

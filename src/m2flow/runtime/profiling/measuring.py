@@ -111,7 +111,7 @@ def measure_flow(
     if not session.complete:
         profile = replace(profile, cut_by=Seconds(max(0.0, budget_seconds)))
     seconds = time.monotonic() - started
-    return Measured(profile, session.evidence.error, session.visits, seconds)
+    return Measured(profile, session.error, session.visits, seconds)
 
 
 def _pool(

@@ -8,8 +8,9 @@ or the time is up, so that a noisy moment of the machine spoils no plan alone.
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,10 @@ MOVES = 2
 ROUNDS = 2
 """Each plan is visited so often at least: a moment of the machine must not decide alone."""
 
+TOO_SLOW = 1.1
+"""Gangs are slow where steps take more than so many times those of the fastest plan. Other plans
+with them are not tried: gangs are used for their speed, or where nothing else has room."""
+
 
 class Session:
     """Visits to plans on one pool of lanes.
@@ -72,6 +77,8 @@ class Session:
         self.evidence, self.visits = Evidence(graph), 0
         self._own = [Evidence(graph) for _ in plans]
         self._seconds = [0.0] * len(plans)
+        self._times = [0] * len(plans)
+        self._steps: dict[int, float] = {}
         self._moved: set[tuple[str, int]] = set()
         self._gauged: set[int] = set()
 
@@ -81,16 +88,30 @@ class Session:
         usual = max(self._seconds)
         fits = [
             number
-            for number, seconds in enumerate(self._seconds)
-            if not self.visits or (seconds or usual) <= left
+            for number in self._open()
+            if not self.visits or (self._seconds[number] or usual) <= left
         ]
-        turn = self.visits % len(self.plans)
-        if self.visits < ROUNDS * len(self.plans):
-            return min(fits, key=lambda number: (number - turn) % len(self.plans), default=None)
-        if self.evidence.error <= GOOD_ERROR:
+        due = [number for number in fits if self._times[number] < ROUNDS]
+        if due:
+            return min(due, key=lambda number: (self._times[number], number))
+        if self.error <= GOOD_ERROR:
             return None
         errors = self.evidence.errors()
         return max(fits, key=lambda number: self._doubt(number, errors), default=None)
+
+    def _open(self) -> list[int]:
+        """The plans worth another visit: not those whose gangs are all known to be slow."""
+        most = TOO_SLOW * min(self._steps.values(), default=0.0)
+        gangs = {number: _gangs(plan) for number, plan in enumerate(self.plans)}
+        slow = _union(gangs[number] for number, step in self._steps.items() if step > most)
+        slow -= _union(gangs[number] for number, step in self._steps.items() if step <= most)
+        return [number for number, some in gangs.items() if not some or not some <= slow]
+
+    @property
+    def error(self) -> float:
+        """The largest relative standard error of what plans worth another visit measure."""
+        errors = self.evidence.errors()
+        return max((self._doubt(number, errors) for number in self._open()), default=1.0)
 
     def _doubt(self, number: int, errors: Mapping[tuple[LayoutKey, float], float]) -> float:
         """The largest error among the points that a plan measures."""
@@ -135,6 +156,9 @@ class Session:
         self.evidence.add(seen)
         self._own[number].add(seen)
         self._seconds[number] = time.monotonic() - start
+        if results:
+            self._steps[number] = statistics.median(result.seconds for result in results)
+        self._times[number] += 1
         self.visits += 1
 
     def _moves(self, run: Run) -> list[tuple[str, str, float]]:
@@ -186,14 +210,27 @@ class Session:
 
     @property
     def complete(self) -> bool:
-        """Whether every plan was visited."""
-        return all(self._seconds)
+        """Whether every plan that is worth it was visited."""
+        return all(self._times[number] for number in self._open())
 
     def account(self) -> str:
         """How far it has come, in words."""
         left = max(0.0, self.deadline - time.monotonic())
         rounds = f"{self.visits} visits to {len(self.plans)} plans"
-        return f"{rounds}: error {self.evidence.error:.1%}, {left:.0f} s left"
+        return f"{rounds}: error {self.error:.1%}, {left:.0f} s left"
+
+
+def _gangs(plan: Plan) -> frozenset[tuple[str, int]]:
+    """Workers whose replicas are several lanes, and how many."""
+    return frozenset(
+        (worker, len(spot.replicas[0]))
+        for worker, spot in plan.placements.items()
+        if len(spot.replicas[0]) > 1
+    )
+
+
+def _union(sets: Iterable[frozenset[tuple[str, int]]]) -> set[tuple[str, int]]:
+    return {one for some in sets for one in some}
 
 
 def _stateful(run: Run) -> list[str]:
