@@ -135,7 +135,7 @@ def test_whoever_goes_on_with_items_is_told_how_far_they_have_come() -> None:
     # They need 6 s on lane 0, then 38 units are left of the longest.
     assert run.step_ends[0] == pytest.approx(3 + 6 + 38)
     calls = {span.lane: span.args for span in run.spans if span.name == "drawer.draw"}
-    assert calls[1]["given_back"] == [pytest.approx(3.0), "5-7"]
+    assert calls[1]["given_back"] == [pytest.approx(3.0), "5-7", pytest.approx([2.0] * 3)]
     assert calls[0]["resumed"] == [[pytest.approx(3.0), "5-7"]]
     assert "resumed" not in calls[1]
     assert "given_back" not in calls[0]

@@ -11,12 +11,13 @@ from itertools import chain, count, islice, repeat
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.engine.streams import Piece, StageStream
 from m2flow.errors import FlowError, UserError
-from m2flow.flow import GIVE_BACK, Arrived, Batch, Flow, Stream, Unfinished, Worker, stage
+from m2flow.flow import GIVE_BACK, Arrived, Batch, Flow, Ragged, Stream, Unfinished, Worker, stage
 
 Stage = Callable[..., Generator[Any, Any, None]]
 
@@ -53,7 +54,9 @@ def growing(seeds: Batch | Unfinished) -> Generator[Batch | Unfinished, Arrived,
         done = [item for item, size in grown.items() if size > item]
         arrived = yield Batch({"size": [grown.pop(item) for item in done]}, done)
         if arrived is GIVE_BACK:
-            yield Unfinished(Batch({"grown": list(grown.values())}, list(grown)))
+            sizes = list(grown.values())
+            so_far = Ragged(torch.zeros(sum(sizes)), sizes)
+            yield Unfinished(Batch({"grown": sizes, "so_far": so_far}, list(grown)))
             return
         take(arrived)
 
@@ -86,7 +89,7 @@ def test_what_one_stream_gives_back_another_one_finishes() -> None:
     assert list(pieces) == []
     assert isinstance(back, Unfinished)
     facts = first.log.facts()
-    assert facts["given_back"] == [facts["given_back"][0], "4-5"]  # type: ignore[index]
+    assert facts["given_back"] == [facts["given_back"][0], "4-5", [3, 3]]  # type: ignore[index]
 
     second = stream_of(growing)
     second.feed(back)

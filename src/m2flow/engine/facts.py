@@ -48,7 +48,8 @@ class StreamLog:
         pieces: [seconds since it began, items, the length of each]; lengths are those of the first
             ragged column that the stage has added, and there are none if it has added none.
         resumed: [seconds since it began, output items that another call had given back].
-        given_back: the same of those that this one has, if it was told to.
+        given_back: [seconds since it began, output items that this one gave back, how far each has
+            grown], if it was told to; the last as the lengths of `pieces`.
     """
 
     began: float
@@ -67,10 +68,13 @@ class StreamLog:
 
     def hand_on(self, now: float, output: Batch) -> None:
         """Items are finished."""
+        self.pieces.append(self._entry(now, output))
+
+    def _entry(self, now: float, output: Batch) -> list[object]:
         added = (output[name] for name in output.columns if name not in self.columns)
         ragged = next((column for column in added if isinstance(column, Ragged)), None)
         lengths = [] if ragged is None else list(ragged.lengths)
-        self.pieces.append([round(now - self.began, 6), ids_text(output.ids), lengths])
+        return [round(now - self.began, 6), ids_text(output.ids), lengths]
 
     def resume(self, now: float, outputs: Batch) -> None:
         """Outputs have come that another call had begun."""
@@ -79,7 +83,7 @@ class StreamLog:
 
     def give_back(self, now: float, outputs: Batch) -> None:
         """Outputs are not finished here."""
-        self.given_back = [round(now - self.began, 6), ids_text(outputs.ids)]
+        self.given_back = self._entry(now, outputs)
 
     def facts(self) -> dict[str, object]:
         """For the call's span."""

@@ -9,7 +9,7 @@ do it. Tests and the planner stand on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -42,15 +42,13 @@ from m2flow.engine.messages import (
 from m2flow.engine.plan import Plan
 from m2flow.engine.simulated_run import LaneMemory, SimulatedRun
 from m2flow.engine.spans import Span, SpanKind
-from m2flow.engine.timing import Costs, Plain, Timing, Transfer
-from m2flow.engine.virtual_stream import VirtualStream
+from m2flow.engine.timing import Costs, Plain, Timing
+from m2flow.engine.virtual_items import VirtualItems
+from m2flow.engine.virtual_stream import Left, VirtualStream
 from m2flow.errors import RunFailed
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 
 __all__ = ["Costs", "SimulatedRun", "Simulation"]
-
-LAUNCHER = -1
-"""Where source items lie; they come along with the command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,33 +64,6 @@ class _GiveBack:
     """A streaming call hears that it is to give back."""
 
     stream: VirtualStream
-
-
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """An output item that was given back: by what it has still to grow, and by what it has."""
-
-    need: float
-    grown: float
-
-
-@dataclass(slots=True)
-class _Begun:
-    """What is known of the items of a streaming call that may change lanes half done.
-
-    Attributes:
-        whole: output item to all that it grows by, on whichever lanes.
-        resumed, given_back: as in `StreamLog`.
-    """
-
-    whole: dict[int, float] = field(default_factory=dict)
-    resumed: list[list[object]] = field(default_factory=list)
-    given_back: list[object] = field(default_factory=list)
-
-    def facts(self) -> dict[str, object]:
-        """For the call's span."""
-        facts = {"resumed": self.resumed, "given_back": self.given_back}
-        return {name: value for name, value in facts.items() if value}
 
 
 class Simulation:
@@ -137,10 +108,8 @@ class Simulation:
             lane.id: LaneMemory() for lane in plan.lanes if lane.memory_bytes is not None
         }
         self._streams: dict[int, VirtualStream] = {}
-        self._there: dict[tuple[int, int], dict[int, int]] = {}  # item to the lane that holds it
-        self._held = dict.fromkeys(range(given_back(len(graph.nodes) - 1), len(graph.nodes)), 0)
-        self._left: dict[tuple[int, int, int], _Left] = {}
-        self._begun: dict[int, _Begun] = {}  # by call, where the stage has a switch point
+        self._items = VirtualItems(graph, self.record)
+        self._left: dict[tuple[int, int, int], Left] = {}  # by stage, step and output item
 
     def run(self, num_items: int, num_steps: int) -> SimulatedRun:
         """Play steps of `num_items` source items, as many at once as the staleness allows.
@@ -152,8 +121,7 @@ class Simulation:
         while len(self.record.step_ends) < num_steps:
             in_flight = submitted - len(self.record.step_ends)
             if submitted < num_steps and in_flight <= self.plan.max_staleness:
-                self._there[submitted, SOURCE] = dict.fromkeys(range(num_items), LAUNCHER)
-                self._held[SOURCE] += num_items
+                self._items.submit(submitted, num_items)
                 lengths = self._lengths(SOURCE, submitted, range(num_items))
                 self.record.step_starts[submitted] = self.now
                 self._handle(StepSubmitted(submitted, num_items, lengths))
@@ -188,14 +156,11 @@ class Simulation:
                 case ItemsProduced(call=call, items=items):
                     command = self.engine.calls[call].command
                     assert isinstance(command, RunCall)
-                    there = self._there.setdefault((command.step, command.node), {})
-                    there.update(dict.fromkeys(items, lane))
+                    self._items.put(command.step, command.node, items, lane)
                 case ItemsGivenBack(call=call, items=items):
                     command = self.engine.calls[call].command
                     assert isinstance(command, RunCall)
-                    there = self._there.setdefault((command.step, given_back(command.node)), {})
-                    there.update(dict.fromkeys(items, lane))
-                    self._held[given_back(command.node)] += len(items)
+                    self._items.put_back(command.step, command.node, items, lane)
                 case CallFinished(call=call):
                     assert self._running.pop(lane) == call
         self._handle(*events)
@@ -223,10 +188,7 @@ class Simulation:
             case MoveState():
                 self._move(command)
             case ReleaseItems(step=step, producer=producer, items=items):
-                there = self._there[step, producer]
-                for item in items:
-                    there.pop(item, None)
-                self._held[producer] -= len(items)
+                self._items.release(step, producer, items)
             case CompleteStep():
                 self._complete(command)
             case FailRun(message=message, cause=cause):
@@ -235,7 +197,7 @@ class Simulation:
     # --- calls ------------------------------------------------------------------------------------
 
     def _run_call(self, command: RunCall, node: StageNode) -> None:
-        shares = [self._read(command.step, inputs) for inputs in command.inputs]
+        shares = [self._items.read(command.step, inputs) for inputs in command.inputs]
         workers = [node.worker]
         if command.fused and node.loop is not None:
             members = self.graph.loops[node.loop].members
@@ -249,8 +211,6 @@ class Simulation:
             pace = partial(self._timing.round, node, lane)
             stream = VirtualStream(node, command.step, lane, command.call, start, pace)
             self._streams[command.call] = stream
-            if node.name in self.plan.stages and self.plan.stages[node.name].switch_at is not None:
-                self._begun[command.call] = _Begun()
             self._stream(stream, shares[0], start)
             self._resume(stream, command.unfinished, start)
         elif command.fused:
@@ -265,7 +225,7 @@ class Simulation:
         step = command.step
         seconds = self._timing.call(node, step, command.lanes, shares)
         for lane, items in zip(command.lanes, shares, strict=True):
-            self._lease(node, step, items)
+            self._items.work_on(node, step, items)
             outputs = [item * node.expands + k for item in items for k in range(node.expands)]
             leaving: list[int] = []
             if node.loop is not None:
@@ -287,7 +247,7 @@ class Simulation:
             turn += 1
             for index in spec.members:
                 node = self.graph.nodes[index]
-                self._lease(node, step, items)
+                self._items.work_on(node, step, items)
                 seconds = self._timing.call(node, step, (lane,), (items,))
                 facts = self._facts(step, items)
                 now = self._spend(lane, node, "call", now, seconds, facts)
@@ -323,7 +283,7 @@ class Simulation:
         if stream is None:  # it has run dry: the items are given back when its end is told
             return
         start = max(self.now, stream.began)  # not before the call begins
-        items = self._read(command.step, command.inputs)
+        items = self._items.read(command.step, command.inputs)
         ready = self._bring_to_all(stream, command.inputs, start)
         self._stream(stream, items, start, ready - start)
         self._resume(stream, command.unfinished, start)
@@ -335,12 +295,10 @@ class Simulation:
         node = stream.node
         if not items:
             return
-        self._lease(node, stream.step, items)
+        self._items.work_on(node, stream.step, items)
         admitted = self._timing.admit(node, stream.step, stream.lane, items)
         outputs = [item * node.expands + k for item in items for k in range(node.expands)]
         stream.take(start, items, outputs, admitted.needs, admitted.pause + wait)
-        if stream.call in self._begun:
-            self._begun[stream.call].whole.update(zip(outputs, admitted.needs, strict=True))
         if self._detailed:
             stream.log_taken.append([start - stream.began, ids_text(items)])
         self._set_down(stream)
@@ -351,18 +309,14 @@ class Simulation:
         if not outputs:
             return
         inputs = ((Part(given_back(node.index), tuple(outputs)),),)
-        self._read(step, inputs)
+        self._items.read(step, inputs)
         ready = self._bring_to_all(stream, inputs, start)
         left = [self._left.pop((node.index, step, output)) for output in outputs]
         grown = [one.grown for one in left]
-        pause = self._timing.resume(node, step, stream.lane, outputs, grown) + ready - start
-        stream.take(start, (), outputs, [one.need for one in left], pause)
-        begun = self._begun[stream.call]
-        begun.whole.update(
-            (output, one.need + one.grown) for output, one in zip(outputs, left, strict=True)
-        )
+        pause = self._timing.resume(node, step, stream.lane, outputs, grown)
+        stream.resume(start, outputs, left, pause + ready - start)
         if self._detailed:
-            begun.resumed.append([ready - stream.began, ids_text(outputs)])
+            stream.log_resumed.append([ready - stream.began, ids_text(outputs)])
         self._set_down(stream)
 
     def _bring_to_all(self, stream: VirtualStream, inputs: Inputs, start: float) -> float:
@@ -386,12 +340,11 @@ class Simulation:
         if said:
             self._play(stream.lane, self._said(stream, said))
         if left:
-            index, step, begun = stream.node.index, stream.step, self._begun[stream.call]
-            for output, need in left.items():
-                grown = begun.whole[output] - need
-                self._left[index, step, output] = _Left(need, grown)
+            index, step = stream.node.index, stream.step
+            self._left |= {(index, step, output): one for output, one in left.items()}
             if self._detailed:
-                begun.given_back = [self.now - stream.began, ids_text(left)]
+                grown = [one.grown for one in left.values()]
+                stream.log_given_back = [self.now - stream.began, ids_text(left), grown]
             self._play(stream.lane, ItemsGivenBack(stream.call, tuple(left)))
         self._end_stream(stream)
 
@@ -425,11 +378,11 @@ class Simulation:
     def _end_stream(self, stream: VirtualStream) -> None:
         """All lanes of a call end together; the first one tells of its items."""
         del self._streams[stream.call]
-        begun = self._begun.pop(stream.call, None)
         facts = self._facts(stream.step, stream.taken, stream.call)
         if self._detailed:
             facts |= {"taken": stream.log_taken, "pieces": stream.log_pieces}
-            facts |= begun.facts() if begun else {}
+            moved = {"resumed": stream.log_resumed, "given_back": stream.log_given_back}
+            facts |= {name: log for name, log in moved.items() if log}
         seconds = self.now - stream.began
         lanes = self.engine.calls[stream.call].command.lanes
         for lane in lanes:
@@ -535,58 +488,25 @@ class Simulation:
 
     # --- items ------------------------------------------------------------------------------------
 
-    def _read(self, step: int, inputs: Inputs) -> list[int]:
-        """The items of a call; every one must be there on every input."""
-        streams = []
-        for parts in inputs:
-            for part in parts:
-                there = self._there.get((step, part.producer), {})
-                missing = [item for item in part.items if item not in there]
-                assert not missing, f"items {missing} of {part.producer} are not there"
-            streams.append(sorted(item for part in parts for item in part.items))
-        assert all(items == streams[0] for items in streams), "inputs are not aligned"
-        return streams[0]
-
     def _bring(self, node: StageNode, step: int, lane: int, inputs: Inputs, start: float) -> float:
-        """Bring items to a lane that lie on others, one lane after the other; when all are there.
+        """Bring items to a lane that lie on others; when all are there.
 
         A lane does this before its call, not beside the one before.
         """
         if not self._timing.has_links:
             return start
         end, items = start, 0
-        for parts in inputs:
-            for part in parts:
-                if part.producer == SOURCE:
-                    continue
-                holders = self._there[step, part.producer]
-                elsewhere: dict[int, list[int]] = {}
-                for item in part.items:
-                    if holders[item] != lane:
-                        elsewhere.setdefault(holders[item], []).append(item)
-                for source, some in elsewhere.items():
-                    maker = max(part.producer, given_back(part.producer))
-                    move = Transfer(node, step, maker, source, lane, some)
-                    end += self._timing.transfer(move)
-                    items += len(some)
+        for transfer in self._items.transfers(node, step, lane, inputs):
+            end += self._timing.transfer(transfer)
+            items += len(transfer.items)
         if items:
             facts = {"step": step, "items": items}
             self.record.spans.append(Span(lane, "items", "transfer", start, end, facts))
             self._free_at[lane] = max(self._free_at[lane], end)
         return end
 
-    def _lease(self, node: StageNode, step: int, items: list[int]) -> None:
-        for item in items:
-            key = (node.index, step, item)
-            self.record.worked_on[key] = self.record.worked_on.get(key, 0) + 1
-        if node.loop is None:
-            self._held[node.index] += len(items) * node.expands
-            peak = self.record.peak_items.get(node.index, 0)
-            self.record.peak_items[node.index] = max(peak, self._held[node.index])
-
     def _complete(self, command: CompleteStep) -> None:
         self.record.step_ends[command.step] = self.now
         for lag, items in command.staleness.items():
             self.record.staleness[lag] = self.record.staleness.get(lag, 0) + items
-        for step, producer in [key for key in self._there if key[0] == command.step]:
-            self._held[producer] -= len(self._there.pop((step, producer)))
+        self._items.forget(command.step)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from m2flow.engine.spans import Span
-from m2flow.plan.profile import Piecewise, Profile, StageLayout
+from m2flow.plan.profile import Profile, StageLayout
 
 
 class BusyLanes:
@@ -77,20 +77,11 @@ def as_beside(profile: Profile, shares: Mapping[str, float]) -> Profile:
     stages = {}
     for name, stage in profile.stages.items():
         share = shares.get(name, 1.0)
-        layouts = tuple(_scaled(layout, layout.beside(share)) for layout in stage.layouts)
+        layouts = tuple(_beside(layout, share) for layout in stage.layouts)
         stages[name] = replace(stage, layouts=layouts)
     return replace(profile, stages=stages)
 
 
-def _scaled(layout: StageLayout, factor: float) -> StageLayout:
-    def scaled(curve: Piecewise | None) -> Piecewise | None:
-        return curve and Piecewise(tuple((x, y * factor) for x, y in curve.points))
-
-    return replace(
-        layout,
-        seconds=Piecewise(tuple((x, y * factor) for x, y in layout.seconds.points)),
-        round=scaled(layout.round),
-        admit=scaled(layout.admit),
-        resume=scaled(layout.resume),
-        alone=1.0,
-    )
+def _beside(layout: StageLayout, share: float) -> StageLayout:
+    """With so large a share of the other lanes at work; a `finish` is at work on its own ones."""
+    return replace(layout.times(layout.beside(share)), finish=layout.finish, alone=1.0)

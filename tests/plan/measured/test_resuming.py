@@ -11,7 +11,7 @@ import pytest
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.engine.spans import Span
 from m2flow.plan.measured import Evidence, Observed, fit, fit_to, trial_plans
-from m2flow.plan.measured.resuming import Progress, Resumed, fit_resume, progress_of, resumed
+from m2flow.plan.measured.resuming import Resumed, Taken, fit_resume, grown_of, resumed
 from m2flow.plan.measured.streams import Rounds
 from m2flow.plan.profile import Piecewise, Profile, Quantiles, StageLayout, StageProfile
 from m2flow.plan.profile_files import from_json, to_json
@@ -148,30 +148,23 @@ def call(items: int, **facts: Any) -> Span:
     return Span(0, "a.b", "call", 0.0, 9.0, {"items": items, "taken": taken, "step": 0, **facts})
 
 
-def test_how_far_items_were_is_told_by_rounds() -> None:
-    early = progress_of(call(4, given_back=[1.5, "1-3"], pieces=[]), 4, 1, 1.0)
-    assert set(early) == {1, 2, 3}
-    assert early[1].units(ROUNDS, 1.0) == pytest.approx(10)
-    pieces = [[1.0, "0", [5]], [1.5, "1", [8]]]
-    later = progress_of(call(4, given_back=[1.5, "2-3"], pieces=pieces), 4, 1, 1.0)
-    assert later[2].units(ROUNDS, 1.0) == pytest.approx(10), "5 units, and 0.5 s; not the 8 of 1"
-    slowed = progress_of(call(4, given_back=[1.5, "1-3"], pieces=[]), 4, 1, 0.0)
-    assert slowed[1].units(ROUNDS, 0.5) == pytest.approx(25), "as if other lanes were at work"
-    fed = call(4, given_back=[1.5, "1-3"], pieces=[], taken=[[0.0, "0-2"], [1.0, "3"]])
-    assert progress_of(fed, 4, 1, 1.0) == {}, "its items are not equally far"
+def test_how_far_items_were_is_told_by_the_call_that_gave_them_back() -> None:
+    assert grown_of(call(4, given_back=[1.5, "1-3", [10, 10, 4]])) == {1: 10, 2: 10, 3: 4}
+    assert grown_of(call(4, given_back=[1.5, "1-3", []])) == {}, "it has no such column"
+    assert grown_of(call(4, given_back=[1.5, "1-3"])) == {}, "an older record"
+    assert grown_of(call(4)) == {}
 
 
 def test_what_rounds_do_not_explain_is_the_price() -> None:
-    ten = Progress(10.0, 0.0, 1, (), 0, 1.0)
     pieces = [[1.0, "0", [5]], [3.0, "9", [22]]]
     span = call(2, resumed=[[1.4, "9"]], pieces=pieces)
-    (one,) = resumed(span, 2, 1, 1.0, {9: ten})
+    (one,) = resumed(span, 2, 1, 1.0, {9: 10.0})
     units, seconds = one.price(ROUNDS, 1.0)
     assert units == 10
     assert seconds == pytest.approx(3.0 - 1.4 - 12 * 0.1)
     assert list(resumed(span, 2, 1, 1.0, {})) == [], "nobody knows where it comes from"
     only = call(0, resumed=[[0.0, "8-9"]], pieces=[[2.0, "8-9", [17, 20]]])
-    (one,) = resumed(only, 0, 1, 1.0, {8: ten, 9: ten})
+    (one,) = resumed(only, 0, 1, 1.0, {8: 10.0, 9: 10.0})
     units, seconds = one.price(ROUNDS, 1.0)
     assert units == 20
     assert seconds == pytest.approx(2.0 - 10 * 0.1)
@@ -179,7 +172,7 @@ def test_what_rounds_do_not_explain_is_the_price() -> None:
 
 def test_prices_of_several_times_are_told_apart() -> None:
     def one(seconds: float, *units: float) -> Resumed:
-        taken = tuple(((far + 10, Progress(far, 0.0, 1, (), 0, 1.0)),) for far in units)
+        taken = tuple((Taken(far + 10, far),) for far in units)
         others = tuple(item for some in taken for item in some)
         return Resumed(seconds + 1.0, 0.0, 0.0, 0, 0, taken, (), others, 1.0)
 
@@ -208,14 +201,14 @@ def with_call(plan: Plan, gauged: bool = False, **facts: Any) -> Observed:
 def test_a_call_that_gave_everything_back_is_no_short_call() -> None:
     plan = trial_plans(GRPO, lanes(2), ITEMS)[0]
     calls = []
-    for facts in ({"given_back": [0.001, "0-31"]}, {"resumed": [[0.0, "40"]]}):
+    for facts in ({"given_back": [0.001, "0-31", []]}, {"resumed": [[0.0, "40"]]}):
         evidence = Evidence(GRPO)
         evidence.add(with_call(plan, **facts))
         calls.append(evidence.samples.calls["gen.generate", 1, "cpu"])
     assert all(one.seconds > 0.1 for some in calls for one in some)
 
 
-@pytest.mark.parametrize("facts", [{"given_back": [0.5, "3"]}, {"resumed": [[0.5, "40-47"]]}])
+@pytest.mark.parametrize("facts", [{"given_back": [0.5, "3", [7]]}, {"resumed": [[0.5, "40-47"]]}])
 def test_memory_and_size_of_items_that_change_lanes_are_not_those_of_its_own(
     facts: dict[str, Any],
 ) -> None:

@@ -27,11 +27,11 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot 
 
 ITEMS, SAMPLES = 8, 2
 ROUND, ADMIT = 0.01, 0.03
-SCORE, SCORE_ITEM = 0.01, 0.004
-TRAIN_ITEM, FINISH = 0.006, 0.02
+SCORE, SCORE_ITEM = 0.02, 0.004
+TRAIN_ITEM, FINISH = 0.012, 0.05
 TRAIN_BYTES, FINISH_BYTES = 2_000_000, 12_000_000
 NOISE_BYTES = 5_000_000
-OFFLOAD, ONLOAD = 0.02, 0.03
+OFFLOAD, ONLOAD = 0.04, 0.06
 KEY = {"model": {"config": "toy"}, "shapes": {"items": ITEMS}, "hardware": {"lanes": 2}}
 
 
@@ -131,7 +131,7 @@ def profile() -> Profile:
     said: list[str] = []
     with LanePool([LaneSpec(0), LaneSpec(1)]) as pool:
         found = measure_flow(
-            make_flow, BATCHES, lanes=pool, budget_seconds=20, key=KEY, note=said.append
+            make_flow, BATCHES, lanes=pool, budget_seconds=60, key=KEY, note=said.append
         )
     assert said
     assert found.visits == len(said)
@@ -228,7 +228,9 @@ class Walker(Worker):
             path = Ragged(torch.zeros(sum(done.values())), list(done.values()))
             arrived = yield Batch({"path": path} if done else {}, list(done))
             if arrived is GIVE_BACK:
-                yield Unfinished(Batch({"come": list(come.values())}, list(come)))
+                steps = list(come.values())
+                path = Ragged(torch.zeros(sum(steps)), steps)
+                yield Unfinished(Batch({"come": steps, "path_so_far": path}, list(come)))
                 return
             take(arrived)
 

@@ -1,8 +1,7 @@
 """What it takes to go on with items that another call had begun, by the units they had grown by.
 
-No span says how far an item had grown when it was given back. But the call that gave it back let
-all its items grow alike, so the rounds that it has had tell it. The call that went on with it has
-handed something on a while later: what that took beyond the rounds in between is the price.
+The call that gave them back says how far each had grown. The call that went on with them has handed
+something on a while later: what that took beyond the rounds in between is the price.
 """
 
 from __future__ import annotations
@@ -19,42 +18,16 @@ from m2flow.plan.measured.gaps import pieces_of
 from m2flow.plan.measured.streams import Rounds
 from m2flow.plan.profile import Piecewise
 
-SAME_MOMENT = 1e-3
-"""Seconds before it gives back in which a call hands on what happens to be finished: those items
-may have ended before."""
-
 FEWEST = 2
 """With fewer prices nothing is said."""
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far items had grown when a call gave them back.
+class Taken:
+    """An item that was begun elsewhere: its length in the end, and how far it had grown."""
 
-    Attributes:
-        reached: units, when the call had last handed something on.
-        seconds: from then, or from its start, until it gave back.
-        running: items at work at their beginning.
-        ended: lengths of the items that were finished in these.
-        admitted: input items that were taken in in these.
-        beside: how busy the other lanes were during the call.
-    """
-
-    reached: float
-    seconds: float
-    running: int
-    ended: tuple[float, ...]
-    admitted: int
-    beside: float
-
-    def units(self, rounds: Rounds, alone: float) -> float:
-        """How many each of them had grown by."""
-        seconds = self.seconds / factor_at(alone, self.beside) - rounds.admit.at(self.admitted)
-        return _grown(rounds, self.reached, seconds, self.running, self.ended)
-
-
-Taken = tuple[float, Progress]
-"""An item that was begun elsewhere: its length in the end, and how far it had come."""
+    length: float
+    grown: float
 
 
 @dataclass(frozen=True)
@@ -87,11 +60,11 @@ class Resumed:
         """Units that the begun items had grown by, and the seconds that belong to no round."""
         slow = 1.0 / factor_at(alone, self.beside)
         waited, seconds = self.waited * slow, self.seconds * slow
-        units = sum(_units(one, rounds, alone) for some in self.taken for one in some)
+        units = sum(one.grown for some in self.taken for one in some)
         pause = rounds.admit.at(self.admitted)
         clock = _grown(rounds, self.reached, waited - pause, self.running, self.own)
         ends = [*self.own]
-        ends += [clock + one[0] - _units(one, rounds, alone) for one in self.others]
+        ends += [clock + one.length - one.grown for one in self.others]
         spent = max(waited, pause)
         running = self.running + sum(map(len, self.taken))
         for end in sorted(ends):
@@ -100,11 +73,6 @@ class Resumed:
                 clock = end
             running -= 1
         return units, seconds - spent
-
-
-def _units(one: Taken, rounds: Rounds, alone: float) -> float:
-    length, progress = one
-    return min(length, progress.units(rounds, alone))
 
 
 def _grown(
@@ -141,39 +109,23 @@ def _rows(span: Span, name: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def progress_of(span: Span, items: int, expands: int, beside: float) -> dict[int, Progress]:
-    """The output items that a call has given back; none where it cannot be said how far they were.
+def grown_of(span: Span) -> dict[int, float]:
+    """The output items that a call has given back, by how far each had grown, if it says so."""
+    back = _rows(span, "given_back")
+    return dict(zip(ids_of(back[1]), map(float, back[2]), strict=False)) if len(back) == 3 else {}
+
+
+def resumed(
+    span: Span, items: int, expands: int, beside: float, known: Mapping[int, float]
+) -> Iterator[Resumed]:
+    """What a call shows of going on with begun items; nothing where they came in no known state.
 
     Args:
         span: of the call.
         items: that it took, all at its start.
         expands: output items of each.
         beside: how busy the other lanes were.
-    """
-    back = _rows(span, "given_back")
-    if not back or _was_fed(span) or _rows(span, "resumed"):
-        return {}
-    end = float(back[0])
-    pieces = [piece for piece in pieces_of(span) if piece[0] < end - SAME_MOMENT]
-    lengths = [float(length) for _, _, some in pieces for length in some]
-    done = sum(len(ids_of(ids)) for _, ids, _ in pieces)
-    if len(lengths) < done:
-        return {}
-    start = float(pieces[-1][0]) if pieces else 0.0
-    ended = tuple(float(x) for _, _, some in pieces_of(span)[len(pieces) :] for x in some)
-    running, admitted = items * expands - done, 0 if pieces else items
-    progress = Progress(max(lengths, default=0.0), end - start, running, ended, admitted, beside)
-    return dict.fromkeys(ids_of(back[1]), progress)
-
-
-def resumed(
-    span: Span, items: int, expands: int, beside: float, known: Mapping[int, Progress]
-) -> Iterator[Resumed]:
-    """What a call shows of going on with begun items; nothing where they came in no known state.
-
-    Args:
-        span, items, expands, beside: as for `progress_of`.
-        known: output items of the same step that other calls have given back.
+        known: output items of the same step that other calls have given back: how far each was.
     """
     moments = [(float(when), ids_of(ids)) for when, ids in _rows(span, "resumed")]
     begun = {item for _, some in moments for item in some}
@@ -196,9 +148,9 @@ def resumed(
             reached,
             running,
             admitted,
-            tuple(tuple((lengths[x], known[x]) for x in some) for _, some in came),
+            tuple(tuple(Taken(lengths[x], known[x]) for x in some) for _, some in came),
             own,
-            tuple((lengths[x], known[x]) for x in outputs if x in begun),
+            tuple(Taken(lengths[x], known[x]) for x in outputs if x in begun),
             beside,
         )
         if came:

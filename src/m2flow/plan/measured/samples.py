@@ -20,11 +20,10 @@ from m2flow.plan.busy import BusyLanes
 from m2flow.plan.measured.gaps import gaps, pieces_of
 from m2flow.plan.measured.observed import Call, Observed
 from m2flow.plan.measured.resuming import (
-    Progress,
     Resumed,
     came_apart,
     changed_lanes,
-    progress_of,
+    grown_of,
     resumed,
 )
 
@@ -134,20 +133,20 @@ class Samples:
         busy: BusyLanes,
     ) -> None:
         """Find out how far items were that calls gave back, and what going on with them took."""
-        known: dict[tuple[LayoutKey, object], dict[int, Progress]] = defaultdict(dict)
-        took: list[tuple[LayoutKey, tuple[Span, int, int, float]]] = []
-        counts = {id(span) for span in counted}
+        known: dict[tuple[str, object], dict[int, float]] = defaultdict(dict)
         for span in spans:
-            if span.name in nodes and changed_lanes(span):
+            known[span.name, span.args.get("step")] |= grown_of(span)
+        for span in counted:
+            if changed_lanes(span):
                 node = nodes[span.name]
-                key = (node.name, *layouts.of(node.worker, span.lane))
-                beside = busy.beside(span, layouts.gang(node.worker, span.lane))
-                call = (span, int(_number(span, "items")), node.expands, beside)
-                known[key, span.args.get("step")] |= progress_of(*call)
-                if id(span) in counts:
-                    took.append((key, call))
-        for key, call in took:
-            self.resumed[key] += resumed(*call, known[key, call[0].args.get("step")])
+                gang = layouts.gang(node.worker, span.lane)
+                self.resumed[node.name, *layouts.of(node.worker, span.lane)] += resumed(
+                    span,
+                    int(_number(span, "items")),
+                    node.expands,
+                    busy.beside(span, gang),
+                    known[span.name, span.args.get("step")],
+                )
 
     def _add_finishes(
         self, spans: Sequence[Span], nodes: Mapping[str, StageNode], layouts: _Layouts
