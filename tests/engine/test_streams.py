@@ -89,7 +89,7 @@ def test_what_one_stream_gives_back_another_one_finishes() -> None:
     assert list(pieces) == []
     assert isinstance(back, Unfinished)
     facts = first.log.facts()
-    assert facts["given_back"] == [facts["given_back"][0], "4-5", [3, 3]]  # type: ignore[index]
+    assert facts["given_back"] == [facts["given_back"][0], "4-5", [3, 3]]
 
     second = stream_of(growing)
     second.feed(back)
