@@ -47,8 +47,8 @@ TRAIN = "learner.train"
 
 def profile(call: float, item: float) -> Profile:
     """Generation takes 1 s on one lane and on two, evenly out to the end; training so much."""
-    rounds = Piecewise(((1.0, 1.0 / 32),))
-    generate = StageLayout(1, Piecewise(((1.0, 1.0),)), round=rounds)
+    rounds = Piecewise(((1.0, 1.0 / ITEMS), (ITEMS, 1.0 / ITEMS)))
+    generate = StageLayout(1, Piecewise(((1.0, 1.0), (ITEMS, 1.0))), round=rounds)
     train = StageLayout(1, Piecewise(((1.0, call + item), (ITEMS, call + item * ITEMS))))
     lengths = Quantiles(tuple(range(1, ITEMS + 1)))
     return Profile(
@@ -90,3 +90,13 @@ def test_a_decision_takes_calls_as_small_as_their_price_allows() -> None:
     fixed = build_plan("disaggregated", GRAPH, LANES, ITEMS)
     assert free.plan.stages[TRAIN].chunk < fixed.stages[TRAIN].chunk
     assert dear.plan.stages[TRAIN].chunk >= fixed.stages[TRAIN].chunk
+
+
+def test_what_running_ahead_buys_is_told_against_plans_as_fine() -> None:
+    known = profile(0.0, 0.9 / ITEMS)
+    alone = decide(GRAPH, known, LANES, ITEMS)
+    ahead = decide(GRAPH, known, LANES, ITEMS, max_staleness=1)
+    first = ahead.frontier[0]
+    assert first.plan.max_staleness == 0
+    assert first.prediction.seconds == alone.chosen.prediction.seconds
+    assert ahead.chosen.plan.max_staleness == 1

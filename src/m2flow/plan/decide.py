@@ -33,7 +33,8 @@ KEEP = 6
 """So many plans of the search are simulated."""
 
 REFINED, HALVINGS = 2, 3
-"""So many of the fastest plans are tried with one stage's calls half as large, and so often."""
+"""So many of the fastest plans of each staleness are tried with one stage's calls half as large,
+and so often."""
 
 SWITCHED = 3
 """Of so many of the fastest plans those with a switch point are simulated too."""
@@ -98,8 +99,10 @@ def decide(
         for plan, found in (*proposed, *((plan, None) for plan in fixed))
     )
     for _ in range(HALVINGS):
-        for known in judge.ranked()[:REFINED]:
-            judge.consider((plan, known.found) for plan in finer(known.plan, graph))
+        for staleness in range(max_staleness + 1):
+            alike = [one for one in judge.ranked() if one.plan.max_staleness == staleness]
+            for known in alike[:REFINED]:
+                judge.consider((plan, known.found) for plan in finer(known.plan, graph))
     for known in judge.ranked()[:SWITCHED]:
         later = with_switch_points(known.plan, graph, num_items=num_items)
         judge.consider((plan, known.found) for plan in later)
