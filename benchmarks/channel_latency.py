@@ -19,7 +19,7 @@ import ray
 from harness import Target, arguments, conclude, table
 from ray.util.queue import Queue
 
-from m2flow.runtime.channel import Channel
+from m2flow.runtime.transport.channel import Channel
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "16 MiB": 1 << 24}
 BLOCKS = 5

@@ -19,8 +19,8 @@ from harness import Target, arguments, conclude, table
 
 from m2flow.engine import Engine, LaneSpec, Placement, Plan, StagePlan
 from m2flow.engine.messages import Command, Event, Tick
-from m2flow.engine.simulated import Simulation
 from m2flow.flow import Flow, FlowGraph, Stream, Worker, stage
+from m2flow.simulation.driver import Simulation
 
 Heard: TypeAlias = tuple[Event, ...]
 """Events that are told together."""

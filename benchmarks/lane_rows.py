@@ -16,7 +16,7 @@ from m2flow import Batch, Flow, Stream, Worker, stage
 from m2flow.engine.messages import CallFinished, RunCall
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
 from m2flow.plan import parse_lanes
-from m2flow.runtime.pool import LanePool
+from m2flow.runtime.driver.pool import LanePool
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this file
 

@@ -35,10 +35,10 @@ from channel_latency import channel_rows
 from harness import Target, arguments, conclude, table
 from lane_rows import lane_rows
 
-from m2flow.engine.store import Store
 from m2flow.flow.batch import Batch, Ragged
-from m2flow.runtime.links.peers import PayloadServer, PeerAddress, Peers
-from m2flow.runtime.links.shared_memory import SharedHandle, SharedPool, SharedReader
+from m2flow.runtime.lane.store import Store
+from m2flow.runtime.transport.peers import PayloadServer, PeerAddress, Peers
+from m2flow.runtime.transport.shared_memory import SharedHandle, SharedPool, SharedReader
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "100 MiB": 100 << 20}
 LARGEST = max(SIZES.values())

@@ -35,7 +35,7 @@ from m2flow.reasoning.experiment import ReasoningExperiment
 from m2flow.reasoning.flow import GRPO, grpo_flow
 from m2flow.reasoning.verify.symbolic import same_expression
 from m2flow.reasoning.workers import ModelSource, Verifier
-from m2flow.runtime.state import MovableState, module_tensors
+from m2flow.runtime.lane.state import MovableState, module_tensors
 from m2flow.training.optimizer import AdamWConfig, SumOptimizer
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this file

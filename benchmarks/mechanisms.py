@@ -33,7 +33,7 @@ from m2flow.engine.plan import Plan
 from m2flow.errors import PlanError
 from m2flow.plan import build_plan, parse_lanes, with_memory, with_sizes
 from m2flow.plan.chunks import spread
-from m2flow.runtime.pool import LanePool
+from m2flow.runtime.driver.pool import LanePool
 
 LANES = parse_lanes("cpu:2")
 FULL, LINKS, PIPELINING = "everything on", "links off", "pipelining off"

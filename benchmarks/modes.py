@@ -34,8 +34,8 @@ from m2flow.plan import build_plan
 from m2flow.plan.decide import decide, sized
 from m2flow.plan.profile import Profile
 from m2flow.plan.simulate import simulate
-from m2flow.runtime.launch import launch
-from m2flow.runtime.pool import LanePool
+from m2flow.runtime.driver.launch import launch
+from m2flow.runtime.driver.pool import LanePool
 
 FIXED = ("collocated", "disaggregated", "hybrid")
 AUTO = "auto"

@@ -28,7 +28,7 @@ from m2flow.reasoning.experiment import ReasoningExperiment
 from m2flow.reasoning.flow import grpo_flow
 from m2flow.reasoning.learning import loss_of, trainer_config
 from m2flow.reasoning.workers import ModelSource
-from m2flow.runtime.launch import launch
+from m2flow.runtime.driver.launch import launch
 from m2flow.training.policy import PolicyTrainer
 from m2flow.training.rollouts import Rollouts
 

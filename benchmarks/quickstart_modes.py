@@ -16,7 +16,7 @@ from starting_point import quickstart
 
 from m2flow.observe.spans import where_the_time_went
 from m2flow.reasoning.flow import grpo_flow
-from m2flow.runtime.launch import Run, launch
+from m2flow.runtime.driver.launch import Run, launch
 
 MODES = ("eager", "collocated", "disaggregated", "hybrid")
 BLOCK = 5

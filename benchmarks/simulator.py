@@ -15,11 +15,11 @@ import ray
 from harness import Target, arguments, conclude, table
 from starting_point import quickstart
 
-from m2flow.engine.runner import StepResult
 from m2flow.plan.measured import Observed
 from m2flow.plan.replay import replay_steps
 from m2flow.reasoning.flow import grpo_flow
-from m2flow.runtime.launch import Run, launch
+from m2flow.runtime.driver.launch import Run, launch
+from m2flow.runtime.driver.runner import StepResult
 
 MODES = ("collocated", "disaggregated", "hybrid")
 BLOCK = 3

@@ -19,7 +19,7 @@ from harness import ROOT, Target, arguments, conclude, table
 from starting_point import quickstart
 
 from m2flow.plan import parse_lanes
-from m2flow.runtime.pool import LanePool
+from m2flow.runtime.driver.pool import LanePool
 
 MODES = ("eager", "collocated", "disaggregated")
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from harness import Target, arguments, conclude, table
 
-from m2flow.engine.inline import call_span
 from m2flow.engine.messages import CallFinished, Part, RunCall
-from m2flow.engine.runner import Report
 from m2flow.engine.spans import Span
 from m2flow.flow import Batch, Flow, Stream, stage
 from m2flow.observe.trace import StepSpans, Trace, write_trace
-from m2flow.runtime.orders import Said, from_bytes, to_bytes
+from m2flow.runtime.driver.inline import call_span
+from m2flow.runtime.driver.runner import Report
+from m2flow.runtime.lane.orders import Said, from_bytes, to_bytes
 
 
 @stage

@@ -28,15 +28,18 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = {
     **dict.fromkeys(("errors", "flow", "engine", "algorithms"), 0),
-    "plan": 1,
-    "runtime": 2,
-    **dict.fromkeys(("generation", "training", "models"), 3),
-    **dict.fromkeys(("reasoning", "embodied", "agentic"), 4),
-    **dict.fromkeys(("cli", "observe"), 5),
+    "simulation": 1,
+    "plan": 2,
+    "runtime": 3,
+    **dict.fromkeys(("rewards", "environments", "generation", "training", "models"), 4),
+    "observe": 5,
+    "reasoning": 6,
+    "workloads": 6,
+    "cli": 7,
     # The front door: what `import m2flow` and `python -m m2flow` show may come from any floor.
-    **dict.fromkeys(("__init__", "__main__"), 5),
+    **dict.fromkeys(("__init__", "__main__"), 7),
 }
-STDLIB_ONLY = ("errors", "flow", "engine")
+STDLIB_ONLY = ("errors", "flow", "engine", "simulation")
 CONTROL_PLANE = (*STDLIB_ONLY, "plan")
 HEAVY = frozenset({"torch", "ray", "transformers", "numpy", "math_verify", "reasoning_gym"})
 
@@ -120,11 +123,11 @@ def test_no_import_runs_upward(path: Path) -> None:
         ("m2flow.engine.core", "from m2flow.algorithms.sampling import derive_seed"),
         ("m2flow.plan.search", "import importlib\nimportlib.import_module('torch.nn')"),
         ("m2flow.plan.search", "from m2flow.algorithms import sampling"),
-        ("m2flow.plan.search", "from m2flow.runtime.lane import Lane"),
+        ("m2flow.plan.search", "from m2flow.runtime.lane.actor import Lane"),
         ("m2flow.algorithms.gae", "import numpy"),
         ("m2flow.algorithms.gae", "from m2flow.flow.batch import Batch"),
         ("m2flow.training.packed", "from m2flow.reasoning import grpo"),
-        ("m2flow.runtime.lane", "from m2flow import Flow"),
+        ("m2flow.runtime.lane.actor", "from m2flow import Flow"),
         ("m2flow.somewhere.new", "import json"),
     ],
 )

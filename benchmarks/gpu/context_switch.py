@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import Target, arguments, conclude, table
 
 from m2flow.flow.worker import Place
-from m2flow.runtime.state import MovableState, resident_bytes
+from m2flow.runtime.lane.state import MovableState, resident_bytes
 
 GB = 1e9
 RAW_SHARE = {"cuda": 0.8, "cpu": 0.5}

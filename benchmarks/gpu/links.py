@@ -22,9 +22,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import Target, arguments, conclude, table
 
-from m2flow.runtime.links.gpu import devices_here
-from m2flow.runtime.links.peers import LinkUnavailable, PayloadServer, PeerAddress, Peers, this_node
-from m2flow.runtime.links.shared_memory import SharedPool
+from m2flow.runtime.transport.gpu import devices_here
+from m2flow.runtime.transport.peers import (
+    LinkUnavailable,
+    PayloadServer,
+    PeerAddress,
+    Peers,
+    this_node,
+)
+from m2flow.runtime.transport.shared_memory import SharedPool
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "100 MiB": 100 << 20}
 KEY = b"a secret of this benchmark alone"

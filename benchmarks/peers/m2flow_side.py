@@ -19,7 +19,7 @@ from m2flow.reasoning.config import ReasoningRecipe
 from m2flow.reasoning.encoding import encode
 from m2flow.reasoning.flow import grpo_flow
 from m2flow.reasoning.workers import ModelSource
-from m2flow.runtime.launch import launch
+from m2flow.runtime.driver.launch import launch
 
 
 def recipe_of(settings: Settings) -> ReasoningRecipe:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from m2flow.errors import FlowError, M2FlowError, PlanError, RunFailed, UserError
-from m2flow.flow import Batch, Flow, Isolation, Place, Ragged, Stream, Worker, loop, stage
+from m2flow.flow import Batch, Flow, Isolation, Layout, Place, Ragged, Stream, Worker, loop, stage
 
 if TYPE_CHECKING:
-    from m2flow.runtime.channel import Channel
-    from m2flow.runtime.launch import Auto, Run, launch
-    from m2flow.runtime.pool import LanePool
+    from m2flow.runtime.driver.launch import Auto, Run, launch
+    from m2flow.runtime.driver.pool import LanePool
+    from m2flow.runtime.transport.channel import Channel
 
 __version__ = "0.1.0"
 
@@ -26,6 +26,7 @@ __all__ = [
     "FlowError",
     "Isolation",
     "LanePool",
+    "Layout",
     "M2FlowError",
     "Place",
     "PlanError",
@@ -43,15 +44,15 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("launch", "Run", "Auto"):
-        from m2flow.runtime import launch
+        from m2flow.runtime.driver import launch
 
         return getattr(launch, name)
     if name == "Channel":
-        from m2flow.runtime.channel import Channel
+        from m2flow.runtime.transport.channel import Channel
 
         return Channel
     if name == "LanePool":
-        from m2flow.runtime.pool import LanePool
+        from m2flow.runtime.driver.pool import LanePool
 
         return LanePool
     raise AttributeError(f"module 'm2flow' has no attribute {name!r}")

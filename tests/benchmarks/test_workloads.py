@@ -14,7 +14,7 @@ import torch
 
 from m2flow.plan import build_plan, parse_lanes, validate
 from m2flow.plan.lanes import LaneSpec
-from m2flow.runtime.launch import launch
+from m2flow.runtime.driver.launch import launch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -33,10 +33,10 @@ from m2flow.engine.messages import (
     given_back,
 )
 from m2flow.engine.plan import StagePlan
-from m2flow.engine.simulated import SimulatedRun, Simulation
 from m2flow.engine.turns import whole_step_edges
 from m2flow.flow import SOURCE, StageNode
 from m2flow.plan import validate
+from m2flow.simulation.driver import SimulatedRun, Simulation
 from tests.engine.random_cases import Case, SeededCosts, unit_items
 
 Log = list[tuple[tuple[Event, ...], list[Command]]]

@@ -12,7 +12,6 @@ import m2flow
 from m2flow import Batch, Flow, Stream, Worker, loop, stage
 from m2flow.engine import Engine, LaneSpec, Placement, Plan, StagePlan
 from m2flow.engine.fusing import fused_loops
-from m2flow.engine.host import LaneHost
 from m2flow.engine.messages import (
     CallFinished,
     CompleteStep,
@@ -26,6 +25,7 @@ from m2flow.engine.messages import (
 )
 from m2flow.errors import FlowError, UserError
 from m2flow.flow import SOURCE, FlowGraph
+from m2flow.runtime.lane.host import LaneHost
 from tests.engine.test_engine import all_of, finish, graph_of, items_of, only, plan_of
 
 LOOP = graph_of(lambda a, b, c, x: c.score(loop(a.score, b.act)(x)), "a", "b", "c")
@@ -126,7 +126,7 @@ def tidy(batch: Batch) -> Batch:
     return batch
 
 
-def run(flow: Flow, **more: Any) -> m2flow.engine.runner.StepResult:
+def run(flow: Flow, **more: Any) -> m2flow.runtime.driver.runner.StepResult:
     placements = {worker: Placement(((0,),)) for worker in flow.trace().workers}
     plan = Plan("eager", (LaneSpec(0),), placements, **more)
     with m2flow.launch(flow, items_per_step=4, plan=plan) as started:

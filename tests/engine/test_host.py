@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from m2flow.engine.host import GivenBack, LaneHost, Produced
 from m2flow.engine.messages import FeedCall, GiveBack, Part, RunCall, given_back
 from m2flow.flow import GIVE_BACK, SOURCE, Arrived, Batch, Flow, Stream, Unfinished, Worker, stage
+from m2flow.runtime.lane.host import GivenBack, LaneHost, Produced
 from tests.engine.test_streams import Meeting
 
 FLOW, STEP, CALL = "step", 0, 7

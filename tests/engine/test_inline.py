@@ -15,7 +15,7 @@ import m2flow
 from m2flow import Batch, Flow, Stream, Worker, loop, stage
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
 from m2flow.errors import UserError
-from m2flow.runtime.launch import Run
+from m2flow.runtime.driver.launch import Run
 
 
 class Generator4(Worker):

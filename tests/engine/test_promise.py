@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 import m2flow
 from m2flow import Batch, Flow, Stream, Worker, loop, stage
 from m2flow.engine import Plan, StagePlan
-from m2flow.engine.runner import StepResult
 from m2flow.errors import RunFailed, UserError
 from m2flow.plan import build_plan, parse_lanes, validate
+from m2flow.runtime.driver.runner import StepResult
 from tests.engine.random_cases import plans
 
 MODULUS = 10_007
@@ -253,7 +253,7 @@ class Slow(Worker):
 def test_a_call_that_has_ended_is_not_past_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an hour at a breakpoint: in one process nobody can tell the time meanwhile."""
     clock = [0.0]
-    monkeypatch.setattr("m2flow.engine.runner.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("m2flow.runtime.driver.runner.time.monotonic", lambda: clock[0])
     with m2flow.launch(SlowFlow(slow=Slow(clock)), items_per_step=2, lanes="cpu:1") as run:
         assert run.plan.deadline_seconds < 1000
         assert len(run.step(Batch({"x": [1, 2]})).output) == 2
@@ -275,10 +275,10 @@ class Silent:
 
 
 def test_a_run_that_has_stopped_does_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from m2flow.engine.runner import Runner
+    from m2flow.runtime.driver.runner import Runner
 
     clock = [0.0]
-    monkeypatch.setattr("m2flow.engine.runner.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("m2flow.runtime.driver.runner.time.monotonic", lambda: clock[0])
     graph = FailingFlow(failing=Failing()).trace()
     plan = build_plan("eager", graph, parse_lanes("cpu:1"), 2)
     carrier: Any = Silent(clock)

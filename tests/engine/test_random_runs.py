@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from m2flow.engine.simulated import Simulation
+from m2flow.simulation.driver import Simulation
 from tests.engine.audit import audit, simulate
 from tests.engine.random_cases import Case, cases
 

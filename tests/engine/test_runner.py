@@ -16,8 +16,8 @@ from m2flow.engine.messages import (
     StepSubmitted,
 )
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
-from m2flow.engine.runner import Report, Runner
 from m2flow.flow import Batch, Flow, Stream, Worker, stage
+from m2flow.runtime.driver.runner import Report, Runner
 
 ITEMS = 4
 

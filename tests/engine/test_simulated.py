@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from m2flow.engine import LaneSpec, Placement, Plan, StagePlan
-from m2flow.engine.simulated import SimulatedRun, Simulation
 from m2flow.engine.spans import Span
-from m2flow.engine.timing import Admitted, Plain
 from m2flow.flow import FlowGraph, loop
+from m2flow.simulation.driver import SimulatedRun, Simulation
+from m2flow.simulation.timing import Admitted, Plain
 from tests.engine.test_engine import graph_of
 from tests.engine.test_tails import GRAPH as FLOWING
 from tests.engine.test_tails import plan_of

@@ -23,9 +23,9 @@ from m2flow.engine.messages import (
     StepSubmitted,
     given_back,
 )
-from m2flow.engine.simulated import Simulation
 from m2flow.flow import GIVE_BACK, SOURCE, Arrived, Batch, Flow, Stream, Unfinished, Worker, stage
 from m2flow.plan import validate
+from m2flow.simulation.driver import Simulation
 from tests.engine.test_engine import all_of, items_of, only
 
 PAIRS = 2

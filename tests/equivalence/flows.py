@@ -23,8 +23,8 @@ from torch import Tensor
 
 import m2flow
 from m2flow import Batch, Flow, Place, Ragged, Stream, Worker, loop, stage
-from m2flow.engine.runner import StepResult
 from m2flow.flow import GIVE_BACK, Arrived, Unfinished
+from m2flow.runtime.driver.runner import StepResult
 
 MODULUS = 1_000_003
 """A prime; products of two residues fit into 64 bits."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from m2flow.plan import LaneSpec
-from m2flow.runtime.pool import LanePool
+from m2flow.runtime.driver.pool import LanePool
 from tests.equivalence import flows
 from tests.equivalence.flows import (
     Scenario,

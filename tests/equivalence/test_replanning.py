@@ -15,8 +15,8 @@ import m2flow
 from m2flow import Flow
 from m2flow.errors import UserError
 from m2flow.plan import LaneSpec, build_plan
-from m2flow.runtime.pool import LanePool
-from m2flow.runtime.run import Run
+from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.driver.run import Run
 from tests.equivalence import flows
 from tests.equivalence.flows import (
     Outcome,

@@ -20,7 +20,7 @@ from m2flow.reasoning.experiment import ReasoningExperiment
 from m2flow.reasoning.flow import grpo_flow
 from m2flow.reasoning.tasks.addition import CHARACTERS, Addition
 from m2flow.reasoning.workers import ModelSource
-from m2flow.runtime.launch import launch
+from m2flow.runtime.driver.launch import launch
 
 STEPS = 4
 

@@ -14,7 +14,7 @@ from m2flow.generation.architecture import architecture_of
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.protocol import Completion, Request, SamplingParams
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
-from m2flow.runtime.groups import LaneGroups
+from m2flow.runtime.transport.groups import LaneGroups
 from tests.generation.small_models import CONFIGS, CONTEXT, VOCAB_SIZE, drain, small_model
 from tests.training.lane_processes import LaneProcesses
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from m2flow.runtime.links.gpu import devices_here
-from m2flow.runtime.links.measure import measure_gpus
-from m2flow.runtime.links.peers import PayloadServer, PeerAddress, Peers, this_node
-from m2flow.runtime.links.shared_memory import SharedPool
+from m2flow.runtime.transport.gpu import devices_here
+from m2flow.runtime.transport.measure import measure_gpus
+from m2flow.runtime.transport.peers import PayloadServer, PeerAddress, Peers, this_node
+from m2flow.runtime.transport.shared_memory import SharedPool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

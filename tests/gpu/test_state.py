@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from m2flow.flow import Place
-from m2flow.runtime.state import MovableState, module_tensors
+from m2flow.runtime.lane.state import MovableState, module_tensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

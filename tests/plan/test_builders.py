@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2flow.engine.simulated import Simulation
 from m2flow.errors import UserError
 from m2flow.flow import Flow, FlowGraph, StageNode
 from m2flow.plan import (
@@ -25,6 +24,7 @@ from m2flow.plan import (
     validate,
     with_memory,
 )
+from m2flow.simulation.driver import Simulation
 from tests.engine.random_cases import SeededCosts
 from tests.plan.small_graphs import EVALUATE, GRAPHS, GRPO, TALKING, WATCHED, Model
 

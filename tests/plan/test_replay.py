@@ -13,7 +13,6 @@ import torch
 
 from m2flow.engine.facts import ids_of, ids_text
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
-from m2flow.engine.simulated import Simulation
 from m2flow.engine.spans import Span
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Flow, Stream, Worker, stage
@@ -23,6 +22,7 @@ from m2flow.plan.profile import Piecewise
 from m2flow.plan.replay import replay, replay_steps
 from m2flow.plan.search import search, to_plan
 from m2flow.plan.simulate_timing import ProfileTiming
+from m2flow.simulation.driver import Simulation
 from tests.plan.search.random_cases import draw
 from tests.plan.test_simulate import GRPO, LANES, LONG_TAIL, grpo_profile, lanes_of
 
@@ -171,8 +171,8 @@ class Sleeping(Flow):
 def observed() -> dict[str, Observed]:
     """The sleeping flow on two lanes, under two plans."""
     ray = pytest.importorskip("ray")
-    from m2flow.runtime.launch import launch
-    from m2flow.runtime.pool import LanePool
+    from m2flow.runtime.driver.launch import launch
+    from m2flow.runtime.driver.pool import LanePool
     from tests.runtime.local_cluster import local_cluster
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

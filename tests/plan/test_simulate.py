@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
-from m2flow.engine.virtual_stream import VirtualStream
 from m2flow.errors import UserError
 from m2flow.flow import Flow, FlowGraph, Stream, Worker, stage
 from m2flow.plan import build_plan
@@ -32,6 +31,7 @@ from m2flow.plan.search.problem import Problem
 from m2flow.plan.simulate import played, simulate
 from m2flow.plan.simulate_timing import ProfileTiming, drawn
 from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
+from m2flow.simulation.stream import VirtualStream
 from tests.plan.search.random_cases import draw
 from tests.plan.small_graphs import GRAPHS, Model, normalise, score
 

@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.algorithms.sampling import derive_seed
-from m2flow.engine.runner import StepResult
 from m2flow.engine.spans import Span
 from m2flow.errors import UserError
 from m2flow.flow import Batch
@@ -25,6 +24,7 @@ from m2flow.reasoning.encoding import Names, encode, may_not_fit
 from m2flow.reasoning.experiment import ReasoningExperiment, sample_figures, task_of
 from m2flow.reasoning.tasks import Problem
 from m2flow.reasoning.workers import ModelSource
+from m2flow.runtime.driver.runner import StepResult
 
 MakeRecipe = Any
 

@@ -21,7 +21,7 @@ from m2flow.reasoning.config import ReasoningRecipe
 from m2flow.reasoning.experiment import ReasoningExperiment
 from m2flow.reasoning.flow import recipe_flow
 from m2flow.reasoning.workers import ModelSource
-from m2flow.runtime.launch import launch
+from m2flow.runtime.driver.launch import launch
 
 STEPS = 3
 

@@ -13,8 +13,8 @@ from m2flow.plan.replay import replay_steps
 from m2flow.reasoning.experiment import ReasoningExperiment
 from m2flow.reasoning.flow import grpo_flow
 from m2flow.reasoning.workers import ModelSource
-from m2flow.runtime.launch import launch
-from m2flow.runtime.pool import LanePool
+from m2flow.runtime.driver.launch import launch
+from m2flow.runtime.driver.pool import LanePool
 from tests.reasoning.conftest import MakeRecipe
 from tests.runtime.local_cluster import local_cluster
 

@@ -23,7 +23,7 @@ from m2flow.reasoning.workers import (
     gae,
     group_advantage,
 )
-from m2flow.runtime.state import resident_bytes
+from m2flow.runtime.lane.state import resident_bytes
 from m2flow.training import checkpoint
 
 MakeRecipe = Callable[..., Any]

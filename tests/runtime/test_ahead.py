@@ -8,7 +8,7 @@ import pytest
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
-from m2flow.runtime.ahead import LanesAhead
+from m2flow.runtime.driver.ahead import LanesAhead
 from tests.runtime.local_cluster import local_cluster
 
 

@@ -21,8 +21,8 @@ import m2flow
 from m2flow import Batch, Flow, Place, Stream, Worker, stage
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import PlanError, RunFailed, UserError
-from m2flow.runtime.launch import Run
-from m2flow.runtime.pool import LanePool
+from m2flow.runtime.driver.launch import Run
+from m2flow.runtime.driver.pool import LanePool
 from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")

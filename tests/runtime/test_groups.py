@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from m2flow.errors import RunFailed
-from m2flow.runtime import groups as module
-from m2flow.runtime.groups import LaneGroups, choose_interface, interface_of, lane_sets_of
+from m2flow.runtime.transport import groups as module
+from m2flow.runtime.transport.groups import LaneGroups, choose_interface, interface_of, lane_sets_of
 from tests.training.lane_processes import LaneProcesses
 
 

@@ -16,7 +16,7 @@ from m2flow import Batch, Flow, Stream, Worker, stage
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed
 from m2flow.flow.worker import Isolation
-from m2flow.runtime.launch import Run
+from m2flow.runtime.driver.launch import Run
 from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")

@@ -20,10 +20,10 @@ import torch
 import m2flow
 from m2flow import Batch, Flow, Stream, Worker, stage
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
-from m2flow.engine.runner import StepResult
 from m2flow.errors import RunFailed, UserError
-from m2flow.runtime.launch import Run
-from m2flow.runtime.pool import LanePool
+from m2flow.runtime.driver.launch import Run
+from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.driver.runner import StepResult
 from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")

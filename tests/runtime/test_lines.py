@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from m2flow.runtime.lines import LauncherLine, Line, LineClosed, Waiting, connect
+from m2flow.runtime.transport.lines import LauncherLine, Line, LineClosed, Waiting, connect
 
 KEY = b"k" * 32
 

@@ -19,15 +19,15 @@ import torch
 import m2flow
 from m2flow import Batch, Flow, Place, Stream, Worker, stage
 from m2flow.engine.plan import LaneSpec, Placement, Plan
-from m2flow.engine.runner import StepResult
 from m2flow.errors import PlanError, RunFailed, UserError
-from m2flow.runtime.pool import LanePool
-from m2flow.runtime.state import (
+from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.driver.runner import StepResult
+from m2flow.runtime.lane.state import (
     MovableState,
     peak_resident_bytes,
     reset_peak_resident_bytes,
 )
-from m2flow.runtime.state.memory import return_free_memory
+from m2flow.runtime.lane.state.memory import return_free_memory
 from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")

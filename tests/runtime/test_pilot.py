@@ -14,8 +14,8 @@ from m2flow import Batch, Flow, Stream, Worker, stage
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.plan.profile import Piecewise, Profile, StageLayout, StageProfile
-from m2flow.runtime.auto import Auto
-from m2flow.runtime.pool import LanePool
+from m2flow.runtime.driver.auto import Auto
+from m2flow.runtime.driver.pool import LanePool
 from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")

@@ -21,20 +21,20 @@ import m2flow
 from m2flow import Batch, Flow, Stream, Worker, stage
 from m2flow.engine.messages import InstallWeights
 from m2flow.engine.plan import LaneSpec, Placement, Plan
-from m2flow.engine.runner import StepResult
 from m2flow.errors import RunFailed, UserError
-from m2flow.runtime.links.shared_memory import SharedPool, SharedReader
-from m2flow.runtime.links.table import LinkCost, LinkTable
-from m2flow.runtime.orders import Export, Sends
-from m2flow.runtime.publishing.publisher import MEASURED_SECOND, Publisher
-from m2flow.runtime.publishing.relay import Relay, RelayKey
-from m2flow.runtime.publishing.snapshot import LayoutCache
-from m2flow.runtime.publishing.source import LayoutKey, WeightsKey, WeightsOut
-from m2flow.runtime.publishing.target import WeightsIn
+from m2flow.runtime.driver.runner import StepResult
+from m2flow.runtime.lane.orders import Export, Sends
+from m2flow.runtime.transport.shared_memory import SharedPool, SharedReader
+from m2flow.runtime.transport.table import LinkCost, LinkTable
 from m2flow.runtime.weights import Box, Shard
 from m2flow.runtime.weights.bits import checksum
 from m2flow.runtime.weights.delta import DeltaDecoder
+from m2flow.runtime.weights.publisher import MEASURED_SECOND, Publisher
 from m2flow.runtime.weights.rates import Rates
+from m2flow.runtime.weights.relay import Relay, RelayKey
+from m2flow.runtime.weights.snapshot import LayoutCache
+from m2flow.runtime.weights.source import LayoutKey, WeightsKey, WeightsOut
+from m2flow.runtime.weights.target import WeightsIn
 
 ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this module
@@ -145,7 +145,7 @@ class Publishing(Flow):
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Any]:
-    from m2flow.runtime.pool import LanePool
+    from m2flow.runtime.driver.pool import LanePool
 
     with LanePool([LaneSpec(number) for number in range(3)]) as lanes:
         yield lanes
@@ -196,7 +196,7 @@ def test_the_same_weights_whatever_the_way(
 
 @pytest.mark.usefixtures("pool")
 def test_the_same_weights_by_way_of_the_object_store() -> None:
-    from m2flow.runtime.pool import LanePool
+    from m2flow.runtime.driver.pool import LanePool
 
     with LanePool([LaneSpec(number) for number in range(3)], link="object") as lanes:
         for method, taken in ((None, "copy"), ("delta", "delta")):

@@ -23,17 +23,17 @@ from torch import Tensor, nn
 
 from m2flow.errors import RunFailed
 from m2flow.flow import Place
-from m2flow.runtime.state import (
+from m2flow.runtime.lane.state import (
     MovableState,
     module_tensors,
     peak_resident_bytes,
     reset_peak_resident_bytes,
     resident_bytes,
 )
-from m2flow.runtime.state import spill as spill_module
-from m2flow.runtime.state.host_memory import HostMemoryShelf
-from m2flow.runtime.state.memory import return_free_memory
-from m2flow.runtime.state.storages import all_zero
+from m2flow.runtime.lane.state import spill as spill_module
+from m2flow.runtime.lane.state.host_memory import HostMemoryShelf
+from m2flow.runtime.lane.state.memory import return_free_memory
+from m2flow.runtime.lane.state.storages import all_zero
 
 MB = 1 << 20
 
@@ -366,7 +366,7 @@ def test_a_process_that_dies_leaves_nothing(tmp_path: Path) -> None:
 import os, sys, torch
 from pathlib import Path
 from m2flow.flow import Place
-from m2flow.runtime.state import MovableState
+from m2flow.runtime.lane.state import MovableState
 tensor = torch.ones(1000)
 state = MovableState(lambda: [tensor], Place(spill=Path(sys.argv[1])))
 state.offload()

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from m2flow.runtime.groups import LaneGroups, free_port
+from m2flow.runtime.transport.groups import LaneGroups, free_port
 
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 TIMEOUT_SECONDS = 60.0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from m2flow.algorithms.grpo import GRPO
 from m2flow.errors import UserError
 from m2flow.flow import Place
-from m2flow.runtime.state import MovableState
+from m2flow.runtime.lane.state import MovableState
 from m2flow.training.optimizer import AdamWConfig, NotFinite
 from m2flow.training.packing import Sharing
 from m2flow.training.policy import PolicyTrainer, PolicyTrainerConfig, logprobs_of

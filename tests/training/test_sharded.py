@@ -23,8 +23,8 @@ from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.models.tokenizer import character_tokenizer
 from m2flow.reasoning.config import ReasoningRecipe
 from m2flow.reasoning.workers import Learner, ModelSource, Reference
-from m2flow.runtime.groups import LaneGroups, lane_sets_of
-from m2flow.runtime.links.wire import pack
+from m2flow.runtime.transport.groups import LaneGroups, lane_sets_of
+from m2flow.runtime.transport.wire import pack
 from m2flow.runtime.weights.delta import DeltaEncoder
 from m2flow.runtime.weights.layout import local_tensor
 from m2flow.training import checkpoint

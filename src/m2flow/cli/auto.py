@@ -11,8 +11,8 @@ from m2flow.cli.profile_key import profile_key
 from m2flow.plan.explaining import decision_document, explained, summary
 from m2flow.plan.profile_files import to_json
 from m2flow.reasoning.flow import recipe_flow
-from m2flow.runtime.auto import Auto
-from m2flow.runtime.launch import launch
+from m2flow.runtime.driver.auto import Auto
+from m2flow.runtime.driver.launch import launch
 from m2flow.runtime.profiling import obtain
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from m2flow.plan.prediction import Decision
     from m2flow.reasoning.experiment import ReasoningExperiment
     from m2flow.reasoning.workers import ModelSource
-    from m2flow.runtime.pool import LanePool
-    from m2flow.runtime.run import Run
+    from m2flow.runtime.driver.pool import LanePool
+    from m2flow.runtime.driver.run import Run
 
 QUICK_SECONDS = 3.0
 """What would change a choice is written down where the choice itself was made so quickly: to find

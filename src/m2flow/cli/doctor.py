@@ -83,7 +83,7 @@ def run_doctor(*, as_json: bool = False) -> int:
 
 def run_links(*, as_json: bool = False) -> int:
     """Print what the ways between lanes cost, measured now, as a table or as JSON."""
-    from m2flow.runtime.links.survey import survey
+    from m2flow.runtime.transport.survey import survey
 
     table = survey()
     if as_json:

@@ -138,7 +138,7 @@ def _measured(
 ) -> Obtained:
     started = time.monotonic()
     from m2flow.cli.train import WORKERS_NEED
-    from m2flow.runtime.ahead import LanesAhead
+    from m2flow.runtime.driver.ahead import LanesAhead
 
     with LanesAhead(_with_reserved(recipe, lanes), WORKERS_NEED) as ahead:
         from m2flow.reasoning.experiment import ReasoningExperiment

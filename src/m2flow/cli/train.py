@@ -19,7 +19,7 @@ from m2flow.plan import describe_plan
 from m2flow.reasoning.config import ReasoningRecipe
 
 if TYPE_CHECKING:
-    from m2flow.runtime.ahead import LanesAhead
+    from m2flow.runtime.driver.ahead import LanesAhead
 
 WORKERS_NEED = (
     "m2flow.models.causal_lm",
@@ -94,7 +94,7 @@ def _lanes_ahead(mode: str, lanes: Sequence[LaneSpec]) -> Iterator[LanesAhead | 
     if mode == "eager":
         yield None
         return
-    from m2flow.runtime.ahead import LanesAhead
+    from m2flow.runtime.driver.ahead import LanesAhead
 
     with LanesAhead(lanes, WORKERS_NEED) as ahead:
         yield ahead

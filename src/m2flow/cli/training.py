@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from m2flow.cli.planning import AUTO_MODE
 from m2flow.cli.resume import step_of
 from m2flow.engine.plan import Plan
-from m2flow.engine.runner import StepResult
 from m2flow.observe.loggers import Loggers, make_loggers
 from m2flow.observe.machine import describe_machine
 from m2flow.observe.progress import TrainProgress
@@ -19,13 +18,14 @@ from m2flow.observe.timeline import Timeline
 from m2flow.plan import to_json
 from m2flow.reasoning.flow import recipe_flow
 from m2flow.reasoning.saving import save_checkpoint
+from m2flow.runtime.driver.runner import StepResult
 
 if TYPE_CHECKING:
     from m2flow.flow import Batch, Flow
     from m2flow.reasoning.experiment import ReasoningExperiment
     from m2flow.reasoning.workers import ModelSource
-    from m2flow.runtime.ahead import LanesAhead
-    from m2flow.runtime.launch import Run
+    from m2flow.runtime.driver.ahead import LanesAhead
+    from m2flow.runtime.driver.launch import Run
 
 WARMUP = "warmup"
 """Folder in the run directory of the model that reinforcement begins with, if it is made here."""
@@ -151,7 +151,7 @@ class Training:
 
     def _launched(self, flow: Flow, model: ModelSource, also: Mapping[str, int]) -> Run:
         """The flow on its lanes, under the plan that was given or the best one."""
-        from m2flow.runtime.launch import launch
+        from m2flow.runtime.driver.launch import launch
 
         items = self.recipe.prompts_per_step
         if self.lanes is None:

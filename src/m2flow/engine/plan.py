@@ -45,11 +45,14 @@ class Placement:
         state_bytes: what its state takes on each lane while it is resident.
         working_bytes: what a call of a stage, or its `finish`, takes there beside the state, at
             most.
+        layout: name of the layout of each replica, as the worker declares it
+            (`m2flow.flow.worker.Layout`).
     """
 
     replicas: tuple[tuple[int, ...], ...]
     state_bytes: int = 0
     working_bytes: int = 0
+    layout: str = "one"
 
     @property
     def lanes(self) -> tuple[int, ...]:

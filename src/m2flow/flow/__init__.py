@@ -6,10 +6,11 @@ from m2flow.flow.graph import SOURCE, FlowGraph, LoopSpec, StageNode, WeightEdge
 from m2flow.flow.stage import BoundStage, Stage, StageSpec, stage
 from m2flow.flow.streaming import GIVE_BACK, Arrived, Unfinished
 from m2flow.flow.trace import Stream, loop
-from m2flow.flow.worker import Gang, Isolation, Place, Worker
+from m2flow.flow.worker import ONE_LANE, Gang, Isolation, Layout, Place, Worker
 
 __all__ = [
     "GIVE_BACK",
+    "ONE_LANE",
     "SOURCE",
     "Arrived",
     "Batch",
@@ -18,6 +19,7 @@ __all__ = [
     "FlowGraph",
     "Gang",
     "Isolation",
+    "Layout",
     "LoopSpec",
     "Place",
     "Ragged",

@@ -25,6 +25,37 @@ def _no_mesh() -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class Layout:
+    """One way in which a replica of a worker can lie on its lanes.
+
+    Whoever plans knows a layout's name, its number of lanes, its price and its memory; what the
+    name means only the worker knows.
+
+    Attributes:
+        name: unique among the layouts of the worker, such as "one", "fsdp4" or "tp2.fsdp2".
+        lanes: lanes of one replica; they take part together in each of its calls.
+        divisions: (quantity, count, divisor) for each quantity of the model that the layout
+            divides, such as ("key-value heads", 8, 2). The layout is possible if every divisor
+            divides its count.
+    """
+
+    name: str = "one"
+    lanes: int = 1
+    divisions: tuple[tuple[str, int, int], ...] = ()
+
+    def obstacle(self) -> str | None:
+        """Say which quantity cannot be divided as the layout needs it; None if all can."""
+        for quantity, count, divisor in self.divisions:
+            if count % divisor:
+                return f"{count} {quantity} cannot be divided by {divisor}"
+        return None
+
+
+ONE_LANE = Layout()
+"""The layout that every worker has: a whole copy on one lane."""
+
+
+@dataclass(frozen=True, slots=True)
 class Gang:
     """The lanes that take part together in each call of a replica.
 
@@ -33,6 +64,7 @@ class Gang:
         size: lanes of the gang; 1 where each replica is a single lane.
         replica: which replica the gang is.
         num_replicas: how many there are.
+        layout: name of the layout in which the replica lies on its lanes.
         mesh: makes the `torch.distributed.DeviceMesh` of shape (num_replicas, size), with the
             dimensions "replicate" and "shard". Collective: the worker's lanes call it in `load`.
     """
@@ -41,6 +73,7 @@ class Gang:
     size: int = 1
     replica: int = 0
     num_replicas: int = 1
+    layout: str = ONE_LANE.name
     mesh: Callable[[], Any] = _no_mesh
 
 
@@ -98,6 +131,18 @@ class Worker:
     """Set by a worker whose lanes communicate within a call on a gang, as those of a sharded model
     do. A lane takes part in each call then, if need be with a Batch of no items. A streaming stage
     gets the same items on all of them, and must do the same with them."""
+
+    def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
+        """Layouts that this worker knows for replicas of at most `lanes` lanes of one kind.
+
+        Asked of a worker that is not loaded, in the process that plans. A layout with an obstacle
+        is listed as well, so that a refusal can name the obstacle.
+
+        Args:
+            kind: kind of the lanes, such as "cpu", "gpu" or "h100".
+            lanes: the most lanes a replica may have.
+        """
+        return (ONE_LANE,)
 
     def fits_gang(self, size: int) -> bool:
         """Whether a replica may be a gang of so many lanes (at least 2) in plans that are tried.

@@ -31,7 +31,7 @@ from m2flow.generation.protocol import Completion, FinishReason, Request
 from m2flow.generation.running import RunningBatch
 from m2flow.generation.sequence import RunningSequence
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
-from m2flow.runtime.state import MovableState
+from m2flow.runtime.lane.state import MovableState
 from m2flow.runtime.weights.boxes import Box
 
 # Bytes that the processor reads from the cache in the time that one more set of kernels costs.

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 
 from m2flow.engine.messages import ExportWeights, InstallWeights, LaneCommand, RunFinish
 from m2flow.engine.plan import Plan
-from m2flow.engine.simulated import Simulation
-from m2flow.engine.timing import Admitted, Transfer
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.plan.measured import Observed, fit
@@ -25,6 +23,8 @@ from m2flow.plan.replay_record import Record, taken_apart
 from m2flow.plan.replay_spans import command_key
 from m2flow.plan.simulate_account import predicted
 from m2flow.plan.simulate_timing import ProfileTiming
+from m2flow.simulation.driver import Simulation
+from m2flow.simulation.timing import Admitted, Transfer
 
 
 class RecordedTiming(ProfileTiming):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from m2flow.engine.plan import Plan
-from m2flow.engine.simulated import SimulatedRun, Simulation
 from m2flow.engine.spans import Span
 from m2flow.flow.graph import FlowGraph
 from m2flow.plan.busy import as_beside, is_crowded, mean_beside
@@ -19,6 +18,7 @@ from m2flow.plan.profile import Profile
 from m2flow.plan.simulate_account import predicted
 from m2flow.plan.simulate_timing import ProfileTiming
 from m2flow.plan.units import Bytes, Items
+from m2flow.simulation.driver import SimulatedRun, Simulation
 
 
 def simulate(

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from m2flow.engine.plan import Plan
-from m2flow.engine.simulated import SimulatedRun
 from m2flow.engine.spans import Span
 from m2flow.plan.prediction import Prediction
 from m2flow.plan.units import Bytes, Seconds
+from m2flow.simulation.driver import SimulatedRun
 
 TERMS = ("compute", "switching", "publishing", "links", "waiting")
 TERM_OF = {

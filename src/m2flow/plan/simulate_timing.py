@@ -14,11 +14,11 @@ from functools import cache
 
 from m2flow.engine.messages import ExportWeights, InstallWeights, LaneCommand, RunFinish
 from m2flow.engine.plan import Plan, StagePlan
-from m2flow.engine.timing import Admitted, Transfer
 from m2flow.errors import UserError
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 from m2flow.plan.profile import Profile, StageLayout, WorkerLayout
 from m2flow.plan.units import Bytes, Items
+from m2flow.simulation.timing import Admitted, Transfer
 
 HANDED_ON = 4
 """A stage that knows lengths hands its items on once they are 1 / HANDED_ON of those at work: many

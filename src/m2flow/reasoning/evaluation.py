@@ -77,7 +77,7 @@ def evaluate_file(
     on_bad_row: OnBadRow,
 ) -> Scores:
     """Score a model on a JSON lines file; see `m2flow.cli.evaluate` for the arguments."""
-    from m2flow.runtime.launch import launch
+    from m2flow.runtime.driver.launch import launch
 
     problems = read_problems(data, template=template, on_bad_row=on_bad_row)[:limit]
     source = ModelSource(str(model_folder(model)))

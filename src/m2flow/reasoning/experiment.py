@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from m2flow.algorithms.sampling import derive_seed
-from m2flow.engine.runner import StepResult
 from m2flow.errors import UserError
 from m2flow.flow import Batch
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_model, load_tokenizer
@@ -25,6 +24,7 @@ from m2flow.reasoning.config import ReasoningRecipe
 from m2flow.reasoning.encoding import Names, config_of, context_of, encode, may_not_fit, token_rows
 from m2flow.reasoning.tasks import DemonstratedTask, Problem, Task, make_task
 from m2flow.reasoning.workers import ModelSource
+from m2flow.runtime.driver.runner import StepResult
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.supervised import Progress, SupervisedConfig, train_supervised
 

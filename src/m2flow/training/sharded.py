@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow.worker import Gang
-from m2flow.runtime.groups import sum_over
+from m2flow.runtime.transport.groups import sum_over
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -10,7 +10,6 @@ import pytest
 
 from m2flow.engine.facts import ids_of
 from m2flow.engine.plan import LaneSpec, Plan
-from m2flow.engine.simulated import Simulation
 from m2flow.engine.spans import Span, SpanKind
 from m2flow.errors import UserError
 from m2flow.flow import FlowGraph, stage
@@ -31,6 +30,7 @@ from m2flow.plan.profile import (
 )
 from m2flow.plan.simulate_timing import ProfileTiming
 from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
+from m2flow.simulation.driver import Simulation
 from tests.plan.small_graphs import GRAPHS, Grpo, Model, Trainer
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from m2flow.errors import UserError
-from m2flow.runtime.channel import (
+from m2flow.runtime.transport.channel import (
     Channel,
     ChannelClosed,
     ChannelEmpty,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from m2flow.errors import UserError
-from m2flow.runtime.channel import Channel, ChannelFull, ChannelLost
+from m2flow.runtime.transport.channel import Channel, ChannelFull, ChannelLost
 
 ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors cannot import this module

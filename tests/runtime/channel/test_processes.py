@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from m2flow.flow.batch import Batch, Ragged
-from m2flow.runtime.channel import Channel, ChannelClosed, ChannelEmpty, ChannelLost
-from m2flow.runtime.channel.connection import Connection, Request
-from m2flow.runtime.channel.protocol import Operation, encoded
+from m2flow.runtime.transport.channel import Channel, ChannelClosed, ChannelEmpty, ChannelLost
+from m2flow.runtime.transport.channel.connection import Connection, Request
+from m2flow.runtime.transport.channel.protocol import Operation, encoded
 
 SPAWN = multiprocessing.get_context("spawn")
 SOON = 20.0

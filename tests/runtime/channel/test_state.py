@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2flow.runtime.channel.state import Answer, ChannelState, Item, Outcome
+from m2flow.runtime.transport.channel.state import Answer, ChannelState, Item, Outcome
 
 MAX_ITEMS, MAX_BYTES = 3, 40
 TICKETS = frozenset(range(8))

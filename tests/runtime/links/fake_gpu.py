@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m2flow.runtime.links.cuda_ipc import CudaIPC, Handle
-from m2flow.runtime.links.devices import DeviceLink, Devices
+from m2flow.runtime.transport.cuda_ipc import CudaIPC, Handle
+from m2flow.runtime.transport.devices import DeviceLink, Devices
 
 
 class FakeDriver:

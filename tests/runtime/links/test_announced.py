@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
-from m2flow.runtime.links.announced import HOLDER, TAKER, Announced, Meeting
-from m2flow.runtime.links.devices import LinkRefused, LinkStalled, Standing
-from m2flow.runtime.links.nccl import _Works
-from m2flow.runtime.links.peers import PayloadServer, PeerLost, Peers
-from m2flow.runtime.links.table import LinkCost, LinkTable
+from m2flow.runtime.transport.announced import HOLDER, TAKER, Announced, Meeting
+from m2flow.runtime.transport.devices import LinkRefused, LinkStalled, Standing
+from m2flow.runtime.transport.nccl import _Works
+from m2flow.runtime.transport.peers import PayloadServer, PeerLost, Peers
+from m2flow.runtime.transport.table import LinkCost, LinkTable
 from tests.runtime.links.fake_gpu import FakeDriver, FakeGPU
 
 KEY = b"between us"

@@ -19,20 +19,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.flow.batch import Batch, Ragged
-from m2flow.runtime.links.cargo import OWN_PIECE_BYTES, device_bytes, load
-from m2flow.runtime.links.cuda_ipc import CudaIPC, _second_storage, _Torch
-from m2flow.runtime.links.devices import (
+from m2flow.runtime.transport.cargo import OWN_PIECE_BYTES, device_bytes, load
+from m2flow.runtime.transport.cuda_ipc import CudaIPC, _second_storage, _Torch
+from m2flow.runtime.transport.devices import (
     STAGED,
     LinkRefused,
     Standing,
     choose_way,
     scope_between,
 )
-from m2flow.runtime.links.measure import completed, measure, who_measures
-from m2flow.runtime.links.peers import LinkUnavailable, PayloadServer, Peers, TestPayload
-from m2flow.runtime.links.shared_memory import SharedPool
-from m2flow.runtime.links.table import LinkCost, LinkTable
-from m2flow.runtime.links.wire import pack, unpack
+from m2flow.runtime.transport.measure import completed, measure, who_measures
+from m2flow.runtime.transport.peers import LinkUnavailable, PayloadServer, Peers, TestPayload
+from m2flow.runtime.transport.shared_memory import SharedPool
+from m2flow.runtime.transport.table import LinkCost, LinkTable
+from m2flow.runtime.transport.wire import pack, unpack
 from tests.runtime.links.fake_gpu import FakeDriver, FakeGPU
 
 KEY = b"between us"

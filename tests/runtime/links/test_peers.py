@@ -20,8 +20,8 @@ import torch
 
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch, Ragged
-from m2flow.runtime.links.messages import Frame, Wire
-from m2flow.runtime.links.peers import (
+from m2flow.runtime.transport.messages import Frame, Wire
+from m2flow.runtime.transport.peers import (
     LinkUnavailable,
     PayloadServer,
     PeerAddress,
@@ -29,9 +29,9 @@ from m2flow.runtime.links.peers import (
     Peers,
     TestPayload,
 )
-from m2flow.runtime.links.shared_memory import SharedPool, sweep
-from m2flow.runtime.links.table import LinkCost, LinkTable
-from m2flow.runtime.links.wire import UnsendableError
+from m2flow.runtime.transport.shared_memory import SharedPool, sweep
+from m2flow.runtime.transport.table import LinkCost, LinkTable
+from m2flow.runtime.transport.wire import UnsendableError
 
 KEY = b"between us"
 BATCH = Batch(

@@ -21,15 +21,15 @@ import pytest
 import torch
 
 from m2flow.flow.batch import Batch, Ragged
-from m2flow.runtime.links import blocks
-from m2flow.runtime.links.shared_memory import (
+from m2flow.runtime.transport import blocks
+from m2flow.runtime.transport.shared_memory import (
     PoolFull,
     SharedHandle,
     SharedPool,
     SharedReader,
     sweep,
 )
-from m2flow.runtime.links.wire import UnsendableError, pack
+from m2flow.runtime.transport.wire import UnsendableError, pack
 
 MIB = 1 << 20
 
@@ -376,7 +376,7 @@ def test_another_process_reads_and_its_end_gives_back(pool: SharedPool) -> None:
 
 def test_a_reader_that_ends_gives_back_what_it_holds(pool: SharedPool) -> None:
     code = (
-        "import sys; from m2flow.runtime.links.shared_memory import SharedHandle, SharedReader;"
+        "import sys; from m2flow.runtime.transport.shared_memory import SharedHandle, SharedReader;"
         "data = sys.stdin.buffer.read(); reader = SharedReader();"
         "held = reader.read(SharedHandle.from_bytes(data)); print(float(held.sum()))"
     )
@@ -417,7 +417,7 @@ def test_a_killed_owner_is_swept(prefix: str, reader: SharedReader) -> None:
 
 def test_an_owner_that_ends_without_closing_leaves_nothing(prefix: str) -> None:
     code = (
-        "import torch; from m2flow.runtime.links.shared_memory import SharedPool;"
+        "import torch; from m2flow.runtime.transport.shared_memory import SharedPool;"
         f"pool = SharedPool({prefix!r}); pool.write(torch.ones(3)); print('wrote')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from m2flow.runtime.links.measure import measure, reference_cost
-from m2flow.runtime.links.peers import PayloadServer, Peers
-from m2flow.runtime.links.shared_memory import SharedPool
-from m2flow.runtime.links.table import SCOPES, LinkCost, LinkTable
+from m2flow.runtime.transport.measure import measure, reference_cost
+from m2flow.runtime.transport.peers import PayloadServer, Peers
+from m2flow.runtime.transport.shared_memory import SharedPool
+from m2flow.runtime.transport.table import SCOPES, LinkCost, LinkTable
 
 costs = st.builds(
     LinkCost,

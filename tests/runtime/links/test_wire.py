@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.flow.batch import Batch, Ragged
-from m2flow.runtime.links.wire import UnsendableError, pack, unpack
+from m2flow.runtime.transport.wire import UnsendableError, pack, unpack
 
 DTYPES = [
     torch.float32,

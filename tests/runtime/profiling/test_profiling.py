@@ -17,7 +17,7 @@ from m2flow.plan.measured import fit_to, trial_plans
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile_files import to_json
 from m2flow.plan.units import Seconds
-from m2flow.runtime.pool import LanePool
+from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.profiling import cached, keep, measure_flow, obtain, stored_at
 from m2flow.runtime.profiling.session import Session
 from tests.runtime.local_cluster import local_cluster

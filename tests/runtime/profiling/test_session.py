@@ -12,8 +12,8 @@ import pytest
 
 from m2flow import Batch
 from m2flow.engine.plan import LaneSpec, Plan
-from m2flow.engine.runner import StepResult
 from m2flow.plan.measured import trial_plans
+from m2flow.runtime.driver.runner import StepResult
 from m2flow.runtime.profiling import session as session_file
 from m2flow.runtime.profiling.session import ROUNDS, TOO_SLOW, Session
 from tests.plan.small_graphs import GRPO

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2flow.runtime.links.table import LinkCost, LinkTable
+from m2flow.runtime.transport.table import LinkCost, LinkTable
 from m2flow.runtime.weights.buckets import ALIGNMENT, pack
 from m2flow.runtime.weights.choose import Publish, choose
 from m2flow.runtime.weights.rates import Rates

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from m2flow.engine.plan import Plan
-from m2flow.engine.runner import StepResult
 from m2flow.engine.spans import Span
+from m2flow.runtime.driver.runner import StepResult
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ class Reference(Worker):
 
     def load(self, place: Place) -> None:
         super().load(place)
-        from m2flow.runtime.state import MovableState, module_tensors
+        from m2flow.runtime.lane.state import MovableState, module_tensors
 
         self.policy, self.shards = divided(place, self.model.load)
         self.state = MovableState(lambda: module_tensors(self.policy), place, frozen=True)

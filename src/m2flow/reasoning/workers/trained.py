@@ -59,7 +59,7 @@ class Trained(Worker):
             load: gives the model on a device.
             make_trainer: gives its trainer, from the model and how it is divided.
         """
-        from m2flow.runtime.state import MovableState
+        from m2flow.runtime.lane.state import MovableState
         from m2flow.training.checkpoint import load_trainer_state
 
         self.policy, self.shards = divided(place, load)

@@ -20,7 +20,7 @@ from m2flow.plan.units import BytesPerSecond, Seconds
 from m2flow.runtime.profiling.session import Session
 
 if TYPE_CHECKING:
-    from m2flow.runtime.pool import LanePool
+    from m2flow.runtime.driver.pool import LanePool
 
 BUDGET_SECONDS = 60.0
 
@@ -118,7 +118,7 @@ def _pool(
     lanes: str | Sequence[LaneSpec] | LanePool, plan: Plan, flow: Flow
 ) -> AbstractContextManager[LanePool]:
     """The given lanes, left up; or those of a plan, started for this."""
-    from m2flow.runtime.pool import LanePool
+    from m2flow.runtime.driver.pool import LanePool
 
     if isinstance(lanes, LanePool):
         return nullcontext(lanes)

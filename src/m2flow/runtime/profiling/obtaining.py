@@ -18,7 +18,7 @@ from m2flow.runtime.profiling.measuring import BUDGET_SECONDS, measure_flow
 from m2flow.runtime.profiling.stored import Key
 
 if TYPE_CHECKING:
-    from m2flow.runtime.pool import LanePool
+    from m2flow.runtime.driver.pool import LanePool
 
     Lanes: TypeAlias = str | Sequence[LaneSpec] | LanePool | Callable[[], LanePool]
     """Where to measure; a function is called when nothing else gives a profile."""

@@ -15,7 +15,6 @@ from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
 from m2flow.engine.plan import Plan
-from m2flow.engine.runner import StepResult
 from m2flow.engine.spans import Span
 from m2flow.flow.batch import Batch
 from m2flow.flow.flow import Flow
@@ -23,11 +22,12 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.plan.measured import Evidence, Observed
 from m2flow.plan.measured.curves import NEAR
 from m2flow.plan.measured.samples import LayoutKey
-from m2flow.runtime.launch import launch
+from m2flow.runtime.driver.launch import launch
+from m2flow.runtime.driver.runner import StepResult
 
 if TYPE_CHECKING:
-    from m2flow.runtime.pool import LanePool
-    from m2flow.runtime.run import Run
+    from m2flow.runtime.driver.pool import LanePool
+    from m2flow.runtime.driver.run import Run
 
 GOOD_ERROR = 0.03
 """Relative standard error with which the typical time of every call that matters is known."""
@@ -203,7 +203,7 @@ class Session:
             self._have_gauged(on=False)
 
     def _have_gauged(self, *, on: bool) -> None:
-        from m2flow.runtime.orders import GaugeMemory
+        from m2flow.runtime.lane.orders import GaugeMemory
 
         for lane in self.pool.lanes:
             self.pool.send(lane.id, GaugeMemory(on))

@@ -25,7 +25,7 @@ INDEX_BYTES = 2
 
 
 class Links(Protocol):
-    """The measured links, as far as this module needs them; `m2flow.runtime.links.table` has it."""
+    """The part of `m2flow.runtime.transport.table` that this module needs."""
 
     def kinds(self, scope: Scope, /) -> Iterable[str]:
         """The ways there are between lanes this far apart."""

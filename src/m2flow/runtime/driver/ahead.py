@@ -1,0 +1,66 @@
+"""`LanesAhead`: lanes that start while the launcher does something else.
+
+Ray and the lanes' processes take seconds to come up, and so do a launcher's own imports, data and
+warm-up; none of them needs the other. What goes wrong with the lanes is raised when they are asked
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from m2flow.engine.plan import LaneSpec
+
+if TYPE_CHECKING:
+    from m2flow.runtime.driver.pool import LanePool
+
+
+class LanesAhead:
+    """Use as a context manager: the lanes end with it.
+
+    Args:
+        lanes: what to start.
+        modules: what the lanes import meanwhile, because workers will need it.
+    """
+
+    def __init__(self, lanes: Sequence[LaneSpec], modules: Sequence[str] = ()) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lanes ahead")
+        self._pool: Future[LanePool] = self._thread.submit(_start, lanes, modules)
+
+    def pool(self) -> LanePool:
+        """The lanes, as soon as they are up.
+
+        Raises:
+            UserError: the cluster has no room for the lanes.
+            RunFailed: they did not start in time.
+        """
+        return self._pool.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._pool.exception() is None:
+            # On the thread that connected to Ray: from another one, Ray waits 5 s for it.
+            self._thread.submit(self._pool.result().__exit__, kind, error, trace).result()
+        self._thread.shutdown()
+
+
+def _start(lanes: Sequence[LaneSpec], modules: Sequence[str]) -> LanePool:
+    from m2flow.runtime.driver.cluster import Cluster
+
+    cluster = Cluster(lanes)  # seconds, in other processes; what comes next imports torch here
+
+    from m2flow.runtime.driver.pool import LanePool
+
+    pool = LanePool(lanes, cluster=cluster)
+    pool.prepare(modules)
+    return pool

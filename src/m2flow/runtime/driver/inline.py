@@ -1,0 +1,233 @@
+"""The inline driver: every lane in this process and on this thread, no Ray.
+
+Commands are carried out one after the other, on the very Worker objects the user made, so that
+`breakpoint()` inside a stage works and a traceback is the stage's own. A plan with several lanes
+runs too, one lane at a time, as long as no worker stands on two of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from m2flow.engine.facts import ids_text
+from m2flow.engine.messages import (
+    CallFinished,
+    Command,
+    ExportWeights,
+    FeedCall,
+    GiveBack,
+    InstallWeights,
+    MoveState,
+    ReleaseItems,
+    RunCall,
+    RunFinish,
+)
+from m2flow.engine.plan import Plan
+from m2flow.engine.spans import Span
+from m2flow.errors import PlanError
+from m2flow.flow.batch import Batch
+from m2flow.flow.graph import SOURCE, FlowGraph
+from m2flow.flow.worker import Place, Worker
+from m2flow.runtime.driver.runner import Published, Report
+from m2flow.runtime.lane.host import GivenBack, LaneHost, Produced, joined_exits
+
+NO_FACTS: Mapping[str, object] = MappingProxyType({})
+
+
+class InlineCarrier:
+    """Carries out commands in this process.
+
+    Args:
+        graphs: the flow's traced methods by name.
+        plan: gives the lanes and the placement of workers.
+        workers: the flow's workers; `load` is called here.
+        num_threads: threads a worker may use. On a lane with a memory limit each worker is
+            offloaded as soon as it is loaded: nothing is resident there at the start.
+        device: where tensors live.
+        version: number of the weights that the run begins with.
+
+    Attributes:
+        state_bytes: what each worker's state takes, as the workers say after loading.
+    """
+
+    def __init__(
+        self,
+        graphs: Mapping[str, FlowGraph],
+        plan: Plan,
+        workers: Mapping[str, Worker],
+        num_threads: int = 1,
+        device: str = "cpu",
+        version: int = 0,
+    ) -> None:
+        for name, placement in plan.placements.items():
+            if name in workers and len(placement.lanes) > 1:
+                raise PlanError(
+                    f"stands on {len(placement.lanes)} lanes, and one process holds one copy of it",
+                    key=name,
+                    hint="use a plan with one lane, or run it on Ray",
+                )
+        self.graphs = graphs
+        self._host = LaneHost(0, graphs, workers)
+        limited = {lane.id for lane in plan.lanes if lane.memory_bytes is not None}
+        self.state_bytes: dict[str, int] = {}
+        self._queue: deque[tuple[str, Command]] = deque()
+        self._said: list[Report] = []
+        self._streams: deque[tuple[RunCall, str, Iterator[Produced | GivenBack | None], float]] = (
+            deque()
+        )
+        for name, worker in workers.items():
+            if name in plan.placements:
+                lane = plan.placements[name].lanes[0]
+                place = Place(lane, device=device, num_threads=num_threads, version=version)
+                worker.load(place)
+                self.state_bytes[name] = worker.state_bytes()
+                if lane in limited:
+                    worker.offload()
+
+    def submit(self, flow: str, step: int, batch: Batch) -> None:
+        self._host.store.put(flow, step, SOURCE, batch)
+
+    def carry_out(self, flow: str, command: Command) -> None:
+        if isinstance(command, ReleaseItems):
+            self._host.store.release(flow, command.step, command.producer, command.items)
+        else:
+            self._queue.append((flow, command))
+
+    def wait(self, seconds: float) -> list[Report]:
+        """Carry out the next command, or one piece of a streaming call."""
+        if self._said:
+            said, self._said = self._said, []
+            return said
+        if self._queue:
+            return self._carry_out(*self._queue.popleft())
+        if self._streams:
+            return self._advance_stream()
+        return []
+
+    def _carry_out(self, flow: str, command: Command) -> list[Report]:
+        start = time.time()
+        match command:
+            case RunCall():
+                host = self._on(command.lanes[0])
+                if self.graphs[flow].nodes[command.node].streaming:
+                    self._streams.append((command, flow, host.call(flow, command), start))
+                    return []
+                pieces = [piece for piece in host.call(flow, command) if piece is not None]
+                produced = [piece.event(command.call) for piece in pieces]
+                return [*map(Report, produced), self._finished(flow, command, start)]
+            case RunFinish():
+                metrics = self._on(command.lanes[0]).finish(flow, command)
+                return [self._finished(flow, command, start, metrics)]
+            case ExportWeights():
+                return [self._finished(flow, command, start)]
+            case InstallWeights(source=source, target=target, version=version):
+                weights = self._host.workers[source].weights()
+                self._host.install(source, target, version, weights)
+                published = Published(source, _bytes_of(weights), time.time() - start)
+                return [replace(self._finished(flow, command, start), published=published)]
+            case MoveState():
+                self._host.move(command)
+                facts = {"worker": command.worker, "what": command.what, "early": command.early}
+                span = Span(command.lane, command.worker, "switch", start, time.time(), facts)
+                return [Report(None, (span,))]
+            case FeedCall():
+                self._host.feed(flow, command)
+                return [Report(None)]
+            case GiveBack():
+                self._host.give_back(command)
+                return [Report(None)]
+        raise AssertionError(f"no lane carries out {command}")
+
+    def _on(self, lane: int) -> LaneHost:
+        self._host.lane = lane
+        return self._host
+
+    def _advance_stream(self) -> list[Report]:
+        command, flow, stream, start = self._streams.popleft()
+        self._on(command.lanes[0])
+        for piece in stream:
+            self._streams.append((command, flow, stream, start))
+            if piece is None:
+                return [Report(None)]
+            return [Report(piece.event(command.call), piece.spans)]
+        return [self._finished(flow, command, start)]
+
+    def _finished(
+        self,
+        flow: str,
+        command: RunCall | RunFinish | ExportWeights | InstallWeights,
+        start: float,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Report:
+        lane = command.lanes[0]
+        spans = self._host.take_spans() or (
+            call_span(
+                self.graphs[flow],
+                command,
+                lane,
+                start,
+                time.time(),
+                self._host.take_facts(command.call),
+            ),
+        )
+        return Report(CallFinished(command.call, lane), spans, metrics)
+
+    def collect(self, flow: str, step: int) -> Batch:
+        nodes = self.graphs[flow].output_nodes
+        output = joined_exits(
+            self.graphs[flow], nodes, lambda: self._host.store.all_of(flow, step, nodes)
+        )
+        self._host.store.drop_step(flow, step)
+        return output
+
+    def worker_call(self, worker: str, method: str, *args: Any) -> Any:
+        """Call a method of a worker that is no stage, after the moves that were asked for."""
+        while self._queue and isinstance(self._queue[0][1], MoveState):
+            self._said += self._carry_out(*self._queue.popleft())
+        return getattr(self._host.workers[worker], method)(*args)
+
+    def worker_call_everywhere(self, worker: str, method: str, *args: Any) -> list[Any]:
+        """The same, as a list: there is one copy of each worker."""
+        return [self.worker_call(worker, method, *args)]
+
+    def close(self) -> None:
+        for worker in self._host.workers.values():
+            worker.close()
+
+
+def _bytes_of(weights: Mapping[str, Any]) -> int:
+    return sum(getattr(tensor, "nbytes", 0) for tensor in weights.values())
+
+
+def call_span(
+    graph: FlowGraph,
+    command: RunCall | RunFinish | ExportWeights | InstallWeights,
+    lane: int,
+    start: float,
+    end: float,
+    further: Mapping[str, object] = NO_FACTS,
+) -> Span:
+    """The span of a call that a lane has finished, with the facts that a replay needs."""
+    facts: dict[str, object]
+    match command:
+        case RunCall(node=node, step=step):
+            share = command.inputs[command.lanes.index(lane)]
+            ids = [item for part in share[0] for item in part.items]
+            name = graph.nodes[node].name
+            facts = {"step": step, "items": len(ids), "ids": ids_text(ids), "call": command.call}
+            return Span(lane, name, "call", start, end, {**facts, **further})
+        case RunFinish(node=node, step=step, minibatch=minibatch):
+            name = graph.nodes[node].name
+            facts = {"step": step, "minibatch": minibatch, "call": command.call}
+            return Span(lane, name, "finish", start, end, {**facts, **further})
+        case ExportWeights(source=worker, version=version):
+            facts = {"version": version, "what": "export", "source": worker}
+            return Span(lane, worker, "publish", start, end, facts)
+        case InstallWeights(source=source, target=worker, version=version, local=local):
+            facts = {"version": version, "what": "install", "source": source, "local": local}
+            return Span(lane, worker, "publish", start, end, facts)

@@ -1,0 +1,449 @@
+"""`LanePool`: lanes on a Ray cluster, started once and used by one run after another.
+
+    with LanePool(parse_lanes("cpu:2")) as pool:
+        with m2flow.launch(flow, items_per_step=32, mode="hybrid", lanes=pool) as run: ...
+
+Starting a lane takes seconds (an interpreter, torch); bringing a flow's workers up on lanes that
+are there takes as long as the workers do. Process groups are kept from one run to the next.
+"""
+
+from __future__ import annotations
+
+import pickle
+import selectors
+import shutil
+import tempfile
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from m2flow.engine.plan import LaneSpec
+from m2flow.errors import RunFailed, UserError
+from m2flow.flow.worker import Isolation
+from m2flow.runtime.driver.cluster import Cluster
+from m2flow.runtime.lane.actor import LAUNCHER, VISIBLE, LaneAddress, LaneProcess
+from m2flow.runtime.lane.exchange import Exchange, name_of
+from m2flow.runtime.lane.orders import (
+    Answer,
+    Close,
+    FromLane,
+    Order,
+    Prepare,
+    Probe,
+    UseLinks,
+    from_bytes,
+    to_bytes,
+)
+from m2flow.runtime.transport.devices import Standing
+from m2flow.runtime.transport.lines import LauncherLine, LineClosed, connect
+from m2flow.runtime.transport.measure import completed, who_measures
+from m2flow.runtime.transport.sweeping import sweep
+from m2flow.runtime.transport.table import LinkTable
+
+START_SECONDS = 120.0
+"""Longest that lanes may take to start, or workers to load."""
+
+CLOSE_SECONDS = 5.0
+"""Longest that lanes may take to close before they are ended."""
+
+FAILED_SECONDS = 1.0
+"""The same after a failure: a lane may be in the middle of a call that nobody waits for."""
+
+CLEAR_SECONDS = 5.0
+"""Longest that clearing up after lanes that were killed on another machine may take."""
+
+ROOM_SECONDS = 3.0
+"""Longest that the cluster may take to know that the lanes of an earlier run have ended."""
+
+
+class LaneGone(RunFailed):
+    """A lane's process has ended.
+
+    Attributes:
+        lane: which.
+    """
+
+    def __init__(self, lane: int, reason: str) -> None:
+        super().__init__(f"lane {lane} was lost: {reason}")
+        self.lane, self.reason = lane, reason
+
+
+class LanePool:
+    """Lanes that are up, and the lines to them.
+
+    Args:
+        lanes: what to start. The cluster is the one that Ray is connected to, or that RAY_ADDRESS
+            names, or one that is started on this machine and ends with the pool.
+        isolated: how the lanes that are reserved for a worker are to be set up, by worker.
+        link: the one way that payloads are to take between lanes, such as "object"; by default the
+            one that the table of links says is fastest.
+        cluster: a connection to Ray that was made for the pool, and ends with it.
+
+    Attributes:
+        lanes: what was started.
+        addresses: of each lane, by number.
+        links: the measured ways between lanes.
+
+    Raises:
+        UserError: the cluster has no room for the lanes.
+        RunFailed: they did not start in time.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[LaneSpec],
+        isolated: Mapping[str, Isolation] | None = None,
+        *,
+        link: str | None = None,
+        cluster: Cluster | None = None,
+    ) -> None:
+        self.lanes, self._link = tuple(lanes), link
+        self._cluster = cluster or Cluster(self.lanes)
+        self._key = uuid.uuid4().bytes + uuid.uuid4().bytes
+        self._folder = Path(tempfile.gettempdir()) / f"m2flow-{uuid.uuid4().hex[:12]}"
+        self._selector = selectors.DefaultSelector()
+        self._lines: dict[int, LauncherLine] = {}
+        self._actors: dict[int, Any] = {}
+        self._serving: dict[int, Any] = {}
+        self._inbox: deque[tuple[int, FromLane]] = deque()
+        self._next_number = 0
+        try:
+            self._start(isolated or {})
+        except BaseException:
+            self._end()
+            raise
+
+    def _start(self, isolated: Mapping[str, Isolation]) -> None:
+        nodes = _nodes(self.lanes)
+        beside = gpus_beside(self.lanes)
+        _check_room(self.lanes, nodes, beside)
+        for position, lane in enumerate(self.lanes):
+            options = _options(lane, nodes[lane.node], isolated, shares_gpu=lane.id in beside)
+            actor = ray.remote(**options)(LaneProcess)
+            self._actors[lane.id] = actor.remote(
+                lane, position, str(self._folder), self._key, self._link
+            )
+        deadline = time.monotonic() + START_SECONDS
+        visible = self._visible_gpus(beside, isolated)
+        ready = [actor.ready.remote(visible.get(lane)) for lane, actor in self._actors.items()]
+        try:
+            found: list[LaneAddress] = ray.get(ready, timeout=START_SECONDS)
+        except GetTimeoutError:
+            raise RunFailed(f"lanes have not started within {START_SECONDS:g} s") from None
+        self.addresses = dict(zip(self._actors, found, strict=True))
+        peers = {lane: address.peer for lane, address in self.addresses.items()}
+        self._node = here = ray.get_runtime_context().get_node_id()
+        for number, address in self.addresses.items():
+            self._serving[number] = self._actors[number].serve.remote(
+                peers, self._actors, START_SECONDS
+            )
+            line = connect(
+                address.line,
+                self._key,
+                same_node=address.node == here,
+                seconds=max(1.0, deadline - time.monotonic()),
+            )
+            self._lines[number] = line
+            self._selector.register(line, selectors.EVENT_READ, number)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        host = str(ray.util.get_node_ip_address())
+        self.exchange = Exchange(None, LAUNCHER, here, host, self._folder, self._key, self._link)
+        self.exchange.introduce(peers, self._actors)
+        self.links = self._measure_links()
+
+    def _visible_gpus(
+        self, beside: Mapping[int, int], isolated: Mapping[str, Isolation]
+    ) -> dict[int, str]:
+        """What each lane that shares another's GPU is to see, if its worker does not say."""
+        by_id = {lane.id: lane for lane in self.lanes}
+        asked = {}
+        for lane, owner in beside.items():
+            setup = isolated.get(by_id[lane].reserved_for or "")
+            if setup is None or VISIBLE not in dict(setup.environment):
+                asked[lane] = self._actors[owner].visible_gpus.remote()
+        try:
+            return dict(
+                zip(asked, ray.get(list(asked.values()), timeout=START_SECONDS), strict=True)
+            )
+        except GetTimeoutError:
+            raise RunFailed(f"lanes have not started within {START_SECONDS:g} s") from None
+
+    def prepare(self, modules: Sequence[str]) -> None:
+        """Have the lanes import what workers will need, as long as there is nothing else to do."""
+        for lane in self.lanes:
+            self.send(lane.id, Prepare(tuple(modules)))
+
+    # --- talking to lanes -------------------------------------------------------------------------
+
+    def send(self, lane: int, order: Order) -> None:
+        """Give a lane an order. One that is gone is heard of by `receive`."""
+        try:
+            self._lines[lane].send(to_bytes(order))
+        except LineClosed:
+            return
+        if self._lines[lane].unsent:
+            self._selector.modify(
+                self._lines[lane], selectors.EVENT_READ | selectors.EVENT_WRITE, lane
+            )
+
+    def receive(self, seconds: float) -> list[tuple[int, FromLane]]:
+        """What lanes have said; waits for the first word, but no longer than this.
+
+        Raises:
+            LaneGone: a lane has ended.
+        """
+        if self._inbox:
+            said, self._inbox = list(self._inbox), deque()
+            return said
+        said = []
+        for key, events in self._selector.select(seconds):
+            lane, line = key.data, self._lines[key.data]
+            try:
+                if events & selectors.EVENT_WRITE:
+                    line.flush()
+                    if not line.unsent:
+                        self._selector.modify(line, selectors.EVENT_READ, lane)
+                said += [(lane, from_bytes(frame)) for frame in line.take()]
+            except LineClosed as error:
+                if said:
+                    break  # first what the others said; the line stays closed
+                raise LaneGone(lane, self._why_gone(lane, str(error))) from None
+        return said
+
+    def new_number(self) -> int:
+        """A number by which an answer is known."""
+        self._next_number += 1
+        return self._next_number
+
+    def ask(self, lane: int, order: Callable[[int], Order]) -> Answer:
+        """Give an order that has a number, and wait for its answer; `order` is called with it."""
+        return self.ask_all({lane: order})[lane]
+
+    def ask_all(
+        self, orders: Mapping[int, Callable[[int], Order]], seconds: float = START_SECONDS
+    ) -> dict[int, Answer]:
+        """The same for several lanes at once; what they say meanwhile is kept for `receive`."""
+        numbers = {lane: self.new_number() for lane in orders}
+        for lane, order in orders.items():
+            self.send(lane, order(numbers[lane]))
+        answers: dict[int, Answer] = {}
+        kept: deque[tuple[int, FromLane]] = deque()
+        deadline = time.monotonic() + seconds
+        while len(answers) < len(orders):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise RunFailed(f"lanes have not answered within {seconds:g} s")
+            for lane, message in self.receive(left):
+                if isinstance(message, Answer) and message.number == numbers.get(lane):
+                    answers[lane] = message
+                else:
+                    kept.append((lane, message))
+        self._inbox.extend(kept)
+        return answers
+
+    def _why_gone(self, lane: int, otherwise: str) -> str:
+        """What Ray knows of a lane's end."""
+        try:
+            ray.get(self._serving[lane], timeout=2.0)
+        except GetTimeoutError:
+            return otherwise
+        except RayActorError as error:
+            return str(error).splitlines()[0]
+        except RayError as error:
+            cause = getattr(error, "cause", None)
+            return str(cause or error).splitlines()[0]
+        return otherwise
+
+    def is_here(self, lane: int) -> bool:
+        """Whether a lane is on the launcher's machine."""
+        return bool(self.addresses[lane].node == self._node)
+
+    def same_node(self, first: int, second: int) -> bool:
+        return bool(self.addresses[first].node == self.addresses[second].node)
+
+    def _measure_links(self) -> LinkTable:
+        """Measure the ways from the first lane to one beside it and to one on each other node, and
+        those between GPUs."""
+        table = LinkTable.assumed()
+        peers = {lane: address.peer for lane, address in self.addresses.items()}
+        places = {lane: Standing(name_of(lane), at.node, at.gpu) for lane, at in peers.items()}
+        measured: LinkTable | None = None
+        for asker, asked in who_measures(places).items():
+            answer = self.ask(asker, partial(_probe, asked))
+            found = pickle.loads(answer.value)
+            measured = found if measured is None else measured.merged(found)
+        if measured is not None:
+            any_gpu = any(place.gpu is not None for place in places.values())
+            table = table.merged(completed(measured, any_gpu=any_gpu))
+            for lane in self.lanes:
+                self.send(lane.id, UseLinks(table))
+        return table
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """End the lanes, and the Ray cluster if it was started for this pool.
+
+        Args:
+            seconds: longest to wait for lanes that are busy before they are ended.
+        """
+        for lane in self._lines:
+            self.send(lane, Close())
+        serving = list(self._serving.values())
+        if serving:
+            ray.wait(serving, num_returns=len(serving), timeout=seconds)
+        self._end()
+
+    def _end(self) -> None:
+        elsewhere = self._left_behind()
+        for line in self._lines.values():
+            line.close()
+        for actor in self._actors.values():
+            ray.kill(actor)
+        self._lines, self._actors, self._serving = {}, {}, {}
+        self._selector.close()
+        if hasattr(self, "exchange"):
+            self.exchange.close()
+        _clear_machine(str(self._folder))  # of what lanes left that were ended, or lost
+        if elsewhere:
+            clear = ray.remote(num_cpus=0, max_retries=0)(_clear_machine)
+            cleared = [
+                clear.options(
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+                ).remote(str(self._folder))
+                for node in elsewhere
+            ]
+            ray.wait(cleared, num_returns=len(cleared), timeout=CLEAR_SECONDS)
+        self._cluster.close()
+
+    def _left_behind(self) -> set[str]:
+        """Other machines on which a lane has not ended by itself: its files are still there."""
+        found = set()
+        for lane, serving in self._serving.items():
+            node = self.addresses[lane].node
+            if node == ray.get_runtime_context().get_node_id() or node in found:
+                continue
+            try:
+                ray.get(serving, timeout=0)
+            except (GetTimeoutError, RayError):
+                found.add(node)
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(CLOSE_SECONDS if kind is None else FAILED_SECONDS)
+
+
+def _probe(peers: tuple[int, ...], number: int) -> Probe:
+    return Probe(number, peers)
+
+
+def _clear_machine(folder: str) -> None:
+    """What a killed lane has left on the machine where this runs."""
+    sweep(f"{Path(folder).name}-")
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _nodes(lanes: Sequence[LaneSpec]) -> list[str]:
+    """Ray's ids of the cluster's machines, that of the launcher first."""
+    here = ray.get_runtime_context().get_node_id()
+    alive = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    nodes = [here, *(node for node in alive if node != here)]
+    wanted = 1 + max(lane.node for lane in lanes)
+    if wanted > len(nodes):
+        raise UserError(
+            "the plan needs more machines than the Ray cluster has",
+            key="lanes",
+            value=wanted,
+            expected=f"at most {len(nodes)}",
+            hint="join machines with `ray start --address=...`, and set RAY_ADDRESS for m2flow",
+        )
+    return nodes
+
+
+def gpus_beside(lanes: Sequence[LaneSpec]) -> dict[int, int]:
+    """For each lane that shares a GPU and is not its owner, the owner: the lane that is not
+    reserved for a worker, or else the first."""
+    owners: dict[tuple[int, int], int] = {}
+    on_gpus = [lane for lane in lanes if lane.gpu is not None]
+    for lane in sorted(on_gpus, key=lambda one: one.reserved_for is not None):
+        assert lane.gpu is not None
+        owners.setdefault((lane.node, lane.gpu), lane.id)
+    found = {lane.id: owners[lane.node, lane.gpu] for lane in on_gpus if lane.gpu is not None}
+    return {lane: owner for lane, owner in found.items() if lane != owner}
+
+
+def _resources(lane: LaneSpec, *, shares_gpu: bool) -> dict[str, int]:
+    """What Ray is to set aside for a lane: nothing for one that shares with the lane beside it.
+
+    Cores are named in any case, or Ray sets one aside for each GPU without a word.
+    """
+    if lane.gpu is not None:
+        return {"num_cpus": 0} if shares_gpu else {"num_cpus": 0, "num_gpus": 1}
+    return {"num_cpus": 0 if lane.reserved_for is not None else len(lane.cores)}
+
+
+def _options(
+    lane: LaneSpec, node: str, isolated: Mapping[str, Isolation], *, shares_gpu: bool
+) -> dict[str, Any]:
+    """Ray's options for the actor of a lane."""
+    options: dict[str, Any] = {
+        **_resources(lane, shares_gpu=shares_gpu),
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        "max_restarts": 0,
+        "concurrency_groups": {"objects": 2},
+    }
+    isolation = isolated.get(lane.reserved_for or "")
+    if isolation is not None:
+        environment: dict[str, Any] = {"env_vars": dict(isolation.environment)}
+        if isolation.python is not None:
+            environment["py_executable"] = isolation.python
+        options["runtime_env"] = environment
+    return options
+
+
+def _check_room(lanes: Sequence[LaneSpec], nodes: Sequence[str], beside: Mapping[int, int]) -> None:
+    """Refuse lanes that the cluster has no room for: Ray would wait for it without a word.
+
+    What the lanes of a run that has just ended held comes back a moment later.
+    """
+    deadline = time.monotonic() + ROOM_SECONDS
+    while True:
+        lacking = _lacking(lanes, nodes, beside)
+        if lacking is None:
+            return
+        if time.monotonic() > deadline:
+            name, needed, free = lacking
+            raise UserError(
+                f"the lanes need {needed:g} {name}s, the Ray cluster has {free:g} free",
+                key="lanes",
+                hint="use fewer lanes, or end what else runs on the cluster",
+            )
+        time.sleep(0.05)
+
+
+def _lacking(
+    lanes: Sequence[LaneSpec], nodes: Sequence[str], beside: Mapping[int, int]
+) -> tuple[str, float, float] | None:
+    """A resource of which there is too little: its name, what is needed, what is free."""
+    free_on = ray.state.available_resources_per_node() if len(nodes) > 1 else {}
+    for number, node in enumerate(nodes):
+        here = [lane for lane in lanes if lane.node == number]
+        free = free_on.get(node, {}) if len(nodes) > 1 else ray.available_resources()
+        for name, key in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
+            needed = sum(
+                _resources(lane, shares_gpu=lane.id in beside).get(key, 0) for lane in here
+            )
+            if needed > free.get(name, 0):
+                return name, needed, free.get(name, 0)
+    return None

@@ -1,0 +1,307 @@
+"""`Run`: a flow on its lanes, step by step, and from one plan to another between two steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from m2flow.engine.messages import ExportWeights, InstallWeights
+from m2flow.engine.plan import Plan
+from m2flow.engine.residency import Residency
+from m2flow.errors import UserError
+from m2flow.flow.batch import Batch
+from m2flow.flow.worker import Worker
+from m2flow.runtime.driver import moving
+from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
+from m2flow.runtime.driver.runner import Runner, StepResult
+
+if TYPE_CHECKING:
+    from m2flow.runtime.driver.pilot import Pilot
+    from m2flow.runtime.driver.pool import LanePool
+    from m2flow.runtime.lane.orders import Fetch
+
+
+@dataclass(frozen=True, slots=True)
+class Replanned:
+    """What going over to another plan has taken.
+
+    Attributes:
+        moved: workers that stand elsewhere now, or with others.
+        seconds: for which no step could run.
+    """
+
+    moved: tuple[str, ...]
+    seconds: float
+
+
+class Run:
+    """A flow on its lanes. Made by `launch`; use it as a context manager, or call `close`.
+
+    Attributes:
+        plan: the plan of the steps.
+        graph: their graph.
+        load_seconds: how long it took to bring the workers up.
+        pilot: who has chosen the plan and watches it; None where the plan was given.
+    """
+
+    def __init__(
+        self,
+        methods: Methods,
+        plans: Plans,
+        workers: Mapping[str, Worker],
+        carrier: Any,
+        first_step: int,
+        *,
+        pool: LanePool | None = None,
+        owns_pool: bool = False,
+        publish: str | None = None,
+        load_seconds: float = 0.0,
+        pilot: Pilot | None = None,
+    ) -> None:
+        self.graph = methods.graphs[STEP]
+        self.load_seconds, self.pilot = load_seconds, pilot
+        self._methods, self._workers, self._publish = methods, workers, publish
+        self._pool, self._owns_pool = pool, owns_pool
+        self._take_up(plans, carrier, dict.fromkeys(methods.graphs, first_step))
+
+    def _take_up(self, plans: Plans, carrier: Any, next_steps: Mapping[str, int]) -> None:
+        self.plan, self._plans, self._carrier = plans.by_method[STEP], plans, carrier
+        self._placements = plans.everything.placements
+        self._state_bytes = {w: spot.state_bytes for w, spot in self._placements.items()}
+        self._residency = Residency(plans.everything)
+        graphs = self._methods.graphs
+        self._runners = {
+            name: Runner(name, graphs[name], plan, carrier, next_steps[name], self._residency)
+            for name, plan in plans.by_method.items()
+        }
+
+    # --- steps ------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch) -> StepResult:
+        """Run one step to its end."""
+        return next(iter(self.steps([batch])))
+
+    def steps(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
+        """Run a step for each batch; several are in flight where the plan allows staleness.
+
+        Raises:
+            RunFailed: the run stopped; the first cause is chained.
+            UserError: a stage or a batch was wrong.
+        """
+        source = iter(batches)
+        while True:
+            runner = self._runners[STEP]
+            yield from self._watched(runner.run(self._until_a_look(source)))
+            if self.pilot is None or not self.pilot.wants_to_look:
+                return
+            self._look(self.pilot)
+
+    def _until_a_look(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Batches, as long as the plan is not to be looked at between two steps."""
+        while self.pilot is None or not self.pilot.wants_to_look:
+            batch = next(batches, None)
+            if batch is None:
+                return
+            yield self._checked(batch)
+
+    def _watched(self, results: Iterator[StepResult]) -> Iterator[StepResult]:
+        for result in results:
+            if self.pilot is not None:
+                self.pilot.note(result)
+            yield result
+
+    def _look(self, pilot: Pilot) -> None:
+        """Have the planner look again; go over to another plan if that pays."""
+        drift = pilot.watch.drift()
+        candidate = pilot.proposal(self)
+        if candidate is not None and drift is not None:
+            done = self.replan(pilot.as_run(candidate.plan))
+            pilot.gone_over(candidate, drift, done.moved, done.seconds)
+
+    def _checked(self, batch: Batch) -> Batch:
+        if len(batch) != self._methods.num_items[STEP]:
+            raise UserError(
+                "the step was planned for another number of items",
+                key="items_per_step",
+                value=len(batch),
+                expected=str(self._methods.num_items[STEP]),
+            )
+        return batch
+
+    def run_method(self, name: str, batch: Batch) -> StepResult:
+        """Run another traced method of the flow, such as "evaluate", between steps.
+
+        Raises:
+            UserError: steps are in flight, whose results have not been taken.
+        """
+        if self._runners[STEP].busy:
+            raise UserError(
+                "steps are in flight", key=name, hint="take all results of `steps` before"
+            )
+        return self._runners[name].step(batch)
+
+    # --- beside the steps -------------------------------------------------------------------------
+
+    def worker_call(self, worker: str, method: str, *args: Any) -> Any:
+        """Call a method of a worker that is no stage (such as `save`), on its first lane.
+
+        Under a limit of memory the worker is brought in before.
+
+        Raises:
+            UserError: there is a limit, and steps are in flight, whose results have not been taken.
+        """
+        self._bring((worker,), method, self._placements[worker].lanes[:1])
+        return self._carrier.worker_call(worker, method, *args)
+
+    def worker_call_everywhere(self, worker: str, method: str, *args: Any) -> list[Any]:
+        """The same on all of its lanes; the answers in order of rank."""
+        self._bring((worker,), method, self._placements[worker].lanes)
+        answers: list[Any] = self._carrier.worker_call_everywhere(worker, method, *args)
+        return answers
+
+    def explain_publishing(self) -> dict[str, str]:
+        """Which way weights travel to other lanes -> its size, its predicted time, and why.
+
+        There is one way for each worker that publishes and each distance; it is here as soon as a
+        version has been published. What goes to other nodes may change with what is measured.
+        """
+        publisher = getattr(self._carrier, "publisher", None)
+        return {} if publisher is None else dict(publisher.explain())
+
+    def _bring(self, workers: Sequence[str], why: str, lanes: Sequence[int]) -> None:
+        """Have workers' states resident on lanes that have a limit of memory."""
+        for lane in lanes:
+            if not self._residency.limited(lane):
+                continue
+            self._check_idle(f"{workers[-1]}.{why}")
+            for move in self._residency.bring(workers, lane):
+                self._carrier.carry_out(STEP, move)
+
+    def _check_idle(self, key: str) -> None:
+        if any(runner.busy for runner in self._runners.values()):
+            raise UserError(
+                "steps are in flight", key=key, hint="take all results of `steps` before"
+            )
+
+    # --- another plan -----------------------------------------------------------------------------
+
+    def replan(self, plan: Plan) -> Replanned:
+        """Go on under another plan of the step, from the next one on.
+
+        Workers that stand where they stood stay as they are. The others are brought up anew, with
+        the state that they `save`; those that take published weights get the present version.
+
+        Args:
+            plan: for the lanes of this run.
+
+        Raises:
+            UserError: steps are in flight; this run has one process; the plan is for other lanes;
+                or a worker would have to move that is trained and cannot save its state.
+            PlanError: the plan does not fit.
+        """
+        start = time.perf_counter()
+        self._check_idle("replan")
+        if self._pool is None:
+            raise UserError("an eager run has one process and one plan", key="mode", value="eager")
+        from m2flow.runtime.driver.carrier import Moved, RayCarrier
+
+        plans = self._methods.planned(plan)
+        check_lanes(plans.everything, self._pool)
+        moved = self.movers(plan)
+        for worker in moved:
+            if not self.movable(worker):
+                raise UserError(
+                    "is trained and does not say how its state is saved, so it cannot move",
+                    key=worker,
+                    hint="define `save` and `restore`, or let it stand where it stands",
+                )
+        fetches = self._saved(moved)
+        next_steps = {name: runner.next_step for name, runner in self._runners.items()}
+        carrier = RayCarrier(
+            self._pool,
+            self._methods.graphs,
+            plans.everything,
+            self._workers,
+            plans.by_method,
+            next_steps[STEP],
+            publish=self._publish,
+            moved=Moved(frozenset(self._placements) - set(moved), fetches),
+        )
+        moving.drop_states(self._pool)
+        sized = plans.sized(self._state_bytes | carrier.state_bytes, self._methods.graphs)
+        self._take_up(sized, carrier, next_steps)
+        self._publish_to(moved, next_steps[STEP])
+        return Replanned(moved, time.perf_counter() - start)
+
+    def movers(self, plan: Plan) -> tuple[str, ...]:
+        """Workers that a plan of the step would have stand elsewhere."""
+        here = self._placements
+        return tuple(
+            worker
+            for worker, spot in self._methods.planned(plan).everything.placements.items()
+            if worker not in here or here[worker].replicas != spot.replicas
+        )
+
+    def movable(self, worker: str) -> bool:
+        """Whether a worker can be brought up elsewhere without losing what it has learnt."""
+        learns = {edge.source for edge in self.graph.weight_edges}
+        learns |= {node.worker for node in self.graph.nodes if node.accumulates}
+        return worker not in learns or worker not in self._workers or self._saves(worker)
+
+    def _saves(self, worker: str) -> bool:
+        return worker in self._workers and moving.saves(self._workers[worker])
+
+    def _saved(self, moved: Sequence[str]) -> dict[str, Fetch]:
+        """Have workers that are to move save their states; then nobody is resident any more."""
+        assert self._pool is not None
+        savers = [name for name in moved if name in self._placements and self._saves(name)]
+        fetches = {}
+        for number, worker in enumerate(savers):
+            gang = self._placements[worker].replicas[0]
+            self._bring((worker,), "save", gang)
+            fetches[worker] = moving.save_state(self._pool, worker, gang, number)
+        for lane in self._plans.everything.lanes:
+            for move in self._residency.put_away(lane.id):
+                self._carrier.carry_out(STEP, move)
+        return fetches
+
+    def _publish_to(self, moved: Sequence[str], version: int) -> None:
+        """Bring workers that were moved to the weights on which they are to run."""
+        edges = self.graph.weight_edges
+        for source in sorted({edge.source for edge in edges if edge.target in moved}):
+            targets = [edge.target for edge in edges if edge.source == source]
+            spot = self._placements[source]
+            home = spot.lanes if all(len(gang) == 1 for gang in spot.replicas) else ()
+            takers = [(name, lane) for name in targets for lane in self._placements[name].lanes]
+            seconds = self.plan.deadline_seconds
+            if not {lane for _, lane in takers} <= set(home):
+                self._bring((source,), "weights", spot.replicas[0])
+                export = ExportWeights(-1, source, version, spot.replicas[0])
+                moving.carry_out_now(self._carrier, export, seconds)
+            for number, (target, lane) in enumerate(takers):
+                local = lane in home
+                self._bring((source, target) if local else (target,), "install", (lane,))
+                install = InstallWeights(-2 - number, source, target, version, (lane,), local)
+                moving.carry_out_now(self._carrier, install, seconds)
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the lanes, and the Ray cluster, if they were started for this run."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._carrier.close()
+        if self._pool is not None and self._owns_pool:
+            self._pool.__exit__(kind, error, trace)

@@ -1,0 +1,1 @@
+"""What runs in the process of a lane."""

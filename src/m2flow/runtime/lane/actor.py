@@ -1,0 +1,188 @@
+"""A lane as a Ray actor: one process that owns one accelerator, or a fixed set of CPU cores.
+
+Ray starts the process where it belongs, watches over it and ends it. What the lane does, it is told
+over its control line (`LaneExecutor`). Torch is not imported before the process has bound itself to
+its cores and set its thread count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from m2flow.engine.plan import LaneSpec
+from m2flow.runtime.transport.lines import Line, LineAddress, LineClosed, Waiting
+from m2flow.runtime.transport.sweeping import sweep
+
+if TYPE_CHECKING:  # it imports torch
+    from m2flow.runtime.transport.peers import PeerAddress
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+LAUNCHER = -1
+"""The launcher's position, where a lane would have its own."""
+
+ALONE_SECONDS = 0.3
+"""How long a call may go on once the launcher is gone. Ray ends the process after a second."""
+
+SWITCH_SECONDS = 0.001
+"""How long a thread may keep the interpreter while another one waits: peers wait for payloads."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneAddress:
+    """How to reach a lane.
+
+    Attributes:
+        node: Ray's id of the machine it is on.
+        host: that machine's address.
+        process_id: of the lane's process.
+        line: where its launcher may come.
+        peer: where other lanes ask for payloads.
+        meeting_port: where this lane would keep the store of process groups.
+    """
+
+    node: str
+    host: str
+    process_id: int
+    line: LineAddress
+    peer: PeerAddress
+    meeting_port: int
+
+
+class LaneProcess:
+    """The actor: `ready` brings the lane up, `serve` carries out orders until it is closed.
+
+    Args:
+        lane: what the lane is.
+        position: its place among the lanes of its pool.
+        folder: name of the pool's folder in the temporary folder of each machine.
+        key: the pool's secret.
+        link: the one way that payloads are to take; None for the fastest.
+    """
+
+    def __init__(
+        self, lane: LaneSpec, position: int, folder: str, key: bytes, link: str | None
+    ) -> None:
+        self.lane, self.position, self.key, self.link = lane, position, key, link
+        self.folder = Path(folder)
+        self.num_threads = max(1, len(lane.cores))
+        os.environ["OMP_NUM_THREADS"] = str(self.num_threads)
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+    @ray.method(concurrency_group="objects")
+    def visible_gpus(self) -> str:
+        """Which GPUs Ray lets the process see, as CUDA_VISIBLE_DEVICES has them."""
+        given = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        return os.environ.get(VISIBLE) or ",".join(given)
+
+    def ready(self, visible: str | None = None) -> LaneAddress:
+        """Bind to the lane's cores, and wait for the launcher and for peers from now on.
+
+        Args:
+            visible: the GPU of the lane beside which this one stands, if it has none of its own.
+        """
+        self._bind()
+        if visible:
+            os.environ[VISIBLE] = visible  # CUDA looks when it is first used: not yet
+        sys.setswitchinterval(SWITCH_SECONDS)
+        import torch
+
+        from m2flow.runtime.lane.exchange import Exchange, name_of
+        from m2flow.runtime.transport.gpu import devices_here
+
+        torch.set_num_threads(self.num_threads)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        context = ray.get_runtime_context()
+        node, host = context.get_node_id(), str(ray.util.get_node_ip_address())
+        devices = None
+        if self.lane.gpu is not None:
+            devices = devices_here(name_of(self.lane.id), node, host)
+        self._exchange = Exchange(
+            self.lane.id, self.position, node, host, self.folder, self.key, self.link, devices
+        )
+        self._meeting = socket.create_server((host, 0))  # held, so that nobody else takes the port
+        self._waiting = Waiting(self.folder / f"lane-{self.position}.line", host, self.key)
+        return LaneAddress(
+            node,
+            host,
+            os.getpid(),
+            self._waiting.address,
+            self._exchange.address,
+            self._meeting.getsockname()[1],
+        )
+
+    @ray.method(concurrency_group="objects")
+    def hand_over(self, number: int) -> Any:
+        """A payload by Ray's own way; see `RayObjects`."""
+        return self._exchange.objects.hand_over(number)
+
+    def serve(
+        self, peers: Mapping[int, PeerAddress], actors: Mapping[int, Any], seconds: float
+    ) -> None:
+        """Carry out orders until the launcher closes the lane, or is gone.
+
+        Args:
+            peers: the addresses of all lanes of the pool, by number.
+            actors: their handles.
+            seconds: longest to wait for the launcher.
+        """
+        self._bind()
+        import torch
+
+        from m2flow.runtime.lane.executor import LaneExecutor
+        from m2flow.runtime.lane.standing import Standing
+        from m2flow.runtime.transport.groups import LaneGroups
+
+        torch.set_num_threads(self.num_threads)  # a setting of the thread
+        self._exchange.introduce(peers, actors)
+        groups = LaneGroups(self.position, len(peers), self._meeting)
+        line = self._waiting.accept(seconds)
+        device = "cpu" if self.lane.gpu is None else "cuda:0"
+        host = str(ray.util.get_node_ip_address())
+        standing = Standing(
+            self.lane.id, self.position, device, self.num_threads, groups, host, self.folder
+        )
+        executor = LaneExecutor(self.lane.id, line, self._exchange, standing)
+        over = threading.Event()
+        watch = threading.Thread(target=self._end_with_launcher, args=(line, over), daemon=True)
+        watch.start()
+        try:
+            executor.run()
+        except LineClosed:
+            self._clear_up()  # the launcher has ended without a word: so does the lane
+        finally:
+            over.set()
+            groups.close()
+            self._exchange.close()
+            with contextlib.suppress(OSError):  # others still have their files there
+                self.folder.rmdir()
+
+    def _end_with_launcher(self, line: Line, over: threading.Event) -> None:
+        """End the process when the launcher is gone, also in the middle of a call."""
+        line.await_end()
+        if not over.wait(ALONE_SECONDS):
+            self._clear_up()
+            self._exchange.close()
+            os._exit(1)
+
+    def _clear_up(self) -> None:
+        """Remove what the launcher can no longer remove."""
+        sweep(f"{self.folder.name}-{LAUNCHER}-")
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _bind(self) -> None:
+        """Bind the calling thread, and every thread that it starts, to the lane's cores."""
+        there = os.sched_getaffinity(0)
+        if self.lane.cores and set(self.lane.cores) <= there:
+            os.sched_setaffinity(0, self.lane.cores)

@@ -1,0 +1,198 @@
+"""`Exchange`: a lane's dealings in payloads: what it holds for others, what it gets from them.
+
+Items are asked for by whoever reads them and travel straight from the lane that holds them, by the
+way that the link table prefers. Published weights are laid out and taken over by the two halves of
+`m2flow.runtime.weights`. The launcher has an exchange too, to read results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from m2flow.flow.batch import Batch
+from m2flow.runtime.lane.orders import Fetch
+from m2flow.runtime.lane.store import Store
+from m2flow.runtime.transport.devices import Devices
+from m2flow.runtime.transport.measure import measure
+from m2flow.runtime.transport.objects import RayObjects
+from m2flow.runtime.transport.peers import PayloadServer, PeerAddress, Peers
+from m2flow.runtime.transport.shared_memory import PoolFull, SharedHandle, SharedPool
+from m2flow.runtime.transport.table import LinkTable
+from m2flow.runtime.transport.wire import pack, unpack
+from m2flow.runtime.weights.relay import Relay, RelayKey
+from m2flow.runtime.weights.source import LayoutKey, WeightsKey, WeightsOut
+from m2flow.runtime.weights.target import WeightsIn
+
+SHARED_BYTES = 64 << 10
+"""Source items that are larger than this go through shared memory, where there is some."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemsKey:
+    """Asks a lane for outputs of a stage."""
+
+    flow: str
+    step: int
+    producer: int
+    items: tuple[int, ...]
+
+
+def name_of(lane: int | None) -> str:
+    """What people, and shared memory, call a lane; None is the launcher."""
+    return "the launcher" if lane is None else f"lane {lane}"
+
+
+class Exchange:
+    """Payloads in and out of one process.
+
+    Args:
+        lane: the lane's number; None for the launcher.
+        position: its place among the lanes of the pool.
+        node, host: Ray's id of the machine, and its address.
+        folder: for sockets.
+        key: the pool's secret.
+        link: the one way that payloads are to take; None for the fastest.
+        devices: what the process has of its GPU, if it stands on one: elements on a device then go
+            by a link of the device's, and arrive there.
+
+    Attributes:
+        objects: this process's end of Ray's way.
+        link: the one way that payloads are to take, or None.
+        weights_out: lays weights out for other lanes; None in the launcher.
+        weights_in: brings weights here.
+    """
+
+    def __init__(
+        self,
+        lane: int | None,
+        position: int,
+        node: str,
+        host: str,
+        folder: Path,
+        key: bytes,
+        link: str | None = None,
+        devices: Devices | None = None,
+    ) -> None:
+        name = name_of(lane)
+        self.lane, self.position, self.link = lane, position, link
+        self.objects = RayObjects(lane)
+        self._store = Store()
+        self._addresses: Mapping[int, PeerAddress] = {}
+        self._pool = SharedPool(f"{folder.name}-{position}-")
+        self.weights_out = (
+            None if lane is None else WeightsOut(self._pool, lane, position, by_handle=link is None)
+        )
+        further = {"object": self.objects}
+        self._devices = devices
+        self._server = PayloadServer(
+            self._provide,
+            self._pool,
+            key,
+            host,
+            node=node,
+            name=name,
+            folder=folder,
+            links=further,
+            devices=devices,
+        )
+        self._peers = Peers(node, key, links=further, name=name, devices=devices)
+        self._reader = self._peers.reader
+        self._relay = Relay(self._fetch)
+        self.weights_in = WeightsIn(lane, self._fetch, self._reader, self._relay)
+
+    @property
+    def address(self) -> PeerAddress:
+        """Where peers ask for what is here."""
+        return self._server.address
+
+    def introduce(self, addresses: Mapping[int, PeerAddress], actors: Mapping[int, Any]) -> None:
+        """Tell where the lanes are, and their actors, by number."""
+        self._addresses, self.objects.actors = addresses, actors
+
+    def use(self, table: LinkTable) -> None:
+        """Choose by this table which way a payload takes."""
+        self._server.table = table
+
+    def serve(self, store: Store) -> None:
+        """Hand out items of this store from now on."""
+        self._store = store
+
+    def _provide(self, key: Any) -> Any:
+        match key:
+            case ItemsKey(flow, step, producer, items):
+                return self._store.gather(flow, step, [(producer, items)])
+            case WeightsKey() | LayoutKey() if self.weights_out is not None:
+                return self.weights_out.provide(key)
+            case RelayKey():
+                return self._relay.bring(key)
+        raise KeyError(key)
+
+    # --- items ------------------------------------------------------------------------------------
+
+    def bring(self, flow: str, fetch: Fetch, seconds: float) -> Batch:
+        """The items of a fetch."""
+        if fetch.lane is None:
+            return self._unwrap(fetch.packed)
+        key = ItemsKey(flow, fetch.step, fetch.producer, fetch.items)
+        return self.ask(fetch.lane, key, seconds)
+
+    def ask(self, lane: int, key: ItemsKey, seconds: float) -> Batch:
+        """Items that a lane holds."""
+        batch: Batch = self._fetch(lane, key, seconds)
+        return batch
+
+    def _fetch(self, lane: int, key: Any, seconds: float, *, own: bool = False) -> Any:
+        """What a lane has; with `own` in memory that no other lane reads."""
+        address, link = self._addresses[lane], self.link
+        if own and link is None and address.node == self._peers.node:
+            link = "stream"
+        device = None if self._devices is None else self._devices.device
+        return self._peers.fetch(address, key, timeout=seconds, link=link, device=device)
+
+    def wrap(self, batch: Batch, lane: int, *, same_node: bool) -> Any:
+        """Items to be sent along with an order to a lane."""
+        packed = pack(batch)
+        if same_node and packed.nbytes > SHARED_BYTES:
+            try:
+                return self._pool.write(packed, [name_of(lane)])
+            except PoolFull:
+                pass  # the line takes it, more slowly
+        return packed.head, [bytes(buffer.memory()) for buffer in packed.buffers]
+
+    def forget(self, lane: int) -> None:
+        """Take back what was wrapped for a lane that is gone."""
+        self._pool.forget(name_of(lane))
+
+    def _unwrap(self, wrapped: Any) -> Batch:
+        batch: Batch
+        if isinstance(wrapped, SharedHandle):
+            batch = self._reader.read(wrapped)
+        else:
+            head, buffers = wrapped
+            batch = unpack(head, [bytearray(buffer) for buffer in buffers])
+        return batch
+
+    def drop_weights(self) -> None:
+        """Let everything go that an earlier run has published."""
+        self.weights_in.drop()
+        self._relay.drop()
+        if self.weights_out is not None:
+            self.weights_out.drop()
+
+    # --- links ------------------------------------------------------------------------------------
+
+    def measure(self, lanes: Sequence[int]) -> LinkTable:
+        """Measure the ways from here to other lanes, and between the GPUs of both."""
+        addresses = [self._addresses[lane] for lane in lanes]
+        return measure(self._peers, addresses, further_links=["object"])
+
+    def close(self) -> None:
+        """Stop serving; shared memory goes when its last reader lets go."""
+        self._peers.close()
+        self._server.close()
+        if self._devices is not None:
+            self._devices.close()
+        self._pool.close()

@@ -1,0 +1,393 @@
+"""`LaneHost`: what stands on one lane, and how a command of the engine is carried out there.
+
+It holds the lane's workers and payloads, calls stages, and checks what they return: the number of
+items, their names, and the length of every column (by `Batch` itself). It knows nothing of
+placement, of other lanes or of Ray, so the inline driver and the Ray lanes share it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from m2flow.engine.account import unjudged
+from m2flow.engine.facts import ids_text
+from m2flow.engine.lengths import item_lengths
+from m2flow.engine.messages import (
+    FeedCall,
+    GiveBack,
+    Inputs,
+    ItemsGivenBack,
+    ItemsProduced,
+    MoveState,
+    Part,
+    RunCall,
+    RunFinish,
+    given_back,
+)
+from m2flow.engine.spans import Span
+from m2flow.engine.streams import Agree, StageStream, alone
+from m2flow.errors import UserError
+from m2flow.flow.batch import Batch
+from m2flow.flow.graph import FlowGraph, StageNode
+from m2flow.flow.streaming import Unfinished
+from m2flow.flow.worker import Worker
+from m2flow.runtime.lane.store import Store
+
+SILENCE_SECONDS = 2.0
+"""Longest that a fused loop goes on from turn to turn without a sign of life."""
+
+NOTHING_TAKEN: Mapping[str, object] = MappingProxyType({"items": 0, "ids": ""})
+"""What the spans of a streaming call say on lanes of its gang beside the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """Items that a call has handed on, or none as a sign of life; the payload stays on the lane.
+
+    Attributes:
+        items: indices in the item space of the stage's output.
+        num_bytes: their size.
+        leaving, lengths, judged: as in `ItemsProduced`.
+    """
+
+    items: tuple[int, ...]
+    num_bytes: int
+    leaving: tuple[int, ...] = ()
+    lengths: tuple[float, ...] = ()
+    judged: bool = True
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """None: the call has a span at its end."""
+        return ()
+
+    def event(self, call: int) -> ItemsProduced:
+        """What the engine is told of it."""
+        return ItemsProduced(
+            call, self.items, self.num_bytes, self.leaving, self.lengths, self.judged
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GivenBack:
+    """What a streaming call has not finished; the payload stays on the lane.
+
+    Attributes:
+        items, num_bytes: as in `ItemsGivenBack`.
+        spans: what became of the lane's time since it was told to.
+    """
+
+    items: tuple[int, ...]
+    num_bytes: int
+    spans: tuple[Span, ...]
+
+    def event(self, call: int) -> ItemsGivenBack:
+        """What the engine is told of it."""
+        return ItemsGivenBack(call, self.items, self.num_bytes)
+
+
+class LaneHost:
+    """Workers and payloads of one lane.
+
+    Args:
+        lane: the lane's number.
+        graphs: the traced methods of the flow that may run here, by name.
+        workers: the workers placed here; `load` has been called.
+        clock: seconds; all lanes of a machine share it.
+        store: payloads that are here already; None for none.
+        agree: by worker, for those on gangs: how its lanes agree on what has come to a streaming
+            call.
+    """
+
+    def __init__(
+        self,
+        lane: int,
+        graphs: Mapping[str, FlowGraph],
+        workers: Mapping[str, Worker],
+        clock: Callable[[], float] = time.time,
+        store: Store | None = None,
+        agree: Mapping[str, Agree] = MappingProxyType({}),
+    ) -> None:
+        self.lane, self.graphs, self.workers, self.clock = lane, graphs, workers, clock
+        self.store = Store() if store is None else store
+        self._agree = agree
+        self.versions: dict[str, int] = {}
+        self._spans: list[Span] = []
+        self._streams: dict[int, StageStream] = {}
+        self._logs: dict[int, Mapping[str, object]] = {}
+
+    def call(self, flow: str, command: RunCall) -> Iterator[Produced | GivenBack | None]:
+        """Run a stage on this lane's share of a call; gives what is finished, as it is.
+
+        Of a streaming stage also what it gives back, and None where it has stopped for a moment
+        to hear if anything has come. On a gang its first lane gives all of that.
+        """
+        node = self.graphs[flow].nodes[command.node]
+        worker = self.workers.get(node.worker)
+        share = share_of(command, self.lane, collective=worker is not None and worker.collective)
+        if not share:
+            return iter(())
+        if command.fused:
+            return self._run_loop(flow, command, node, share[0])
+        if node.loop is not None:
+            return self._go_around(flow, command, node, share[0])
+        if node.streaming:
+            stage = partial(self._function(flow, node), **node.options)
+            agree = self._agree.get(node.worker, alone)
+            stream = self._streams[command.call] = StageStream(node, stage, self.clock, agree)
+            self._feed(flow, stream, command, share)  # and it can be fed more from now on
+            return self._stream(flow, command, node)
+        batches = self._gather(flow, command.step, share)
+        if share != command.inputs[command.lanes.index(self.lane)]:
+            self._run(flow, node, [batch.select([]) for batch in batches])
+            return iter(())
+        output = self._run(flow, node, batches)
+        return iter((self._keep(flow, command.step, node, _named(node, batches[0], output)),))
+
+    def _run(self, flow: str, node: StageNode, batches: Sequence[Batch]) -> object:
+        """Call a stage; what it says of a column or a setting gets the stage's name."""
+        try:
+            return self._function(flow, node)(*batches, **node.options)
+        except UserError as error:
+            raise UserError(str(error), key=node.name) from error
+
+    def _go_around(
+        self, flow: str, command: RunCall, node: StageNode, parts: Sequence[Part]
+    ) -> Iterator[Produced]:
+        """Work on items of a loop, those with the same columns together: they differ by turn."""
+        wanted = [(part.producer, part.items) for part in parts]
+        for batch in self.store.gather_alike(flow, command.step, wanted):
+            output = self._run(flow, node, [batch])
+            yield self._keep(flow, command.step, node, _named(node, batch, output))
+
+    def _run_loop(
+        self, flow: str, command: RunCall, first: StageNode, parts: Sequence[Part]
+    ) -> Iterator[Produced]:
+        """Send items around a loop that stands here until each has left; only those are kept.
+
+        Where none has left for long, an empty piece says that the call is alive.
+        """
+        graph = self.graphs[flow]
+        assert first.loop is not None
+        spec = graph.loops[first.loop]
+        members = [graph.nodes[index] for index in spec.members]
+        wanted = [(part.producer, part.items) for part in parts]
+        heard = self.clock()
+        for batch in self.store.gather_alike(flow, command.step, wanted):
+            turn, judged = 0, False
+            while len(batch):
+                turn += 1
+                for node in members:
+                    batch = self._turn(flow, command.step, node, batch)
+                    judged |= spec.until in batch
+                    last = node is members[-1] and turn == spec.max_turns
+                    gone = batch.ids if last else _leaving(batch, spec.until)
+                    if gone:
+                        left = batch.take(gone)
+                        self.store.put(flow, command.step, first.index, left)
+                        lengths = item_lengths(graph, first.index, left)
+                        heard = self.clock()
+                        yield Produced(left.ids, left.nbytes, left.ids, lengths)
+                        batch = batch.take(item for item in batch.ids if item not in set(gone))
+                    if not len(batch):
+                        break
+                if not judged and spec.max_turns is None:
+                    raise unjudged(graph, first.loop)
+                if self.clock() - heard > SILENCE_SECONDS:
+                    heard = self.clock()
+                    yield Produced((), 0)
+
+    def _turn(self, flow: str, step: int, node: StageNode, batch: Batch) -> Batch:
+        """One member's part of a turn of a fused loop, with a span of its own."""
+        start = self.clock()
+        output = _named(node, batch, self._run(flow, node, [batch]))
+        facts = {"step": step, "items": len(batch), "ids": ids_text(batch.ids)}
+        self._spans.append(Span(self.lane, node.name, "call", start, self.clock(), facts))
+        return output
+
+    def take_spans(self) -> tuple[Span, ...]:
+        """The spans of a fused loop's members since this was last asked; else nothing."""
+        spans, self._spans = tuple(self._spans), []
+        return spans
+
+    def take_facts(self, call: int) -> dict[str, object]:
+        """What the span of a streaming call that has ended is to say of it; else nothing."""
+        return dict(self._logs.pop(call, {}))
+
+    def _gather(self, flow: str, step: int, inputs: Inputs) -> list[Batch]:
+        return [
+            joined_exits(
+                self.graphs[flow],
+                {part.producer for part in parts},
+                lambda parts=parts: self.store.gather(  # type: ignore[misc]
+                    flow, step, [(part.producer, part.items) for part in parts]
+                ),
+            )
+            for parts in inputs
+        ]
+
+    def _function(self, flow: str, node: StageNode) -> Callable[..., Any]:
+        if node.is_function:
+            return self.graphs[flow].functions[node.name].function
+        stage: Callable[..., Any] = getattr(self.workers[node.worker], node.method)
+        return stage
+
+    def _stream(
+        self, flow: str, command: RunCall, node: StageNode
+    ) -> Iterator[Produced | GivenBack | None]:
+        stream, first = self._streams[command.call], command.lanes[0] == self.lane
+        try:
+            for piece in stream.run():
+                if piece is None or not first:
+                    yield None
+                elif isinstance(piece, Unfinished):
+                    self.store.put(flow, command.step, given_back(node.index), piece.items)
+                    yield self._given_back(command, node, stream, piece.items)
+                else:
+                    yield self._keep(flow, command.step, node, piece)
+        finally:
+            del self._streams[command.call]
+            self._logs[command.call] = stream.log.facts() if first else NOTHING_TAKEN
+
+    def feed(self, flow: str, command: FeedCall) -> bool:
+        """Hand more items to a streaming call; False if it has ended already."""
+        stream = self._streams.get(command.call)
+        if stream is None:
+            return False
+        self._feed(flow, stream, command, command.inputs)
+        return True
+
+    def _feed(
+        self, flow: str, stream: StageStream, command: RunCall | FeedCall, inputs: Inputs
+    ) -> None:
+        if any(part.items for part in inputs[0]):
+            stream.feed(self._gather(flow, command.step, inputs))
+        if command.unfinished:
+            wanted = [(given_back(command.node), command.unfinished)]
+            stream.feed(Unfinished(self.store.gather(flow, command.step, wanted)))
+
+    def give_back(self, command: GiveBack) -> None:
+        """Have a streaming call give back what it has not finished, if it still runs."""
+        if stream := self._streams.get(command.call):
+            stream.give_back()
+
+    def _keep(self, flow: str, step: int, node: StageNode, output: Batch) -> Produced:
+        self.store.put(flow, step, node.index, output)
+        graph = self.graphs[flow]
+        lengths = item_lengths(graph, node.index, output)
+        if node.loop is None:
+            return Produced(output.ids, output.nbytes, lengths=lengths)
+        until = graph.loops[node.loop].until
+        leaving = _leaving(output, until)
+        return Produced(output.ids, output.nbytes, leaving, lengths, until in output)
+
+    def _given_back(
+        self, command: RunCall, node: StageNode, stream: StageStream, items: Batch
+    ) -> GivenBack:
+        facts = {"step": command.step, "items": len(items)}
+        name = f"give back {node.name}"
+        span = Span(self.lane, name, "switch", stream.told, self.clock(), facts)
+        return GivenBack(items.ids, items.nbytes, (span,))
+
+    def finish(self, flow: str, command: RunFinish) -> dict[str, float]:
+        """Run the `finish` of an accumulating stage; the metrics it returns."""
+        node = self.graphs[flow].nodes[command.node]
+        if node.is_function:
+            finish = self.graphs[flow].functions[node.name].finish_function
+            assert finish is not None
+            return dict(finish() or {})
+        worker = self.workers[node.worker]
+        finish = getattr(type(worker), node.method).finish_function
+        return dict(finish(worker) or {})
+
+    def move(self, command: MoveState) -> None:
+        """Offload or onload a worker."""
+        worker = self.workers.get(command.worker)
+        if worker is not None:  # a pure function has no state
+            getattr(worker, command.what)()
+
+    def install(self, source: str, target: str, version: int, weights: Mapping[str, Any]) -> None:
+        """Install published weights in a worker of this lane."""
+        self.workers[target].install(weights, version)
+        self.versions[target] = version
+
+
+def share_of(command: RunCall, lane: int, *, collective: bool) -> Inputs:
+    """What a lane reads for its part of a call; nothing, if it has no part in it.
+
+    A gang may have more lanes than there are items. Where its lanes communicate in a call, those
+    with an empty share take part all the same, and read one item to know the columns.
+    """
+    share = command.inputs[command.lanes.index(lane)]
+    if command.unfinished or any(part.items for part in share[0]):
+        return share
+    if not collective:
+        return ()
+    return tuple(
+        tuple(Part(part.producer, part.items[:1]) for part in parts if part.items)[:1]
+        for parts in command.inputs[0]
+    )
+
+
+def joined_exits(graph: FlowGraph, producers: Collection[int], join: Callable[[], Batch]) -> Batch:
+    """Join payloads of several stages; where they left a loop unlike each other, say so.
+
+    Raises:
+        UserError: they do not have the same columns.
+    """
+    try:
+        return join()
+    except UserError as error:
+        loops = {graph.nodes[producer].loop for producer in producers if producer >= 0}
+        loop = next((loop for loop in loops if loop is not None), None)
+        if loop is None:
+            raise
+        raise UserError(
+            "its items leave at different stages, or on different turns, with different columns",
+            key=graph.loop_name(loop),
+            value=error.value,
+            hint="give every item the same columns before it enters the loop",
+        ) from error
+
+
+def _leaving(batch: Batch, until: str) -> tuple[int, ...]:
+    """Items whose mark is true; none where nothing is marked."""
+    if until not in batch:
+        return ()
+    return tuple(item for item, done in zip(batch.ids, batch[until], strict=True) if done)
+
+
+def _named(node: StageNode, given: Batch, output: object) -> Batch:
+    """Check what a stage returned, and give its rows the names of the items they are."""
+    if output is None and node.accumulates:
+        return given
+    if not isinstance(output, Batch):
+        raise UserError(
+            "must return a Batch",
+            key=node.name,
+            value=type(output).__name__,
+            hint="build one with batch.with_columns(...)",
+        )
+    n = node.expands
+    expected = [item * n + k for item in given.ids for k in range(n)]
+    if len(output) != len(expected):
+        raise UserError(
+            "returned the wrong number of items",
+            key=node.name,
+            value=len(output),
+            expected=f"{len(expected)}, {n} for each of the {len(given)} it was given",
+        )
+    if sorted(output.ids) == sorted(expected):
+        return output
+    if output.ids != tuple(range(len(output))):
+        raise UserError(
+            "returned items it was not given",
+            key=node.name,
+            value=sorted(set(output.ids) - set(expected))[:8],
+        )
+    return Batch(output.columns, expected)

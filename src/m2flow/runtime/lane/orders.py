@@ -1,0 +1,325 @@
+"""What the launcher and a lane say to each other over their control line. Plain data.
+
+Orders go to the lane, which takes them up one after the other; answers come back. Payloads do not
+travel here: a `Fetch` says where they lie.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from m2flow.engine.messages import LaneCommand, MoveState
+from m2flow.flow.graph import FlowGraph
+from m2flow.runtime.driver.runner import Report
+from m2flow.runtime.transport.table import LinkTable
+from m2flow.runtime.weights.choose import Method
+
+# --- orders -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One worker as it stands on this lane.
+
+    Attributes:
+        worker: the pickled Worker.
+        replicas: its gangs, as positions of lanes.
+        positions: all of its lanes, in order of rank.
+        state: where the files lie that it is to `restore` after it has been loaded, or None.
+    """
+
+    worker: bytes
+    replicas: tuple[tuple[int, ...], ...]
+    positions: tuple[int, ...]
+    state: Fetch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where lanes meet for collectives: `host` and `port` of the store that the first one keeps."""
+
+    host: str
+    port: int
+    same_node: bool
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Bring up workers, in place of those of an earlier run.
+
+    Attributes:
+        number: of the answer.
+        graphs: the flow's traced methods by name, pickled.
+        placed: the workers that stand here, by name.
+        version: number of the weights that the run begins with.
+        memory_bytes: the lane's limit; with one, each worker is offloaded as soon as it is loaded.
+        deadline_seconds: longest that a payload, or a collective, may be waited for.
+        meeting: how the lanes of the pool find each other for collectives; None if no worker
+            stands on two lanes.
+        lane_sets: the sets of positions that need a process group, the same for every lane.
+        broadcasts: the same for each worker whose weights are broadcast.
+        keep: to go on under another plan: workers that stay as they are, while the others make
+            way; payloads stay as well. None to begin anew.
+    """
+
+    number: int
+    graphs: bytes
+    placed: Mapping[str, Placed]
+    version: int
+    memory_bytes: int | None
+    deadline_seconds: float
+    meeting: Meeting | None = None
+    lane_sets: tuple[tuple[int, ...], ...] = ()
+    broadcasts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    keep: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Have a worker `save` its state, and keep the files for the lanes that will ask for them.
+
+    Attributes:
+        number: of the answer, which says nothing.
+        worker: whose state.
+        producer: under which they are kept, as the one item of step `STATES` of no flow.
+    """
+
+    number: int
+    worker: str
+    producer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Payloads that a call needs and that are not on its lane.
+
+    Attributes:
+        step, producer, items: whose output they are, and which.
+        lane: number of the lane that holds them; None if `packed` carries them.
+        packed: the payload itself (source items): a head and buffers, or a shared handle.
+    """
+
+    step: int
+    producer: int
+    items: tuple[int, ...]
+    lane: int | None = None
+    packed: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Where a lane has laid a version of weights out, for those who take it one way.
+
+    Attributes:
+        source, version: whose weights they are, and which.
+        lane: which lane.
+        method: which way.
+        layout: token of the lane's Layout, which whoever does not know it asks for.
+        num_bytes: size of what lies there.
+        full_bytes: size of all that the lane holds of the weights.
+        handle: in shared memory of the node; None for those who are to ask.
+        reader: which of the handle's readers the addressee is.
+        group, rank: of a broadcast the lanes, as positions, and the sender's position.
+        on_gpu: whether the broadcast is of memory on accelerators.
+        via: the lane that brings it to the addressee's node; None if the addressee does itself.
+        changed: share of elements that differ from the version before, where it was measured.
+    """
+
+    source: str
+    version: int
+    lane: int
+    method: Method
+    layout: int
+    num_bytes: int
+    full_bytes: int
+    handle: Any = None
+    reader: int = 0
+    group: tuple[int, ...] = ()
+    rank: int = 0
+    on_gpu: bool = False
+    via: int | None = None
+    changed: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sends:
+    """How a version of weights is to be laid out.
+
+    Attributes:
+        readers: way -> how many installs will take it, each once.
+        oldest: versions before this one are needed by nobody any more.
+        group: of a broadcast the lanes, as positions.
+        keep: keep this version to measure the change of the next by it.
+        measure: measure what has changed since the version before, which was kept.
+    """
+
+    readers: Mapping[Method, int]
+    oldest: int
+    group: tuple[int, ...] = ()
+    keep: bool = False
+    measure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Do:
+    """Carry out a command of the engine.
+
+    Attributes:
+        flow: name of the traced method.
+        command: what to do.
+        fetches: payloads to bring here first.
+        released: (producer, items) of the command's step that nobody needs any more.
+        in_pieces: report what a streaming call has finished at once, not at its end.
+        sends: for an export, how it is to be laid out.
+        exports: for an install, where the weights lie; empty if the source stands here.
+        early: a move of another worker that may go on beside this call.
+    """
+
+    flow: str
+    command: LaneCommand
+    fetches: Sequence[Fetch] = ()
+    released: Sequence[tuple[int, Sequence[int]]] = ()
+    in_pieces: bool = True
+    sends: Sends | None = None
+    exports: Sequence[Export] = ()
+    early: MoveState | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Let payloads of a loop go before a later call makes the same items anew."""
+
+    flow: str
+    step: int
+    producer: int
+    items: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropStep:
+    """Let every payload of a step go."""
+
+    flow: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Call a method of a worker that is no stage.
+
+    Attributes:
+        number: of the answer.
+        worker, method: what to call.
+        arguments: the pickled positional arguments.
+    """
+
+    number: int
+    worker: str
+    method: str
+    arguments: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Measure the links from this lane to some others; the answer is a LinkTable."""
+
+    number: int
+    peers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UseLinks:
+    """Choose by this table from now on which way a payload takes."""
+
+    table: LinkTable
+
+
+@dataclass(frozen=True, slots=True)
+class GaugeMemory:
+    """Have spans say how far the lane's memory rose meanwhile, or no longer. Takes time: moves that
+    would go on beside a call are made before it."""
+
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Import these modules now: workers will need them."""
+
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close the workers and end the process."""
+
+
+STATES = -1
+"""The step to which files of states belong."""
+
+Order: TypeAlias = (
+    Load | Save | Do | Release | DropStep | Ask | Probe | UseLinks | GaugeMemory | Prepare | Close
+)
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The workers are up.
+
+    Attributes:
+        number: of the `Load`.
+        state_bytes: what each worker's state takes, by name.
+        error: what a worker raised, pickled, or None.
+    """
+
+    number: int
+    state_bytes: Mapping[str, int]
+    error: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a method returned, or raised; pickled."""
+
+    number: int
+    value: bytes
+    raised: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Reports for the engine; `exports` says where an ExportWeights has laid its weights."""
+
+    flow: str
+    reports: Sequence[Report]
+    exports: tuple[Export, ...] = ()
+
+
+FromLane: TypeAlias = Loaded | Answer | Said
+
+
+def to_bytes(message: Order | FromLane) -> bytes:
+    """A message as a frame for a line."""
+    try:
+        return pickle.dumps(message, protocol=5)
+    except Exception:  # an exception whose class the other side cannot import, for one
+        from ray import cloudpickle
+
+        return bytes(cloudpickle.dumps(message))
+
+
+def from_bytes(frame: bytes | bytearray) -> Any:
+    """The message of a frame that `to_bytes` made."""
+    return pickle.loads(frame)
+
+
+def graphs_from(pickled: bytes) -> dict[str, FlowGraph]:
+    """The graphs of a `Load`."""
+    graphs: dict[str, FlowGraph] = pickle.loads(pickled)
+    return graphs

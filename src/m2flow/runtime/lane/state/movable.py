@@ -1,0 +1,144 @@
+"""`MovableState`: the tensors of a worker, which can leave the device's memory and come back.
+
+The storages are emptied in place and filled again, so every reference to them stays good: tied
+parameters, views of a flat buffer, an optimizer's states, the shards of a DTensor. What comes back
+equals what left to the bit. Storages that hold zeros only, such as gradients after a step, are
+remembered as that and not copied. On an accelerator the bytes wait in pinned host memory, on the
+CPU in a file. Between `offload` and `onload` the tensors must not be touched: they have no memory.
+Knows nothing of workers, plans or what the tensors mean.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from m2flow.flow.worker import Place
+from m2flow.runtime.lane.state.host_memory import HostMemoryShelf
+from m2flow.runtime.lane.state.shelf import Shelf
+from m2flow.runtime.lane.state.spill import FileShelf
+from m2flow.runtime.lane.state.storages import all_zero, as_bytes, movable_storages, storages_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Away:
+    """A storage that was emptied."""
+
+    storage: UntypedStorage
+    num_bytes: int
+    is_zero: bool
+
+
+class MovableState:
+    """State that `offload` puts away and `onload` brings back.
+
+    Both may be called from any thread, also while others compute with other state: large copies
+    run without Python's lock.
+
+    Args:
+        tensors: gives every tensor of the state, each time it is asked: plain tensors, parameters
+            or DTensors. Those that are not on the place's kind of device stay where they are.
+        place: its `device` says where the tensors live, and `spill` where the CPU's file goes.
+        frozen: nobody ever changes them. They are then put away once: the bytes stay there while
+            the state is resident, and the next `offload` only gives memory back.
+    """
+
+    def __init__(
+        self, tensors: Callable[[], Iterable[Tensor]], place: Place, *, frozen: bool = False
+    ) -> None:
+        self._tensors, self._frozen = tensors, frozen
+        self._kept: list[_Away] | None = None
+        self._device = torch.device(place.device)
+        self._shelf: Shelf
+        if self._device.type == "cpu":
+            self._shelf = FileShelf(place.spill)
+        else:
+            self._shelf = HostMemoryShelf(self._device)
+        self._away: list[_Away] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the tensors have their memory."""
+        return self._away is None
+
+    def nbytes(self) -> int:
+        """Bytes on the device: now, or where the state is away, before it left."""
+        away = self._away
+        if away is not None:
+            return sum(entry.num_bytes for entry in away)
+        storages = storages_of(self._tensors(), self._device.type)
+        return sum(storage.nbytes() for storage in storages)
+
+    def offload(self) -> None:
+        """Put the state away and give its memory back; nothing happens where it is away already.
+
+        A storage that cannot be emptied in place (its memory belongs to numpy, or to the reader of
+        a weight file) is replaced by one that can, once, in all tensors of the state.
+
+        Raises:
+            RunFailed: there is no room to put it, or a storage is shared with other processes, or a
+                shard with another library. The state is resident and good, as after any other
+                error.
+        """
+        with self._lock:
+            if self._away is not None:
+                return
+            away = self._kept or self._put()
+            for entry in away:
+                entry.storage.resize_(0)
+            self._away = away
+        self._shelf.settle()
+
+    def _put(self) -> list[_Away]:
+        storages = movable_storages(self._tensors(), self._device.type)
+        zero = all_zero(storages)
+        away = [_Away(s, s.nbytes(), z) for s, z in zip(storages, zero, strict=True)]
+        self._shelf.put([entry.storage for entry in away if not entry.is_zero])
+        return away
+
+    def onload(self) -> None:
+        """Bring the state back; nothing happens where it is resident.
+
+        Raises:
+            Exception: memory ran out, or the bytes could not be read. The state is still away, and
+                `onload` may be tried again.
+        """
+        with self._lock:
+            if self._away is None:
+                return
+            try:
+                with self._shelf.filling():
+                    for entry in self._away:
+                        self._shelf.grow(entry.storage, entry.num_bytes)
+                    self._shelf.take([e.storage for e in self._away if not e.is_zero])
+                    for entry in self._away:
+                        if entry.is_zero:
+                            as_bytes(entry.storage).zero_()
+            except BaseException:
+                for entry in self._away:
+                    entry.storage.resize_(0)
+                raise
+            self._kept = self._away if self._frozen else None
+            self._away = None
+            if not self._frozen:
+                self._shelf.clear()
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """The state is resident inside, and afterwards where it was before.
+
+        For what happens to a worker outside its stages, such as writing a checkpoint.
+        """
+        was_resident = self.is_resident
+        self.onload()
+        try:
+            yield
+        finally:
+            if not was_resident:
+                self.offload()

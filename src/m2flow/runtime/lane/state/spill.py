@@ -1,0 +1,121 @@
+"""`FileShelf`: bytes in a file without a name, for state on the CPU.
+
+The file has no name from the start, so nothing is left behind when a process dies. It is emptied
+as soon as its bytes are back: state that returns soon mostly never reaches the disk, for the
+system writes it out with delay. In between it is the system's file cache and not the process's
+memory. Folders in memory, such as /dev/shm, would defeat the purpose.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from torch import UntypedStorage
+
+from m2flow.errors import RunFailed
+from m2flow.runtime.lane.state.memory import return_free_memory
+
+_BUFFERS_PER_CALL = 1024  # the system takes no more
+_HUGE_PAGES_FROM = 2 << 20  # bytes: the size of one
+_MADV_HUGEPAGE = 14
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class FileShelf:
+    """Args: folder: where the file lies; None for the system's temporary folder."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = Path(tempfile.gettempdir()) if folder is None else folder
+        self._file: int | None = None
+
+    def put(self, storages: Sequence[UntypedStorage]) -> None:
+        file = self._open()
+        try:
+            _transfer(lambda buffers, start: os.pwritev(file, buffers, start), storages)
+        except OSError as error:
+            self.clear()
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            num_bytes = sum(storage.nbytes() for storage in storages)
+            raise RunFailed(
+                f"no room to put {num_bytes} bytes of state away in {self._folder}: name another "
+                "folder for it, or make room"
+            ) from error
+        except BaseException:
+            self.clear()
+            raise
+
+    def settle(self) -> None:
+        return_free_memory()
+
+    def filling(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def grow(self, storage: UntypedStorage, num_bytes: int) -> None:
+        storage.resize_(num_bytes)
+        _use_huge_pages(storage)
+
+    def take(self, storages: Sequence[UntypedStorage]) -> None:
+        file = self._open()
+        _transfer(lambda buffers, start: os.preadv(file, buffers, start), storages)
+
+    def clear(self) -> None:
+        os.ftruncate(self._open(), 0)
+
+    def _open(self) -> int:
+        if self._file is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115
+            self._file = file.fileno()
+            weakref.finalize(self, file.close)
+        return self._file
+
+
+def _transfer(
+    move: Callable[[Sequence[memoryview], int], int], storages: Sequence[UntypedStorage]
+) -> None:
+    """Moves all bytes, in order, from the file's start; `move` may do less than it is asked for."""
+    position = 0
+    for buffers in _batches(storages):
+        while buffers:
+            moved = move(buffers, position)
+            if moved == 0:
+                raise RunFailed(f"the file with the state ends after {position} bytes")
+            position += moved
+            while buffers and moved >= len(buffers[0]):
+                moved -= len(buffers.pop(0))
+            if moved:
+                buffers[0] = buffers[0][moved:]
+
+
+def _batches(storages: Sequence[UntypedStorage]) -> Iterator[list[memoryview]]:
+    buffers = [_buffer(storage) for storage in storages]
+    for first in range(0, len(buffers), _BUFFERS_PER_CALL):
+        yield buffers[first : first + _BUFFERS_PER_CALL]
+
+
+def _buffer(storage: UntypedStorage) -> memoryview:
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    return memoryview(memory).cast("B")
+
+
+def _use_huge_pages(storage: UntypedStorage) -> None:
+    """Fresh memory in small pages is filled at half the speed or less. A hint: may be declined.
+
+    Pages at both ends are meant as well, so that storages which lie side by side join up.
+    """
+    if storage.nbytes() < _HUGE_PAGES_FROM:
+        return
+    start = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    end = -(-(storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE) * mmap.PAGESIZE
+    _libc.madvise(start, end - start, _MADV_HUGEPAGE)

@@ -1,0 +1,25 @@
+"""A bounded queue between threads, processes and machines: `Channel`, and what it raises."""
+
+from __future__ import annotations
+
+from m2flow.runtime.transport.channel.channel import DEFAULT_TIMEOUT_SECONDS, Channel, ChannelStats
+from m2flow.runtime.transport.channel.errors import (
+    ChannelClosed,
+    ChannelEmpty,
+    ChannelError,
+    ChannelFull,
+    ChannelLost,
+    ChannelTimeout,
+)
+
+__all__ = [
+    "DEFAULT_TIMEOUT_SECONDS",
+    "Channel",
+    "ChannelClosed",
+    "ChannelEmpty",
+    "ChannelError",
+    "ChannelFull",
+    "ChannelLost",
+    "ChannelStats",
+    "ChannelTimeout",
+]

@@ -1,0 +1,173 @@
+"""Hand-over between lanes on GPUs of one machine: device memory is opened by the other process.
+
+On one GPU what arrives is the sender's own memory: not copied, and not to be changed in place. From
+another GPU it is copied once, from device to device, and the sender's memory is let go at once;
+CUDA opens memory of a GPU that the process does not see otherwise, if the two can reach each other.
+
+Order and lifetime are those of torch.multiprocessing, on each side's current stream: on one GPU the
+receiver's stream waits for an event of the sender's, for another GPU the sender waits itself. The
+sender's memory stays until the receiver's tensors have died and its stream is through with them. An
+offer that is not taken is counted off by the side that made it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from m2flow.runtime.transport.devices import Finish, LinkRefused, Standing, Talk
+from m2flow.runtime.transport.table import Scope
+
+Handle: TypeAlias = tuple[Any, ...]
+"""All that another process needs to open a tensor; plain values."""
+
+
+class Handles(Protocol):
+    """What the driver does. A RuntimeError says that it cannot."""
+
+    def share(self, piece: Tensor, *, same_gpu: bool) -> Handle:
+        """A handle for a flat uint8 tensor; its memory stays until the handle is opened and what
+        was opened has died. It can be opened once. For another GPU, what is queued is done."""
+
+    def open(self, handle: Handle) -> Tensor:
+        """The piece behind another process's handle, in that one's memory."""
+
+    def let_go(self, handle: Handle) -> None:
+        """Count a handle off that nobody will open."""
+
+
+class Token(NamedTuple):
+    """An offer.
+
+    Attributes:
+        gpu: where the memory is.
+        handles: of its pieces.
+    """
+
+    gpu: str
+    handles: tuple[Handle, ...]
+
+
+class CudaIPC:
+    """The link `cuda_ipc`.
+
+    Args:
+        gpu: UUID of the GPU that this process stands on.
+        handles: the driver's part.
+    """
+
+    scopes: tuple[Scope, ...] = ("gpu", "gpus")
+
+    def __init__(self, gpu: str, handles: Handles) -> None:
+        self._gpu, self._handles = gpu, handles
+        self._unable: str | None = None
+        self._lock = threading.Lock()  # torch's own counting expects one thread at a time
+
+    def offer(self, pieces: Sequence[Tensor], asker: Standing) -> Token:
+        """Handles of the pieces. Where sharing fails once, it is not tried again."""
+        if self._unable is not None:
+            raise LinkRefused(self._unable)
+        same_gpu = asker.gpu == self._gpu
+        handles: list[Handle] = []
+        try:
+            handles.extend(self._share(piece, same_gpu=same_gpu) for piece in pieces)
+        except RuntimeError as error:
+            self.withdraw(Token(self._gpu, tuple(handles)), 0)
+            self._unable = f"its memory cannot be shared: {_first_line(error)}"
+            raise LinkRefused(self._unable) from error
+        return Token(self._gpu, tuple(handles))
+
+    def _share(self, piece: Tensor, *, same_gpu: bool) -> Handle:
+        with self._lock:
+            try:
+                return self._handles.share(piece, same_gpu=same_gpu)
+            except RuntimeError:  # a view from within an allocation, or another process's memory
+                return self._handles.share(piece.clone(), same_gpu=same_gpu)
+
+    def withdraw(self, token: Token, taken: int) -> None:
+        """Count off what will not be opened."""
+        for handle in token.handles[taken:]:
+            self._handles.let_go(handle)
+
+    def take(
+        self, token: Token, sizes: Sequence[int], holder: Standing, talk: Talk
+    ) -> list[Tensor]:
+        """Open the pieces; copy those of another GPU."""
+        del sizes, holder, talk
+        opened: list[Tensor] = []
+        for handle in token.handles:
+            try:
+                opened.append(self._handles.open(handle))
+            except RuntimeError as error:
+                taken = len(opened)
+                opened.clear()  # the error is looked at for longer than they are needed
+                reason = f"its memory cannot be opened: {_first_line(error)}"
+                raise LinkRefused(reason, taken=taken) from None
+        return opened if token.gpu == self._gpu else [piece.clone() for piece in opened]
+
+    def proceed(self, token: Token, message: Any) -> tuple[Any, Finish]:
+        raise AssertionError("who takes a handle has nothing to say")
+
+    def close(self) -> None:
+        """Nothing: what is open is closed by its last reader."""
+
+
+class TorchHandles:
+    """Handles as torch.multiprocessing makes them.
+
+    Args:
+        device: this process's GPU. Processes that see one GPU each all call theirs by the same
+            number, so the receiver's own is put in the place of the sender's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def share(self, piece: Tensor, *, same_gpu: bool) -> Handle:
+        # Sharing puts a counter in the place of a storage's pointer, which another thread may be
+        # about to read: so a second storage over the same memory is shared, and keeps the first.
+        alias = _second_storage(piece)
+        handle = _Torch(*alias.untyped_storage()._share_cuda_())
+        if not same_gpu:
+            torch.cuda.current_stream(self._device).synchronize()
+            handle = handle._replace(event_sync_required=False)
+        return tuple(handle)
+
+    def open(self, handle: Handle) -> Tensor:
+        mine = _Torch(*handle)._replace(device=self._device.index or 0)
+        with torch.cuda.device(self._device):
+            storage = torch.UntypedStorage._new_shared_cuda(*mine)
+            return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+
+    def let_go(self, handle: Handle) -> None:
+        offered = _Torch(*handle)
+        let_go: Any = torch.UntypedStorage._release_ipc_counter
+        let_go(offered.counters, offered.counter, device=self._device)
+
+
+def _second_storage(piece: Tensor) -> Tensor:
+    """The same memory under a storage of its own, which keeps the first one alive."""
+    to_capsule: Any = vars(torch.utils.dlpack)["to_dlpack"]
+    alias: Tensor = vars(torch)["from_dlpack"](to_capsule(piece))
+    return alias
+
+
+class _Torch(NamedTuple):
+    """What `UntypedStorage._share_cuda_` returns and `_new_shared_cuda` wants."""
+
+    device: int
+    memory: bytes
+    num_bytes: int
+    offset_bytes: int
+    counters: bytes
+    counter: int
+    event: bytes
+    event_sync_required: bool
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

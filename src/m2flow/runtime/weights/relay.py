@@ -1,0 +1,69 @@
+"""`Relay`: what several lanes of a node want from another node crosses the network once.
+
+The first of them that asks has it brought, the others wait for that; it is kept until a later
+version comes. Asked from the threads of the payload server too, so that nobody waits for the lane.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from m2flow.runtime.weights.source import WeightsKey
+
+
+@dataclass(frozen=True, slots=True)
+class RelayKey:
+    """Asks a lane for what another lane has.
+
+    Attributes:
+        lane: who has it.
+        key: what it is.
+        seconds: longest that bringing it may take.
+    """
+
+    lane: int
+    key: WeightsKey
+    seconds: float
+
+
+class Relay:
+    """Brings weights from other nodes for all lanes of this one.
+
+    Args:
+        ask: brings what a lane has: its number, a key, seconds.
+    """
+
+    def __init__(self, ask: Callable[[int, Any, float], Any]) -> None:
+        self._ask = ask
+        self._brought: dict[RelayKey, Future[Any]] = {}
+        self._lock = threading.Lock()
+
+    def bring(self, key: RelayKey) -> Any:
+        """What the key stands for; raises what asking for it has raised."""
+        with self._lock:
+            first = key not in self._brought
+            found = self._brought.setdefault(key, Future())
+            if first:
+                for old in [one for one in self._brought if _precedes(one, key)]:
+                    del self._brought[old]
+        if first:
+            try:
+                found.set_result(self._ask(key.lane, key.key, key.seconds))
+            except BaseException as error:
+                found.set_exception(error)
+                raise
+        return found.result(key.seconds)
+
+    def drop(self) -> None:
+        """Forget what was brought in an earlier run."""
+        with self._lock:
+            self._brought = {}
+
+
+def _precedes(one: RelayKey, other: RelayKey) -> bool:
+    same = (one.lane, one.key.source) == (other.lane, other.key.source)
+    return same and one.key.version < other.key.version

@@ -1,0 +1,1 @@
+"""The engine under a virtual clock: what a plan would take, without lanes."""
