@@ -17,9 +17,9 @@ from starting_point import quickstart
 
 from m2flow.plan.measured import Observed
 from m2flow.plan.replay import replay_steps
-from m2flow.reasoning.flow import grpo_flow
 from m2flow.runtime.driver.launch import Run, launch
 from m2flow.runtime.driver.runner import StepResult
+from m2flow.workloads.reasoning.flow import grpo_flow
 
 MODES = ("collocated", "disaggregated", "hybrid")
 BLOCK = 3

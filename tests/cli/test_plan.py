@@ -20,7 +20,7 @@ from m2flow.plan.analytic import analytic_profile
 from m2flow.plan.clusters import parse_cluster
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile_files import to_json
-from m2flow.reasoning.work import work_of
+from m2flow.workloads.reasoning.work import work_of
 
 M2flow = Callable[..., Any]
 

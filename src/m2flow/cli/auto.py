@@ -10,10 +10,10 @@ from m2flow.cli.profile import measuring_budget
 from m2flow.cli.profile_key import profile_key
 from m2flow.plan.explaining import decision_document, explained, summary
 from m2flow.plan.profile_files import to_json
-from m2flow.reasoning.flow import recipe_flow
 from m2flow.runtime.driver.auto import Auto
 from m2flow.runtime.driver.launch import launch
 from m2flow.runtime.profiling import obtain
+from m2flow.workloads.reasoning.flow import recipe_flow
 
 if TYPE_CHECKING:
     from m2flow.flow import Flow
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from m2flow.observe.progress import TrainProgress
     from m2flow.observe.run_directory import RunDirectory
     from m2flow.plan.prediction import Decision
-    from m2flow.reasoning.experiment import ReasoningExperiment
-    from m2flow.reasoning.workers import ModelSource
     from m2flow.runtime.driver.pool import LanePool
     from m2flow.runtime.driver.run import Run
+    from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+    from m2flow.workloads.reasoning.workers import ModelSource
 
 QUICK_SECONDS = 3.0
 """What would change a choice is written down where the choice itself was made so quickly: to find

@@ -25,8 +25,8 @@ from m2flow.plan.decide import decide
 from m2flow.plan.prediction import Candidate, Decision
 from m2flow.plan.profile import Profile
 from m2flow.plan.search import Limits, problem, search
-from m2flow.reasoning.config import ReasoningRecipe
-from m2flow.reasoning.work import RecipeWork, work_of
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.work import RecipeWork, work_of
 
 BUDGET_SECONDS = 10.0
 """About so long plans are simulated."""

@@ -18,7 +18,7 @@ from m2flow.cli.planning import AUTO_MODE, planned
 from m2flow.cli.recipe import read_recipe
 from m2flow.errors import UserError
 from m2flow.plan import describe_plan, to_json
-from m2flow.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 if TYPE_CHECKING:
     from m2flow.cli.deciding import Planning

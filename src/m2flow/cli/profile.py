@@ -21,13 +21,13 @@ from m2flow.observe.progress import TrainProgress
 from m2flow.plan.profile import Profile, Quantiles, StageLayout
 from m2flow.plan.profile_files import to_json
 from m2flow.plan.sizes import bytes_text
-from m2flow.reasoning.config import ReasoningRecipe
 from m2flow.runtime.profiling import cached, stored_at
 from m2flow.runtime.profiling.stored import cache_folder, given, lack
+from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 if TYPE_CHECKING:
-    from m2flow.reasoning.experiment import ReasoningExperiment
-    from m2flow.reasoning.workers import ModelSource
+    from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+    from m2flow.workloads.reasoning.workers import ModelSource
 
 SMALL_BUDGET, BUDGET = 60.0, 300.0
 """Seconds for a model that is made on the spot, and for any other."""
@@ -141,9 +141,9 @@ def _measured(
     from m2flow.runtime.driver.ahead import LanesAhead
 
     with LanesAhead(_with_reserved(recipe, lanes), WORKERS_NEED) as ahead:
-        from m2flow.reasoning.experiment import ReasoningExperiment
-        from m2flow.reasoning.flow import recipe_flow
         from m2flow.runtime.profiling import obtain
+        from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+        from m2flow.workloads.reasoning.flow import recipe_flow
 
         experiment = ReasoningExperiment(recipe)
         before = time.monotonic()
@@ -176,7 +176,7 @@ def starting_model(
     experiment: ReasoningExperiment, progress: TrainProgress | None = None
 ) -> ModelSource:
     """The model that reinforcement begins with; one that is made here is kept for the next time."""
-    from m2flow.reasoning.workers import ModelSource
+    from m2flow.workloads.reasoning.workers import ModelSource
 
     recipe = experiment.recipe
     if not experiment.makes_model:

@@ -19,7 +19,7 @@ from m2flow.plan import read_plan
 from m2flow.plan.measured import Observed
 from m2flow.plan.prediction import Prediction
 from m2flow.plan.replay import replay_steps
-from m2flow.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 
 def replayed(
