@@ -10,9 +10,9 @@ from m2flow.cli.auto import QUICK_SECONDS, write_decision
 from m2flow.engine.plan import LaneSpec
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.plan.decide import decide
+from m2flow.plan.file import read_profile
 from m2flow.plan.prediction import Decision
 from m2flow.plan.profile import Piecewise, Profile, StageLayout, StageProfile
-from m2flow.plan.profile_files import read_profile
 from tests.plan.small_graphs import TALKING
 
 LANES = tuple(LaneSpec(number, cores=(number,)) for number in range(2))

@@ -10,7 +10,7 @@ import pytest
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
 from m2flow.engine.spans import Span, SpanKind
-from m2flow.plan import from_json
+from m2flow.plan import plan_from_json
 from m2flow.plan.decide import decide
 from m2flow.plan.explaining import (
     Explanation,
@@ -416,7 +416,7 @@ def test_a_profile_that_was_cut_short_is_told(decision: Decision) -> None:
 
 def test_the_document_is_a_plan_file_too(why: Explanation) -> None:
     document = json.loads(json.dumps(to_document(why)))
-    assert from_json(json.dumps(document)) == why.chosen.plan
+    assert plan_from_json(json.dumps(document)) == why.chosen.plan
     decision = document["decision"]
     assert decision.keys() == {
         "title", "items_per_step", "seconds_to_decide", "stands", "predicted", "measured_seconds",

@@ -9,7 +9,7 @@ from m2flow.cli.planning import gangs_of
 from m2flow.cli.profile import measuring_budget
 from m2flow.cli.profile_key import profile_key
 from m2flow.plan.explaining import decision_document, explained, summary
-from m2flow.plan.profile_files import to_json
+from m2flow.plan.file import to_json
 from m2flow.runtime.driver.auto import Auto
 from m2flow.runtime.driver.launch import launch
 from m2flow.runtime.profiling import obtain
