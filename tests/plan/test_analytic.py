@@ -7,26 +7,36 @@ import pytest
 from m2flow.errors import UserError
 from m2flow.flow import Flow, FlowGraph, Worker, loop, stage
 from m2flow.flow import worker as workers
-from m2flow.plan.analytic import analytic_profile
-from m2flow.plan.analytic_work import (
-    Act,
-    Answers,
-    Fixed,
-    Forward,
-    Generate,
-    Simulate,
-    Train,
-    TrainPolicy,
+from m2flow.flow.worker import Layout
+from m2flow.models.lengths import Answers, fit_lengths
+from m2flow.models.shape import KNOWN_MODELS, ModelShape
+from m2flow.models.work import (
+    ADAM_BYTES,
+    decoding,
+    forward_pass,
+    prefill,
+    training_bytes,
+    training_pass,
+    update,
 )
+from m2flow.plan.analytic import analytic_profile
 from m2flow.plan.builders import build_plan
 from m2flow.plan.clusters import lane_specs, parse_cluster
-from m2flow.plan.embodied_models import LIBERO, OPENVLA_OFT
 from m2flow.plan.file import profile_from_json, to_json
-from m2flow.plan.hardware import DEVICES, DISPATCH_SECONDS
-from m2flow.plan.lognormal import fit_lengths
-from m2flow.plan.models import KNOWN_MODELS
-from m2flow.plan.roofline import Layout, Rates, decode_step_seconds, prefill_seconds
+from m2flow.plan.hardware import DEVICES, DISPATCH_SECONDS, Device
+from m2flow.plan.profile import Quantiles
 from m2flow.plan.simulate import simulate
+from m2flow.plan.work import (
+    FlowWork,
+    LayoutWork,
+    Pricer,
+    Rounds,
+    StageWork,
+    Work,
+    WorkerWork,
+    rising,
+)
+from m2flow.workloads.embodied.prices import LIBERO, OPENVLA_OFT, acting, simulating, training
 
 H100, QWEN = DEVICES["H100"], KNOWN_MODELS["Qwen2.5-7B"]
 
@@ -65,12 +75,66 @@ class Grpo(Flow):
 
 
 ANSWERS = Answers(100, fit_lengths(600, 4000))
-WORK = {
-    "generator.generate": Generate(QWEN, ANSWERS, (32, 64)),
-    "learner.logprobs": Forward(QWEN, ANSWERS),
-    "learner.train": Train(QWEN, ANSWERS),
-    "score": Fixed(0.001, 0.0001),
-}
+LENGTHS = Quantiles.of(ANSWERS.lengths.stratified(512), 129)
+
+
+def works(
+    model: ModelShape = QWEN, limits: tuple[int, ...] = (32, 64), again: tuple[bool, ...] = (True,)
+) -> Pricer:
+    """What the stages of GRPO ask; training may compute activations `again`."""
+
+    def at(device: Device, lanes: int) -> FlowWork:
+        divided = [Layout(f"tp{n}", n, (("heads", model.kv_heads, n),)) for n in (1, 2, 4, 8)]
+        sharded = [Layout(f"fsdp{n}", n) for n in rising(lanes)]
+        size, trained = float(model.weight_bytes), float(ADAM_BYTES * model.parameters)
+        return FlowWork(
+            {
+                "generator.generate": StageWork(
+                    tuple(generating(model, one, limits) for one in divided), 11_200, LENGTHS
+                ),
+                "learner.logprobs": StageWork(tuple(passing(model, one) for one in sharded)),
+                "learner.train": StageWork(
+                    tuple(trains(model, one, flag) for one in sharded for flag in again)
+                ),
+                "score": StageWork((LayoutWork(call=lambda n: Work(seconds=0.001 + n * 1e-4)),)),
+            },
+            {
+                "generator": WorkerWork([(one, size / one.lanes) for one in divided], size),
+                "learner": WorkerWork([(one, trained / one.lanes) for one in sharded]),
+            },
+            model.name,
+            ("made up",),
+        )
+
+    return at
+
+
+def generating(model: ModelShape, layout: Layout, limits: tuple[int, ...]) -> LayoutWork:
+    rounds = Rounds(
+        admit=lambda n: prefill(model, n * 100, 50, layout.lanes),
+        round=lambda n, tokens: decoding(model, n, tokens, layout.lanes),
+        start=100,
+        unit_bytes=model.kv_bytes_on_lane(layout.lanes),
+        limits=limits,
+    )
+    return LayoutWork(layout, rounds=rounds)
+
+
+def passing(model: ModelShape, layout: Layout) -> LayoutWork:
+    return LayoutWork(layout, lambda n: forward_pass(model, ANSWERS, n, layout.lanes, 4100))
+
+
+def trains(model: ModelShape, layout: Layout, again: bool) -> LayoutWork:
+    return LayoutWork(
+        layout,
+        lambda n: training_pass(model, ANSWERS, n, layout.lanes, 4100, again),
+        lambda replicas: update(model, layout.lanes, replicas),
+        lambda _: training_bytes(model, layout.lanes, 4100, again),
+        assumes="computes again" if again else "",
+    )
+
+
+WORK = works()
 
 
 def grpo() -> FlowGraph:
@@ -134,25 +198,44 @@ def test_a_model_too_large_for_the_cluster() -> None:
 def test_a_model_that_no_lane_holds_generates_on_several() -> None:
     """66 GB of weights on lanes of 43: in halves, quarters and eighths of them and of the cache."""
     big = KNOWN_MODELS["Qwen2.5-32B"]
-    work = {
-        "generator.generate": Generate(big, ANSWERS, (32,)),
-        "learner.logprobs": Forward(big, ANSWERS),
-        "learner.train": Train(big, ANSWERS, sharded=True),
-        "score": Fixed(0.001, 0.0001),
-    }
     cluster = parse_cluster("4x8xL40S")
-    profile = analytic_profile(grpo(), cluster, work, 16)
-    layouts = profile.stage("generator.generate").costs
-    assert {layout.lanes for layout in layouts} == {2, 4, 8}
+    profile = analytic_profile(grpo(), cluster, works(big, (32,)), 16)
+    costs = profile.stage("generator.generate").costs
+    assert {(cost.lanes, cost.layout) for cost in costs} == {(2, "tp2"), (4, "tp4"), (8, "tp8")}
     room = lane_specs(cluster)[0].memory_bytes
     assert room is not None
-    for layout in layouts:
-        state = profile.worker("generator", layout.lanes, "gpu")
+    for cost in costs:
+        state = profile.worker("generator", cost.lanes, "gpu")
         assert state is not None
-        assert state.state_bytes == pytest.approx(big.weight_bytes / layout.lanes, abs=1)
-        assert state.state_bytes + layout.working_bytes(16) <= room
+        assert state.state_bytes == pytest.approx(big.weight_bytes / cost.lanes, abs=1)
+        assert state.state_bytes + cost.working_bytes(16) <= room
     with pytest.raises(UserError, match="at least 2 lanes"):
-        analytic_profile(grpo(), parse_cluster("1x1xL40S"), work, 16)
+        analytic_profile(grpo(), parse_cluster("1x1xL40S"), works(big, (32,)), 16)
+
+
+def test_a_layout_with_an_obstacle_is_not_priced_and_the_profile_says_so() -> None:
+    """Plans came without notice for replicas that do not divide the key-value heads."""
+    profile = analytic_profile(grpo(), parse_cluster("1x8xH100"), WORK, 16)
+    assert {cost.layout for cost in profile.stage("generator.generate").costs} == {
+        "tp1", "tp2", "tp4"
+    }  # fmt: skip
+    assert {cost.layout for cost in profile.workers["generator"]} == {"tp1", "tp2", "tp4"}
+    notice = "generator cannot have tp8: 4 heads cannot be divided by 8"
+    assert profile.assumptions == ("made up", notice, "computes again")
+
+
+def test_what_m2flow_cannot_do_is_assumed_only_where_nothing_else_fits() -> None:
+    """Training keeps its activations where they fit, and says where it would not."""
+    eager = works(again=(False, True))
+    profile = analytic_profile(grpo(), parse_cluster("1x8xH100"), eager, 16)
+    kept = {cost.layout: cost for cost in profile.stage("learner.train").costs}
+    again = analytic_profile(grpo(), parse_cluster("1x8xH100"), WORK, 16)
+    for cost in again.stage("learner.train").costs:
+        assert kept[cost.layout].working_bytes(8) >= cost.working_bytes(8)
+    assert kept["fsdp8"].call(128) < again.stage("learner.train").costs[-1].call(128)
+    assert "computes again" in profile.assumptions, "two lanes hold it in no other way"
+    roomy = analytic_profile(grpo(), parse_cluster("1x8xB200"), eager, 16)
+    assert "computes again" not in roomy.assumptions
 
 
 def test_weights_are_published_at_a_price_to_replicas_of_every_size() -> None:
@@ -169,7 +252,12 @@ def test_weights_are_published_at_a_price_to_replicas_of_every_size() -> None:
 
 def test_work_for_a_stage_that_is_not_there() -> None:
     with pytest.raises(UserError, match=r"learner\.train"):
-        analytic_profile(grpo(), parse_cluster("1x8xH100"), {"learner.trian": Fixed()}, 4)
+        analytic_profile(
+            grpo(),
+            parse_cluster("1x8xH100"),
+            lambda *_: FlowWork({"learner.trian": StageWork(())}),
+            4,
+        )
 
 
 class World(Worker):
@@ -183,6 +271,8 @@ class Policy(Worker):
     def act(self, items):
         return items
 
+
+class Actor(Worker):
     @stage(accumulates=True)
     def train(self, items):
         return items
@@ -191,18 +281,23 @@ class Policy(Worker):
 class Episodes(Flow):
     world: World
     policy: Policy
+    actor: Actor
 
     def step(self, items):
-        return self.policy.train(loop(self.world.move, self.policy.act, until="done")(items))
+        return self.actor.train(loop(self.world.move, self.policy.act, until="done")(items))
 
 
 def test_a_loop_of_a_simulator_on_cores_and_a_policy() -> None:
-    graph = Episodes(world=World(), policy=Policy()).trace()
-    work = {
-        "world.move": Simulate(LIBERO),
-        "policy.act": Act(OPENVLA_OFT),
-        "policy.train": TrainPolicy(OPENVLA_OFT, 64),
-    }
+    graph = Episodes(world=World(), policy=Policy(), actor=Actor()).trace()
+
+    def work(_device: Device, lanes: int) -> FlowWork:
+        acts, acting_state = acting(OPENVLA_OFT)
+        learns, learning_state = training(OPENVLA_OFT, 64, lanes)
+        return FlowWork(
+            {"world.move": simulating(LIBERO), "policy.act": acts, "actor.train": learns},
+            {"policy": acting_state, "actor": learning_state},
+        )
+
     profile = analytic_profile(graph, parse_cluster("1x8xH100+1x16xCPU"), work, 64)
     assert {layout.kind for layout in profile.stage("world.move").costs} == {"cpu"}
     assert {layout.kind for layout in profile.stage("policy.act").costs} == {"gpu"}
@@ -227,33 +322,17 @@ def test_rounds_are_decoding_steps_and_take_turns_beyond_the_limit() -> None:
     own = layouts[2, None]
     assert own.round is not None
     assert own.admit is not None
+    drawn = ANSWERS.lengths.stratified(400)
+    held = 100 + sum(x * x for x in drawn) / (2 * sum(drawn))
     for running in (1, 16, 64):
-        step = decode_step_seconds(
-            QWEN, running, running * ANSWERS.context, H100, Layout(2), Rates()
-        )
-        assert own.round.at(running) == pytest.approx(step)
+        step = decoding(QWEN, running, running * held, 2).on(H100)
+        assert own.round.at(running) == pytest.approx(step, rel=5e-3)
     assert own.round.at(640) == pytest.approx(10 * own.round.at(64))
-    assert own.admit.at(4) == pytest.approx(
-        prefill_seconds(QWEN, 400, 50, H100, Layout(2), Rates())
-    )
+    assert own.admit.at(4) == pytest.approx(prefill(QWEN, 400, 50, 2).on(H100))
     fewer = layouts[2, 4].round  # of eight answers each
     assert fewer is not None
     assert fewer.at(32) == own.round.at(32)
     assert fewer.at(64) > own.round.at(64)
-
-
-def test_answers_that_were_begun_cost_a_prefill_of_all_that_there_is_of_them() -> None:
-    own = analytic_profile(grpo(), parse_cluster("1x8xH100"), WORK, 16).stage("generator.generate")
-    layout = next(one for one in own.costs if one.lanes == 2)
-    assert layout.resume is not None
-    assert layout.admit is not None
-    each = ANSWERS.lengths.quantile(0.8)
-    prompt = ANSWERS.prompt_tokens
-    wanted = prefill_seconds(
-        QWEN, 64 * (each + prompt), (each + prompt) / 2, H100, Layout(2), Rates()
-    )
-    assert layout.resume.at(64 * each) == pytest.approx(wanted, rel=0.01)
-    assert layout.resume.at(64 * each) > layout.admit.at(64), "more than the prompts alone"
 
 
 def test_lengths_have_the_tail_of_the_distribution() -> None:
@@ -268,9 +347,8 @@ def test_lengths_have_the_tail_of_the_distribution() -> None:
 
 def test_a_simulated_plan_takes_what_was_played() -> None:
     """Drawn lengths under `round` and `admit` against even ones played answer by answer."""
-    work = {**WORK, "generator.generate": Generate(QWEN, ANSWERS, (256,))}
     graph, cluster = grpo(), parse_cluster("1x4xH100")
-    profile = analytic_profile(graph, cluster, work, 32)
+    profile = analytic_profile(graph, cluster, works(limits=(256,)), 32)
     plan = build_plan(
         "disaggregated",
         graph,

@@ -143,7 +143,7 @@ def _print_decision(planning: Planning, asked: Asked) -> None:
         planning.graph,
         limits=planning.limits,
         sensitivity=asked.explain or asked.as_json,
-        assumptions=planning.assumptions,
+        assumptions=decision.profile.assumptions,
     )
     if asked.as_json:
         print(json.dumps(to_document(why), indent=1))

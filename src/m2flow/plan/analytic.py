@@ -1,247 +1,231 @@
-"""Profiles of hardware that is not here: each stage's work in words, made seconds by roofline.
+"""Profiles of hardware that is not here: a workload's declared work, made seconds by roofline.
 
-The caller says what each stage of the graph does (`Generate`, `Forward`, `Train`, `Act`,
-`Simulate`; any other is a `Fixed` price), and on which model. What comes out is the same `Profile`
-that measuring gives, one layout for each number of lanes that a replica may have and that holds
-it. Nothing here chooses between them.
+What comes out is the same `Profile` that measuring gives, with one price for each declared layout
+that is possible and that fits into the memory of a kind of lane. Nothing here chooses between
+layouts, and nothing here knows what a stage computes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from m2flow.errors import UserError, suggestion
 from m2flow.flow.graph import FlowGraph, StageNode
-from m2flow.plan.analytic_generating import generated_on
-from m2flow.plan.analytic_training import (
-    Place,
-    passed_on,
-    policy_trained_on,
-    state_bytes,
-    trained_on,
-)
-from m2flow.plan.analytic_work import (
-    Act,
-    Fixed,
-    Forward,
-    Generate,
-    Simulate,
-    Train,
-    TrainPolicy,
-    Work,
-    model_name,
-)
 from m2flow.plan.clusters import Cluster
-from m2flow.plan.footprint import replica_sizes
 from m2flow.plan.hardware import (
+    DEVICES,
     DISPATCH_SECONDS,
     MESSAGE_SECONDS,
     NETWORK_FRACTION,
     NVLINK_FRACTION,
+    Device,
 )
-from m2flow.plan.models import WEIGHT_BYTES
 from m2flow.plan.profile import (
     PLACES,
     LinkCost,
-    Piecewise,
     Profile,
     PublishCost,
-    Quantiles,
     StageCost,
     StageProfile,
     WorkerCost,
 )
-from m2flow.plan.roofline import (
-    Layout,
-    Rates,
-    action_seconds,
-    host_copy_seconds,
-    publish_seconds,
-)
-from m2flow.plan.sampled import curve, rising
+from m2flow.plan.streaming import Streaming
 from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
+from m2flow.plan.work import FlowWork, LayoutWork, Pricer, StageWork, WorkerWork, curve, rising
 
-QUANTILES = 129
-"""Of output lengths; the last of them still tells cut answers from long ones."""
+MOST_LANES = 65_536
+"""Where the search for a number of lanes that would do ends."""
+
+NO_STAGE, NO_STATE = StageWork((LayoutWork(),)), WorkerWork(())
 
 
-def analytic_profile(
-    graph: FlowGraph,
-    cluster: Cluster,
-    work: Mapping[str, Work],
-    items: int,
-    rates: Rates | None = None,
-) -> Profile:
-    """The profile of a flow on a cluster, by roofline.
+def analytic_profile(graph: FlowGraph, cluster: Cluster, prices: Pricer, items: int) -> Profile:
+    """Return the profile of a flow on a cluster that need not exist.
 
     Args:
         graph: the flow.
-        cluster: need not exist.
-        work: by stage name, what the stage does; one left out is `Fixed`.
+        cluster: its lanes.
+        prices: the workload's; asked once for each kind of lane.
         items: of the step's input, the most that a stage's curve is asked for.
-        rates: attained shares of the peaks.
 
     Raises:
-        UserError: `work` names a stage that the graph does not have; a model fits on no number of
+        UserError: `prices` name a stage that the graph does not have; a stage fits on no number of
             lanes of any kind (says the smallest number that would do).
     """
+    kinds = [
+        _Kind(name, device, lanes, prices(device, lanes), items)
+        for name, device in cluster.kinds.items()
+        for lanes in (cluster.lanes_of(name),)
+    ]
     names = [node.name for node in graph.nodes]
-    for name in work:
+    for name in (name for kind in kinds for name in kind.work.stages):
         if name not in names:
             raise UserError("the flow has no such stage", key=name, hint=suggestion(name, names))
-    made = _Maker(graph, cluster, work, rates or Rates(), items)
-    workers = {worker: made.worker(worker) for worker in graph.workers}
+    stages = {node.name: _stage(node, kinds, cluster, prices) for node in graph.nodes}
+    workers = {
+        worker: tuple(cost for kind in kinds for cost in kind.workers(worker))
+        for worker in graph.workers
+    }
+    assumed = (line for kind in kinds for line in (*kind.work.assumptions, *kind.notices))
     return Profile(
-        stages={node.name: made.stage(node) for node in graph.nodes},
-        workers={worker: layouts for worker, layouts in workers.items() if layouts},
-        publish=made.publishing(),
+        stages=stages,
+        workers={worker: costs for worker, costs in workers.items() if costs},
+        publish=tuple(_publishing(graph, kinds)),
         links=_links(cluster),
         dispatch=Seconds(DISPATCH_SECONDS),
         key={
-            "model": {name: model_name(what) for name, what in sorted(work.items())},
+            "model": {"name": kinds[0].work.model},
             "shapes": {"items": items},
             "hardware": {"cluster": str(cluster)},
         },
         source="analytic",
+        assumptions=tuple(dict.fromkeys(assumed)),
     )
 
 
-class _Maker:
-    """What all stages of one profile have in common."""
+@dataclass(frozen=True)
+class _Kind:
+    """One kind of lane, and the workload's prices there.
 
-    def __init__(
-        self,
-        graph: FlowGraph,
-        cluster: Cluster,
-        work: Mapping[str, Work],
-        rates: Rates,
-        items: int,
-    ) -> None:
-        self.graph, self.cluster, self.rates, self.items = graph, cluster, rates, items
-        self.work = {node.name: work.get(node.name, Fixed()) for node in graph.nodes}
-        self.trained = {
-            node.worker: what
-            for node in graph.nodes
-            if isinstance(what := self.work[node.name], Train)
-        }
+    Attributes:
+        name: of the kind.
+        lanes: how many there are.
+        items: source items of a step.
+        notices: layouts that are not possible, and what prices take for granted.
+    """
 
-    def stage(self, node: StageNode) -> StageProfile:
-        work = self.work[node.name]
-        layouts: list[StageCost] = []
-        unfit: UserError | None = None
-        for kind, device in self.cluster.kinds.items():
-            lanes = self.cluster.lanes_of(kind)
-            place = Place(device, lanes, self.items * node.fanout, self.rates)
-            try:
-                layouts += [replace(layout, kind=kind) for layout in self._layouts(node, place)]
-            except UserError as error:
-                unfit = unfit if unfit and device.kind == "cpu" else error
-        if not layouts:
-            raise unfit or UserError(
-                "no lane of the cluster can run this stage",
-                key=node.name,
-                value=str(self.cluster),
-                expected=f"{work.simulator.kind} lanes" if isinstance(work, Simulate) else None,
-            )
-        lengths = None
-        if isinstance(work, Generate):
-            lengths = Quantiles.of(work.answers.lengths.sample(4 * QUANTILES), QUANTILES)
-        return StageProfile(tuple(layouts), _output_bytes(work), lengths)
+    name: str
+    device: Device
+    lanes: int
+    work: FlowWork
+    items: int
+    notices: list[str] = field(default_factory=list)
 
-    def _layouts(self, node: StageNode, place: Place) -> list[StageCost]:
-        work = self.work[node.name]
-        match work:
-            case Generate():
-                return generated_on(work, node.expands, place)
-            case Forward():
-                return passed_on(work, self.trained.get(node.worker), place)
-            case Train():
-                return trained_on(work, place)
-            case Act():
-                return _acted_on(work, place)
-            case TrainPolicy():
-                return policy_trained_on(work, place)
-            case Simulate():
-                return _simulated_on(work, place)
-            case Fixed():
-                return _priced_on(work, place)
+    def stage(self, node: StageNode) -> StageWork:
+        return self.work.stages.get(node.name, NO_STAGE)
 
-    def worker(self, name: str) -> tuple[WorkerCost, ...]:
-        """State by lanes: a trainer's if any of its stages trains, else weights, else nothing."""
-        works: Sequence[Work] = [
-            self.work[node.name] for node in self.graph.nodes if node.worker == name
-        ]
-        if any(isinstance(work, Train) for work in works):
-            works = [work for work in works if not isinstance(work, Forward)]
-        found = []
-        for kind, device in self.cluster.kinds.items():
-            for count in rising(self.cluster.lanes_of(kind)):
-                size = max(state_bytes(work, count, device, self.rates) for work in works)
-                if size <= 0:
-                    continue
-                moved = Seconds(host_copy_seconds(size, device))
-                found.append(WorkerCost(count, Bytes(math.ceil(size)), moved, moved, kind))
-        return tuple(found)
+    def costs(self, node: StageNode) -> Iterator[StageCost]:
+        """Price a stage on each layout that is possible and fits."""
+        work, most = self.stage(node), self.items * node.fanout
+        for one in self.fitting(node):
+            cost = self._cost(one, most)
+            if one.rounds is None or work.lengths is None:
+                yield cost
+            else:
+                room = self._room(node, one)
+                streaming = Streaming(
+                    one.rounds, work.lengths, node.expands, most, self.device, room
+                )
+                yield from streaming.costs(cost)
 
-    def publishing(self) -> tuple[PublishCost, ...]:
-        """To workers that generate or act, by how many lanes their replicas have."""
-        sizes: dict[str, int] = {}
-        for node in self.graph.nodes:
-            match self.work[node.name]:
-                case Generate(model=model):
-                    sizes[node.worker] = model.weight_bytes
-                case Act(policy=policy):
-                    sizes[node.worker] = policy.parameters * WEIGHT_BYTES
-        device = next(iter(self.cluster.kinds.values()))
-        most = max(one.lanes_per_node for one in self.cluster.kinds.values())
-        found = []
-        for edge in self.graph.weight_edges:
-            for lanes in replica_sizes(most) if edge.target in sizes else ():
-                for place in PLACES:
-                    seconds = publish_seconds(
-                        sizes[edge.target], device, device, Layout(lanes), place != "cluster"
-                    )
-                    found.append(
-                        PublishCost(edge.source, edge.target, place, Seconds(seconds), None, lanes)
-                    )
-        return tuple(found)
+    def fitting(self, node: StageNode) -> list[LayoutWork]:
+        """Return, of each declared layout, the first way to run it that is possible and fits."""
+        work = self.stage(node)
+        found: dict[str, LayoutWork] = {}
+        for one in work.layouts if self.device.kind in work.kinds else ():
+            obstacle = one.layout.obstacle()
+            if obstacle is not None:
+                self.notices.append(f"{node.worker} cannot have {one.layout.name}: {obstacle}")
+            elif one.layout.lanes <= self.lanes and one.layout.name not in found:
+                needed = 0.0
+                if one.rounds is not None and work.lengths is not None:
+                    needed = one.rounds.unit_bytes * (one.rounds.start + work.lengths.largest)
+                if self._room(node, one) >= needed:
+                    found[one.layout.name] = one
+                    self.notices.extend([one.assumes] if one.assumes else [])
+        return list(found.values())
+
+    def _room(self, node: StageNode, one: LayoutWork) -> float:
+        """Return the bytes of each lane that the state and the smallest call leave."""
+        states = self.work.workers.get(node.worker, NO_STATE).states
+        state = next((size for layout, size in states if layout == one.layout), 0.0)
+        return self.device.usable_bytes - state - one.working_bytes(1)
+
+    def _cost(self, one: LayoutWork, most: int) -> StageCost:
+        calls, finish = rising(most), one.finish
+        return StageCost(
+            one.layout.lanes,
+            curve(lambda items: one.call(items).on(self.device), calls),
+            finish=None
+            if finish is None
+            else curve(
+                lambda replicas: finish(replicas).on(self.device),
+                rising(self.lanes // one.layout.lanes),
+            ),
+            working=curve(one.working_bytes, calls),
+            kind=self.name,
+            layout=one.layout.name,
+        )
+
+    def workers(self, name: str) -> Iterator[WorkerCost]:
+        """Price the moves of a worker's state on each layout that is possible and fits."""
+        for layout, size in self.work.workers.get(name, NO_STATE).states:
+            fits = layout.lanes <= self.lanes and size <= self.device.usable_bytes
+            if fits and layout.obstacle() is None:
+                moved = Seconds(self.device.host_copy_seconds(size))
+                state = Bytes(math.ceil(size))
+                yield WorkerCost(layout.lanes, state, moved, moved, self.name, layout.name)
 
 
-def _acted_on(work: Act, place: Place) -> list[StageCost]:
-    if work.policy.parameters * WEIGHT_BYTES > place.device.usable_bytes:
-        return []
-    seconds = curve(
-        lambda n: action_seconds(work.policy, n, place.device, place.rates), rising(place.most)
+def _stage(
+    node: StageNode, kinds: Sequence[_Kind], cluster: Cluster, prices: Pricer
+) -> StageProfile:
+    costs = tuple(cost for kind in kinds for cost in kind.costs(node))
+    if not costs:
+        raise _nowhere(node, kinds, cluster, prices)
+    work = next(kind for kind in kinds if kind.name == costs[0].kind).stage(node)
+    return StageProfile(costs, Bytes(math.ceil(work.output_bytes)), work.lengths)
+
+
+def _nowhere(
+    node: StageNode, kinds: Sequence[_Kind], cluster: Cluster, prices: Pricer
+) -> UserError:
+    """Say why no lane of the cluster can run a stage, and how many lanes would."""
+    able = [kind for kind in kinds if kind.device.kind in kind.stage(node).kinds]
+    if not able:
+        return UserError(
+            "no lane of the cluster can run this stage",
+            key=node.name,
+            value=str(cluster),
+            expected=f"{' or '.join(kinds[0].stage(node).kinds)} lanes",
+        )
+    kind = max(able, key=lambda one: one.device.usable_bytes)
+    usual = DEVICES.get(kind.device.name, kind.device).lanes_per_node
+    device = replace(kind.device, lanes_per_node=max(usual, kind.device.lanes_per_node))
+    lanes, fitting = kind.lanes, list[LayoutWork]()
+    while not fitting and (lanes := 2 * lanes) <= MOST_LANES:
+        fitting = replace(kind, device=device, lanes=lanes, work=prices(device, lanes)).fitting(
+            node
+        )
+    least = min((one.layout.lanes for one in fitting), default=None)
+    what = f"{node.name} of {kind.work.model}" if kind.work.model else node.name
+    return UserError(
+        f"{what} fits on no {kind.lanes} lane{'s' * (kind.lanes > 1)} of {kind.device.name}",
+        key="cluster",
+        value=str(cluster),
+        expected=f"at least {least} lanes" if least else "lanes with more memory",
     )
-    return [StageCost(1, seconds)]
 
 
-def _simulated_on(work: Simulate, place: Place) -> list[StageCost]:
-    if work.simulator.kind != place.device.kind:
-        return []
-    seconds = curve(work.simulator.seconds, rising(place.most))
-    each = float(work.simulator.bytes_per_env)
-    return [StageCost(1, seconds, working=Piecewise(((1.0, each),)))]
-
-
-def _priced_on(work: Fixed, place: Place) -> list[StageCost]:
-    seconds = curve(lambda n: work.seconds_per_call + n * work.seconds_per_item, rising(place.most))
-    return [StageCost(1, seconds)]
-
-
-def _output_bytes(work: Work) -> Bytes:
-    match work:
-        case Generate() | Forward() | Train():
-            return Bytes(int(16 * work.answers.tokens))  # ids, log-probabilities, masks
-        case Simulate() | Act() | TrainPolicy():
-            return Bytes(3 * 224 * 224)  # an image
-    return Bytes(64)
+def _publishing(graph: FlowGraph, kinds: Sequence[_Kind]) -> Iterator[PublishCost]:
+    """Price publishing to each layout of a target: every lane takes its share of a replica."""
+    device = kinds[0].device
+    for edge in graph.weight_edges:
+        size = kinds[0].work.workers.get(edge.target, NO_STATE).weight_bytes
+        layouts = {cost.lanes for kind in kinds for cost in kind.workers(edge.target)}
+        for lanes in sorted(layouts) if size else ():
+            for place in PLACES:
+                rate = device.network_bytes_per_second * NETWORK_FRACTION
+                if place != "cluster":
+                    rate = device.collective_bytes_per_second(lanes)
+                seconds = Seconds(size / lanes / rate)
+                yield PublishCost(edge.source, edge.target, place, seconds, None, lanes)
 
 
 def _links(cluster: Cluster) -> dict[str, LinkCost]:
-    """The slowest device's, as a message may meet it."""
+    """Return the slowest device's links, as a message may meet them."""
     devices = list(cluster.kinds.values())
     rates = {
         "node": min(device.peer_bytes_per_second for device in devices) * NVLINK_FRACTION,

@@ -1,8 +1,8 @@
 """Devices and the wires between them: what data sheets promise, and the share that is attained.
 
-Peak figures are the vendors' own, for dense bfloat16 and one direction of a wire. What programs
-get of a peak is in the attainable fractions alone; each has its source. Nothing here knows a
-model or a plan.
+Peak figures are the vendors' own, for dense bfloat16 and one direction of a wire. The shares of a
+wire's peak that programs attain have their sources; shares of arithmetic and of memory bandwidth
+belong to the work (`m2flow.plan.work`). This module knows no model and no plan.
 """
 
 from __future__ import annotations
@@ -13,35 +13,6 @@ from m2flow.errors import UserError, suggestion
 
 GB = 1_000_000_000
 TERA = 1e12
-
-# Attainable fractions -----------------------------------------------------------------------------
-# The three below are fitted to one published step (RLinf, arXiv 2509.15965: GRPO on a 7B
-# model, 64 H100, 591 s rollout / 102 s log-probabilities / 368 s training);
-# `benchmarks/paper_tables.py` fits them again and refuses to run where they differ.
-
-TRAINING_FRACTION = 0.438
-"""Of peak FLOP/s while training a dense model, recomputed activations counted as work."""
-
-FORWARD_FRACTION = 0.387
-"""Of peak FLOP/s in a forward pass over whole sequences (prefill, log-probabilities)."""
-
-DECODE_BANDWIDTH_FRACTION = 0.750
-"""Of memory bandwidth while decoding."""
-
-GROUPED_FRACTION = 0.28
-"""Of a dense model's arithmetic that one of many small experts attains. NVIDIA's performance
-summary of Megatron Bridge (25.11) has 5,275 tokens/s for each of 16 H100 that train Qwen3-30B-A3B
-without dropping tokens (PP2, EP8); this share gives 5,330. That run is in FP8, so that BF16 hardly
-attains more. With dropped tokens it was 10,494 (25.09)."""
-
-GROUPED_BANDWIDTH_FRACTION = 0.5
-"""Of a dense model's memory bandwidth that one of many small experts attains. 9.7 ms a token are
-printed for one request to Qwen3-30B-A3B on A100 (tenstorrent/tt-inference-server, thread 340); this
-share gives 9.9."""
-
-DECODE_STEP_SECONDS = 1.5e-3
-"""Of each decoding step that are neither memory nor arithmetic: scheduling, sampling, launches. An
-assumption, of the order that serving engines with captured graphs report (1 to 2 ms)."""
 
 SMALL_COLLECTIVE_SECONDS = 10e-6
 """An all-reduce of a few kilobytes inside a node. An assumption near what nccl-tests print for
@@ -55,10 +26,6 @@ NETWORK_FRACTION = 0.8
 
 PCIE_FRACTION = 0.8
 """Copies from and to pinned memory reach about 50 of 63 GB/s on PCIe 5.0 x16."""
-
-PAGEABLE_FRACTION = PCIE_FRACTION / 4.5
-"""Copies from and to memory that is not pinned: DeepSpeed's change 5301 made copies of optimizer
-state four to five times faster on machines of 8 accelerators by pinning it. m2flow pins."""
 
 DISPATCH_SECONDS = 1e-3
 """Of a call beside the lane's own work: a command to a process and its answer. An assumption, of
@@ -102,6 +69,10 @@ class Device:
     def usable_bytes(self) -> int:
         """What states and calls may take."""
         return int(self.memory_bytes * USABLE_MEMORY)
+
+    def host_copy_seconds(self, num_bytes: float) -> float:
+        """Seconds of a copy between the device and pinned memory of its machine."""
+        return num_bytes / (self.host_bytes_per_second * PCIE_FRACTION)
 
     def collective_bytes_per_second(self, lanes: int) -> float:
         """Attained for each lane in a collective of so many: over the network past one machine."""

@@ -1,7 +1,8 @@
-"""Output lengths as a log-normal distribution cut at the maximum: few answers are very long.
+"""Lengths of answers: a log-normal distribution that is cut at the maximum.
 
-Two facts fix it: the mean that is seen (of the cut lengths), and the share of answers that reach
-the maximum. Samples are drawn by stratified quantiles, so that a few hundred already have the tail.
+Two facts fix the distribution: the mean that is seen (of the cut lengths), and the share of answers
+that reach the maximum. Samples are drawn by stratified quantiles, so that a few hundred have the
+tail.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from statistics import NormalDist
+from functools import cached_property
+from statistics import NormalDist, pstdev
 
 from m2flow.errors import UserError
 
@@ -37,7 +39,7 @@ class LogNormalLengths:
 
     @property
     def mean(self) -> float:
-        """Of the cut lengths, in closed form."""
+        """Return the mean of the cut lengths, in closed form."""
         if self.spread == 0:
             return min(math.exp(self.log_median), float(self.maximum))
         z = (math.log(self.maximum) - self.log_median) / self.spread
@@ -45,29 +47,54 @@ class LogNormalLengths:
         return whole * _above(self.spread - z) + self.maximum * _above(z)
 
     def cut(self, maximum: int) -> LogNormalLengths:
-        """The same answers under another limit."""
+        """Return the same answers under another limit."""
         return LogNormalLengths(self.log_median, self.spread, maximum)
 
     def quantile(self, share: float) -> float:
-        """The length that a share of the answers does not exceed."""
+        """Return the length that a share of the answers does not exceed."""
         return min(math.exp(self.log_median + self.spread * _STANDARD.inv_cdf(share)), self.maximum)
 
+    def stratified(self, count: int) -> list[float]:
+        """Return the lengths at the midpoints of `count` equal shares, the shortest first."""
+        return [self.quantile((n + 0.5) / count) for n in range(count)]
+
     def sample(self, count: int, seed: int = 0) -> list[float]:
-        """Lengths at the midpoints of `count` equal shares, in an order drawn from the seed."""
-        lengths = [self.quantile((n + 0.5) / count) for n in range(count)]
+        """Return the stratified lengths in an order that the seed alone decides."""
+        lengths = self.stratified(count)
         random.Random(seed).shuffle(lengths)
         return lengths
 
+
+@dataclass(frozen=True)
+class Answers:
+    """What is generated and trained on: prompts of one length, and answers; all in tokens."""
+
+    prompt_tokens: float
+    lengths: LogNormalLengths
+
     @property
+    def tokens(self) -> float:
+        """Return the mean of an answer and its prompt."""
+        return self.prompt_tokens + self.lengths.mean
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest answer and its prompt."""
+        return math.ceil(self.prompt_tokens + self.lengths.maximum)
+
+    @cached_property
     def deviation(self) -> float:
-        """Standard deviation of the cut lengths over their mean, by quantiles."""
-        lengths = [self.quantile((n + 0.5) / 400) for n in range(400)]
-        mean = sum(lengths) / len(lengths)
-        return math.sqrt(sum((length - mean) ** 2 for length in lengths) / len(lengths)) / mean
+        """Return the standard deviation of an answer with its prompt, over the mean."""
+        return pstdev(self.lengths.stratified(400)) / self.tokens
+
+    @property
+    def context(self) -> float:
+        """Return the tokens that a token attends to in the mean."""
+        return self.tokens * (1 + self.deviation**2) / 2
 
 
 def fit_lengths(mean: float, maximum: int, share_at_maximum: float = 0.02) -> LogNormalLengths:
-    """The distribution of that mean whose given share reaches the maximum.
+    """Find the distribution of a given mean of which a given share reaches the maximum.
 
     Args:
         mean: tokens of an answer, cut ones counted as they are.
