@@ -136,7 +136,9 @@ class StageCost:
         lanes: lanes that take part in each call of a replica (tensor-parallel, sharded).
         seconds: of a call, by items of the replica. For a streaming stage: until the last of so
             many items that came together is done, the tail of the lengths included.
-        max_running: the running-request limit that this is the price of, or None for no limit.
+        max_running: the limit of the plan's `max_running` that this is the price of, or None.
+        slots: for a streaming stage, the most output items that a call works on at once; further
+            items that the call holds wait, in the order in which they came. None for no limit.
         done: for a streaming stage, by the share of items that are done the share of `seconds`
             that has passed; from (0, 0) to (1, 1). None: nothing comes out before the end.
         round: for a streaming stage, seconds in which each output item that is at work grows by one
@@ -161,6 +163,7 @@ class StageCost:
     lanes: int
     seconds: Piecewise
     max_running: int | None = None
+    slots: int | None = None
     done: Piecewise | None = None
     round: Piecewise | None = None
     admit: Piecewise | None = None
@@ -180,8 +183,9 @@ class StageCost:
             raise _bad("must be at least 1", "lanes", self.lanes)
         if not 0 < self.alone <= 1:
             raise _bad("must be above 0 and at most 1", "alone", self.alone)
-        if self.max_running is not None and self.max_running < 1:
-            raise _bad("must be at least 1", "max_running", self.max_running)
+        for key, limit in (("max_running", self.max_running), ("slots", self.slots)):
+            if limit is not None and limit < 1:
+                raise _bad("must be at least 1", key, limit)
         if min(self.cores, self.host_bytes, self.error, self.spread) < 0:
             found = (self.cores, self.host_bytes, self.error, self.spread)
             raise _bad("must not be negative", "cores, host_bytes, error, spread", found)
@@ -311,11 +315,14 @@ class PublishCost:
         if not (math.isfinite(self.seconds) and self.seconds >= 0):
             raise _bad("must be finite and not negative", "seconds", self.seconds)
 
-    def alike(self, source_lanes: int, target_lanes: int) -> int:
-        """How many of the two it was measured with."""
-        return (self.source_lanes in (None, source_lanes)) + (
-            self.target_lanes in (None, target_lanes)
-        )
+    def alike(self, *ends: int | str) -> int:
+        """Count what two replicas have in common with those that the price was measured with.
+
+        Args:
+            ends: lanes of the source and of the target, kind of the source's and the target's.
+        """
+        measured = (self.source_lanes, self.target_lanes, self.source_kind, self.target_kind)
+        return sum(mine in (None, one) for mine, one in zip(measured, ends, strict=True))
 
 
 @dataclass(frozen=True)
@@ -391,6 +398,31 @@ class Profile:
             )
         return self.stages[name]
 
+    def cost(
+        self, stage: str, layout: str, lanes: int, kind: str, max_running: int | None = None
+    ) -> StageCost:
+        """What a stage takes in a layout, of several limits with the nearest one.
+
+        Raises:
+            UserError: the profile does not know the stage, or not in this layout.
+        """
+        costs = self.stage(stage).costs
+        fitting = [one for one in costs if (one.lanes, one.kind) == (lanes, kind)]
+        named = [one for one in fitting if one.layout == layout]
+        if not fitting:
+            raise UserError(
+                "the profile does not know this stage in this layout on lanes of this kind",
+                key=stage,
+                value=f"{layout} on {lanes} x {kind}",
+                expected=", ".join(
+                    sorted({f"{one.layout} on {one.lanes} x {one.kind}" for one in costs})
+                ),
+            )
+        wanted = 1 / (max_running or math.inf)
+        return min(
+            named or fitting, key=lambda one: abs(1 / (one.max_running or math.inf) - wanted)
+        )
+
     def worker(
         self, name: str, lanes: int, kind: str, layout: str | None = None
     ) -> WorkerCost | None:
@@ -407,25 +439,35 @@ class Profile:
         return next((w for w in found if layout in (None, w.layout)), None)
 
     def publish_seconds(
-        self, source: str, target: str, place: str, source_lanes: int, target_lanes: int
+        self,
+        source: str,
+        target: str,
+        place: str,
+        source_lanes: int,
+        target_lanes: int,
+        kinds: tuple[str, str] = ("cpu", "cpu"),
     ) -> Seconds:
         """The price of a weight edge; of several entries that match, the dearest.
 
         A place that was not measured costs what the next farther one does, else the next nearer;
-        layouts that were not measured cost what those do of which one is the same, else any.
+        replicas that were not measured cost what those do which have most in common with them.
+
+        Args:
+            source, target: workers.
+            place: one of PLACES.
+            source_lanes, target_lanes: of their replicas.
+            kinds: of the lanes of the source and of the target.
         """
+        ends = (source_lanes, target_lanes, *kinds)
+        known = [one for one in self.publish if (one.source, one.target) == (source, target)]
         start = PLACES.index(place)
         for places in (PLACES[start:], PLACES[:start][::-1]):
-            for alike in (2, 1, 0):
-                for where in places:
-                    found = [
-                        entry.seconds
-                        for entry in self.publish
-                        if (entry.source, entry.target, entry.place) == (source, target, where)
-                        and entry.alike(source_lanes, target_lanes) >= alike
-                    ]
-                    if found:
-                        return max(found)
+            there = [one for one in known if one.place in places]
+            if there:
+                most = max(one.alike(*ends) for one in there)
+                alike = [one for one in there if one.alike(*ends) == most]
+                where = min(alike, key=lambda one: places.index(one.place)).place
+                return max(one.seconds for one in alike if one.place == where)
         return Seconds(0.0)
 
 
