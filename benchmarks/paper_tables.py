@@ -2,8 +2,9 @@
 
 The table is of RLinf (OSDI 2026, arXiv 2509.15965) on H100. Three constants are fitted to one row
 alone, GRPO on a 7B model with 64 lanes (rollout 591 s, log-probabilities 102 s, training 368 s);
-they are the defaults of `m2flow.models.work.Rates`. The baseline's step in the same row (646, 187, 393
-s) gives three factors for baselines on veRL. Everything else is predicted, none of it row by row.
+they are the defaults of `m2flow.models.work.Rates`. The baseline's step in the same row (646, 187,
+393 s) gives three factors for baselines on veRL. Everything else is predicted, none of it row by
+row.
 
 A row is a workload on a number of lanes: 11 beside the fitted one. Its mode is right if the fixed
 mode with the least predicted seconds is the one that the paper runs as its best; its throughput is
@@ -30,7 +31,8 @@ outside of it speaks for it):
 * States move to and from memory that is not pinned (the recipes' `optimizer_enable_pin: false`).
 * Embodied: a step of the table is one decision of the policy in each environment: OpenVLA acts for
   one step at a time, OpenVLA-OFT for chunks of 8. Seconds of simulators and of acting are those of
-  RLinf's public tests (`m2flow.workloads.embodied.prices`). One epoch; mini-batches of 640 and 16,384.
+  RLinf's public tests (`m2flow.workloads.embodied.prices`). One epoch; mini-batches of 640 and
+  16,384.
 * An advantage in GRPO needs its whole group, so no answer is trained on before.
 * Slime (colocated) has no published breakdown: it is predicted as the temporal mode is.
 * Answers are dealt to replicas without looking, lengths in a group are independent; preemption, the
@@ -55,8 +57,7 @@ from paper_model import (
     spatial,
     temporal,
 )
-def embodied_gain(*a): ...
-def reasoning_gain(*a): ...
+from paper_plans import embodied_gain, reasoning_gain
 
 from m2flow.models.lengths import Answers, fit_lengths
 from m2flow.models.shape import KNOWN_MODELS
@@ -212,7 +213,7 @@ def phases(rates: Rates) -> list[tuple[str, str, float, float, float]]:
 def gains(row: Row, rates: Rates, seconds: float) -> Iterator[tuple[object, ...]]:
     """What m2flow's own plan would gain in a row whose best fixed mode takes so long."""
     if isinstance(row.work, Embodied):
-        found = {"not needed": embodied_gain(row.work, row.lanes, rates)}
+        found = {"not needed": embodied_gain(row.work, row.lanes)}
     else:
         found = {
             lengths: reasoning_gain(row.work, row.lanes, rates, lengths == "known")
@@ -231,9 +232,7 @@ def fit_again() -> Rates:
     for name in ("decode_bandwidth", "forward", "training"):
         new, old = getattr(rates, name), getattr(defaults, name)
         print(f"fitted {name}: {new:.3f} of the peak (default {old:.3f})")
-        assert abs(new - old) < 0.005, (
-            f"m2flow.models.work.Rates has {old} for {name}, not {new:.3f}"
-        )
+        assert abs(new - old) < 0.005, f"Rates has {old} for {name}, not {new:.3f}"
     print(f"lengths: mean {LENGTHS.mean:.0f}, spread {LENGTHS.spread:.3f}, cut {LENGTHS.maximum}\n")
     return rates
 
