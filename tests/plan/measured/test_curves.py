@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from statistics import fmean
 
 import pytest
 from hypothesis import given
@@ -12,12 +13,12 @@ from m2flow.plan.measured.curves import (
     NEAR,
     Point,
     Rising,
+    by_size,
     doubling,
     envelope,
     isotonic,
     least_squares,
     monotone,
-    points,
     typical,
 )
 
@@ -62,13 +63,22 @@ def test_curves_rise_and_go_through_the_range_of_what_was_measured(
 
 def test_one_held_up_call_of_eight_does_not_count() -> None:
     assert typical([1.0] * 7 + [100.0]) == 1.0
+    assert typical([1.0, 1.0, 100.0]) == 1.0
     assert typical([3.0]) == 3.0
+    assert typical([1.0, 3.0]) == 2.0
+
+
+def points(samples: list[tuple[float, float]]) -> list[Point]:
+    """One point for each group of near sizes."""
+    return [
+        Point(fmean(x for x, _ in group), typical([y for _, y in group]), 0.0, len(group))
+        for group in by_size(samples, lambda sample: sample[0])
+    ]
 
 
 def test_sizes_that_are_near_each_other_are_one_point() -> None:
     assert [point.size for point in points([(100, 1.0), (104, 1.2), (128, 2.0)])] == [102.0, 128.0]
     assert points([(4, 1.0)]) == [Point(4, 1.0, 0.0, 1)]
-    assert points([(4, 1.0)])[0].error == 1.0, "of a single value nothing is known"
 
 
 def test_doubling_ends_at_the_largest() -> None:

@@ -1,45 +1,42 @@
-"""Plans under which a flow is measured: few, and together they show what other plans will do.
+"""Plans under which a flow is measured on purpose: few, and together they show what others will do.
 
-Every stage is seen on all lanes and on one, in calls of several sizes and on gangs that fit its
-worker, and weights on their way between gangs and single lanes; loops fused and taken apart; items
-that change lanes half done, where a stage allows it. Lanes of a machine slow each other down, so
-calls of one size are seen both with all lanes at work and with few.
+Every stage is seen on all lanes and on one, in calls of several sizes and in every layout that its
+worker declares, and weights on their way between layouts; loops are fused and taken apart. Lanes of
+a machine slow each other down, so calls of one size are seen with all lanes at work and with few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import TypeAlias
 
 from m2flow.engine.fusing import fused_loops
-from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
+from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
+from m2flow.flow.worker import Layout
 from m2flow.plan.builders import build_plan, placed
 from m2flow.plan.chunks import cut
 from m2flow.plan.isolation import isolate
-from m2flow.plan.switching import with_switch_points
 from m2flow.plan.validate import validate
 
 PARTS = (1, 4, 2, 8)
 """Into how many calls a replica's part of a mini-batch is cut, the most telling first."""
 
-GANG_PARTS = (1, 4)
-"""The same for gangs."""
 
-SWITCH_AT = 0.7
-"""Share of a stage's items that are done when the rest change lanes: so many are left that few
-steps tell what taking them up costs."""
-
-
-FitsGang: TypeAlias = Callable[[str, int], bool]
-"""Whether a worker can stand on gangs of so many lanes."""
-
-
-def no_gangs(_worker: str, _size: int) -> bool:
-    """Every replica is a single lane."""
-    return False
+def declared(
+    graph: FlowGraph, workers: Mapping[str, object], lanes: Sequence[LaneSpec]
+) -> dict[str, list[Layout]]:
+    """Return the layouts on several lanes that workers declare for these lanes, and can have."""
+    found = {}
+    for name, worker in workers.items():
+        ask = getattr(worker, "layouts", None)
+        known = ask(lanes[0].kind, len(lanes)) if ask is not None else ()
+        fitting = [one for one in known if 1 < one.lanes <= len(lanes) and one.obstacle() is None]
+        if name in graph.workers and fitting:
+            found[name] = fitting
+    return found
 
 
 def trial_plans(
@@ -48,75 +45,60 @@ def trial_plans(
     num_items: int,
     *,
     isolated: Collection[str] = (),
-    fits_gang: FitsGang = no_gangs,
+    layouts: Mapping[str, Sequence[Layout]] | None = None,
 ) -> list[Plan]:
-    """The plans to measure, the most telling first; each is valid, and no two are the same.
+    """Return the plans to measure, the most telling first; each is valid, and none comes twice.
 
     Args:
         graph: of the steps.
         lanes: what there is; what is missing of lanes reserved for a worker is added.
         num_items: source items of a step.
         isolated: workers that get lanes of their own.
-        fits_gang: asked of workers and sizes of gangs.
+        layouts: by worker, what it can have beside a single lane; see `declared`.
     """
     every, lanes = lanes, [lane for lane in lanes if lane.reserved_for is None]
-    together, apart = _together(graph, lanes), _apart(graph, lanes)
+    together = {worker: _replicas(Layout(), lanes) for worker in placed(graph)}
+
+    def trial(name: str, placements: Mapping[str, Placement], parts: int) -> Plan:
+        stages = {
+            node.name: cut(node, num_items, len(placements[node.worker].replicas) * parts)
+            for node in graph.nodes
+        }
+        return Plan(name, tuple(lanes), placements, stages)
+
     plans = []
     for parts in PARTS:
-        plans.append(_plan("together", graph, lanes, num_items, together, parts))
+        plans.append(trial("together", together, parts))
         if len(lanes) > 1:
-            plans.append(_plan("apart", graph, lanes, num_items, apart, parts))
+            plans.append(trial("apart", _apart(graph, lanes), parts))
         if parts == PARTS[0] and fused_loops(graph, plans[0]):
             plans.append(replace(plans[0], fuse_loops=False))
-        if parts == PARTS[1]:
-            plans += _gangs(graph, lanes, num_items, fits_gang)
+        if parts in PARTS[:2]:
+            plans += [
+                trial("layouts", {**together, **spots}, parts)
+                for spots in _laid_out(layouts or {}, lanes)
+            ]
     if len(lanes) > 3:
-        plans += _halves(graph, lanes, num_items)
-    first = isolate(replace(plans[0], lanes=tuple(every)), isolated)
-    half, calls = len(lanes) // 2, PARTS[1]  # as many calls of later stages as in another trial
-    plans += with_switch_points(first, graph, (SWITCH_AT,), (half,), num_items, pieces=(calls,))
-    everything = first.lanes
-    found: list[Plan] = []
+        with suppress(UserError):  # there is nothing to put on one of the sides
+            plans.append(build_plan("disaggregated", graph, lanes, num_items))
+    everything = isolate(replace(plans[0], lanes=tuple(every)), isolated).lanes
+    found: dict[tuple[object, ...], Plan] = {}
     for plan in plans:
         plan = isolate(replace(plan, lanes=everything), isolated)
         validate(plan, graph, num_items, isolated)
-        if not any(_same(plan, other) for other in found):
-            found.append(plan)
-    return found
+        found.setdefault((str(plan.placements), str(plan.stages), plan.fuse_loops), plan)
+    return list(found.values())
 
 
-def _same(one: Plan, other: Plan) -> bool:
-    return (one.placements, one.stages, one.fuse_loops) == (
-        other.placements,
-        other.stages,
-        other.fuse_loops,
-    )
-
-
-def _plan(
-    name: str,
-    graph: FlowGraph,
-    lanes: Sequence[LaneSpec],
-    num_items: int,
-    placements: Mapping[str, Placement],
-    parts: int,
-) -> Plan:
-    """A plan in which each replica takes its part of a mini-batch in so many calls."""
-    stages: dict[str, StagePlan] = {}
-    for node in graph.nodes:
-        calls = len(placements[node.worker].replicas) * parts
-        stages[node.name] = cut(node, num_items, calls)
-    return Plan(name, tuple(lanes), placements, stages)
-
-
-def _together(graph: FlowGraph, lanes: Sequence[LaneSpec]) -> dict[str, Placement]:
-    """Every worker on every lane."""
-    each = Placement(tuple((lane.id,) for lane in lanes))
-    return dict.fromkeys(placed(graph), each)
+def _replicas(layout: Layout, lanes: Sequence[LaneSpec]) -> Placement:
+    """Fill the lanes with replicas."""
+    starts = range(0, len(lanes) - layout.lanes + 1, layout.lanes)
+    gangs = (tuple(lane.id for lane in lanes[n : n + layout.lanes]) for n in starts)
+    return Placement(tuple(gangs), layout=layout.name)
 
 
 def _apart(graph: FlowGraph, lanes: Sequence[LaneSpec]) -> dict[str, Placement]:
-    """One replica of each worker: those that exchange weights, then neighbours, on other lanes."""
+    """Put one replica of each worker on a lane, those that exchange weights on other lanes."""
     exchange = {(edge.source, edge.target) for edge in graph.weight_edges}
     spots: dict[str, int] = {}
     for worker in placed(graph):
@@ -129,40 +111,18 @@ def _apart(graph: FlowGraph, lanes: Sequence[LaneSpec]) -> dict[str, Placement]:
     return {worker: Placement(((lane,),)) for worker, lane in spots.items()}
 
 
-def _gangs(
-    graph: FlowGraph, lanes: Sequence[LaneSpec], num_items: int, fits_gang: FitsGang
-) -> list[Plan]:
-    """Workers that can on gangs of two lanes, of four, and so on.
-
-    Those that stream and the others in turn, and both: publishing is seen from and to either, and
-    each worker in calls of two sizes.
-    """
-    single = {node.worker for node in graph.nodes if node.sticky or node.is_function}
-    streams = {node.worker for node in graph.nodes if node.streaming}
-    plans, size = [], 2
-    while size <= len(lanes):
-        if len(lanes) % size == 0:
-            gangs = tuple(
-                tuple(lane.id for lane in lanes[n : n + size]) for n in range(0, len(lanes), size)
-            )
-            able = {one for one in set(graph.workers) - single if fits_gang(one, size)}
-            first, second = GANG_PARTS
-            for some, calls in (
-                (able - streams, first),
-                (able - streams, second),
-                (able & streams, first),
-                (able, second),
-            ):
-                if some:
-                    spots = {**_together(graph, lanes), **dict.fromkeys(some, Placement(gangs))}
-                    plans.append(_plan("gangs", graph, lanes, num_items, spots, calls))
-        size *= 2
-    return plans
-
-
-def _halves(graph: FlowGraph, lanes: Sequence[LaneSpec], num_items: int) -> list[Plan]:
-    """Half of the lanes for each side, which shows numbers of replicas between one and all."""
-    try:
-        return [build_plan("disaggregated", graph, lanes, num_items)]
-    except UserError:  # there is nothing to put on one of the sides
-        return []
+def _laid_out(
+    layouts: Mapping[str, Sequence[Layout]], lanes: Sequence[LaneSpec]
+) -> list[dict[str, Placement]]:
+    """Return placements in which each layout is seen alone, and all of one size together."""
+    found = []
+    for size in sorted({one.lanes for known in layouts.values() for one in known}):
+        spots = {
+            worker: _replicas(one, lanes)
+            for worker, known in layouts.items()
+            for one in known
+            if one.lanes == size and len(lanes) % size == 0
+        }
+        found += [{worker: spot} for worker, spot in spots.items()]
+        found += [spots] if len(spots) > 1 else []
+    return found
