@@ -6,7 +6,7 @@ configuration and public figures of the hardware, and neither torch nor Ray is i
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import shutil
 import sys
 from collections.abc import Sequence
@@ -106,18 +106,15 @@ def _print_fixed(recipe: ReasoningRecipe, asked: Asked) -> None:
 
 
 def _print_decision(planning: Planning, asked: Asked) -> None:
-    from m2flow.plan.explaining import explained, in_words, summary, to_document
+    from m2flow.plan.explain import explained, flips, in_words, summary
 
     decision = planning.decision()
-    why = explained(
-        decision,
-        planning.graph,
-        limits=planning.limits,
-        sensitivity=asked.explain or asked.as_json,
-        assumptions=planning.assumptions,
-    )
+    found = None
+    if asked.explain or asked.as_json:
+        found = flips(decision, planning.graph, planning.decided)
+    why = explained(decision, planning.graph, flips=found, assumptions=planning.assumptions)
     if asked.as_json:
-        print(json.dumps(to_document(why), indent=1))
+        print(to_json({**dataclasses.asdict(decision.chosen.plan), "decision": why}), end="")
     if asked.explain or not asked.as_json:
         out = sys.stderr if asked.as_json else sys.stdout
         plain = not out.isatty() or "utf" not in (out.encoding or "").lower()
