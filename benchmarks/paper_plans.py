@@ -203,7 +203,9 @@ def reasoning_gain(work: Reasoning, lanes: int, rates: Rates, known: bool = Fals
     return _gain((one.plan, one.prediction) for one in (found.chosen, *found.others))
 
 
-def priced(work: Reasoning, graph: FlowGraph, rates: Rates, _device: Device, count: int) -> FlowWork:
+def priced(
+    work: Reasoning, graph: FlowGraph, rates: Rates, _device: Device, count: int
+) -> FlowWork:
     """What the row's stages ask: generation by divided layers, training in shards."""
     model, answers = work.model, work.answers
     prompt, longest = answers.prompt_tokens, answers.longest

@@ -12,7 +12,7 @@ from m2flow.plan.explain import explained, summary
 from m2flow.plan.file import to_json
 from m2flow.runtime.driver.auto import Auto
 from m2flow.runtime.driver.launch import launch
-from m2flow.runtime.profiling import obtain
+from m2flow.runtime.profiling import obtain, profile_flow
 from m2flow.workloads.reasoning.flow import recipe_flow
 
 if TYPE_CHECKING:
@@ -53,13 +53,17 @@ def launch_auto(
     recipe = experiment.recipe
     free = [lane for lane in pool.lanes if lane.reserved_for is None]
     sampled = range(min(SAMPLED_STEPS, recipe.steps))
+    key = profile_key(recipe, free)
     profile, origin = obtain(
-        lambda: recipe_flow(recipe, model, experiment.task),
-        lambda: [experiment.batch(step, model) for step in sampled],
-        pool,
-        profile_key(recipe, free),
-        measuring_budget(recipe),
-        note=progress.note,
+        key,
+        lambda: profile_flow(
+            lambda: recipe_flow(recipe, model, experiment.task),
+            [experiment.batch(step, model) for step in sampled],
+            lanes=pool,
+            budget_seconds=measuring_budget(recipe),
+            key=key,
+            note=progress.note,
+        ),
     )
     progress.note(f"profile: {origin}")
     run = launch(

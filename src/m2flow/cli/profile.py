@@ -22,7 +22,7 @@ from m2flow.plan.file import to_json
 from m2flow.plan.profile import Profile, Quantiles, StageCost
 from m2flow.plan.sizes import bytes_text
 from m2flow.runtime.profiling import cached, stored_at
-from m2flow.runtime.profiling.stored import cache_folder, given, lack
+from m2flow.runtime.profiling.stored import cache_folder, given
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 if TYPE_CHECKING:
@@ -114,12 +114,11 @@ def profile_of(
     key = profile_key(recipe, lanes)
     if file is not None:
         found = given(file, key, whatever_its_key=whatever_its_key)
-        return Obtained(found, f"read from {file}{lack(found)}")
+        return Obtained(found, f"read from {file}")
     least = LEAST_SECONDS if budget is None else 0.0
     budget = measuring_budget(recipe) if budget is None else budget
-    if not again and (known := cached(key, budget)) is not None:
-        at = f"stored at {stored_at(key)}{lack(known)}"
-        return Obtained(known, f"{at}; --again measures again")
+    if not again and (known := cached(key)) is not None:
+        return Obtained(known, f"stored at {stored_at(key)}; --again measures again")
     return _measured(recipe, lanes, key, budget, least, progress)
 
 
@@ -141,23 +140,23 @@ def _measured(
     from m2flow.runtime.driver.ahead import LanesAhead
 
     with LanesAhead(_with_reserved(recipe, lanes), WORKERS_NEED) as ahead:
-        from m2flow.runtime.profiling import obtain
+        from m2flow.runtime.profiling import obtain, profile_flow
         from m2flow.workloads.reasoning.experiment import ReasoningExperiment
         from m2flow.workloads.reasoning.flow import recipe_flow
 
         experiment = ReasoningExperiment(recipe)
-        before = time.monotonic()
         model = starting_model(experiment, progress)
-        now = time.monotonic()
         found, origin = obtain(
-            lambda: recipe_flow(recipe, model, experiment.task),
-            lambda: [experiment.batch(step, model) for step in range(min(STEPS, recipe.steps))],
-            ahead.pool,
             key,
-            max(least, budget - (now - started)),
-            cache=False,
-            asked=max(least, budget - (now - before)),
-            note=None if progress is None else progress.note,
+            lambda: profile_flow(
+                lambda: recipe_flow(recipe, model, experiment.task),
+                [experiment.batch(step, model) for step in range(min(STEPS, recipe.steps))],
+                lanes=ahead.pool(),
+                budget_seconds=max(least, budget - (time.monotonic() - started)),
+                key=key,
+                note=None if progress is None else progress.note,
+            ),
+            again=True,
         )
     return Obtained(found, origin)
 

@@ -7,6 +7,7 @@ are only seen through their sums. This module knows nothing of stages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,7 +24,7 @@ T = TypeVar("T")
 Matrix: TypeAlias = npt.NDArray[np.float64]
 
 TRIM = 10
-"""One of so many values is held down to its neighbour at either end, and one of at least three."""
+"""One of so many values is left out at either end."""
 
 NORMAL = 1.4826
 """Standard deviation of a normal distribution, in median distances from its median."""
@@ -53,15 +54,13 @@ class Point:
 
 
 def typical(values: Sequence[float]) -> float:
-    """Return the mean of the values, the smallest and the largest held down (winsorized).
+    """Return the mean of the values, but for the smallest and the largest of at least three.
 
     A step is a sum of calls, so their mean predicts it, and not their median: a stage may have next
     to nothing to do in most calls and much in a few.
     """
-    ordered = sorted(values)
-    cut = max(1, round(len(ordered) / TRIM)) if len(ordered) > 2 else 0
-    kept = ordered[cut : len(ordered) - cut]
-    return fmean([*kept, *cut * [kept[0]], *cut * [kept[-1]]])
+    cut = math.ceil(len(values) / TRIM) if len(values) > 2 else 0
+    return fmean(sorted(values)[cut : len(values) - cut])
 
 
 def spread(values: Sequence[float]) -> float:

@@ -30,7 +30,10 @@ GOOD_ENOUGH = 0.15
 NOISE = 2.0
 """Rounds do as well where the error is within so many times that of calls of one size alone."""
 
-FEWEST_CALLS, MOST_CALLS = 2, 64
+FEWEST_CALLS = 2
+
+NEWEST_CALLS = 16
+"""Of each size so many calls are looked at."""
 
 Growth = tuple[Piecewise, Piecewise, int | None]
 """`StageCost.round`, `StageCost.admit` and `StageCost.slots`."""
@@ -99,7 +102,9 @@ def fit_growth(calls: Sequence[Sample]) -> Growth | None:
 
     A stage with a limit of its own is found by the limit under which rounds explain it.
     """
-    calls = [call for call in calls if call.pieces and all(_has_lengths(call))][-MOST_CALLS:]
+    calls = [call for call in calls if call.pieces and all(_has_lengths(call))]
+    groups = by_size(calls, lambda call: call.size)
+    calls = [call for group in groups for call in group[-NEWEST_CALLS:]]
     if len(calls) < FEWEST_CALLS:
         return None
     largest = max(call.outputs for call in calls)

@@ -193,29 +193,24 @@ def points(samples: Iterable[Sample]) -> list[Point]:
 def _merged(measured: Sequence[Point], known: Piecewise | None, trust: float) -> Piecewise:
     """Return the curve through what was measured, and through what is known elsewhere.
 
-    The known curve is taken as many times as high as was measured where both are known.
+    A known curve counts as `trust` calls of each size that was measured; elsewhere it is taken as
+    many times as high as it then is there.
     """
     if known is None:
         return monotone(measured)
     if not measured:
         return known
-    ratio = median(one.seconds / known.at(one.size) for one in measured if known.at(one.size) > 0)
-    found = [*measured]
+    found = []
+    for one in measured:
+        count = one.count + trust
+        seconds = (one.count * one.seconds + trust * known.at(one.size)) / count
+        found.append(replace(one, seconds=seconds, count=count))
+    ratios = [one.seconds / known.at(one.size) for one in found if known.at(one.size) > 0]
+    ratio = median(ratios) if ratios else 1.0
     for size, seconds in known.points:
-        near = any(size / NEAR < one.size < size * NEAR for one in measured)
-        if not near:
+        if not any(size / NEAR < one.size < size * NEAR for one in measured):
             found.append(Point(size, seconds * ratio, 0.0, max(1.0, trust)))
-        elif trust:
-            found.append(Point(size, seconds, 0.0, trust))
-    merged = []
-    for group in by_size(found, lambda one: one.size):
-        count = sum(one.count for one in group)
-        size, seconds = (
-            sum(one.count * value for one, value in zip(group, values, strict=True)) / count
-            for values in ([x.size for x in group], [x.seconds for x in group])
-        )
-        merged.append(Point(size, seconds, 0.0, count))
-    return monotone(merged)
+    return monotone(found)
 
 
 def _error(calls: Sequence[Sample], curve: Piecewise) -> float:
@@ -244,12 +239,13 @@ def _workers(evidence: Evidence, known: Profile) -> dict[str, tuple[WorkerCost, 
         _, layout, lanes, kind = where
         before = found.get(where, WorkerCost(lanes, kind=kind, layout=layout))
         size = Bytes(evidence.states.get(where, before.state_bytes))
-        seen = {
-            what: Seconds(typical(evidence.moves[where, what]))
-            for what in ("onload", "offload")
-            if (where, what) in evidence.moves
-        }
-        found[where] = replace(before, state_bytes=size, **seen)
+        onload, offload = (evidence.moves.get((where, what)) for what in ("onload", "offload"))
+        found[where] = replace(
+            before,
+            state_bytes=size,
+            onload=Seconds(typical(onload)) if onload else before.onload,
+            offload=Seconds(typical(offload)) if offload else before.offload,
+        )
     workers: dict[str, list[WorkerCost]] = {}
     for where in sorted(found):
         workers.setdefault(where[0], []).append(found[where])
