@@ -118,6 +118,7 @@ class Streaming:
             cost,
             seconds=curve(lambda count: ends[count][-1], counts),
             max_running=max_running,
+            slots=limit,
             done=Piecewise(tuple(zip((0.0, *SHARES), passed, strict=True))),
             round=self._round(limit),
             admit=curve(self._admit, rising(self.most)),
@@ -140,12 +141,7 @@ class Streaming:
         return self.rounds.admit(inputs).on(self.device)
 
     def _round(self, limit: int) -> Piecewise:
-        """Price a unit of each item at work, those beyond the limit taking turns."""
+        """Price a unit of each item at work, by how many are."""
         squares = sum(self.lengths.at((n + 0.5) / LENGTHS) ** 2 for n in range(LENGTHS)) / LENGTHS
         held = self.rounds.start + squares / (2 * self.lengths.mean)
-
-        def seconds(running: int) -> float:
-            at_once = min(running, limit)
-            return running / at_once * self._step(at_once, at_once * held)
-
-        return curve(seconds, [*rising(limit), 2 * limit])
+        return curve(lambda running: self._step(running, running * held), rising(limit))
