@@ -83,7 +83,6 @@ def test_the_report_of_a_run_shows_every_part(
         "steps 79 and 80",
         "Where the time went",
         "80 steps, ",
-        "Training is the bottleneck",
         "prompts_per_step: 32",
         "Nothing to report",
     ):

@@ -16,6 +16,8 @@ from m2flow.errors import UserError
 from m2flow.observe.jsonl import read_rows
 from m2flow.observe.run_directory import RunDirectory, merge_steps, read_document
 from m2flow.observe.trace import Trace, read_trace
+from m2flow.plan.explain import Explanation
+from m2flow.plan.file import from_json
 
 T = TypeVar("T")
 
@@ -35,7 +37,7 @@ class RunRecord:
     config: Mapping[str, Any] = field(default_factory=dict)
     config_text: str = ""
     plan: Mapping[str, Any] = field(default_factory=dict)
-    decision: Mapping[str, Any] = field(default_factory=dict)
+    decision: Explanation | None = None
     metrics: Sequence[Mapping[str, Any]] = ()
     samples: Sequence[Mapping[str, Any]] = ()
     trace: Trace = field(default_factory=Trace)
@@ -123,7 +125,7 @@ def read_run(path: Path | str) -> RunRecord:
     problems: list[str] = []
     run = _attempt(read_document, directory.run, problems) or {}
     plan = _attempt(read_document, directory.plan, problems) or {}
-    decision = _attempt(read_document, directory.decision, problems) or {}
+    decision = _attempt(_read_decision, directory.decision, problems)
     config = _attempt(read_document, directory.config, problems) or {}
     metrics, samples = read_rows(directory.metrics), read_rows(directory.samples)
     for file, rows in ((directory.metrics, metrics), (directory.samples, samples)):
@@ -145,6 +147,10 @@ def read_run(path: Path | str) -> RunRecord:
         trace=trace or Trace(),
         problems=problems,
     )
+
+
+def _read_decision(path: Path) -> Explanation:
+    return from_json(Explanation, path.read_text("utf-8", "replace"), str(path))
 
 
 def _attempt(read: Callable[[Path], T | None], path: Path, problems: list[str]) -> T | None:
