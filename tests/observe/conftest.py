@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable
@@ -58,7 +59,7 @@ def write_fake_run(path: Path, *, num_steps: int = 80, planned_steps: int | None
                 "model": {"hidden": 128, "layers": 4, "name": "qwen2-tiny"},
             }
         )
-        run.write_plan(PLAN)
+        run.write_plan(json.dumps(PLAN))
         run.append_metrics(0, {"time": START, "eval/accuracy": 0.47})
         now = 100.0
         for step in range(1, num_steps + 1):
@@ -82,6 +83,7 @@ def _fake_metrics(
         "reward/mean": accuracy,
         "accuracy/mean": accuracy,
         "tokens/generated": tokens,
+        "length/mean": tokens / 256,
         "samples": 256,
         "seconds/step": taken,
         "seconds/generate": taken * 0.31,

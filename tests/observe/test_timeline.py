@@ -15,7 +15,7 @@ from m2flow.engine.spans import Span
 from m2flow.engine.time_account import extent
 from m2flow.errors import UserError
 from m2flow.observe.timeline import Timeline
-from m2flow.observe.trace import read_trace, write_chrome_trace
+from m2flow.observe.trace import StepSpans, Trace, read_trace, write_trace
 from tests.engine.test_time_account import spans_on_a_grid
 from tests.observe.conftest import record
 
@@ -68,7 +68,7 @@ def test_the_trace_reads_back(tmp_path: Path) -> None:
 
 
 def test_a_trace_of_nothing_is_a_trace(tmp_path: Path) -> None:
-    write_chrome_trace(tmp_path / "trace.json", [])
+    write_trace(tmp_path / "trace.json", Trace())
     assert read_trace(tmp_path / "trace.json").steps == []
 
 
@@ -110,7 +110,7 @@ def test_any_spans_make_a_valid_chrome_trace(
     tmp_path_factory: pytest.TempPathFactory, spans: list[Span]
 ) -> None:
     path = tmp_path_factory.mktemp("trace") / "trace.json"
-    write_chrome_trace(path, spans)
+    write_trace(path, Trace([StepSpans(0, *extent(spans), spans)] if spans else []))
     check_chrome_trace(json.loads(path.read_text()))
     (back,) = read_trace(path).steps or [None]
     if spans:

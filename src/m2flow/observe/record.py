@@ -23,9 +23,7 @@ T = TypeVar("T")
 
 EVALUATION = ("eval/accuracy", "eval/success")
 ACCURACY = ("accuracy/mean", "success/mean")
-LOSS = ("loss/total", "loss/policy", "loss", "loss/mean")
-RESPONSE_LENGTH = ("length/mean", "response_length/mean", "tokens/response_mean")
-STEPS = ("steps", "num_steps", "total_steps")
+LOSS = ("loss/policy", "loss")
 
 
 @dataclass(frozen=True)
@@ -58,18 +56,6 @@ class RunRecord:
         """The finite values of a key, in order of steps."""
         return [value for _, value in self.series(key) if value is not None]
 
-    def response_lengths(self) -> list[tuple[float, float | None]]:
-        """Mean tokens per response at each step."""
-        key = self.first_key(RESPONSE_LENGTH)
-        if key is not None:
-            return self.series(key)
-        points: list[tuple[float, float | None]] = []
-        for row in self.metrics:
-            tokens, samples = as_number(row.get("tokens/generated")), as_number(row.get("samples"))
-            if tokens is not None and samples:
-                points.append((row["step"], tokens / samples))
-        return points
-
     def fact(self, key: str) -> Any:
         """A fact from `run.json`, else from the top of the configuration, else from the plan."""
         for source in (self.run, self.config, self.plan):
@@ -93,11 +79,8 @@ class RunRecord:
     @property
     def planned_steps(self) -> int | None:
         """How many steps the run was to have, if that is known."""
-        for key in STEPS:
-            steps = self.fact(key)
-            if isinstance(steps, int):
-                return steps
-        return None
+        steps = self.fact("steps")
+        return steps if isinstance(steps, int) else None
 
     @property
     def seconds_elapsed(self) -> float | None:

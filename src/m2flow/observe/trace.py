@@ -9,7 +9,7 @@ of the spans (seconds since 1970 in a run).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,6 @@ class Trace:
     steps: Sequence[StepSpans] = ()
     totals: Sequence[LaneTime] = ()
     num_steps: int = 0
-
-
-def write_chrome_trace(path: Path | str, spans: Iterable[Span]) -> None:
-    """Write spans, in seconds, as one Chrome trace file, whole or not at all."""
-    listed = list(spans)
-    start, end = extent(listed)
-    write_trace(path, Trace([StepSpans(0, start, end, listed)] if listed else []))
 
 
 def write_trace(path: Path | str, trace: Trace) -> None:
