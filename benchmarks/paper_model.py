@@ -30,9 +30,9 @@ from m2flow.models.work import (
     prefill,
     ring_bytes,
 )
-from m2flow.plan.hardware import NETWORK_FRACTION, PCIE_FRACTION, Device
-from m2flow.plan.streaming import finish_times
-from m2flow.plan.work import Work
+from m2flow.plan.profile.hardware import NETWORK_FRACTION, PCIE_FRACTION, Device
+from m2flow.plan.profile.streaming import finish_times
+from m2flow.plan.profile.work import Work
 from m2flow.workloads.embodied.prices import ActionModel, Simulator
 
 PAGEABLE_FRACTION = PCIE_FRACTION / 4.5

@@ -34,17 +34,17 @@ from m2flow.models.work import (
     training_pass,
     update,
 )
-from m2flow.plan.analytic import analytic_profile
 from m2flow.plan.builders import build_plan
 from m2flow.plan.chunks import pipelined, spread
-from m2flow.plan.clusters import lane_specs, parse_cluster
 from m2flow.plan.decide import decide
-from m2flow.plan.hardware import Device
 from m2flow.plan.prediction import Prediction
 from m2flow.plan.profile import Profile, Quantiles
+from m2flow.plan.profile.analytic import analytic_profile
+from m2flow.plan.profile.clusters import lane_specs, parse_cluster
+from m2flow.plan.profile.hardware import Device
+from m2flow.plan.profile.work import FlowWork, LayoutWork, Rounds, StageWork, WorkerWork, rising
 from m2flow.plan.search import candidates, problem, to_plan
 from m2flow.plan.simulate import simulate
-from m2flow.plan.work import FlowWork, LayoutWork, Rounds, StageWork, WorkerWork, rising
 from m2flow.workloads.embodied.prices import acting, simulating, training
 
 RUNNING = 256

@@ -66,7 +66,7 @@ from paper_unseen import figures as unseen_figures
 from m2flow.models.lengths import Answers, fit_lengths
 from m2flow.models.shape import KNOWN_MODELS
 from m2flow.models.work import Rates
-from m2flow.plan.hardware import DEVICES
+from m2flow.plan.profile.hardware import DEVICES
 from m2flow.workloads.embodied.prices import LIBERO, MANISKILL, OPENVLA, OPENVLA_OFT
 
 H100 = DEVICES["H100"]

@@ -14,7 +14,7 @@ from paper_model import Parallel, Reasoning, temporal
 from m2flow.models.lengths import Answers, fit_lengths
 from m2flow.models.shape import KNOWN_MODELS, ModelShape
 from m2flow.models.work import Rates, decoding, training_pass, update
-from m2flow.plan.hardware import DEVICES, NETWORK_FRACTION, Device
+from m2flow.plan.profile.hardware import DEVICES, NETWORK_FRACTION, Device
 
 H100, H200, H20 = (DEVICES[name] for name in ("H100", "H200", "H20"))
 NEMO = "NeMo-RL performance summary"

@@ -16,10 +16,10 @@ from m2flow.cli.planning import graph_of, lanes_of
 from m2flow.cli.profile_key import profile_key
 from m2flow.cli.recipe import read_recipe
 from m2flow.plan import plan_from_json, validate
-from m2flow.plan.analytic import analytic_profile
-from m2flow.plan.clusters import parse_cluster
 from m2flow.plan.file import to_json
 from m2flow.plan.profile import Profile
+from m2flow.plan.profile.analytic import analytic_profile
+from m2flow.plan.profile.clusters import parse_cluster
 from m2flow.workloads.reasoning.work import prices
 
 M2flow = Callable[..., Any]

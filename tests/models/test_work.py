@@ -23,8 +23,8 @@ from m2flow.models.work import (
     training_pass,
     update,
 )
-from m2flow.plan.hardware import DEVICES, Device
-from m2flow.plan.work import Work
+from m2flow.plan.profile.hardware import DEVICES, Device
+from m2flow.plan.profile.work import Work
 
 H100, H200, L40S = DEVICES["H100"], DEVICES["H200"], DEVICES["L40S"]
 QWEN, MOE = KNOWN_MODELS["Qwen2.5-7B"], KNOWN_MODELS["Qwen3-30B-A3B"]

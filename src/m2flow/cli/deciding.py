@@ -20,13 +20,13 @@ from m2flow.plan import (
     validate,
     with_memory,
 )
-from m2flow.plan.analytic import analytic_profile
-from m2flow.plan.clusters import Cluster, lane_specs, parse_cluster
 from m2flow.plan.decide import decide
 from m2flow.plan.prediction import Candidate, Decision
 from m2flow.plan.profile import Profile
+from m2flow.plan.profile.analytic import analytic_profile
+from m2flow.plan.profile.clusters import Cluster, lane_specs, parse_cluster
+from m2flow.plan.profile.work import Pricer
 from m2flow.plan.search import Limits, problem, search
-from m2flow.plan.work import Pricer
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.work import prices
 

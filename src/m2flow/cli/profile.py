@@ -164,7 +164,7 @@ def _measured(
 def _with_reserved(recipe: ReasoningRecipe, lanes: Sequence[LaneSpec]) -> Sequence[LaneSpec]:
     """The lanes, with those of their own for workers that need them."""
     from m2flow.plan import isolated_workers
-    from m2flow.plan.measured import trial_plans
+    from m2flow.plan.profile.trials import trial_plans
 
     flow = flow_of(recipe)
     isolated = isolated_workers(flow)

@@ -27,7 +27,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"attention_bias": True},
     "qwen2_moe": {"attention_bias": True},
     "qwen3": {"head_dim": 128},
-    "qwen3_moe": {"num_key_value_heads": 4},
+    "qwen3_moe": {"num_key_value_heads": 4, "moe_intermediate_size": 768},
 }
 """By model type: defaults of its configuration class that a `config.json` need not repeat."""
 

@@ -1,4 +1,4 @@
-"""What passes over a decoder ask of a lane, as `m2flow.plan.work.Work`.
+"""What passes over a decoder ask of a lane, as `m2flow.plan.profile.work.Work`.
 
 Forward passes, training and decoding as m2flow's trainers and its generation engine do them: FSDP
 shards for passes over whole answers, layers divided by heads for decoding. `Rates` holds the shares
@@ -13,7 +13,7 @@ from statistics import NormalDist
 
 from m2flow.models.lengths import Answers
 from m2flow.models.shape import WEIGHT_BYTES, ModelShape
-from m2flow.plan.work import Work
+from m2flow.plan.profile.work import Work
 
 FORWARD_AND_BACKWARD = 3.0
 """A backward pass is twice the work of a forward pass (Kaplan et al. 2020, section 2.1)."""

@@ -13,8 +13,8 @@ from m2flow import Batch, Flow, Stream, UserError, Worker, stage
 from m2flow.engine.plan import LaneSpec
 from m2flow.flow import Ragged
 from m2flow.plan.file import to_json
-from m2flow.plan.measured import learn
 from m2flow.plan.profile import Profile
+from m2flow.plan.profile.learning import learn
 from m2flow.runtime.driver.launch import launch
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.profiling import cached, keep, obtain, profile_flow, stored_at

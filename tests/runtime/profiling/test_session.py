@@ -12,7 +12,7 @@ import pytest
 
 from m2flow import Batch
 from m2flow.engine.plan import LaneSpec, Plan
-from m2flow.plan.measured import trial_plans
+from m2flow.plan.profile.trials import trial_plans
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.runtime.profiling import session as session_file
 from m2flow.runtime.profiling.session import ROUNDS, Session

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from m2flow.plan.hardware import DEVICES
+from m2flow.plan.profile.hardware import DEVICES
 from m2flow.workloads.embodied.prices import LIBERO, MANISKILL, OPENVLA, OPENVLA_OFT, training
 
 H100 = DEVICES["H100"]

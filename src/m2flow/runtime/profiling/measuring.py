@@ -13,9 +13,9 @@ from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.flow import Flow
 from m2flow.plan import isolated_workers, parse_lanes
-from m2flow.plan.measured import fitted, trial_plans
-from m2flow.plan.measured.trials import declared
 from m2flow.plan.profile import LinkCost, Profile
+from m2flow.plan.profile.learning import fitted
+from m2flow.plan.profile.trials import declared, trial_plans
 from m2flow.plan.units import BytesPerSecond, Seconds
 from m2flow.runtime.profiling.session import Session
 

@@ -18,7 +18,7 @@ from m2flow.engine.spans import Span
 from m2flow.flow.batch import Batch
 from m2flow.flow.flow import Flow
 from m2flow.flow.graph import FlowGraph
-from m2flow.plan.measured import Evidence
+from m2flow.plan.profile.evidence import Evidence
 from m2flow.runtime.driver.launch import launch
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from m2flow.models.work import (
     decoding,
     ring_bytes,
 )
-from m2flow.plan.work import LayoutWork, StageWork, Work, WorkerWork, rising
+from m2flow.plan.profile.work import LayoutWork, StageWork, Work, WorkerWork, rising
 
 IMAGE_BYTES = 3 * 224 * 224
 """Of an observation on a link."""

@@ -25,9 +25,9 @@ from m2flow.models.work import (
     training_pass,
     update,
 )
-from m2flow.plan.hardware import Device
 from m2flow.plan.profile import Quantiles
-from m2flow.plan.work import (
+from m2flow.plan.profile.hardware import Device
+from m2flow.plan.profile.work import (
     FlowWork,
     LayoutWork,
     Pricer,

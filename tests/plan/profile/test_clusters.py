@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.errors import UserError
-from m2flow.plan.clusters import lane_specs, parse_cluster
-from m2flow.plan.hardware import DEVICES
+from m2flow.plan.profile.clusters import lane_specs, parse_cluster
+from m2flow.plan.profile.hardware import DEVICES
 
 PARTS = st.tuples(st.integers(1, 20), st.integers(1, 16), st.sampled_from(sorted(DEVICES)))
 

@@ -1,9 +1,9 @@
 """What stages ask of hardware, as workloads declare it and the planner prices it.
 
 A workload hands over a `FlowWork`: for each stage and each declared layout the operations, bytes
-and collectives of a call, and for each worker the bytes of its state. `m2flow.plan.analytic` makes
-a profile of it for a device. The planner knows no model, simulator or reward: what a stage computes
-is known to its workload alone.
+and collectives of a call, and for each worker the bytes of its state. `analytic` beside this file
+makes a profile of it for a device. The planner knows no model, simulator or reward: what a stage
+computes is known to its workload alone.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from m2flow.flow.worker import ONE_LANE, Layout
-from m2flow.plan.hardware import SMALL_COLLECTIVE_SECONDS, Device
-from m2flow.plan.profile import Piecewise, Quantiles
+from m2flow.plan.profile.data import Piecewise, Quantiles
+from m2flow.plan.profile.hardware import SMALL_COLLECTIVE_SECONDS, Device
 
 
 def rising(most: int) -> list[int]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
-from m2flow.plan.measured.curves import by_size
-from m2flow.plan.measured.evidence import Sample
+from m2flow.plan.profile.curves import by_size
+from m2flow.plan.profile.evidence import Sample
 
 LEAST = 0.5
 """The smallest factor that is believed."""

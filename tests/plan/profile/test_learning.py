@@ -16,10 +16,6 @@ from m2flow.errors import UserError
 from m2flow.flow import FlowGraph, stage
 from m2flow.flow.worker import Layout
 from m2flow.plan.decide import decide
-from m2flow.plan.measured import Evidence, fitted, learn, trial_plans
-from m2flow.plan.measured.crowding import fit_alone, undisturbed
-from m2flow.plan.measured.evidence import Sample
-from m2flow.plan.measured.growing import fit_growth
 from m2flow.plan.profile import (
     LinkCost,
     Piecewise,
@@ -30,6 +26,11 @@ from m2flow.plan.profile import (
     StageProfile,
     WorkerCost,
 )
+from m2flow.plan.profile.crowding import fit_alone, undisturbed
+from m2flow.plan.profile.evidence import Evidence, Sample
+from m2flow.plan.profile.growing import fit_growth
+from m2flow.plan.profile.learning import fitted, learn
+from m2flow.plan.profile.trials import trial_plans
 from m2flow.plan.simulate_timing import ProfileTiming
 from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
 from m2flow.simulation.driver import Simulation

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
-from m2flow.plan.hardware import Device, device_named
+from m2flow.plan.profile.hardware import Device, device_named
 
 EXAMPLES = "16x8xH100, 1x8xA100-80GB, 2x8xH100+1x16xL40S or 1x32xCPU"
 
@@ -86,7 +86,7 @@ def parse_cluster(text: str, key: str = "cluster") -> Cluster:
 
     Args:
         text: parts `MxNxDEVICE` (M machines with N of the device each) or `NxDEVICE` (one
-            machine), joined by `+`; devices are those of `m2flow.plan.hardware`.
+            machine), joined by `+`; devices are those of `m2flow.plan.profile.hardware`.
         key: whose value it is, for errors.
 
     Raises:

@@ -14,8 +14,8 @@ from statistics import fmean, median
 from m2flow.engine.plan import Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
-from m2flow.plan.measured.crowding import crowded, fit_alone, undisturbed
-from m2flow.plan.measured.curves import (
+from m2flow.plan.profile.crowding import crowded, fit_alone, undisturbed
+from m2flow.plan.profile.curves import (
     NEAR,
     Point,
     by_size,
@@ -25,9 +25,7 @@ from m2flow.plan.measured.curves import (
     spread,
     typical,
 )
-from m2flow.plan.measured.evidence import Evidence, Sample, Step, Where
-from m2flow.plan.measured.growing import fit_done, fit_growth
-from m2flow.plan.profile import (
+from m2flow.plan.profile.data import (
     LinkCost,
     Piecewise,
     Profile,
@@ -37,6 +35,8 @@ from m2flow.plan.profile import (
     StageProfile,
     WorkerCost,
 )
+from m2flow.plan.profile.evidence import Evidence, Sample, Step, Where
+from m2flow.plan.profile.growing import fit_done, fit_growth
 from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
 
 NO_COPY = BytesPerSecond(1e12)

@@ -13,16 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from m2flow.errors import UserError, suggestion
 from m2flow.flow.graph import FlowGraph, StageNode
-from m2flow.plan.clusters import Cluster
-from m2flow.plan.hardware import (
-    DEVICES,
-    DISPATCH_SECONDS,
-    MESSAGE_SECONDS,
-    NETWORK_FRACTION,
-    NVLINK_FRACTION,
-    Device,
-)
-from m2flow.plan.profile import (
+from m2flow.plan.profile.clusters import Cluster
+from m2flow.plan.profile.data import (
     PLACES,
     LinkCost,
     Profile,
@@ -31,9 +23,25 @@ from m2flow.plan.profile import (
     StageProfile,
     WorkerCost,
 )
-from m2flow.plan.streaming import Streaming
+from m2flow.plan.profile.hardware import (
+    DEVICES,
+    DISPATCH_SECONDS,
+    MESSAGE_SECONDS,
+    NETWORK_FRACTION,
+    NVLINK_FRACTION,
+    Device,
+)
+from m2flow.plan.profile.streaming import Streaming
+from m2flow.plan.profile.work import (
+    FlowWork,
+    LayoutWork,
+    Pricer,
+    StageWork,
+    WorkerWork,
+    curve,
+    rising,
+)
 from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
-from m2flow.plan.work import FlowWork, LayoutWork, Pricer, StageWork, WorkerWork, curve, rising
 
 MOST_LANES = 65_536
 """Where the search for a number of lanes that would do ends."""

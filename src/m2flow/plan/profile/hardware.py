@@ -2,7 +2,7 @@
 
 Peak figures are the vendors' own, for dense bfloat16 and one direction of a wire. The shares of a
 wire's peak that programs attain have their sources; shares of arithmetic and of memory bandwidth
-belong to the work (`m2flow.plan.work`). This module knows no model and no plan.
+belong to the work (`m2flow.plan.profile.work`). This module knows no model and no plan.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from m2flow.plan.hardware import Device
-from m2flow.plan.profile import Piecewise, Quantiles, StageCost
-from m2flow.plan.work import Rounds, curve, rising
+from m2flow.plan.profile.data import Piecewise, Quantiles, StageCost
+from m2flow.plan.profile.hardware import Device
+from m2flow.plan.profile.work import Rounds, curve, rising
 
 MOST_PLAYED = 2048
 """Output items of one replica that are played; beyond them time goes on in proportion."""

@@ -17,9 +17,9 @@ from statistics import fmean, median
 
 import numpy as np
 
-from m2flow.plan.measured.curves import Matrix, Rising, by_size, doubling, least_squares, spread
-from m2flow.plan.measured.evidence import Sample
-from m2flow.plan.profile import Piecewise
+from m2flow.plan.profile.curves import Matrix, Rising, by_size, doubling, least_squares, spread
+from m2flow.plan.profile.data import Piecewise
+from m2flow.plan.profile.evidence import Sample
 
 SHARES = 16
 """In so many steps of the share of items that are done, `done` says that of the time."""

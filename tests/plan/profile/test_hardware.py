@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from m2flow.errors import UserError
-from m2flow.plan import hardware
-from m2flow.plan.hardware import DEVICES, GB, TERA, device_named
+from m2flow.plan.profile import hardware
+from m2flow.plan.profile.hardware import DEVICES, GB, TERA, device_named
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=str)

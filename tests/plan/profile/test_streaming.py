@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2flow.plan.streaming import finish_times
+from m2flow.plan.profile.streaming import finish_times
 
 
 def unit_by_unit(lengths: list[int], start: int, limit: int) -> list[float]:

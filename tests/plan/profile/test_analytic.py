@@ -19,14 +19,13 @@ from m2flow.models.work import (
     training_pass,
     update,
 )
-from m2flow.plan.analytic import analytic_profile
 from m2flow.plan.builders import build_plan
-from m2flow.plan.clusters import lane_specs, parse_cluster
 from m2flow.plan.file import profile_from_json, to_json
-from m2flow.plan.hardware import DEVICES, DISPATCH_SECONDS, Device
 from m2flow.plan.profile import Quantiles
-from m2flow.plan.simulate import simulate
-from m2flow.plan.work import (
+from m2flow.plan.profile.analytic import analytic_profile
+from m2flow.plan.profile.clusters import lane_specs, parse_cluster
+from m2flow.plan.profile.hardware import DEVICES, DISPATCH_SECONDS, Device
+from m2flow.plan.profile.work import (
     FlowWork,
     LayoutWork,
     Pricer,
@@ -36,6 +35,7 @@ from m2flow.plan.work import (
     WorkerWork,
     rising,
 )
+from m2flow.plan.simulate import simulate
 from m2flow.workloads.embodied.prices import LIBERO, OPENVLA_OFT, acting, simulating, training
 
 H100, QWEN = DEVICES["H100"], KNOWN_MODELS["Qwen2.5-7B"]

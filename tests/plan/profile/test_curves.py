@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2flow.plan.measured.curves import (
+from m2flow.plan.profile.curves import (
     NEAR,
     Point,
     Rising,
