@@ -184,6 +184,19 @@ def test_two_kinds_of_lanes_have_prices_of_their_own() -> None:
     assert at["h100", 4] < at["l40s", 4]
 
 
+def test_publishing_between_two_kinds_of_lanes_is_as_slow_as_the_slower() -> None:
+    """It was priced with the first kind of lane at both ends."""
+    profile = analytic_profile(grpo(), parse_cluster("1x8xH100+1x8xL40S"), WORK, 4)
+    size, wire = QWEN.weight_bytes, DEVICES["L40S"].network_bytes_per_second * 0.8
+
+    def seconds(source: str, target: str) -> float:
+        kinds = (source, target)
+        return profile.publish_seconds("learner", "generator", "cluster", 8, 1, kinds)
+
+    assert seconds("h100", "l40s") == pytest.approx(size / wire)
+    assert seconds("h100", "h100") == pytest.approx(size / (0.8 * 50e9))
+
+
 def test_cores_beside_accelerators_run_what_fits_them() -> None:
     profile = analytic_profile(grpo(), parse_cluster("1x4xH100+1x4xCPU"), WORK, 4)
     assert {layout.kind for layout in profile.stage("score").costs} == {"gpu", "cpu"}

@@ -32,7 +32,7 @@ from m2flow.plan.profile.growing import fit_growth
 from m2flow.plan.profile.learning import fitted, learn
 from m2flow.plan.profile.trials import trial_plans
 from m2flow.plan.simulate_timing import ProfileTiming
-from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
+from m2flow.plan.units import Bytes, BytesPerSecond, Items, Seconds
 from m2flow.simulation.driver import Simulation
 from tests.plan.small_graphs import GRAPHS, Grpo, Model, Trainer
 
@@ -468,6 +468,22 @@ def test_a_known_profile_is_corrected_where_it_ran_and_beside_it() -> None:
     assert profile.source == "measured"
     assert profile.workers == believed.workers
     assert profile.publish_seconds("learner", "gen", "same", 1, 1) == pytest.approx(0.02)
+
+
+def test_limits_that_were_not_tried_are_scaled() -> None:
+    plan = trial_plans(GRPO, LANES, ITEMS)[0]
+    (free,) = KNOWN.stage("gen.generate").costs
+    limited = replace(free.times(3.0), max_running=2)
+    stage = replace(KNOWN.stage("gen.generate"), costs=(limited.times(2.0), free.times(2.0)))
+    believed = replace(KNOWN, stages={**KNOWN.stages, "gen.generate": stage}, source="analytic")
+    costs = learn(believed, GRPO, *observed(GRPO, plan, KNOWN)).stage("gen.generate").costs
+    by_limit = {cost.max_running: cost for cost in costs}
+    assert set(by_limit) == {None, 2}
+    items = by_limit[None].seconds.points[-1][0]
+    ratio = by_limit[None].call(Items(round(items))) / free.times(2.0).call(Items(round(items)))
+    assert by_limit[2].call(Items(8)) == pytest.approx(
+        ratio * limited.times(2.0).call(Items(8)), rel=0.2
+    )
 
 
 def test_a_measured_profile_gives_way_slowly() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from m2flow.errors import UserError, suggestion
 from m2flow.flow.graph import FlowGraph, StageNode
@@ -218,18 +219,25 @@ def _nowhere(
 
 
 def _publishing(graph: FlowGraph, kinds: Sequence[_Kind]) -> Iterator[PublishCost]:
-    """Price publishing to each layout of a target: every lane takes its share of a replica."""
-    device = kinds[0].device
-    for edge in graph.weight_edges:
-        size = kinds[0].work.workers.get(edge.target, NO_STATE).weight_bytes
-        layouts = {cost.lanes for kind in kinds for cost in kind.workers(edge.target)}
-        for lanes in sorted(layouts) if size else ():
-            for place in PLACES:
-                rate = device.network_bytes_per_second * NETWORK_FRACTION
-                if place != "cluster":
-                    rate = device.collective_bytes_per_second(lanes)
-                seconds = Seconds(size / lanes / rate)
-                yield PublishCost(edge.source, edge.target, place, seconds, None, lanes)
+    """Price publishing to each layout of a target: every lane takes its share of a replica.
+
+    The slower of the two ends sets the rate.
+    """
+    for edge, source, target in product(graph.weight_edges, kinds, kinds):
+        size = target.work.workers.get(edge.target, NO_STATE).weight_bytes
+        layouts = {cost.lanes for cost in target.workers(edge.target)}
+        if not size or not any(source.workers(edge.source)):
+            continue
+        ends = (source.device, target.device)
+        network = min(one.network_bytes_per_second for one in ends) * NETWORK_FRACTION
+        for lanes, place in product(sorted(layouts), PLACES):
+            rate = network
+            if place != "cluster":
+                rate = min(one.collective_bytes_per_second(lanes) for one in ends)
+            seconds = Seconds(size / lanes / rate)
+            yield PublishCost(
+                edge.source, edge.target, place, seconds, None, lanes, source.name, target.name
+            )
 
 
 def _links(cluster: Cluster) -> dict[str, LinkCost]:

@@ -80,7 +80,8 @@ class Evidence:
         finishing: the most bytes that a `finish` took beside the state, by stage and layout.
         moves: seconds by worker and layout, and "onload" or "offload".
         states: bytes on a lane by worker and layout.
-        publishes: seconds by (source, target, place, lanes of a source replica, of a target one).
+        publishes: seconds by (source, target, place, lanes of a source replica and of a target
+            one, kinds of their lanes).
         transfers: between lanes of one machine, by bytes.
         gaps: (events of other lanes shortly before, items, seconds) from a lane's end to its next
             call, where nothing else can have caused that call.
@@ -98,7 +99,7 @@ class Evidence:
         self.finishing: dict[Where, float] = {}
         self.moves: dict[tuple[Where, str], deque[float]] = _newest()
         self.states: dict[Where, int] = {}
-        self.publishes: dict[tuple[str, str, str, int, int], deque[float]] = _newest()
+        self.publishes: dict[tuple[str, str, str, int, int, str, str], deque[float]] = _newest()
         self.transfers: deque[Sample] = deque(maxlen=NEWEST)
         self.gaps: deque[tuple[int, float, float]] = deque(maxlen=NEWEST)
         self.output_bytes: dict[str, deque[tuple[float, float]]] = _newest()
@@ -199,8 +200,9 @@ class Evidence:
         for (source, target, version, place), seconds in installs.items():
             if place != "same":
                 seconds += exports.get((source, version), 0.0)
-            lanes = (placed.of(source)[2], placed.of(target)[2])
-            self.publishes[(source, target, place, *lanes)].append(seconds)
+            ours, theirs = placed.of(source), placed.of(target)
+            ends = (ours[2], theirs[2], ours[3], theirs[3])
+            self.publishes[(source, target, place, *ends)].append(seconds)
 
     def _add_memory(self, spans: Sequence[Span], placed: _Placed) -> None:
         gauged = (span for span in spans if "working_bytes" in span.args)

@@ -49,6 +49,9 @@ where anything was measured."""
 FEWEST = 4
 """Of fewer values of one size their spread says nothing."""
 
+ALL_ENDS = 4
+"""Lanes and kinds of both ends of a price for publishing."""
+
 ENOUGH_LENGTHS = 64
 """With so many measured lengths, known ones do not count."""
 
@@ -103,7 +106,9 @@ def fitted(
 
 def _stage(node: StageNode, evidence: Evidence, known: Profile | None) -> StageProfile:
     before = None if known is None else known.stages.get(node.name)
-    given = {(one.layout, one.lanes, one.kind): one for one in before.costs} if before else {}
+    costs = before.costs if before else ()
+    free = [one for one in costs if one.max_running is None] or costs
+    given = {(one.layout, one.lanes, one.kind): one for one in free}
     trust = KNOWN_CALLS if known is not None and known.source == "measured" else 0.0
     seen = {where[1:]: where for where in evidence.calls if where[0] == node.name}
     if not seen and before is None:
@@ -120,21 +125,20 @@ def _stage(node: StageNode, evidence: Evidence, known: Profile | None) -> StageP
         if given[layout].seconds.at(call.size) > 0
     ]
     ratio = median(ratios) if ratios else 1.0
-    costs = [_cost(where, evidence, given.get(layout), trust) for layout, where in seen.items()]
-    if before is not None:
-        costs += [
-            one.times(ratio)
-            for one in before.costs
-            if (one.layout, one.lanes, one.kind) not in seen
-        ]
+    ran = [_cost(where, evidence, given.get(layout), trust) for layout, where in seen.items()]
+    others = [
+        one.times(ratio)
+        for one in costs
+        if one.max_running is not None or (one.layout, one.lanes, one.kind) not in seen
+    ]
     sizes = evidence.output_bytes.get(node.name, ())
     items = sum(count for count, _ in sizes)
     weight = round(sum(size for _, size in sizes) / items) if items else 0
     lengths, turns = evidence.lengths.get(node.name, ()), evidence.turns.get(node.name, ())
-    found = before or StageProfile(tuple(costs))
+    found = before or StageProfile(tuple(ran))
     drawn = lengths and (found.lengths is None or len(lengths) >= ENOUGH_LENGTHS)
     return StageProfile(
-        tuple(sorted(costs, key=lambda one: (one.kind, one.lanes, one.layout))),
+        tuple(sorted((*ran, *others), key=lambda one: (one.kind, one.lanes, one.layout))),
         Bytes(weight) if weight else found.output_bytes,
         Quantiles.of(lengths) if drawn else found.lengths,
         Quantiles.of(turns) if turns else found.turns,
@@ -156,7 +160,6 @@ def _cost(where: Where, evidence: Evidence, known: StageCost | None, trust: floa
     cost = StageCost(
         lanes,
         curve,
-        max_running=before.max_running,
         finish=_merged(finishes, before.finish, trust) if finishes or before.finish else None,
         working=envelope([(size, max(most, ended)) for size, most in working])
         if working
@@ -253,23 +256,18 @@ def _workers(evidence: Evidence, known: Profile) -> dict[str, tuple[WorkerCost, 
 
 
 def _publish(evidence: Evidence, known: Profile) -> tuple[PublishCost, ...]:
-    """Return a price for each edge, place and pair of layouts that was seen, and known others."""
-    new = {
-        edge: PublishCost(*edge[:3], Seconds(typical(seconds)), *edge[3:])
-        for edge, seconds in sorted(evidence.publishes.items())
-    }
-    for one in known.publish:
-        at = (one.source, one.target, one.place)
-        replaced = [
-            key
-            for key in new
-            if key[:3] == at
-            and one.source_lanes in (None, key[3])
-            and one.target_lanes in (None, key[4])
-        ]
-        if not replaced:
-            new[(*at, one.source_lanes or 0, one.target_lanes or 0)] = one
-    return tuple(new.values())
+    """Return a price for each edge, place and pair of replicas that was seen, and known others."""
+    found, left = list[PublishCost](), known.publish
+    for (source, target, place, ours, theirs, here, there), seconds in evidence.publishes.items():
+        price = Seconds(typical(seconds))
+        found.append(PublishCost(source, target, place, price, ours, theirs, here, there))
+        left = tuple(
+            one
+            for one in left
+            if (one.source, one.target, one.place) != (source, target, place)
+            or one.alike(ours, theirs, here, there) < ALL_ENDS
+        )
+    return (*sorted(found, key=str), *left)
 
 
 def _links(transfers: Iterable[Sample], known: LinkCost | None) -> dict[str, LinkCost]:
