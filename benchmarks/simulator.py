@@ -19,7 +19,7 @@ from m2flow.plan.measured import Observed
 from m2flow.plan.replay import replay_steps
 from m2flow.runtime.driver.launch import Run, launch
 from m2flow.runtime.driver.runner import StepResult
-from m2flow.workloads.reasoning.flow import grpo_flow
+from m2flow.workloads.reasoning.flow import recipe_flow
 
 MODES = ("collocated", "disaggregated", "hybrid")
 BLOCK = 3
@@ -38,13 +38,13 @@ def main() -> None:
         ray.init(num_cpus=2 * len(MODES), include_dashboard=False, logging_level="ERROR")
         runs: dict[str, Run] = {}
         for mode in MODES:
-            flow = grpo_flow(recipe, source, experiment.task)
+            flow = recipe_flow(recipe, source, experiment.rewards)
             runs[mode] = stack.enter_context(
                 launch(flow, items_per_step=recipe.prompts_per_step, mode=mode, lanes="cpu:2")
             )
         for number in range(blocks + 1):
             steps = range(number * BLOCK, (number + 1) * BLOCK)
-            batches = [experiment.batch(step, source) for step in steps]
+            batches = [experiment.batch(step) for step in steps]
             for mode in MODES:
                 done = list(runs[mode].steps(batches))
                 results[mode] += done if number else []  # the first block warms all of them up

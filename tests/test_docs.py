@@ -21,10 +21,10 @@ import typer
 import yaml
 
 from m2flow.cli.app import app
-from m2flow.cli.planning import graph_of
-from m2flow.cli.recipe import read_recipe, validated
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
 from m2flow.plan import from_json, validate
+from m2flow.workloads.common.planning import graph_of
+from m2flow.workloads.common.reading import read_recipe, validated
 
 PROJECT = Path(__file__).resolve().parents[1]
 README = PROJECT / "README.md"

@@ -6,13 +6,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from m2flow.cli.auto import QUICK_SECONDS, write_decision
 from m2flow.engine.plan import LaneSpec
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.plan.decide import decide
 from m2flow.plan.prediction import Decision
 from m2flow.plan.profile import Piecewise, Profile, StageLayout, StageProfile
 from m2flow.plan.profile_files import read_profile
+from m2flow.workloads.common.launching import QUICK_SECONDS, write_decision
 from tests.plan.small_graphs import TALKING
 
 LANES = tuple(LaneSpec(number, cores=(number,)) for number in range(2))

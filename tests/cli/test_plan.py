@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from m2flow.cli.larger import fuller, smallest
-from m2flow.cli.planning import graph_of, lanes_of
-from m2flow.cli.profile_key import profile_key
-from m2flow.cli.recipe import read_recipe
 from m2flow.plan import from_json, validate
 from m2flow.plan.analytic import analytic_profile
 from m2flow.plan.clusters import parse_cluster
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile_files import to_json
+from m2flow.workloads.common.planning import graph_of, lanes_of
+from m2flow.workloads.common.profile_key import profile_key
+from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.reasoning.work import work_of
 
 M2flow = Callable[..., Any]
@@ -265,7 +265,7 @@ def test_a_profile_file(tiny: Path, m2flow: M2flow) -> None:
             ["--mode", "auto", "lanes=cpu:2"],
             (
                 "--mode: nothing has been measured for this recipe on these lanes (got 'auto'); "
-                "`m2flow profile tiny.yaml` measures first, --cluster computes"
+                "`m2flow profile RECIPE` measures first, --cluster computes"
             ),
         ),
         (
@@ -283,27 +283,6 @@ def test_a_profile_file(tiny: Path, m2flow: M2flow) -> None:
 )
 def test_refusals(tiny: Path, refused: Callable[..., str], words: list[Any], error: str) -> None:
     assert refused("plan", tiny, *words).startswith(error)
-
-
-def test_no_recipe(tiny: Path, refused: Callable[..., str]) -> None:
-    assert refused("plan").startswith("RECIPE: which recipe?")
-
-
-def test_no_run_to_replay(tiny: Path, refused: Callable[..., str]) -> None:
-    error = "--replay: holds no run (got 'nowhere'); expected a run directory"
-    assert refused("plan", "--replay", "nowhere") == error
-    assert refused("plan", tiny, "--replay", "nowhere").startswith("--replay: ")
-
-
-def test_a_recorded_run_under_another_plan(run: Path, m2flow: M2flow) -> None:
-    """The run says itself which recipe it was."""
-    own = m2flow("plan", "--replay", run)
-    assert (own.code, own.err) == (0, "")
-    assert "recorded under eager" in own.out
-    outcome = m2flow("plan", "--replay", run, "--mode", "collocated", "--json")
-    document = json.loads(outcome.out)
-    assert document["replayed_under"] == "collocated"
-    assert len(document["predicted_seconds"]) == len(document["steps"]) > 0
 
 
 def test_a_model_that_does_not_fit_says_what_would_do(tiny: Path, m2flow: M2flow) -> None:

@@ -1,79 +1,82 @@
-"""A recipe under the best plan: its profile, the choice, and the files that say why."""
+"""From an experiment to a run on lanes: the one place that knows `launch` and the pilot."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from m2flow.cli.planning import gangs_of
-from m2flow.cli.profile import measuring_budget
-from m2flow.cli.profile_key import profile_key
+from m2flow.engine.plan import Plan
+from m2flow.flow.graph import FlowGraph
+from m2flow.observe.run_directory import RunDirectory
 from m2flow.plan.explaining import decision_document, explained, summary
+from m2flow.plan.prediction import Decision
 from m2flow.plan.profile_files import to_json
 from m2flow.runtime.driver.auto import Auto
 from m2flow.runtime.driver.launch import launch
 from m2flow.runtime.profiling import obtain
-from m2flow.workloads.reasoning.flow import recipe_flow
+from m2flow.workloads.common.planning import layouts_of
+from m2flow.workloads.common.profile_key import profile_key
+from m2flow.workloads.common.profiling import sampled_steps
+from m2flow.workloads.common.recipe import AUTO_MODE
+from m2flow.workloads.common.workload import Experiment, Progress
 
 if TYPE_CHECKING:
-    from m2flow.flow import Flow
-    from m2flow.flow.graph import FlowGraph
-    from m2flow.observe.progress import TrainProgress
-    from m2flow.observe.run_directory import RunDirectory
-    from m2flow.plan.prediction import Decision
     from m2flow.runtime.driver.pool import LanePool
     from m2flow.runtime.driver.run import Run
-    from m2flow.workloads.reasoning.experiment import ReasoningExperiment
-    from m2flow.workloads.reasoning.workers import ModelSource
 
 QUICK_SECONDS = 3.0
 """What would change a choice is written down where the choice itself was made so quickly: to find
 it out takes about as long, and a run waits for it."""
 
-SAMPLED_STEPS = 8
-"""The prompts of so many steps are measured, again and again."""
 
-
-def launch_auto(
-    experiment: ReasoningExperiment,
-    flow: Flow,
-    model: ModelSource,
-    pool: LanePool,
+def launched(
+    experiment: Experiment,
+    plan: Plan | None,
+    pool: LanePool | None,
+    progress: Progress,
     *,
+    checkpoint: Path | None,
     first_step: int,
     also: Mapping[str, int],
-    progress: TrainProgress,
 ) -> Run:
-    """The flow under the plan that is predicted to be the best one for these lanes.
+    """The experiment's flow on its lanes, under a plan that is given or the best one.
 
     Args:
-        experiment: the recipe and its data.
-        flow: to be trained.
-        model: what it began with, on copies of which the stages are measured.
-        pool: the lanes.
-        first_step, also: as for `launch`.
+        experiment: what is to be run, prepared.
+        plan: how; None for the one that is predicted to be the best.
+        pool: where; None for in this process.
         progress: told what is going on.
+        checkpoint: the workers go on from here.
+        first_step, also: as for `launch`.
     """
+    flow, items = experiment.flow(checkpoint), experiment.recipe.items_per_step
+    if plan is not None:
+        lanes = "auto" if pool is None else pool
+        return launch(
+            flow, items_per_step=items, plan=plan, lanes=lanes, first_step=first_step, also=also
+        )
+    assert pool is not None, "a plan is chosen for lanes"
     recipe = experiment.recipe
     free = [lane for lane in pool.lanes if lane.reserved_for is None]
-    sampled = range(min(SAMPLED_STEPS, recipe.steps))
     profile, origin = obtain(
-        lambda: recipe_flow(recipe, model, experiment.task),
-        lambda: [experiment.batch(step, model) for step in sampled],
+        experiment.flow,
+        lambda: [experiment.batch(step) for step in sampled_steps(recipe)],
         pool,
         profile_key(recipe, free),
-        measuring_budget(recipe),
+        recipe.profiling_seconds,
         note=progress.note,
     )
     progress.note(f"profile: {origin}")
+    layouts = layouts_of(recipe, flow, free)
     run = launch(
         flow,
-        items_per_step=recipe.prompts_per_step,
-        mode="auto",
+        items_per_step=items,
+        mode=AUTO_MODE,
         lanes=pool,
         first_step=first_step,
         also=also,
-        gangs=gangs_of(recipe, flow.trace()),
+        gangs={worker: layout.lanes for worker, layout in layouts.items()},
         auto=Auto(
             profile=profile,
             max_staleness=recipe.max_staleness,
