@@ -91,7 +91,7 @@ def test_what_changes_the_work_changes_the_key(words: dict[str, object], phrase:
         {"steps": 3},
         {"name": "other"},
         {"mode": "hybrid"},
-        {"training": {"gang": 2}},
+        {"layouts": {"learner": "fsdp2"}},
         {"optimizer": {"learning_rate": 1e-3}},
         {"algorithm": {"clip_low": 0.1}},
         {"evaluation": {"every": 3}},

@@ -53,7 +53,6 @@ def test_the_configuration_holds_every_default(finished: Path) -> None:
         "max_new_tokens": 6,
         "temperature": 1.0,
         "max_running": 256,
-        "gang": 1,
     }
 
 
@@ -171,7 +170,9 @@ def test_a_stage_that_raises(tiny: Path, m2flow: M2flow, monkeypatch: pytest.Mon
     lines = outcome.err.splitlines()
     assert lines[0] == "failed: ZeroDivisionError: division by zero"
     assert lines[1] == "ValueError: the judge is out"
-    assert lines[2].startswith("Traceback")
+    assert lines[2].startswith("RewardFailed: reward addition raised ValueError: the judge is out")
+    assert "; sample 0, prompt '" in lines[2]
+    assert lines[3].startswith("Traceback")
     assert "in score" in outcome.err
     assert Path("run/config.yaml").is_file()
     assert Path("run/metrics.jsonl").exists() is False

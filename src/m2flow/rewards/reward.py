@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
-from m2flow.errors import RunFailed, UserError, suggestion
+from m2flow.errors import M2FlowError, UserError, suggestion
 
 SHORT_NAMES = {
     "addition": "m2flow.rewards.addition:addition_reward",
@@ -65,7 +65,7 @@ def batched(function: F) -> F:
     return function
 
 
-class RewardFailed(RunFailed):
+class RewardFailed(M2FlowError):
     """A reward function raised, or returned what is no reward; names function and sample."""
 
 
