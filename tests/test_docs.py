@@ -239,7 +239,7 @@ def calls_in(tree: ast.AST, method: str) -> list[str]:
 
 def test_the_flow_of_the_readme_is_the_real_one() -> None:
     (block,) = (block for block in blocks_of(README) if block.body.startswith("class GRPO"))
-    source = (PROJECT / "src" / "m2flow" / "reasoning" / "flow.py").read_text()
+    source = (PROJECT / "src" / "m2flow" / "workloads" / "reasoning" / "flow.py").read_text()
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     real = ast.Module([classes["GRPO"], classes["PolicyGradient"]], [])  # with what it inherits
     shown = ast.parse(block.body)

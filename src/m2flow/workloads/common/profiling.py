@@ -1,16 +1,15 @@
-"""The profile of a recipe on its lanes: from a file, from the store, or measured now."""
+"""The profile of a recipe on its lanes: from the store, or measured now."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.plan.profile import Profile
 from m2flow.runtime.profiling import cached, stored_at
-from m2flow.runtime.profiling.stored import cache_folder, given, lack
+from m2flow.runtime.profiling.stored import cache_folder, lack
 from m2flow.workloads.common.planning import flow_of, lanes_of
 from m2flow.workloads.common.profile_key import Key, profile_key
 from m2flow.workloads.common.recipe import Recipe
@@ -38,28 +37,21 @@ def profile_of(
     *,
     budget: float | None = None,
     again: bool = False,
-    file: Path | None = None,
-    whatever_its_key: bool = False,
 ) -> Obtained:
-    """A recipe's profile on its lanes: from a file, from the store, or measured now.
+    """A recipe's profile on its lanes: from the store, or measured now.
 
     Args:
         recipe: what is to be profiled.
         progress: told what is going on.
         budget: seconds that all of it may take.
         again: measure even if a profile is stored.
-        file: take this one, if it was made for such a recipe on such a machine.
-        whatever_its_key: take it whatever it was made for.
 
     Raises:
-        UserError: the lanes or the recipe are wrong, or the file was made for something else.
+        UserError: the lanes or the recipe are wrong.
         RunFailed: a step failed.
     """
     lanes = lanes_of(recipe)
     key = profile_key(recipe, lanes)
-    if file is not None:
-        found = given(file, key, whatever_its_key=whatever_its_key)
-        return Obtained(found, f"read from {file}{lack(found)}")
     least = LEAST_SECONDS if budget is None else 0.0
     budget = recipe.profiling_seconds if budget is None else budget
     if not again and (known := cached(key, budget)) is not None:
