@@ -36,9 +36,10 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from m2flow import Batch, Flow, Place, Ragged, Stream, Worker, loop, stage
 from m2flow.algorithms.sampling import derive_seed, sample_tokens
-from m2flow.cli.recipe import read_recipe
 from m2flow.plan import parse_lanes
+from m2flow.rewards.reward import WeightedReward
 from m2flow.training.optimizer import AdamWConfig, SumOptimizer
+from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 from m2flow.workloads.reasoning.flow import recipe_flow
 from m2flow.workloads.reasoning.workers import Generator, ModelSource, Verifier
@@ -107,19 +108,12 @@ class Replaying(Generator):
         return replace(request, params=params)
 
 
-class Odd:
-    """Scores the share of odd digits: a reward that answers of any length can have."""
-
-    def score(
-        self,
-        answer: str,
-        completion: str,
-        *,
-        finished: bool = True,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> float:
-        digits = [character for character in completion if character.isdigit()]
-        return sum(int(digit) % 2 for digit in digits) / max(1, len(digits))
+def odd(
+    prompt: str, completion: str, completion_ids: Sequence[int], row: Mapping[str, Any]
+) -> float:
+    """The share of odd digits: a reward that answers of any length can have."""
+    digits = [character for character in completion if character.isdigit()]
+    return sum(int(digit) % 2 for digit in digits) / max(1, len(digits))
 
 
 def _replayed(
@@ -130,7 +124,7 @@ def _replayed(
     )
 
     def make_flow() -> Flow:
-        flow = recipe_flow(recipe, source, experiment.task)
+        flow = recipe_flow(recipe, source, experiment.rewards)
         flow.generator = Replaying(
             source,
             samples_per_prompt=recipe.samples_per_prompt,
@@ -141,9 +135,7 @@ def _replayed(
         flow.verifier = scorer(source)
         return flow
 
-    return Workload(
-        name, make_flow, lambda step: experiment.batch(step, source), recipe.prompts_per_step
-    )
+    return Workload(name, make_flow, experiment.batch, recipe.prompts_per_step)
 
 
 def long_tail() -> Workload:
@@ -151,7 +143,7 @@ def long_tail() -> Workload:
     return _replayed(
         "long_tail",
         Lengths(median=20, spread=1.0, limit=240),
-        lambda source: Verifier(source, Odd()),
+        lambda source: Verifier(source, (WeightedReward(odd),)),
         "prompts_per_step=28",
     )
 
@@ -208,11 +200,11 @@ def ppo() -> Workload:
     _, _, source = quickstart()
     rates = [f"{part}.learning_rate={LEARNING_RATE}" for part in ("optimizer", "critic")]
     recipe = read_recipe(ROOT / "recipes" / "ppo_quickstart.yaml", rates)
-    experiment = ReasoningExperiment(recipe)
+    experiment = ReasoningExperiment(recipe, source)
     return Workload(
         "ppo",
-        lambda: recipe_flow(recipe, source, experiment.task),
-        lambda step: experiment.batch(step, source),
+        lambda: recipe_flow(recipe, source, experiment.rewards),
+        experiment.batch,
         recipe.prompts_per_step,
     )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator as Coroutine
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from m2flow.flow import GIVE_BACK, Arrived, Batch, Place, Ragged, Unfinished, Worker, stage
+from m2flow.flow import Batch, Layout, Place, Ragged, Worker, stage
+from m2flow.flow.worker import ONE_LANE
+from m2flow.workloads.reasoning.supported import key_value_heads
 from m2flow.workloads.reasoning.workers.source import ModelSource
 
 if TYPE_CHECKING:
@@ -21,9 +23,6 @@ while many run, and one by one in the tail."""
 LISTEN_EVERY = 4
 """Steps of the engine after which the call stops for a moment to hear if anything has come."""
 
-BEGUN = ("begun_ids", "begun_logprobs", "begun_versions")
-"""Columns of a sample that was given back: what had been drawn of it."""
-
 
 class Generator(Worker):
     """Draws completions by continuous batching.
@@ -36,6 +35,7 @@ class Generator(Worker):
         samples_per_prompt: completions for each prompt.
         max_new_tokens, temperature: how they are drawn.
         max_running: sequences decoded together at most.
+        key_value_heads: of the model, which layouts divide; None for what the model's folder says.
     """
 
     collective = True
@@ -48,19 +48,21 @@ class Generator(Worker):
         max_new_tokens: int,
         temperature: float = 1.0,
         max_running: int = 256,
+        key_value_heads: int | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.key_value_heads = model, key_value_heads
         self.samples_per_prompt = samples_per_prompt
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.max_running = max_running
 
-    def fits_gang(self, size: int) -> bool:
-        """Its key-value heads are divided evenly over the lanes."""
-        from m2flow.workloads.reasoning.encoding import config_of
-
-        config = config_of(self.model.path)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return bool(heads % size == 0)
+    def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
+        """Tensor parallel over any number of lanes that divides the key-value heads."""
+        heads = self.key_value_heads or key_value_heads(self.model.path)
+        found = [ONE_LANE]
+        for size in range(2, lanes + 1):
+            divisions = () if heads is None else (("key-value heads", heads, size),)
+            found.append(Layout(f"tp{size}", size, divisions))
+        return found
 
     def load(self, place: Place) -> None:
         super().load(place)
@@ -81,15 +83,18 @@ class Generator(Worker):
         self.engine.install(model.state_dict(), place.version)
         self._stop_ids = self.model.stop_ids(model.generation_config.eos_token_id)
 
-    @stage(streaming=True, expands="samples_per_prompt", resumable=True)
+    @stage(streaming=True, expands="samples_per_prompt")
     def generate(
         self,
-        prompts: Batch | Unfinished,
+        prompts: Batch,
         *,
         samples_per_prompt: int | None = None,
         temperature: float | None = None,
-    ) -> Coroutine[Batch | Unfinished, Arrived, None]:
-        """One prompt in, several samples out, each when it is finished."""
+    ) -> Coroutine[Batch, Batch | None, None]:
+        """One prompt in, several samples out, each when it is finished.
+
+        A call that is closed before its end drops what it has begun.
+        """
         from m2flow.generation.protocol import SamplingParams
 
         params = SamplingParams(
@@ -98,26 +103,10 @@ class Generator(Worker):
             stop_token_ids=self._stop_ids,
         )
         call = _Call(self.engine, params, samples_per_prompt or self.samples_per_prompt)
-        call.take(prompts)
-        nothing = Batch({}, [])
-        finished: list[Completion] = []
-        steps = 0
-        while self.engine.busy:
-            finished += self.engine.step()
-            steps += 1
-            if finished and len(finished) * HANDED_ON >= self.engine.num_running:
-                arrived = yield call.hand_on(finished)
-                finished = []
-            elif steps % LISTEN_EVERY == 0:
-                arrived = yield nothing
-            else:
-                continue
-            if arrived is GIVE_BACK:
-                if finished:
-                    yield call.hand_on(finished)
-                yield Unfinished(call.give_back())
-                return
-            call.take(arrived)
+        try:
+            yield from call.drawn(prompts)
+        finally:
+            self.engine.abort(list(call.running))
 
     def install(self, weights: Mapping[str, Any], version: int) -> None:
         self.engine.install(weights, version)
@@ -151,75 +140,54 @@ class _Call:
     count: int
     running: dict[int, tuple[Batch, int]] = field(default_factory=dict)
 
-    def take(self, arrived: Arrived) -> None:
-        """Submit the samples of prompts, or those that were begun elsewhere."""
-        if isinstance(arrived, Unfinished):
-            self._submit(arrived.items.without(*BEGUN), _begun(arrived.items))
-        elif isinstance(arrived, Batch):
-            samples = arrived.repeat(self.count)
-            self._submit(samples, [None] * len(samples))
+    def drawn(self, prompts: Batch) -> Coroutine[Batch, Batch | None, None]:
+        """Draw until nothing runs; takes further prompts at each yield."""
+        self._submit(prompts)
+        nothing = Batch({}, [])
+        finished: list[Completion] = []
+        steps = 0
+        while self.engine.busy:
+            finished += self.engine.step()
+            steps += 1
+            if finished and len(finished) * HANDED_ON >= self.engine.num_running:
+                arrived = yield self._handed_on(finished)
+                finished = []
+            elif steps % LISTEN_EVERY == 0:
+                arrived = yield nothing
+            else:
+                continue
+            if arrived is not None:
+                self._submit(arrived)
 
-    def _submit(self, samples: Batch, begun: list[Completion | None]) -> None:
+    def _submit(self, prompts: Batch) -> None:
         from m2flow.algorithms.sampling import derive_seed
         from m2flow.generation.protocol import Request
 
+        samples = prompts.repeat(self.count)
         requests: list[Request] = []
-        rows = zip(samples.ids, samples["prompt_ids"].rows(), samples["seed"], begun, strict=True)
-        for row, (item, prompt, seed, so_far) in enumerate(rows):
+        rows = zip(samples.ids, samples["prompt_ids"].rows(), samples["seed"], strict=True)
+        for row, (item, prompt, seed) in enumerate(rows):
             own_seed = derive_seed(int(seed), item % self.count)
-            requests.append(Request(item, prompt, own_seed, self.params, so_far))
+            requests.append(Request(item, prompt, own_seed, self.params))
             self.running[item] = (samples, row)
         self.engine.submit(requests)
 
-    def hand_on(self, finished: list[Completion]) -> Batch:
-        """Finished samples as a Batch."""
-        return _joined(
+    def _handed_on(self, finished: list[Completion]) -> Batch:
+        """Finished samples as a Batch, with the columns of their prompts."""
+        rows_of: dict[int, tuple[Batch, list[int], list[Completion]]] = {}
+        for done in finished:
+            batch, row = self.running.pop(done.id)
+            _, rows, some = rows_of.setdefault(id(batch), (batch, [], []))
+            rows.append(row)
+            some.append(done)
+        return Batch.concat(
             [
-                batch.with_columns(
+                batch.select(rows).with_columns(
                     completion_ids=Ragged.from_rows([done.token_ids for done in some]),
                     behaviour_logprobs=Ragged.from_rows([done.logprobs for done in some]),
                     finish_reason=[done.finish_reason for done in some],
                     version=[done.versions for done in some],
                 )
-                for batch, some in self._sorted_out(finished)
+                for batch, rows, some in rows_of.values()
             ]
         )
-
-    def give_back(self) -> Batch:
-        """All that is not finished, with what was drawn of it."""
-        begun = self.engine.abort(list(self.running))
-        return _joined(
-            [
-                batch.with_columns(
-                    begun_ids=Ragged.from_rows([one.token_ids for one in some]),
-                    begun_logprobs=Ragged.from_rows([one.logprobs for one in some]),
-                    begun_versions=[one.versions for one in some],
-                )
-                for batch, some in self._sorted_out(begun)
-            ]
-        )
-
-    def _sorted_out(self, ended: list[Completion]) -> list[tuple[Batch, list[Completion]]]:
-        """Requests that have ended, by the Batch that holds their prompts' columns."""
-        rows_of: dict[int, tuple[Batch, list[int], list[Completion]]] = {}
-        for done in ended:
-            batch, row = self.running.pop(done.id)
-            _, rows, some = rows_of.setdefault(id(batch), (batch, [], []))
-            rows.append(row)
-            some.append(done)
-        return [(batch.select(rows), some) for batch, rows, some in rows_of.values()]
-
-
-def _joined(batches: list[Batch]) -> Batch:
-    return Batch.concat(batches) if batches else Batch({}, [])
-
-
-def _begun(samples: Batch) -> list[Completion | None]:
-    """What was drawn of samples that were given back."""
-    from m2flow.generation.protocol import Completion
-
-    columns = (samples[name] for name in BEGUN)
-    return [
-        Completion(item, token_ids, logprobs, versions, "abort")
-        for item, token_ids, logprobs, versions in zip(samples.ids, *columns, strict=True)
-    ]

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from m2flow.workloads.reasoning.verify import extract_answer, score_many, symbolic, verify
-from m2flow.workloads.reasoning.verify.number import read_number, same_number
+from m2flow.rewards import math_reward, symbolic
+from m2flow.rewards.final_answer import extract_answer
+from m2flow.rewards.mathematics import verify
+from m2flow.rewards.number import read_number, same_number
 
 
 def number_spellings(x: int) -> list[str]:
@@ -73,7 +75,9 @@ def test_every_gold_answer_in_every_spelling(shared_data: Path, name: str, rows:
 def test_gsm8k_solutions_verify_as_they_stand(shared_data: Path) -> None:
     lines = (shared_data / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()
     solutions = [json.loads(line)["answer"] for line in lines]
-    assert score_many(_golds(shared_data, "gsm8k_test.jsonl"), solutions) == [1.0] * 1319
+    golds = _golds(shared_data, "gsm8k_test.jsonl")
+    rows = zip(golds, solutions, strict=True)
+    assert {math_reward("", text, (), {"answer": gold}) for gold, text in rows} == {1.0}
 
 
 RIGHT = [
@@ -341,17 +345,11 @@ def test_extraction_keeps_the_spelling() -> None:
     assert extract_answer("The answer is **blue**.", numeric=False) == "**blue**."
 
 
-def test_score_many_wants_pairs() -> None:
-    assert score_many(["1", "2"], ["1", "3"]) == [1.0, 0.0]
-    with pytest.raises(ValueError, match="shorter"):
-        score_many(["1", "2"], ["1"])
-
-
 def test_importing_it_is_light() -> None:
     code = (
         "import sys, m2flow.workloads.reasoning.tasks, m2flow.workloads.reasoning.data\n"
-        "import m2flow.workloads.reasoning.verify as v\n"
-        "assert v.verify('18', 'it is 18') == 1.0\n"
+        "from m2flow.rewards import math_reward\n"
+        "assert math_reward('', 'it is 18', (), {'answer': '18'}) == 1.0\n"
         "heavy = {'math_verify', 'sympy', 'reasoning_gym', 'torch', 'ray', 'transformers'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
