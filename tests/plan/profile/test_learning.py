@@ -328,6 +328,16 @@ def test_memory_of_a_call_that_was_fed_is_not_that_of_its_first_items() -> None:
     assert fit(GRPO, [seen], gauged=(fed,)).stage("gen.generate").costs[0].working is None
 
 
+def test_a_stage_whose_calls_were_all_fed_has_a_price() -> None:
+    facts = {"items": 4, "step": 0, "call": 1, "taken": [[0.0, "0-1"], [0.5, "2-3"]]}
+    plan = trial_plans(GRPO, LANES, ITEMS)[0]
+    _, (step, *_) = observed(GRPO, plan, KNOWN)
+    others = [span for span in step.spans if span.name != "gen.generate"]
+    fed = Span(0, "gen.generate", "call", 0.0, 2.0, facts)
+    profile = learn(None, GRPO, plan, [Ran([*others, fed], 0.0)])
+    assert profile.stage("gen.generate").costs[0].call(Items(4)) == 2.0
+
+
 def test_a_stage_that_was_never_called_is_named() -> None:
     plan = trial_plans(GRPO, LANES, ITEMS)[0]
     with pytest.raises(UserError, match=r"gen.generate.*never called"):

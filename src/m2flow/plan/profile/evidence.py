@@ -77,6 +77,7 @@ class Evidence:
     Attributes:
         calls, finishes, working: by stage and layout. `finishes` are by number of replicas;
             `working` are bytes on a lane beside the state.
+        fed: streaming calls that were given items while they ran, by stage and layout.
         finishing: the most bytes that a `finish` took beside the state, by stage and layout.
         moves: seconds by worker and layout, and "onload" or "offload".
         states: bytes on a lane by worker and layout.
@@ -94,6 +95,7 @@ class Evidence:
         self.graph = graph
         self._nodes = {node.name: node for node in graph.nodes}
         self.calls: dict[Where, deque[Sample]] = _newest()
+        self.fed: dict[Where, deque[Sample]] = _newest()
         self.finishes: dict[Where, deque[Sample]] = _newest()
         self.working: dict[Where, deque[Sample]] = _newest()
         self.finishing: dict[Where, float] = {}
@@ -151,6 +153,13 @@ class Evidence:
                 self.states[where] = max(self.states.get(where, 0), spot.state_bytes)
         self.gaps.extend(_gaps(spans, [step.started for step in steps]))
 
+    def timed(self) -> dict[Where, deque[Sample]]:
+        """Return calls by stage and layout: fed ones only where there are no others.
+
+        A fed call took at least as long as one that is given all its items at once.
+        """
+        return {where: some for where, some in {**self.fed, **self.calls}.items() if some}
+
     def _add_call(self, spans: Sequence[Span], placed: _Placed, busy: BusyLanes) -> None:
         node = self._nodes.get(spans[0].name)
         if node is None:
@@ -165,7 +174,9 @@ class Evidence:
         call = Sample(items, longest.seconds, beside, effort)
         if not node.streaming:
             self.calls[where].extend([call] if items else [])
-        elif items and len(_listed(longest, "taken")) <= 1:  # fed calls have no size of their own
+        elif len(_listed(longest, "taken")) > 1:
+            self.fed[where].append(call)
+        elif items:
             pieces = tuple(
                 (float(when), ids_of(str(ids)), tuple(map(float, lengths)))
                 for when, ids, lengths in _listed(longest, "pieces")
