@@ -22,6 +22,7 @@ from paper_model import Embodied, Reasoning
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
 from m2flow.flow import Flow, FlowGraph, Worker, loop, stage
+from m2flow.flow.worker import Layout
 from m2flow.plan.analytic import analytic_profile
 from m2flow.plan.analytic_work import Act, Forward, Generate, Simulate, Train, TrainPolicy, Work
 from m2flow.plan.builders import build_plan
@@ -191,7 +192,9 @@ def reasoning_gain(work: Reasoning, lanes: int, rates: Rates, known: bool = Fals
         *collocated_plans(graph, profile, specs, prompts),
         *spatial_plans(graph, profile, specs, prompts),
     )
-    found = decide(graph, profile, specs, prompts, gangs=gangs(profile, 1), beside=beside, keep=3)
+    found = decide(
+        graph, profile, specs, prompts, layouts=layouts_of(profile, 1), beside=beside, keep=3
+    )
     return _gain((one.plan, one.prediction) for one in (found.chosen, *found.others))
 
 
@@ -229,8 +232,7 @@ def bundled(profile: Profile, size: int) -> Profile:
     return replace(
         profile,
         stages={
-            name: replace(one, layouts=lanes_of(one.layouts))
-            for name, one in profile.stages.items()
+            name: replace(one, costs=lanes_of(one.costs)) for name, one in profile.stages.items()
         },
         workers={name: lanes_of(layouts) for name, layouts in profile.workers.items()},
         publish=tuple(
@@ -241,12 +243,13 @@ def bundled(profile: Profile, size: int) -> Profile:
     )
 
 
-def gangs(profile: Profile, nth: int) -> dict[str, int]:
+def layouts_of(profile: Profile, nth: int) -> dict[str, Layout]:
     """The n-th largest replica of each worker that trains; a generator has a lane, as the row's."""
     found = {}
     for worker, layouts in profile.workers.items():
-        sizes = sorted(one.lanes for one in layouts)
-        found[worker] = 1 if worker == "generator" else sizes[-min(nth, len(sizes))]
+        known = sorted((one.lanes, one.layout) for one in layouts)
+        lanes, name = known[0] if worker == "generator" else known[-min(nth, len(known))]
+        found[worker] = Layout(name, lanes)
     return found
 
 
@@ -255,7 +258,7 @@ def collocated_plans(
 ) -> Iterator[Plan]:
     """The phases in turn on all lanes, with several sizes of the trainers' replicas."""
     for nth in range(1, REPLICA_SIZES + 1):
-        yield build_plan("collocated", graph, lanes, items, gangs=gangs(profile, nth))
+        yield build_plan("collocated", graph, lanes, items, layouts=layouts_of(profile, nth))
 
 
 def spatial_plans(

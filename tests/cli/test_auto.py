@@ -11,7 +11,7 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.plan.decide import decide
 from m2flow.plan.prediction import Decision
-from m2flow.plan.profile import Piecewise, Profile, StageLayout, StageProfile
+from m2flow.plan.profile import Piecewise, Profile, StageCost, StageProfile
 from m2flow.plan.profile_files import read_profile
 from tests.plan.small_graphs import TALKING
 
@@ -21,8 +21,8 @@ LANES = tuple(LaneSpec(number, cores=(number,)) for number in range(2))
 def decision() -> Decision:
     """Of a flow that trains for long, and generates in about the same time whatever it is given."""
     even = Piecewise(((0.0, 0.0), (1.0, 1.0)))
-    generating = StageLayout(1, Piecewise(((1.0, 0.9), (16.0, 1.0))), done=even)
-    training = StageLayout(1, Piecewise(((1.0, 1 / 16), (64.0, 4.0))))
+    generating = StageCost(1, Piecewise(((1.0, 0.9), (16.0, 1.0))), done=even)
+    training = StageCost(1, Piecewise(((1.0, 1 / 16), (64.0, 4.0))))
     stages = {"gen.generate": generating, "learner.train": training}
     profile = Profile({name: StageProfile((layout,)) for name, layout in stages.items()})
     return decide(TALKING, profile, LANES, 16)

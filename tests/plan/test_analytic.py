@@ -6,6 +6,7 @@ import pytest
 
 from m2flow.errors import UserError
 from m2flow.flow import Flow, FlowGraph, Worker, loop, stage
+from m2flow.flow import worker as workers
 from m2flow.plan.analytic import analytic_profile
 from m2flow.plan.analytic_work import (
     Act,
@@ -81,12 +82,12 @@ def test_a_profile_of_lanes_that_are_not_here() -> None:
     assert profile.source == "analytic"
     assert from_json(to_json(profile)) == profile
     generating = profile.stage("generator.generate")
-    assert {(layout.lanes, layout.max_running) for layout in generating.layouts} == {
+    assert {(layout.lanes, layout.max_running) for layout in generating.costs} == {
         (lanes, prompts) for lanes in (1, 2, 4) for prompts in (4, None)
     }
     assert generating.lengths is not None
     assert generating.lengths.mean == pytest.approx(600, rel=0.02)
-    training = {layout.lanes: layout for layout in profile.stage("learner.train").layouts}
+    training = {layout.lanes: layout for layout in profile.stage("learner.train").costs}
     assert set(training) == {2, 4, 8}  # one lane does not hold the optimizer
     assert training[8].call(128) < training[2].call(128)
     for lanes, layout in training.items():
@@ -103,8 +104,8 @@ def test_more_memory_and_bandwidth_make_nothing_slower() -> None:
         analytic_profile(grpo(), parse_cluster(f"1x8x{name}"), WORK, 8) for name in ("H100", "H200")
     )
     for name, profile in small.stages.items():
-        there = {(one.lanes, one.max_running): one for one in large.stage(name).layouts}
-        for layout in profile.layouts:
+        there = {(one.lanes, one.max_running): one for one in large.stage(name).costs}
+        for layout in profile.costs:
             better = there[layout.lanes, layout.max_running]
             for items in (1, 5, 64):
                 assert better.call(items) <= layout.call(items)
@@ -114,15 +115,15 @@ def test_two_kinds_of_lanes_have_prices_of_their_own() -> None:
     profile = analytic_profile(grpo(), parse_cluster("1x4xH100+1x4xL40S"), WORK, 4)
     at = {
         (layout.kind, layout.lanes): layout.call(32)
-        for layout in profile.stage("learner.logprobs").layouts
+        for layout in profile.stage("learner.logprobs").costs
     }
     assert at["h100", 4] < at["l40s", 4]
 
 
 def test_cores_beside_accelerators_run_what_fits_them() -> None:
     profile = analytic_profile(grpo(), parse_cluster("1x4xH100+1x4xCPU"), WORK, 4)
-    assert {layout.kind for layout in profile.stage("score").layouts} == {"gpu", "cpu"}
-    assert {layout.kind for layout in profile.stage("learner.train").layouts} == {"gpu"}
+    assert {layout.kind for layout in profile.stage("score").costs} == {"gpu", "cpu"}
+    assert {layout.kind for layout in profile.stage("learner.train").costs} == {"gpu"}
 
 
 def test_a_model_too_large_for_the_cluster() -> None:
@@ -141,7 +142,7 @@ def test_a_model_that_no_lane_holds_generates_on_several() -> None:
     }
     cluster = parse_cluster("4x8xL40S")
     profile = analytic_profile(grpo(), cluster, work, 16)
-    layouts = profile.stage("generator.generate").layouts
+    layouts = profile.stage("generator.generate").costs
     assert {layout.lanes for layout in layouts} == {2, 4, 8}
     room = lane_specs(cluster)[0].memory_bytes
     assert room is not None
@@ -156,7 +157,7 @@ def test_a_model_that_no_lane_holds_generates_on_several() -> None:
 
 def test_weights_are_published_at_a_price_to_replicas_of_every_size() -> None:
     profile = analytic_profile(grpo(), parse_cluster("1x16xH200"), WORK, 16)
-    sizes = {layout.lanes for layout in profile.stage("generator.generate").layouts}
+    sizes = {layout.lanes for layout in profile.stage("generator.generate").costs}
     assert sizes == {1, 2, 4}  # 28 heads
     prices = [
         profile.publish_seconds("learner", "generator", place, 8, lanes)
@@ -203,9 +204,9 @@ def test_a_loop_of_a_simulator_on_cores_and_a_policy() -> None:
         "policy.train": TrainPolicy(OPENVLA_OFT, 64),
     }
     profile = analytic_profile(graph, parse_cluster("1x8xH100+1x16xCPU"), work, 64)
-    assert {layout.kind for layout in profile.stage("world.move").layouts} == {"cpu"}
-    assert {layout.kind for layout in profile.stage("policy.act").layouts} == {"gpu"}
-    (moving,) = profile.stage("world.move").layouts
+    assert {layout.kind for layout in profile.stage("world.move").costs} == {"cpu"}
+    assert {layout.kind for layout in profile.stage("policy.act").costs} == {"gpu"}
+    (moving,) = profile.stage("world.move").costs
     assert moving.call(32) == pytest.approx(LIBERO.seconds(32))
     with pytest.raises(UserError, match="cpu lanes"):
         analytic_profile(graph, parse_cluster("1x8xH100"), work, 64)
@@ -221,7 +222,7 @@ def test_rounds_are_decoding_steps_and_take_turns_beyond_the_limit() -> None:
         (one.lanes, one.max_running): one
         for one in analytic_profile(grpo(), parse_cluster("1x8xH100"), WORK, 16)
         .stage("generator.generate")
-        .layouts
+        .costs
     }
     own = layouts[2, None]
     assert own.round is not None
@@ -243,7 +244,7 @@ def test_rounds_are_decoding_steps_and_take_turns_beyond_the_limit() -> None:
 
 def test_answers_that_were_begun_cost_a_prefill_of_all_that_there_is_of_them() -> None:
     own = analytic_profile(grpo(), parse_cluster("1x8xH100"), WORK, 16).stage("generator.generate")
-    layout = next(one for one in own.layouts if one.lanes == 2)
+    layout = next(one for one in own.costs if one.lanes == 2)
     assert layout.resume is not None
     assert layout.admit is not None
     each = ANSWERS.lengths.quantile(0.8)
@@ -270,9 +271,15 @@ def test_a_simulated_plan_takes_what_was_played() -> None:
     work = {**WORK, "generator.generate": Generate(QWEN, ANSWERS, (256,))}
     graph, cluster = grpo(), parse_cluster("1x4xH100")
     profile = analytic_profile(graph, cluster, work, 32)
-    plan = build_plan("disaggregated", graph, lane_specs(cluster), 32, gangs={"learner": 2})
+    plan = build_plan(
+        "disaggregated",
+        graph,
+        lane_specs(cluster),
+        32,
+        layouts={"learner": workers.Layout("fsdp2", 2)},
+    )
     simulated = simulate(graph, plan, profile, 32, steps=4)
-    (alone,) = (one for one in profile.stage("generator.generate").layouts if one.lanes == 1)
+    (alone,) = (one for one in profile.stage("generator.generate").costs if one.lanes == 1)
     assert simulated.stages["generator.generate"] / 2 == pytest.approx(alone.call(16), rel=0.15)
 
 

@@ -37,9 +37,9 @@ from m2flow.plan.profile import (
     Profile,
     PublishCost,
     Quantiles,
-    StageLayout,
+    StageCost,
     StageProfile,
-    WorkerLayout,
+    WorkerCost,
 )
 from m2flow.plan.search import Chunked, problem, search
 from m2flow.plan.simulate import simulate
@@ -86,7 +86,7 @@ def profile(
     """Seconds in proportion to items; lengths that differ if `spread`."""
     lengths = Quantiles((1.0, 10.0, 40.0)) if spread else None
     each = generate / 16
-    whole = StageLayout(
+    whole = StageCost(
         1,
         Piecewise(((1.0, each), (16.0, generate))),
         done=Piecewise(((0.0, 0.0), (1.0, 1.0))),
@@ -96,7 +96,7 @@ def profile(
         GEN: StageProfile((whole,), Bytes(64), lengths),
         TRAIN: StageProfile(
             (
-                StageLayout(
+                StageCost(
                     1,
                     Piecewise(((1.0, train / 64), (64.0, train))),
                     finish=Piecewise(((1.0, 0.01), (2.0, 0.02))),
@@ -107,7 +107,7 @@ def profile(
     places = ("same", "node")
     return Profile(
         layouts,
-        {"learner": (WorkerLayout(1, Bytes(100)),), "gen": (WorkerLayout(1, Bytes(50)),)},
+        {"learner": (WorkerCost(1, Bytes(100)),), "gen": (WorkerCost(1, Bytes(50)),)},
         tuple(PublishCost("learner", "gen", place, Seconds(publish)) for place in places),
         {"node": LinkCost(Seconds(1e-3), BytesPerSecond(1e6))},
         key={"model": {"path": "tiny"}},
@@ -290,7 +290,7 @@ def test_rescaling_touches_one_input(what: str) -> None:
     before, after = profile(spread=True), rescaled(profile(spread=True), what, 2.0)
     for name in STAGES:
         times = 2.0 if name == what else 1.0
-        old, new = before.stage(name).layouts[0], after.stage(name).layouts[0]
+        old, new = before.stage(name).costs[0], after.stage(name).costs[0]
         assert new.seconds.at(8) == pytest.approx(times * old.seconds.at(8))
         for inner in ("round", "finish"):
             if (curve := getattr(old, inner)) is not None:
@@ -312,7 +312,7 @@ def contest() -> Decision:
     In turn on both lanes a step takes g / 2 + t, side by side the larger of g and t.
     """
     flat = profile(generate=1.0)
-    layout = StageLayout(1, Piecewise(((1.0, 0.2), (64.0, 0.2))))  # of each of two mini-batches
+    layout = StageCost(1, Piecewise(((1.0, 0.2), (64.0, 0.2))))  # of each of two mini-batches
     flat = replace(flat, stages={**flat.stages, TRAIN: StageProfile((layout,))})
     plans = [
         replace(plan, stages={GEN: StagePlan(4), TRAIN: StagePlan()}, max_staleness=1)

@@ -16,6 +16,7 @@ from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
 from m2flow.engine.spans import Span
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Flow, Stream, Worker, stage
+from m2flow.flow.worker import Layout
 from m2flow.plan import build_plan
 from m2flow.plan.measured import Observed
 from m2flow.plan.profile import Piecewise
@@ -56,9 +57,9 @@ def test_its_own_plan_takes_what_it_took(mode: str) -> None:
 def test_a_streaming_stage_on_a_gang_takes_what_it_took() -> None:
     profile = grpo_profile(LONG_TAIL)
     generate = profile.stages["gen.generate"]
-    pair = tuple(replace(layout, lanes=2) for layout in generate.layouts)
-    stages = {**profile.stages, "gen.generate": replace(generate, layouts=pair)}
-    plan = build_plan("collocated", GRPO, LANES, 8, gangs={"gen": 2})
+    pair = tuple(replace(layout, lanes=2) for layout in generate.costs)
+    stages = {**profile.stages, "gen.generate": replace(generate, costs=pair)}
+    plan = build_plan("collocated", GRPO, LANES, 8, layouts={"gen": Layout("tp2", 2)})
     timing = ProfileTiming(GRPO, plan, replace(profile, stages=stages))
     one = recorded(Simulation(GRPO, plan, timing, detailed=True), 8, 4)
     _, seconds = replay_steps(GRPO, one, plan)
@@ -72,8 +73,8 @@ def test_another_plan_takes_what_a_simulation_of_it_does() -> None:
     """
     profile = grpo_profile(LONG_TAIL)
     train = profile.stages["learner.train"]
-    same = replace(train.layouts[0], finish=Piecewise(((1, 1.0), (2, 1.0))))
-    train = replace(train, layouts=(same,))
+    same = replace(train.costs[0], finish=Piecewise(((1, 1.0), (2, 1.0))))
+    train = replace(train, costs=(same,))
     profile = replace(profile, stages={**profile.stages, "learner.train": train})
     plans = {mode: build_plan(mode, GRPO, LANES, 8) for mode in ("collocated", "disaggregated")}
     runs = {}

@@ -21,7 +21,7 @@ from m2flow.plan import (
     validate,
 )
 from m2flow.plan.decide import decide
-from m2flow.plan.profile import Piecewise, Profile, Quantiles, StageLayout, StageProfile
+from m2flow.plan.profile import Piecewise, Profile, Quantiles, StageCost, StageProfile
 from m2flow.plan.simulate import simulate
 from m2flow.plan.switching import FINENESS, SHARES, with_switch_points
 from m2flow.plan.units import Bytes
@@ -169,10 +169,10 @@ def profile(
 ) -> Profile:
     """Answers with a long tail; a round takes 0.1 s and so much more for each at work."""
     tail = Quantiles((5.0, 10.0, 12.0, 15.0, 20.0, 200.0))
-    drawing = StageLayout(1, line(1.0), round=line(sequence, 0.1), admit=line(admit), resume=resume)
+    drawing = StageCost(1, line(1.0), round=line(sequence, 0.1), admit=line(admit), resume=resume)
     plain = {"score": 0.01, "learner.logprobs": 0.2, "learner.train": 0.6}
     stages = {
-        name: StageProfile((StageLayout(1, line(each)),), Bytes(1)) for name, each in plain.items()
+        name: StageProfile((StageCost(1, line(each)),), Bytes(1)) for name, each in plain.items()
     }
     return Profile({**stages, "generator.generate": StageProfile((drawing,), Bytes(1), tail)})
 

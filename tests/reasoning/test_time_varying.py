@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from m2flow.engine.plan import Plan
+from m2flow.flow.worker import Layout
 from m2flow.plan import LaneSpec, build_plan
 from m2flow.plan.switching import with_switch_points
 from m2flow.reasoning.config import ReasoningRecipe
@@ -24,6 +25,7 @@ from m2flow.runtime.driver.pool import LanePool
 from tests.runtime.local_cluster import local_cluster
 
 STEPS = 2
+PAIRS = {"generator": Layout("tp2", 2), "learner": Layout("fsdp2", 2)}
 RECIPE: dict[str, Any] = {
     "steps": STEPS,
     "prompts_per_step": 8,
@@ -130,7 +132,7 @@ def plans(experiment: ReasoningExperiment, model: ModelSource) -> dict[str, Plan
     shares = (0.5, 0.85)
     early, late = with_switch_points(collocated, graph, shares, num_items=items, pieces=(4,))
     four = list(map(LaneSpec, range(4)))
-    pairs = build_plan("collocated", graph, four, items, gangs={"generator": 2, "learner": 2})
+    pairs = build_plan("collocated", graph, four, items, layouts=PAIRS)
     (gangs,) = with_switch_points(pairs, graph, (0.5,), num_items=items, pieces=(4,))
     generate = replace(gangs.stages["generator.generate"], max_running=3)
     fed = replace(gangs, stages={**gangs.stages, "generator.generate": generate})

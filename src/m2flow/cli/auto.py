@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from m2flow.cli.planning import gangs_of
+from m2flow.cli.planning import layouts_of
 from m2flow.cli.profile import measuring_budget
 from m2flow.cli.profile_key import profile_key
 from m2flow.plan.explaining import decision_document, explained, summary
@@ -73,7 +73,7 @@ def launch_auto(
         lanes=pool,
         first_step=first_step,
         also=also,
-        gangs=gangs_of(recipe, flow.trace()),
+        layouts=layouts_of(recipe, flow.trace()),
         auto=Auto(
             profile=profile,
             max_staleness=recipe.max_staleness,

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from m2flow.cli.larger import fuller, smallest
 from m2flow.cli.plan import Asked
-from m2flow.cli.planning import AUTO_MODE, flow_of, gangs_of, lanes_of
+from m2flow.cli.planning import AUTO_MODE, flow_of, lanes_of, layouts_of
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
+from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan import (
     build_plan,
     isolated_workers,
@@ -91,7 +92,7 @@ class Planning:
                 max_staleness=self.recipe.max_staleness,
                 isolated=self.isolated,
                 limits=self.limits,
-                gangs=self._gangs(profile),
+                layouts=self._layouts(profile),
                 beside=beside,
                 budget=BUDGET_SECONDS,
             )
@@ -131,19 +132,21 @@ class Planning:
             )
         return found
 
-    def _gangs(self, profile: Profile) -> dict[str, int]:
+    def _layouts(self, profile: Profile) -> dict[str, Layout]:
         """Lanes for a copy of each worker in the plans of fixed modes: the fewest that it fits."""
-        asked = gangs_of(self.recipe, self.graph)
+        asked = layouts_of(self.recipe, self.graph)
         found = {}
         for worker in self.graph.workers:
             nodes = [node for node in self.graph.nodes if node.worker == worker]
-            fitting = set.intersection(
-                *({layout.lanes for layout in profile.stage(node.name).layouts} for node in nodes)
-            )
-            wanted = asked.get(worker, 1)
-            gang = wanted if wanted in fitting else min(fitting, default=wanted)
-            if gang > 1:
-                found[worker] = gang
+            costs = [profile.stage(node.name).costs for node in nodes]
+            fitting = set.intersection(*({cost.lanes for cost in some} for some in costs))
+            wanted = asked.get(worker, ONE_LANE)
+            if wanted.lanes not in fitting and fitting:
+                least = min(fitting)
+                name = next(cost.layout for cost in costs[0] if cost.lanes == least)
+                wanted = Layout(name, least)
+            if wanted.lanes > 1:
+                found[worker] = wanted
         return found
 
     def _of_mode(self, decision: Decision, mode: str) -> Decision:
@@ -157,7 +160,7 @@ class Planning:
         lanes = [lane for lane in decision.chosen.plan.lanes if lane.reserved_for is None]
         build_plan(  # says why, where the mode does not fit the lanes
             mode, self.graph, lanes, self.recipe.prompts_per_step, self.isolated,
-            self._gangs(decision.profile),
+            self._layouts(decision.profile),
         )  # fmt: skip
         raise UserError(
             "a plan of this mode does not keep the limits of these lanes",

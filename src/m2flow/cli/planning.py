@@ -11,6 +11,7 @@ from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import PlanError, UserError
 from m2flow.flow.flow import Flow
 from m2flow.flow.graph import FlowGraph
+from m2flow.flow.worker import Layout
 from m2flow.plan import (
     build_plan,
     check_machine,
@@ -80,21 +81,26 @@ def lanes_of(recipe: ReasoningRecipe) -> tuple[LaneSpec, ...]:
     return with_memory(lanes, parse_bytes(recipe.lane_memory, "lane_memory"))
 
 
-def gangs_of(recipe: ReasoningRecipe, graph: FlowGraph) -> dict[str, int]:
-    """Lanes that take part in each call of a worker, as the recipe asks for it."""
+def layouts_of(recipe: ReasoningRecipe, graph: FlowGraph) -> dict[str, Layout]:
+    """The layout of each worker's replicas, as the recipe asks for it."""
     asked = {"training.gang": recipe.training.gang, "generation.gang": recipe.generation.gang}
-    return {name: asked[key] for name, key in GANG_KEYS.items() if name in graph.workers}
+    found = {}
+    for name, key in GANG_KEYS.items():
+        if name in graph.workers and asked[key] > 1:
+            sort = "tp" if key == "generation.gang" else "fsdp"
+            found[name] = Layout(f"{sort}{asked[key]}", asked[key])
+    return found
 
 
 def _built(recipe: ReasoningRecipe, graph: FlowGraph, isolated: Collection[str]) -> Plan:
     """The plan of the recipe's mode, on the recipe's lanes."""
     lanes = lanes_of(recipe)
-    gangs = gangs_of(recipe, graph)
+    layouts = layouts_of(recipe, graph)
     try:
-        return build_plan(recipe.mode, graph, lanes, recipe.prompts_per_step, isolated, gangs)
+        return build_plan(recipe.mode, graph, lanes, recipe.prompts_per_step, isolated, layouts)
     except UserError as error:
         key = str(error.key)
-        own = GANG_KEYS.get(key.removeprefix("gangs."))
+        own = GANG_KEYS.get(key.removeprefix("layouts."))
         if own is None:
             raise
         raise UserError(str(error).removeprefix(f"{key}: "), key=own) from None

@@ -49,9 +49,9 @@ from m2flow.plan.profile import (
     Profile,
     PublishCost,
     Quantiles,
-    StageLayout,
+    StageCost,
     StageProfile,
-    WorkerLayout,
+    WorkerCost,
 )
 from m2flow.plan.roofline import (
     Layout,
@@ -129,7 +129,7 @@ class _Maker:
 
     def stage(self, node: StageNode) -> StageProfile:
         work = self.work[node.name]
-        layouts: list[StageLayout] = []
+        layouts: list[StageCost] = []
         unfit: UserError | None = None
         for kind, device in self.cluster.kinds.items():
             lanes = self.cluster.lanes_of(kind)
@@ -150,7 +150,7 @@ class _Maker:
             lengths = Quantiles.of(work.answers.lengths.sample(4 * QUANTILES), QUANTILES)
         return StageProfile(tuple(layouts), _output_bytes(work), lengths)
 
-    def _layouts(self, node: StageNode, place: Place) -> list[StageLayout]:
+    def _layouts(self, node: StageNode, place: Place) -> list[StageCost]:
         work = self.work[node.name]
         match work:
             case Generate():
@@ -168,7 +168,7 @@ class _Maker:
             case Fixed():
                 return _priced_on(work, place)
 
-    def worker(self, name: str) -> tuple[WorkerLayout, ...]:
+    def worker(self, name: str) -> tuple[WorkerCost, ...]:
         """State by lanes: a trainer's if any of its stages trains, else weights, else nothing."""
         works: Sequence[Work] = [
             self.work[node.name] for node in self.graph.nodes if node.worker == name
@@ -182,7 +182,7 @@ class _Maker:
                 if size <= 0:
                     continue
                 moved = Seconds(host_copy_seconds(size, device))
-                found.append(WorkerLayout(count, Bytes(math.ceil(size)), moved, moved, kind))
+                found.append(WorkerCost(count, Bytes(math.ceil(size)), moved, moved, kind))
         return tuple(found)
 
     def publishing(self) -> tuple[PublishCost, ...]:
@@ -209,26 +209,26 @@ class _Maker:
         return tuple(found)
 
 
-def _acted_on(work: Act, place: Place) -> list[StageLayout]:
+def _acted_on(work: Act, place: Place) -> list[StageCost]:
     if work.policy.parameters * WEIGHT_BYTES > place.device.usable_bytes:
         return []
     seconds = curve(
         lambda n: action_seconds(work.policy, n, place.device, place.rates), rising(place.most)
     )
-    return [StageLayout(1, seconds)]
+    return [StageCost(1, seconds)]
 
 
-def _simulated_on(work: Simulate, place: Place) -> list[StageLayout]:
+def _simulated_on(work: Simulate, place: Place) -> list[StageCost]:
     if work.simulator.kind != place.device.kind:
         return []
     seconds = curve(work.simulator.seconds, rising(place.most))
     each = float(work.simulator.bytes_per_env)
-    return [StageLayout(1, seconds, working=Piecewise(((1.0, each),)))]
+    return [StageCost(1, seconds, working=Piecewise(((1.0, each),)))]
 
 
-def _priced_on(work: Fixed, place: Place) -> list[StageLayout]:
+def _priced_on(work: Fixed, place: Place) -> list[StageCost]:
     seconds = curve(lambda n: work.seconds_per_call + n * work.seconds_per_item, rising(place.most))
-    return [StageLayout(1, seconds)]
+    return [StageCost(1, seconds)]
 
 
 def _output_bytes(work: Work) -> Bytes:

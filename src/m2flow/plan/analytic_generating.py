@@ -14,7 +14,7 @@ from m2flow.plan.analytic_training import Place
 from m2flow.plan.analytic_work import Generate
 from m2flow.plan.footprint import check_generation_fits, running_limit
 from m2flow.plan.generating import by_whole_groups, generate, requests
-from m2flow.plan.profile import Piecewise, StageLayout
+from m2flow.plan.profile import Piecewise, StageCost
 from m2flow.plan.roofline import (
     Layout,
     decode_step_seconds,
@@ -33,7 +33,7 @@ CHANGES_LANES = 0.8
 """An answer that changes lanes has grown to the length that such a share of all does not exceed."""
 
 
-def generated_on(work: Generate, group: int, place: Place) -> list[StageLayout]:
+def generated_on(work: Generate, group: int, place: Place) -> list[StageCost]:
     """A layout for each number of lanes that holds the longest answer and each running limit.
 
     A plan limits prompts, the work says answers. The largest limit is the generator's own, and asks
@@ -106,7 +106,7 @@ class _Replica:
         context = self.work.answers.context
         return running / at_once * self.step(at_once, at_once * context)
 
-    def layout(self, max_running: int | None) -> StageLayout:
+    def layout(self, max_running: int | None) -> StageCost:
         model, answers, most = self.work.model, self.work.answers, self.place.most
         counts = [n for n in rising(most) if n * self.group <= MOST_PLAYED] or [1]
         ends = {count: self.ends(count) for count in counts}
@@ -114,7 +114,7 @@ class _Replica:
         shares = (0.0, *(min(1.0, at / last[-1]) for at in last[:-1]), 1.0)
         cache = kv_bytes_per_lane(model, self.cut) * answers.tokens
         held = [(float(n), min(n * self.group, self.limit) * cache) for n in rising(most)]
-        return StageLayout(
+        return StageCost(
             self.cut.lanes,
             curve(lambda count: ends[count][-1], counts),
             max_running=max_running,

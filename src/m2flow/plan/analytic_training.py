@@ -23,7 +23,7 @@ from m2flow.plan.footprint import (
 )
 from m2flow.plan.hardware import Device
 from m2flow.plan.models import WEIGHT_BYTES
-from m2flow.plan.profile import Piecewise, StageLayout
+from m2flow.plan.profile import Piecewise, StageCost
 from m2flow.plan.roofline import (
     Layout,
     Rates,
@@ -79,7 +79,7 @@ def forward_layout(work: Forward, lanes: int, device: Device) -> Layout | None:
     return None
 
 
-def trained_on(work: Train, place: Place) -> list[StageLayout]:
+def trained_on(work: Train, place: Place) -> list[StageCost]:
     """A call is forward and backward passes, `finish` an update.
 
     Raises:
@@ -96,7 +96,7 @@ def trained_on(work: Train, place: Place) -> list[StageLayout]:
     return found
 
 
-def _trained_by(work: Train, count: int, layout: Layout, place: Place) -> StageLayout:
+def _trained_by(work: Train, count: int, layout: Layout, place: Place) -> StageCost:
     model, answers, device = work.model, work.answers, place.device
 
     def seconds(n: int) -> float:
@@ -112,7 +112,7 @@ def _trained_by(work: Train, count: int, layout: Layout, place: Place) -> StageL
         )  # fmt: skip
 
     taken = training_footprint(model, count, layout, answers.longest, work.sharded)
-    return StageLayout(
+    return StageCost(
         count,
         curve(seconds, rising(place.most)),
         finish=curve(finish, rising(max(1, place.lanes // count))),
@@ -120,7 +120,7 @@ def _trained_by(work: Train, count: int, layout: Layout, place: Place) -> StageL
     )
 
 
-def passed_on(work: Forward, trainer: Train | None, place: Place) -> list[StageLayout]:
+def passed_on(work: Forward, trainer: Train | None, place: Place) -> list[StageCost]:
     """One pass over answers, through the shards of a trainer or through copies of the model.
 
     Raises:
@@ -138,7 +138,7 @@ def passed_on(work: Forward, trainer: Train | None, place: Place) -> list[StageL
         if layout is None:
             continue
         taken = ACTIVATION_BYTES * answers.longest * model.hidden / layout.tensor
-        found.append(StageLayout(count, _passes(work, count, layout, place), working=flat(taken)))
+        found.append(StageCost(count, _passes(work, count, layout, place), working=flat(taken)))
     if not found and trainer is not None:
         check_training_fits(model, place.lanes, device, answers.longest, trainer.sharded)
     return found
@@ -156,7 +156,7 @@ def _passes(work: Forward, count: int, layout: Layout, place: Place) -> Piecewis
     return curve(seconds, rising(place.most))
 
 
-def policy_trained_on(work: TrainPolicy, place: Place) -> list[StageLayout]:
+def policy_trained_on(work: TrainPolicy, place: Place) -> list[StageCost]:
     """Training of a sharded action model.
 
     Raises:
@@ -175,7 +175,7 @@ def policy_trained_on(work: TrainPolicy, place: Place) -> list[StageLayout]:
     return [_policy_trained_by(work, count, place) for count in fitting]
 
 
-def _policy_trained_by(work: TrainPolicy, count: int, place: Place) -> StageLayout:
+def _policy_trained_by(work: TrainPolicy, count: int, place: Place) -> StageCost:
     def seconds(n: int) -> float:
         return action_training_seconds(
             work.policy, n * work.chunks, count, place.device, place.rates, updates=0
@@ -186,7 +186,7 @@ def _policy_trained_by(work: TrainPolicy, count: int, place: Place) -> StageLayo
         return 1.5 * all_reduce_seconds(size, count * replicas, place.device)
 
     replicas = rising(max(1, place.lanes // count))
-    return StageLayout(count, curve(seconds, rising(place.most)), finish=curve(finish, replicas))
+    return StageCost(count, curve(seconds, rising(place.most)), finish=curve(finish, replicas))
 
 
 def state_bytes(work: Work, lanes: int, device: Device, rates: Rates) -> float:

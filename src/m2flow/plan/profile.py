@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from m2flow.errors import UserError, suggestion
+from m2flow.flow.worker import ONE_LANE
 from m2flow.plan.units import Bytes, BytesPerSecond, Items, Seconds, add, transfer
 
 KEY_PARTS = ("model", "shapes", "hardware", "versions")
@@ -128,7 +129,7 @@ class Quantiles:
 
 
 @dataclass(frozen=True)
-class StageLayout:
+class StageCost:
     """What a stage takes on one replica of so many lanes.
 
     Attributes:
@@ -154,6 +155,7 @@ class StageLayout:
         alone: all seconds are those with every lane of the machine at work; with the other lanes
             idle they are so many times as many, and linear in between.
         kind: the kind of lane it was measured on.
+        layout: name of the layout of the replica, as the worker declares it.
     """
 
     lanes: int
@@ -171,6 +173,7 @@ class StageLayout:
     spread: float = 0.0
     alone: float = 1.0
     kind: str = "cpu"
+    layout: str = ONE_LANE.name
 
     def __post_init__(self) -> None:
         if self.lanes < 1:
@@ -185,7 +188,7 @@ class StageLayout:
         if self.done is not None and self.done.points[-1] != (1.0, 1.0):
             raise _bad("must end at (1, 1)", "done", self.done.points[-1])
 
-    def times(self, ratio: float) -> StageLayout:
+    def times(self, ratio: float) -> StageCost:
         """The same, where everything takes so many times as long."""
         return replace(
             self,
@@ -221,36 +224,36 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class StageProfile:
-    """A stage's layouts, and what one of its output items weighs on a link.
+    """What a stage takes in each layout, and what one of its output items weighs on a link.
 
     Attributes:
-        layouts: at least one; each is another way to run it.
+        costs: at least one, each of another layout, running limit or kind of lane.
         output_bytes: of one output item.
         lengths: tokens (or whatever it counts) of an output item.
         turns: for the first member of a loop, how many turns an item stays in it.
     """
 
-    layouts: tuple[StageLayout, ...]
+    costs: tuple[StageCost, ...]
     output_bytes: Bytes = NO_BYTES
     lengths: Quantiles | None = None
     turns: Quantiles | None = None
 
     def __post_init__(self) -> None:
-        if not self.layouts:
-            raise _bad("needs at least one layout", "layouts", self.layouts)
-        seen = [(entry.lanes, entry.max_running, entry.kind) for entry in self.layouts]
+        if not self.costs:
+            raise _bad("needs at least one cost", "costs", self.costs)
+        seen = [(one.layout, one.lanes, one.max_running, one.kind) for one in self.costs]
         if len(set(seen)) != len(seen):
-            raise _bad("has a layout twice (lanes, max_running, kind)", "layouts", seen)
+            raise _bad("has a cost twice (layout, lanes, max_running, kind)", "costs", seen)
         if self.output_bytes < 0:
             raise _bad("must not be negative", "output_bytes", self.output_bytes)
 
     def times(self, ratio: float) -> StageProfile:
         """The same, where every call takes so many times as long."""
-        return replace(self, layouts=tuple(layout.times(ratio) for layout in self.layouts))
+        return replace(self, costs=tuple(cost.times(ratio) for cost in self.costs))
 
 
 @dataclass(frozen=True)
-class WorkerLayout:
+class WorkerCost:
     """What a worker's state takes on each lane of a replica of so many lanes.
 
     Attributes:
@@ -258,6 +261,7 @@ class WorkerLayout:
         state_bytes: on each of them while it is resident (weights, gradients, optimizer).
         onload, offload: seconds to bring it to a lane and away from it.
         kind: the kind of lane.
+        layout: name of the layout of the replica, as the worker declares it.
     """
 
     lanes: int
@@ -265,6 +269,7 @@ class WorkerLayout:
     onload: Seconds = NO_TIME
     offload: Seconds = NO_TIME
     kind: str = "cpu"
+    layout: str = ONE_LANE.name
 
     def __post_init__(self) -> None:
         if self.lanes < 1:
@@ -288,6 +293,7 @@ class PublishCost:
         place: one of PLACES.
         seconds: for the whole transfer.
         source_lanes, target_lanes: lanes of their replicas; None for any.
+        source_kind, target_kind: kinds of the lanes at the two ends; None for any.
     """
 
     source: str
@@ -296,6 +302,8 @@ class PublishCost:
     seconds: Seconds
     source_lanes: int | None = None
     target_lanes: int | None = None
+    source_kind: str | None = None
+    target_kind: str | None = None
 
     def __post_init__(self) -> None:
         if self.place not in PLACES:
@@ -332,24 +340,35 @@ class Profile:
 
     Attributes:
         stages: by stage name (as in `FlowGraph`); every stage of the graph has one.
-        workers: by worker, its layouts; a worker left out has no state.
+        workers: by worker, its state in each layout; a worker left out has no state.
         publish: prices of publishing; an edge with none is free.
         links: by place ("same", "node", "cluster"); a place left out is free.
         dispatch: of a call or a `finish`, seconds beside the lane's own: until its command has
             reached the lane, and until its end is known.
+        call_overhead: seconds of the lane at each call or `finish` beside the stage itself: to
+            unpack the command, fetch the inputs and report the outputs. The lane does nothing else
+            meanwhile.
+        event_overhead: seconds of the controller for each event that a lane reports. The controller
+            handles one event after the other.
+        item_overhead: seconds of the controller for each item that an event names.
         key: what it depends on: for each of KEY_PARTS, names and values.
         source: "measured" or "analytic".
+        assumptions: what the prices take for granted, to be told beside the plan.
         cut_by: seconds of the budget that was used up before every trial had been run; None where
             none is missing.
     """
 
     stages: Mapping[str, StageProfile]
-    workers: Mapping[str, tuple[WorkerLayout, ...]] = field(default_factory=dict)
+    workers: Mapping[str, tuple[WorkerCost, ...]] = field(default_factory=dict)
     publish: tuple[PublishCost, ...] = ()
     links: Mapping[str, LinkCost] = field(default_factory=dict)
     dispatch: Seconds = NO_TIME
+    call_overhead: Seconds = NO_TIME
+    event_overhead: Seconds = NO_TIME
+    item_overhead: Seconds = NO_TIME
     key: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     source: str = "measured"
+    assumptions: tuple[str, ...] = ()
     cut_by: Seconds | None = None
 
     def __post_init__(self) -> None:
@@ -372,12 +391,20 @@ class Profile:
             )
         return self.stages[name]
 
-    def worker(self, name: str, lanes: int, kind: str) -> WorkerLayout | None:
-        """A worker's state on a replica of so many lanes; None if it was never laid out so."""
+    def worker(
+        self, name: str, lanes: int, kind: str, layout: str | None = None
+    ) -> WorkerCost | None:
+        """A worker's state on a replica of so many lanes; None if it was never laid out so.
+
+        Args:
+            name: the worker.
+            lanes, kind: of its replicas.
+            layout: name of the layout; None for any that has so many lanes.
+        """
         if name not in self.workers:
-            return WorkerLayout(lanes, kind=kind)
+            return WorkerCost(lanes, kind=kind, layout=layout or ONE_LANE.name)
         found = (w for w in self.workers[name] if w.lanes == lanes and w.kind == kind)
-        return next(found, None)
+        return next((w for w in found if layout in (None, w.layout)), None)
 
     def publish_seconds(
         self, source: str, target: str, place: str, source_lanes: int, target_lanes: int

@@ -179,7 +179,7 @@ def pace(profile: Profile, node: StageNode, running: int) -> float:
     Where nothing is known of lengths, items are taken to be worked on in turn: the more are at
     work, the slower each grows.
     """
-    layout = profile.stage(node.name).layouts[0]
+    layout = profile.stage(node.name).costs[0]
     return max(1e-12, layout.round.at(running)) if layout.round else float(running)
 
 

@@ -16,7 +16,7 @@ from m2flow.engine.messages import ExportWeights, InstallWeights, LaneCommand, R
 from m2flow.engine.plan import Plan, StagePlan
 from m2flow.errors import UserError
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
-from m2flow.plan.profile import Profile, StageLayout, WorkerLayout
+from m2flow.plan.profile import Profile, StageCost, WorkerCost
 from m2flow.plan.units import Bytes, Items
 from m2flow.simulation.timing import Admitted, Transfer
 
@@ -85,20 +85,20 @@ class ProfileTiming:
         self._visits: dict[tuple[int, int, int], int] = {}
         self._price = cache(self._publish_price)
 
-    def layout(self, node: StageNode, lane: int) -> StageLayout:
+    def layout(self, node: StageNode, lane: int) -> StageCost:
         """How a stage is laid out on the replica that a lane belongs to."""
         return self._layouts[node.index][lane]
 
-    def _layouts_of(self, node: StageNode) -> dict[int, StageLayout]:
+    def _layouts_of(self, node: StageNode) -> dict[int, StageCost]:
         """The layout of each of the stage's lanes."""
-        found: dict[int, StageLayout] = {}
+        found: dict[int, StageCost] = {}
         for gang in self.plan.placements[node.worker].replicas:
             layout = self._layout(node, len(gang), self._lanes[gang[0]].kind)
             found |= dict.fromkeys(gang, layout)
         return found
 
-    def _layout(self, node: StageNode, lanes: int, kind: str) -> StageLayout:
-        layouts = self.profile.stage(node.name).layouts
+    def _layout(self, node: StageNode, lanes: int, kind: str) -> StageCost:
+        layouts = self.profile.stage(node.name).costs
         fitting = [lay for lay in layouts if (lay.lanes, lay.kind) == (lanes, kind)]
         if not fitting:
             raise UserError(
@@ -190,7 +190,7 @@ class ProfileTiming:
             return layout.resume.at(units)
         return layout.admit.at(len(outputs)) if layout.admit else 0.0
 
-    def _shares(self, node: StageNode, layout: StageLayout) -> bool:
+    def _shares(self, node: StageNode, layout: StageCost) -> bool:
         """Whether a streaming stage's items are at work by their lengths."""
         return layout.round is not None and self.profile.stage(node.name).lengths is not None
 
@@ -232,7 +232,7 @@ class ProfileTiming:
             return 0.0
         return layout.onload if what == "onload" else layout.offload
 
-    def worker(self, worker: str, lane: int) -> WorkerLayout | None:
+    def worker(self, worker: str, lane: int) -> WorkerCost | None:
         """What a worker's state takes on a lane; None where the profile does not know."""
         return self.profile.worker(worker, self._gangs[worker][lane], self._lanes[lane].kind)
 

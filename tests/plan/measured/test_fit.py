@@ -24,9 +24,9 @@ from m2flow.plan.profile import (
     Profile,
     PublishCost,
     Quantiles,
-    StageLayout,
+    StageCost,
     StageProfile,
-    WorkerLayout,
+    WorkerCost,
 )
 from m2flow.plan.simulate_timing import ProfileTiming
 from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
@@ -51,8 +51,8 @@ ITEMS, STEPS = 16, 4
 LANES = tuple(LaneSpec(number, cores=(number,)) for number in range(2))
 
 
-def layout(seconds: Mapping[float, float], **more: Any) -> StageLayout:
-    return StageLayout(1, Piecewise(tuple(seconds.items())), **more)
+def layout(seconds: Mapping[float, float], **more: Any) -> StageCost:
+    return StageCost(1, Piecewise(tuple(seconds.items())), **more)
 
 
 KNOWN = Profile(
@@ -75,8 +75,8 @@ KNOWN = Profile(
         ),
     },
     workers={
-        "gen": (WorkerLayout(1, Bytes(1000), Seconds(0.2), Seconds(0.1)),),
-        "learner": (WorkerLayout(1, Bytes(5000), Seconds(0.4), Seconds(0.3)),),
+        "gen": (WorkerCost(1, Bytes(1000), Seconds(0.2), Seconds(0.1)),),
+        "learner": (WorkerCost(1, Bytes(5000), Seconds(0.4), Seconds(0.3)),),
     },
     publish=(
         PublishCost("learner", "gen", "same", Seconds(0.02)),
@@ -121,7 +121,7 @@ def found() -> Profile:
 
 def test_seconds_of_calls_come_back(found: Profile) -> None:
     for name in ("score", "normalise", "learner.train"):
-        (known,), (fitted,) = KNOWN.stage(name).layouts, found.stage(name).layouts
+        (known,), (fitted,) = KNOWN.stage(name).costs, found.stage(name).costs
         measured = [x for x, _ in fitted.seconds.points]
         assert len(measured) >= 3, name
         for items in measured:
@@ -131,7 +131,7 @@ def test_seconds_of_calls_come_back(found: Profile) -> None:
 
 
 def test_rounds_of_a_streaming_stage_come_back(found: Profile) -> None:
-    (known,), (fitted,) = (x.stage("gen.generate").layouts for x in (KNOWN, found))
+    (known,), (fitted,) = (x.stage("gen.generate").costs for x in (KNOWN, found))
     assert known.round
     assert known.admit
     assert fitted.round
@@ -148,13 +148,13 @@ def test_lengths_and_the_way_items_come_out_are_known(found: Profile) -> None:
     stage = found.stage("gen.generate")
     assert stage.lengths
     assert stage.lengths.mean == pytest.approx(19, rel=0.1)
-    assert stage.layouts[0].done
-    assert stage.layouts[0].done.points[-1] == (1.0, 1.0)
-    assert 0 < stage.layouts[0].done.at(0.5) < 1
+    assert stage.costs[0].done
+    assert stage.costs[0].done.points[-1] == (1.0, 1.0)
+    assert 0 < stage.costs[0].done.at(0.5) < 1
 
 
 def test_what_there_is_beside_calls_comes_back(found: Profile) -> None:
-    finish = found.stage("learner.train").layouts[0].finish
+    finish = found.stage("learner.train").costs[0].finish
     assert finish
     assert dict(finish.points) == pytest.approx({1: 0.05, 2: 0.08})
     assert {(x.place, round(x.seconds, 6)) for x in found.publish} == {
@@ -229,10 +229,10 @@ def test_who_must_keep_to_single_lanes_is_tried_on_no_gang() -> None:
 
 
 def test_generation_on_gangs_and_what_publishing_to_it_takes_come_back() -> None:
-    (single,) = KNOWN.stage("gen.generate").layouts
+    (single,) = KNOWN.stage("gen.generate").costs
     pair = replace(single.times(0.4), lanes=2)
-    generating = replace(KNOWN.stage("gen.generate"), layouts=(single, pair))
-    (one,) = KNOWN.stage("learner.train").layouts
+    generating = replace(KNOWN.stage("gen.generate"), costs=(single, pair))
+    (one,) = KNOWN.stage("learner.train").costs
     training = StageProfile((one, replace(one, lanes=2)))
     stages = {**KNOWN.stages, "gen.generate": generating, "learner.train": training}
     prices = {(1, 1): 0.02, (1, 2): 0.03, (2, 1): 0.04, (2, 2): 0.05}
@@ -248,7 +248,7 @@ def test_generation_on_gangs_and_what_publishing_to_it_takes_come_back() -> None
     )
     plans = trial_plans(GRPO, LANES, ITEMS, fits_gang=only("learner", "gen"))
     found = fit(GRPO, [observed(GRPO, plan, known) for plan in plans])
-    layouts = {layout.lanes: layout for layout in found.stage("gen.generate").layouts}
+    layouts = {layout.lanes: layout for layout in found.stage("gen.generate").costs}
     assert set(layouts) == {1, 2}
     for lanes, layout in layouts.items():
         expected = {1: single, 2: pair}[lanes]
@@ -295,11 +295,11 @@ def test_memory_is_that_of_gauged_calls_and_of_the_finish_after_them() -> None:
     plan = trial_plans(GRPO, LANES, ITEMS)[0]
     seen = observed(GRPO, plan, KNOWN)
     gauged = (span(4, 1, 50), span(4, 2, 70), span(32, 3, 400), span(0, 4, 90, "finish"))
-    (found,) = fit(GRPO, [replace(seen, gauged=gauged)]).stage("learner.train").layouts
+    (found,) = fit(GRPO, [replace(seen, gauged=gauged)]).stage("learner.train").costs
     assert found.working == Piecewise(((4.0, 90.0), (32.0, 400.0)))
-    assert found.seconds == fit(GRPO, [seen]).stage("learner.train").layouts[0].seconds
+    assert found.seconds == fit(GRPO, [seen]).stage("learner.train").costs[0].seconds
     nothing = fit(GRPO, [seen])
-    assert all(stage.layouts[0].working is None for stage in nothing.stages.values())
+    assert all(stage.costs[0].working is None for stage in nothing.stages.values())
 
 
 def test_memory_of_a_call_that_was_fed_is_not_that_of_its_first_items() -> None:
@@ -307,7 +307,7 @@ def test_memory_of_a_call_that_was_fed_is_not_that_of_its_first_items() -> None:
     plan = trial_plans(GRPO, LANES, ITEMS)[0]
     fed = Span(0, "gen.generate", "call", 0.0, 1.0, {**facts, "taken": [[0.0, "0-1"], [0.5, "2"]]})
     seen = replace(observed(GRPO, plan, KNOWN), gauged=(fed,))
-    assert fit(GRPO, [seen]).stage("gen.generate").layouts[0].working is None
+    assert fit(GRPO, [seen]).stage("gen.generate").costs[0].working is None
 
 
 def test_a_stage_that_was_never_called_is_named() -> None:
@@ -324,8 +324,8 @@ def test_how_unlike_items_are_comes_back() -> None:
     plans = trial_plans(graph, LANES, ITEMS)
     seen = [observed(graph, plan, Profile(stages), steps=24) for plan in plans]
     for known in fit(graph, seen).stages.values():
-        assert known.layouts[0].spread == pytest.approx(0.4, rel=0.25)
-        assert known.layouts[0].seconds.at(16) == pytest.approx(0.16, rel=0.05)
+        assert known.costs[0].spread == pytest.approx(0.4, rel=0.25)
+        assert known.costs[0].seconds.at(16) == pytest.approx(0.16, rel=0.05)
 
 
 def test_what_other_lanes_cost_is_found() -> None:

@@ -13,7 +13,7 @@ from m2flow.engine.spans import Span
 from m2flow.plan.measured import Evidence, Observed, fit, fit_to, trial_plans
 from m2flow.plan.measured.resuming import Resumed, Taken, fit_resume, grown_of, resumed
 from m2flow.plan.measured.streams import Rounds
-from m2flow.plan.profile import Piecewise, Profile, Quantiles, StageLayout, StageProfile
+from m2flow.plan.profile import Piecewise, Profile, Quantiles, StageCost, StageProfile
 from m2flow.plan.profile_files import from_json, to_json
 from m2flow.plan.units import Bytes, Seconds
 from tests.plan.measured.test_fit import GRPO, KNOWN, observed
@@ -27,7 +27,7 @@ def line(first: float, each: float) -> Piecewise:
     return Piecewise(((1.0, first + each), (1001.0, first + 1001 * each)))
 
 
-DRAWING = StageLayout(
+DRAWING = StageCost(
     1,
     line(1.0, 0.05),
     round=Piecewise(((1, 0.010), (8, 0.012), (64, 0.040))),
@@ -38,9 +38,9 @@ TAIL = Quantiles((*map(float, range(3, 28)), 40.0, 60.0, 80.0, 120.0, 160.0, 200
 TOLD = Profile(
     {
         GENERATE: StageProfile((DRAWING,), Bytes(100), TAIL),
-        "score": StageProfile((StageLayout(1, line(0.01, 0.002)),), Bytes(10)),
-        "learner.logprobs": StageProfile((StageLayout(1, line(0.01, 0.002)),), Bytes(10)),
-        "learner.train": StageProfile((StageLayout(1, line(0.05, 0.01)),)),
+        "score": StageProfile((StageCost(1, line(0.01, 0.002)),), Bytes(10)),
+        "learner.logprobs": StageProfile((StageCost(1, line(0.01, 0.002)),), Bytes(10)),
+        "learner.train": StageProfile((StageCost(1, line(0.05, 0.01)),)),
     },
     dispatch=Seconds(0.0005),
 )
@@ -85,7 +85,7 @@ def test_the_price_of_going_on_comes_back(runs: list[Observed]) -> None:
     evidence = Evidence(GRAPH)
     for one in runs:
         evidence.add(one)
-    (found,) = fit_to(evidence).stage(GENERATE).layouts
+    (found,) = fit_to(evidence).stage(GENERATE).costs
     assert found.resume
     assert len(evidence.samples.resumed[WHERE]) >= 4
     for units in (20, 100, 250, 600):
@@ -96,7 +96,7 @@ def test_the_price_of_going_on_comes_back(runs: list[Observed]) -> None:
 def test_calls_whose_items_change_lanes_spoil_no_other_curve(runs: list[Observed]) -> None:
     apart = [one for one in runs if not switches(one.plan)]
     assert len(apart) == len(runs) - 1
-    (without,), (found,) = (fit(GRAPH, some).stage(GENERATE).layouts for some in (apart, runs))
+    (without,), (found,) = (fit(GRAPH, some).stage(GENERATE).costs for some in (apart, runs))
     assert without.resume is None
     assert found.round
     assert without.round
@@ -126,12 +126,12 @@ def test_without_knowing_how_far_items_were_nothing_is_said(runs: list[Observed]
         return replace(span, args={k: v for k, v in span.args.items() if k != "given_back"})
 
     some = [replace(one, spans=tuple(map(forgetful, one.spans))) for one in runs]
-    assert fit(GRAPH, some).stage(GENERATE).layouts[0].resume is None
+    assert fit(GRAPH, some).stage(GENERATE).costs[0].resume is None
 
 
 def test_files_keep_the_price_and_slower_lanes_scale_it() -> None:
     assert from_json(to_json(TOLD)) == TOLD
-    slower = TOLD.stage(GENERATE).times(2.0).layouts[0]
+    slower = TOLD.stage(GENERATE).times(2.0).costs[0]
     assert slower.resume
     assert DRAWING.resume
     assert slower.resume.at(300) == pytest.approx(2 * DRAWING.resume.at(300))
@@ -214,7 +214,7 @@ def test_memory_and_size_of_items_that_change_lanes_are_not_those_of_its_own(
 ) -> None:
     plan = trial_plans(GRPO, lanes(2), ITEMS)[0]
     gauged = with_call(plan, gauged=True, working_bytes=900, **facts)
-    assert fit(GRPO, [gauged]).stage("gen.generate").layouts[0].working is None
+    assert fit(GRPO, [gauged]).stage("gen.generate").costs[0].working is None
     one = with_call(plan, bytes=10**9, **facts)
     assert fit(GRPO, [one]).stage("gen.generate").output_bytes == 100
 

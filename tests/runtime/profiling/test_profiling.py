@@ -139,8 +139,8 @@ def profile() -> Profile:
 
 
 def test_seconds_are_those_that_the_stages_sleep(profile: Profile) -> None:
-    (score,) = profile.stage("judge.score").layouts
-    (learn,) = profile.stage("pupil.learn").layouts
+    (score,) = profile.stage("judge.score").costs
+    (learn,) = profile.stage("pupil.learn").costs
     assert len(score.seconds.points) >= 3
     for items in (2, 4, 8, 16):
         assert score.seconds.at(items) == pytest.approx(SCORE + SCORE_ITEM * items, rel=0.1)
@@ -155,7 +155,7 @@ def test_rounds_lengths_and_sizes_are_known(profile: Profile) -> None:
     told = profile.stage("teller.tell")
     assert told.lengths
     assert (told.lengths.values[0], told.lengths.largest) == (2, 5)
-    (layout,) = told.layouts
+    (layout,) = told.costs
     assert layout.round
     assert layout.admit
     whole = layout.admit.at(ITEMS) + sum(layout.round.at(n) for n in (16, 16, 12, 8, 4))
@@ -176,7 +176,7 @@ def test_moves_publishing_and_dispatch_are_known(profile: Profile) -> None:
 
 
 def test_memory_of_calls_is_known(profile: Profile) -> None:
-    (learn,) = profile.stage("pupil.learn").layouts
+    (learn,) = profile.stage("pupil.learn").costs
     assert learn.working
     for items, size in learn.working.points:
         wanted = max(items * TRAIN_BYTES, FINISH_BYTES)
@@ -188,7 +188,7 @@ def test_a_single_lane_will_do_and_short_time_gives_what_it_can() -> None:
     found = measure_flow(make_flow, BATCHES, lanes=[LaneSpec(0)], budget_seconds=0.1)
     assert found.visits == 1
     assert found.profile.cut_by == 0.1
-    (score,) = found.profile.stage("judge.score").layouts
+    (score,) = found.profile.stage("judge.score").costs
     assert score.call(16) == pytest.approx(SCORE + SCORE_ITEM * 16, rel=0.1)
 
 
@@ -254,7 +254,7 @@ def test_what_going_on_with_begun_items_takes_is_known() -> None:
         session = Session(graph, pool, walking, BATCHES, plans, time.monotonic() + 20)
         for number in range(len(plans)):
             session.visit(number)
-    (layout,) = fit_to(session.evidence).stage("walker.walk").layouts
+    (layout,) = fit_to(session.evidence).stage("walker.walk").costs
     assert layout.resume
     assert len(session.evidence.samples.resumed["walker.walk", 1, "cpu"]) >= 2
     units = 2 * 5  # two items, each with about five rounds behind it

@@ -18,7 +18,7 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.plan.explaining.path import TERMS, chain, path_seconds
 from m2flow.plan.explaining.rows import merged
 from m2flow.plan.prediction import Candidate
-from m2flow.plan.profile import Profile, WorkerLayout
+from m2flow.plan.profile import Profile, WorkerCost
 from m2flow.plan.search import Limits, Problem, evaluate, problem
 from m2flow.plan.units import BytesPerSecond, Seconds
 
@@ -55,7 +55,7 @@ def rescaled(profile: Profile, what: str, factor: float) -> Profile:
     return replace(profile, stages={**profile.stages, what: profile.stage(what).times(factor)})
 
 
-def _switched(layout: WorkerLayout, factor: float) -> WorkerLayout:
+def _switched(layout: WorkerCost, factor: float) -> WorkerCost:
     return replace(
         layout,
         onload=Seconds(layout.onload * factor),

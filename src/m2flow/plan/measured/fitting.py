@@ -29,9 +29,9 @@ from m2flow.plan.profile import (
     Profile,
     PublishCost,
     Quantiles,
-    StageLayout,
+    StageCost,
     StageProfile,
-    WorkerLayout,
+    WorkerCost,
 )
 from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
 
@@ -157,14 +157,14 @@ def _sizes(calls: Sequence[Call]) -> Sizes:
     return [(call.items, call.seconds) for call in calls]
 
 
-def _layout(where: LayoutKey, samples: Samples) -> StageLayout:
+def _layout(where: LayoutKey, samples: Samples) -> StageCost:
     _, lanes, kind = where
     seen = undisturbed(samples.calls[where])
     alone = fit_alone(seen)
     calls = crowded(seen, alone)
     measured = points(_sizes(calls))
     curve = monotone(measured)
-    layout = StageLayout(
+    layout = StageCost(
         lanes,
         curve,
         finish=_curve(samples.finishes.get(where, [])),
@@ -192,16 +192,16 @@ def _working(calls: Sizes, finish: float) -> Piecewise | None:
     return envelope([(items, max(most, finish)) for items, most in calls]) if calls else None
 
 
-def _workers(samples: Samples) -> dict[str, tuple[WorkerLayout, ...]]:
+def _workers(samples: Samples) -> dict[str, tuple[WorkerCost, ...]]:
     moved = {where[:3] for where in samples.moves}
-    found: dict[str, list[WorkerLayout]] = {}
+    found: dict[str, list[WorkerCost]] = {}
     for worker, lanes, kind in sorted({*samples.states, *moved}):
         size = Bytes(samples.states.get((worker, lanes, kind), 0))
         onload, offload = (
             Seconds(typical(samples.moves.get((worker, lanes, kind, what), [0.0])))
             for what in ("onload", "offload")
         )
-        found.setdefault(worker, []).append(WorkerLayout(lanes, size, onload, offload, kind))
+        found.setdefault(worker, []).append(WorkerCost(lanes, size, onload, offload, kind))
     return {worker: tuple(layouts) for worker, layouts in found.items()}
 
 

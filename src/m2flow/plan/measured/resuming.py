@@ -162,7 +162,7 @@ def resumed(
 
 
 def fit_resume(seen: Sequence[Resumed], rounds: Rounds, alone: float) -> Piecewise | None:
-    """See `StageLayout.resume`: a price for each time, and one for each unit; None if unknown."""
+    """See `StageCost.resume`: a price for each time, and one for each unit; None if unknown."""
     prices = [one.price(rounds, alone) for one in seen]
     largest = max((units for units, _ in prices), default=0.0)
     if len(prices) < FEWEST or largest <= 1:

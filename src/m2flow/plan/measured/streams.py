@@ -33,7 +33,7 @@ FEWEST_CALLS = 2
 
 @dataclass(frozen=True)
 class Rounds:
-    """See `StageLayout.round` and `StageLayout.admit`."""
+    """See `StageCost.round` and `StageCost.admit`."""
 
     round: Piecewise
     admit: Piecewise
@@ -103,7 +103,7 @@ def _error(fitted: Rounds, call: Call, running: Sequence[tuple[float, float, int
 
 
 def fit_done(calls: Sequence[Call]) -> Piecewise | None:
-    """See `StageLayout.done`: from the calls that took most items; None if nothing came early."""
+    """See `StageCost.done`: from the calls that took most items; None if nothing came early."""
     known = [call for call in calls if call.pieces and call.pieces[-1][0] > 0]
     if not known:
         return None
