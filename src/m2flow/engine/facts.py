@@ -47,9 +47,6 @@ class StreamLog:
         taken: [seconds since it began, items].
         pieces: [seconds since it began, items, the length of each]; lengths are those of the first
             ragged column that the stage has added, and there are none if it has added none.
-        resumed: [seconds since it began, output items that another call had given back].
-        given_back: [seconds since it began, output items that this one gave back, how far each has
-            grown], if it was told to; the last as the lengths of `pieces`.
     """
 
     began: float
@@ -57,8 +54,6 @@ class StreamLog:
     taken: list[list[object]] = field(default_factory=list)
     pieces: list[list[object]] = field(default_factory=list)
     items: int = 0
-    resumed: list[list[object]] = field(default_factory=list)
-    given_back: list[object] = field(default_factory=list)
 
     def take(self, now: float, batch: Batch) -> None:
         """Items have come."""
@@ -76,20 +71,6 @@ class StreamLog:
         lengths = [] if ragged is None else list(ragged.lengths)
         return [round(now - self.began, 6), ids_text(output.ids), lengths]
 
-    def resume(self, now: float, outputs: Batch) -> None:
-        """Outputs have come that another call had begun."""
-        self.columns.update(outputs.columns)
-        self.resumed.append([round(now - self.began, 6), ids_text(outputs.ids)])
-
-    def give_back(self, now: float, outputs: Batch) -> None:
-        """Outputs are not finished here."""
-        self.given_back = self._entry(now, outputs)
-
     def facts(self) -> dict[str, object]:
         """For the call's span."""
-        facts = {"items": self.items, "taken": self.taken, "pieces": self.pieces}
-        if self.resumed:
-            facts["resumed"] = self.resumed
-        if self.given_back:
-            facts["given_back"] = self.given_back
-        return facts
+        return {"items": self.items, "taken": self.taken, "pieces": self.pieces}
