@@ -15,6 +15,7 @@ from m2flow.plan.explain.bottleneck import Bottleneck, bottleneck
 from m2flow.plan.explain.differences import differences, title, where
 from m2flow.plan.explain.flips import Flip
 from m2flow.plan.prediction import Candidate, Decision, Prediction
+from m2flow.plan.race import Entrant
 from m2flow.plan.sizes import bytes_text
 from m2flow.simulation.gantt import Gantt, folded, lay_out
 
@@ -34,13 +35,13 @@ class Tried:
 
     Attributes:
         plan: its name.
-        predicted: seconds of a step; None: nothing was predicted.
+        predicted: seconds of a step.
         measured: seconds of each step under it.
-        verdict: what came of it: "chosen", "slower", or why it was ruled out.
+        verdict: what came of it, as `m2flow.plan.race.Entrant` says; empty while it races.
     """
 
     plan: str
-    predicted: float | None
+    predicted: float
     measured: tuple[float, ...]
     verdict: str
 
@@ -127,7 +128,7 @@ def explained(
     graph: FlowGraph,
     *,
     flips: Sequence[Flip] | None = None,
-    race: Sequence[Tried] = (),
+    race: Sequence[Entrant] = (),
     assumptions: Sequence[str] = (),
 ) -> Explanation:
     """Why a decision was taken.
@@ -157,11 +158,16 @@ def explained(
         ruled_out=decision.ruled_out,
         flips=None if flips is None else tuple(flips),
         frontier=tuple(_alternative(one, decision) for one in decision.frontier) if ahead else (),
-        race=tuple(race),
+        race=tuple(_tried(one) for one in race),
         profile=Origin(profile.source, profile.key),
         assumptions=tuple(dict.fromkeys((*profile.assumptions, *assumptions))),
         timeline=_timeline(chosen),
     )
+
+
+def _tried(entrant: Entrant) -> Tried:
+    measured = tuple(entrant.measured)
+    return Tried(entrant.name, entrant.predicted, measured, entrant.verdict)
 
 
 def _alternative(other: Candidate, decision: Decision) -> Alternative:

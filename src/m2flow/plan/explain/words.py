@@ -66,10 +66,9 @@ def _race(explanation: Explanation) -> Iterator[str]:
     if explanation.race:
         yield "tried in real steps:"
     for row in explanation.race:
-        expected = "" if row.predicted is None else f", {brief(row.predicted)} predicted"
         count = f"{len(row.measured)} step{'' if len(row.measured) == 1 else 's'}"
         taken = f"{brief(median(row.measured))} a step in {count}" if row.measured else "no step"
-        yield f"  {row.plan}: {taken}{expected}; {row.verdict}"
+        yield f"  {row.plan}: {taken}, {brief(row.predicted)} predicted; {row.verdict or 'racing'}"
 
 
 def _bounds(explanation: Explanation) -> Iterator[str]:
