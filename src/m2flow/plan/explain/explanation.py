@@ -20,11 +20,10 @@ from m2flow.plan.sizes import bytes_text
 from m2flow.simulation.gantt import Gantt, folded, lay_out
 
 RUNNERS_UP = 3
-"""So many of the other plans are told."""
+"""Number of other plans that are listed."""
 
 COLUMNS = 240
-"""Into so many columns the chart of the predicted step is cut."""
-
+"""Columns of time of the chart of the predicted step."""
 
 NOTHING = Gantt(0.0, 0.0, ())
 
@@ -82,19 +81,20 @@ class Explanation:
         items_per_step: source items.
         seconds_to_decide: how long search and simulation took.
         considered: number of plans that were simulated.
-        stands: who stands where, in words.
+        stands: which workers stand on which lanes, in words.
         stages: names of the flow's stages, in its order.
-        predicted: of the plan; its spans are in `timeline`.
+        predicted: prediction of the plan; its spans are in `timeline`.
         bottleneck: what bounds the step; None where nothing is known of its spans.
         memory: what the fullest lane holds, in words; empty where sizes are not known.
         runners_up: the next best plans.
         ruled_out: plans that cannot run, and why.
-        flips: what would change the choice, smallest change first; None: not asked.
+        flips: changes of an input that would change the choice, smallest change first; None: they
+            were not looked for.
         frontier: the best plan for each staleness that gains something; empty where none was
             allowed.
         race: plans that were tried in real steps, in the order of their verdicts.
         profile: where the prices come from.
-        assumptions: what was taken for granted where nothing was measured, a line each.
+        assumptions: values that were assumed where nothing was measured, a line each.
         timeline: the predicted step.
     """
 
@@ -119,7 +119,7 @@ class Explanation:
 
     @property
     def seconds(self) -> float:
-        """Predicted of a step."""
+        """Predicted seconds of a step."""
         return float(self.predicted.seconds)
 
 
@@ -131,14 +131,14 @@ def explained(
     race: Sequence[Entrant] = (),
     assumptions: Sequence[str] = (),
 ) -> Explanation:
-    """Why a decision was taken.
+    """Explain a decision; nothing is simulated.
 
     Args:
-        decision: to be explained.
+        decision: the choice.
         graph: its flow.
-        flips: what would change it, as `m2flow.plan.explain.flips` finds; None: not asked.
+        flips: what `m2flow.plan.explain.flips` has found; None: it was not asked.
         race: plans that were tried in real steps.
-        assumptions: to be told with it, beside those of the profile.
+        assumptions: values that were assumed, beside those that the profile names.
     """
     chosen, profile = decision.chosen, decision.profile
     plan, prediction = chosen.plan, chosen.prediction

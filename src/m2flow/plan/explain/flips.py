@@ -24,10 +24,10 @@ FACTORS = (1.25, 1.5, 2.0, 4.0)
 """An input is multiplied and divided by these."""
 
 RIVALS = 3
-"""So many of the other plans may overtake: the fastest of each shape, then the next fastest."""
+"""Number of other plans that may overtake: the fastest of each shape, then the next fastest."""
 
 CLEAR = 0.01
-"""What is faster by less counts as equally fast."""
+"""A plan that is faster by less than this share counts as equally fast."""
 
 NOTICED = 0.01
 """An input that takes less than this share of the lanes' time in every plan flips nothing."""

@@ -16,12 +16,12 @@ SHOWN = 4
 
 
 def in_words(explanation: Explanation, width: int = 100, ascii_only: bool = False) -> list[str]:
-    """Everything, with the picture.
+    """The whole explanation, with the picture of the predicted step.
 
     Args:
-        explanation: what is told.
+        explanation: of a plan.
         width: of the picture, in characters.
-        ascii_only: where the terminal can show nothing else.
+        ascii_only: whether the terminal shows ASCII only.
     """
     lines = [*summary(explanation), "", *(f"  {line}" for line in explanation.stands), ""]
     drawn = picture(explanation.timeline, explanation.stages, width, ascii_only)
