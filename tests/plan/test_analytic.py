@@ -21,10 +21,10 @@ from m2flow.plan.analytic_work import (
 from m2flow.plan.builders import build_plan
 from m2flow.plan.clusters import lane_specs, parse_cluster
 from m2flow.plan.embodied_models import LIBERO, OPENVLA_OFT
+from m2flow.plan.file import profile_from_json, to_json
 from m2flow.plan.hardware import DEVICES, DISPATCH_SECONDS
 from m2flow.plan.lognormal import fit_lengths
 from m2flow.plan.models import KNOWN_MODELS
-from m2flow.plan.profile_files import from_json, to_json
 from m2flow.plan.roofline import Layout, Rates, decode_step_seconds, prefill_seconds
 from m2flow.plan.simulate import simulate
 
@@ -80,7 +80,7 @@ def grpo() -> FlowGraph:
 def test_a_profile_of_lanes_that_are_not_here() -> None:
     profile = analytic_profile(grpo(), parse_cluster("1x8xH100"), WORK, 16)
     assert profile.source == "analytic"
-    assert from_json(to_json(profile)) == profile
+    assert profile_from_json(to_json(profile)) == profile
     generating = profile.stage("generator.generate")
     assert {(layout.lanes, layout.max_running) for layout in generating.costs} == {
         (lanes, prompts) for lanes in (1, 2, 4) for prompts in (4, None)

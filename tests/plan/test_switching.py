@@ -16,7 +16,7 @@ from m2flow.plan import (
     StagePlan,
     build_plan,
     describe_plan,
-    from_json,
+    plan_from_json,
     to_json,
     validate,
 )
@@ -72,7 +72,7 @@ def with_stage(plan: Plan, name: str = "generator.generate", **more: Any) -> Pla
 def test_a_plan_with_a_switch_point_is_read_back_and_explained() -> None:
     plan = with_stage(COLLOCATED, switch_at=0.8, keep=1)
     validate(plan, GRAPH, ITEMS)
-    assert from_json(to_json(plan)) == plan
+    assert plan_from_json(to_json(plan)) == plan
     told = "when 80% of its items are done, 1 of 4 replicas go on with the rest"
     assert sum(told in line for line in describe_plan(plan, GRAPH, ITEMS)) == 1
     half = with_stage(COLLOCATED, switch_at=0.75)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from m2flow.cli.planning import layouts_of
 from m2flow.cli.profile import measuring_budget
 from m2flow.cli.profile_key import profile_key
-from m2flow.plan.explaining import decision_document, explained, summary
-from m2flow.plan.profile_files import to_json
+from m2flow.plan.explain import explained, summary
+from m2flow.plan.file import to_json
 from m2flow.reasoning.flow import recipe_flow
 from m2flow.runtime.driver.auto import Auto
 from m2flow.runtime.driver.launch import launch
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from m2flow.reasoning.workers import ModelSource
     from m2flow.runtime.driver.pool import LanePool
     from m2flow.runtime.driver.run import Run
-
-QUICK_SECONDS = 3.0
-"""What would change a choice is written down where the choice itself was made so quickly: to find
-it out takes about as long, and a run waits for it."""
 
 SAMPLED_STEPS = 8
 """The prompts of so many steps are measured, again and again."""
@@ -82,7 +78,7 @@ def launch_auto(
         ),
     )
     assert run.pilot is not None
-    for line in summary(explained(run.pilot.decision, run.graph, sensitivity=False)):
+    for line in summary(explained(run.pilot.decision, run.graph)):
         progress.note(line)
     return run
 
@@ -90,6 +86,4 @@ def launch_auto(
 def write_decision(directory: RunDirectory, graph: FlowGraph, decision: Decision) -> None:
     """Write the profile, and what was decided by it."""
     directory.write_profile(to_json(decision.profile))
-    quick = decision.seconds_to_decide <= QUICK_SECONDS
-    why = explained(decision, graph, sensitivity=quick, simulate=False)
-    directory.write_decision(decision_document(why))
+    directory.write_decision(to_json(explained(decision, graph)))

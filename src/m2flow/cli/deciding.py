@@ -66,7 +66,8 @@ class Planning:
     def decision(self) -> Decision:
         """What is chosen: by the planner, or by the person who named a mode or a plan."""
         mine = self._own_plan()
-        decision = self._decided([] if mine is None else [mine])
+        lanes = self._lanes(self.cluster)
+        decision = self.decided(lanes, [] if mine is None else [mine])
         if mine is not None:
             return _of_plan(decision, mine)
         if self.wanted not in (None, AUTO_MODE):
@@ -81,13 +82,14 @@ class Planning:
         validate(mine, self.graph, self.recipe.prompts_per_step, self.isolated)
         return mine
 
-    def _decided(self, beside: Sequence[Plan]) -> Decision:
+    def decided(self, lanes: Sequence[LaneSpec], beside: Sequence[Plan] = ()) -> Decision:
+        """The planner's choice for some lanes, with further plans judged beside its own."""
         try:
             profile = self._profile(self.cluster)
             return decide(
                 self.graph,
                 profile,
-                self._lanes(self.cluster),
+                lanes,
                 self.recipe.prompts_per_step,
                 max_staleness=self.recipe.max_staleness,
                 isolated=self.isolated,

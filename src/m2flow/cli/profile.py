@@ -18,8 +18,8 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.observe.formatting import number, percent, seconds
 from m2flow.observe.progress import TrainProgress
+from m2flow.plan.file import to_json
 from m2flow.plan.profile import Profile, Quantiles, StageCost
-from m2flow.plan.profile_files import to_json
 from m2flow.plan.sizes import bytes_text
 from m2flow.reasoning.config import ReasoningRecipe
 from m2flow.runtime.profiling import cached, stored_at

@@ -10,11 +10,11 @@ import pytest
 
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.engine.spans import Span
+from m2flow.plan.file import profile_from_json, to_json
 from m2flow.plan.measured import Evidence, Observed, fit, fit_to, trial_plans
 from m2flow.plan.measured.resuming import Resumed, Taken, fit_resume, grown_of, resumed
 from m2flow.plan.measured.streams import Rounds
 from m2flow.plan.profile import Piecewise, Profile, Quantiles, StageCost, StageProfile
-from m2flow.plan.profile_files import from_json, to_json
 from m2flow.plan.units import Bytes, Seconds
 from tests.plan.measured.test_fit import GRPO, KNOWN, observed
 from tests.plan.test_switching import GRAPH
@@ -130,7 +130,7 @@ def test_without_knowing_how_far_items_were_nothing_is_said(runs: list[Observed]
 
 
 def test_files_keep_the_price_and_slower_lanes_scale_it() -> None:
-    assert from_json(to_json(TOLD)) == TOLD
+    assert profile_from_json(to_json(TOLD)) == TOLD
     slower = TOLD.stage(GENERATE).times(2.0).costs[0]
     assert slower.resume
     assert DRAWING.resume

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from m2flow.errors import UserError
 from m2flow.plan import units
+from m2flow.plan.file import profile_from_json, read_profile, to_json
 from m2flow.plan.profile import Piecewise, PublishCost, Quantiles, StageCost, differences
-from m2flow.plan.profile_files import from_json, read_profile, to_json
 from m2flow.plan.units import Items, Seconds
 from tests.plan.search.random_cases import draw
 
@@ -76,7 +76,10 @@ def test_publishing_between_layouts_that_were_not_measured_is_not_free() -> None
 @pytest.mark.parametrize("seed", range(10))
 def test_files_give_back_what_was_written(seed: int) -> None:
     profile = draw(seed).profile
-    assert from_json(to_json(profile)) == profile
+    assert profile_from_json(to_json(profile)) == profile
+
+
+CURVE = '{"stages": {"a": {"costs": [{"lanes": %s, "seconds": {"points": %s}}]}}}'
 
 
 @pytest.mark.parametrize(
@@ -84,15 +87,15 @@ def test_files_give_back_what_was_written(seed: int) -> None:
     [
         ("{", "is not JSON"),
         ('{"stage": {}}', "did you mean 'stages'"),
-        ('{"stages": {"a": {}}}', "costs: is missing"),
-        ('{"stages": {"a": {"costs": [{"lanes": "1", "seconds": [[1, 2]]}]}}}', "wrong type"),
-        ('{"stages": {"a": {"costs": [{"lanes": 1, "seconds": [[1, 2], [2, 1]]}]}}}', "not fall"),
+        ('{"stages": {"a": {}}}', r"stages\.a\.costs: is missing"),
+        (CURVE % ('"1"', "[[1, 2]]"), "wrong type"),
+        (CURVE % (1, "[[1, 2], [2, 1]]"), r"stages\.a\.costs\[0\]\.seconds: .*not fall"),
         ('{"stages": {}, "key": {"colour": {}}}', "no part of a key"),
     ],
 )
 def test_bad_files_are_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        from_json(text)
+        profile_from_json(text)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import pytest
 from m2flow import Batch, Flow, Stream, UserError, Worker, stage
 from m2flow.engine.plan import LaneSpec
 from m2flow.flow import GIVE_BACK, Arrived, Ragged, Unfinished
+from m2flow.plan.file import to_json
 from m2flow.plan.measured import fit_to, trial_plans
 from m2flow.plan.profile import Profile
-from m2flow.plan.profile_files import to_json
 from m2flow.plan.units import Seconds
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.profiling import cached, keep, measure_flow, obtain, stored_at

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from m2flow.flow import GIVE_BACK, Arrived, Batch, Place, Ragged, Unfinished, Worker, stage
+from m2flow.flow import Batch, Place, Ragged, Worker, stage
 from m2flow.reasoning.workers.source import ModelSource
 
 if TYPE_CHECKING:
@@ -20,9 +20,6 @@ while many run, and one by one in the tail."""
 
 LISTEN_EVERY = 4
 """Steps of the engine after which the call stops for a moment to hear if anything has come."""
-
-BEGUN = ("begun_ids", "begun_logprobs", "begun_versions")
-"""Columns of a sample that was given back: what had been drawn of it."""
 
 
 class Generator(Worker):
@@ -81,14 +78,14 @@ class Generator(Worker):
         self.engine.install(model.state_dict(), place.version)
         self._stop_ids = self.model.stop_ids(model.generation_config.eos_token_id)
 
-    @stage(streaming=True, expands="samples_per_prompt", resumable=True)
+    @stage(streaming=True, expands="samples_per_prompt")
     def generate(
         self,
-        prompts: Batch | Unfinished,
+        prompts: Batch,
         *,
         samples_per_prompt: int | None = None,
         temperature: float | None = None,
-    ) -> Coroutine[Batch | Unfinished, Arrived, None]:
+    ) -> Coroutine[Batch, Batch | None, None]:
         """One prompt in, several samples out, each when it is finished."""
         from m2flow.generation.protocol import SamplingParams
 
@@ -112,12 +109,8 @@ class Generator(Worker):
                 arrived = yield nothing
             else:
                 continue
-            if arrived is GIVE_BACK:
-                if finished:
-                    yield call.hand_on(finished)
-                yield Unfinished(call.give_back())
-                return
-            call.take(arrived)
+            if arrived is not None:
+                call.take(arrived)
 
     def install(self, weights: Mapping[str, Any], version: int) -> None:
         self.engine.install(weights, version)
@@ -151,23 +144,17 @@ class _Call:
     count: int
     running: dict[int, tuple[Batch, int]] = field(default_factory=dict)
 
-    def take(self, arrived: Arrived) -> None:
-        """Submit the samples of prompts, or those that were begun elsewhere."""
-        if isinstance(arrived, Unfinished):
-            self._submit(arrived.items.without(*BEGUN), _begun(arrived.items))
-        elif isinstance(arrived, Batch):
-            samples = arrived.repeat(self.count)
-            self._submit(samples, [None] * len(samples))
-
-    def _submit(self, samples: Batch, begun: list[Completion | None]) -> None:
+    def take(self, prompts: Batch) -> None:
+        """Submit the samples of prompts."""
         from m2flow.algorithms.sampling import derive_seed
         from m2flow.generation.protocol import Request
 
+        samples = prompts.repeat(self.count)
         requests: list[Request] = []
-        rows = zip(samples.ids, samples["prompt_ids"].rows(), samples["seed"], begun, strict=True)
-        for row, (item, prompt, seed, so_far) in enumerate(rows):
+        rows = zip(samples.ids, samples["prompt_ids"].rows(), samples["seed"], strict=True)
+        for row, (item, prompt, seed) in enumerate(rows):
             own_seed = derive_seed(int(seed), item % self.count)
-            requests.append(Request(item, prompt, own_seed, self.params, so_far))
+            requests.append(Request(item, prompt, own_seed, self.params))
             self.running[item] = (samples, row)
         self.engine.submit(requests)
 
@@ -185,20 +172,6 @@ class _Call:
             ]
         )
 
-    def give_back(self) -> Batch:
-        """All that is not finished, with what was drawn of it."""
-        begun = self.engine.abort(list(self.running))
-        return _joined(
-            [
-                batch.with_columns(
-                    begun_ids=Ragged.from_rows([one.token_ids for one in some]),
-                    begun_logprobs=Ragged.from_rows([one.logprobs for one in some]),
-                    begun_versions=[one.versions for one in some],
-                )
-                for batch, some in self._sorted_out(begun)
-            ]
-        )
-
     def _sorted_out(self, ended: list[Completion]) -> list[tuple[Batch, list[Completion]]]:
         """Requests that have ended, by the Batch that holds their prompts' columns."""
         rows_of: dict[int, tuple[Batch, list[int], list[Completion]]] = {}
@@ -212,14 +185,3 @@ class _Call:
 
 def _joined(batches: list[Batch]) -> Batch:
     return Batch.concat(batches) if batches else Batch({}, [])
-
-
-def _begun(samples: Batch) -> list[Completion | None]:
-    """What was drawn of samples that were given back."""
-    from m2flow.generation.protocol import Completion
-
-    columns = (samples[name] for name in BEGUN)
-    return [
-        Completion(item, token_ids, logprobs, versions, "abort")
-        for item, token_ids, logprobs, versions in zip(samples.ids, *columns, strict=True)
-    ]

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from m2flow.errors import UserError
+from m2flow.plan.file import read_profile, to_json
 from m2flow.plan.profile import Profile, differences
-from m2flow.plan.profile_files import read_profile, to_json
 
 CACHE_VARIABLE = "M2FLOW_CACHE"
 
