@@ -38,10 +38,10 @@ from m2flow import Batch, Flow, Place, Ragged, Stream, Worker, loop, stage
 from m2flow.algorithms.sampling import derive_seed, sample_tokens
 from m2flow.cli.recipe import read_recipe
 from m2flow.plan import parse_lanes
-from m2flow.reasoning.experiment import ReasoningExperiment
-from m2flow.reasoning.flow import recipe_flow
-from m2flow.reasoning.workers import Generator, ModelSource, Verifier
 from m2flow.training.optimizer import AdamWConfig, SumOptimizer
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+from m2flow.workloads.reasoning.flow import recipe_flow
+from m2flow.workloads.reasoning.workers import Generator, ModelSource, Verifier
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this file
 

@@ -293,8 +293,8 @@ def test_metrics_reference_names_every_figure() -> None:
     """What a step gives, asked of the functions that give it, with every option on."""
     from m2flow.algorithms.grpo import GRPO
     from m2flow.flow import Batch
-    from m2flow.reasoning.experiment import sample_figures
     from m2flow.training.policy import _TOTALS
+    from m2flow.workloads.reasoning.experiment import sample_figures
 
     samples = Batch(
         {

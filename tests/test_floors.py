@@ -33,7 +33,6 @@ FLOORS = {
     "runtime": 3,
     **dict.fromkeys(("rewards", "environments", "generation", "training", "models"), 4),
     "observe": 5,
-    "reasoning": 6,
     "workloads": 6,
     "cli": 7,
     # The front door: what `import m2flow` and `python -m m2flow` show may come from any floor.
@@ -126,7 +125,7 @@ def test_no_import_runs_upward(path: Path) -> None:
         ("m2flow.plan.search", "from m2flow.runtime.lane.actor import Lane"),
         ("m2flow.algorithms.gae", "import numpy"),
         ("m2flow.algorithms.gae", "from m2flow.flow.batch import Batch"),
-        ("m2flow.training.packed", "from m2flow.reasoning import grpo"),
+        ("m2flow.training.packed", "from m2flow.workloads.reasoning import grpo"),
         ("m2flow.runtime.lane.actor", "from m2flow import Flow"),
         ("m2flow.somewhere.new", "import json"),
     ],
@@ -143,7 +142,7 @@ def test_the_rules_find_what_breaks_them(module: str, source: str) -> None:
         ("m2flow.plan.search", "from m2flow.engine import Engine\nfrom m2flow import flow"),
         ("m2flow.algorithms.gae", "import torch.nn.functional as F"),
         ("m2flow.training.packed", "import torch\nfrom m2flow.algorithms import losses"),
-        ("m2flow.cli.app", "from m2flow import Flow\nfrom m2flow.reasoning import grpo"),
+        ("m2flow.cli.app", "from m2flow import Flow\nfrom m2flow.workloads.reasoning import grpo"),
     ],
 )
 def test_the_rules_allow_what_goes_down(module: str, source: str) -> None:

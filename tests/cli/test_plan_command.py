@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from m2flow.plan import plan_from_json
-from m2flow.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 M2flow = Callable[..., Any]
 

@@ -37,7 +37,7 @@ def test_a_recipe_is_measured_once(tmp_path: Path, store: Path) -> None:
         "finish",
         "peak",
         "lengths:",
-        "measured in",
+        "measured, stored",
     ):
         assert word in done.out, word
     profile = read_profile(out)

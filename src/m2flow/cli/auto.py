@@ -10,10 +10,10 @@ from m2flow.cli.profile import measuring_budget
 from m2flow.cli.profile_key import profile_key
 from m2flow.plan.explain import explained, summary
 from m2flow.plan.file import to_json
-from m2flow.reasoning.flow import recipe_flow
 from m2flow.runtime.driver.auto import Auto
 from m2flow.runtime.driver.launch import launch
-from m2flow.runtime.profiling import obtain
+from m2flow.runtime.profiling import obtain, profile_flow
+from m2flow.workloads.reasoning.flow import recipe_flow
 
 if TYPE_CHECKING:
     from m2flow.flow import Flow
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from m2flow.observe.progress import TrainProgress
     from m2flow.observe.run_directory import RunDirectory
     from m2flow.plan.prediction import Decision
-    from m2flow.reasoning.experiment import ReasoningExperiment
-    from m2flow.reasoning.workers import ModelSource
     from m2flow.runtime.driver.pool import LanePool
     from m2flow.runtime.driver.run import Run
+    from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+    from m2flow.workloads.reasoning.workers import ModelSource
 
 SAMPLED_STEPS = 8
 """The prompts of so many steps are measured, again and again."""
@@ -53,13 +53,17 @@ def launch_auto(
     recipe = experiment.recipe
     free = [lane for lane in pool.lanes if lane.reserved_for is None]
     sampled = range(min(SAMPLED_STEPS, recipe.steps))
+    key = profile_key(recipe, free)
     profile, origin = obtain(
-        lambda: recipe_flow(recipe, model, experiment.task),
-        lambda: [experiment.batch(step, model) for step in sampled],
-        pool,
-        profile_key(recipe, free),
-        measuring_budget(recipe),
-        note=progress.note,
+        key,
+        lambda: profile_flow(
+            lambda: recipe_flow(recipe, model, experiment.task),
+            [experiment.batch(step, model) for step in sampled],
+            lanes=pool,
+            budget_seconds=measuring_budget(recipe),
+            key=key,
+            note=progress.note,
+        ),
     )
     progress.note(f"profile: {origin}")
     run = launch(

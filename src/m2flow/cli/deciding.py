@@ -20,14 +20,15 @@ from m2flow.plan import (
     validate,
     with_memory,
 )
-from m2flow.plan.analytic import analytic_profile
-from m2flow.plan.clusters import Cluster, lane_specs, parse_cluster
 from m2flow.plan.decide import decide
 from m2flow.plan.prediction import Candidate, Decision
 from m2flow.plan.profile import Profile
+from m2flow.plan.profile.analytic import analytic_profile
+from m2flow.plan.profile.clusters import Cluster, lane_specs, parse_cluster
+from m2flow.plan.profile.work import Pricer
 from m2flow.plan.search import Limits, problem, search
-from m2flow.reasoning.config import ReasoningRecipe
-from m2flow.reasoning.work import RecipeWork, work_of
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.work import prices
 
 BUDGET_SECONDS = 10.0
 """About so long plans are simulated."""
@@ -49,12 +50,11 @@ class Planning:
         self.graph: FlowGraph = flow.trace()
         self.isolated = isolated_workers(flow)
         self.cluster = None if asked.cluster is None else parse_cluster(asked.cluster, "--cluster")
-        self.work: RecipeWork | None = None
+        self.prices: Pricer | None = None
         if self.cluster is not None:
-            self.work = work_of(
+            self.prices = prices(
                 recipe, self.graph, asked.model, asked.prompt_tokens, asked.answer_tokens
             )
-        self.assumptions = self.work.assumptions if self.work and not asked.profile_file else ()
 
     @property
     def limits(self) -> Limits | None:
@@ -118,9 +118,9 @@ class Planning:
 
         file, reuse = self.asked.profile_file, self.asked.reuse
         if cluster is not None:
-            assert self.work is not None
+            assert self.prices is not None
             computed = analytic_profile(
-                self.graph, cluster, self.work.stages, self.recipe.prompts_per_step
+                self.graph, cluster, self.prices, self.recipe.prompts_per_step
             )
             return computed if file is None else given(file, computed.key, whatever_its_key=reuse)
         key = profile_key(self.recipe, lanes_of(self.recipe))

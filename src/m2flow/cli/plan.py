@@ -18,7 +18,7 @@ from m2flow.cli.planning import AUTO_MODE, planned
 from m2flow.cli.recipe import read_recipe
 from m2flow.errors import UserError
 from m2flow.plan import describe_plan, to_json
-from m2flow.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 if TYPE_CHECKING:
     from m2flow.cli.deciding import Planning
@@ -112,7 +112,7 @@ def _print_decision(planning: Planning, asked: Asked) -> None:
     found = None
     if asked.explain or asked.as_json:
         found = flips(decision, planning.graph, planning.decided)
-    why = explained(decision, planning.graph, flips=found, assumptions=planning.assumptions)
+    why = explained(decision, planning.graph, flips=found, assumptions=decision.profile.assumptions)
     if asked.as_json:
         print(to_json({**dataclasses.asdict(decision.chosen.plan), "decision": why}), end="")
     if asked.explain or not asked.as_json:
