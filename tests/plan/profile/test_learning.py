@@ -15,7 +15,7 @@ from m2flow.engine.spans import Span, SpanKind
 from m2flow.errors import UserError
 from m2flow.flow import FlowGraph, stage
 from m2flow.flow.worker import Layout
-from m2flow.plan.decide import decide
+from m2flow.plan.choose import choose
 from m2flow.plan.profile import (
     LinkCost,
     Piecewise,
@@ -279,7 +279,7 @@ def test_generation_on_gangs_and_what_publishing_to_it_takes_come_back() -> None
         assert found.publish_seconds("learner", "gen", "same", source, target) == pytest.approx(
             seconds
         )
-    chosen = decide(GRPO, found, LANES, ITEMS).chosen.plan
+    chosen = choose(GRPO, found, LANES, ITEMS).chosen.plan
     assert chosen.placements["gen"].replicas == ((0, 1),), "twice as fast on both lanes, and more"
 
 
