@@ -35,16 +35,14 @@ from m2flow.models.work import (
     update,
 )
 from m2flow.plan.builders import build_plan
+from m2flow.plan.choose import choose
 from m2flow.plan.chunks import pipelined, spread
-from m2flow.plan.decide import decide
 from m2flow.plan.prediction import Prediction
 from m2flow.plan.profile import Profile, Quantiles
 from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import lane_specs, parse_cluster
 from m2flow.plan.profile.hardware import Device
 from m2flow.plan.profile.work import FlowWork, LayoutWork, Rounds, StageWork, WorkerWork, rising
-from m2flow.plan.search import candidates, problem, to_plan
-from m2flow.plan.simulate import simulate
 from m2flow.workloads.embodied.prices import acting, simulating, training
 
 RUNNING = 256
@@ -68,10 +66,10 @@ class Generator(Worker):
     def __init__(self, group: int) -> None:
         self.group = group
 
-    @stage(streaming=True, resumable=True, expands="group")
+    @stage(streaming=True, expands="group")
     def generate(self, prompts: Any) -> Any: ...
 
-    @stage(streaming=True, resumable=True, expands="group", length="expected")
+    @stage(streaming=True, expands="group", length="expected")
     def generate_known(self, prompts: Any) -> Any: ...
 
 
@@ -197,9 +195,7 @@ def reasoning_gain(work: Reasoning, lanes: int, rates: Rates, known: bool = Fals
         *collocated_plans(graph, profile, specs, prompts),
         *spatial_plans(graph, profile, specs, prompts),
     )
-    found = decide(
-        graph, profile, specs, prompts, layouts=layouts_of(profile, 1), beside=beside, keep=3
-    )
+    found = choose(graph, profile, specs, prompts, layouts=layouts_of(profile, 1), beside=beside)
     return _gain((one.plan, one.prediction) for one in (found.chosen, *found.others))
 
 
@@ -273,11 +269,9 @@ def embodied_gain(work: Embodied, lanes: int) -> Gain:
 
     profile = analytic_profile(graph, cluster, prices, work.envs)
     specs = lane_specs(cluster)
-    stated = problem(graph, profile, specs, work.envs)
-    plans = [to_plan(stated, found, specs) for found in candidates(stated, keep=3)]
-    plans += loop_plans(graph, specs, work.envs)
-    judged = [(plan, simulate(graph, plan, profile, work.envs, steps=1)) for plan in plans]
-    return _gain(sorted(judged, key=lambda one: one[1].seconds))
+    beside = list(loop_plans(graph, specs, work.envs))
+    found = choose(graph, profile, specs, work.envs, beside=beside)
+    return _gain((one.plan, one.prediction) for one in (found.chosen, *found.others))
 
 
 def bundled(profile: Profile, size: int) -> Profile:

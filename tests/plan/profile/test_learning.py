@@ -15,7 +15,7 @@ from m2flow.engine.spans import Span, SpanKind
 from m2flow.errors import UserError
 from m2flow.flow import FlowGraph, stage
 from m2flow.flow.worker import Layout
-from m2flow.plan.decide import decide
+from m2flow.plan.choose import choose
 from m2flow.plan.profile import (
     LinkCost,
     Piecewise,
@@ -280,7 +280,7 @@ def test_generation_on_gangs_and_what_publishing_to_it_takes_come_back() -> None
         assert found.publish_seconds("learner", "gen", "same", source, target) == pytest.approx(
             seconds
         )
-    chosen = decide(GRPO, found, LANES, ITEMS).chosen.plan
+    chosen = choose(GRPO, found, LANES, ITEMS).chosen.plan
     assert chosen.placements["gen"].replicas == ((0, 1),), "twice as fast on both lanes, and more"
 
 
@@ -468,8 +468,8 @@ def test_choices_by_noisy_profiles_lie_close_together(seed: int) -> None:
     """Two profiles of one flow led to choices 17 % apart."""
     plans = trial_plans(GRPO, LANES, ITEMS)
     seen = [observed(GRPO, plan, KNOWN, steps=8) for plan in plans]
-    best = decide(GRPO, KNOWN, LANES, ITEMS).chosen.prediction.seconds
-    chosen = decide(GRPO, fit(GRPO, [noisy(ran, seed) for ran in seen]), LANES, ITEMS).chosen
+    best = choose(GRPO, KNOWN, LANES, ITEMS).chosen.prediction.seconds
+    chosen = choose(GRPO, fit(GRPO, [noisy(ran, seed) for ran in seen]), LANES, ITEMS).chosen
     assert simulate(GRPO, chosen.plan, KNOWN, ITEMS).seconds <= 1.05 * best
 
 
