@@ -143,17 +143,11 @@ def _compared(workload: Workload, options: argparse.Namespace) -> dict[str, Reco
 
 
 def _profiled(workload: Workload, pool: LanePool, budget: float) -> Profile:
-    from m2flow.runtime.profiling import obtain
+    from m2flow.runtime.profiling import profile_flow
 
-    profile, source = obtain(
-        workload.make_flow,
-        [workload.batch(PROFILED + step) for step in range(4)],
-        pool,
-        {"model": {"workload": workload.name}, "shapes": {"items": workload.items}},
-        budget=budget,
-        cache=False,
-    )
-    print(f"{workload.name}: profile {source}", flush=True)
+    batches = [workload.batch(PROFILED + step) for step in range(4)]
+    profile = profile_flow(workload.make_flow, batches, lanes=pool, budget_seconds=budget)
+    print(f"{workload.name}: profiled", flush=True)
     return profile
 
 

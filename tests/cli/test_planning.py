@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from m2flow.plan import from_json
+from m2flow.plan import plan_from_json
 
 M2flow = Callable[..., Any]
 
@@ -26,7 +26,7 @@ def test_the_plan_has_what_the_recipe_asks_for(tiny: Path, m2flow: M2flow) -> No
         "layouts={learner: fsdp2, generator: tp4}", "model.num_key_value_heads=4",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
-    plan = from_json(outcome.out)
+    plan = plan_from_json(outcome.out)
     assert [lane.node for lane in plan.lanes] == [0, 0, 1, 1]
     assert {lane.memory_bytes for lane in plan.lanes} == {3 * 2**19}
     assert plan.placements["learner"].replicas == ((0, 1), (2, 3))
@@ -35,7 +35,7 @@ def test_the_plan_has_what_the_recipe_asks_for(tiny: Path, m2flow: M2flow) -> No
 
 
 def test_a_size_without_a_unit_counts_bytes(tiny: Path, m2flow: M2flow) -> None:
-    plan = from_json(m2flow("plan", tiny, "--json", "lane_memory=4096").out)
+    plan = plan_from_json(m2flow("plan", tiny, "--json", "lane_memory=4096").out)
     assert plan.lanes[0].memory_bytes == 4096
 
 
@@ -59,8 +59,8 @@ def test_a_size_without_a_unit_counts_bytes(tiny: Path, m2flow: M2flow) -> None:
         (
             ["--mode", "collocated", "lanes=2xcpu:2", "layouts.learner=fsdp3"],
             (
-                "layouts.learner: the worker's 4 lanes cannot be cut into gangs of the same size "
-                "(got 3); expected a divisor of 4"
+                "layouts.learner: the worker's 4 lanes cannot be divided into replicas of 3 lanes "
+                "(got 'fsdp3'); expected a layout whose lanes divide 4"
             ),
         ),
         (

@@ -8,8 +8,8 @@ import pytest
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
+from m2flow.plan.file import read_profile, to_json
 from m2flow.plan.profile import KEY_PARTS, differences
-from m2flow.plan.profile_files import read_profile, to_json
 from m2flow.runtime.profiling.stored import given
 from m2flow.workloads.common.planning import lanes_of
 from m2flow.workloads.common.profile_key import profile_key
@@ -39,7 +39,7 @@ def test_a_recipe_is_measured_once(tmp_path: Path, store: Path) -> None:
         "finish",
         "peak",
         "lengths:",
-        "measured in",
+        "measured, stored",
     ):
         assert word in done.out, word
     profile = read_profile(out)

@@ -8,7 +8,7 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.flow import Flow, Worker, stage
 from m2flow.plan import build_plan, validate
 from m2flow.plan.decide import decide
-from m2flow.plan.profile import Piecewise, Profile, Quantiles, StageLayout, StageProfile
+from m2flow.plan.profile import Piecewise, Profile, Quantiles, StageCost, StageProfile
 from m2flow.plan.refining import FINER, finer
 from m2flow.plan.units import Bytes
 
@@ -48,13 +48,13 @@ TRAIN = "learner.train"
 def profile(call: float, item: float) -> Profile:
     """Generation takes 1 s on one lane and on two, evenly out to the end; training so much."""
     rounds = Piecewise(((1.0, 1.0 / ITEMS), (ITEMS, 1.0 / ITEMS)))
-    generate = StageLayout(1, Piecewise(((1.0, 1.0), (ITEMS, 1.0))), round=rounds)
-    train = StageLayout(1, Piecewise(((1.0, call + item), (ITEMS, call + item * ITEMS))))
+    generate = StageCost(1, Piecewise(((1.0, 1.0), (ITEMS, 1.0))), round=rounds)
+    train = StageCost(1, Piecewise(((1.0, call + item), (ITEMS, call + item * ITEMS))))
     lengths = Quantiles(tuple(range(1, ITEMS + 1)))
     return Profile(
         {
             "generator.generate": StageProfile((generate,), Bytes(0), lengths),
-            "score": StageProfile((StageLayout(1, Piecewise(((1.0, 0.0),))),)),
+            "score": StageProfile((StageCost(1, Piecewise(((1.0, 0.0),))),)),
             TRAIN: StageProfile((train,)),
         }
     )

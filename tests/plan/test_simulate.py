@@ -22,9 +22,9 @@ from m2flow.plan.profile import (
     Profile,
     PublishCost,
     Quantiles,
-    StageLayout,
+    StageCost,
     StageProfile,
-    WorkerLayout,
+    WorkerCost,
 )
 from m2flow.plan.search import search, to_plan
 from m2flow.plan.search.problem import Problem
@@ -69,8 +69,8 @@ def line(each: float, least: float = 0.0) -> Piecewise:
     return Piecewise(((1.0, least + each), (1001.0, least + 1001 * each)))
 
 
-def layout(each: float, least: float = 0.0, **more: object) -> StageLayout:
-    return StageLayout(1, line(each, least), **more)  # type: ignore[arg-type]
+def layout(each: float, least: float = 0.0, **more: object) -> StageCost:
+    return StageCost(1, line(each, least), **more)  # type: ignore[arg-type]
 
 
 def grpo_profile(lengths: Quantiles | None = None, **more: object) -> Profile:
@@ -128,7 +128,7 @@ def test_the_running_limit_is_kept() -> None:
 def test_what_is_taken_in_stops_the_others() -> None:
     profile = grpo_profile(Quantiles((10.0,)))
     known = profile.stages["gen.generate"]
-    admitting = replace(known, layouts=(replace(known.layouts[0], admit=line(0.5)),))
+    admitting = replace(known, costs=(replace(known.costs[0], admit=line(0.5)),))
     profile = replace(profile, stages={**profile.stages, "gen.generate": admitting})
     plan = replace(ON_ONE_LANE, stages={"gen.generate": StagePlan(max_running=2)})
     found = simulate(GRPO, plan, profile, 4)
@@ -138,9 +138,9 @@ def test_what_is_taken_in_stops_the_others() -> None:
 def test_a_done_curve_says_when_items_come_out() -> None:
     profile = grpo_profile()
     known = profile.stages["gen.generate"]
-    early = replace(known.layouts[0], done=Piecewise(((0, 0), (0.5, 0.25), (1, 1))))
+    early = replace(known.costs[0], done=Piecewise(((0, 0), (0.5, 0.25), (1, 1))))
     profile = replace(
-        profile, stages={**profile.stages, "gen.generate": replace(known, layouts=(early,))}
+        profile, stages={**profile.stages, "gen.generate": replace(known, costs=(early,))}
     )
     second = Placement(((1,),))
     spots = {**dict.fromkeys(GRPO.workers, second), "gen": Placement(((0,),))}
@@ -187,7 +187,7 @@ def test_items_from_another_lane_are_brought_before_a_call() -> None:
 def test_switches_count_and_memory_is_kept() -> None:
     sizes = {"gen": 40, "score": 50, "learner": 60}
     workers = {
-        name: (WorkerLayout(1, Bytes(size), Seconds(0.2), Seconds(0.3)),)
+        name: (WorkerCost(1, Bytes(size), Seconds(0.2), Seconds(0.3)),)
         for name, size in sizes.items()
     }
     lanes = (replace(LANES[0], memory_bytes=100),)

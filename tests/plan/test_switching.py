@@ -16,12 +16,12 @@ from m2flow.plan import (
     StagePlan,
     build_plan,
     describe_plan,
-    from_json,
+    plan_from_json,
     to_json,
     validate,
 )
 from m2flow.plan.decide import decide
-from m2flow.plan.profile import Piecewise, Profile, Quantiles, StageLayout, StageProfile
+from m2flow.plan.profile import Piecewise, Profile, Quantiles, StageCost, StageProfile
 from m2flow.plan.simulate import simulate
 from m2flow.plan.switching import FINENESS, SHARES, with_switch_points
 from m2flow.plan.units import Bytes
@@ -72,7 +72,7 @@ def with_stage(plan: Plan, name: str = "generator.generate", **more: Any) -> Pla
 def test_a_plan_with_a_switch_point_is_read_back_and_explained() -> None:
     plan = with_stage(COLLOCATED, switch_at=0.8, keep=1)
     validate(plan, GRAPH, ITEMS)
-    assert from_json(to_json(plan)) == plan
+    assert plan_from_json(to_json(plan)) == plan
     told = "when 80% of its items are done, 1 of 4 replicas go on with the rest"
     assert sum(told in line for line in describe_plan(plan, GRAPH, ITEMS)) == 1
     half = with_stage(COLLOCATED, switch_at=0.75)
@@ -169,10 +169,10 @@ def profile(
 ) -> Profile:
     """Answers with a long tail; a round takes 0.1 s and so much more for each at work."""
     tail = Quantiles((5.0, 10.0, 12.0, 15.0, 20.0, 200.0))
-    drawing = StageLayout(1, line(1.0), round=line(sequence, 0.1), admit=line(admit), resume=resume)
+    drawing = StageCost(1, line(1.0), round=line(sequence, 0.1), admit=line(admit), resume=resume)
     plain = {"score": 0.01, "learner.logprobs": 0.2, "learner.train": 0.6}
     stages = {
-        name: StageProfile((StageLayout(1, line(each)),), Bytes(1)) for name, each in plain.items()
+        name: StageProfile((StageCost(1, line(each)),), Bytes(1)) for name, each in plain.items()
     }
     return Profile({**stages, "generator.generate": StageProfile((drawing,), Bytes(1), tail)})
 

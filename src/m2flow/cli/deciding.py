@@ -10,24 +10,20 @@ from m2flow.cli.larger import fuller, smallest
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
-from m2flow.plan import isolated_workers, read_plan, validate
-from m2flow.plan.analytic import analytic_profile
-from m2flow.plan.clusters import Cluster, lane_specs, parse_cluster
+from m2flow.flow.worker import ONE_LANE, Layout
+from m2flow.plan import build_plan, isolated_workers, read_plan, validate
 from m2flow.plan.decide import decide
 from m2flow.plan.prediction import Candidate, Decision
 from m2flow.plan.profile import Profile
+from m2flow.plan.profile.analytic import analytic_profile
+from m2flow.plan.profile.clusters import Cluster, lane_specs, parse_cluster
+from m2flow.plan.profile.work import Pricer
 from m2flow.plan.search import Limits, problem, search
-from m2flow.workloads.common.planning import (
-    build_fixed,
-    flow_of,
-    lanes_of,
-    layouts_of,
-    with_limit,
-)
+from m2flow.workloads.common.planning import flow_of, lanes_of, layouts_of, with_limit
 from m2flow.workloads.common.profile_key import profile_key
 from m2flow.workloads.common.recipe import AUTO_MODE, Recipe
 from m2flow.workloads.common.registry import workload_of
-from m2flow.workloads.common.workload import NOTHING_ASSUMED, Assumed, Prices
+from m2flow.workloads.common.workload import NOTHING_ASSUMED, Assumed
 
 BUDGET_SECONDS = 10.0
 """About so long plans are simulated."""
@@ -68,16 +64,15 @@ class Planning:
                 value=asked.mode,
                 hint="leave out --cluster and --profile to see its plan",
             )
-        self.flow = flow_of(self.recipe, asked.assumed.model)
-        self.graph: FlowGraph = self.flow.trace()
-        self.isolated = isolated_workers(self.flow)
+        flow = flow_of(self.recipe, asked.assumed.model)
+        self.graph: FlowGraph = flow.trace()
+        self.isolated = isolated_workers(flow)
         self.cluster = None if asked.cluster is None else parse_cluster(asked.cluster, "--cluster")
-        self.layouts = layouts_of(self.recipe, self.flow, self._lanes(self.cluster))
-        self.work: Prices | None = None
+        self.layouts = layouts_of(self.recipe, flow, self._lanes(self.cluster))
+        self.prices: Pricer | None = None
         if self.cluster is not None:
             workload = workload_of(self.recipe)
-            self.work = workload.prices(self.recipe, self.graph, asked.assumed)
-        self.assumptions = self.work.assumptions if self.work and not asked.profile_file else ()
+            self.prices = workload.prices(self.recipe, self.graph, asked.assumed)
 
     @property
     def limits(self) -> Limits | None:
@@ -89,7 +84,8 @@ class Planning:
     def decision(self) -> Decision:
         """What is chosen: by the planner, or by the person who named a mode or a plan."""
         mine = self._own_plan()
-        decision = self._decided([] if mine is None else [mine])
+        lanes = self._lanes(self.cluster)
+        decision = self.decided(lanes, [] if mine is None else [mine])
         if mine is not None:
             return _of_plan(decision, mine)
         if self.asked.mode not in (None, AUTO_MODE):
@@ -104,18 +100,19 @@ class Planning:
         validate(mine, self.graph, self.recipe.items_per_step, self.isolated)
         return mine
 
-    def _decided(self, beside: Sequence[Plan]) -> Decision:
+    def decided(self, lanes: Sequence[LaneSpec], beside: Sequence[Plan] = ()) -> Decision:
+        """The planner's choice for some lanes, with further plans judged beside its own."""
         try:
             profile = self._profile(self.cluster)
             return decide(
                 self.graph,
                 profile,
-                self._lanes(self.cluster),
+                lanes,
                 self.recipe.items_per_step,
                 max_staleness=self.recipe.max_staleness,
                 isolated=self.isolated,
                 limits=self.limits,
-                gangs=self._gangs(profile),
+                layouts=self._layouts(profile),
                 beside=beside,
                 budget=BUDGET_SECONDS,
             )
@@ -132,17 +129,19 @@ class Planning:
 
     def _profile(self, cluster: Cluster | None) -> Profile:
         """Computed for a cluster, read from the file that was named, or measured here before."""
-        from m2flow.runtime.profiling.stored import cached, given
-
-        file, reuse = self.asked.profile_file, self.asked.reuse
+        computed = None
         if cluster is not None:
-            assert self.work is not None
-            computed = analytic_profile(
-                self.graph, cluster, self.work.stages, self.recipe.items_per_step
-            )
-            return computed if file is None else given(file, computed.key, whatever_its_key=reuse)
-        key = profile_key(self.recipe, lanes_of(self.recipe))
-        found = cached(key) if file is None else given(file, key, whatever_its_key=reuse)
+            assert self.prices is not None
+            items = self.recipe.items_per_step
+            computed = analytic_profile(self.graph, cluster, self.prices, items)
+            if self.asked.profile_file is None:
+                return computed
+        from m2flow.runtime.profiling.stored import cached, given  # NumPy comes along
+
+        key = profile_key(self.recipe, lanes_of(self.recipe)) if computed is None else computed.key
+        if self.asked.profile_file is not None:
+            return given(self.asked.profile_file, key, whatever_its_key=self.asked.reuse)
+        found = cached(key)
         if found is None:
             raise UserError(
                 "nothing has been measured for this recipe on these lanes",
@@ -152,19 +151,20 @@ class Planning:
             )
         return found
 
-    def _gangs(self, profile: Profile) -> dict[str, int]:
+    def _layouts(self, profile: Profile) -> dict[str, Layout]:
         """Lanes for a copy of each worker in the plans of fixed modes: the fewest that it fits."""
-        asked = {worker: layout.lanes for worker, layout in self.layouts.items()}
         found = {}
         for worker in self.graph.workers:
             nodes = [node for node in self.graph.nodes if node.worker == worker]
-            fitting = set.intersection(
-                *({layout.lanes for layout in profile.stage(node.name).layouts} for node in nodes)
-            )
-            wanted = asked.get(worker, 1)
-            gang = wanted if wanted in fitting else min(fitting, default=wanted)
-            if gang > 1:
-                found[worker] = gang
+            costs = [profile.stage(node.name).costs for node in nodes]
+            fitting = set.intersection(*({cost.lanes for cost in some} for some in costs))
+            wanted = self.layouts.get(worker, ONE_LANE)
+            if wanted.lanes not in fitting and fitting:
+                least = min(fitting)
+                name = next(cost.layout for cost in costs[0] if cost.lanes == least)
+                wanted = Layout(name, least)
+            if wanted.lanes > 1:
+                found[worker] = wanted
         return found
 
     def _of_mode(self, decision: Decision, mode: str) -> Decision:
@@ -176,8 +176,10 @@ class Planning:
         if every:
             return _with_choice(decision, every[0])
         lanes = [lane for lane in decision.chosen.plan.lanes if lane.reserved_for is None]
-        items = self.recipe.items_per_step
-        build_fixed(mode, self.graph, lanes, items, self.isolated, self.layouts)  # may say why
+        build_plan(  # says why, where the mode does not fit the lanes
+            mode, self.graph, lanes, self.recipe.items_per_step, self.isolated,
+            self._layouts(decision.profile),
+        )  # fmt: skip
         raise UserError(
             "a plan of this mode does not keep the limits of these lanes",
             key="--mode",

@@ -6,7 +6,7 @@ configuration and public figures of the hardware, and neither torch nor Ray is i
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import shutil
 import sys
 from collections.abc import Sequence
@@ -80,19 +80,16 @@ def _print_fixed(recipe: Recipe, plan_file: Path | None, explain: bool, as_json:
 
 def _print_decision(asked: Question, explain: bool, as_json: bool) -> None:
     from m2flow.cli.deciding import Planning
-    from m2flow.plan.explaining import explained, in_words, summary, to_document
+    from m2flow.plan.explain import explained, flips, in_words, summary
 
     planning = Planning(asked)
     decision = planning.decision()
-    why = explained(
-        decision,
-        planning.graph,
-        limits=planning.limits,
-        sensitivity=explain or as_json,
-        assumptions=planning.assumptions,
-    )
+    found = None
+    if explain or as_json:
+        found = flips(decision, planning.graph, planning.decided)
+    why = explained(decision, planning.graph, flips=found, assumptions=decision.profile.assumptions)
     if as_json:
-        print(json.dumps(to_document(why), indent=1))
+        print(to_json({**dataclasses.asdict(decision.chosen.plan), "decision": why}), end="")
     if explain or not as_json:
         out = sys.stderr if as_json else sys.stdout
         plain = not out.isatty() or "utf" not in (out.encoding or "").lower()

@@ -11,8 +11,8 @@ from rich.table import Table
 from m2flow.errors import UserError
 from m2flow.observe.formatting import number, percent, seconds
 from m2flow.observe.progress import TrainProgress
-from m2flow.plan.profile import Profile, Quantiles, StageLayout
-from m2flow.plan.profile_files import to_json
+from m2flow.plan.file import to_json
+from m2flow.plan.profile import Profile, Quantiles, StageCost
 from m2flow.plan.sizes import bytes_text
 from m2flow.workloads.common import read_recipe
 from m2flow.workloads.common.profiling import profile_of
@@ -47,14 +47,14 @@ def profile(
     console = Console(highlight=False)
     with TrainProgress(console) as progress:
         progress.start(f"m2flow: profile of {recipe.name}")
-        found = profile_of(recipe, progress, budget=budget, again=again)
-    console.print(table(found.profile))
-    for line in beside(found.profile):
+        found, origin = profile_of(recipe, progress, budget=budget, again=again)
+    console.print(table(found))
+    for line in beside(found):
         console.print(line, soft_wrap=True)
-    console.print(found.origin, soft_wrap=True)
+    console.print(origin, soft_wrap=True)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(to_json(found.profile), encoding="utf-8")
+        out.write_text(to_json(found), encoding="utf-8")
         console.print(f"written to {out}", soft_wrap=True)
 
 
@@ -67,7 +67,7 @@ def table(found: Profile) -> Table:
         drawn.add_column(column, justify="right")
     for name, stage in found.stages.items():
         label = name
-        for layout in stage.layouts:
+        for layout in stage.costs:
             kind = f"{layout.lanes} {layout.kind}"
             for items, took in _shown(layout):
                 error = f"± {percent(layout.error)}"
@@ -79,7 +79,7 @@ def table(found: Profile) -> Table:
     return drawn
 
 
-def _memory(found: Profile, stage: str, layout: StageLayout, items: float) -> tuple[str, str]:
+def _memory(found: Profile, stage: str, layout: StageCost, items: float) -> tuple[str, str]:
     """Bytes of the state of a stage's worker on a lane, and with what a call takes beside it."""
     known = found.worker(stage.partition(".")[0], layout.lanes, layout.kind)
     state = known.state_bytes if known else 0
@@ -88,7 +88,7 @@ def _memory(found: Profile, stage: str, layout: StageLayout, items: float) -> tu
     return bytes_text(state), bytes_text(state + layout.working.at(items))
 
 
-def _shown(layout: StageLayout) -> list[tuple[float, float]]:
+def _shown(layout: StageCost) -> list[tuple[float, float]]:
     """A few points of the curve, the smallest and the largest among them."""
     points = layout.seconds.points
     shown = min(SHOWN_SIZES, len(points))
@@ -107,7 +107,7 @@ def beside(found: Profile) -> Iterator[str]:
         facts = [f"{stage.output_bytes:,} bytes an item"] if stage.output_bytes else []
         facts += [f"lengths: {_lengths(stage.lengths)}"] if stage.lengths else []
         facts += [f"turns: {_lengths(stage.turns)}"] if stage.turns else []
-        alone = min(layout.alone for layout in stage.layouts)
+        alone = min(layout.alone for layout in stage.costs)
         facts += [f"{percent(1 - alone)} faster while other lanes are idle"] if alone < 1 else []
         if facts:
             yield f"{name}: {'; '.join(facts)}"

@@ -16,7 +16,7 @@ from m2flow.plan.builders import (
 )
 from m2flow.plan.companion import companion
 from m2flow.plan.describe import describe_plan
-from m2flow.plan.files import from_json, read_plan, to_json
+from m2flow.plan.file import plan_from_json, read_plan, to_json
 from m2flow.plan.isolation import isolate, isolated_workers
 from m2flow.plan.lanes import check_machine, parse_lanes, with_memory
 from m2flow.plan.machine import available_cores
@@ -46,7 +46,6 @@ __all__ = [
     "describe_plan",
     "disaggregated",
     "eager",
-    "from_json",
     "hybrid",
     "isolate",
     "isolated_workers",
@@ -54,6 +53,7 @@ __all__ = [
     "parse_bytes",
     "parse_lanes",
     "placed",
+    "plan_from_json",
     "problem",
     "read_plan",
     "to_json",

@@ -16,12 +16,13 @@ from dataclasses import replace
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
-from m2flow.plan.builders import BUILDERS, NO_GANGS, build_plan
+from m2flow.flow.worker import Layout
+from m2flow.plan.builders import BUILDERS, DEFAULT_LAYOUTS, build_plan
 from m2flow.plan.chunks import window_units
 from m2flow.plan.isolation import isolate
 from m2flow.plan.memory import with_sizes
 from m2flow.plan.prediction import Candidate, Decision, Prediction
-from m2flow.plan.profile import Profile, StageLayout
+from m2flow.plan.profile import Profile, StageCost
 from m2flow.plan.refining import finer
 from m2flow.plan.search import Found, Limits, candidates, problem, to_plan
 from m2flow.plan.simulate import simulate
@@ -61,7 +62,7 @@ def decide(
     max_staleness: int = 0,
     isolated: Collection[str] = (),
     limits: Limits | None = None,
-    gangs: Mapping[str, int] = NO_GANGS,
+    layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
     keep: int = KEEP,
     beside: Sequence[Plan] = (),
     budget: float | None = None,
@@ -76,7 +77,7 @@ def decide(
         max_staleness: how many steps generation may run ahead; a budget, not a wish.
         isolated: workers that get lanes of their own.
         limits: resources that belong to no lane.
-        gangs: for the plans of the fixed modes, as in `build_plan`.
+        layouts: for the plans of the fixed modes, as in `build_plan`.
         keep: so many plans of the search are simulated.
         beside: further plans to be judged, such as the one that runs.
         budget: about how many seconds simulating may take; None for no limit. Where it is short, a
@@ -92,7 +93,7 @@ def decide(
     judge = _Judge(graph, profile, num_items, isolated, budget)
     judge.consider((plan, None) for plan in beside)
     searched = candidates(stated, max_staleness, keep)
-    fixed = _fixed(graph, profile, free, num_items, gangs, max_staleness)
+    fixed = _fixed(graph, profile, free, num_items, layouts, max_staleness)
     proposed = [(to_plan(stated, found, free), found) for found in searched]
     judge.consider(
         (isolate(replace(plan, lanes=tuple(lanes)), isolated), found)
@@ -220,13 +221,13 @@ def _fixed(
     profile: Profile,
     lanes: Sequence[LaneSpec],
     num_items: int,
-    gangs: Mapping[str, int],
+    layouts: Mapping[str, Layout],
     max_staleness: int,
 ) -> Iterator[Plan]:
     """The plans of the fixed modes that fit, with and without staleness."""
     for mode in MODES:
         try:
-            plan = build_plan(mode, graph, lanes, num_items, gangs=gangs)
+            plan = build_plan(mode, graph, lanes, num_items, layouts=layouts)
         except UserError:  # it has no place for this graph on these lanes
             continue
         if not _known(plan, graph, profile):
@@ -244,13 +245,13 @@ def _known(plan: Plan, graph: FlowGraph, profile: Profile) -> bool:
     )
 
 
-def layout_of(profile: Profile, stage: str, gang: int, plan: Plan) -> StageLayout | None:
+def layout_of(profile: Profile, stage: str, gang: int, plan: Plan) -> StageCost | None:
     """A stage's layout on gangs of so many lanes of the plan's kind; None if there is no price."""
     kinds = {lane.kind for lane in plan.lanes}
     return next(
         (
             layout
-            for layout in profile.stage(stage).layouts
+            for layout in profile.stage(stage).costs
             if layout.lanes == gang and layout.kind in kinds
         ),
         None,

@@ -66,6 +66,7 @@ class Decision:
         num_items: source items of a step.
         seconds_to_decide: how long search and simulation took.
         frontier: the best candidate for each staleness that is worth it, from 0 on.
+        ruled_out: plans that cannot run, by name, and why.
     """
 
     chosen: Candidate
@@ -74,3 +75,4 @@ class Decision:
     num_items: int
     seconds_to_decide: float = 0.0
     frontier: tuple[Candidate, ...] = ()
+    ruled_out: Mapping[str, str] = field(default_factory=dict)

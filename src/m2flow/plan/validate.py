@@ -10,8 +10,8 @@ from m2flow.engine.turns import whole_step_edges
 from m2flow.errors import PlanError, suggestion
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 from m2flow.plan.builders import placed
-from m2flow.plan.hardware import DEVICES
 from m2flow.plan.memory import check_memory
+from m2flow.plan.profile.hardware import DEVICES
 
 
 def validate(

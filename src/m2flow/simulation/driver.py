@@ -95,6 +95,7 @@ class Simulation:
         self.engine = Engine(graph, plan)
         self.record = SimulatedRun()
         self.now = 0.0
+        self._sent_at = 0.0  # when the commands at hand leave the controller
         self._sequence = count()
         self._events: list[
             tuple[float, float, int, int, tuple[Event, ...] | _Next | _GiveBack]
@@ -167,6 +168,7 @@ class Simulation:
 
     def _handle(self, *events: Event) -> None:
         self.record.num_events += len(events)
+        self._sent_at = max(self._sent_at, self.now) + self._timing.control(events)
         for command in self.engine.handle(*events):
             self._carry_out(command)
 
@@ -209,7 +211,8 @@ class Simulation:
         if node.streaming:
             lane = command.lanes[0]
             pace = partial(self._timing.round, node, lane)
-            stream = VirtualStream(node, command.step, lane, command.call, start, pace)
+            slots = self._timing.slots(node, lane)
+            stream = VirtualStream(node, command.step, lane, command.call, start, pace, slots)
             self._streams[command.call] = stream
             self._stream(stream, shares[0], start)
             self._resume(stream, command.unfinished, start)
@@ -438,7 +441,7 @@ class Simulation:
     def _start_of(self, lane: int, command: LaneCommand, workers: Iterable[str]) -> float:
         """When a lane comes to a command that needs these workers: it waits for early onloads."""
         ready = (self._onloaded.get((lane, worker), 0.0) for worker in workers)
-        return max(self.now + self._timing.dispatch(command), self._free_at[lane], *ready)
+        return max(self._sent_at + self._timing.dispatch(command), self._free_at[lane], *ready)
 
     def _take_lane(
         self,
@@ -506,7 +509,7 @@ class Simulation:
         return end
 
     def _complete(self, command: CompleteStep) -> None:
-        self.record.step_ends[command.step] = self.now
+        self.record.step_ends[command.step] = self._sent_at
         for lag, items in command.staleness.items():
             self.record.staleness[lag] = self.record.staleness.get(lag, 0) + items
         self._items.forget(command.step)

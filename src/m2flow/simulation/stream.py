@@ -7,6 +7,7 @@ finished, say all: an event costs the logarithm of the items at work, however ma
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -32,6 +33,7 @@ class VirtualStream:
         node, step, lane, call: what runs where.
         start: the moment at which it begins.
         pace: seconds of a unit, by how many items are at work.
+        slots: the most output items at work at once; None for no limit. Further ones wait.
 
     Attributes:
         began: when it has begun.
@@ -52,6 +54,7 @@ class VirtualStream:
         call: int,
         start: float,
         pace: Callable[[int], float],
+        slots: int | None = None,
     ) -> None:
         self.node, self.step, self.lane, self.call = node, step, lane, call
         self.began = self.at = start
@@ -62,7 +65,8 @@ class VirtualStream:
         self.log_resumed: list[list[object]] = []
         self.log_given_back: list[object] = []
         self.ticket = 0
-        self._pace = pace
+        self._pace, self._slots = pace, slots
+        self._waiting: deque[tuple[int, Left]] = deque()
         self._grown = 0.0
         self._heap: list[tuple[float, int, int]] = []  # units grown at its end; order; item
         self._order = 0
@@ -70,8 +74,8 @@ class VirtualStream:
 
     @property
     def running(self) -> int:
-        """Items at work."""
-        return len(self._heap)
+        """Items at work, and those that wait for a slot."""
+        return len(self._heap) + len(self._waiting)
 
     @property
     def idle(self) -> bool:
@@ -81,7 +85,7 @@ class VirtualStream:
     @property
     def unfinished(self) -> list[int]:
         """Output items at work."""
-        return sorted(item for _, _, item in self._heap)
+        return sorted([item for _, _, item in self._heap] + [item for item, _ in self._waiting])
 
     def play(self, now: float) -> None:
         """Let all grow up to a moment."""
@@ -108,11 +112,17 @@ class VirtualStream:
         """Take output items in that were begun; nothing grows meanwhile."""
         self.play(now)
         self.at += pause
-        for output, one in zip(outputs, left, strict=True):
+        self._waiting.extend(zip(outputs, left, strict=True))
+        self._fill_slots()
+        self.ticket += 1
+
+    def _fill_slots(self) -> None:
+        """Set items to work that wait, as far as there are slots."""
+        while self._waiting and (self._slots is None or len(self._heap) < self._slots):
+            output, one = self._waiting.popleft()
             heappush(self._heap, (self._grown + one.need, self._order, output))
             self._zero[output] = self._grown - one.grown
             self._order += 1
-        self.ticket += 1
 
     def next_end(self) -> float:
         """When the next item is finished, or, where nothing is at work, the call is at its end."""
@@ -128,6 +138,7 @@ class VirtualStream:
         self.unsaid.append(item)
         while together and self._heap and self._heap[0][0] - end <= SAME * (1.0 + end):
             self.unsaid.append(heappop(self._heap)[2])
+        self._fill_slots()
         self.ticket += 1
 
     def say(self) -> tuple[int, ...]:
@@ -143,6 +154,8 @@ class VirtualStream:
             item: Left(max(0.0, end - self._grown), self._grown - self._zero[item])
             for end, _, item in sorted(self._heap)
         }
+        left |= dict(self._waiting)
+        self._waiting.clear()
         self._heap.clear()
         self.ticket += 1
         return left

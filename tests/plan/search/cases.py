@@ -6,7 +6,7 @@ import math
 from random import Random
 
 from m2flow.errors import UserError
-from m2flow.plan.profile import Piecewise, Profile, StageLayout, StageProfile, WorkerLayout
+from m2flow.plan.profile import Piecewise, Profile, StageCost, StageProfile, WorkerCost
 from m2flow.plan.search import Problem, problem, search
 from m2flow.plan.units import Bytes, Seconds
 from tests.plan.search.random_cases import Plain, build
@@ -28,9 +28,9 @@ def chain(rng: Random, lanes: int, num_items: int, limited: bool) -> Problem:
     for node in graph.nodes:
         least, each = rng.uniform(0, 0.2), rng.uniform(0.1, 1)
         price = Piecewise(((1, least + each), (64, least + 64 * each)))
-        stages[node.name] = StageProfile((StageLayout(1, price),))
+        stages[node.name] = StageProfile((StageCost(1, price),))
         moves = Seconds(rng.uniform(0, 2)), Seconds(rng.uniform(0, 2))
-        workers[node.worker] = (WorkerLayout(1, Bytes(60), *moves),)
+        workers[node.worker] = (WorkerCost(1, Bytes(60), *moves),)
     memory = {"cpu": 100} if limited else None
     profile = Profile(stages, workers)
     return problem(graph, profile, {"cpu": lanes}, num_items, memory=memory)
@@ -43,4 +43,4 @@ def line(first: float, each: float) -> Piecewise:
 
 def priced(first: float, each: float, error: float = 0.0) -> StageProfile:
     """A stage by the price of one item and of each further one."""
-    return StageProfile((StageLayout(1, line(first, each), error=error),))
+    return StageProfile((StageCost(1, line(first, each), error=error),))

@@ -12,7 +12,7 @@ import math
 from itertools import product
 
 from m2flow.flow.graph import StageNode
-from m2flow.plan.profile import StageLayout
+from m2flow.plan.profile import StageCost
 from m2flow.plan.search.leaves import leaf_cost
 from m2flow.plan.search.problem import Problem
 from m2flow.plan.search.tree import Bound, Fused, Leaf, Split
@@ -40,11 +40,11 @@ def brute_force(problem: Problem, parts: int = 1) -> float:
     return best
 
 
-def layouts(problem: Problem, node: StageNode) -> list[tuple[int, StageLayout, int]]:
+def layouts(problem: Problem, node: StageNode) -> list[tuple[int, StageCost, int]]:
     """Ways to run a stage, as `Problem.layouts` has them."""
     alone = node.sticky or (node.streaming and node.is_function)
     found = []
-    for number, layout in enumerate(problem.profile.stage(node.name).layouts):
+    for number, layout in enumerate(problem.profile.stage(node.name).costs):
         for kind, name in enumerate(problem.kinds):
             known = problem.profile.worker(node.worker, layout.lanes, name)
             possible = layout.kind == name and known is not None

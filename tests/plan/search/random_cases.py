@@ -13,9 +13,9 @@ from m2flow.plan.profile import (
     Profile,
     PublishCost,
     Quantiles,
-    StageLayout,
+    StageCost,
     StageProfile,
-    WorkerLayout,
+    WorkerCost,
 )
 from m2flow.plan.search import Limits, Problem, problem
 from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
@@ -194,7 +194,7 @@ def profile_of(
     for node in graph.nodes:
         items = num_items * node.fanout
         layouts = [
-            StageLayout(
+            StageCost(
                 lanes,
                 curve(rng, items, rng.choice([0.3, 1.0, 3.0]) / lanes**0.7),
                 done=rng.choice([None, Piecewise(((0, 0), (0.5, 0.3), (0.9, 0.6), (1, 1)))])
@@ -217,7 +217,7 @@ def profile_of(
     for worker in graph.workers:
         size = rng.choice([0, rng.randint(10, 60)])
         workers[worker] = tuple(
-            WorkerLayout(
+            WorkerCost(
                 lanes,
                 Bytes(size // lanes),
                 Seconds(rng.uniform(0, 0.3)),

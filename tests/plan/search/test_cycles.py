@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from m2flow.engine.plan import LaneSpec
-from m2flow.plan.profile import Piecewise, Profile, StageLayout, StageProfile
+from m2flow.plan.profile import Piecewise, Profile, StageCost, StageProfile
 from m2flow.plan.search import Found, Leaf, Problem, Spatial, Split, evaluate, problem, to_plan
 from m2flow.plan.simulate import simulate
 from m2flow.plan.units import Seconds
@@ -18,10 +18,10 @@ LANES = tuple(LaneSpec(n) for n in range(9))
 def two_members(first: tuple[float, float], second: tuple[float, float], items: int) -> Problem:
     """A cycle of four turns, by each member's seconds for an item and for one more; what follows
     it is free."""
-    free = StageProfile((StageLayout(1, Piecewise(((1, 0.0), (64, 0.0)))),))
+    free = StageProfile((StageCost(1, Piecewise(((1, 0.0), (64, 0.0)))),))
     stages = {
-        "w0.work": StageProfile((StageLayout(1, line(*first)),)),
-        "x.work": StageProfile((StageLayout(1, line(*second)),)),
+        "w0.work": StageProfile((StageCost(1, line(*first)),)),
+        "x.work": StageProfile((StageCost(1, line(*second)),)),
         "w1.work": free,
     }
     return problem(build("cycle", (Plain,) * 2), Profile(stages), {"cpu": len(LANES)}, items)

@@ -56,8 +56,8 @@ def two_kinds() -> Problem:
     graph = build("chain2", (Plain,) * 2)
     quick, slow = priced(1, 1), priced(8, 8)
     mixed = [
-        replace(quick, layouts=(
-            replace(one.layouts[0], kind="one"), replace(other.layouts[0], kind="other"))
+        replace(quick, costs=(
+            replace(one.costs[0], kind="one"), replace(other.costs[0], kind="other"))
         )
         for one, other in ((quick, slow), (slow, quick))
     ]  # fmt: skip
@@ -98,7 +98,7 @@ def test_far_fewer_parts_are_looked_at_with_the_same_answer(
     stages = {
         f"w{n}.work": StageProfile(
             tuple(
-                replace(priced(1, each).layouts[0], kind=kind)
+                replace(priced(1, each).costs[0], kind=kind)
                 for kind, each in (("one", one), ("other", other))
             )
         )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from m2flow.plan.profile import Piecewise, Profile, StageLayout, StageProfile, WorkerLayout
+from m2flow.plan.profile import Piecewise, Profile, StageCost, StageProfile, WorkerCost
 from m2flow.plan.search import Fused, Leaf, Problem, Split, problem
 from m2flow.plan.search.leaves import leaf_cost
 from m2flow.plan.units import Bytes, Seconds
@@ -31,7 +31,7 @@ def test_each_call_is_dispatched() -> None:
 
 def test_a_finish_is_dispatched_once_for_each_mini_batch() -> None:
     graph = build("one", (Learner,))
-    entry = StageProfile((StageLayout(1, Piecewise(((1, 1.0), (64, 64.0))), finish=None),))
+    entry = StageProfile((StageCost(1, Piecewise(((1, 1.0), (64, 64.0))), finish=None),))
     stated = problem(graph, Profile({"w0.work": entry}), {"cpu": 1}, 8)
     leaf, mine = Leaf(0, 0, 1), dispatched(stated, 0.1)
     # Two mini-batches of four, each a call and a finish.
@@ -43,7 +43,7 @@ def test_a_finish_is_dispatched_once_for_each_mini_batch() -> None:
 def test_a_stream_is_dispatched_once() -> None:
     graph = build("chain2", (Source, Plain))
     done = Piecewise(((0, 0), (0.5, 0.25), (1, 1)))
-    entry = StageProfile((StageLayout(1, Piecewise(((1, 1.0), (8, 8.0))), done=done),))
+    entry = StageProfile((StageCost(1, Piecewise(((1, 1.0), (8, 8.0))), done=done),))
     stages = {"w0.work": entry, "w1.work": priced(1.0, 1.0)}
     stated = problem(graph, Profile(stages), {"cpu": 2}, 8)
     before = leaf_cost(stated, Leaf(0, 0, 1), 8, 4)
@@ -68,11 +68,9 @@ def test_every_turn_of_a_cycle_is_dispatched() -> None:
 
 def test_a_stream_on_gangs_has_its_items_by_replica_and_its_bytes_by_lane() -> None:
     graph = build("chain2", (Source, Plain))
-    layout = StageLayout(
-        4, Piecewise(((1, 1.0), (8, 8.0))), working=Piecewise(((1, 5.0), (8, 40.0)))
-    )
+    layout = StageCost(4, Piecewise(((1, 1.0), (8, 8.0))), working=Piecewise(((1, 5.0), (8, 40.0))))
     stages = {"w0.work": StageProfile((layout,)), "w1.work": priced(1.0, 1.0)}
-    workers = {"w0": (WorkerLayout(4, Bytes(25), Seconds(1.0), Seconds(2.0)),)}
+    workers = {"w0": (WorkerCost(4, Bytes(25), Seconds(1.0), Seconds(2.0)),)}
     stated = problem(graph, Profile(stages, workers), {"cpu": 8}, 16, memory={"cpu": 128})
     leaf = leaf_cost(stated, Leaf(0, 0, 2), 16, 16)
     assert leaf.first == 8.0  # eight items for each of two replicas

@@ -13,9 +13,9 @@ from m2flow.plan import validate
 from m2flow.plan.profile import (
     Piecewise,
     Profile,
-    StageLayout,
+    StageCost,
     StageProfile,
-    WorkerLayout,
+    WorkerCost,
 )
 from m2flow.plan.search import (
     Leaf,
@@ -80,7 +80,7 @@ def test_all_lanes_but_one_are_a_split() -> None:
     graph = build("chain2", (Plain,) * 2)
     stages = {"w0.work": priced(1.0, 1.0), "w1.work": priced(0.1, 0.1)}
     workers = {
-        worker: (WorkerLayout(1, Bytes(60), Seconds(50.0), Seconds(50.0)),)
+        worker: (WorkerCost(1, Bytes(60), Seconds(50.0), Seconds(50.0)),)
         for worker in graph.workers
     }
     profile = Profile(stages, workers)
@@ -98,7 +98,7 @@ def test_members_of_a_cycle_may_stand_apart() -> None:
         "x.work": priced(0.2, 0.2),
         "w1.work": priced(0.1, 0.0),
     }
-    workers = {worker: (WorkerLayout(1, Bytes(60)),) for worker in ("w0", "x")}
+    workers = {worker: (WorkerCost(1, Bytes(60)),) for worker in ("w0", "x")}
     stated = problem(graph, Profile(stages, workers), {"cpu": 8}, 24, memory={"cpu": 100})
     (found,) = search(stated)
     splits = [leaf for leaf in leaves(found.tree) if isinstance(leaf, Split)]
@@ -116,7 +116,7 @@ def lanes_of(stated: Problem) -> tuple[LaneSpec, ...]:
 def on_kinds(prices: dict[str, tuple[float, float]]) -> StageProfile:
     """A stage by the price of one item and of each further one, on kinds of lanes."""
     return StageProfile(
-        tuple(StageLayout(1, line(*price), kind=kind) for kind, price in prices.items()),
+        tuple(StageCost(1, line(*price), kind=kind) for kind, price in prices.items()),
         Bytes(1000),
     )
 
@@ -128,7 +128,7 @@ def kinds_used(stated: Problem) -> dict[str, str]:
     for leaf in leaves(found.tree):
         assert isinstance(leaf, Leaf)
         node = stated.tasks[leaf.task].nodes[0]
-        used[node.name] = stated.profile.stage(node.name).layouts[leaf.layout].kind
+        used[node.name] = stated.profile.stage(node.name).costs[leaf.layout].kind
     return used
 
 
@@ -167,7 +167,7 @@ def test_each_of_two_kinds_of_accelerators_does_what_it_is_best_at() -> None:
 def on_gangs(sizes: tuple[int, ...], state: int, each: float = 1.0) -> tuple[StageProfile, tuple]:
     """A stage by lanes of a replica, and its worker's state, so many bytes over all of these."""
     layouts = tuple(
-        StageLayout(
+        StageCost(
             size,
             line(1.0, each / size),
             max_running=3,
@@ -176,7 +176,7 @@ def on_gangs(sizes: tuple[int, ...], state: int, each: float = 1.0) -> tuple[Sta
         )
         for size in sizes
     )
-    states = tuple(WorkerLayout(size, Bytes(state // size), kind="gpu") for size in sizes)
+    states = tuple(WorkerCost(size, Bytes(state // size), kind="gpu") for size in sizes)
     return StageProfile(layouts), states
 
 
@@ -214,7 +214,7 @@ def test_gangs_stand_on_one_machine_each() -> None:
     for n, (sizes, each) in enumerate((((1,), 0.05), ((4,), 2.0), ((8,), 2.0))):
         entry, workers[f"w{n}"] = on_gangs(sizes, 90 * sizes[0], each)
         stages[f"w{n}.work"] = replace(
-            entry, layouts=tuple(replace(one, max_running=None) for one in entry.layouts)
+            entry, costs=tuple(replace(one, max_running=None) for one in entry.costs)
         )
     lanes = machines_of(24, 8)
     stated = problem(graph, Profile(stages, workers), lanes, 96, Limits(lanes_per_node=8))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from m2flow.errors import UserError
 from m2flow.plan import units
-from m2flow.plan.profile import Piecewise, PublishCost, Quantiles, StageLayout, differences
-from m2flow.plan.profile_files import from_json, read_profile, to_json
+from m2flow.plan.file import profile_from_json, read_profile, to_json
+from m2flow.plan.profile import Piecewise, PublishCost, Quantiles, StageCost, differences
 from m2flow.plan.units import Items, Seconds
 from tests.plan.search.random_cases import draw
 
@@ -49,7 +49,7 @@ def test_quantiles_keep_mean_and_tail() -> None:
 
 def test_first_chunk_of_a_stream_comes_before_its_tail() -> None:
     tail = Piecewise(((0, 0), (0.9, 0.5), (1, 1)))
-    layout = StageLayout(1, Piecewise(((1, 10.0), (10, 20.0))), done=tail)
+    layout = StageCost(1, Piecewise(((1, 10.0), (10, 20.0))), done=tail)
     assert layout.first(Items(9), Items(10)) == pytest.approx(10.0)
     assert layout.first(Items(10), Items(10)) == layout.call(Items(10)) == 20.0
 
@@ -76,7 +76,10 @@ def test_publishing_between_layouts_that_were_not_measured_is_not_free() -> None
 @pytest.mark.parametrize("seed", range(10))
 def test_files_give_back_what_was_written(seed: int) -> None:
     profile = draw(seed).profile
-    assert from_json(to_json(profile)) == profile
+    assert profile_from_json(to_json(profile)) == profile
+
+
+CURVE = '{"stages": {"a": {"costs": [{"lanes": %s, "seconds": {"points": %s}}]}}}'
 
 
 @pytest.mark.parametrize(
@@ -84,15 +87,15 @@ def test_files_give_back_what_was_written(seed: int) -> None:
     [
         ("{", "is not JSON"),
         ('{"stage": {}}', "did you mean 'stages'"),
-        ('{"stages": {"a": {}}}', "layouts: is missing"),
-        ('{"stages": {"a": {"layouts": [{"lanes": "1", "seconds": [[1, 2]]}]}}}', "wrong type"),
-        ('{"stages": {"a": {"layouts": [{"lanes": 1, "seconds": [[1, 2], [2, 1]]}]}}}', "not fall"),
+        ('{"stages": {"a": {}}}', r"stages\.a\.costs: is missing"),
+        (CURVE % ('"1"', "[[1, 2]]"), "wrong type"),
+        (CURVE % (1, "[[1, 2], [2, 1]]"), r"stages\.a\.costs\[0\]\.seconds: .*not fall"),
         ('{"stages": {}, "key": {"colour": {}}}', "no part of a key"),
     ],
 )
 def test_bad_files_are_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        from_json(text)
+        profile_from_json(text)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

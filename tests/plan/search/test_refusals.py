@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from m2flow.errors import UserError
-from m2flow.plan.profile import Profile, StageLayout, StageProfile, WorkerLayout
+from m2flow.plan.profile import Profile, StageCost, StageProfile, WorkerCost
 from m2flow.plan.search import Limits, Problem, candidates, problem, search
 from m2flow.plan.units import Bytes, Seconds
 from tests.plan.search.cases import line
@@ -17,10 +17,9 @@ from tests.plan.search.random_cases import Plain, build, draw
 def gangs(sizes: tuple[int, ...], lanes: int, state: int, stages: int = 3) -> Problem:
     """Stages whose states take so many bytes over all lanes of a replica, on lanes of 100."""
     graph = build(f"chain{stages}", (Plain,) * stages)
-    layouts = tuple(StageLayout(size, line(1.0, 1.0 / size), kind="gpu") for size in sizes)
+    layouts = tuple(StageCost(size, line(1.0, 1.0 / size), kind="gpu") for size in sizes)
     states = tuple(
-        WorkerLayout(size, Bytes(state // size), Seconds(1.0), Seconds(1.0), "gpu")
-        for size in sizes
+        WorkerCost(size, Bytes(state // size), Seconds(1.0), Seconds(1.0), "gpu") for size in sizes
     )
     entries = {f"w{n}.work": StageProfile(layouts) for n in range(stages)}
     workers = {f"w{n}": states for n in range(stages)}
@@ -31,9 +30,9 @@ def with_sharding(lanes: int) -> Problem:
     """Two models, one of which publishes to the other: in halves each fits on lanes of its own, but
     not beside the other, where the new weights would come while the old ones are there."""
     graph = build("chain2", (Plain,) * 2)
-    layouts = tuple(StageLayout(size, line(1.0, 1.0), kind="gpu") for size in (1, 2))
+    layouts = tuple(StageCost(size, line(1.0, 1.0), kind="gpu") for size in (1, 2))
     stages = {"w0.work": StageProfile(layouts), "w1.work": StageProfile(layouts)}
-    states = (WorkerLayout(1, Bytes(160), kind="gpu"), WorkerLayout(2, Bytes(80), kind="gpu"))
+    states = (WorkerCost(1, Bytes(160), kind="gpu"), WorkerCost(2, Bytes(80), kind="gpu"))
     profile = Profile(stages, {"w0": states, "w1": states})
     return problem(graph, profile, {"gpu": lanes}, 8, memory={"gpu": 100})
 
@@ -64,7 +63,7 @@ def test_says_the_smallest_replica_where_that_is_missing() -> None:
     with pytest.raises(UserError, match=r"w0.work: has no layout.*lanes of kind gpu"):
         problem(
             build("one", (Plain,)),
-            Profile({"w0.work": StageProfile((StageLayout(1, line(1, 1), kind="gpu"),))}),
+            Profile({"w0.work": StageProfile((StageCost(1, line(1, 1), kind="gpu"),))}),
             {"tpu": 4},
             8,
         )
@@ -80,7 +79,7 @@ def test_a_step_of_nothing_is_refused() -> None:
 
 def test_cores_bound_a_plan_too() -> None:
     graph = build("one", (Plain,))
-    layout = StageLayout(1, line(1, 1), cores=4.0)
+    layout = StageCost(1, line(1, 1), cores=4.0)
     profile = Profile({"w0.work": StageProfile((layout,))})
     assert search(problem(graph, profile, {"cpu": 4}, 8, Limits(cores=8.0)))
     with pytest.raises(UserError, match="no plan keeps the limits"):

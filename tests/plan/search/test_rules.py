@@ -28,11 +28,11 @@ def test_more_of_anything_is_never_slower(seed: int) -> None:
     entry = stated.profile.stages[name]
     faster = dataclasses.replace(
         entry,
-        layouts=tuple(
+        costs=tuple(
             dataclasses.replace(
                 lay, seconds=Piecewise(tuple((x, 0.7 * y) for x, y in lay.seconds.points))
             )
-            for lay in entry.layouts
+            for lay in entry.costs
         ),
     )
     profile = dataclasses.replace(stated.profile, stages={**stated.profile.stages, name: faster})

@@ -9,9 +9,9 @@ import pytest
 from m2flow.plan.profile import (
     Profile,
     PublishCost,
-    StageLayout,
+    StageCost,
     StageProfile,
-    WorkerLayout,
+    WorkerCost,
 )
 from m2flow.plan.search import Problem, problem
 from m2flow.plan.search.weights import fit_together, priced_layouts, seconds_of
@@ -33,8 +33,8 @@ def combinations(stated: Problem) -> list[dict[str, tuple[int, int]]]:
 def publishing(sizes: tuple[int, ...], prices: tuple[PublishCost, ...], state: int) -> Problem:
     """A trainer that publishes to a generator, each with replicas of several sizes."""
     graph = build("chain2", (Source, Plain))
-    layouts = tuple(StageLayout(size, line(1.0, 1.0 / size), kind="gpu") for size in sizes)
-    states = tuple(WorkerLayout(size, Bytes(state // size), kind="gpu") for size in sizes)
+    layouts = tuple(StageCost(size, line(1.0, 1.0 / size), kind="gpu") for size in sizes)
+    states = tuple(WorkerCost(size, Bytes(state // size), kind="gpu") for size in sizes)
     stages = {name: StageProfile(layouts) for name in ("w0.work", "w1.work")}
     profile = Profile(stages, {"w0": states, "w1": states}, prices)
     return problem(graph, profile, {"gpu": 8}, 8, memory={"gpu": 100})

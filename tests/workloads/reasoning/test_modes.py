@@ -15,6 +15,7 @@ import ray
 import torch
 from torch import Tensor
 
+from m2flow.flow.worker import Layout
 from m2flow.models.causal_lm import load_model
 from m2flow.plan import LaneSpec, build_plan
 from m2flow.runtime.driver.launch import launch
@@ -24,6 +25,7 @@ from m2flow.workloads.reasoning.flow import recipe_flow
 from m2flow.workloads.reasoning.workers import ModelSource
 
 STEPS = 3
+GANGS = {"generator": Layout("tp2", 2), "learner": Layout("fsdp2", 2)}
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,7 @@ def outcome_of(
     experiment: ReasoningExperiment,
     model: ModelSource,
     mode: str,
-    gangs: Mapping[str, int] = MappingProxyType({}),
+    layouts: Mapping[str, Layout] = MappingProxyType({}),
 ) -> Outcome:
     recipe = experiment.recipe
     flow = recipe_flow(recipe, model, experiment.rewards)
@@ -111,7 +113,7 @@ def outcome_of(
         mode=mode,
         lanes="cpu:2",
         num_threads=1,
-        gangs=gangs,
+        layouts=layouts,
     ) as run:
         results = list(run.steps(batches))
         replicas = run.worker_call_everywhere("learner", "parameters")
@@ -151,24 +153,24 @@ def test_eager_run_has_something_to_learn_from(eager: Outcome, model: ModelSourc
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize(
-    ("mode", "num_replicas", "gangs"),
+    ("mode", "num_replicas", "layouts"),
     [
         ("collocated", 2, {}),
         ("disaggregated", 1, {}),
         ("hybrid", 2, {}),
-        ("collocated", 2, {"generator": 2}),
-        ("collocated", 2, {"generator": 2, "learner": 2}),
+        ("collocated", 2, {"generator": Layout("tp2", 2)}),
+        ("collocated", 2, GANGS),
     ],
 )
 def test_mode_changes_nothing(
     mode: str,
     num_replicas: int,
-    gangs: dict[str, int],
+    layouts: dict[str, Layout],
     eager: Outcome,
     experiment: ReasoningExperiment,
     model: ModelSource,
 ) -> None:
-    there = outcome_of(experiment, model, mode, gangs)
+    there = outcome_of(experiment, model, mode, layouts)
     assert there.texts == eager.texts
     assert there.rewards == eager.rewards
     assert there.staleness == [0.0] * STEPS
@@ -188,7 +190,7 @@ def test_a_run_goes_over_to_gangs_and_back(
     flow = recipe_flow(recipe, model, experiment.rewards)
     graph, lanes, items = flow.trace(), [LaneSpec(0), LaneSpec(1)], recipe.prompts_per_step
     single = build_plan("collocated", graph, lanes, items)
-    gangs = build_plan("collocated", graph, lanes, items, gangs={"generator": 2, "learner": 2})
+    gangs = build_plan("collocated", graph, lanes, items, layouts=GANGS)
     texts = []
     with launch(flow, items_per_step=items, plan=single, num_threads=1) as run:
         for step, plan in enumerate((single, gangs, single)):

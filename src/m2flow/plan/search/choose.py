@@ -39,7 +39,7 @@ class Found:
         publishing: seconds of it.
         cost: of the tree's root.
         error: standard error of the seconds, relative, as far as it comes from the prices of the
-            stages (`StageLayout.error`).
+            stages (`StageCost.error`).
     """
 
     staleness: int

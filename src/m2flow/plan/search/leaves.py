@@ -11,7 +11,7 @@ from functools import cache
 from itertools import pairwise
 
 from m2flow.flow.graph import StageNode
-from m2flow.plan.profile import Piecewise, StageLayout
+from m2flow.plan.profile import Piecewise, StageCost
 from m2flow.plan.search.problem import Problem
 from m2flow.plan.search.tree import Cost, Fused, Leaf, Split
 from m2flow.plan.units import Items
@@ -46,9 +46,9 @@ def leaf_cost(
             return _split(problem, leaf, chunk, held)
 
 
-def layout_of(problem: Problem, node: StageNode, number: int) -> tuple[StageLayout, int]:
+def layout_of(problem: Problem, node: StageNode, number: int) -> tuple[StageCost, int]:
     """A layout by its number, and its kind of lane."""
-    layout = problem.profile.stage(node.name).layouts[number]
+    layout = problem.profile.stage(node.name).costs[number]
     return layout, problem.kinds.index(layout.kind)
 
 
@@ -107,7 +107,7 @@ def _stage(
 def _streamed(
     problem: Problem,
     node: StageNode,
-    layout: StageLayout,
+    layout: StageCost,
     replicas: int,
     round_size: int,
     chunk: int,
@@ -207,7 +207,7 @@ def _visits(
     problem: Problem,
     leaf: Split,
     group: int,
-    layouts: list[tuple[StageLayout, int]],
+    layouts: list[tuple[StageCost, int]],
     lanes: list[int],
 ) -> list[float]:
     """Seconds of a group of items at each member, and on its link onwards."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
 from m2flow.flow.graph import StageNode
-from m2flow.plan.profile import StageLayout
+from m2flow.plan.profile import StageCost
 from m2flow.plan.search.leaves import layout_of, segments, units
 from m2flow.plan.search.menus import replica_counts
 from m2flow.plan.search.problem import Lanes, Problem
@@ -132,7 +132,7 @@ def _loop_counts(
 def _loop_replicas(
     problem: Problem,
     index: int,
-    combination: tuple[tuple[int, StageLayout, int], ...],
+    combination: tuple[tuple[int, StageCost, int], ...],
     lanes: Lanes,
     items: int,
 ) -> Iterator[tuple[int, ...]]:

@@ -14,7 +14,7 @@ from functools import cached_property
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode, WeightEdge
-from m2flow.plan.profile import Profile, StageLayout
+from m2flow.plan.profile import Profile, StageCost
 from m2flow.plan.search.menus import CALLS, FINE, GROUPS, MAX_CHUNKS, MORE_CHUNKS, chunk_sizes
 from m2flow.plan.units import Bytes, Items, Seconds, SourceItems, size_of
 
@@ -121,7 +121,7 @@ class Problem:
                 found.setdefault(edge.source, []).append(edge.target)
         return {worker: tuple(dict.fromkeys(names)) for worker, names in found.items()}
 
-    def layouts(self, node: StageNode) -> tuple[tuple[int, StageLayout, int], ...]:
+    def layouts(self, node: StageNode) -> tuple[tuple[int, StageCost, int], ...]:
         """Ways to run a stage: number in its profile, layout, kind of lane.
 
         Leaves out those of kinds that are not here, those in which the worker's state was never
@@ -133,7 +133,7 @@ class Problem:
         single = node.sticky or (node.streaming and node.is_function)
         found = tuple(
             (number, layout, self.kinds.index(layout.kind))
-            for number, layout in enumerate(self.profile.stage(node.name).layouts)
+            for number, layout in enumerate(self.profile.stage(node.name).costs)
             if layout.kind in self.kinds
             and self.profile.worker(node.worker, layout.lanes, layout.kind) is not None
             and not (layout.lanes > 1 and single)
@@ -142,7 +142,7 @@ class Problem:
         return found
 
     @cached_property
-    def _layouts(self) -> dict[int, tuple[tuple[int, StageLayout, int], ...]]:
+    def _layouts(self) -> dict[int, tuple[tuple[int, StageCost, int], ...]]:
         return {}
 
     @cached_property
@@ -270,7 +270,7 @@ def _check_layouts(stated: Problem, node: StageNode) -> None:
         words = {f"at least {least} {lay.kind}" for _, lay, _ in layouts if lay.lanes == least}
         expected = " or ".join(sorted(words))
     else:
-        kinds = sorted({layout.kind for layout in stated.profile.stage(node.name).layouts})
+        kinds = sorted({layout.kind for layout in stated.profile.stage(node.name).costs})
         expected = f"lanes of kind {' or '.join(kinds)} for which the state of its worker is known"
     raise UserError(
         "has no layout in the profile that these lanes can carry",

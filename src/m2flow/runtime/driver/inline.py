@@ -212,7 +212,7 @@ def call_span(
     end: float,
     further: Mapping[str, object] = NO_FACTS,
 ) -> Span:
-    """The span of a call that a lane has finished, with the facts that a replay needs."""
+    """The span of a call that a lane has finished, with its facts."""
     facts: dict[str, object]
     match command:
         case RunCall(node=node, step=step):

@@ -14,7 +14,6 @@ from m2flow.workloads.common.workload import (
     Assumed,
     Examination,
     Experiment,
-    Prices,
     Progress,
     Workload,
 )
@@ -23,7 +22,6 @@ __all__ = [
     "Assumed",
     "Examination",
     "Experiment",
-    "Prices",
     "Progress",
     "Recipe",
     "Section",

@@ -9,25 +9,19 @@ from typing import TYPE_CHECKING
 from m2flow.engine.plan import Plan
 from m2flow.flow.graph import FlowGraph
 from m2flow.observe.run_directory import RunDirectory
-from m2flow.plan.explaining import decision_document, explained, summary
+from m2flow.plan.explain import explained, summary
+from m2flow.plan.file import to_json
 from m2flow.plan.prediction import Decision
-from m2flow.plan.profile_files import to_json
 from m2flow.runtime.driver.auto import Auto
 from m2flow.runtime.driver.launch import launch
-from m2flow.runtime.profiling import obtain
 from m2flow.workloads.common.planning import layouts_of
-from m2flow.workloads.common.profile_key import profile_key
-from m2flow.workloads.common.profiling import sampled_steps
+from m2flow.workloads.common.profiling import profile_on
 from m2flow.workloads.common.recipe import AUTO_MODE
 from m2flow.workloads.common.workload import Experiment, Progress
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.pool import LanePool
     from m2flow.runtime.driver.run import Run
-
-QUICK_SECONDS = 3.0
-"""What would change a choice is written down where the choice itself was made so quickly: to find
-it out takes about as long, and a run waits for it."""
 
 
 def launched(
@@ -59,16 +53,8 @@ def launched(
     assert pool is not None, "a plan is chosen for lanes"
     recipe = experiment.recipe
     free = [lane for lane in pool.lanes if lane.reserved_for is None]
-    profile, origin = obtain(
-        experiment.flow,
-        lambda: [experiment.batch(step) for step in sampled_steps(recipe)],
-        pool,
-        profile_key(recipe, free),
-        recipe.profiling_seconds,
-        note=progress.note,
-    )
+    profile, origin = profile_on(pool, experiment, progress, recipe.profiling_seconds)
     progress.note(f"profile: {origin}")
-    layouts = layouts_of(recipe, flow, free)
     run = launch(
         flow,
         items_per_step=items,
@@ -76,7 +62,7 @@ def launched(
         lanes=pool,
         first_step=first_step,
         also=also,
-        gangs={worker: layout.lanes for worker, layout in layouts.items()},
+        layouts=layouts_of(recipe, flow, free),
         auto=Auto(
             profile=profile,
             max_staleness=recipe.max_staleness,
@@ -85,7 +71,7 @@ def launched(
         ),
     )
     assert run.pilot is not None
-    for line in summary(explained(run.pilot.decision, run.graph, sensitivity=False)):
+    for line in summary(explained(run.pilot.decision, run.graph)):
         progress.note(line)
     return run
 
@@ -93,6 +79,4 @@ def launched(
 def write_decision(directory: RunDirectory, graph: FlowGraph, decision: Decision) -> None:
     """Write the profile, and what was decided by it."""
     directory.write_profile(to_json(decision.profile))
-    quick = decision.seconds_to_decide <= QUICK_SECONDS
-    why = explained(decision, graph, sensitivity=quick, simulate=False)
-    directory.write_decision(decision_document(why))
+    directory.write_decision(to_json(explained(decision, graph)))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from m2flow.engine.plan import LaneSpec
 from m2flow.flow import Batch, Flow
 from m2flow.flow.graph import FlowGraph
-from m2flow.plan.analytic_work import Work
+from m2flow.plan.profile.work import Pricer
 from m2flow.workloads.common.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -51,18 +51,6 @@ class Assumed:
 
 
 NOTHING_ASSUMED = Assumed()
-
-
-class Prices(Protocol):
-    """Work of each stage, from which analytic profiles are computed."""
-
-    @property
-    def stages(self) -> Mapping[str, Work]:
-        """By stage name."""
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        """What was taken for granted, a line each."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +159,8 @@ class Workload(Protocol):
             UserError: the model is one that the workload's workers cannot run.
         """
 
-    def prices(self, recipe: Any, graph: FlowGraph, assumed: Assumed) -> Prices:
-        """The work of each stage of the recipe's flow.
+    def prices(self, recipe: Any, graph: FlowGraph, assumed: Assumed) -> Pricer:
+        """What the stages of the recipe's flow ask of each kind of lane.
 
         Raises:
             UserError: the model's sizes are not known, or an assumption cannot hold.

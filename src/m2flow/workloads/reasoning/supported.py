@@ -9,7 +9,7 @@ from typing import Any
 
 from m2flow.errors import UserError
 from m2flow.generation.supported import check_supported
-from m2flow.plan.models import read_model
+from m2flow.models.shape import read_model
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 
@@ -31,10 +31,9 @@ def check_model(recipe: ReasoningRecipe, model: str | None = None) -> None:
         return
     config = config_json(source)
     if config is None:
-        if model is not None and read_model(model).is_moe:
-            config = {"model_type": "mixture of experts"}
-        else:
+        if model is None:
             return
+        config = {"model_type": read_model(model).kind}
     try:
         check_supported(config)
     except UserError as error:

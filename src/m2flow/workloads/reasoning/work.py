@@ -1,21 +1,43 @@
-"""What the stages of a reasoning recipe do, in words that analytic profiles understand.
+"""What the stages of a reasoning recipe ask of a lane: the workload's `prices`.
 
 Sizes come from the recipe, the model's shape from its configuration; neither weights nor data are
-read. What only a run would show (how long prompts and answers are, what a reward costs) is assumed,
-and each assumption is told.
+read. What only a run would show (how long prompts and answers are, what a reward costs) is assumed.
+Each assumption is told, and so is whatever a price has that m2flow cannot do yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
-from m2flow.plan.analytic_work import Answers, Fixed, Forward, Generate, Train, Work
-from m2flow.plan.lognormal import fit_lengths
-from m2flow.plan.models import ModelShape, read_model
+from m2flow.flow.worker import Layout
+from m2flow.generation.supported import QK_NORM
+from m2flow.models.lengths import Answers, fit_lengths
+from m2flow.models.shape import ModelShape, model_from_config, read_model
+from m2flow.models.work import (
+    ADAM_BYTES,
+    decoding,
+    forward_pass,
+    prefill,
+    training_bytes,
+    training_pass,
+    update,
+)
+from m2flow.plan.profile import Quantiles
+from m2flow.plan.profile.hardware import Device
+from m2flow.plan.profile.work import (
+    FlowWork,
+    LayoutWork,
+    Pricer,
+    Rounds,
+    StageWork,
+    Work,
+    WorkerWork,
+    rising,
+)
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 PROMPT_TOKENS = 150
@@ -37,6 +59,9 @@ BYTES_PER_TOKEN = 4
 SCORE_SECONDS, ADDITION_SCORE_SECONDS = 1e-3, 20e-6
 """To score one answer by a rule; to compare two sums."""
 
+CALL_SECONDS = 1e-3
+"""Of a call of a stage that computes nothing on the device."""
+
 GROUP_SECONDS = 2e-6
 """Of an advantage, for each sample."""
 
@@ -46,30 +71,21 @@ RUNNING = (64, 128)
 BYTE_VOCABULARY = 384
 """Rows of the embedding of a tiny model that reads bytes."""
 
+QUANTILES = 129
+"""Of answer lengths; the last of them still tells cut answers from long ones."""
 
-@dataclass(frozen=True)
-class RecipeWork:
-    """A recipe's work.
-
-    Attributes:
-        stages: by stage name.
-        model: what is trained.
-        assumptions: what was taken for granted, a line each.
-    """
-
-    stages: Mapping[str, Work]
-    model: ModelShape
-    assumptions: tuple[str, ...]
+DECODING = "decoding steps of captured graphs (1.5 ms beside memory and arithmetic)"
+RECOMPUTING = "activations computed again in the backward pass of training"
 
 
-def work_of(
+def prices(
     recipe: ReasoningRecipe,
     graph: FlowGraph,
     model: str | Path | None = None,
     prompt_tokens: float | None = None,
     answer_tokens: float | None = None,
-) -> RecipeWork:
-    """The work of each stage of a recipe's flow.
+) -> Pricer:
+    """Return what the stages of a recipe's flow ask of each kind of lane.
 
     Args:
         recipe: every size.
@@ -82,11 +98,8 @@ def work_of(
     """
     shape = shape_of(recipe) if model is None else read_model(model)
     answers, assumed = _answers(recipe, model, prompt_tokens, answer_tokens)
-    own = recipe.generation.max_running
-    running = tuple(sorted({own, *(limit for limit in RUNNING if limit < own)}))
-    stages = {node.name: _stage(node, recipe, shape, answers, running) for node in graph.nodes}
     assumed += (f"{_score_seconds(recipe) * 1e3:g} ms to score an answer, on one lane",)
-    return RecipeWork(stages, shape, assumed)
+    return lambda device, lanes: _Recipe(recipe, shape, answers, device, lanes).work(graph, assumed)
 
 
 def shape_of(recipe: ReasoningRecipe) -> ModelShape:
@@ -108,18 +121,17 @@ def shape_of(recipe: ReasoningRecipe) -> ModelShape:
                 value=model.path,
                 hint="--model CONFIG.json or a known name says what shape it has",
             ) from None
-    return ModelShape(
-        "the recipe's tiny model",
-        model.num_hidden_layers,
-        model.hidden_size,
-        model.num_attention_heads,
-        model.num_key_value_heads,
-        model.hidden_size // model.num_attention_heads,
-        model.intermediate_size,
-        BYTE_VOCABULARY,
-        tied=True,
-        qkv_bias=True,
-    )
+    sizes = {
+        "model_type": "qwen2",
+        "num_hidden_layers": model.num_hidden_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "intermediate_size": model.intermediate_size,
+        "vocab_size": BYTE_VOCABULARY,
+        "tie_word_embeddings": True,
+    }
+    return model_from_config(sizes, "the recipe's tiny model")
 
 
 def _answers(
@@ -158,21 +170,104 @@ def _score_seconds(recipe: ReasoningRecipe) -> float:
     return ADDITION_SCORE_SECONDS if recipe.data.task == "addition" else SCORE_SECONDS
 
 
-def _stage(
-    node: StageNode,
-    recipe: ReasoningRecipe,
-    model: ModelShape,
-    answers: Answers,
-    running: tuple[int, ...],
-) -> Work:
-    """The work of one stage, by what its method is called."""
-    match node.method:
-        case "generate":
-            return Generate(model, answers, running)
-        case "logprobs" | "values":
-            return Forward(model, answers)
-        case "train":
-            return Train(model, answers, sharded=True)
-        case "score":
-            return Fixed(seconds_per_item=_score_seconds(recipe))
-    return Fixed(seconds_per_item=GROUP_SECONDS)
+@dataclass(frozen=True)
+class _Recipe:
+    """A recipe's sizes, and one kind of lane."""
+
+    recipe: ReasoningRecipe
+    model: ModelShape
+    answers: Answers
+    device: Device
+    lanes: int
+
+    def work(self, graph: FlowGraph, assumed: tuple[str, ...]) -> FlowWork:
+        stages = {node.name: self._stage(node) for node in graph.nodes}
+        workers = {worker: self._worker(worker, graph) for worker in graph.workers}
+        if self.device.kind == "gpu":
+            assumed += (_not_yet(DECODING),)
+        if self.model.kind not in QK_NORM:
+            known = ", ".join(QK_NORM)
+            assumed += (_not_yet(f"generating with {self.model.kind} (only {known})"),)
+        return FlowWork(stages, workers, self.model.name, assumed)
+
+    def _stage(self, node: StageNode) -> StageWork:
+        """Describe one stage, by what its method is called."""
+        size = 16 * self.answers.tokens  # ids, log-probabilities, masks
+        match node.method:
+            case "generate":
+                lengths = Quantiles.of(self.answers.lengths.stratified(4 * QUANTILES), QUANTILES)
+                return StageWork(tuple(map(self._generating, self._divided())), size, lengths)
+            case "logprobs" | "values":
+                return StageWork(tuple(map(self._passing, self._sharded())), size)
+            case "train":
+                ways = (False, True)
+                found = [self._training(one, again) for one in self._sharded() for again in ways]
+                return StageWork(tuple(found), size)
+        each = _score_seconds(self.recipe) if node.method == "score" else GROUP_SECONDS
+        return StageWork((LayoutWork(call=lambda n: Work(seconds=CALL_SECONDS + n * each)),))
+
+    def _worker(self, name: str, graph: FlowGraph) -> WorkerWork:
+        methods = {node.method for node in graph.nodes if node.worker == name}
+        size = float(self.model.weight_bytes)
+        if "generate" in methods:
+            return WorkerWork([(one, size / one.lanes) for one in self._divided()], size)
+        if not methods & {"logprobs", "values", "train"}:
+            return WorkerWork(())
+        if "train" in methods:
+            size = float(ADAM_BYTES * self.model.parameters)
+        return WorkerWork([(one, size / one.lanes) for one in self._sharded()])
+
+    def _divided(self) -> Sequence[Layout]:
+        """Return the layouts of generation: tensor-parallel within a machine."""
+        heads = self.model.kv_heads
+        sizes = [n for n in rising(min(self.lanes, self.device.lanes_per_node)) if n & (n - 1) == 0]
+        return [
+            Layout(f"tp{n}", n, (("key-value heads", heads, n),)) if n > 1 else Layout()
+            for n in sizes
+        ]
+
+    def _sharded(self) -> Sequence[Layout]:
+        """Return the layouts of training and passes: FSDP."""
+        return [Layout(f"fsdp{n}", n) if n > 1 else Layout() for n in rising(self.lanes)]
+
+    def _generating(self, layout: Layout) -> LayoutWork:
+        model, prompt, lanes = self.model, self.answers.prompt_tokens, layout.lanes
+        own = self.recipe.generation.max_running
+        rounds = Rounds(
+            admit=lambda prompts: prefill(model, prompts * prompt, prompt / 2, lanes),
+            round=lambda running, tokens: decoding(model, running, tokens, lanes),
+            start=prompt,
+            unit_bytes=model.kv_bytes_on_lane(lanes),
+            limits=(*(limit for limit in RUNNING if limit < own), own),
+        )
+        return LayoutWork(layout, rounds=rounds)
+
+    def _microbatch(self) -> float:
+        """Return the tokens that a lane computes at a time in the mean."""
+        return max(self.recipe.training.tokens_per_microbatch, self.answers.tokens)
+
+    def _packed(self, count: int) -> int:
+        """Return the most tokens of so many answers that a lane computes at a time."""
+        longest = self.answers.longest
+        return min(max(self.recipe.training.tokens_per_microbatch, longest), count * longest)
+
+    def _passing(self, layout: Layout) -> LayoutWork:
+        return LayoutWork(
+            layout,
+            lambda n: forward_pass(self.model, self.answers, n, layout.lanes, self._microbatch()),
+            working_bytes=lambda n: training_bytes(self.model, layout.lanes, self._packed(n), True),
+        )
+
+    def _training(self, layout: Layout, recomputes: bool) -> LayoutWork:
+        model, lanes = self.model, layout.lanes
+        return LayoutWork(
+            layout,
+            lambda n: training_pass(model, self.answers, n, lanes, self._microbatch(), recomputes),
+            lambda replicas: update(model, lanes, replicas),
+            lambda n: training_bytes(model, lanes, self._packed(n), recomputes),
+            assumes=_not_yet(RECOMPUTING) if recomputes else "",
+        )
+
+
+def _not_yet(what: str) -> str:
+    return f"{what}: m2flow cannot do this yet"

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from m2flow.flow import Flow
 from m2flow.flow.graph import FlowGraph
+from m2flow.plan.profile.work import Pricer
 from m2flow.workloads.common.profile_key import digest
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.workload import Assumed, Examination
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.flow import recipe_flow
 from m2flow.workloads.reasoning.supported import check_model, heads_of
-from m2flow.workloads.reasoning.work import RecipeWork, work_of
+from m2flow.workloads.reasoning.work import prices
 from m2flow.workloads.reasoning.workers import ModelSource
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ class Reasoning:
             flow.generator.key_value_heads = heads_of(recipe, model)
         return flow
 
-    def prices(self, recipe: ReasoningRecipe, graph: FlowGraph, assumed: Assumed) -> RecipeWork:
-        return work_of(recipe, graph, assumed.model, assumed.prompt_tokens, assumed.answer_tokens)
+    def prices(self, recipe: ReasoningRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
+        return prices(recipe, graph, assumed.model, assumed.prompt_tokens, assumed.answer_tokens)
 
     def profile_key(self, recipe: ReasoningRecipe) -> Mapping[str, Mapping[str, object]]:
         algorithm, model = recipe.algorithm, recipe.model
