@@ -220,7 +220,6 @@ def test_plans_are_of_many_kinds(scenarios: dict[str, Scenario]) -> None:
             seen["replicas"] += any(len(spot.replicas) > 1 for spot in spots)
             seen["limit"] += any(edge.max_items for edge in plan.edges.values())
             seen["fed"] += any(stage.max_running for stage in plan.stages.values())
-            seen["tails"] += any(stage.switch_at for stage in plan.stages.values())
             seen["chunks"] += any(stage.chunk for stage in plan.stages.values())
             seen["order"] += bool(plan.order)
         assert len({to_json(plan) for plan in plans}) > 55
@@ -228,7 +227,6 @@ def test_plans_are_of_many_kinds(scenarios: dict[str, Scenario]) -> None:
         for kind in ("switching", "gang", "replicas", "limit", "chunks", "order"):
             assert seen[kind] > 10, (scenario.name, kind, seen)
         assert (seen["fed"] > 10) == fed
-        assert (seen["tails"] > 10) == any(node.resumable for node in graph.nodes)
 
 
 @pytest.mark.parametrize("name", NAMES)

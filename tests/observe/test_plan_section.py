@@ -84,7 +84,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(
 def test_the_race_is_a_table(tmp_path: Path, fake_run: Callable[..., Path]) -> None:
     race = (
         Tried("collocated <2>", 0.5, (0.52, 0.54, 0.53), "chosen"),
-        Tried("hybrid", None, (), "out of memory on lane 1"),
+        Tried("hybrid", 0.6, (), "out of memory on lane 1"),
     )
     run = decided(fake_run(tmp_path / "run", num_steps=4), replace(DECISION, race=race))
     text = words(check(write_report(run)))

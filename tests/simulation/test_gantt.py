@@ -62,6 +62,12 @@ def test_columns_keep_the_share_of_each_work() -> None:
         assert drawn == pytest.approx(real, abs=2 * chart.seconds / 400)
 
 
+def test_pieces_that_end_where_a_column_ends_fill_their_columns() -> None:
+    chart = lay_out([call(0, "a", 0, 3), call(0, "b", 3, 5), call(0, "a", 6, 10)])
+    shown = in_columns(chart.rows[0].pieces, chart, 10)
+    assert "".join(work[1] if work else "." for work in shown) == "aaabb.aaaa"
+
+
 def test_charts_without_time_or_lanes() -> None:
     assert lay_out([]) == Gantt(0.0, 0.0, ())
     moment = lay_out([call(0, "x", 1, 1)])

@@ -8,6 +8,7 @@ that cover as much of each colour as the pieces do, so the file stays small. Sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -63,11 +64,12 @@ def gantt_svg(
     if colours is None:
         colours = stage_colours(appearing_stages(chart))
     shown = chart.rows[:MAX_ROWS]
-    entries = _legend_entries(chart, colours, width, ident)
-    num_lines = max(entry.line for entry in entries) + 1
-    canvas = Canvas(chart, width, len(shown), title is not None, num_lines)
+    entries = _legend_entries(chart, colours, f"url(#{ident}-idle)")
+    column = 35 + 6.9 * max(len(text) for text, _ in entries)
+    a_line = max(1, int((width - LABEL_WIDTH) / column))
+    canvas = Canvas(chart, width, len(shown), title is not None, math.ceil(len(entries) / a_line))
     body = [] if title is None else [_text(0, 16, title, name="head")]
-    body += [*_legend(entries, canvas, ident), *_time_axis(canvas)]
+    body += [*_legend(entries, canvas, a_line, column), *_time_axis(canvas)]
     for index, row in enumerate(shown):
         body += _row(row, index, canvas, colours, ident)
     body += _step_marks(steps, canvas)
@@ -151,50 +153,34 @@ def _pieces(row: Row, canvas: Canvas) -> Sequence[Piece]:
     return joined(in_columns(row.pieces, canvas.chart, columns), canvas.chart)
 
 
-@dataclass(frozen=True, slots=True)
-class LegendEntry:
-    """A swatch and its words, placed on a line of the legend."""
-
-    text: str
-    fill: str
-    x: float
-    line: int
-
-
-def _legend_entries(
-    chart: Gantt, colours: Mapping[str, str], width: int, ident: str
-) -> list[LegendEntry]:
+def _legend_entries(chart: Gantt, colours: Mapping[str, str], idle: str) -> list[tuple[str, str]]:
+    """(words, fill) of each colour: its name, and its share of all lanes' time."""
     total = chart.seconds * sum(len(row.lanes) for row in chart.rows)
-    spent: dict[str, float] = {}
+    spent = dict.fromkeys((*colours, *TERM_OF.values()), 0.0)
     for row in chart.rows:
         for piece in row.pieces:
             spent[piece.term] = spent.get(piece.term, 0.0) + piece.seconds * len(row.lanes)
-    kinds = {term: f"var(--{kind})" for kind, term in TERM_OF.items()}
-    entries = [
-        (term, fill, spent[term]) for term, fill in {**colours, **kinds}.items() if term in spent
-    ]
-    entries.append(("idle", f"url(#{ident}-idle)", max(0.0, total - sum(spent.values()))))
-    placed: list[LegendEntry] = []
-    x, line = float(LABEL_WIDTH), 0
+    fills = {**colours, **{term: f"var(--{kind})" for kind, term in TERM_OF.items()}}
     names = short_names(colours)
-    for name, fill, amount in entries:
-        text = names.get(name, name) + (f" {percent(amount / total)}" if total > 0 else "")
-        length = 17 + 6.9 * len(text)
-        if x + length > width and x > LABEL_WIDTH:
-            x, line = float(LABEL_WIDTH), line + 1
-        placed.append(LegendEntry(text, fill, x, line))
-        x += length + 18
-    return placed
+    shown = [(names.get(term, term), fill, spent[term]) for term, fill in fills.items()]
+    shown = [entry for entry in shown if entry[2] > 0]
+    shown.append(("idle", idle, max(0.0, total - sum(spent.values()))))
+    return [
+        (name + (f" {percent(amount / total)}" if total > 0 else ""), fill)
+        for name, fill, amount in shown
+    ]
 
 
-def _legend(entries: Sequence[LegendEntry], canvas: Canvas, ident: str) -> Iterator[str]:
-    for entry in entries:
-        y = (30 if canvas.has_title else 0) + LEGEND_LINE * entry.line
-        idle = entry.fill == f"url(#{ident}-idle)"
-        border = ' stroke="var(--hatch)"' if idle else ""
-        box = f'x="{entry.x:.0f}" y="{y + 2}" width="11" height="11" rx="2.5"'
-        yield f'<rect {box} fill="{entry.fill}"{border}/>'
-        yield _text(entry.x + 17, y + 12, entry.text)
+def _legend(
+    entries: Sequence[tuple[str, str]], canvas: Canvas, a_line: int, column: float
+) -> Iterator[str]:
+    for number, (text, fill) in enumerate(entries):
+        x = LABEL_WIDTH + column * (number % a_line)
+        y = (30 if canvas.has_title else 0) + LEGEND_LINE * (number // a_line)
+        border = ' stroke="var(--hatch)"' if fill.startswith("url") else ""
+        box = f'x="{x:.0f}" y="{y + 2}" width="11" height="11" rx="2.5"'
+        yield f'<rect {box} fill="{fill}"{border}/>'
+        yield _text(x + 17, y + 12, text)
 
 
 def _time_axis(canvas: Canvas) -> Iterator[str]:

@@ -108,10 +108,10 @@ def _race(decision: Explanation | None) -> str:
     rows = [
         (
             row.plan,
-            "–" if row.predicted is None else seconds(row.predicted),
+            seconds(row.predicted),
             seconds(median(row.measured)) if row.measured else "–",
             str(len(row.measured)),
-            row.verdict,
+            row.verdict or "racing",
         )
         for row in decision.race
     ]

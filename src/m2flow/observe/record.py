@@ -56,13 +56,6 @@ class RunRecord:
         """The finite values of a key, in order of steps."""
         return [value for _, value in self.series(key) if value is not None]
 
-    def fact(self, key: str) -> Any:
-        """A fact from `run.json`, else from the top of the configuration, else from the plan."""
-        for source in (self.run, self.config, self.plan):
-            if source.get(key) is not None:
-                return source[key]
-        return None
-
     @property
     def name(self) -> str:
         """What the run is called: its recipe, or its directory."""
@@ -79,7 +72,7 @@ class RunRecord:
     @property
     def planned_steps(self) -> int | None:
         """How many steps the run was to have, if that is known."""
-        steps = self.fact("steps")
+        steps = self.run.get("steps")
         return steps if isinstance(steps, int) else None
 
     @property

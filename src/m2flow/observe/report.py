@@ -66,9 +66,9 @@ def render_report(record: RunRecord) -> str:
 
 def _header(record: RunRecord) -> str:
     facts = {
-        "mode": record.plan.get("mode") or record.fact("mode"),
-        "seed": record.fact("seed"),
-        "machine": record.fact("machine"),
+        "mode": record.plan.get("mode") or record.run.get("mode"),
+        "seed": record.run.get("seed"),
+        "machine": record.run.get("machine"),
         "started": _moment(record),
         "took": seconds(record.seconds_elapsed) if record.seconds_elapsed else None,
         "m2flow": record.run.get("version"),
@@ -188,7 +188,7 @@ def _curves(record: RunRecord) -> str:
 
 
 def _picture_title(record: RunRecord) -> str:
-    mode = record.plan.get("mode") or record.fact("mode")
+    mode = record.plan.get("mode") or record.run.get("mode")
     return record.name + (f", mode {mode}" if mode else "")
 
 

@@ -104,11 +104,6 @@ class RunDirectory:
         """Where the checkpoint of a step lies."""
         return self.checkpoints / f"step_{step:06d}"
 
-    @property
-    def latest_checkpoint(self) -> Path:
-        """The link that names the newest whole checkpoint; it need not exist."""
-        return self.checkpoints / "latest"
-
     def write_run(self, **facts: object) -> None:
         """Add facts to `run.json`: recipe, mode, seed, machine, steps, started, finished, ..."""
         known = read_document(self.run) or {}

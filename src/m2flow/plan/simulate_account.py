@@ -85,6 +85,7 @@ def predicted(
         peak_bytes={**peak_bytes, **{k: Bytes(v) for k, v in run.peak_bytes.items()}},
         staleness=sum(lag * n for lag, n in run.staleness.items()) / lags if lags else 0.0,
         spans=tuple(_shifted(run.spans, last)),
+        num_events=run.num_events,
     )
 
 

@@ -6,6 +6,7 @@ or as SVG (`m2flow.observe.gantt`). A chart is plain data, which a JSON file can
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -102,31 +103,36 @@ def folded(chart: Gantt, columns: int) -> Gantt:
 def in_columns(row: Sequence[Piece], chart: Gantt, columns: int) -> list[Work | None]:
     """The work that each column of a row shows; None where it is idle.
 
-    What a column holds but does not show is owed to the next one (error diffusion), so each work
-    covers its share of the row to within a column. Work too short for any column of its own is
-    shown in the one that holds most of it.
+    What a column of several works holds but does not show is owed to the next such column (error
+    diffusion), so each work covers its share of the row to within a column. Work too short for any
+    column of its own is shown in the one that holds most of it.
     """
     length = chart.seconds / columns
-    held: list[dict[Work | None, float]] = [{} for _ in range(columns)]
+    shown: list[Work | None] = [None] * columns
+    mixed: dict[int, dict[Work | None, float]] = {}
     for piece in row if length > 0 else ():
         work = piece.kind, piece.name
-        begin, end = piece.start - chart.start, piece.end - chart.start
-        for number in range(int(begin / length), min(int(end / length), columns - 1) + 1):
-            amount = min(end, (number + 1) * length) - max(begin, number * length)
-            held[number][work] = held[number].get(work, 0.0) + amount
+        begin, end = (piece.start - chart.start) / length, (piece.end - chart.start) / length
+        first, last = math.ceil(begin), min(math.floor(end), columns)
+        shown[first:last] = [work] * (last - first)
+        for number in {min(math.floor(begin), columns - 1), min(last, columns - 1)}:
+            share = min(end, number + 1) - max(begin, number)
+            if share > 0 and not first <= number < last:
+                held = mixed.setdefault(number, {})
+                held[work] = held.get(work, 0.0) + share
     owed: dict[Work | None, float] = {None: 0.0}
-    shown: list[Work | None] = []
-    for amounts in held:
-        amounts[None] = length - sum(amounts.values())
+    for number in sorted(mixed):
+        amounts = mixed[number]
+        amounts[None] = 1.0 - sum(amounts.values())
         for one, amount in amounts.items():
             owed[one] = owed.get(one, 0.0) + amount
         best = max(owed, key=lambda one: owed[one])
-        owed[best] -= length
-        shown.append(best)
-    for work in {work for amounts in held for work in amounts if work is not None} - {*shown}:
-        number = max(range(columns), key=lambda n: held[n].get(work, 0.0))
+        owed[best] -= 1.0
+        shown[number] = best
+    for short in {one for amounts in mixed.values() for one in amounts if one} - {*shown}:
+        number = max(mixed, key=lambda n: mixed[n].get(short, 0.0))
         if shown[number] is None or shown.count(shown[number]) > 1:
-            shown[number] = work
+            shown[number] = short
     return shown
 
 

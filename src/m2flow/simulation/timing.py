@@ -98,20 +98,6 @@ class Timing(Protocol):
         """Input items come to a streaming call together."""
         ...
 
-    def resume(
-        self,
-        node: StageNode,
-        step: int,
-        lane: int,
-        outputs: Sequence[int],
-        grown: Sequence[float],
-    ) -> float:
-        """Seconds in which nothing grows while output items are taken in that were begun elsewhere.
-
-        What they have `grown` by, each by so many units, stays with them.
-        """
-        ...
-
     def round(self, node: StageNode, lane: int, running: int) -> float:
         """Seconds in which each of so many output items at work in a call grows by one unit."""
         ...
@@ -185,16 +171,6 @@ class Plain:
     ) -> Admitted:
         outputs = (item * node.expands + k for item in items for k in range(node.expands))
         return Admitted(0.0, [self.costs.item(node, step, output) for output in outputs])
-
-    def resume(
-        self,
-        node: StageNode,
-        step: int,
-        lane: int,
-        outputs: Sequence[int],
-        grown: Sequence[float],
-    ) -> float:
-        return 0.0
 
     def round(self, node: StageNode, lane: int, running: int) -> float:
         return 1.0

@@ -11,11 +11,12 @@ import pytest
 from m2flow.engine.plan import StagePlan
 from m2flow.plan import plan_from_json
 from m2flow.plan.decide import decide
-from m2flow.plan.explain import Explanation, Tried, explained, flips, in_words, summary
+from m2flow.plan.explain import Explanation, explained, flips, in_words, summary
 from m2flow.plan.explain.bottleneck import bottleneck
 from m2flow.plan.explain.differences import differences, title
 from m2flow.plan.file import from_json, to_json
 from m2flow.plan.prediction import Candidate, Decision
+from m2flow.plan.race import Entrant
 from m2flow.plan.units import Bytes
 from tests.plan.explain.cases import GEN, TRAIN, lanes, plan_of, predicted, profile, span
 from tests.plan.small_graphs import TALKING
@@ -129,15 +130,16 @@ def test_the_words_set_memory_at_its_peak_beside_states() -> None:
 
 
 def test_the_race_is_told_plan_by_plan(decision: Decision) -> None:
+    plan = decision.chosen.plan
     race = [
-        Tried("collocated", 0.5, (0.52, 0.54, 0.53), "chosen"),
-        Tried("hybrid", None, (), "out of memory on lane 1"),
+        Entrant("collocated", plan, 0.5, [0.52, 0.54, 0.53]),
+        Entrant("hybrid", plan, 0.6, [], "out of memory on lane 1"),
     ]
     told = summary(explained(decision, TALKING, race=race))
     start = told.index("tried in real steps:")
     assert told[start + 1 : start + 3] == [
-        "  collocated: 530 ms a step in 3 steps, 500 ms predicted; chosen",
-        "  hybrid: no step; out of memory on lane 1",
+        "  collocated: 530 ms a step in 3 steps, 500 ms predicted; racing",
+        "  hybrid: no step, 600 ms predicted; out of memory on lane 1",
     ]
 
 

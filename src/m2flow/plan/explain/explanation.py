@@ -15,15 +15,15 @@ from m2flow.plan.explain.bottleneck import Bottleneck, bottleneck
 from m2flow.plan.explain.differences import differences, title, where
 from m2flow.plan.explain.flips import Flip
 from m2flow.plan.prediction import Candidate, Decision, Prediction
+from m2flow.plan.race import Entrant
 from m2flow.plan.sizes import bytes_text
 from m2flow.simulation.gantt import Gantt, folded, lay_out
 
 RUNNERS_UP = 3
-"""So many of the other plans are told."""
+"""Number of other plans that are listed."""
 
 COLUMNS = 240
-"""Into so many columns the chart of the predicted step is cut."""
-
+"""Columns of time of the chart of the predicted step."""
 
 NOTHING = Gantt(0.0, 0.0, ())
 
@@ -34,13 +34,13 @@ class Tried:
 
     Attributes:
         plan: its name.
-        predicted: seconds of a step; None: nothing was predicted.
+        predicted: seconds of a step.
         measured: seconds of each step under it.
-        verdict: what came of it: "chosen", "slower", or why it was ruled out.
+        verdict: what came of it, as `m2flow.plan.race.Entrant` says; empty while it races.
     """
 
     plan: str
-    predicted: float | None
+    predicted: float
     measured: tuple[float, ...]
     verdict: str
 
@@ -81,19 +81,20 @@ class Explanation:
         items_per_step: source items.
         seconds_to_decide: how long search and simulation took.
         considered: number of plans that were simulated.
-        stands: who stands where, in words.
+        stands: which workers stand on which lanes, in words.
         stages: names of the flow's stages, in its order.
-        predicted: of the plan; its spans are in `timeline`.
+        predicted: prediction of the plan; its spans are in `timeline`.
         bottleneck: what bounds the step; None where nothing is known of its spans.
         memory: what the fullest lane holds, in words; empty where sizes are not known.
         runners_up: the next best plans.
         ruled_out: plans that cannot run, and why.
-        flips: what would change the choice, smallest change first; None: not asked.
+        flips: changes of an input that would change the choice, smallest change first; None: they
+            were not looked for.
         frontier: the best plan for each staleness that gains something; empty where none was
             allowed.
         race: plans that were tried in real steps, in the order of their verdicts.
         profile: where the prices come from.
-        assumptions: what was taken for granted where nothing was measured, a line each.
+        assumptions: values that were assumed where nothing was measured, a line each.
         timeline: the predicted step.
     """
 
@@ -118,7 +119,7 @@ class Explanation:
 
     @property
     def seconds(self) -> float:
-        """Predicted of a step."""
+        """Predicted seconds of a step."""
         return float(self.predicted.seconds)
 
 
@@ -127,17 +128,17 @@ def explained(
     graph: FlowGraph,
     *,
     flips: Sequence[Flip] | None = None,
-    race: Sequence[Tried] = (),
+    race: Sequence[Entrant] = (),
     assumptions: Sequence[str] = (),
 ) -> Explanation:
-    """Why a decision was taken.
+    """Explain a decision; nothing is simulated.
 
     Args:
-        decision: to be explained.
+        decision: the choice.
         graph: its flow.
-        flips: what would change it, as `m2flow.plan.explain.flips` finds; None: not asked.
+        flips: what `m2flow.plan.explain.flips` has found; None: it was not asked.
         race: plans that were tried in real steps.
-        assumptions: to be told with it, beside those of the profile.
+        assumptions: values that were assumed, beside those that the profile names.
     """
     chosen, profile = decision.chosen, decision.profile
     plan, prediction = chosen.plan, chosen.prediction
@@ -157,11 +158,16 @@ def explained(
         ruled_out=decision.ruled_out,
         flips=None if flips is None else tuple(flips),
         frontier=tuple(_alternative(one, decision) for one in decision.frontier) if ahead else (),
-        race=tuple(race),
+        race=tuple(_tried(one) for one in race),
         profile=Origin(profile.source, profile.key),
         assumptions=tuple(dict.fromkeys((*profile.assumptions, *assumptions))),
         timeline=_timeline(chosen),
     )
+
+
+def _tried(entrant: Entrant) -> Tried:
+    measured = tuple(entrant.measured)
+    return Tried(entrant.name, entrant.predicted, measured, entrant.verdict)
 
 
 def _alternative(other: Candidate, decision: Decision) -> Alternative:

@@ -24,10 +24,10 @@ FACTORS = (1.25, 1.5, 2.0, 4.0)
 """An input is multiplied and divided by these."""
 
 RIVALS = 3
-"""So many of the other plans may overtake: the fastest of each shape, then the next fastest."""
+"""Number of other plans that may overtake: the fastest of each shape, then the next fastest."""
 
 CLEAR = 0.01
-"""What is faster by less counts as equally fast."""
+"""A plan that is faster by less than this share counts as equally fast."""
 
 NOTICED = 0.01
 """An input that takes less than this share of the lanes' time in every plan flips nothing."""
@@ -173,15 +173,16 @@ def rescaled(profile: Profile, what: str, factor: float) -> Profile:
 def _of_lanes(plan: Plan, plan_for: Callable[[Sequence[LaneSpec]], Decision]) -> Iterator[Flip]:
     """Flips by half as many lanes, twice as many, and twice the memory on each."""
     lanes = [lane for lane in plan.lanes if lane.reserved_for is None]
-    nodes = 1 + max(lane.node for lane in lanes)
-    ids = 1 + max(lane.id for lane in lanes)
-    others = [("lanes", 2.0, [*lanes, *_copies(lanes, ids, nodes)])]
-    if len(lanes) > 1:
-        others.append(("lanes", 0.5, lanes[: len(lanes) // 2]))
-    if all(lane.memory_bytes for lane in lanes):
-        larger = [replace(lane, memory_bytes=2 * (lane.memory_bytes or 0)) for lane in lanes]
-        others.append(("memory", 2.0, larger))
-    for what, factor, asked in others:
+    ids, nodes = (1 + max(getattr(lane, name) for lane in lanes) for name in ("id", "node"))
+    more = [replace(lane, id=lane.id + ids, node=lane.node + nodes) for lane in lanes]
+    larger = [replace(lane, memory_bytes=(lane.memory_bytes or 0) * 2 or None) for lane in lanes]
+    for what, factor, asked in (
+        ("lanes", 2.0, [*lanes, *more]),
+        ("lanes", 0.5, lanes[: len(lanes) // 2]),
+        ("memory", 2.0, larger),
+    ):
+        if not asked or asked == lanes:
+            continue
         try:
             then = plan_for(asked).chosen
         except UserError:  # no plan fits there
@@ -190,8 +191,3 @@ def _of_lanes(plan: Plan, plan_for: Callable[[Sequence[LaneSpec]], Decision]) ->
             seconds = float(then.prediction.seconds)
             changes = tuple(where(then.plan))
             yield Flip(what, factor, then.plan.mode, changes, None, seconds, "planned")
-
-
-def _copies(lanes: Sequence[LaneSpec], ids: int, nodes: int) -> list[LaneSpec]:
-    """The same lanes once more, on further machines."""
-    return [replace(lane, id=lane.id + ids, node=lane.node + nodes) for lane in lanes]

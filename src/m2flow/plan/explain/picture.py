@@ -25,7 +25,7 @@ def picture(chart: Gantt, stages: Sequence[str], width: int, ascii_only: bool = 
         chart: what is drawn.
         stages: names of the flow's stages, in its order.
         width: of a line, in characters; no line is wider than this, or than NARROWEST.
-        ascii_only: where the terminal can show nothing else.
+        ascii_only: whether the terminal shows ASCII only.
     """
     if not any(row.pieces for row in chart.rows):
         return []

@@ -16,12 +16,12 @@ SHOWN = 4
 
 
 def in_words(explanation: Explanation, width: int = 100, ascii_only: bool = False) -> list[str]:
-    """Everything, with the picture.
+    """The whole explanation, with the picture of the predicted step.
 
     Args:
-        explanation: what is told.
+        explanation: of a plan.
         width: of the picture, in characters.
-        ascii_only: where the terminal can show nothing else.
+        ascii_only: whether the terminal shows ASCII only.
     """
     lines = [*summary(explanation), "", *(f"  {line}" for line in explanation.stands), ""]
     drawn = picture(explanation.timeline, explanation.stages, width, ascii_only)
@@ -66,10 +66,9 @@ def _race(explanation: Explanation) -> Iterator[str]:
     if explanation.race:
         yield "tried in real steps:"
     for row in explanation.race:
-        expected = "" if row.predicted is None else f", {brief(row.predicted)} predicted"
         count = f"{len(row.measured)} step{'' if len(row.measured) == 1 else 's'}"
         taken = f"{brief(median(row.measured))} a step in {count}" if row.measured else "no step"
-        yield f"  {row.plan}: {taken}{expected}; {row.verdict}"
+        yield f"  {row.plan}: {taken}, {brief(row.predicted)} predicted; {row.verdict or 'racing'}"
 
 
 def _bounds(explanation: Explanation) -> Iterator[str]:
