@@ -12,6 +12,7 @@ import statistics
 import time
 
 from harness import Target, arguments, conclude, table
+from m2flow.plan.search import Limits, candidates, problem, search
 
 from m2flow.flow import Flow, FlowGraph, Stream, Worker, stage
 from m2flow.flow.batch import Batch
@@ -24,7 +25,6 @@ from m2flow.plan.profile import (
     StageProfile,
     WorkerCost,
 )
-from m2flow.plan.search import Limits, candidates, problem, search
 from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
 
 GB = 10**9

@@ -14,10 +14,8 @@ from m2flow.plan.file import to_json
 from m2flow.plan.prediction import Decision
 from m2flow.runtime.driver.auto import Auto
 from m2flow.runtime.driver.launch import launch
-from m2flow.runtime.profiling import obtain, profile_flow
 from m2flow.workloads.common.planning import layouts_of
-from m2flow.workloads.common.profile_key import profile_key
-from m2flow.workloads.common.profiling import sampled_steps
+from m2flow.workloads.common.profiling import profile_on
 from m2flow.workloads.common.recipe import AUTO_MODE
 from m2flow.workloads.common.workload import Experiment, Progress
 
@@ -55,20 +53,8 @@ def launched(
     assert pool is not None, "a plan is chosen for lanes"
     recipe = experiment.recipe
     free = [lane for lane in pool.lanes if lane.reserved_for is None]
-    key = profile_key(recipe, free)
-    profile, origin = obtain(
-        key,
-        lambda: profile_flow(
-            experiment.flow,
-            [experiment.batch(step) for step in sampled_steps(recipe)],
-            lanes=pool,
-            budget_seconds=recipe.profiling_seconds,
-            key=key,
-            note=progress.note,
-        ),
-    )
+    profile, origin = profile_on(pool, experiment, progress, recipe.profiling_seconds)
     progress.note(f"profile: {origin}")
-    layouts = layouts_of(recipe, flow, free)
     run = launch(
         flow,
         items_per_step=items,
@@ -76,7 +62,7 @@ def launched(
         lanes=pool,
         first_step=first_step,
         also=also,
-        layouts=layouts,
+        layouts=layouts_of(recipe, flow, free),
         auto=Auto(
             profile=profile,
             max_staleness=recipe.max_staleness,

@@ -12,7 +12,7 @@ from m2flow.observe.machine import describe_machine
 from m2flow.observe.progress import TrainProgress
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.observe.timeline import Timeline
-from m2flow.plan import to_json
+from m2flow.plan.file import to_json
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.workloads.common.launching import launched, write_decision
 from m2flow.workloads.common.recipe import AUTO_MODE
