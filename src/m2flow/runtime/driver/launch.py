@@ -62,8 +62,8 @@ def launch(
         lane_memory: bytes that the states on a lane may take; workers are then moved out of each
             other's way. None for no limit.
         gangs: worker to how many lanes take part in each of its calls, where a plan is built.
-        publish: the one way to send weights to other lanes, "shared", "copy", "broadcast" or
-            "delta"; by default the one predicted to be fastest (see `Run.explain_publishing`).
+        publish: the one way to send weights to other lanes, "shared", "copy" or "broadcast"; by
+            default it follows from where the workers stand (see `Run.explain_publishing`).
         auto: how mode "auto" goes about it.
 
     Raises:
