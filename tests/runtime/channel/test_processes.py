@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import json
 import multiprocessing
 import os
 import pickle
@@ -273,7 +272,7 @@ def test_a_slow_reader_does_not_hold_up_others() -> None:
     with Channel(timeout=SOON) as channel:
         channel.put(b"x" * (8 << 20))
         slow = Client(channel._address)
-        slow._queue.send(Frame(Operation.GET, json.dumps({"key": None, "timeout": SOON}).encode()))
+        slow._stream.send(Frame(Operation.GET, pickle.dumps({"key": None, "timeout": SOON})))
         eventually(lambda: channel.size() == 0)
         channel.put("next")
         assert channel.get(timeout=SOON) == "next"

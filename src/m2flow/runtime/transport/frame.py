@@ -1,9 +1,9 @@
 """Frames: the one format of the messages that cross between processes, on any stream socket.
 
 A frame is a kind, a head and buffers. On the wire stand a fixed prefix, the sizes of the buffers,
-the head, and the buffers, each padded to `ALIGNMENT`, so that what arrives can be viewed as
+the head, and the buffers, each aligned to `ALIGNMENT`, so that what arrives can be viewed as
 elements of any type where it lies. `FrameStream` blocks, with a deadline for a whole message
-however slowly it comes in; `FrameQueue` never blocks and is for a selector. Standard library only.
+however slowly it comes in; `FrameQueue` never blocks and is for a selector.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
-import mmap
 import select
 import socket
 import struct
@@ -22,15 +21,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 ALIGNMENT = 64
 LONGEST_KIND = 16
 JOINED_BYTES = 32 << 10
 """A smaller frame goes out as one piece of memory: a copy costs less than a longer list."""
 
-LARGE_BYTES = 1 << 18
-"""From here on memory comes from `mmap`, which aligns it and does not write zeros first."""
-
-_PREFIX = struct.Struct("<16sQIxxxxQ")  # kind, bytes of the head, number of buffers, of their bytes
+_PREFIX = struct.Struct("<16sQQQ")  # kind, bytes of the head, number of buffers, bytes that follow
 _READ_AHEAD = 64 << 10
 _MOST_PIECES = 1000  # the system takes 1024 pieces in one call
 _PADDING = bytes(ALIGNMENT)
@@ -61,66 +59,78 @@ class Frame:
 
     def pieces(self) -> deque[memoryview]:
         """What goes out, in order."""
-        sizes = [len(one) for one in self.buffers]
-        body = sum(map(_padded, sizes))
-        assert len(self.kind) <= LONGEST_KIND, self.kind
-        prefix = _PREFIX.pack(self.kind.encode(), len(self.head), len(sizes), body)
-        pieces = [prefix, struct.pack(f"<{len(sizes)}Q", *sizes), self.head]
-        for size, memory in zip(sizes, self.buffers, strict=True):
-            pieces += (memory, _PADDING[: _padded(size) - size])
-        if len(self.head) + body <= JOINED_BYTES:
+        kind, head = self.kind.encode(), self.head
+        assert len(kind) <= LONGEST_KIND, kind
+        if not self.buffers:
+            pieces = [_PREFIX.pack(kind, len(head), 0, len(head)), head]
+            total = len(head)
+        else:
+            sizes = [len(one) for one in self.buffers]
+            lead = 8 * len(sizes) + len(head)
+            total = _aligned(lead) + sum(map(_aligned, sizes))
+            prefix = _PREFIX.pack(kind, len(head), len(sizes), total)
+            pieces = [prefix, struct.pack(f"<{len(sizes)}Q", *sizes), head]
+            pieces.append(_PADDING[: _aligned(lead) - lead])
+            for size, memory in zip(sizes, self.buffers, strict=True):
+                pieces += (memory, _PADDING[: _aligned(size) - size])
+        if total <= JOINED_BYTES:
             return deque([memoryview(b"".join(pieces))])
         return deque(memoryview(piece) for piece in pieces if len(piece))
 
 
+def _frame(kind: bytes, head: int, count: int, memory: memoryview) -> Frame:
+    """The frame of a prefix and the memory that follows it."""
+    name = kind.rstrip(b"\0").decode()
+    if not count:
+        return Frame(name, memory)
+    sizes = struct.unpack_from(f"<{count}Q", memory)
+    starts = accumulate(map(_aligned, sizes), initial=_aligned(8 * count + head))
+    buffers = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    return Frame(name, memory[8 * count : 8 * count + head], buffers)
+
+
 class _Decoder:
-    """Puts frames together from the bytes of a stream; large parts are received where they stay."""
+    """Puts frames together from the bytes of a stream; large ones are received where they stay."""
 
     def __init__(self) -> None:
-        self._scratch = memoryview(bytearray(_READ_AHEAD))
-        self._parts: list[memoryview] = []  # what is complete of: prefix, sizes and head, body
-        self._part = memoryview(bytearray(_PREFIX.size))
-        self._filled = 0
+        self._scratch = bytearray(_READ_AHEAD)
+        self._view = memoryview(self._scratch)
+        self._end = 0  # of what has come in: of the scratch, or of the large frame
+        self._large: tuple[bytes, int, int, memoryview] | None = None
 
     def room(self) -> memoryview:
         """Where the next bytes go; tell `add` how many came."""
-        missing = len(self._part) - self._filled
-        return self._part[self._filled :] if missing >= _READ_AHEAD else self._scratch
+        return (self._view if self._large is None else self._large[3])[self._end :]
 
     def add(self, count: int) -> list[Frame]:
         """Take the bytes that came; the frames that are complete with them."""
-        came = self._scratch[:count]
-        if len(self._part) - self._filled >= _READ_AHEAD:
-            self._filled += count
-            came = came[:0]
+        self._end += count
+        if self._large is not None:
+            if self._end < len(self._large[3]):
+                return []
+            frame, self._large, self._end = _frame(*self._large), None, 0
+            return [frame]
         frames: list[Frame] = []
-        while True:
-            start = self._filled
-            self._filled = min(len(self._part), start + len(came))
-            taken = self._filled - start
-            self._part[start : self._filled] = came[:taken]
-            came = came[taken:]
-            if self._filled < len(self._part):
+        start = 0
+        while (begin := start + _PREFIX.size) <= self._end:
+            kind, head, number, follows = _PREFIX.unpack_from(self._scratch, start)
+            stop = begin + follows
+            if stop <= self._end:
+                own = memoryview(self._scratch[begin:stop])
+                frames.append(_frame(kind, head, number, own))
+                start = stop
+            elif _PREFIX.size + follows <= _READ_AHEAD:
+                break
+            else:
+                memory = memoryview(np.empty(follows, np.uint8).data)
+                self._end -= begin
+                memory[: self._end] = self._view[begin : begin + self._end]
+                self._large = kind, head, number, memory
                 return frames
-            self._parts.append(self._part)
-            self._filled = 0
-            _, head, count, body = _PREFIX.unpack(self._parts[0])
-            match len(self._parts):
-                case 1:
-                    self._part = new_memory(8 * count + head)
-                case 2:
-                    self._part = new_memory(body)
-                case _:
-                    frames.append(_frame(*self._parts))
-                    self._parts, self._part = [], memoryview(bytearray(_PREFIX.size))
-
-
-def _frame(prefix: memoryview, lead: memoryview, body: memoryview) -> Frame:
-    kind, _, count, _ = _PREFIX.unpack(prefix)
-    sizes = struct.unpack_from(f"<{count}Q", lead)
-    starts = accumulate(map(_padded, sizes), initial=0)
-    buffers = [body[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-    return Frame(kind.rstrip(b"\0").decode(), lead[8 * count :], buffers)
+        self._end -= start
+        if start and self._end:
+            self._view[: self._end] = self._view[start : start + self._end]
+        return frames
 
 
 class FrameStream:
@@ -272,17 +282,7 @@ class FrameQueue:
         self._socket.close()
 
 
-def new_memory(num_bytes: int) -> memoryview:
-    """Memory that can be written to, in huge pages where it is large and the kernel has them."""
-    if num_bytes < LARGE_BYTES:
-        return memoryview(bytearray(num_bytes))
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
-
-
-def _padded(size: int) -> int:
+def _aligned(size: int) -> int:
     return size + -size % ALIGNMENT
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import os
 import secrets
@@ -37,7 +36,7 @@ MAX_ITEMS, MAX_BYTES = 1024, 1 << 30
 ANY_COUNT = 1 << 32
 
 LONGEST_KEY = 1000
-"""Bytes of a key as it is sent."""
+"""Characters of a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,9 +298,9 @@ class Channel:
             raise UserError(
                 "no such key", key="key", value=key, expected="a string, an integer or None"
             )
-        if len(json.dumps(key)) > LONGEST_KEY:
+        if len(str(key)) > LONGEST_KEY:
             short = f"{str(key)[:40]}..."
-            raise UserError(f"longer than {LONGEST_KEY} bytes", key="key", value=short)
+            raise UserError(f"longer than {LONGEST_KEY} characters", key="key", value=short)
         seconds = self._timeout if timeout is None else timeout
         if not 0 <= seconds < math.inf:
             raise UserError(
@@ -425,7 +424,7 @@ class Channel:
 
 
 def _stats(reply: ChannelReply) -> ChannelStats:
-    return ChannelStats(**{**reply.stats, "keys": dict(reply.stats["keys"])})
+    return ChannelStats(**reply.stats)
 
 
 def _checked_name(name: str | None, max_items: int, max_bytes: int, timeout: float) -> str:

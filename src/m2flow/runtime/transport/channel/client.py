@@ -7,11 +7,9 @@ forgets the request, or puts back the items that it had handed out.
 from __future__ import annotations
 
 import asyncio
-import json
 import pickle
-import select
-import time
-from collections.abc import Generator, Sequence
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +17,9 @@ from m2flow.runtime.transport import listening
 from m2flow.runtime.transport.channel.errors import ChannelLost, ChannelTimeout
 from m2flow.runtime.transport.channel.host import ChannelAddress, Operation, this_machine
 from m2flow.runtime.transport.channel.state import Outcome
-from m2flow.runtime.transport.frame import Frame, FrameQueue
+from m2flow.runtime.transport.frame import Frame, FrameQueue, FrameStream
+
+_NOTHING = pickle.dumps({}, 5)
 
 ANSWER_SECONDS = 30.0
 """Longest that the host may take to answer, after what the request itself may wait."""
@@ -35,6 +35,9 @@ class ChannelRequest:
     settings: dict[str, Any]
     buffers: Sequence[Any] = ()
 
+    def frame(self) -> Frame:
+        return Frame(self.kind, pickle.dumps(self.settings, 5), self.buffers)
+
 
 class ChannelReply:
     """The host's answer.
@@ -47,7 +50,7 @@ class ChannelReply:
     """
 
     def __init__(self, frame: Frame) -> None:
-        said = json.loads(bytes(frame.head))
+        said = pickle.loads(frame.head)
         self.outcome, self.waited = Outcome(frame.kind), said["waited"]
         self.stats, self.counts = said["stats"], said["counts"]
         self._buffers = frame.buffers
@@ -72,56 +75,45 @@ class Client:
             connection = listening.connect(address.endpoint, address.secret, same_node=near)
         except OSError as error:
             raise self._lost(error) from error
-        self._queue = FrameQueue(connection)
+        self._socket, self._stream = connection, FrameStream(connection)
 
     def close(self) -> None:
         """Let go; the host drops what is under way."""
-        self._queue.close()
+        self._stream.close()
 
     def ask(self, request: ChannelRequest) -> ChannelReply:
         """Send a request and wait for its answer."""
-        deadline = time.monotonic() + request.timeout + ANSWER_SECONDS
-        poll = select.poll()
-        conversation = self._conversation(request)
+        self._stream.deadline = self._stream.clock() + request.timeout + ANSWER_SECONDS
         try:
-            while True:
-                poll.register(self._queue, next(conversation))
-                if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
-                    raise self._no_answer(request)
-        except StopIteration as end:
-            return self._acknowledged(end.value)
-        except OSError as error:
-            raise self._lost(error) from error
-
-    async def ask_async(self, request: ChannelRequest) -> ChannelReply:
-        """`ask` for an event loop. When cancelled, close the connection: nothing is swallowed."""
-        conversation = self._conversation(request)
-        try:
-            async with asyncio.timeout(request.timeout + ANSWER_SECONDS):
-                while (event := next(conversation, None)) is not None:
-                    await _ready(self._queue.fileno(), event)
-            return self._acknowledged(self._frame)
+            self._stream.send(request.frame())
+            return self._acknowledged(self._stream.receive())
         except TimeoutError:
             raise self._no_answer(request) from None
         except OSError as error:
             raise self._lost(error) from error
 
-    def _conversation(self, request: ChannelRequest) -> Generator[int, None, Frame]:
-        """Send a request and take the answer; yields the event of `poll` that it waits for."""
-        head = json.dumps(request.settings).encode()
-        self._queue.send(Frame(request.kind, head, request.buffers))
-        while self._queue.unsent:
-            yield select.POLLOUT
-            self._queue.flush()
-        while not (frames := self._queue.take()):
-            yield select.POLLIN
-        (self._frame,) = frames
-        return self._frame
+    async def ask_async(self, request: ChannelRequest) -> ChannelReply:
+        """`ask` for an event loop. When cancelled, close the connection: nothing is swallowed."""
+        queue, frames = FrameQueue(self._socket), list[Frame]()
+        try:
+            async with asyncio.timeout(request.timeout + ANSWER_SECONDS):
+                queue.send(request.frame())
+                while queue.unsent:
+                    await _ready(self._socket, write=True)
+                    queue.flush()
+                while not frames:
+                    await _ready(self._socket, write=False)
+                    frames = queue.take()
+            return self._acknowledged(frames[0])
+        except TimeoutError:
+            raise self._no_answer(request) from None
+        except OSError as error:
+            raise self._lost(error) from error
 
     def _acknowledged(self, frame: Frame) -> ChannelReply:
         reply = ChannelReply(frame)
         if reply.counts:
-            self._queue.send(Frame(Operation.TOOK, b"{}"))
+            self._stream.send(Frame(Operation.TOOK, _NOTHING))
         return reply
 
     def _lost(self, error: OSError) -> ChannelLost:
@@ -139,20 +131,17 @@ class Client:
         )
 
 
-async def _ready(descriptor: int, event: int) -> None:
-    """Wait until a descriptor can be read from, or written to."""
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
+async def _ready(connection: socket.socket, *, write: bool) -> None:
+    """Wait until a socket can be read from, or written to."""
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
     add, remove = (
-        (loop.add_reader, loop.remove_reader)
-        if event == select.POLLIN
-        else (loop.add_writer, loop.remove_writer)
+        (loop.add_writer, loop.remove_writer) if write else (loop.add_reader, loop.remove_reader)
     )
-    add(descriptor, ready.set)
+    add(connection, ready.set)
     try:
         await ready.wait()
     finally:
-        remove(descriptor)
+        remove(connection)
 
 
 # --- items as buffers ---------------------------------------------------------------------------

@@ -2,15 +2,14 @@
 
 It moves frames between connections and a `ChannelState` and keeps its deadlines. A client has one
 request on its way at a time. A reply that hands over items is acknowledged with one more,
-unanswered frame; a client that vanishes before that gives them back. The head of a frame is JSON,
-the buffers are the items' as they came: the host unpickles nothing.
+unanswered frame; a client that vanishes before that gives them back. The buffers of a frame are the
+items' as they came: the host unpickles settings, never an item.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
+import pickle
 import secrets
 import selectors
 import socket
@@ -76,6 +75,7 @@ class Host:
         self._tickets = count()
         self._came: deque[socket.socket] = deque()
         self._wake = os.eventfd(0)
+        weakref.finalize(self, os.close, self._wake)  # not before: other threads write to it
         self._stopped = False
         self._thread: threading.Thread | None = None
         self._selector = selectors.DefaultSelector()
@@ -128,14 +128,12 @@ class Host:
         for connection in self._came:
             connection.close()
         self._selector.close()
-        os.close(self._wake)
 
     # --- connections ------------------------------------------------------------------------------
 
     def _let_in(self, connection: socket.socket) -> None:
         self._came.append(connection)
-        with contextlib.suppress(OSError):  # the host has ended, and closed it
-            os.eventfd_write(self._wake, 1)
+        os.eventfd_write(self._wake, 1)
 
     def _welcome(self) -> None:
         os.eventfd_read(self._wake)
@@ -168,7 +166,7 @@ class Host:
 
     def _handle(self, ticket: int, frame: Frame) -> None:
         state, now = self._state, time.monotonic()
-        said: dict[str, Any] = json.loads(bytes(frame.head))
+        said: dict[str, Any] = pickle.loads(frame.head)
         match frame.kind:
             case Operation.PUT:
                 size = sum(map(len, frame.buffers))
@@ -206,7 +204,7 @@ class Host:
             "stats": self._stats() if stats else None,
         }
         buffers = [buffer for item in answer.items for buffer in item.body]
-        client.send(Frame(answer.outcome.value, json.dumps(said).encode(), buffers))
+        client.send(Frame(answer.outcome.value, pickle.dumps(said, 5), buffers))
         if client.unsent:
             both = selectors.EVENT_READ | selectors.EVENT_WRITE
             self._selector.modify(client, both, answer.ticket)
@@ -224,7 +222,7 @@ class Host:
             "waiting_putters": putters,
             "waiting_getters": getters,
             "closed": state.closed,
-            "keys": list(state.sizes().items()),
+            "keys": state.sizes(),
         }
 
 

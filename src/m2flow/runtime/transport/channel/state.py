@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 from typing import Any, NamedTuple
@@ -34,8 +33,7 @@ class Outcome(Enum):
     CLOSED = "closed"
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """An item as the channel sees it: opaque, with a weight and a size in bytes."""
 
     body: Any
@@ -52,20 +50,19 @@ class Verdict(NamedTuple):
     items: tuple[Item, ...] = ()
 
 
-class _Wait(NamedTuple):
+class _Put(NamedTuple):
     ticket: int
     key: Hashable
     began: float
     deadline: float
-
-
-class _Put(NamedTuple):
-    wait: _Wait
     item: Item
 
 
 class _Get(NamedTuple):
-    wait: _Wait
+    ticket: int
+    key: Hashable
+    began: float
+    deadline: float
     weight: float
     max_items: int
     enough_at: float  # from then on, whatever is there will do
@@ -97,7 +94,7 @@ class ChannelState:
         assert item.num_bytes <= self.max_bytes, "an item that can never be stored"
         if self.closed:
             return [Verdict(ticket, Outcome.CLOSED, 0.0)]
-        self._putters[ticket] = _Put(_Wait(ticket, key, now, now + timeout), item)
+        self._putters[ticket] = _Put(ticket, key, now, now + timeout, item)
         return self.expire(now)
 
     def get(
@@ -116,8 +113,8 @@ class ChannelState:
         A batch goes as it is, with at least one item, after `linger` seconds, when the channel is
         closed, or when it is too full to take another item of the key.
         """
-        wait = _Wait(ticket, key, now, now + timeout)
-        self._getters[ticket] = _Get(wait, weight, max_items, now + linger)
+        deadline, enough_at = now + timeout, now + linger
+        self._getters[ticket] = _Get(ticket, key, now, deadline, weight, max_items, enough_at)
         return self.expire(now)
 
     def acknowledge(self, ticket: int, now: float) -> list[Verdict]:
@@ -139,7 +136,7 @@ class ChannelState:
     def close(self, now: float) -> list[Verdict]:
         """Refuse putters from now on, the waiting ones too; getters drain what is stored."""
         self.closed = True
-        refused = [putter.wait for putter in self._putters.values()]
+        refused = self._putters.values()
         answers = [Verdict(one.ticket, Outcome.CLOSED, now - one.began) for one in refused]
         self._putters.clear()
         return answers + self.expire(now)
@@ -147,6 +144,9 @@ class ChannelState:
     def expire(self, now: float) -> list[Verdict]:
         """Let in whom there is room for, serve who can be served, and end waits that are over."""
         answers = self._settled(now)
+        if not self._putters and not self._getters:
+            self.next_deadline = math.inf
+            return answers
         while late := next((one for one in self._waits() if one.deadline <= now), None):
             is_put = self._putters.pop(late.ticket, None) is not None
             self._getters.pop(late.ticket, None)
@@ -157,9 +157,8 @@ class ChannelState:
         self.next_deadline = min(ends, default=math.inf)
         return answers
 
-    def _waits(self) -> list[_Wait]:
-        putters = [one.wait for one in self._putters.values()]
-        return putters + [one.wait for one in self._getters.values()]
+    def _waits(self) -> list[_Put | _Get]:
+        return [*self._putters.values(), *self._getters.values()]
 
     # --- questions --------------------------------------------------------------------------------
 
@@ -194,27 +193,26 @@ class ChannelState:
             or self.num_bytes + putter.item.num_bytes > self.max_bytes
         ):
             return False
-        self._stored.setdefault(putter.wait.key, deque()).append(putter.item)
+        self._stored.setdefault(putter.key, deque()).append(putter.item)
         self._count((putter.item,), 1)
         self._admit(putter, now, answers)
         return True
 
     def _admit(self, putter: _Put, now: float, answers: list[Verdict]) -> None:
-        ticket, _, began, _ = putter.wait
-        del self._putters[ticket]
+        del self._putters[putter.ticket]
         self.num_put += 1
-        answers.append(Verdict(ticket, Outcome.DONE, now - began))
+        answers.append(Verdict(putter.ticket, Outcome.DONE, now - putter.began))
 
     def _serve_first(self, now: float, answers: list[Verdict]) -> bool:
         """Serve the first getter that can be served; each key's getters in their order."""
         seen: set[Hashable] = set()
         for getter in self._getters.values():
-            ticket, key, began, _ = getter.wait
+            ticket, key = getter.ticket, getter.key
             if key in seen:
                 continue
             seen.add(key)
             stored = self._stored.get(key, deque())
-            waiting = [one for one in self._putters.values() if one.wait.key == key]
+            waiting = [one for one in self._putters.values() if one.key == key]
             count = self._ready(getter, stored, waiting, now)
             over = self.closed and not stored and not self._given_out(key)
             if not count and not over:
@@ -228,7 +226,7 @@ class ChannelState:
             if items:
                 self._handed[ticket] = (key, tuple(items))
             outcome = Outcome.DONE if items else Outcome.CLOSED
-            answers.append(Verdict(ticket, outcome, now - began, tuple(items)))
+            answers.append(Verdict(ticket, outcome, now - getter.began, tuple(items)))
             return True
         return False
 
