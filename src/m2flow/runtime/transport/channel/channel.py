@@ -73,10 +73,10 @@ class Channel:
         max_bytes: most bytes of packed items that it holds, over all keys. Beside them the host
             holds one item for each `put` that waits.
         timeout: seconds that a call waits where it does not say.
-        process: host it in a small process of its own, which ends with this one. Worth its 50 ms
-            where this process computes in Python all the time.
-        listen: address at which other machines reach it. Where Ray is connected, this node's
-            address in the cluster; else none.
+        process: host it in a small process of its own, which ends with this one. Worth the time
+            that it takes to start where this process computes in Python all the time.
+        listen: address at which other machines reach it. Where Ray is connected to a cluster of
+            several nodes, this node's address in it; else none.
 
     The channel ends with its host: at the end of the process, of a `with` block, or by `terminate`.
     `on_ray` makes one that does not depend on the process that made it.
