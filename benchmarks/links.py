@@ -307,17 +307,14 @@ def main() -> None:
     }
     targets, rows = [], []
     for how in ("copied", "not copied"):
-        for size in SIZES:
+        for size, num_bytes in SIZES.items():
             raw, ours = medians[f"raw/{how}/{size}"], medians[f"m2flow/{how}/{size}"]
             rows.append([size, how, 1e6 * raw, 1e6 * ours, ours / raw])
             name = f"hand-over of {size}, {how}"
-            if how == "copied" and SIZES[size] == LARGEST:
-                targets.append(
-                    Target(f"{name}, times raw", ours / raw, MOST_TIMES_RAW, at_most=True)
-                )
-            else:
-                added = 1e6 * (ours - raw)
-                targets.append(Target(f"{name}, us over raw", added, MOST_ADDED_US, at_most=True))
+            bound = (f"{name}, us over raw", 1e6 * (ours - raw), MOST_ADDED_US)
+            if how == "copied" and num_bytes == LARGEST:
+                bound = (f"{name}, times raw", ours / raw, MOST_TIMES_RAW)
+            targets.append(Target(*bound, at_most=True))
     rows.append(["Batch, 10 columns", "asked of a peer", "", 1e6 * batch, ""])
     table(["size", "", "raw, us", "m2flow, us", "times raw"], rows)
     targets.append(Target("by reference within a lane, us", 1e6 * reference, 20.0, at_most=True))

@@ -158,7 +158,8 @@ class LanePool:
                 same_node=address.node == here,
                 seconds=max(1.0, deadline - time.monotonic()),
             )
-            line.on_silence = partial(self._known_end, number)
+            if address.node != here:  # on this machine the end of a process closes its line
+                line.on_silence = partial(self._known_end, number)
             self._lines[number] = line
             self._selector.register(line, selectors.EVENT_READ, number)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

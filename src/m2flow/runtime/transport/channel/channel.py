@@ -14,7 +14,6 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 from m2flow.errors import UserError
@@ -22,10 +21,7 @@ from m2flow.runtime.transport.channel import hosting
 from m2flow.runtime.transport.channel.client import ChannelReply, ChannelRequest, Client, packed
 from m2flow.runtime.transport.channel.errors import ChannelClosed, ChannelEmpty, ChannelFull
 from m2flow.runtime.transport.channel.host import ChannelAddress, Operation
-from m2flow.runtime.transport.channel.state import Outcome
-
-Key = str | int | None
-"""What items may be filed under."""
+from m2flow.runtime.transport.channel.state import ChannelStats, Key, Outcome
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 """How long a call waits where it does not say."""
@@ -37,31 +33,6 @@ ANY_COUNT = 1 << 32
 
 LONGEST_KEY = 1000
 """Characters of a key."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelStats:
-    """A channel at one moment.
-
-    Attributes:
-        items, bytes: what it holds.
-        put, taken: items that have come, and that have been taken for good.
-        most_items, most_bytes: the most that it has held.
-        waiting_putters, waiting_getters: requests that wait.
-        closed: whether it takes nothing more.
-        keys: items by key; keys without any are absent.
-    """
-
-    items: int
-    bytes: int
-    put: int
-    taken: int
-    most_items: int
-    most_bytes: int
-    waiting_putters: int
-    waiting_getters: int
-    closed: bool
-    keys: dict[Key, int]
 
 
 class Channel:
@@ -318,7 +289,8 @@ class Channel:
 
     def stats(self) -> ChannelStats:
         """What the channel holds, has seen, and who waits."""
-        return _stats(self._ask(self._request(Operation.STATS, None, 0)))
+        found: ChannelStats = self._ask(self._request(Operation.STATS, None, 0)).stats
+        return found
 
     def size(self) -> int:
         """Items in the channel, over all keys."""
@@ -404,7 +376,7 @@ class Channel:
             raise ChannelClosed(f"{where}: closed, {rest}")
         if request.kind == Operation.PEEK:
             raise ChannelEmpty(f"{where}: nothing there")
-        stats, most = _stats(reply), self._address
+        stats, most = reply.stats, self._address
         waited = f"after {reply.waited:.3g} s"
         held = (
             f"{stats.items} of {most.max_items} items, {stats.bytes:,} of {most.max_bytes:,} bytes"
@@ -421,10 +393,6 @@ class Channel:
             f"{where}: {missing} {waited}; the channel holds {held}, under keys "
             f"{list(stats.keys)}; {stats.waiting_getters} other getters wait"
         )
-
-
-def _stats(reply: ChannelReply) -> ChannelStats:
-    return ChannelStats(**reply.stats)
 
 
 def _checked_name(name: str | None, max_items: int, max_bytes: int, timeout: float) -> str:

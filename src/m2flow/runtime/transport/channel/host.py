@@ -201,29 +201,13 @@ class Host:
         said = {
             "waited": answer.waited,
             "counts": [len(item.body) for item in answer.items],
-            "stats": self._stats() if stats else None,
+            "stats": self._state.stats() if stats else None,
         }
         buffers = [buffer for item in answer.items for buffer in item.body]
         client.send(Frame(answer.outcome.value, pickle.dumps(said, 5), buffers))
         if client.unsent:
             both = selectors.EVENT_READ | selectors.EVENT_WRITE
             self._selector.modify(client, both, answer.ticket)
-
-    def _stats(self) -> dict[str, Any]:
-        state = self._state
-        putters, getters = state.waiting
-        return {
-            "items": state.num_items,
-            "bytes": state.num_bytes,
-            "put": state.num_put,
-            "taken": state.num_taken,
-            "most_items": state.most_items,
-            "most_bytes": state.most_bytes,
-            "waiting_putters": putters,
-            "waiting_getters": getters,
-            "closed": state.closed,
-            "keys": state.sizes(),
-        }
 
 
 _hosts: weakref.WeakSet[Host] = weakref.WeakSet()

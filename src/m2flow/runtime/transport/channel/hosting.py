@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import select
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,6 +56,8 @@ def in_process(
     pickle.dump((name, max_items, max_bytes, listen), process.stdin)
     process.stdin.flush()
     try:
+        if not select.select([process.stdout], [], [], START_SECONDS)[0]:
+            process.kill()
         address = pickle.load(process.stdout)
     except EOFError:
         raise ChannelLost(f"channel {name!r}: its process ended with {process.wait()}") from None

@@ -15,13 +15,42 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 from typing import Any, NamedTuple
 
+Key = str | int | None
+"""What items may be filed under."""
+
 ROUNDING = 1e-9
 """Relative slack when weights are added up: ten items of 0.1 weigh 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelStats:
+    """A channel at one moment.
+
+    Attributes:
+        items, bytes: what it holds.
+        put, taken: items that have come, and that have been taken for good.
+        most_items, most_bytes: the most that it has held.
+        waiting_putters, waiting_getters: requests that wait.
+        closed: whether it takes nothing more.
+        keys: items by key; keys without any are absent.
+    """
+
+    items: int
+    bytes: int
+    put: int
+    taken: int
+    most_items: int
+    most_bytes: int
+    waiting_putters: int
+    waiting_getters: int
+    closed: bool
+    keys: dict[Key, int]
 
 
 class Outcome(Enum):
@@ -52,7 +81,7 @@ class Verdict(NamedTuple):
 
 class _Put(NamedTuple):
     ticket: int
-    key: Hashable
+    key: Key
     began: float
     deadline: float
     item: Item
@@ -60,7 +89,7 @@ class _Put(NamedTuple):
 
 class _Get(NamedTuple):
     ticket: int
-    key: Hashable
+    key: Key
     began: float
     deadline: float
     weight: float
@@ -82,14 +111,12 @@ class ChannelState:
         self.most_items = self.most_bytes = 0
         self.closed = False
         self.next_deadline = math.inf
-        self._stored: dict[Hashable, deque[Item]] = {}
+        self._stored: dict[Key, deque[Item]] = {}
         self._putters: dict[int, _Put] = {}
         self._getters: dict[int, _Get] = {}
-        self._handed: dict[int, tuple[Hashable, tuple[Item, ...]]] = {}
+        self._handed: dict[int, tuple[Key, tuple[Item, ...]]] = {}
 
-    def put(
-        self, ticket: int, key: Hashable, item: Item, timeout: float, now: float
-    ) -> list[Verdict]:
+    def put(self, ticket: int, key: Key, item: Item, timeout: float, now: float) -> list[Verdict]:
         """Store the item, at once or when there is room; `timeout` 0 does not wait."""
         assert item.num_bytes <= self.max_bytes, "an item that can never be stored"
         if self.closed:
@@ -100,7 +127,7 @@ class ChannelState:
     def get(
         self,
         ticket: int,
-        key: Hashable,
+        key: Key,
         timeout: float,
         now: float,
         *,
@@ -162,17 +189,27 @@ class ChannelState:
 
     # --- questions --------------------------------------------------------------------------------
 
-    @property
-    def waiting(self) -> tuple[int, int]:
-        """How many putters and how many getters wait."""
-        return len(self._putters), len(self._getters)
+    def stats(self) -> ChannelStats:
+        """What the channel holds, has seen, and who waits."""
+        return ChannelStats(
+            items=self.num_items,
+            bytes=self.num_bytes,
+            put=self.num_put,
+            taken=self.num_taken,
+            most_items=self.most_items,
+            most_bytes=self.most_bytes,
+            waiting_putters=len(self._putters),
+            waiting_getters=len(self._getters),
+            closed=self.closed,
+            keys=self.sizes(),
+        )
 
-    def peek(self, key: Hashable) -> Item | None:
+    def peek(self, key: Key) -> Item | None:
         """The item that would be taken next."""
         stored = self._stored.get(key)
         return stored[0] if stored else None
 
-    def sizes(self) -> dict[Hashable, int]:
+    def sizes(self) -> dict[Key, int]:
         """How many items each key holds; keys that hold none are absent."""
         return {key: len(stored) for key, stored in self._stored.items() if stored}
 
@@ -205,7 +242,7 @@ class ChannelState:
 
     def _serve_first(self, now: float, answers: list[Verdict]) -> bool:
         """Serve the first getter that can be served; each key's getters in their order."""
-        seen: set[Hashable] = set()
+        seen: set[Key] = set()
         for getter in self._getters.values():
             ticket, key = getter.ticket, getter.key
             if key in seen:
@@ -248,7 +285,7 @@ class ChannelState:
         as_it_is = complete or waiting or self.closed or getter.enough_at <= now
         return count if as_it_is else 0
 
-    def _given_out(self, key: Hashable) -> bool:
+    def _given_out(self, key: Key) -> bool:
         """Whether items of the key may yet come back."""
         return any(handed_key == key for handed_key, _ in self._handed.values())
 
