@@ -8,7 +8,6 @@ however slowly it comes in; `FrameQueue` never blocks and is for a selector.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
 import select
@@ -192,11 +191,6 @@ class FrameStream:
         end = select.poll()
         end.register(self._socket, select.POLLRDHUP)
         end.poll()
-
-    def break_off(self) -> None:
-        """End the connection under a thread that sends or receives: it gets a LineClosed."""
-        with contextlib.suppress(OSError):  # it has ended already
-            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the socket."""
