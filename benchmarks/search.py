@@ -11,7 +11,6 @@ import statistics
 import time
 
 from harness import Target, arguments, conclude, table
-from m2flow.plan.search import Limits, candidates, problem, search
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.flow import Flow, FlowGraph, Stream, Worker, stage
