@@ -244,6 +244,11 @@ class Run:
             if worker not in here or here[worker].replicas != spot.replicas
         )
 
+    def pause_seconds(self, plan: Plan) -> float:
+        """Estimate for how long no step could run if the run went over to a plan."""
+        loaded = any(worker in self._workers for worker in self.movers(plan))
+        return self.load_seconds if loaded else 0.0
+
     def movable(self, worker: str) -> bool:
         """Whether a worker can be brought up elsewhere without losing what it has learnt."""
         learns = {edge.source for edge in self.graph.weight_edges}
