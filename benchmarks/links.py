@@ -37,7 +37,9 @@ from lane_rows import lane_rows
 
 from m2flow.flow.batch import Batch, Ragged
 from m2flow.runtime.lane.store import Store
-from m2flow.runtime.transport.peers import PayloadServer, PeerAddress, Peers
+from m2flow.runtime.transport.peering import PeerAddress
+from m2flow.runtime.transport.peers import Peers
+from m2flow.runtime.transport.server import PayloadServer
 from m2flow.runtime.transport.shared_memory import SharedHandle, SharedPool, SharedReader
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "100 MiB": 100 << 20}
