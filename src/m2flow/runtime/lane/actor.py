@@ -24,7 +24,9 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.runtime.transport.lines import Line, LineAddress, LineClosed, Waiting
 from m2flow.runtime.transport.sweeping import sweep
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # they import torch
+    from m2flow.runtime.lane.exchange import Exchange
+    from m2flow.runtime.transport.groups import LaneGroups
     from m2flow.runtime.transport.peers import PeerAddress
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -98,19 +100,11 @@ class LaneProcess:
         sys.setswitchinterval(SWITCH_SECONDS)
         import torch
 
-        from m2flow.runtime.lane.exchange import Exchange, name_of
-        from m2flow.runtime.transport.gpu import devices_here
-
         torch.set_num_threads(self.num_threads)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         context = ray.get_runtime_context()
         node, host = context.get_node_id(), str(ray.util.get_node_ip_address())
-        devices = None
-        if self.lane.gpu is not None:
-            devices = devices_here(name_of(self.lane.id), node, host)
-        self._exchange = Exchange(
-            self.lane.id, self.position, node, host, self.folder, self.key, self.link, devices
-        )
+        self._exchange = self._make_exchange(node, host)
         self._meeting = socket.create_server((host, 0))  # held, so that nobody else takes the port
         self._waiting = Waiting(self.folder / f"lane-{self.position}.line", host, self.key)
         return LaneAddress(
@@ -121,6 +115,25 @@ class LaneProcess:
             self._exchange.address,
             self._meeting.getsockname()[1],
         )
+
+    def _make_exchange(self, node: str, host: str) -> Exchange:
+        from m2flow.runtime.lane.exchange import Exchange, name_of
+        from m2flow.runtime.transport.gpu import devices_here
+
+        devices = None
+        if self.lane.gpu is not None:
+            devices = devices_here(name_of(self.lane.id), node, host)
+        return Exchange(
+            self.lane.id, self.position, node, host, self.folder, self.key, self.link, devices
+        )
+
+    def _make_groups(self, num_lanes: int) -> LaneGroups:
+        from m2flow.runtime.transport.groups import LaneGroups
+
+        return LaneGroups(self.position, num_lanes, self._meeting)
+
+    def _opened(self, line: Line) -> None:
+        """The launcher has come."""
 
     @ray.method(concurrency_group="objects")
     def hand_over(self, number: int) -> Any:
@@ -142,12 +155,12 @@ class LaneProcess:
 
         from m2flow.runtime.lane.executor import LaneExecutor
         from m2flow.runtime.lane.standing import Standing
-        from m2flow.runtime.transport.groups import LaneGroups
 
         torch.set_num_threads(self.num_threads)  # a setting of the thread
         self._exchange.introduce(peers, actors)
-        groups = LaneGroups(self.position, len(peers), self._meeting)
+        groups = self._make_groups(len(peers))
         line = self._waiting.accept(seconds)
+        self._opened(line)
         device = "cpu" if self.lane.gpu is None else "cuda:0"
         host = str(ray.util.get_node_ip_address())
         standing = Standing(

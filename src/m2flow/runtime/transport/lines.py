@@ -147,9 +147,9 @@ class Line:
         (length,) = _LENGTH.unpack(_exactly(self._connection, _LENGTH.size))
         return _exactly(self._connection, length)
 
-    def waiting(self) -> bool:
-        """Whether a frame, or a part of one, is there."""
-        return bool(self._poll.poll(0))
+    def waiting(self, seconds: float = 0.0) -> bool:
+        """Whether a frame, or a part of one, is there; waits for it no longer than this."""
+        return bool(self._poll.poll(1e3 * seconds))
 
     def await_end(self) -> None:
         """Wait until the launcher's end is closed, whatever is still to be received."""
