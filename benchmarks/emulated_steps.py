@@ -138,8 +138,8 @@ class EmulatedGrpo(Flow):
 
 
 def grpo(count: int, scale: float = 100.0) -> Step:
-    """32 emulated answers a lane, in groups of 16."""
-    group, limit = 16, 64 // FOLD
+    """32 emulated answers a lane, in groups of 8."""
+    group, limit = 32 // FOLD, 64 // FOLD
     folded = Price(ROUND.call, ROUND.each * FOLD)
     round_price, passing, training = _scaled(
         scale, folded, Price(0.3, PASS_PER_TOKEN * FOLD), Price(0.5, TRAIN_PER_TOKEN * FOLD)
@@ -165,7 +165,7 @@ def grpo(count: int, scale: float = 100.0) -> Step:
     }
     profile = _profile(stages, dict(zip(("generator", "scorer", "learner"), states, strict=True)),
                        [("learner", "generator"), ("learner", "scorer")])  # fmt: skip
-    items = 2 * count
+    items = 4 * count
     return Step(
         "grpo_7b", lanes_of(count), scale, make_flow, _prompts(items, group), items, profile
     )
