@@ -91,6 +91,8 @@ class LanePool:
         link: the one way that payloads are to take between lanes, such as "object"; by default the
             one that the table of links says is fastest.
         cluster: a connection to Ray that was made for the pool, and ends with it.
+        lanes_per_process: how many lanes a process hosts. More than one is for emulated
+            accelerators only (`m2flow.runtime.lane.shared`): no worker there may compute.
 
     Attributes:
         lanes: what was started.
@@ -110,8 +112,10 @@ class LanePool:
         *,
         link: str | None = None,
         cluster: Cluster | None = None,
+        lanes_per_process: int = 1,
     ) -> None:
         self.lanes, self._link = tuple(lanes), link
+        self._lanes_per_process = lanes_per_process
         self._cluster = cluster or Cluster(self.lanes)
         self._key = uuid.uuid4().bytes + uuid.uuid4().bytes
         self._folder = Path(tempfile.gettempdir()) / f"m2flow-{uuid.uuid4().hex[:12]}"
@@ -131,27 +135,26 @@ class LanePool:
         nodes = _nodes(self.lanes)
         beside = gpus_beside(self.lanes)
         _check_room(self.lanes, nodes, beside)
-        one_node = {lane.node for lane in self.lanes} == {0}
-        for position, lane in enumerate(self.lanes):
-            options = _options(lane, nodes[lane.node], isolated, shares_gpu=lane.id in beside)
-            actor = ray.remote(**options)(LaneProcess)
-            self._actors[lane.id] = actor.remote(
-                lane, position, str(self._folder), self._key, self._link, one_node
-            )
         deadline = time.monotonic() + START_SECONDS
-        visible = self._visible_gpus(beside, isolated)
-        ready = [actor.ready.remote(visible.get(lane)) for lane, actor in self._actors.items()]
+        if self._lanes_per_process == 1:
+            ready = self._start_alone(nodes, beside, isolated)
+        else:
+            ready = self._start_together(nodes)
         try:
-            found: list[LaneAddress] = ray.get(ready, timeout=START_SECONDS)
+            found: list[Any] = ray.get(ready, timeout=START_SECONDS)
         except GetTimeoutError:
             raise RunFailed(f"lanes have not started within {START_SECONDS:g} s") from None
-        self.addresses = dict(zip(self._actors, found, strict=True))
+        if self._lanes_per_process > 1:
+            found = [address for some in found for address in some]
+        self.addresses: dict[int, LaneAddress] = dict(zip(self._actors, found, strict=True))
         peers = {lane: address.peer for lane, address in self.addresses.items()}
         self._node = here = ray.get_runtime_context().get_node_id()
+        serving = {
+            actor: actor.serve.remote(peers, self._actors, START_SECONDS)
+            for actor in dict.fromkeys(self._actors.values())
+        }
+        self._serving = {lane: serving[actor] for lane, actor in self._actors.items()}
         for number, address in self.addresses.items():
-            self._serving[number] = self._actors[number].serve.remote(
-                peers, self._actors, START_SECONDS
-            )
             line = connect(
                 address.line,
                 self._key,
@@ -165,7 +168,40 @@ class LanePool:
         self.exchange = Exchange(None, LAUNCHER, here, None, self._folder, self._key, self._link)
         self.exchange.introduce(peers, self._actors)
         self.measured_links = LinkTable()
-        self.links = self._measure_links()
+        alone = self._lanes_per_process == 1
+        self.links = self._measure_links() if alone else LinkTable.assumed()
+
+    def _start_alone(
+        self,
+        nodes: Sequence[str],
+        beside: Mapping[int, int],
+        isolated: Mapping[str, Isolation],
+    ) -> list[Any]:
+        """Start a process for each lane; what will be its address."""
+        one_node = {lane.node for lane in self.lanes} == {0}
+        for position, lane in enumerate(self.lanes):
+            options = _options(lane, nodes[lane.node], isolated, shares_gpu=lane.id in beside)
+            actor = ray.remote(**options)(LaneProcess)
+            self._actors[lane.id] = actor.remote(
+                lane, position, str(self._folder), self._key, self._link, one_node
+            )
+        visible = self._visible_gpus(beside, isolated)
+        return [actor.ready.remote(visible.get(lane)) for lane, actor in self._actors.items()]
+
+    def _start_together(self, nodes: Sequence[str]) -> list[Any]:
+        """Start processes of several lanes; what will be the addresses of each one's."""
+        from m2flow.runtime.lane.shared import SharedProcess
+
+        ready = []
+        for first in range(0, len(self.lanes), self._lanes_per_process):
+            lanes = self.lanes[first : first + self._lanes_per_process]
+            options = _options(lanes[0], nodes[lanes[0].node], {}, shares_gpu=False)
+            actor = ray.remote(**options)(SharedProcess).remote(
+                [(first + n, lane) for n, lane in enumerate(lanes)], str(self._folder), self._key
+            )
+            self._actors.update({lane.id: actor for lane in lanes})
+            ready.append(actor.ready.remote())
+        return ready
 
     def _visible_gpus(
         self, beside: Mapping[int, int], isolated: Mapping[str, Isolation]
@@ -319,7 +355,7 @@ class LanePool:
         """
         for lane in self._lines:
             self.send(lane, Close())
-        serving = list(self._serving.values())
+        serving = list(dict.fromkeys(self._serving.values()))
         if serving:
             ray.wait(serving, num_returns=len(serving), timeout=seconds)
         self._end()
@@ -328,7 +364,7 @@ class LanePool:
         elsewhere = self._left_behind()
         for line in self._lines.values():
             line.close()
-        for actor in self._actors.values():
+        for actor in dict.fromkeys(self._actors.values()):
             ray.kill(actor)
         self._lines, self._actors, self._serving = {}, {}, {}
         self._selector.close()
