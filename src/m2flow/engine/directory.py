@@ -123,7 +123,6 @@ class Directory:
         if not copies and found.count(found[0]) == len(found):
             by_holders[found[0],] = list(items)
         else:
-
             for home, item in zip(found, items, strict=True):
                 by_holders.setdefault((home, *copies.pop(item, ())), []).append(item)
         by_lanes: dict[tuple[int, ...], list[int]] = {}

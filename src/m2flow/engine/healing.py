@@ -143,10 +143,11 @@ class Healer:
             self._restart_stranded(state, loop)
         for node in reversed(graph.nodes):
             ledger = state.ledgers[node.index]
-            if node.loop is None:
-                units = range(ledger.num_units)
-                waiting = [u for u in units if ledger.status(u) in (WAITING, READY)]
-                self._wait_for_inputs(state, node, waiting)
+            waiting = [u for u in range(ledger.num_units) if ledger.status(u) in (WAITING, READY)]
+            if node.loop is not None:  # those inside are seen to already
+                inside = state.loops[node.loop].came_from
+                waiting = [unit for unit in waiting if unit not in inside]
+            self._wait_for_inputs(state, node, waiting)
         for producer in graph.output_nodes:
             for item in range(state.directory.size(producer)):
                 if self._is_gone(state, producer, item):
@@ -204,7 +205,7 @@ class Healer:
         ledger = state.ledgers[node.index]
         self._check_state(state, node)
         for unit in units:
-            if not ledger.can_reopen(unit):
+            if not ledger.can_reopen(unit) or self._finishes(state, node):
                 raise self._unsavable(node, "its mini-batch is over")
             if ledger.reopen(unit):
                 state.node_reopened(node)
@@ -233,9 +234,20 @@ class Healer:
     def _unsavable(self, node: StageNode, why: str) -> RunFailed:
         return RunFailed(f"items of {node.name} are gone and cannot be made again: {why}")
 
+    def _finishes(self, state: StepState, node: StageNode) -> bool:
+        """Whether the `finish` of a mini-batch goes on, of which a lane may have done its part."""
+        return any(
+            isinstance(call.command, RunFinish)
+            and (call.command.node, call.step) == (node.index, state.step)
+            and not call.withdrawn
+            for call in self._engine.calls.values()
+        )
+
     def _undo_folding(self, state: StepState, lane: int) -> None:
         """What a replica has folded in since the last mini-batch is gone with one of its lanes."""
         for node in self._engine.graph.nodes:
+            if self._finishes(state, node):
+                continue
             gangs = self._engine.replicas[node.worker]
             lost = {replica for replica, gang in enumerate(gangs) if lane in gang}
             units = state.ledgers[node.index].folded_by(lost)

@@ -7,6 +7,7 @@ finished, say all: an event costs the logarithm of the items at work, however ma
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
@@ -23,6 +24,7 @@ class VirtualStream:
         node, step, lane, call: what runs where.
         start: the moment at which it begins.
         pace: seconds of a unit, by how many items are at work.
+        slots: the most output items at work at once; None for no limit. Further ones wait.
 
     Attributes:
         began: when it has begun.
@@ -42,6 +44,7 @@ class VirtualStream:
         call: int,
         start: float,
         pace: Callable[[int], float],
+        slots: int | None = None,
     ) -> None:
         self.node, self.step, self.lane, self.call = node, step, lane, call
         self.began = self.at = start
@@ -50,25 +53,21 @@ class VirtualStream:
         self.log_taken: list[list[object]] = []
         self.log_pieces: list[list[object]] = []
         self.ticket = 0
-        self._pace = pace
+        self._pace, self._slots = pace, slots
+        self._waiting: deque[tuple[int, float]] = deque()  # item; units that it needs
         self._grown = 0.0
         self._heap: list[tuple[float, int, int]] = []  # units grown at its end; order; item
         self._order = 0
 
     @property
     def running(self) -> int:
-        """Items at work."""
-        return len(self._heap)
+        """Items at work, and those that wait for a slot."""
+        return len(self._heap) + len(self._waiting)
 
     @property
     def idle(self) -> bool:
         """Nothing is at work, and nothing waits to be handed on."""
         return not self._heap and not self.unsaid
-
-    @property
-    def unfinished(self) -> list[int]:
-        """Output items at work."""
-        return sorted(item for _, _, item in self._heap)
 
     def play(self, now: float) -> None:
         """Let all grow up to a moment."""
@@ -89,10 +88,16 @@ class VirtualStream:
         self.taken += items
         self.play(now)
         self.at += pause
-        for output, need in zip(outputs, needs, strict=True):
+        self._waiting.extend(zip(outputs, needs, strict=True))
+        self._fill_slots()
+        self.ticket += 1
+
+    def _fill_slots(self) -> None:
+        """Set items to work that wait, as far as there are slots."""
+        while self._waiting and (self._slots is None or len(self._heap) < self._slots):
+            output, need = self._waiting.popleft()
             heappush(self._heap, (self._grown + need, self._order, output))
             self._order += 1
-        self.ticket += 1
 
     def next_end(self) -> float:
         """When the next item is finished, or, where nothing is at work, the call is at its end."""
@@ -108,6 +113,7 @@ class VirtualStream:
         self.unsaid.append(item)
         while together and self._heap and self._heap[0][0] - end <= SAME * (1.0 + end):
             self.unsaid.append(heappop(self._heap)[2])
+        self._fill_slots()
         self.ticket += 1
 
     def say(self) -> tuple[int, ...]:

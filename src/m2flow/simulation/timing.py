@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from m2flow.engine.messages import ExportWeights, InstallWeights, LaneCommand, RunFinish
+from m2flow.engine.messages import Event, ExportWeights, InstallWeights, LaneCommand, RunFinish
 from m2flow.flow.graph import StageNode
 
 
@@ -102,6 +102,17 @@ class Timing(Protocol):
         """Seconds in which each of so many output items at work in a call grows by one unit."""
         ...
 
+    def slots(self, node: StageNode, lane: int) -> int | None:
+        """The most output items that a streaming call works on at once; None for no limit."""
+        ...
+
+    def control(self, events: Sequence[Event]) -> float:
+        """Seconds of the controller until it has handled events that come together.
+
+        Events that come meanwhile wait.
+        """
+        ...
+
     def hands_on(self, node: StageNode, finished: int, running: int) -> bool:
         """Whether a streaming call hands its finished items on while so many are at work."""
         ...
@@ -163,6 +174,12 @@ class Plain:
 
     def round(self, node: StageNode, lane: int, running: int) -> float:
         return 1.0
+
+    def slots(self, node: StageNode, lane: int) -> int | None:
+        return None
+
+    def control(self, events: Sequence[Event]) -> float:
+        return 0.0
 
     def hands_on(self, node: StageNode, finished: int, running: int) -> bool:
         return True
