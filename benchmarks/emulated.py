@@ -27,11 +27,11 @@ import ray
 from emulated_plans import at_random, by_hand
 from emulated_steps import SEED, STEPS, Step
 from harness import CACHE, Target, arguments, conclude, table
+from m2flow.plan.decide import decide, sized
 
 from m2flow.engine.plan import Plan
 from m2flow.errors import UserError
 from m2flow.plan import build_plan
-from m2flow.plan.decide import decide, sized
 from m2flow.plan.simulate import simulate
 from m2flow.runtime.driver.launch import launch
 from m2flow.runtime.driver.pool import LanePool

@@ -41,12 +41,12 @@ from emulated_workers import (
     advantage,
     estimate,
 )
+from m2flow.plan.generating import generate, requests
+from m2flow.plan.lognormal import LogNormalLengths
 
 from m2flow import Batch, Flow, Ragged, Stream, loop
 from m2flow.engine.plan import LaneSpec
 from m2flow.flow.graph import FlowGraph
-from m2flow.plan.generating import generate, requests
-from m2flow.plan.lognormal import LogNormalLengths
 from m2flow.plan.profile import (
     Piecewise,
     Profile,

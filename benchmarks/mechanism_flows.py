@@ -31,12 +31,12 @@ from torch.nn import functional
 
 from m2flow import Batch, Flow, Place, Stream, Worker, loop, stage
 from m2flow.algorithms.sampling import derive_seed, sample_tokens
-from m2flow.reasoning.experiment import ReasoningExperiment
-from m2flow.reasoning.flow import GRPO, grpo_flow
-from m2flow.reasoning.verify.symbolic import same_expression
-from m2flow.reasoning.workers import ModelSource, Verifier
 from m2flow.runtime.lane.state import MovableState, module_tensors
 from m2flow.training.optimizer import AdamWConfig, SumOptimizer
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+from m2flow.workloads.reasoning.flow import GRPO, grpo_flow
+from m2flow.workloads.reasoning.verify.symbolic import same_expression
+from m2flow.workloads.reasoning.workers import ModelSource, Verifier
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this file
 

@@ -23,14 +23,14 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.flow import Batch
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.protocol import Request, SamplingParams
-from m2flow.reasoning.config import ReasoningRecipe
-from m2flow.reasoning.experiment import ReasoningExperiment
-from m2flow.reasoning.flow import grpo_flow
-from m2flow.reasoning.learning import loss_of, trainer_config
-from m2flow.reasoning.workers import ModelSource
 from m2flow.runtime.driver.launch import launch
 from m2flow.training.policy import PolicyTrainer
 from m2flow.training.rollouts import Rollouts
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+from m2flow.workloads.reasoning.flow import grpo_flow
+from m2flow.workloads.reasoning.learning import loss_of, trainer_config
+from m2flow.workloads.reasoning.workers import ModelSource
 
 
 class PlainLoop:

@@ -14,9 +14,9 @@ import ray
 from harness import Target, arguments, conclude, table
 from starting_point import quickstart
 
-from m2flow.observe.spans import where_the_time_went
-from m2flow.reasoning.flow import grpo_flow
+from m2flow.engine.time_account import where_the_time_went
 from m2flow.runtime.driver.launch import Run, launch
+from m2flow.workloads.reasoning.flow import grpo_flow
 
 MODES = ("eager", "collocated", "disaggregated", "hybrid")
 BLOCK = 5

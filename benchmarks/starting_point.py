@@ -9,9 +9,9 @@ from pathlib import Path
 from harness import CACHE, ROOT
 
 from m2flow.cli.recipe import read_recipe
-from m2flow.reasoning.config import ReasoningRecipe
-from m2flow.reasoning.experiment import ReasoningExperiment
-from m2flow.reasoning.workers import ModelSource
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+from m2flow.workloads.reasoning.workers import ModelSource
 
 
 def quickstart(*overrides: str) -> tuple[ReasoningRecipe, ReasoningExperiment, ModelSource]:

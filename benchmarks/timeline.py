@@ -17,8 +17,8 @@ from m2flow.engine.messages import CallFinished, Part, RunCall
 from m2flow.engine.spans import Span
 from m2flow.flow import Batch, Flow, Stream, stage
 from m2flow.observe.trace import StepSpans, Trace, write_trace
-from m2flow.runtime.lane.reports import Report, call_span
 from m2flow.runtime.lane.orders import Said, from_bytes, to_bytes
+from m2flow.runtime.lane.reports import Report, call_span
 
 
 @stage

@@ -20,7 +20,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from m2flow.reasoning.tasks.problem import Problem, Task, generator
+from m2flow.workloads.reasoning.tasks.problem import Problem, Task, generator
 
 MEAN_TOKENS, SIGMA, MAX_TOKENS = 48.0, 1.0, 384
 LETTERS = "ab"
@@ -30,7 +30,7 @@ SKIPPED = 0.04
 
 
 class Countdown:
-    """Count down from a number to zero; an `m2flow.reasoning.tasks.DemonstratedTask`."""
+    """Count down from a number to zero; an `m2flow.workloads.reasoning.tasks.DemonstratedTask`."""
 
     name = "countdown"
     characters: str | None = f"0123456789:{LETTERS}"
@@ -82,7 +82,7 @@ class Countdown:
 
 def task(name: str, seed: int) -> Task:
     """The task that a side's settings name: `countdown`, or one of m2flow's."""
-    from m2flow.reasoning.tasks import make_task
+    from m2flow.workloads.reasoning.tasks import make_task
 
     return Countdown(seed=seed) if name == "countdown" else make_task(name, seed=seed)
 

@@ -15,11 +15,11 @@ from peers.wire import Sample, Settings, StepRecord, Wire
 
 from m2flow.algorithms.sampling import derive_seed
 from m2flow.flow import Batch
-from m2flow.reasoning.config import ReasoningRecipe
-from m2flow.reasoning.encoding import encode
-from m2flow.reasoning.flow import grpo_flow
-from m2flow.reasoning.workers import ModelSource
 from m2flow.runtime.driver.launch import launch
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.encoding import encode
+from m2flow.workloads.reasoning.flow import grpo_flow
+from m2flow.workloads.reasoning.workers import ModelSource
 
 
 def recipe_of(settings: Settings) -> ReasoningRecipe:

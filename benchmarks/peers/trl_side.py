@@ -26,7 +26,7 @@ from peers.wire import Sample, Settings, StepRecord, Wire
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from m2flow.reasoning.tasks import Task
+from m2flow.workloads.reasoning.tasks import Task
 
 
 class Gate(TrainerCallback):

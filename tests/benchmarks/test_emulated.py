@@ -7,9 +7,9 @@ import random
 from typing import Any
 
 import pytest
+from m2flow.plan.generating import generate, requests
 
 from m2flow.plan import validate
-from m2flow.plan.generating import generate, requests
 
 STEPS = ("grpo_7b", "ppo_7b", "openvla")
 

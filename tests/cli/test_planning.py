@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from m2flow.plan import from_json
+from m2flow.plan import plan_from_json
 
 M2flow = Callable[..., Any]
 
@@ -24,7 +24,7 @@ def test_the_plan_has_what_the_recipe_asks_for(tiny: Path, m2flow: M2flow) -> No
         "lanes=2xcpu:2", "lane_memory=1.5MiB", "training.gang=2", "generation.gang=4",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
-    plan = from_json(outcome.out)
+    plan = plan_from_json(outcome.out)
     assert [lane.node for lane in plan.lanes] == [0, 0, 1, 1]
     assert {lane.memory_bytes for lane in plan.lanes} == {3 * 2**19}
     assert plan.placements["learner"].replicas == ((0, 1), (2, 3))
@@ -33,7 +33,7 @@ def test_the_plan_has_what_the_recipe_asks_for(tiny: Path, m2flow: M2flow) -> No
 
 
 def test_a_size_without_a_unit_counts_bytes(tiny: Path, m2flow: M2flow) -> None:
-    plan = from_json(m2flow("plan", tiny, "--json", "lane_memory=4096").out)
+    plan = plan_from_json(m2flow("plan", tiny, "--json", "lane_memory=4096").out)
     assert plan.lanes[0].memory_bytes == 4096
 
 

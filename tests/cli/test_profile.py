@@ -11,8 +11,8 @@ from m2flow.cli.profile_key import profile_key
 from m2flow.cli.recipe import validated
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
+from m2flow.plan.file import read_profile, to_json
 from m2flow.plan.profile import KEY_PARTS, differences
-from m2flow.plan.profile_files import read_profile, to_json
 from tests.cli.conftest import TINY, run_command
 from tests.runtime.local_cluster import local_cluster
 
@@ -37,7 +37,7 @@ def test_a_recipe_is_measured_once(tmp_path: Path, store: Path) -> None:
         "finish",
         "peak",
         "lengths:",
-        "measured in",
+        "measured, stored",
     ):
         assert word in done.out, word
     profile = read_profile(out)

@@ -10,7 +10,7 @@ import pytest
 from m2flow.cli.planning import planned
 from m2flow.cli.recipe import read_recipe
 from m2flow.errors import UserError
-from m2flow.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 Refused = Callable[..., str]
 

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from m2flow.plan import read_plan
-from m2flow.reasoning.config import ReasoningRecipe
-from m2flow.reasoning.tasks.addition import Addition
 from m2flow.training.checkpoint import load, resume_point
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.tasks.addition import Addition
 
 M2flow = Callable[..., Any]
 
@@ -213,7 +213,7 @@ def test_a_stage_that_raises_on_a_lane(
     tiny.write_text(text)
     monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{os.environ.get('PYTHONPATH', '')}")
     Path("sitecustomize.py").write_text(
-        "import m2flow.reasoning.tasks.addition as a\n"
+        "import m2flow.workloads.reasoning.tasks.addition as a\n"
         "def score(self, *arguments, **more):\n    raise ValueError('the judge is out')\n"
         "a.Addition.score = score\n"
     )

@@ -497,9 +497,9 @@ def grpo(folder: Path, steps: int = 2) -> Scenario:
         folder: where the model that it starts from is written.
         steps: training steps.
     """
-    from m2flow.reasoning.config import ReasoningRecipe
-    from m2flow.reasoning.experiment import ReasoningExperiment
-    from m2flow.reasoning.flow import grpo_flow
+    from m2flow.workloads.reasoning.config import ReasoningRecipe
+    from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+    from m2flow.workloads.reasoning.flow import grpo_flow
 
     recipe = ReasoningRecipe.model_validate({**TINY, "steps": steps})
     experiment = ReasoningExperiment(recipe)

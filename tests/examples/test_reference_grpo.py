@@ -15,12 +15,12 @@ from transformers.models.qwen2 import modeling_qwen2
 from m2flow.algorithms import sampling
 from m2flow.models.causal_lm import load_model
 from m2flow.models.tokenizer import character_tokenizer
-from m2flow.reasoning.config import ReasoningRecipe
-from m2flow.reasoning.experiment import ReasoningExperiment
-from m2flow.reasoning.flow import grpo_flow
-from m2flow.reasoning.tasks.addition import CHARACTERS, Addition
-from m2flow.reasoning.workers import ModelSource
 from m2flow.runtime.driver.launch import launch
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+from m2flow.workloads.reasoning.flow import grpo_flow
+from m2flow.workloads.reasoning.tasks.addition import CHARACTERS, Addition
+from m2flow.workloads.reasoning.workers import ModelSource
 
 STEPS = 4
 

@@ -18,9 +18,9 @@ from m2flow.plan import (
     build_plan,
     companion,
     describe_plan,
-    from_json,
     parse_lanes,
     placed,
+    plan_from_json,
     to_json,
     validate,
     with_memory,
@@ -56,7 +56,7 @@ def test_every_mode_is_valid(name: str, mode: str, count: int, num_items: int) -
     plan = build_plan(mode, graph, cpu_lanes(count), num_items)
     validate(plan, graph, num_items)
     assert plan.mode == mode
-    assert from_json(to_json(plan)) == plan
+    assert plan_from_json(to_json(plan)) == plan
     assert set(plan.placements) == set(placed(graph)) >= set(graph.workers)
     lines = describe_plan(plan, graph, num_items)
     assert mode in lines[0]

@@ -67,10 +67,7 @@ def train(
 
 @app.command("plan")
 def plan_command(
-    recipe: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Argument(help="A recipe: a YAML file. With --replay, by default that of the run."),
-    ] = None,
+    recipe: Recipe,
     overrides: Overrides = None,
     mode: Annotated[
         Optional[str],  # noqa: UP045
@@ -107,10 +104,6 @@ def plan_command(
     reuse_profile: Annotated[
         bool, typer.Option("--reuse-profile", help="Take --profile even if it differs.")
     ] = False,
-    replay: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="A run directory: replay its steps under --plan or --mode."),
-    ] = None,
     explain: Annotated[
         bool,
         typer.Option("--explain", help="Say in words what the plan does, and why it was chosen."),
@@ -137,7 +130,6 @@ def plan_command(
             reuse_profile,
             prompt_tokens,
             answer_tokens,
-            replay,
             explain,
             json,
         )

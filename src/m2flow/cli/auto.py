@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from m2flow.cli.planning import layouts_of
 from m2flow.cli.profile import measuring_budget
 from m2flow.cli.profile_key import profile_key
-from m2flow.plan.explaining import decision_document, explained, summary
-from m2flow.plan.profile_files import to_json
-from m2flow.reasoning.flow import recipe_flow
+from m2flow.plan.explain import explained, summary
+from m2flow.plan.file import to_json
 from m2flow.runtime.driver.auto import Auto
 from m2flow.runtime.driver.launch import launch
-from m2flow.runtime.profiling import obtain
+from m2flow.runtime.profiling import obtain, profile_flow
+from m2flow.workloads.reasoning.flow import recipe_flow
 
 if TYPE_CHECKING:
     from m2flow.flow import Flow
@@ -21,14 +21,10 @@ if TYPE_CHECKING:
     from m2flow.observe.progress import TrainProgress
     from m2flow.observe.run_directory import RunDirectory
     from m2flow.plan.prediction import Decision
-    from m2flow.reasoning.experiment import ReasoningExperiment
-    from m2flow.reasoning.workers import ModelSource
     from m2flow.runtime.driver.pool import LanePool
     from m2flow.runtime.driver.run import Run
-
-QUICK_SECONDS = 3.0
-"""What would change a choice is written down where the choice itself was made so quickly: to find
-it out takes about as long, and a run waits for it."""
+    from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+    from m2flow.workloads.reasoning.workers import ModelSource
 
 SAMPLED_STEPS = 8
 """The prompts of so many steps are measured, again and again."""
@@ -57,13 +53,17 @@ def launch_auto(
     recipe = experiment.recipe
     free = [lane for lane in pool.lanes if lane.reserved_for is None]
     sampled = range(min(SAMPLED_STEPS, recipe.steps))
+    key = profile_key(recipe, free)
     profile, origin = obtain(
-        lambda: recipe_flow(recipe, model, experiment.task),
-        lambda: [experiment.batch(step, model) for step in sampled],
-        pool,
-        profile_key(recipe, free),
-        measuring_budget(recipe),
-        note=progress.note,
+        key,
+        lambda: profile_flow(
+            lambda: recipe_flow(recipe, model, experiment.task),
+            [experiment.batch(step, model) for step in sampled],
+            lanes=pool,
+            budget_seconds=measuring_budget(recipe),
+            key=key,
+            note=progress.note,
+        ),
     )
     progress.note(f"profile: {origin}")
     run = launch(
@@ -82,7 +82,7 @@ def launch_auto(
         ),
     )
     assert run.pilot is not None
-    for line in summary(explained(run.pilot.decision, run.graph, sensitivity=False)):
+    for line in summary(explained(run.pilot.decision, run.graph)):
         progress.note(line)
     return run
 
@@ -90,6 +90,4 @@ def launch_auto(
 def write_decision(directory: RunDirectory, graph: FlowGraph, decision: Decision) -> None:
     """Write the profile, and what was decided by it."""
     directory.write_profile(to_json(decision.profile))
-    quick = decision.seconds_to_decide <= QUICK_SECONDS
-    why = explained(decision, graph, sensitivity=quick, simulate=False)
-    directory.write_decision(decision_document(why))
+    directory.write_decision(to_json(explained(decision, graph)))

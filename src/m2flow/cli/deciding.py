@@ -20,17 +20,14 @@ from m2flow.plan import (
     validate,
     with_memory,
 )
-from m2flow.plan.analytic import analytic_profile
-from m2flow.plan.clusters import Cluster, lane_specs, parse_cluster
-from m2flow.plan.decide import decide
+from m2flow.plan.choose import check_fits, choose
 from m2flow.plan.prediction import Candidate, Decision
 from m2flow.plan.profile import Profile
-from m2flow.plan.search import Limits, problem, search
-from m2flow.reasoning.config import ReasoningRecipe
-from m2flow.reasoning.work import RecipeWork, work_of
-
-BUDGET_SECONDS = 10.0
-"""About so long plans are simulated."""
+from m2flow.plan.profile.analytic import analytic_profile
+from m2flow.plan.profile.clusters import Cluster, lane_specs, parse_cluster
+from m2flow.plan.profile.work import Pricer
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.work import prices
 
 
 class Planning:
@@ -49,24 +46,17 @@ class Planning:
         self.graph: FlowGraph = flow.trace()
         self.isolated = isolated_workers(flow)
         self.cluster = None if asked.cluster is None else parse_cluster(asked.cluster, "--cluster")
-        self.work: RecipeWork | None = None
+        self.prices: Pricer | None = None
         if self.cluster is not None:
-            self.work = work_of(
+            self.prices = prices(
                 recipe, self.graph, asked.model, asked.prompt_tokens, asked.answer_tokens
             )
-        self.assumptions = self.work.assumptions if self.work and not asked.profile_file else ()
-
-    @property
-    def limits(self) -> Limits | None:
-        """How many lanes share a machine."""
-        if self.cluster is None:
-            return None
-        return Limits(lanes_per_node=lanes_per_node(self.cluster))
 
     def decision(self) -> Decision:
         """What is chosen: by the planner, or by the person who named a mode or a plan."""
         mine = self._own_plan()
-        decision = self._decided([] if mine is None else [mine])
+        lanes = self._lanes(self.cluster)
+        decision = self.decided(lanes, [] if mine is None else [mine])
         if mine is not None:
             return _of_plan(decision, mine)
         if self.wanted not in (None, AUTO_MODE):
@@ -81,20 +71,19 @@ class Planning:
         validate(mine, self.graph, self.recipe.prompts_per_step, self.isolated)
         return mine
 
-    def _decided(self, beside: Sequence[Plan]) -> Decision:
+    def decided(self, lanes: Sequence[LaneSpec], beside: Sequence[Plan] = ()) -> Decision:
+        """The planner's choice for some lanes, with further plans judged beside its own."""
         try:
             profile = self._profile(self.cluster)
-            return decide(
+            return choose(
                 self.graph,
                 profile,
-                self._lanes(self.cluster),
+                lanes,
                 self.recipe.prompts_per_step,
                 max_staleness=self.recipe.max_staleness,
                 isolated=self.isolated,
-                limits=self.limits,
                 layouts=self._layouts(profile),
                 beside=beside,
-                budget=BUDGET_SECONDS,
             )
         except UserError as error:
             if self.cluster is None or self.asked.profile_file or not self._refusal(self.cluster):
@@ -116,9 +105,9 @@ class Planning:
 
         file, reuse = self.asked.profile_file, self.asked.reuse
         if cluster is not None:
-            assert self.work is not None
+            assert self.prices is not None
             computed = analytic_profile(
-                self.graph, cluster, self.work.stages, self.recipe.prompts_per_step
+                self.graph, cluster, self.prices, self.recipe.prompts_per_step
             )
             return computed if file is None else given(file, computed.key, whatever_its_key=reuse)
         key = profile_key(self.recipe, lanes_of(self.recipe))
@@ -181,19 +170,13 @@ class Planning:
         return UserError(what, key="--cluster", hint=f"no number of such lanes would do: {reason}")
 
     def _refusal(self, cluster: Cluster) -> UserError | None:
-        """Why the search finds no plan there; None if it finds one."""
-        lanes, limits = self._lanes(cluster), Limits(lanes_per_node=lanes_per_node(cluster))
+        """Say why no plan keeps the limits there; None if one does."""
         try:
-            profile = self._profile(cluster)
-            search(problem(self.graph, profile, lanes, self.recipe.prompts_per_step, limits))
+            profile, lanes = self._profile(cluster), self._lanes(cluster)
+            check_fits(self.graph, profile, lanes, self.recipe.prompts_per_step)
         except UserError as error:
             return error
         return None
-
-
-def lanes_per_node(cluster: Cluster) -> int:
-    """Lanes of the smallest machine."""
-    return min(part.lanes_per_node for part in cluster.machines)
 
 
 def _of_plan(decision: Decision, plan: Plan) -> Decision:

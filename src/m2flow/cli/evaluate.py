@@ -10,7 +10,7 @@ from typing import Any
 
 from m2flow.errors import UserError
 from m2flow.plan import parse_lanes
-from m2flow.reasoning.data import DEFAULT_TEMPLATE
+from m2flow.workloads.reasoning.data import DEFAULT_TEMPLATE
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -58,7 +58,7 @@ def evaluate(
     template = DEFAULT_TEMPLATE if template is None else template
     _check(samples, temperature, max_new_tokens, limit, seed, template, on_bad_row)
     specs = parse_lanes(lanes)
-    from m2flow.reasoning.evaluation import evaluate_file  # imports torch: seconds
+    from m2flow.workloads.reasoning.evaluation import evaluate_file  # imports torch: seconds
 
     scores = evaluate_file(
         model,

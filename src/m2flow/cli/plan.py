@@ -6,7 +6,7 @@ configuration and public figures of the hardware, and neither torch nor Ray is i
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import shutil
 import sys
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from m2flow.cli.planning import AUTO_MODE, planned
 from m2flow.cli.recipe import read_recipe
 from m2flow.errors import UserError
 from m2flow.plan import describe_plan, to_json
-from m2flow.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 if TYPE_CHECKING:
     from m2flow.cli.deciding import Planning
@@ -37,11 +37,10 @@ class Asked:
         max_staleness: a budget, in place of the recipe's.
         profile_file: a stored profile; `reuse` it even if it is of something else.
         prompt_tokens, answer_tokens: means, in place of assumptions.
-        replay: a run directory whose steps are replayed under another plan.
         explain, as_json: how to tell.
     """
 
-    recipe: Path | None
+    recipe: Path
     overrides: Sequence[str] = ()
     mode: str | None = None
     plan_file: Path | None = None
@@ -52,7 +51,6 @@ class Asked:
     reuse: bool = False
     prompt_tokens: float | None = None
     answer_tokens: float | None = None
-    replay: Path | None = None
     explain: bool = False
     as_json: bool = False
 
@@ -68,35 +66,17 @@ def plan(asked: Asked) -> None:
     words = [*asked.overrides, *([f"mode={asked.mode}"] if asked.mode else [])]
     if asked.max_staleness is not None:
         words.append(f"max_staleness={asked.max_staleness}")
-    recipe = read_recipe(_recipe_path(asked), words)
+    recipe = read_recipe(asked.recipe, words)
     if asked.cluster is None:
         _refuse_without_cluster(asked)
     profiled = asked.cluster is not None or asked.profile_file is not None
     planned_by_us = recipe.mode == AUTO_MODE and asked.plan_file is None
-    if asked.replay is not None:
-        _print_replay(recipe, asked)
-    elif profiled or planned_by_us:
+    if profiled or planned_by_us:
         from m2flow.cli.deciding import Planning
 
         _print_decision(Planning(recipe, asked, wanted), asked)
     else:
         _print_fixed(recipe, asked)
-
-
-def _recipe_path(asked: Asked) -> Path:
-    """The recipe that was named, or that of the run to be replayed."""
-    if asked.recipe is not None:
-        return asked.recipe
-    if asked.replay is None:
-        raise UserError(
-            "which recipe?", key="RECIPE", expected="a YAML file", hint="or --replay RUN_DIR"
-        )
-    path = asked.replay / "config.yaml"
-    if not path.is_file():
-        raise UserError(
-            "holds no run", key="--replay", value=str(asked.replay), expected="a run directory"
-        )
-    return path
 
 
 def _refuse_without_cluster(asked: Asked) -> None:
@@ -114,15 +94,6 @@ def _refuse_without_cluster(asked: Asked) -> None:
             )
 
 
-def _print_replay(recipe: ReasoningRecipe, asked: Asked) -> None:
-    """A recorded run under another plan."""
-    from m2flow.cli.replay import replayed
-
-    assert asked.replay is not None
-    lines = replayed(asked.replay, recipe, asked.plan_file, as_json=asked.as_json)
-    print("\n".join(lines))
-
-
 def _print_fixed(recipe: ReasoningRecipe, asked: Asked) -> None:
     """The plan of a fixed mode, or of a file: nothing is known of seconds."""
     graph, chosen = planned(recipe, asked.plan_file)
@@ -135,18 +106,15 @@ def _print_fixed(recipe: ReasoningRecipe, asked: Asked) -> None:
 
 
 def _print_decision(planning: Planning, asked: Asked) -> None:
-    from m2flow.plan.explaining import explained, in_words, summary, to_document
+    from m2flow.plan.explain import explained, flips, in_words, summary
 
     decision = planning.decision()
-    why = explained(
-        decision,
-        planning.graph,
-        limits=planning.limits,
-        sensitivity=asked.explain or asked.as_json,
-        assumptions=planning.assumptions,
-    )
+    found = None
+    if asked.explain or asked.as_json:
+        found = flips(decision, planning.graph, planning.decided)
+    why = explained(decision, planning.graph, flips=found, assumptions=decision.profile.assumptions)
     if asked.as_json:
-        print(json.dumps(to_document(why), indent=1))
+        print(to_json({**dataclasses.asdict(decision.chosen.plan), "decision": why}), end="")
     if asked.explain or not asked.as_json:
         out = sys.stderr if asked.as_json else sys.stdout
         plain = not out.isatty() or "utf" not in (out.encoding or "").lower()

@@ -22,9 +22,9 @@ from m2flow.plan import (
     validate,
     with_memory,
 )
-from m2flow.reasoning.config import ReasoningRecipe
-from m2flow.reasoning.flow import recipe_flow
-from m2flow.reasoning.workers import ModelSource
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.flow import recipe_flow
+from m2flow.workloads.reasoning.workers import ModelSource
 
 AUTO_MODE = "auto"
 """The mode in which the plan is searched for."""

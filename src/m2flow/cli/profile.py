@@ -18,16 +18,16 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.observe.formatting import number, percent, seconds
 from m2flow.observe.progress import TrainProgress
+from m2flow.plan.file import to_json
 from m2flow.plan.profile import Profile, Quantiles, StageCost
-from m2flow.plan.profile_files import to_json
 from m2flow.plan.sizes import bytes_text
-from m2flow.reasoning.config import ReasoningRecipe
 from m2flow.runtime.profiling import cached, stored_at
-from m2flow.runtime.profiling.stored import cache_folder, given, lack
+from m2flow.runtime.profiling.stored import cache_folder, given
+from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 if TYPE_CHECKING:
-    from m2flow.reasoning.experiment import ReasoningExperiment
-    from m2flow.reasoning.workers import ModelSource
+    from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+    from m2flow.workloads.reasoning.workers import ModelSource
 
 SMALL_BUDGET, BUDGET = 60.0, 300.0
 """Seconds for a model that is made on the spot, and for any other."""
@@ -114,12 +114,11 @@ def profile_of(
     key = profile_key(recipe, lanes)
     if file is not None:
         found = given(file, key, whatever_its_key=whatever_its_key)
-        return Obtained(found, f"read from {file}{lack(found)}")
+        return Obtained(found, f"read from {file}")
     least = LEAST_SECONDS if budget is None else 0.0
     budget = measuring_budget(recipe) if budget is None else budget
-    if not again and (known := cached(key, budget)) is not None:
-        at = f"stored at {stored_at(key)}{lack(known)}"
-        return Obtained(known, f"{at}; --again measures again")
+    if not again and (known := cached(key)) is not None:
+        return Obtained(known, f"stored at {stored_at(key)}; --again measures again")
     return _measured(recipe, lanes, key, budget, least, progress)
 
 
@@ -141,23 +140,23 @@ def _measured(
     from m2flow.runtime.driver.ahead import LanesAhead
 
     with LanesAhead(_with_reserved(recipe, lanes), WORKERS_NEED) as ahead:
-        from m2flow.reasoning.experiment import ReasoningExperiment
-        from m2flow.reasoning.flow import recipe_flow
-        from m2flow.runtime.profiling import obtain
+        from m2flow.runtime.profiling import obtain, profile_flow
+        from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+        from m2flow.workloads.reasoning.flow import recipe_flow
 
         experiment = ReasoningExperiment(recipe)
-        before = time.monotonic()
         model = starting_model(experiment, progress)
-        now = time.monotonic()
         found, origin = obtain(
-            lambda: recipe_flow(recipe, model, experiment.task),
-            lambda: [experiment.batch(step, model) for step in range(min(STEPS, recipe.steps))],
-            ahead.pool,
             key,
-            max(least, budget - (now - started)),
-            cache=False,
-            asked=max(least, budget - (now - before)),
-            note=None if progress is None else progress.note,
+            lambda: profile_flow(
+                lambda: recipe_flow(recipe, model, experiment.task),
+                [experiment.batch(step, model) for step in range(min(STEPS, recipe.steps))],
+                lanes=ahead.pool(),
+                budget_seconds=max(least, budget - (time.monotonic() - started)),
+                key=key,
+                note=None if progress is None else progress.note,
+            ),
+            again=True,
         )
     return Obtained(found, origin)
 
@@ -165,7 +164,7 @@ def _measured(
 def _with_reserved(recipe: ReasoningRecipe, lanes: Sequence[LaneSpec]) -> Sequence[LaneSpec]:
     """The lanes, with those of their own for workers that need them."""
     from m2flow.plan import isolated_workers
-    from m2flow.plan.measured import trial_plans
+    from m2flow.plan.profile.trials import trial_plans
 
     flow = flow_of(recipe)
     isolated = isolated_workers(flow)
@@ -176,7 +175,7 @@ def starting_model(
     experiment: ReasoningExperiment, progress: TrainProgress | None = None
 ) -> ModelSource:
     """The model that reinforcement begins with; one that is made here is kept for the next time."""
-    from m2flow.reasoning.workers import ModelSource
+    from m2flow.workloads.reasoning.workers import ModelSource
 
     recipe = experiment.recipe
     if not experiment.makes_model:

@@ -17,7 +17,7 @@ from typing import Any
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.observe.machine import processor_name
-from m2flow.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 PACKAGES = ("m2flow", "torch", "transformers")
 

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from m2flow.errors import UserError, nearest, suggestion
-from m2flow.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 WORKLOADS: Mapping[str, type[BaseModel]] = {"reasoning": ReasoningRecipe}
 

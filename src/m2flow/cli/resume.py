@@ -14,7 +14,7 @@ from typing import Any
 from m2flow.cli.recipe import read_yaml, validated
 from m2flow.errors import UserError
 from m2flow.observe.run_directory import RunDirectory
-from m2flow.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 MAY_CHANGE = {
     "steps", "mode", "lanes", "lane_memory", "deadline_seconds", "logger",

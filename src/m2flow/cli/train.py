@@ -16,7 +16,7 @@ from m2flow.observe.loggers import make_loggers
 from m2flow.observe.progress import TrainProgress, summary
 from m2flow.observe.run_directory import RunDirectory, first_and_last, read_metrics
 from m2flow.plan import describe_plan
-from m2flow.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.ahead import LanesAhead
@@ -25,7 +25,7 @@ WORKERS_NEED = (
     "m2flow.models.causal_lm",
     "m2flow.generation.native",
     "m2flow.training.policy",
-    "m2flow.reasoning.learning",
+    "m2flow.workloads.reasoning.learning",
 )
 """What takes lanes seconds to import."""
 
@@ -77,7 +77,9 @@ def train(
         checkpoint = resume_point(recipe, run_dir) if resume and run_dir is not None else None
         with _lanes_ahead(mode, lanes) as ahead:
             from m2flow.cli.training import Training
-            from m2flow.reasoning.experiment import ReasoningExperiment  # imports torch: seconds
+            from m2flow.workloads.reasoning.experiment import (
+                ReasoningExperiment,  # imports torch: seconds
+            )
 
             experiment = ReasoningExperiment(recipe)
             training = Training(

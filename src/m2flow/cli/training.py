@@ -16,16 +16,16 @@ from m2flow.observe.progress import TrainProgress
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.observe.timeline import Timeline
 from m2flow.plan import to_json
-from m2flow.reasoning.flow import recipe_flow
-from m2flow.reasoning.saving import save_checkpoint
 from m2flow.runtime.driver.runner import StepResult
+from m2flow.workloads.reasoning.flow import recipe_flow
+from m2flow.workloads.reasoning.saving import save_checkpoint
 
 if TYPE_CHECKING:
     from m2flow.flow import Batch, Flow
-    from m2flow.reasoning.experiment import ReasoningExperiment
-    from m2flow.reasoning.workers import ModelSource
     from m2flow.runtime.driver.ahead import LanesAhead
     from m2flow.runtime.driver.launch import Run
+    from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+    from m2flow.workloads.reasoning.workers import ModelSource
 
 WARMUP = "warmup"
 """Folder in the run directory of the model that reinforcement begins with, if it is made here."""
@@ -107,7 +107,7 @@ class Training:
 
     def _starting_model(self) -> ModelSource:
         """The model reinforcement began with; made now, unless a resumed run has it."""
-        from m2flow.reasoning.workers import ModelSource
+        from m2flow.workloads.reasoning.workers import ModelSource
 
         model = self.recipe.model
         if model.path is not None and not self.experiment.makes_model:

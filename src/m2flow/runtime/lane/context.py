@@ -76,7 +76,7 @@ class LaneContext:
                 len(placed.replicas[replica]),
                 replica,
                 len(placed.replicas),
-                placed.layout,
+                layout=placed.layout,
             ),
             spill=self.spill,
         )
