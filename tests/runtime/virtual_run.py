@@ -1,4 +1,4 @@
-"""A run in virtual time: a pilot's plans played by the simulator under a profile that is the truth."""
+"""A run in virtual time: the simulator plays the plans of a pilot under a profile that is true."""
 
 from __future__ import annotations
 
@@ -68,12 +68,11 @@ class VirtualRun:
     def _step(self, plan: Plan) -> StepResult:
         number = len(self.seconds)
         timing = ProfileTiming(self.graph, plan, self.truth, seed=number)
-        played = Simulation(
-            self.graph, plan, timing, length=timing.said_length, detailed=True
-        ).run(self.num_items, 1)
+        played = Simulation(self.graph, plan, timing, length=timing.said_length, detailed=True).run(
+            self.num_items, 1
+        )
         spans = [
-            replace(one, start=one.start + self.now, end=one.end + self.now)
-            for one in played.spans
+            replace(one, start=one.start + self.now, end=one.end + self.now) for one in played.spans
         ]
         seconds, started = played.step_ends[0], self.now
         self.now += seconds

@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 import selectors
 import shutil
+import socket
 import tempfile
 import time
 import uuid
@@ -35,6 +36,7 @@ from m2flow.runtime.lane.orders import (
     Answer,
     Close,
     FromLane,
+    LaneEnded,
     Order,
     Prepare,
     Probe,
@@ -54,7 +56,7 @@ from m2flow.runtime.transport.sweeping import sweep
 from m2flow.runtime.transport.table import LinkTable
 
 START_SECONDS = 120.0
-"""Longest that lanes may take to start, or workers to load."""
+"""Longest that lanes may take to start."""
 
 CLOSE_SECONDS = 5.0
 """Longest that lanes may take to close before they are ended."""
@@ -69,18 +71,6 @@ ROOM_SECONDS = 3.0
 """Longest that the cluster may take to know that the lanes of an earlier run have ended."""
 
 
-class LaneGone(RunFailed):
-    """A lane's process has ended.
-
-    Attributes:
-        lane: which.
-    """
-
-    def __init__(self, lane: int, reason: str) -> None:
-        super().__init__(f"lane {lane} was lost: {reason}")
-        self.lane, self.reason = lane, reason
-
-
 class LanePool:
     """Lanes that are up, and the lines to them.
 
@@ -91,12 +81,17 @@ class LanePool:
         link: the one way that payloads are to take between lanes, such as "object"; by default the
             one that the table of links says is fastest.
         cluster: a connection to Ray that was made for the pool, and ends with it.
+        lanes_per_process: how many lanes a process hosts. More than one is for emulated
+            accelerators only (`m2flow.runtime.lane.shared`): no worker there may compute.
 
     Attributes:
         lanes: what was started.
         addresses: of each lane, by number.
         links: the ways between lanes: what was measured, and assumptions for the rest.
         measured_links: what was measured.
+        spoiled: why no run can be started on the lanes any more, or None.
+        unsettled: lanes that were still loading when another one failed to, and the number of the
+            answer that they owe.
 
     Raises:
         UserError: the cluster has no room for the lanes.
@@ -110,8 +105,10 @@ class LanePool:
         *,
         link: str | None = None,
         cluster: Cluster | None = None,
+        lanes_per_process: int = 1,
     ) -> None:
         self.lanes, self._link = tuple(lanes), link
+        self._lanes_per_process = lanes_per_process
         self._cluster = cluster or Cluster(self.lanes)
         self._key = uuid.uuid4().bytes + uuid.uuid4().bytes
         self._folder = Path(tempfile.gettempdir()) / f"m2flow-{uuid.uuid4().hex[:12]}"
@@ -121,6 +118,11 @@ class LanePool:
         self._serving: dict[int, Any] = {}
         self._inbox: deque[tuple[int, FromLane]] = deque()
         self._next_number = 0
+        self.spoiled: str | None = None
+        self.unsettled: dict[int, int] = {}
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
         try:
             self._start(isolated or {})
         except BaseException:
@@ -131,27 +133,26 @@ class LanePool:
         nodes = _nodes(self.lanes)
         beside = gpus_beside(self.lanes)
         _check_room(self.lanes, nodes, beside)
-        one_node = {lane.node for lane in self.lanes} == {0}
-        for position, lane in enumerate(self.lanes):
-            options = _options(lane, nodes[lane.node], isolated, shares_gpu=lane.id in beside)
-            actor = ray.remote(**options)(LaneProcess)
-            self._actors[lane.id] = actor.remote(
-                lane, position, str(self._folder), self._key, self._link, one_node
-            )
         deadline = time.monotonic() + START_SECONDS
-        visible = self._visible_gpus(beside, isolated)
-        ready = [actor.ready.remote(visible.get(lane)) for lane, actor in self._actors.items()]
+        if self._lanes_per_process == 1:
+            ready = self._start_alone(nodes, beside, isolated)
+        else:
+            ready = self._start_together(nodes)
         try:
-            found: list[LaneAddress] = ray.get(ready, timeout=START_SECONDS)
+            found: list[Any] = ray.get(ready, timeout=START_SECONDS)
         except GetTimeoutError:
             raise RunFailed(f"lanes have not started within {START_SECONDS:g} s") from None
-        self.addresses = dict(zip(self._actors, found, strict=True))
+        if self._lanes_per_process > 1:
+            found = [address for some in found for address in some]
+        self.addresses: dict[int, LaneAddress] = dict(zip(self._actors, found, strict=True))
         peers = {lane: address.peer for lane, address in self.addresses.items()}
         self._node = here = ray.get_runtime_context().get_node_id()
+        serving = {
+            actor: actor.serve.remote(peers, self._actors, START_SECONDS)
+            for actor in dict.fromkeys(self._actors.values())
+        }
+        self._serving = {lane: serving[actor] for lane, actor in self._actors.items()}
         for number, address in self.addresses.items():
-            self._serving[number] = self._actors[number].serve.remote(
-                peers, self._actors, START_SECONDS
-            )
             line = connect(
                 address.line,
                 self._key,
@@ -166,7 +167,40 @@ class LanePool:
         self.exchange = Exchange(None, LAUNCHER, here, None, self._folder, self._key, self._link)
         self.exchange.introduce(peers, self._actors)
         self.measured_links = LinkTable()
-        self.links = self._measure_links()
+        alone = self._lanes_per_process == 1
+        self.links = self._measure_links() if alone else LinkTable.assumed()
+
+    def _start_alone(
+        self,
+        nodes: Sequence[str],
+        beside: Mapping[int, int],
+        isolated: Mapping[str, Isolation],
+    ) -> list[Any]:
+        """Start a process for each lane; what will be its address."""
+        one_node = {lane.node for lane in self.lanes} == {0}
+        for position, lane in enumerate(self.lanes):
+            options = _options(lane, nodes[lane.node], isolated, shares_gpu=lane.id in beside)
+            actor = ray.remote(**options)(LaneProcess)
+            self._actors[lane.id] = actor.remote(
+                lane, position, str(self._folder), self._key, self._link, one_node
+            )
+        visible = self._visible_gpus(beside, isolated)
+        return [actor.ready.remote(visible.get(lane)) for lane, actor in self._actors.items()]
+
+    def _start_together(self, nodes: Sequence[str]) -> list[Any]:
+        """Start processes of several lanes; what will be the addresses of each one's."""
+        from m2flow.runtime.lane.shared import SharedProcess
+
+        ready = []
+        for first in range(0, len(self.lanes), self._lanes_per_process):
+            lanes = self.lanes[first : first + self._lanes_per_process]
+            options = _options(lanes[0], nodes[lanes[0].node], {}, shares_gpu=False)
+            actor = ray.remote(**options)(SharedProcess).remote(
+                [(first + n, lane) for n, lane in enumerate(lanes)], str(self._folder), self._key
+            )
+            self._actors.update({lane.id: actor for lane in lanes})
+            ready.append(actor.ready.remote())
+        return ready
 
     def _visible_gpus(
         self, beside: Mapping[int, int], isolated: Mapping[str, Isolation]
@@ -194,6 +228,8 @@ class LanePool:
 
     def send(self, lane: int, order: Order) -> None:
         """Give a lane an order. One that is gone is heard of by `receive`."""
+        if lane not in self._lines:
+            return
         try:
             self._lines[lane].send(to_bytes(order))
         except LineClosed:
@@ -206,15 +242,18 @@ class LanePool:
     def receive(self, seconds: float) -> list[tuple[int, FromLane]]:
         """What lanes have said; waits for the first word, but no longer than this.
 
-        Raises:
-            LaneGone: a lane has ended.
+        The last that is heard of a lane is `LaneEnded`, after all that it has said before.
         """
         if self._inbox:
             said, self._inbox = list(self._inbox), deque()
             return said
-        said = []
-        self._check_silent()
+        said = self._ended_in_silence()
+        if said:
+            return said
         for key, events in self._selector.select(min(seconds, SILENCE_SECONDS)):
+            if key.data is None:
+                self._woken.recv(4096)
+                continue
             lane, line = key.data, self._lines[key.data]
             try:
                 if events & selectors.EVENT_WRITE:
@@ -223,18 +262,40 @@ class LanePool:
                         self._selector.modify(line, selectors.EVENT_READ, lane)
                 said += [(lane, from_bytes(frame)) for frame in line.take()]
             except LineClosed as error:
-                if said:
-                    break  # first what the others said; the line stays closed
-                raise LaneGone(lane, self._why_gone(lane, str(error))) from None
+                said.append((lane, self._ended(lane, str(error))))
         return said
 
-    def _check_silent(self) -> None:
-        """Ask Ray about lanes that have said nothing for long; raises LaneGone."""
-        for lane, line in self._lines.items():
+    def wake(self) -> None:
+        """Have `receive` return; may be called on any thread."""
+        self._waker.send(b"!")
+
+    def _ended_in_silence(self) -> list[tuple[int, FromLane]]:
+        """Ask Ray about lanes that have said nothing for long; those that have ended."""
+        ended: list[tuple[int, FromLane]] = []
+        for lane, line in list(self._lines.items()):
             try:
                 line.check()
             except LineClosed as error:
-                raise LaneGone(lane, str(error)) from None
+                ended.append((lane, self._ended(lane, str(error))))
+        return ended
+
+    def _ended(self, lane: int, reason: str) -> LaneEnded:
+        """A lane's line is closed: nothing more is heard of the lane."""
+        line = self._lines.pop(lane)
+        self._selector.unregister(line)
+        line.close()
+        ended = LaneEnded(self._known_end(lane, seconds=2.0) or reason)
+        self.spoil(f"lane {lane} was lost: {ended.reason}")
+        return ended
+
+    def spoil(self, reason: str) -> None:
+        """No run can be started on the lanes any more; the first reason counts."""
+        self.spoiled = self.spoiled or reason
+
+    def positions(self, lanes: Sequence[int]) -> tuple[int, ...]:
+        """The ranks of lanes in the world of all lanes of the pool."""
+        order = [lane.id for lane in self.lanes]
+        return tuple(order.index(lane) for lane in lanes)
 
     def new_number(self) -> int:
         """A number by which an answer is known."""
@@ -248,7 +309,11 @@ class LanePool:
     def ask_all(
         self, orders: Mapping[int, Callable[[int], Order]], seconds: float = START_SECONDS
     ) -> dict[int, Answer]:
-        """The same for several lanes at once; what they say meanwhile is kept for `receive`."""
+        """The same for several lanes at once; what they say meanwhile is kept for `receive`.
+
+        Raises:
+            RunFailed: a lane has not answered in time, or was lost.
+        """
         numbers = {lane: self.new_number() for lane in orders}
         for lane, order in orders.items():
             self.send(lane, order(numbers[lane]))
@@ -264,12 +329,11 @@ class LanePool:
                     answers[lane] = message
                 else:
                     kept.append((lane, message))
+                if isinstance(message, LaneEnded) and lane in orders:
+                    self._inbox.extend(kept)
+                    raise RunFailed(f"lane {lane} was lost: {message.reason}")
         self._inbox.extend(kept)
         return answers
-
-    def _why_gone(self, lane: int, otherwise: str) -> str:
-        """Why a lane that is gone has ended, as far as Ray knows."""
-        return self._known_end(lane, seconds=2.0) or otherwise
 
     def _known_end(self, lane: int, seconds: float = 0.0) -> str | None:
         """What Ray knows of a lane's end; None if it knows of none."""
@@ -320,7 +384,7 @@ class LanePool:
         """
         for lane in self._lines:
             self.send(lane, Close())
-        serving = list(self._serving.values())
+        serving = list(dict.fromkeys(self._serving.values()))
         if serving:
             ray.wait(serving, num_returns=len(serving), timeout=seconds)
         self._end()
@@ -329,10 +393,12 @@ class LanePool:
         elsewhere = self._left_behind()
         for line in self._lines.values():
             line.close()
-        for actor in self._actors.values():
+        for actor in dict.fromkeys(self._actors.values()):
             ray.kill(actor)
         self._lines, self._actors, self._serving = {}, {}, {}
         self._selector.close()
+        self._woken.close()
+        self._waker.close()
         if hasattr(self, "exchange"):
             self.exchange.close()
         _clear_machine(str(self._folder))  # of what lanes left that were ended, or lost

@@ -25,7 +25,9 @@ from m2flow.runtime.transport.lines import Line, LineClosed, Waiting
 from m2flow.runtime.transport.listening import LOOPBACK, Endpoint
 from m2flow.runtime.transport.sweeping import sweep
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # they import torch
+    from m2flow.runtime.lane.exchange import Exchange
+    from m2flow.runtime.transport.groups import LaneGroups
     from m2flow.runtime.transport.peering import PeerAddress
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -107,19 +109,12 @@ class LaneProcess:
         sys.setswitchinterval(SWITCH_SECONDS)
         import torch
 
-        from m2flow.runtime.lane.exchange import Exchange
-        from m2flow.runtime.transport.devices import devices_here
-
         torch.set_num_threads(self.num_threads)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        context = ray.get_runtime_context()
-        node = context.get_node_id()
+        node = ray.get_runtime_context().get_node_id()
         host = LOOPBACK if self.one_node else str(ray.util.get_node_ip_address())
         reached_at = None if self.one_node else host
-        devices = None if self.lane.gpu is None else devices_here()
-        self._exchange = Exchange(
-            self.lane.id, self.position, node, reached_at, self.folder, self.key, self.link, devices
-        )
+        self._exchange = self._make_exchange(node, reached_at)
         self._meeting = socket.create_server((host, 0))  # held, so that nobody else takes the port
         self._waiting = Waiting(reached_at, self.key)
         return LaneAddress(
@@ -130,6 +125,23 @@ class LaneProcess:
             self._exchange.address,
             self._meeting.getsockname()[1],
         )
+
+    def _make_exchange(self, node: str, host: str | None) -> Exchange:
+        from m2flow.runtime.lane.exchange import Exchange
+        from m2flow.runtime.transport.devices import devices_here
+
+        devices = None if self.lane.gpu is None else devices_here()
+        return Exchange(
+            self.lane.id, self.position, node, host, self.folder, self.key, self.link, devices
+        )
+
+    def _make_groups(self, num_lanes: int) -> LaneGroups:
+        from m2flow.runtime.transport.groups import LaneGroups
+
+        return LaneGroups(self.position, num_lanes, self._meeting)
+
+    def _opened(self, line: Line) -> None:
+        """The launcher has come."""
 
     @ray.method(concurrency_group="objects")
     def hand_over(self, number: int) -> Any:
@@ -149,20 +161,20 @@ class LaneProcess:
         self._bind()
         import torch
 
+        from m2flow.runtime.lane.context import LaneContext
         from m2flow.runtime.lane.executor import LaneExecutor
-        from m2flow.runtime.lane.standing import Standing
-        from m2flow.runtime.transport.groups import LaneGroups
 
         torch.set_num_threads(self.num_threads)  # a setting of the thread
         self._exchange.introduce(peers, actors)
-        groups = LaneGroups(self.position, len(peers), self._meeting)
+        groups = self._make_groups(len(peers))
         line = self._waiting.accept(seconds)
+        self._opened(line)
         device = "cpu" if self.lane.gpu is None else "cuda:0"
         host = str(ray.util.get_node_ip_address())
-        standing = Standing(
+        context = LaneContext(
             self.lane.id, self.position, device, self.num_threads, groups, host, self.folder
         )
-        executor = LaneExecutor(self.lane.id, line, self._exchange, standing)
+        executor = LaneExecutor(self.lane.id, line, self._exchange, context)
         over = threading.Event()
         watch = threading.Thread(target=self._end_with_launcher, args=(line, over), daemon=True)
         watch.start()

@@ -1,215 +1,31 @@
-"""Four workloads on which the planner is held against the fixed modes, each with its reason.
+"""Episodes of a simulator, frozen: the fourth workload on which the planner was built.
 
-  * `long_tail`: GRPO on answers whose lengths are those of a reasoning model. A model of 0.8 M
-    parameters writes no chains of thought, so lengths are replayed: log-normal, drawn from the
-    item's own seed, and every token of them is really decoded, scored and trained on. Why: answers
-    of reasoning models spread over two orders of magnitude, and the last few hold up everybody.
-  * `judged`: GRPO with a heavy verifier: a reward model of seven times the policy's size reads all
-    answers. Why: reward models are large, and take as long as generation.
-  * `ppo`: PPO with a critic, two models trained, on the quick start's task. Why: half of all work
-    is training, of which generation knows nothing.
-  * `cart_pole`: episodes of a simulator of rigid bodies, written here, that moves all of them at
-    once, as simulators for training do: 192 take hardly longer than one. A policy and a critic of
-    2.1 M parameters each; advantage actor-critic on whole episodes. Why: in embodied training such
-    a simulator goes round with the policy dozens of times a step, gains nothing from a second lane,
-    and episodes end when they end.
+Poles on carts, moved by a simulator of rigid bodies that moves all of them at once, as simulators
+for training do: 192 take hardly longer than one. A policy and a critic of 2.1 M parameters each;
+advantage actor-critic on whole episodes. Why: in embodied training such a simulator goes round with
+the policy dozens of times a step, gains nothing from a second lane, and episodes end when they end.
 
-All are on-policy. Draws belong to the item, so how the work is cut changes no reward of a step.
-Legend: B batch, T steps of all episodes, S the state's figures.
+A change of what it does needs a decision record with the figures before and after; a test holds its
+text. Legend: B batch, T steps of all episodes, S the state's figures.
 """
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from random import Random
-from typing import Any
 
 import torch
-from harness import ROOT
 from ray import cloudpickle
-from starting_point import quickstart
 from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from m2flow import Batch, Flow, Place, Ragged, Stream, Worker, loop, stage
 from m2flow.algorithms.sampling import derive_seed, sample_tokens
-from m2flow.plan import parse_lanes
-from m2flow.rewards.reward import WeightedReward
 from m2flow.training.optimizer import AdamWConfig, SumOptimizer
-from m2flow.workloads.common.reading import read_recipe
-from m2flow.workloads.reasoning.experiment import ReasoningExperiment
-from m2flow.workloads.reasoning.flow import recipe_flow
-from m2flow.workloads.reasoning.workers import Generator, ModelSource, Verifier
+from workloads.common import LEARNING_RATE, Workload
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this file
-
-LANES = parse_lanes("cpu:2")
-
-LEARNING_RATE = 1e-6
-"""Where answers or episodes would change their length: so small that the steps of a comparison are
-alike."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What is run.
-
-    Attributes:
-        name: for people.
-        make_flow: a fresh flow, nothing of it loaded.
-        batch: the source items of a step.
-        items: how many there are of them.
-    """
-
-    name: str
-    make_flow: Callable[[], Flow]
-    batch: Callable[[int], Batch]
-    items: int
-
-
-# --- GRPO with the lengths of a reasoning model ---------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Lengths of answers: log-normal with a median, a spread (of the logarithm), and a limit."""
-
-    median: float
-    spread: float
-    limit: int
-
-    def of(self, seed: int) -> int:
-        """That of the answer with a seed."""
-        drawn = Random(seed).lognormvariate(math.log(self.median), self.spread)
-        return min(max(1, round(drawn)), self.limit)
-
-
-class Replaying(Generator):
-    """A generator whose answers have the given lengths, whatever the model would say."""
-
-    lengths: Lengths
-
-    def load(self, place: Place) -> None:
-        super().load(place)
-        engine: Any = self.engine
-        submit = engine.submit
-
-        def with_lengths(requests: Sequence[Any]) -> None:
-            submit([self._long_enough(request) for request in requests])
-
-        engine.submit = with_lengths
-
-    def _long_enough(self, request: Any) -> Any:
-        tokens = self.lengths.of(request.seed)
-        params = replace(request.params, max_new_tokens=tokens, stop_token_ids=())
-        return replace(request, params=params)
-
-
-def odd(
-    prompt: str, completion: str, completion_ids: Sequence[int], row: Mapping[str, Any]
-) -> float:
-    """The share of odd digits: a reward that answers of any length can have."""
-    digits = [character for character in completion if character.isdigit()]
-    return sum(int(digit) % 2 for digit in digits) / max(1, len(digits))
-
-
-def _replayed(
-    name: str, lengths: Lengths, scorer: Callable[[ModelSource], Verifier], *overrides: str
-) -> Workload:
-    recipe, experiment, source = quickstart(
-        f"generation.max_new_tokens={lengths.limit}", *overrides
-    )
-
-    def make_flow() -> Flow:
-        flow = recipe_flow(recipe, source, experiment.rewards)
-        flow.generator = Replaying(
-            source,
-            samples_per_prompt=recipe.samples_per_prompt,
-            max_new_tokens=lengths.limit,
-            max_running=recipe.generation.max_running,
-        )
-        flow.generator.lengths = lengths
-        flow.verifier = scorer(source)
-        return flow
-
-    return Workload(name, make_flow, experiment.batch, recipe.prompts_per_step)
-
-
-def long_tail() -> Workload:
-    """28 prompts of 8 answers, 20 tokens in the median and 240 at most."""
-    return _replayed(
-        "long_tail",
-        Lengths(median=20, spread=1.0, limit=240),
-        lambda source: Verifier(source, (WeightedReward(odd),)),
-        "prompts_per_step=28",
-    )
-
-
-# --- GRPO with a large judge ----------------------------------------------------------------------
-
-JUDGE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 7}
-"""Of the reward model; 8 heads. 5.6 M parameters, seven times the policy's."""
-
-
-class Judge(Verifier):
-    """Scores by a reward model: a transformer that reads an answer and gives one number."""
-
-    def __init__(self, model: ModelSource) -> None:
-        super().__init__(model, None)
-
-    def load(self, place: Place) -> None:
-        super().load(place)
-        config = Qwen2Config(
-            vocab_size=len(self.tokenizer), num_attention_heads=8, num_key_value_heads=8,
-            num_labels=1, **JUDGE,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        self.judge = Qwen2ForSequenceClassification(config).eval()
-
-    @stage
-    @torch.inference_mode()
-    def score(self, samples: Batch) -> Batch:
-        """Adds `text` and `reward`; answers are read one by one, so that none is padded."""
-        answers = samples["completion_ids"].rows()
-        texts = self.tokenizer.batch_decode(
-            [answer.tolist() for answer in answers], skip_special_tokens=True
-        )
-        rewards = [float(self.judge(answer[None]).logits) for answer in answers]
-        return samples.with_columns(text=texts, reward=rewards)
-
-
-def judged() -> Workload:
-    """16 prompts of 4 answers, 40 tokens in the median and 128 at most."""
-    return _replayed(
-        "judged",
-        Lengths(median=40, spread=0.5, limit=128),
-        Judge,
-        "prompts_per_step=16",
-        "samples_per_prompt=4",
-    )
-
-
-# --- PPO with a critic ----------------------------------------------------------------------------
-
-
-def ppo() -> Workload:
-    """The recipe `ppo_quickstart`, 256 answers a step, in two mini-batches."""
-    _, _, source = quickstart()
-    rates = [f"{part}.learning_rate={LEARNING_RATE}" for part in ("optimizer", "critic")]
-    recipe = read_recipe(ROOT / "recipes" / "ppo_quickstart.yaml", rates)
-    experiment = ReasoningExperiment(recipe, source)
-    return Workload(
-        "ppo",
-        lambda: recipe_flow(recipe, source, experiment.rewards),
-        experiment.batch,
-        recipe.prompts_per_step,
-    )
-
-
-# --- an environment loop --------------------------------------------------------------------------
 
 STATE, ACTIONS, WIDTH = 4, 2, 1024
 MAX_TURNS = 40
@@ -409,6 +225,3 @@ def cart_pole() -> Workload:
         _episodes,
         EPISODES,
     )
-
-
-WORKLOADS = (long_tail, judged, ppo, cart_pole)

@@ -1,0 +1,233 @@
+"""Many lanes on this machine: published steps on emulated accelerators, and how plans do there.
+
+**These lanes are emulated.** Engine, driver, lanes, control lines and links are the real ones, and
+items of real size are handed over; but a stage waits as long as its price says instead of
+computing, and many lanes share a process. What is measured is how well a plan was chosen, how well
+it was predicted, and what the control plane costs; not how fast any model trains.
+
+On each number of lanes each step of `emulated_steps.py` runs under every fixed mode, under the plan
+that `auto` chooses, and under further plans by hand and at random (`emulated_plans.py`). What is
+predicted is a step of the lengths that are measured; the planner chooses by other ones. Seconds are
+from the end of one step to the end of the next. The control plane's seconds are CPU seconds of the
+launcher's thread, which carries engine, lines and hand-over of results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from emulated_plans import at_random, by_hand
+from emulated_steps import SEED, STEPS, Step
+from harness import CACHE, Target, arguments, conclude, table
+from m2flow.plan.decide import decide, sized
+
+from m2flow.engine.plan import Plan
+from m2flow.errors import UserError
+from m2flow.plan import build_plan
+from m2flow.plan.simulate import simulate
+from m2flow.runtime.driver.launch import launch
+from m2flow.runtime.driver.pool import LanePool
+
+FIXED = ("collocated", "disaggregated", "hybrid")
+AUTO = "auto"
+PROCESSES = 2
+"""That share the lanes."""
+
+MEASURED = 2
+"""Steps of a plan that count, after one that does not."""
+
+OTHERS = 12
+"""Plans by hand and at random beside the modes, at least."""
+
+RANDOM = 4
+"""Of them at random, at least."""
+
+
+@dataclass
+class Record:
+    """A plan on a step.
+
+    Attributes:
+        plan: what was run.
+        predicted: seconds of a step.
+        seconds: of the steps counted.
+        control: of each, CPU seconds of the launcher's thread.
+    """
+
+    plan: Plan
+    predicted: float
+    seconds: list[float] = field(default_factory=list)
+    control: list[float] = field(default_factory=list)
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.seconds)
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured seconds, less 1."""
+        return self.predicted / self.mean - 1
+
+    @property
+    def control_share(self) -> float:
+        return sum(self.control) / sum(self.seconds)
+
+
+def main() -> None:
+    options = _options()
+    results: dict[str, dict[str, Record]] = {}
+    os.environ.setdefault("M2FLOW_CACHE", str(CACHE))
+    for count in map(int, options.lanes.split(",")):
+        with _pool(count) as pool:
+            for name in options.steps.split(","):
+                step = STEPS[name](count)
+                key = f"{name} on {count}"
+                results[key] = _compared(step, pool, options)
+                _report(key, step, results[key])
+    conclude("emulated", _figures(results), _targets(results), options)
+
+
+def _options() -> argparse.Namespace:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--lanes", help="how many, several by commas")
+    parser.add_argument("--steps", help="some of them, by name")
+    parser.add_argument("--plans", help="only plans with one of these names, besides the modes")
+    options = parser.parse_args()
+    options.lanes = options.lanes or ("16" if options.quick else "16,64,128")
+    options.steps = options.steps or ("ppo_7b" if options.quick else ",".join(STEPS))
+    return options
+
+
+@contextmanager
+def _pool(count: int) -> Iterator[LanePool]:
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+    try:
+        lanes = STEPS["grpo_7b"](count).lanes
+        with closing(LanePool(lanes, lanes_per_process=-(-count // PROCESSES))) as pool:
+            yield pool
+    finally:
+        ray.shutdown()
+
+
+def _compared(step: Step, pool: LanePool, options: argparse.Namespace) -> dict[str, Record]:
+    records = {}
+    for name, plan in _plans(step, options).items():
+        plan = sized(plan, step.graph, step.profile, step.items)
+        records[name] = record = Record(plan, _predicted(step, plan))
+        _measure(step, record, pool, 1 if options.quick else MEASURED)
+        print(f"  {name}: {record.predicted:.2f} s predicted, {record.mean:.2f} s", flush=True)
+    return records
+
+
+def _plans(step: Step, options: argparse.Namespace) -> dict[str, Plan]:
+    """The fixed modes that fit, the planner's choice, and the others."""
+    graph = step.graph
+    plans = {}
+    for mode in FIXED:
+        try:
+            plans[mode] = build_plan(mode, graph, step.lanes, step.items)
+        except UserError as error:
+            print(f"  {mode}: {error}")
+    decision = decide(graph, step.profile, step.lanes, step.items)
+    chosen = decision.chosen.plan
+    print(f"{step.name} on {len(step.lanes)}: chose {chosen.mode} in "
+          f"{decision.seconds_to_decide:.1f} s", flush=True)  # fmt: skip
+    plans[AUTO] = chosen
+    others = by_hand(graph, step.lanes, step.items)
+    missing = max(RANDOM, OTHERS - len(others))
+    others |= at_random(graph, step.lanes, step.items, missing)
+    if options.plans is not None:
+        others = {name: plan for name, plan in others.items() if name in options.plans.split(",")}
+    elif options.quick:
+        others = dict(list(others.items())[:2])
+    return plans | others
+
+
+def _predicted(step: Step, plan: Plan) -> float:
+    """The mean of the very steps that are measured; their draws are numbered from 0."""
+    found = simulate(step.graph, plan, step.profile, step.items, steps=MEASURED, seed=SEED)
+    return float(found.seconds)
+
+
+def _measure(step: Step, record: Record, pool: LanePool, count: int) -> None:
+    batches = [step.batch(number) for number in range(-1, count)]
+    with launch(step.make_flow(), items_per_step=step.items, plan=record.plan, lanes=pool) as run:
+        start, worked = time.perf_counter(), time.thread_time()
+        for number, _ in enumerate(run.steps(iter(batches))):
+            now, done = time.perf_counter(), time.thread_time()
+            if number:
+                record.seconds.append(now - start)
+                record.control.append(done - worked)
+            start, worked = time.perf_counter(), time.thread_time()
+
+
+def _report(name: str, step: Step, records: Mapping[str, Record]) -> None:
+    best = min(record.mean for record in records.values())
+    print(f"{name} lanes, emulated: one second stands for {step.scale:g} s of the paper's hardware")
+    table(
+        [name, "s/step", "over best", "predicted", "error", "control s", "share"],
+        [
+            [plan, one.mean, one.mean / best, one.predicted, one.error,
+             statistics.mean(one.control), one.control_share]
+            for plan, one in records.items()
+        ],
+    )  # fmt: skip
+    print(flush=True)
+
+
+def _figures(results: Mapping[str, Mapping[str, Record]]) -> dict[str, Any]:
+    return {
+        name: {
+            "seconds_per_step": {plan: one.mean for plan, one in records.items()},
+            "predicted_seconds": {plan: one.predicted for plan, one in records.items()},
+            "control_seconds_per_step": {
+                plan: statistics.mean(one.control) for plan, one in records.items()
+            },
+            "auto_over_best_of_all": records[AUTO].mean / _best(records),
+            "best_fixed_over_auto": _best_fixed(records) / records[AUTO].mean,
+        }
+        for name, records in results.items()
+    }
+
+
+def _targets(results: Mapping[str, Mapping[str, Record]]) -> list[Target]:
+    targets = []
+    gains = 0
+    for name, records in results.items():
+        mine = records[AUTO].mean
+        what = f"{name}: auto over the best of all {len(records)} plans"
+        targets.append(Target(what, mine / _best(records), 1.03, at_most=True))
+        gains += _best_fixed(records) / mine >= 1.15
+        errors = [one.error for one in records.values()]
+        worst = max(errors, key=abs)
+        what = f"{name}: worst error of a prediction"
+        targets.append(Target(what, abs(worst), 0.05, at_most=True))
+        if name.endswith(" 128"):
+            share = max(one.control_share for one in records.values())
+            targets.append(Target(f"{name}: control plane's share", share, 0.05, at_most=True))
+    below = [one.error < 0 for records in results.values() for one in records.values()]
+    share = min(sum(below), len(below) - sum(below)) / len(below)
+    targets.append(Target("share of predictions with the rarer sign", share, 0.1))
+    if len(results) > 2:
+        targets.append(Target("steps where auto gains 15 % over the best mode", float(gains), 2.0))
+    return targets
+
+
+def _best(records: Mapping[str, Record]) -> float:
+    return min(record.mean for record in records.values())
+
+
+def _best_fixed(records: Mapping[str, Record]) -> float:
+    return min(records[mode].mean for mode in FIXED if mode in records)
+
+
+if __name__ == "__main__":
+    main()
