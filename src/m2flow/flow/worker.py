@@ -64,17 +64,17 @@ class Gang:
         size: lanes of the gang; 1 where each replica is a single lane.
         replica: which replica the gang is.
         num_replicas: how many there are.
-        layout: name of the layout in which the replica lies on its lanes.
         mesh: makes the `torch.distributed.DeviceMesh` of shape (num_replicas, size), with the
             dimensions "replicate" and "shard". Collective: the worker's lanes call it in `load`.
+        layout: name of the layout in which the replica lies on its lanes.
     """
 
     rank: int = 0
     size: int = 1
     replica: int = 0
     num_replicas: int = 1
-    layout: str = ONE_LANE.name
     mesh: Callable[[], Any] = _no_mesh
+    layout: str = ONE_LANE.name
 
 
 @dataclass(frozen=True, slots=True)

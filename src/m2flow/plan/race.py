@@ -1,0 +1,129 @@
+"""`Race`: which of a few plans is fastest, by successive halving on measured seconds of real steps.
+
+Every plan trains the same weights, so a step under a plan that loses costs only its slowness. In
+each round every entrant runs some steps; the slower half drops out, and the survivors run twice as
+many in the next round. An entrant that is clearly slower drops out after a single step. The race
+reads no clock: whoever runs the steps notes their seconds.
+
+Source: successive halving, Karnin, Koren and Somekh 2013; Jamieson and Talwalkar 2016.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from m2flow.engine.plan import Plan
+
+CLEARLY = 1.25
+"""An entrant whose step takes so many times the best entrant's drops out at once."""
+
+FIRST_ROUND = 1
+"""Steps of each entrant in the first round."""
+
+
+@dataclass
+class Entrant:
+    """A plan in a race.
+
+    Attributes:
+        name: how people tell it from the others, such as the mode it resembles.
+        plan: what is run.
+        predicted: seconds of a step, as the simulation has them.
+        measured: seconds of the steps that it has run.
+        verdict: "" while the entrant races; then why it has dropped out, or that it has won.
+    """
+
+    name: str
+    plan: Plan
+    predicted: float
+    measured: list[float] = field(default_factory=list)
+    verdict: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Median of the measured seconds; those predicted where no step was measured."""
+        return statistics.median(self.measured) if self.measured else self.predicted
+
+
+class Race:
+    """A race between plans, one step at a time.
+
+    Args:
+        entrants: at least one, those predicted to be fastest first. Entrants whose workers stand
+            in the same places run one after the other, so that few workers move.
+        most_steps: steps after which the race ends, whoever leads.
+    """
+
+    def __init__(self, entrants: Sequence[Entrant], most_steps: int) -> None:
+        assert entrants, "a race needs an entrant"
+        self.entrants = tuple(entrants)
+        self._steps_left = most_steps
+        self._steps_each = FIRST_ROUND
+        self._queue: list[Entrant] = []
+        self._start_round()
+
+    @property
+    def over(self) -> bool:
+        """Whether the winner is known."""
+        return len(self._racing) <= 1 or self._steps_left <= 0
+
+    @property
+    def current(self) -> Entrant:
+        """Whose plan the next step is to run under: the winner's, once the race is over."""
+        return self.leader if self.over else self._queue[0]
+
+    @property
+    def leader(self) -> Entrant:
+        """The entrant that is fastest as far as is known.
+
+        Raises:
+            LookupError: every entrant was ruled out.
+        """
+        if not self._racing:
+            raise LookupError("every plan of the race was ruled out")
+        return min(self._racing, key=lambda one: one.seconds)
+
+    def note(self, seconds: float) -> None:
+        """Take in what a step under the current entrant's plan has taken."""
+        entrant = self.current
+        entrant.measured.append(seconds)
+        if self.over:
+            return
+        self._steps_left -= 1
+        self._queue.pop(0)
+        best = min(statistics.median(one.measured) for one in self._racing if one.measured)
+        for one in self._racing:
+            if one.measured and one.seconds > CLEARLY * best:
+                self._drop(one, f"{one.seconds / best:.2f} times the seconds of the best")
+        self._go_on()
+
+    def rule_out(self, entrant: Entrant, reason: str) -> None:
+        """Take an entrant out of the race because its plan cannot run."""
+        self._drop(entrant, reason)
+        self._go_on()
+
+    @property
+    def _racing(self) -> list[Entrant]:
+        return [one for one in self.entrants if not one.verdict]
+
+    def _drop(self, entrant: Entrant, verdict: str) -> None:
+        entrant.verdict = verdict
+        self._queue = [one for one in self._queue if one is not entrant]
+
+    def _go_on(self) -> None:
+        if self._queue or self.over:
+            return
+        ranked = sorted(self._racing, key=lambda one: one.seconds)
+        for one in ranked[(len(ranked) + 1) // 2 :]:
+            steps = len(one.measured)
+            self._drop(one, f"among the slower half after {steps} step{'s' * (steps > 1)}")
+        self._steps_each *= 2
+        self._start_round()
+
+    def _start_round(self) -> None:
+        """Queue the steps of a round, entrants with the same placements next to each other."""
+        places = [one.plan.placements for one in self._racing]
+        ordered = sorted(self._racing, key=lambda one: places.index(one.plan.placements))
+        self._queue = [one for one in ordered for _ in range(self._steps_each)]
