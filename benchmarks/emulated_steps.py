@@ -247,7 +247,7 @@ class EmulatedEpisodes(Flow):
     trainer: EpisodeTrainer
 
     def step(self, episodes: Stream) -> Stream:
-        turning = loop(self.policy.act, self.world.move, until="", max_turns=TURNS)
+        turning = loop(self.world.move, self.policy.act, until="", max_turns=TURNS)
         return self.trainer.train(turning(episodes))
 
     def sync(self) -> None:
@@ -275,12 +275,11 @@ def openvla(count: int, scale: float = 40.0) -> Step:
         )
 
     def batch(step: int) -> Batch:  # noqa: ARG001 - all are alike
-        image = torch.ones((items, 3, 224, 224), dtype=torch.uint8)
-        return Batch({"image": image, "turn": torch.zeros(items)})
+        return Batch({"turn": torch.zeros(items), "action": torch.zeros((items, 7))})
 
     stages = {
-        "policy.act": _per_item(acting, turns=TURNS),
-        "world.move": _per_item(simulating),
+        "world.move": _per_item(simulating, turns=TURNS),
+        "policy.act": _per_item(acting),
         "trainer.train": _per_item(training, finish=finish),
     }
     profile = _profile(stages, states, [("trainer", "policy")])
