@@ -44,14 +44,11 @@ def _launched(workload: Workload, pool: LanePool, mode: str, steps: int) -> Run:
     flow = workload.make_flow()
     if mode != "auto":
         return launch(flow, items_per_step=workload.items, mode=mode, lanes=pool)
-    from m2flow.runtime.profiling import obtain
+    from m2flow.runtime.profiling import obtain, profile_flow
 
-    profile, _ = obtain(
-        workload.make_flow,
-        [workload.batch(step) for step in range(4)],
-        pool,
-        {"model": {"workload": workload.name}, "shapes": {"items": workload.items}},
-    )
+    key = {"model": {"workload": workload.name}, "shapes": {"items": workload.items}}
+    batches = [workload.batch(step) for step in range(4)]
+    profile, _ = obtain(key, lambda: profile_flow(workload.make_flow, batches, lanes=pool, key=key))
     auto = Auto(profile=profile, num_steps=steps)
     return launch(flow, items_per_step=workload.items, mode=mode, lanes=pool, auto=auto)
 

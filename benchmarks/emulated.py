@@ -34,7 +34,7 @@ from harness import CACHE, Target, arguments, conclude, table
 from m2flow.engine.plan import Plan
 from m2flow.errors import UserError
 from m2flow.plan import build_plan
-from m2flow.plan.decide import decide, sized
+from m2flow.plan.choose import choose, sized
 from m2flow.plan.simulate import simulate
 from m2flow.runtime.driver.launch import launch
 from m2flow.runtime.driver.pool import LanePool
@@ -141,7 +141,7 @@ def _plans(step: Step, options: argparse.Namespace) -> dict[str, Plan]:
             plans[mode] = build_plan(mode, graph, step.lanes, step.items)
         except UserError as error:
             print(f"  {mode}: {error}")
-    decision = decide(graph, step.profile, step.lanes, step.items)
+    decision = choose(graph, step.profile, step.lanes, step.items)
     chosen = decision.chosen.plan
     print(f"{step.name} on {len(step.lanes)}: chose {chosen.mode} in "
           f"{decision.seconds_to_decide:.1f} s", flush=True)  # fmt: skip

@@ -34,7 +34,7 @@ from mode_runs import WHOLE, Started, run_auto, try_each
 from workloads import Workload
 
 from m2flow.plan import build_plan
-from m2flow.plan.decide import sized
+from m2flow.plan.choose import sized
 from m2flow.plan.profile import Profile
 from m2flow.plan.simulate import simulate
 from m2flow.runtime.driver.launch import launch
@@ -135,17 +135,11 @@ def _compared(workload: Workload, options: argparse.Namespace) -> Result:
 
 
 def _profiled(workload: Workload, pool: LanePool, budget: float) -> Profile:
-    from m2flow.runtime.profiling import obtain
+    from m2flow.runtime.profiling import profile_flow
 
-    profile, source = obtain(
-        workload.make_flow,
-        [workload.batch(PROFILED + step) for step in range(4)],
-        pool,
-        {"model": {"workload": workload.name}, "shapes": {"items": workload.items}},
-        budget=budget,
-        cache=False,
-    )
-    print(f"{workload.name}: profile {source}", flush=True)
+    batches = [workload.batch(PROFILED + step) for step in range(4)]
+    profile = profile_flow(workload.make_flow, batches, lanes=pool, budget_seconds=budget)
+    print(f"{workload.name}: profiled", flush=True)
     return profile
 
 

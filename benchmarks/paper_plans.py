@@ -1,10 +1,9 @@
 """What m2flow's own plan gains over the fixed modes in a row of the published tables.
 
-The row's workload as a flow, its analytic profile, and m2flow's decision: candidates of the search,
-the fixed modes, and variants with a switch point, all played through the engine on the same draws
-of lengths. The gain is the seconds of the best fixed mode over those of the chosen plan. Fixed
-modes are those of `--mode`, and the table's spatial and hybrid ones with several splits of the
-lanes.
+The row's workload as a flow, its analytic profile, and m2flow's decision: plans of its own and the
+fixed modes, all played through the engine on the same draws of lengths. The gain is the seconds of
+the best fixed mode over those of the chosen plan. Fixed modes are those of `--mode`, and the
+table's spatial and hybrid ones with several splits of the lanes.
 
 A lane here is as many accelerators as a replica of the row's generator spans: so the fixed modes
 generate as the row does, and m2flow's own plan may take several of them together. Of more than
@@ -14,25 +13,36 @@ on cores have lanes of cores beside the accelerators.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from paper_model import Embodied, Reasoning
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
 from m2flow.flow import Flow, FlowGraph, Worker, loop, stage
-from m2flow.plan.analytic import analytic_profile
-from m2flow.plan.analytic_work import Act, Forward, Generate, Simulate, Train, TrainPolicy, Work
+from m2flow.flow.worker import Layout
+from m2flow.models.work import (
+    ADAM_BYTES,
+    Rates,
+    decoding,
+    forward_pass,
+    prefill,
+    training_bytes,
+    training_pass,
+    update,
+)
 from m2flow.plan.builders import build_plan
+from m2flow.plan.choose import choose
 from m2flow.plan.chunks import pipelined, spread
-from m2flow.plan.clusters import lane_specs, parse_cluster
-from m2flow.plan.decide import decide
 from m2flow.plan.prediction import Prediction
-from m2flow.plan.profile import Profile
-from m2flow.plan.roofline import Rates
-from m2flow.plan.search import candidates, problem, to_plan
-from m2flow.plan.simulate import simulate
+from m2flow.plan.profile import Profile, Quantiles
+from m2flow.plan.profile.analytic import analytic_profile
+from m2flow.plan.profile.clusters import lane_specs, parse_cluster
+from m2flow.plan.profile.hardware import Device
+from m2flow.plan.profile.work import FlowWork, LayoutWork, Rounds, StageWork, WorkerWork, rising
+from m2flow.workloads.embodied.prices import acting, simulating, training
 
 RUNNING = 256
 """Requests that a generator decodes at once; memory has room for them in all rows."""
@@ -55,10 +65,10 @@ class Generator(Worker):
     def __init__(self, group: int) -> None:
         self.group = group
 
-    @stage(streaming=True, resumable=True, expands="group")
+    @stage(streaming=True, expands="group")
     def generate(self, prompts: Any) -> Any: ...
 
-    @stage(streaming=True, resumable=True, expands="group", length="expected")
+    @stage(streaming=True, expands="group", length="expected")
     def generate_known(self, prompts: Any) -> Any: ...
 
 
@@ -165,7 +175,7 @@ def reasoning_gain(work: Reasoning, lanes: int, rates: Rates, known: bool = Fals
     Args:
         known: whether lengths are known before they are generated, each of them exactly.
     """
-    size = work.rollout.lanes
+    size = work.rollout
     part = max(1, lanes // size // MOST_LANES)
     lanes, prompts = lanes // part, work.number // work.group // part
     generator, actor = Generator(work.group), Trainer(work.updates)
@@ -176,44 +186,91 @@ def reasoning_gain(work: Reasoning, lanes: int, rates: Rates, known: bool = Fals
     else:
         flow = Grpo(generator=generator, actor=actor, known=known)
     graph = flow.trace()
-    training, passing = Train(work.model, work.answers), Forward(work.model, work.answers)
-    kinds: Mapping[str, Work] = {
-        "generate": Generate(work.model, work.answers, (RUNNING,)),
-        "generate_known": Generate(work.model, work.answers, (RUNNING,)),
-        "score": passing,
-        "train": training,
-    }
-    stages = {node.name: kinds[node.method] for node in graph.nodes if node.method}
     cluster = parse_cluster(f"{lanes // 8}x8x{work.device.name}")
-    profile = bundled(analytic_profile(graph, cluster, stages, prompts, rates), size)
+    prices = partial(priced, work, graph, rates)
+    profile = bundled(analytic_profile(graph, cluster, prices, prompts), size)
     specs = lane_specs(parse_cluster(f"{lanes // 8}x{8 // size}x{work.device.name}"))
     beside = (
         *collocated_plans(graph, profile, specs, prompts),
         *spatial_plans(graph, profile, specs, prompts),
     )
-    found = decide(graph, profile, specs, prompts, gangs=gangs(profile, 1), beside=beside, keep=3)
+    found = choose(graph, profile, specs, prompts, layouts=layouts_of(profile, 1), beside=beside)
     return _gain((one.plan, one.prediction) for one in (found.chosen, *found.others))
 
 
-def embodied_gain(work: Embodied, lanes: int, rates: Rates) -> Gain:
+def priced(
+    work: Reasoning, graph: FlowGraph, rates: Rates, _device: Device, count: int
+) -> FlowWork:
+    """What the row's stages ask: generation by divided layers, training in shards."""
+    model, answers = work.model, work.answers
+    prompt, longest = answers.prompt_tokens, answers.longest
+    divided = [Layout(f"tp{n}", n, (("heads", model.kv_heads, n),)) for n in rising(8)]
+    sharded = [Layout(f"fsdp{n}", n) for n in rising(count)]
+
+    def generating(layout: Layout) -> LayoutWork:
+        n = layout.lanes
+        rounds = Rounds(
+            admit=lambda prompts: prefill(model, prompts * prompt, prompt / 2, n, rates),
+            round=lambda running, tokens: decoding(model, running, tokens, n, rates),
+            start=prompt,
+            unit_bytes=model.kv_bytes_on_lane(n),
+            limits=(RUNNING,),
+        )
+        return LayoutWork(layout, rounds=rounds)
+
+    def passing(layout: Layout) -> LayoutWork:
+        return LayoutWork(
+            layout,
+            lambda items: forward_pass(model, answers, items, layout.lanes, longest, rates),
+            working_bytes=lambda _: training_bytes(model, layout.lanes, longest, True),
+        )
+
+    def learning(layout: Layout) -> LayoutWork:
+        return replace(
+            passing(layout),
+            call=lambda items: training_pass(
+                model, answers, items, layout.lanes, longest, True, rates
+            ),
+            finish=lambda replicas: update(model, layout.lanes, replicas),
+        )
+
+    lengths = Quantiles.of(answers.lengths.stratified(516), 129)
+    size = 16 * answers.tokens
+    works = {
+        "generate": StageWork(tuple(map(generating, divided)), size, lengths),
+        "generate_known": StageWork(tuple(map(generating, divided)), size, lengths),
+        "score": StageWork(tuple(map(passing, sharded)), size),
+        "train": StageWork(tuple(map(learning, sharded)), size),
+    }
+    weights, trained = float(model.weight_bytes), float(ADAM_BYTES * model.parameters)
+    state = WorkerWork([(one, trained / one.lanes) for one in sharded])
+    generator = WorkerWork([(one, weights / one.lanes) for one in divided], weights)
+    stages = {node.name: works[node.method] for node in graph.nodes if node.method}
+    workers = {worker: state for worker in ("actor", "critic") if worker in graph.workers}
+    return FlowWork(stages, {"generator": generator, **workers}, model.name)
+
+
+def embodied_gain(work: Embodied, lanes: int) -> Gain:
     """The gain in a row of a loop with a simulator."""
     actor = Trainer(work.updates)
     flow = Episodes(world=World(), policy=Policy(), actor=actor, turns=work.steps)
     graph = flow.trace()
-    stages: Mapping[str, Work] = {
-        "world.move": Simulate(work.simulator),
-        "policy.act": Act(work.policy),
-        "actor.train": TrainPolicy(work.policy, work.steps),
-    }
     cores = f"+{lanes // 8}x8xCPU" if work.simulator.kind == "cpu" else ""
     cluster = parse_cluster(f"{lanes // 8}x8x{work.device.name}{cores}")
-    profile = analytic_profile(graph, cluster, stages, work.envs, rates)
+
+    def prices(_device: Device, count: int) -> FlowWork:
+        acts, acting_state = acting(work.policy)
+        learns, learning_state = training(work.policy, work.steps, count)
+        return FlowWork(
+            {"world.move": simulating(work.simulator), "policy.act": acts, "actor.train": learns},
+            {"policy": acting_state, "actor": learning_state},
+        )
+
+    profile = analytic_profile(graph, cluster, prices, work.envs)
     specs = lane_specs(cluster)
-    stated = problem(graph, profile, specs, work.envs)
-    plans = [to_plan(stated, found, specs) for found in candidates(stated, keep=3)]
-    plans += loop_plans(graph, specs, work.envs)
-    judged = [(plan, simulate(graph, plan, profile, work.envs, steps=1)) for plan in plans]
-    return _gain(sorted(judged, key=lambda one: one[1].seconds))
+    beside = list(loop_plans(graph, specs, work.envs))
+    found = choose(graph, profile, specs, work.envs, beside=beside)
+    return _gain((one.plan, one.prediction) for one in (found.chosen, *found.others))
 
 
 def bundled(profile: Profile, size: int) -> Profile:
@@ -229,8 +286,7 @@ def bundled(profile: Profile, size: int) -> Profile:
     return replace(
         profile,
         stages={
-            name: replace(one, layouts=lanes_of(one.layouts))
-            for name, one in profile.stages.items()
+            name: replace(one, costs=lanes_of(one.costs)) for name, one in profile.stages.items()
         },
         workers={name: lanes_of(layouts) for name, layouts in profile.workers.items()},
         publish=tuple(
@@ -241,12 +297,13 @@ def bundled(profile: Profile, size: int) -> Profile:
     )
 
 
-def gangs(profile: Profile, nth: int) -> dict[str, int]:
+def layouts_of(profile: Profile, nth: int) -> dict[str, Layout]:
     """The n-th largest replica of each worker that trains; a generator has a lane, as the row's."""
     found = {}
     for worker, layouts in profile.workers.items():
-        sizes = sorted(one.lanes for one in layouts)
-        found[worker] = 1 if worker == "generator" else sizes[-min(nth, len(sizes))]
+        known = sorted((one.lanes, one.layout) for one in layouts)
+        lanes, name = known[0] if worker == "generator" else known[-min(nth, len(known))]
+        found[worker] = Layout(name, lanes)
     return found
 
 
@@ -255,7 +312,7 @@ def collocated_plans(
 ) -> Iterator[Plan]:
     """The phases in turn on all lanes, with several sizes of the trainers' replicas."""
     for nth in range(1, REPLICA_SIZES + 1):
-        yield build_plan("collocated", graph, lanes, items, gangs=gangs(profile, nth))
+        yield build_plan("collocated", graph, lanes, items, layouts=layouts_of(profile, nth))
 
 
 def spatial_plans(
@@ -267,14 +324,19 @@ def spatial_plans(
         rest = [lane.id for lane in lanes[cut:]]
         placements = {}
         for worker in graph.workers:
+            known = [Layout(one.layout, one.lanes) for one in profile.workers.get(worker, ())]
+            known = known or [Layout()]
             if worker == "generator":
-                placements[worker] = Placement(tuple((lane.id,) for lane in lanes[:cut]))
+                gangs = tuple((lane.id,) for lane in lanes[:cut])
+                name = min(known, key=lambda one: one.lanes).name
+                placements[worker] = Placement(gangs, layout=name)
                 continue
-            sizes = [one.lanes for one in profile.workers.get(worker, ())] or [1]
-            gang = max((size for size in sizes if len(rest) % size == 0), default=0)
-            if gang:
-                parts = range(0, len(rest), gang)
-                placements[worker] = Placement(tuple(tuple(rest[n : n + gang]) for n in parts))
+            fitting = [one for one in known if len(rest) % one.lanes == 0]
+            if fitting:
+                largest = max(fitting, key=lambda one: one.lanes)
+                parts = range(0, len(rest), largest.lanes)
+                gangs = tuple(tuple(rest[n : n + largest.lanes]) for n in parts)
+                placements[worker] = Placement(gangs, layout=largest.name)
         if len(placements) == len(graph.workers):
             order = tuple(node.name for node in reversed(graph.nodes))
             yield Plan(
@@ -292,7 +354,7 @@ def loop_plans(graph: FlowGraph, lanes: tuple[LaneSpec, ...], items: int) -> Ite
         placements = {
             "world": Placement(tuple((lane,) for lane in worlds)),
             "policy": Placement(tuple((lane,) for lane in policies)),
-            "actor": Placement((tuple(gpus),)),
+            "actor": Placement((tuple(gpus),), layout=f"fsdp{len(gpus)}"),
         }
         stages = spread(graph, placements, items)
         for name in ("world.move", "policy.act"):
@@ -311,12 +373,9 @@ def _gain(judged: Iterable[tuple[Plan, Prediction]]) -> Gain:
 
 
 def in_words(plan: Plan) -> str:
-    """Where the workers of a plan stand, and its switch point."""
+    """Where the workers of a plan stand."""
     parts = []
     for worker, spot in plan.placements.items():
         if spot.lanes and len(plan.lanes) > 1:
             parts.append(f"{worker} {len(spot.replicas)}x{len(spot.replicas[0])}")
-    for name, one in plan.stages.items():
-        if one.switch_at is not None:
-            parts.append(f"{name} hands on at {one.switch_at:.0%}, {one.keep} go on")
     return f"{plan.mode}: {', '.join(parts)} of {len(plan.lanes)} lanes"

@@ -12,6 +12,7 @@ import statistics
 import time
 
 from harness import Target, arguments, conclude, table
+from m2flow.plan.search import Limits, candidates, problem, search
 
 from m2flow.flow import Flow, FlowGraph, Stream, Worker, stage
 from m2flow.flow.batch import Batch
@@ -20,11 +21,10 @@ from m2flow.plan.profile import (
     Piecewise,
     Profile,
     PublishCost,
-    StageLayout,
+    StageCost,
     StageProfile,
-    WorkerLayout,
+    WorkerCost,
 )
-from m2flow.plan.search import Limits, candidates, problem, search
 from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
 
 GB = 10**9
@@ -107,7 +107,7 @@ def work(first: float, each: float, sizes: tuple[int, ...], finish: float = 0.0)
     """A stage whose replicas of several lanes lose a little."""
     return StageProfile(
         tuple(
-            StageLayout(
+            StageCost(
                 size,
                 line(first, each * size**0.08 / size),
                 finish=Piecewise(((1, finish), (4096, 3 * finish))) if finish else None,
@@ -120,10 +120,10 @@ def work(first: float, each: float, sizes: tuple[int, ...], finish: float = 0.0)
     )
 
 
-def state(gigabytes: int, sizes: tuple[int, ...]) -> tuple[WorkerLayout, ...]:
+def state(gigabytes: int, sizes: tuple[int, ...]) -> tuple[WorkerCost, ...]:
     """A worker's state, and its moves over a bus of 25 GB/s."""
     return tuple(
-        WorkerLayout(
+        WorkerCost(
             size,
             Bytes(gigabytes * GB // size),
             Seconds(gigabytes / 25 / size),
@@ -137,7 +137,7 @@ def state(gigabytes: int, sizes: tuple[int, ...]) -> tuple[WorkerLayout, ...]:
 def prices() -> Profile:
     gangs = (2, 4, 8)
     tail = Piecewise(((0, 0), (0.5, 0.35), (0.9, 0.6), (0.97, 0.8), (1, 1)))
-    generate = StageLayout(
+    generate = StageCost(
         1,
         Piecewise(((1, 60.0), (64, 110.0), (256, 290.0), (1 << 20, 1.0e6))),
         done=tail,

@@ -12,6 +12,7 @@ import argparse
 from pathlib import Path
 
 from m2flow.observe.gantt import gantt_svg
+from m2flow.observe.lane_time import chart_of
 from m2flow.observe.record import read_run
 from m2flow.observe.theme import stage_colours
 
@@ -29,8 +30,7 @@ def main() -> None:
     record = read_run(options.run_dir)
     steps = [step for step in record.trace.steps if step.step in options.steps]
     picture = gantt_svg(
-        [span for step in steps for span in step.spans],
-        window=(steps[0].start, steps[-1].end),
+        chart_of(steps),
         steps=[(step.step, step.start, step.end) for step in steps],
         colours=stage_colours(STAGES),
         width=1000,

@@ -21,10 +21,10 @@ import typer
 import yaml
 
 from m2flow.cli.app import app
-from m2flow.cli.planning import graph_of
-from m2flow.cli.recipe import read_recipe, validated
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
-from m2flow.plan import from_json, validate
+from m2flow.plan import plan_from_json, validate
+from m2flow.workloads.common.planning import graph_of
+from m2flow.workloads.common.reading import read_recipe, validated
 
 PROJECT = Path(__file__).resolve().parents[1]
 README = PROJECT / "README.md"
@@ -225,7 +225,7 @@ def test_kubernetes_runs_a_command_of_ours(block: Block) -> None:
 @pytest.mark.parametrize("block", in_language("json"), ids=str)
 def test_json_is_a_plan_for_the_quick_start(block: Block) -> None:
     recipe = read_recipe(QUICKSTART)
-    validate(from_json(block.body, str(block)), graph_of(recipe), recipe.prompts_per_step)
+    validate(plan_from_json(block.body, str(block)), graph_of(recipe), recipe.prompts_per_step)
 
 
 def calls_in(tree: ast.AST, method: str) -> list[str]:
@@ -239,7 +239,7 @@ def calls_in(tree: ast.AST, method: str) -> list[str]:
 
 def test_the_flow_of_the_readme_is_the_real_one() -> None:
     (block,) = (block for block in blocks_of(README) if block.body.startswith("class GRPO"))
-    source = (PROJECT / "src" / "m2flow" / "reasoning" / "flow.py").read_text()
+    source = (PROJECT / "src" / "m2flow" / "workloads" / "reasoning" / "flow.py").read_text()
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     real = ast.Module([classes["GRPO"], classes["PolicyGradient"]], [])  # with what it inherits
     shown = ast.parse(block.body)
@@ -293,8 +293,8 @@ def test_metrics_reference_names_every_figure() -> None:
     """What a step gives, asked of the functions that give it, with every option on."""
     from m2flow.algorithms.grpo import GRPO
     from m2flow.flow import Batch
-    from m2flow.reasoning.experiment import sample_figures
     from m2flow.training.policy import _TOTALS
+    from m2flow.workloads.reasoning.experiment import sample_figures
 
     samples = Batch(
         {

@@ -33,7 +33,6 @@ FLOORS = {
     "runtime": 3,
     **dict.fromkeys(("rewards", "environments", "generation", "training", "models"), 4),
     "observe": 5,
-    "reasoning": 6,
     "workloads": 6,
     "cli": 7,
     # The front door: what `import m2flow` and `python -m m2flow` show may come from any floor.
@@ -45,13 +44,13 @@ HEAVY = frozenset({"torch", "ray", "transformers", "numpy", "math_verify", "reas
 
 
 def module_name(path: Path) -> str:
-    """`src/m2flow/plan/search.py` -> `m2flow.plan.search`; a package is named by its folder."""
+    """`src/m2flow/plan/choose.py` -> `m2flow.plan.choose`; a package is named by its folder."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def room(module: str) -> str:
-    """The part of the house a module of m2flow lies in: `m2flow.plan.search` -> `plan`."""
+    """The part of the house a module of m2flow lies in: `m2flow.plan.choose` -> `plan`."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
@@ -121,12 +120,12 @@ def test_no_import_runs_upward(path: Path) -> None:
         ("m2flow.engine.core", "from m2flow import plan"),
         ("m2flow.engine.core", "from ..plan import Plan"),
         ("m2flow.engine.core", "from m2flow.algorithms.sampling import derive_seed"),
-        ("m2flow.plan.search", "import importlib\nimportlib.import_module('torch.nn')"),
-        ("m2flow.plan.search", "from m2flow.algorithms import sampling"),
-        ("m2flow.plan.search", "from m2flow.runtime.lane.actor import Lane"),
+        ("m2flow.plan.choose", "import importlib\nimportlib.import_module('torch.nn')"),
+        ("m2flow.plan.choose", "from m2flow.algorithms import sampling"),
+        ("m2flow.plan.choose", "from m2flow.runtime.lane.actor import Lane"),
         ("m2flow.algorithms.gae", "import numpy"),
         ("m2flow.algorithms.gae", "from m2flow.flow.batch import Batch"),
-        ("m2flow.training.packed", "from m2flow.reasoning import grpo"),
+        ("m2flow.training.packed", "from m2flow.workloads.reasoning import flow"),
         ("m2flow.runtime.lane.actor", "from m2flow import Flow"),
         ("m2flow.somewhere.new", "import json"),
     ],
@@ -140,14 +139,32 @@ def test_the_rules_find_what_breaks_them(module: str, source: str) -> None:
     [
         ("m2flow.flow.batch", "import json\nfrom m2flow.errors import FlowError"),
         ("m2flow.engine.core", "from .ledger import Ledger\nfrom m2flow.flow import Item"),
-        ("m2flow.plan.search", "from m2flow.engine import Engine\nfrom m2flow import flow"),
+        ("m2flow.plan.choose", "from m2flow.engine import Engine\nfrom m2flow import flow"),
         ("m2flow.algorithms.gae", "import torch.nn.functional as F"),
         ("m2flow.training.packed", "import torch\nfrom m2flow.algorithms import losses"),
-        ("m2flow.cli.app", "from m2flow import Flow\nfrom m2flow.reasoning import grpo"),
+        ("m2flow.cli.app", "from m2flow import Flow\nfrom m2flow.workloads.reasoning import grpo"),
     ],
 )
 def test_the_rules_allow_what_goes_down(module: str, source: str) -> None:
     assert not violations(source, module)
+
+
+def test_the_command_line_knows_no_workload_by_name() -> None:
+    """It reaches them through `m2flow.workloads.common` alone, whoever registered them."""
+    known = []
+    for path in (path for path in SOURCES if room(module_name(path)) == "cli"):
+        for line, imported in imported_modules(path.read_text(), module_name(path), False):
+            if imported.startswith("m2flow.workloads.") and imported.split(".")[2] != "common":
+                known.append(f"{path.name}:{line} imports {imported}")
+    assert not known
+
+
+def test_what_workloads_share_knows_none_of_them() -> None:
+    for path in (PACKAGE / "workloads" / "common").glob("*.py"):
+        for line, imported in imported_modules(path.read_text(), module_name(path), False):
+            parts = imported.split(".")
+            own = parts[:2] != ["m2flow", "workloads"] or parts[2:3] == ["common"]
+            assert own, f"{path.name}:{line} imports {imported}"
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -9,18 +9,20 @@ The letters are free, `a` or `b`, and the warm-up teaches to draw them at random
 so that the samples of a group part early, as those of language models do. Warm-up also leaves a
 number out now and then; that is what reinforcement mends, and it changes a length by four tokens.
 
-Both sides import this file, each in an environment of its own: it needs nothing but m2flow's task
-protocol, which is standard library only.
+Both sides import this file, each in an environment of its own: it needs nothing but m2flow's tasks
+and rewards, which import the standard library only.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from m2flow.reasoning.tasks.problem import Problem, Task, generator
+from m2flow.rewards.reward import WeightedReward
+from m2flow.workloads.reasoning.tasks.problem import Problem, Task, generator
 
 MEAN_TOKENS, SIGMA, MAX_TOKENS = 48.0, 1.0, 384
 LETTERS = "ab"
@@ -30,7 +32,7 @@ SKIPPED = 0.04
 
 
 class Countdown:
-    """Count down from a number to zero; an `m2flow.reasoning.tasks.DemonstratedTask`."""
+    """Count down from a number to zero; an `m2flow.workloads.reasoning.tasks.DemonstratedTask`."""
 
     name = "countdown"
     characters: str | None = f"0123456789:{LETTERS}"
@@ -61,28 +63,35 @@ class Countdown:
         written = (f"{n:02d}{pair}" for n, pair in zip((*kept, 0), letters, strict=True))
         return f"{start:02d}:", "".join(written)
 
-    def score(
-        self,
-        answer: str,
-        completion: str,
-        *,
-        finished: bool = True,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> float:
-        """1.0 for every number in its place, letters between, and the end token; else 0.0."""
-        numbers = [
-            completion[at : at + TOKENS_PER_NUMBER]
-            for at in range(0, len(completion), TOKENS_PER_NUMBER)
-        ]
-        digits = "".join(number[:2] for number in numbers)
-        letters = "".join(number[2:] for number in numbers)
-        right = digits == answer and len(letters) == len(answer) and set(letters) <= set(LETTERS)
-        return float(finished and right)
+
+def countdown_reward(
+    prompt: str, completion: str, completion_ids: Sequence[int], row: Mapping[str, Any]
+) -> float:
+    """1.0 for every number in its place, letters between, and the end token; else 0.0."""
+    numbers = [
+        completion[at : at + TOKENS_PER_NUMBER]
+        for at in range(0, len(completion), TOKENS_PER_NUMBER)
+    ]
+    digits = "".join(number[:2] for number in numbers)
+    letters = "".join(number[2:] for number in numbers)
+    answer = row["answer"]
+    right = digits == answer and len(letters) == len(answer) and set(letters) <= set(LETTERS)
+    return float(row["finished"] and right)
+
+
+def reward(name: str) -> WeightedReward:
+    """What scores answers to the task of that name."""
+    from m2flow.workloads.reasoning.tasks.registry import reward_of_task
+
+    if name == "countdown":
+        folder = str(Path(__file__).parents[1])
+        return WeightedReward("peers.countdown:countdown_reward", folder=folder)
+    return WeightedReward(reward_of_task(name))
 
 
 def task(name: str, seed: int) -> Task:
     """The task that a side's settings name: `countdown`, or one of m2flow's."""
-    from m2flow.reasoning.tasks import make_task
+    from m2flow.workloads.reasoning.tasks import make_task
 
     return Countdown(seed=seed) if name == "countdown" else make_task(name, seed=seed)
 

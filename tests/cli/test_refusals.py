@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from m2flow.plan import available_cores
-from m2flow.reasoning.data import DEFAULT_TEMPLATE
+from m2flow.workloads.reasoning.data import DEFAULT_TEMPLATE
 
 Refused = Callable[..., str]
 M2flow = Callable[..., Any]
@@ -428,7 +428,7 @@ def test_nothing_is_computed_before_a_refusal(
     def computed(*arguments: object, **options: object) -> None:
         raise AssertionError("something was computed")
 
-    monkeypatch.setattr("m2flow.reasoning.experiment.train_supervised", computed)
+    monkeypatch.setattr("m2flow.workloads.reasoning.experiment.train_supervised", computed)
     monkeypatch.setattr(torch.nn.Module, "__call__", computed)
     for words in (
         ["lanes=cpu:64"],

@@ -28,7 +28,7 @@ import torch
 from m2flow.cli.app import main
 from m2flow.models import causal_lm
 from m2flow.observe.run_directory import RunDirectory
-from m2flow.reasoning import experiment, workers
+from m2flow.workloads.reasoning import experiment, workers
 from m2flow.training import checkpoint, supervised
 
 recipe, *moments = sys.argv[1:]

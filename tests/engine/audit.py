@@ -20,17 +20,14 @@ from m2flow.engine.messages import (
     ExportWeights,
     FailRun,
     FeedCall,
-    GiveBack,
     Inputs,
     InstallWeights,
-    ItemsGivenBack,
     ItemsProduced,
     MoveState,
     ReleaseItems,
     RunCall,
     RunFinish,
     StepSubmitted,
-    given_back,
 )
 from m2flow.engine.plan import StagePlan
 from m2flow.engine.turns import whole_step_edges
@@ -72,8 +69,6 @@ class _Call:
     items: set[int] = field(default_factory=set)
     """Input items of the call that are not done."""
     open_outputs: set[int] = field(default_factory=set)
-    told: bool = False
-    """Whether it was told to give back."""
 
 
 class Books:
@@ -101,9 +96,6 @@ class Books:
         """(step, node) to input items with a call."""
         self.made: dict[tuple[int, int], set[int]] = {}
         """(step, node) to output items made so far, for stages in no loop."""
-        self.begun: dict[tuple[int, int, int], set[int]] = {}
-        """(step, node, input item) to outputs still to come, of items that were given back."""
-        self.num_given_back = 0
         self.done: dict[tuple[int, int], set[int]] = {}
         """(step, node) to input items that are done (in a loop: that have left it)."""
         self.inside: dict[tuple[int, int], set[int]] = {}
@@ -140,55 +132,12 @@ class Books:
                         self.lengths[step, SOURCE, item] = length
                 case ItemsProduced():
                     self._produced(event)
-                case ItemsGivenBack():
-                    self._given_back(event)
                 case CallFinished():
                     self._finished(event)
         for command in commands:
             self._command(command)
         self._check_edges()
         self._check_memory()
-        self._check_tails()
-
-    def _given_back(self, event: ItemsGivenBack) -> None:
-        """All that a call was told to give back, item by item with all that is left of it."""
-        call = self.calls[event.call]
-        command = call.command
-        node, step = self.graph.nodes[command.node], command.step
-        assert call.told, "gave back unasked"
-        outputs = set(event.items)
-        assert event.items
-        assert outputs <= call.open_outputs
-        call.open_outputs -= outputs
-        self.there.setdefault((step, given_back(node.index)), set()).update(outputs)
-        self.num_given_back += len(outputs)
-        for item in {output // node.expands for output in outputs}:
-            left = {item * node.expands + k for k in range(node.expands)}
-            assert not left & call.open_outputs, "a part of an item was given back"
-            self.begun[step, node.index, item] = left & outputs
-            call.items.remove(item)
-            self.leased[step, node.index].remove(item)
-            self.work[step, node.index, item] -= 1
-
-    def _kept(self, node: StageNode, step: int) -> tuple[tuple[int, ...], ...]:
-        """The replicas that may take items of a stage now."""
-        replicas = self.plan.placements[node.worker].replicas
-        stage = self.plan.stages.get(node.name, StagePlan())
-        made = len(self.made.get((step, node.index), ()))
-        total = self.case.num_items * node.fanout * node.expands
-        if stage.switch_at is None or made < stage.switch_at * total:
-            return replicas
-        return replicas[: stage.keep or max(1, len(replicas) // 2)]
-
-    def _in_tail(self, node: StageNode, step: int) -> bool:
-        return self._kept(node, step) != self.plan.placements[node.worker].replicas
-
-    def _check_tails(self) -> None:
-        """After a switch point, whoever does not go on was told so, and nobody else."""
-        for call in self.calls.values():
-            if isinstance(call.command, RunCall):
-                node = self.graph.nodes[call.command.node]
-                assert call.told == (call.command.lanes not in self._kept(node, call.command.step))
 
     def _produced(self, event: ItemsProduced) -> None:
         call = self.calls[event.call]
@@ -255,7 +204,6 @@ class Books:
                 for item in sorted(call.items):
                     if node.streaming:  # fed too late: it was never started
                         outputs = {item * node.expands + k for k in range(node.expands)}
-                        outputs = self.begun.get((step, index, item), outputs)
                         assert outputs <= call.open_outputs
                         self.leased[step, index].remove(item)
                         self.work[step, index, item] -= 1
@@ -279,12 +227,6 @@ class Books:
                 self._run_call(command)
             case FeedCall():
                 self._feed(command)
-            case GiveBack(call=call, node=index, step=step, lanes=lanes):
-                told = self.calls[call]
-                assert not told.told
-                assert (told.command.node, told.command.step) == (index, step)
-                assert told.command.lanes == lanes
-                told.told = True
             case RunFinish():
                 self._start(command)
                 self._run_finish(command)
@@ -369,15 +311,6 @@ class Books:
         assert all(items == streams[0] for items in streams)
         return streams[0]
 
-    def _resumed(self, node: StageNode, step: int, outputs: tuple[int, ...]) -> list[int]:
-        """Input items of which a call is to do all that is left, and nothing else."""
-        assert set(outputs) <= self.there.get((step, given_back(node.index)), set())
-        assert len(set(outputs)) == len(outputs)
-        items = sorted({output // node.expands for output in outputs})
-        left = [self.begun[step, node.index, item] for item in items]
-        assert set(outputs) == set().union(*left)
-        return items
-
     def _run_call(self, command: RunCall) -> None:
         node, step = self.graph.nodes[command.node], command.step
         assert command.lanes in self.plan.placements[node.worker].replicas
@@ -385,7 +318,6 @@ class Books:
         if node.streaming:  # all lanes of a gang work on each item together
             assert all(inputs == command.inputs[0] for inputs in command.inputs)
             del shares[1:]
-        shares[0] = sorted(shares[0] + self._resumed(node, step, command.unfinished))
         items = [item for share in shares for item in share]
         size = unit_items(node, self.case.num_items)
         for share in shares:  # whole units only
@@ -395,7 +327,7 @@ class Books:
             assert len(share) % size == 0
         chunk = self.plan.stages.get(node.name, StagePlan()).chunk
         assert items
-        assert chunk is None or self._in_tail(node, step) or len(items) <= chunk * size
+        assert chunk is None or len(items) <= chunk * size
         members = [node]
         if command.fused:
             members = self._check_fused(command, node)
@@ -467,11 +399,9 @@ class Books:
         node, call = self.graph.nodes[command.node], self.calls[command.call]
         assert node.streaming
         assert set(command.lanes) == call.running == set(call.command.lanes)
-        assert not call.told
         assert call.command.step == command.step
         assert call.command.node == command.node
         items = self._items_of(command.step, command.inputs)
-        items += self._resumed(node, command.step, command.unfinished)
         assert items
         self._lease(node, command.step, command.lanes, items, call)
         self._check_homes(node, command.step, command.lanes[0], items)
@@ -509,10 +439,8 @@ class Books:
         assert not set(items) & leased, f"{node.name} takes items twice"
         leased |= set(items)
         call.items |= set(items)
-        assert lanes in self._kept(node, step), "takes items after its switch point"
         for item in items:
-            outputs = {item * node.expands + k for k in range(node.expands)}
-            call.open_outputs |= self.begun.get((step, node.index, item), outputs)
+            call.open_outputs |= {item * node.expands + k for k in range(node.expands)}
         for item in items:
             self.work[step, node.index, item] += 1
             if node.loop is not None:
@@ -520,7 +448,7 @@ class Books:
         stage = self.plan.stages.get(node.name, StagePlan())
         limit = stage.max_running or stage.chunk
         if node.streaming and limit:
-            assert self._in_tail(node, step) or len(call.items) <= limit
+            assert len(call.items) <= limit
             assert len(call.open_outputs) <= limit * node.expands
         self._check_windows(node, step, items)
         self._check_fresh(node, step, lanes, items)
@@ -675,7 +603,6 @@ class Books:
         outputs = set(self.graph.output_nodes)
         for (of_step, producer), items in self.there.items():
             if of_step == step and items:
-                assert producer >= SOURCE, "what was given back is still there"
                 read = self.readers[producer] or producer in outputs
                 inner = producer >= 0 and self.graph.nodes[producer].loop is not None
                 assert producer in outputs or not read or inner, (

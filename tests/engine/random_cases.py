@@ -176,7 +176,7 @@ class _Sketch:
         return f"s{len(self.calls)}"
 
 
-def _add_stage(sketch: _Sketch, resumable: bool = False) -> None:
+def _add_stage(sketch: _Sketch) -> None:
     first = sketch.pick(sketch.free_streams())
     chain = sketch.streams[first].chain
     inputs = [first]
@@ -189,9 +189,8 @@ def _add_stage(sketch: _Sketch, resumable: bool = False) -> None:
     kind = sketch.draw(
         st.sampled_from(["plain", "plain", "expand", "stream", "stream", "group", "step", "fold"])
     )
-    kind = "stream" if resumable else kind
     spec, finish = StageSpec(name), False
-    worker = sketch.worker(may_be_function=not resumable or sketch.flag(0.3))
+    worker = sketch.worker()
     if kind == "fold":
         unit = sketch.draw(st.sampled_from(["item", "item", "group"])) if chain else "item"
         units = items // (chain[-1] if unit == "group" else 1)
@@ -207,12 +206,10 @@ def _add_stage(sketch: _Sketch, resumable: bool = False) -> None:
         n = n if items * n <= MAX_ITEMS else 1
         spec = StageSpec(name, streaming=kind == "stream", expands=n)
         chain = (*chain, n) if n > 1 else chain
-    sticky = spec.unit == "item" and not resumable and sketch.flag(0.15)
+    sticky = spec.unit == "item" and sketch.flag(0.15)
     if sticky:
         spec = replace(spec, sticky=True)
         worker = worker or sketch.worker(may_be_function=False)
-    if kind == "stream" and not sticky and (resumable or sketch.flag(0.7)):
-        spec = replace(spec, resumable=True)
     if sketch.flag(0.25):
         spec = replace(spec, length="length")
     sketch.add(_Call(inputs, [spec], [worker], finish), _Stream(len(sketch.calls), chain, sticky))
@@ -297,14 +294,9 @@ def _build(sketch: _Sketch, output: int, weight_edges: list[tuple[str, str]]) ->
 
 
 @st.composite
-def flows(draw: Draw, num_items: int, max_calls: int = 7, tail: bool = False) -> FlowGraph:
-    """Chains, forks, joins, expansions, groups, streams, folds, loops and weight edges.
-
-    With `tail` the first stage is a resumable one.
-    """
+def flows(draw: Draw, num_items: int, max_calls: int = 7) -> FlowGraph:
+    """Chains, forks, joins, expansions, groups, streams, folds, loops and weight edges."""
     sketch = _Sketch(draw, num_items)
-    if tail:
-        _add_stage(sketch, resumable=True)
     for _ in range(draw(st.integers(1, max_calls))):
         if sketch.flag(0.2):
             _add_loop(sketch)
@@ -356,26 +348,14 @@ def _gangs(draw: Draw, lanes: list[int], may_gang: bool) -> tuple[tuple[int, ...
 
 
 @st.composite
-def plans(
-    draw: Draw, graph: FlowGraph, num_items: int, max_lanes: int = 4, tail: bool = False
-) -> Plan:
-    """Any plan that fits the graph.
-
-    Drawn are placements, gangs, chunks, switch points, limits, memory and staleness. With `tail`
-    resumable stages stand on all of at least two lanes in at least two replicas, and have a switch
-    point.
-    """
-    lanes = list(range(draw(st.integers(2, max_lanes + 1) if tail else st.integers(1, max_lanes))))
+def plans(draw: Draw, graph: FlowGraph, num_items: int, max_lanes: int = 4) -> Plan:
+    """Any plan that fits the graph: placements, gangs, chunks, limits, memory and staleness."""
+    lanes = list(range(draw(st.integers(1, max_lanes))))
     placements = {}
     for worker in graph.workers:
         nodes = [node for node in graph.nodes if node.worker == worker]
         single = [node.sticky or (node.streaming and node.is_function) for node in nodes]
         gangs = _gangs(draw, lanes, not any(single))
-        if tail and any(node.resumable for node in nodes):
-            most = 1 if any(single) else len(lanes) - 1
-            size = min(most, draw(st.sampled_from([2, 1, 3])))
-            order = draw(st.permutations(lanes))
-            gangs = tuple(tuple(order[n : n + size]) for n in range(0, len(order), size))
         state, working = draw(st.integers(0, 4)), draw(st.sampled_from([0, 0, 1, 3]))
         placements[worker] = Placement(gangs, state, working)
     for spec in graph.loops:
@@ -390,7 +370,6 @@ def plans(
         stages[node.name] = StagePlan(
             draw(st.one_of(st.none(), st.integers(1, units))),
             draw(st.one_of(st.none(), st.integers(1, 6))) if node.streaming else None,
-            *_switch_point(draw, node, len(placements[node.worker].replicas), tail),
         )
     edges = {}
     for producer, consumer in graph.edges:
@@ -418,16 +397,6 @@ def plans(
     return _fitting(graph, plan, num_items)
 
 
-def _switch_point(
-    draw: Draw, node: StageNode, replicas: int, always: bool
-) -> tuple[float | None, int | None]:
-    """None, or a share of the items after which some replicas go on with the others' items."""
-    if not node.resumable or replicas < 2 or not (always or draw(st.booleans())):
-        return None, None
-    share = draw(st.sampled_from([0.01, 0.3, 0.5, 0.75, 0.9, 0.99]))
-    return share, draw(st.one_of(st.none(), st.integers(1, replicas - 1)))
-
-
 def _memory(
     draw: Draw, graph: FlowGraph, placements: dict[str, Placement], lane: int
 ) -> int | None:
@@ -446,11 +415,11 @@ def _memory(
 
 
 @st.composite
-def cases(draw: Draw, max_calls: int = 7, max_steps: int = 4, tail: bool = False) -> Case:
-    """Random runs; with `tail` a stage gives items back in most of them."""
-    num_items = draw(st.sampled_from([3, 4, 6, 8] if tail else [1, 2, 3, 4, 6, 8]))
-    graph = draw(flows(num_items, max_calls, tail))
-    plan = draw(plans(graph, num_items, tail=tail))
+def cases(draw: Draw, max_calls: int = 7, max_steps: int = 4) -> Case:
+    """Random runs."""
+    num_items = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    graph = draw(flows(num_items, max_calls))
+    plan = draw(plans(graph, num_items))
     return Case(
         graph, plan, num_items, draw(st.integers(1, max_steps)), draw(st.integers(0, 2**32 - 1))
     )

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from m2flow.engine.messages import FeedCall, GiveBack, Part, RunCall, given_back
-from m2flow.flow import GIVE_BACK, SOURCE, Arrived, Batch, Flow, Stream, Unfinished, Worker, stage
-from m2flow.runtime.lane.host import GivenBack, LaneHost, Produced
+from m2flow.engine.messages import FeedCall, Part, RunCall
+from m2flow.flow import SOURCE, Batch, Flow, Stream, Worker, stage
+from m2flow.runtime.lane.host import LaneHost, Produced
 from tests.engine.test_streams import Meeting
 
 FLOW, STEP, CALL = "step", 0, 7
@@ -17,16 +17,13 @@ LANES = (4, 2)
 
 
 class Doubler(Worker):
-    @stage(streaming=True, resumable=True)
-    def double(self, batch: Batch) -> Generator[Batch | Unfinished, Arrived, None]:
+    @stage(streaming=True)
+    def double(self, batch: Batch) -> Generator[Batch, Batch | None, None]:
         """One item a turn, those that came first."""
         while len(batch):
             first, batch = batch.select([0]), batch.select(range(1, len(batch)))
             arrived = yield first.with_columns(y=[2 * first["x"][0]])
-            if arrived is GIVE_BACK:
-                yield Unfinished(batch)
-                return
-            if isinstance(arrived, Batch):
+            if arrived is not None:
                 batch = Batch.concat([batch, arrived])
 
 
@@ -66,10 +63,8 @@ def carried_out(host: LaneHost, orders: dict[int, Any]) -> list[Any]:
     for piece in host.call(FLOW, RunCall(CALL, 0, STEP, LANES, (inputs(0, 1),) * 2)):
         pieces.append(piece)
         order = orders.get(len(pieces))
-        if isinstance(order, FeedCall):
+        if order is not None:
             assert host.feed(FLOW, order)
-        elif order is not None:
-            host.give_back(order)
     return pieces
 
 
@@ -104,14 +99,3 @@ def test_what_came_too_late_to_one_lane_is_begun_on_none() -> None:
     first, second = together(gang(), {1: fed(4)}, {})
     assert items_of(first) == [0, 1]
     assert second == [None] * 2
-
-
-def test_the_first_lane_gives_back() -> None:
-    hosts = gang()
-    tell = GiveBack(CALL, 0, STEP, LANES)
-    first, second = together(hosts, {1: tell}, {1: tell})
-    assert [type(piece) for piece in first] == [Produced, GivenBack]
-    assert items_of(first) == [0, 1]
-    assert second == [None] * 2
-    assert hosts[0].store.has(FLOW, STEP, given_back(0), 1)
-    assert not hosts[1].store.has(FLOW, STEP, given_back(0), 1)

@@ -25,21 +25,6 @@ def test_a_random_run_keeps_every_promise(case: Case) -> None:
     audit(case)
 
 
-@given(cases(tail=True))
-@settings(ordinary, max_examples=120)
-def test_a_random_run_with_a_tail_keeps_every_promise(case: Case) -> None:
-    """With a switch point items change lanes half done: each of their outputs is made once."""
-    audit(case)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@given(cases(max_calls=10, max_steps=6, tail=True))
-@settings(ordinary, max_examples=3_000)
-def test_many_random_runs_with_a_tail_keep_every_promise(case: Case) -> None:
-    audit(case)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @given(cases(max_calls=10, max_steps=6))
@@ -48,13 +33,13 @@ def test_many_random_runs_keep_every_promise(case: Case) -> None:
     audit(case)
 
 
-@given(cases() | cases(tail=True))
+@given(cases())
 @settings(ordinary, max_examples=60)
 def test_the_same_seed_gives_the_same_commands(case: Case) -> None:
     assert simulate(case)[2] == simulate(case)[2]
 
 
-@given(cases(max_steps=2) | cases(max_steps=2, tail=True))
+@given(cases(max_steps=2))
 @settings(ordinary, max_examples=60)
 def test_events_alone_decide(case: Case) -> None:
     """A fresh engine that is told the same events gives the same commands: runs can be replayed."""
@@ -87,7 +72,7 @@ def footprint(thing: Any, apart_from: Iterable[Any]) -> int:
     return entries
 
 
-@given(cases(max_steps=1) | cases(max_steps=1, tail=True))
+@given(cases(max_steps=1))
 @settings(ordinary, max_examples=30)
 def test_an_engine_does_not_grow_with_the_steps(case: Case) -> None:
     sizes = []

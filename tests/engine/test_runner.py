@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
+
+import pytest
 
 from m2flow.engine.core import Engine
 from m2flow.engine.messages import (
@@ -17,6 +20,7 @@ from m2flow.engine.messages import (
 )
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
 from m2flow.flow import Batch, Flow, Stream, Worker, stage
+from m2flow.runtime.driver import runner
 from m2flow.runtime.driver.runner import Report, Runner
 
 ITEMS = 4
@@ -106,3 +110,25 @@ def test_all_reports_of_a_wait_are_taken_in_before_anything_starts() -> None:
     train = ["learner.train"] * 2
     assert carrier.carried_out[:3] == [*train, "finish"]
     assert sorted(carrier.carried_out[3:]) == sorted([*train, "finish", "judge.look", "judge.look"])
+
+
+def test_seconds_of_steps_that_overlap_add_up_to_the_time_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step's own span would count the time of two steps in flight twice."""
+    now = 100.0
+    monkeypatch.setattr(runner.time, "time", lambda: now)
+
+    class Slow(Echo):
+        def wait(self, seconds: float) -> list[Report]:
+            nonlocal now
+            now += 1.0
+            return super().wait(seconds)
+
+    batches = [Batch({"x": list(range(ITEMS))}) for _ in range(6)]
+    steps = Runner("step", GRAPH, replace(PLAN, max_staleness=2), Slow())
+    results = list(steps.run(batches))
+    assert len(results) == len(batches)
+    assert sum(result.seconds for result in results) == now - 100.0
+    for before, after in pairwise(results):
+        assert after.started == before.started + before.seconds

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from m2flow.engine import LaneSpec, Placement, Plan, StagePlan
-from m2flow.engine.spans import Span
 from m2flow.flow import FlowGraph, loop
 from m2flow.simulation.driver import SimulatedRun, Simulation
-from m2flow.simulation.timing import Admitted, Plain
 from tests.engine.test_engine import graph_of
-from tests.engine.test_tails import GRAPH as FLOWING
-from tests.engine.test_tails import plan_of
 
 
 class Even:
@@ -104,44 +97,3 @@ def test_a_fused_loop_may_go_on_for_longer_than_the_deadline_of_a_call() -> None
     spots = {worker: Placement(((0,),)) for worker in "ab"}
     plan = Plan("custom", (LaneSpec(0),), spots, deadline_seconds=30)
     assert Simulation(graph, plan, Even(visits=9)).run(1, 1).step_ends[0] == 9 * 10
-
-
-class Telling(Plain):
-    """Samples grow to these lengths; taking one up takes as long as it has grown. It is noted."""
-
-    def __init__(self, lengths: Sequence[float]) -> None:
-        super().__init__(Even())
-        self.lengths, self.told = lengths, list[tuple[int, Sequence[int], Sequence[float]]]()
-
-    def call(self, node: Any, step: int, lanes: Any, shares: Any) -> float:
-        return 0.0
-
-    def admit(self, node: Any, step: int, lane: int, items: Sequence[int]) -> Admitted:
-        return Admitted(1.0, [self.lengths[2 * item + k] for item in items for k in range(2)])
-
-    def resume(
-        self, node: Any, step: int, lane: int, outputs: Sequence[int], grown: Sequence[float]
-    ) -> float:
-        self.told.append((lane, outputs, grown))
-        return sum(grown)
-
-
-def test_whoever_goes_on_with_items_is_told_how_far_they_have_come() -> None:
-    timing = Telling([2, 2, 2, 20, 2, 3, 30, 40])
-    plan = plan_of(switch_at=0.5, keep=1)
-    run = Simulation(FLOWING, plan, timing, detailed=True).run(4, 1)
-    # After one second for taking in all grow: four are done at 3, and lane 1 stops at once.
-    assert timing.told == [(0, (5, 6, 7), pytest.approx([2.0, 2.0, 2.0]))]
-    # They need 6 s on lane 0, then 38 units are left of the longest.
-    assert run.step_ends[0] == pytest.approx(3 + 6 + 38)
-    calls = {span.lane: span.args for span in run.spans if span.name == "drawer.draw"}
-    assert calls[1]["given_back"] == [pytest.approx(3.0), "5-7", pytest.approx([2.0] * 3)]
-    assert calls[0]["resumed"] == [[pytest.approx(3.0), "5-7"]]
-    assert "resumed" not in calls[1]
-    assert "given_back" not in calls[0]
-    assert not any({"resumed", "given_back"} & run_span.args.keys() for run_span in plain_spans())
-
-
-def plain_spans() -> list[Span]:
-    timing = Telling([2, 2, 2, 20, 2, 3, 30, 40])
-    return Simulation(FLOWING, plan_of(), timing, detailed=True).run(4, 1).spans

@@ -23,7 +23,6 @@ from torch import Tensor
 
 import m2flow
 from m2flow import Batch, Flow, Place, Ragged, Stream, Worker, loop, stage
-from m2flow.flow import GIVE_BACK, Arrived, Unfinished
 from m2flow.runtime.driver.runner import StepResult
 
 MODULUS = 1_000_003
@@ -237,8 +236,8 @@ class Sampler(Reader):
 
     samples = 3
 
-    @stage(streaming=True, expands="samples", resumable=True)
-    def generate(self, prompts: Batch | Unfinished) -> Generator[Batch | Unfinished, Arrived, None]:
+    @stage(streaming=True, expands="samples")
+    def generate(self, prompts: Batch) -> Generator[Batch, Batch | None, None]:
         """Adds `y`, ragged `tokens`, `note` and the `version` of the weights."""
         running = self._begin(prompts)
         while running:
@@ -247,17 +246,10 @@ class Sampler(Reader):
             fed = (
                 yield Batch.concat([*map(self._sample, reversed(done))]) if done else Batch({}, [])
             )
-            if fed is GIVE_BACK:
-                rows = [row.with_columns(rounds=[rounds]) for rounds, row in running]
-                yield Unfinished(Batch.concat(rows) if rows else Batch({}, []))
-                return
             running += self._begin(fed)
 
-    def _begin(self, prompts: Arrived) -> list[tuple[int, Batch]]:
-        if isinstance(prompts, Unfinished):
-            begun, left = prompts.items.without("rounds"), prompts.items["rounds"]
-            return [(left[row], begun.select([row])) for row in range(len(begun))]
-        if not isinstance(prompts, Batch):
+    def _begin(self, prompts: Batch | None) -> list[tuple[int, Batch]]:
+        if prompts is None:
             return []
         samples = prompts.repeat(self.samples)
         rows = [samples.select([row]) for row in range(len(samples))]
@@ -505,9 +497,9 @@ def grpo(folder: Path, steps: int = 2) -> Scenario:
         folder: where the model that it starts from is written.
         steps: training steps.
     """
-    from m2flow.reasoning.config import ReasoningRecipe
-    from m2flow.reasoning.experiment import ReasoningExperiment
-    from m2flow.reasoning.flow import grpo_flow
+    from m2flow.workloads.reasoning.config import ReasoningRecipe
+    from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+    from m2flow.workloads.reasoning.flow import recipe_flow
 
     recipe = ReasoningRecipe.model_validate({**TINY, "steps": steps})
     experiment = ReasoningExperiment(recipe)
@@ -515,8 +507,8 @@ def grpo(folder: Path, steps: int = 2) -> Scenario:
     weights = sum(file.stat().st_size for file in Path(model.path).glob("*.safetensors"))
     return Scenario(
         name="grpo",
-        make_flow=lambda: grpo_flow(recipe, model, experiment.task),
-        batches=[experiment.batch(step, model) for step in range(steps)],
+        make_flow=lambda: recipe_flow(recipe, model, experiment.rewards),
+        batches=[experiment.batch(step) for step in range(steps)],
         trained=("learner", "parameters"),
         state_bytes={"generator": weights, "reference": weights, "learner": 4 * weights},
         gangs_allowed=frozenset({"verifier", "group_advantage", "reference", "learner"}),

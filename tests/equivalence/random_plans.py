@@ -130,10 +130,6 @@ def _stages(
         chunk = random.choice([None, 1, units, random.randint(1, units)])
         running = random.choice([None, 1, random.randint(1, units)]) if node.streaming else None
         stages[node.name] = StagePlan(chunk, running)
-        replicas = len(placements[node.worker].replicas)
-        if node.resumable and replicas > 1 and random.random() < 0.7:
-            keep = random.choice([None, random.randint(1, replicas - 1)])
-            stages[node.name] = StagePlan(chunk, running, random.choice([0.2, 0.5, 0.8]), keep)
     return stages
 
 

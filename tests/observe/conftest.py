@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from m2flow.engine.spans import Span, SpanKind
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.observe.timeline import Timeline
 
@@ -28,9 +30,6 @@ PLAN = {
         "learner.train": {"chunk": 64},
     },
     "predicted_seconds": 0.41,
-    "explanation": "Training is the bottleneck: 62 % of a step. Generation on both lanes, then "
-    "training on both;\nthe runner-up (generation on lane 0, training on lane 1) is 1.31 times "
-    "slower.",
 }
 
 
@@ -60,7 +59,7 @@ def write_fake_run(path: Path, *, num_steps: int = 80, planned_steps: int | None
                 "model": {"hidden": 128, "layers": 4, "name": "qwen2-tiny"},
             }
         )
-        run.write_plan(PLAN)
+        run.write_plan(json.dumps(PLAN))
         run.append_metrics(0, {"time": START, "eval/accuracy": 0.47})
         now = 100.0
         for step in range(1, num_steps + 1):
@@ -84,6 +83,7 @@ def _fake_metrics(
         "reward/mean": accuracy,
         "accuracy/mean": accuracy,
         "tokens/generated": tokens,
+        "length/mean": tokens / 256,
         "samples": 256,
         "seconds/step": taken,
         "seconds/generate": taken * 0.31,
@@ -127,42 +127,51 @@ def _fake_samples(step: int, num_steps: int, draw: random.Random) -> list[dict[s
     return samples
 
 
+def record(
+    timeline: Timeline, lane: int, name: str, kind: SpanKind, start: float, end: float, **args: int
+) -> None:
+    """Add a span."""
+    timeline.add(Span(lane, name, kind, start, end, args))
+
+
 def _fake_step(timeline: Timeline, step: int, begin: float, draw: random.Random) -> float:
     """Spans of one step on two lanes; returns when it ends."""
     ends = []
     for lane in (0, 1):
         now = begin + 0.002
         generated = now + draw.uniform(0.112, 0.148)
-        timeline.record(lane, "generator.generate", "call", now, generated, items=128, tokens=1820)
+        record(timeline, lane, "generator.generate", "call", now, generated, items=128, tokens=1820)
         for chunk in range(3):
             scored = now + (chunk + 1.1) * 0.034
-            timeline.record(lane, "payload", "transfer", scored, scored + 0.003, bytes=4096)
+            record(timeline, lane, "payload", "transfer", scored, scored + 0.003, bytes=4096)
         now = generated
         for _ in range(4):
             done = now + draw.uniform(0.004, 0.008)
-            timeline.record(lane, "verifier.score", "call", now, done, items=32)
+            record(timeline, lane, "verifier.score", "call", now, done, items=32)
             now = done + 0.0005
         ends.append(now)
     advantage = max(ends)
-    timeline.record(0, "group_advantage", "call", advantage, advantage + 0.004, items=256)
+    record(timeline, 0, "group_advantage", "call", advantage, advantage + 0.004, items=256)
     start = advantage + 0.005
     ends = []
     for lane in (0, 1):
-        timeline.record(lane, "group_advantage", "wait", advantage - 0.01, start)
-        timeline.record(lane, "learner", "switch", start, start + 0.009, bytes=12_600_000)
+        record(timeline, lane, "group_advantage", "wait", advantage - 0.01, start)
+        record(timeline, lane, "learner", "switch", start, start + 0.009, bytes=12_600_000)
         now = start + 0.009
         done = now + draw.uniform(0.050, 0.058)
-        timeline.record(lane, "learner.logprobs", "call", now, done, items=128)
+        record(timeline, lane, "learner.logprobs", "call", now, done, items=128)
         now = done
         for minibatch in range(2):
             done = now + draw.uniform(0.074, 0.090)
-            timeline.record(lane, "learner.train", "call", now, done, items=64, minibatch=minibatch)
-            timeline.record(lane, "learner.train", "finish", done, done + 0.009)
+            record(
+                timeline, lane, "learner.train", "call", now, done, items=64, minibatch=minibatch
+            )
+            record(timeline, lane, "learner.train", "finish", done, done + 0.009)
             now = done + 0.012
         ends.append(now)
     end = max(ends)
     for lane in (0, 1):
-        timeline.record(lane, "generator", "publish", end, end + 0.006, version=step)
+        record(timeline, lane, "generator", "publish", end, end + 0.006, version=step)
     timeline.end_step(step, begin, end + 0.007)
     return end + 0.007
 

@@ -6,8 +6,9 @@ import random
 import re
 from xml.etree import ElementTree as ET
 
-from m2flow.observe.gantt import MAX_LANES, appearing_stages, gantt_svg, short_names
-from m2flow.observe.timeline import Span
+from m2flow.engine.spans import Span
+from m2flow.observe.gantt import MAX_ROWS, appearing_stages, gantt_svg, short_names
+from m2flow.simulation.gantt import lay_out
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -28,7 +29,7 @@ def test_pieces_are_to_scale() -> None:
         Span(0, "learner", "switch", 6.0, 7.0),
         Span(1, "learner.train", "call", 2.0, 4.0),
     ]
-    svg = gantt_svg(spans, window=(0.0, 10.0), standalone=True)
+    svg = gantt_svg(lay_out(spans, (0.0, 10.0)), standalone=True)
     drawn = widths(svg)
     assert drawn["var(--series-0)"] == 3 * drawn["var(--series-1)"] == 6 * drawn["var(--switch)"]
     assert "generate 30 %" in svg
@@ -46,7 +47,7 @@ def test_very_many_spans_stay_small_and_keep_their_share() -> None:
         spans.append(Span(0, stage, "call", now, now + length))
         now += length + draw.expovariate(50.0)
     colours = {"env.step": "red", "policy.act": "blue"}
-    svg = gantt_svg(spans, colours=colours, standalone=True)
+    svg = gantt_svg(lay_out(spans), colours=colours, standalone=True)
     assert len(svg) < 300_000
     drawn = widths(svg)
     whole = drawn["url(#gantt-idle)"]
@@ -56,25 +57,26 @@ def test_very_many_spans_stay_small_and_keep_their_share() -> None:
 
 
 def test_hostile_names_are_escaped() -> None:
-    svg = gantt_svg([Span("<b>", '"><script>', "call", 0.0, 1.0)], title="a < b", standalone=True)
+    chart = lay_out([Span(0, '"><script>', "call", 0.0, 1.0)])
+    svg = gantt_svg(chart, title="a < b", standalone=True)
     ET.fromstring(svg)
     assert "<script" not in svg
 
 
 def test_degenerate_timelines_are_drawn() -> None:
     moment = [Span(0, "x", "call", 1.0, 1.0)]
-    for svg in (gantt_svg(moment, standalone=True), gantt_svg([], standalone=True)):
+    for svg in (gantt_svg(lay_out(spans), standalone=True) for spans in (moment, [])):
         ET.fromstring(svg)
 
 
 def test_lanes_that_are_left_out_are_counted() -> None:
-    spans = [Span(lane, "x", "call", 0.0, 1.0) for lane in range(MAX_LANES + 5)]
-    assert f"{MAX_LANES} of {MAX_LANES + 5} lanes" in gantt_svg(spans)
+    spans = [Span(lane, "x", "call", 0.0, 1.0) for lane in range(MAX_ROWS + 5)]
+    assert f"{MAX_ROWS} of {MAX_ROWS + 5} lanes" in gantt_svg(lay_out(spans))
 
 
 def test_step_borders_are_named() -> None:
     spans = [Span(0, "x", "call", 0.0, 2.0)]
-    svg = gantt_svg(spans, steps=[(7, 0.0, 1.0), (8, 1.0, 2.0)])
+    svg = gantt_svg(lay_out(spans), steps=[(7, 0.0, 1.0), (8, 1.0, 2.0)])
     assert re.findall(r"step (\d), 1 s", svg) == ["7", "8"]
 
 
@@ -89,4 +91,4 @@ def test_names_are_short_where_that_is_clear() -> None:
 
 def test_stages_appear_in_order_of_time() -> None:
     spans = [Span(0, "b", "call", 2, 3), Span(0, "a", "call", 1, 2), Span(0, "w", "switch", 0, 1)]
-    assert appearing_stages(spans) == ["a", "b"]
+    assert appearing_stages(lay_out(spans)) == ["a", "b"]

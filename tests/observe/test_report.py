@@ -83,7 +83,6 @@ def test_the_report_of_a_run_shows_every_part(
         "steps 79 and 80",
         "Where the time went",
         "80 steps, ",
-        "Training is the bottleneck",
         "prompts_per_step: 32",
         "Nothing to report",
     ):
@@ -150,7 +149,7 @@ def test_what_a_model_writes_is_text(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", "r") as run:
         run.write_run(recipe=HOSTILE, machine=HOSTILE)
         run.write_config({"name": HOSTILE, "steps": 2})
-        run.write_plan({"mode": HOSTILE, "placements": {HOSTILE: {"replicas": [[0]]}}})
+        run.write_plan(json.dumps({"mode": HOSTILE, "placements": {HOSTILE: {"replicas": [[0]]}}}))
         for step in (1, 2):
             run.append_metrics(step, {"reward/mean": 0.5, f"loss/{HOSTILE}": 1.0})
             sample = {"prompt": HOSTILE, "completion": HOSTILE, "answer": HOSTILE}
@@ -187,10 +186,8 @@ def test_rollouts_of_the_first_and_last_step_stand_side_by_side(tmp_path: Path) 
     ]
 
 
-def titles(
-    rows: list[Mapping[str, Any]], samples: list[Mapping[str, Any]] | None = None
-) -> set[str]:
-    record = RunRecord(RunDirectory("."), metrics=rows, samples=samples or [])
+def titles(rows: list[Mapping[str, Any]]) -> set[str]:
+    record = RunRecord(RunDirectory("."), metrics=rows)
     return {finding.title for finding in findings(record)}
 
 
@@ -212,11 +209,6 @@ def test_groups_without_signal_and_truncation_are_found() -> None:
     assert titles(rows) == {"Most groups carry no signal", "Many answers are cut off"}
     rows = [row(s, zero_variance_share=0.5, health__truncated_share=0.1) for s in range(12)]
     assert titles(rows) == set()
-
-
-def test_truncation_is_seen_in_the_samples_where_no_figure_tells_it() -> None:
-    samples = [{"step": 5, "finish_reason": "length" if i % 2 else "stop"} for i in range(12)]
-    assert titles([row(5)], samples) == {"Many answers are cut off"}
 
 
 def test_a_reward_that_falls_or_stands_still_is_found() -> None:
@@ -246,6 +238,5 @@ def test_the_record_reads_back_what_was_written(
     assert record.name == "grpo_addition"
     assert (record.last_step, record.planned_steps) == (5, 5)
     assert record.first_key(("nothing", "reward/mean")) == "reward/mean"
-    assert len(record.response_lengths()) == 5
     assert record.trace.num_steps == 5
     assert json.loads(json.dumps(record.plan))["mode"] == "hybrid"

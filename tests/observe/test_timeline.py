@@ -1,4 +1,4 @@
-"""Spans: the account is a partition, the recorder is bounded, the trace opens in viewers."""
+"""The recorder is bounded, its account covers every step, the trace opens in viewers."""
 
 from __future__ import annotations
 
@@ -9,95 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given
 
+from m2flow.engine.spans import Span
+from m2flow.engine.time_account import extent
 from m2flow.errors import UserError
-from m2flow.observe.spans import PRECEDENCE, extent, lane_order
-from m2flow.observe.timeline import (
-    Span,
-    Timeline,
-    read_trace,
-    where_the_time_went,
-    write_chrome_trace,
-)
-
-spans_on_a_grid = st.lists(
-    st.builds(
-        lambda lane, name, kind, start, length: Span(lane, name, kind, start, start + length),
-        st.integers(0, 2),
-        st.sampled_from(["generate", "train"]),
-        st.sampled_from(sorted(PRECEDENCE)),
-        st.integers(0, 12),
-        st.integers(0, 8),
-    ),
-    max_size=14,
-)
-
-
-def account_by_seconds(spans: list[Span], window: tuple[int, int]) -> dict[tuple[Any, ...], int]:
-    """The oracle: look at every second of every lane and ask which span it counts for."""
-    account: dict[tuple[Any, ...], int] = {}
-    for lane in {span.lane for span in spans}:
-        for second in range(*window):
-            running = [
-                (PRECEDENCE[span.kind], -span.start, -index, span)
-                for index, span in enumerate(spans)
-                if span.lane == lane and span.start <= second < span.end
-            ]
-            key: tuple[Any, ...] = (lane, "idle")
-            if running:
-                best = min(running, key=lambda entry: entry[:2])
-                tied = [entry[3] for entry in running if entry[:2] == best[:2]]
-                span = tied[0]
-                key = (lane, span.name if span.kind in ("call", "finish") else span.kind)
-            account[key] = account.get(key, 0) + 1
-    return account
-
-
-@given(spans=spans_on_a_grid, start=st.integers(-2, 8), length=st.integers(0, 20))
-@settings(max_examples=200)
-def test_the_account_agrees_with_looking_at_every_second(
-    spans: list[Span], start: int, length: int
-) -> None:
-    window = (start, start + length)
-    expected = account_by_seconds(spans, window)
-    for lane in where_the_time_went(spans, window):
-        found: dict[str, float] = dict(lane.stages)
-        found |= {"switch": lane.switching, "transfer": lane.transfer, "idle": lane.idle}
-        found |= {"publish": lane.publishing, "wait": lane.waiting}
-        positive = {(lane.lane, key): value for key, value in found.items() if value}
-        assert positive == {key: value for key, value in expected.items() if key[0] == lane.lane}
-        assert sum(found.values()) == lane.seconds == length
-
-
-def test_work_hides_what_overlaps_it() -> None:
-    spans = [
-        Span(0, "generate", "call", 0.0, 10.0),
-        Span(0, "payload", "transfer", 2.0, 4.0),
-        Span(0, "score", "call", 5.0, 6.0),
-        Span(0, "items", "wait", 8.0, 12.0),
-    ]
-    (lane,) = where_the_time_went(spans, (0.0, 20.0))
-    assert lane.stages == {"generate": 9.0, "score": 1.0}
-    assert (lane.transfer, lane.waiting, lane.idle) == (0.0, 2.0, 8.0)
-    assert lane.share(lane.working) == 0.5
-
-
-def test_no_spans_no_account() -> None:
-    assert where_the_time_went([]) == []
-
-
-def test_lanes_come_in_their_natural_order() -> None:
-    assert sorted(["b2", 10, "b10", 2, "a"], key=lane_order) == [2, 10, "a", "b2", "b10"]
+from m2flow.observe.timeline import Timeline
+from m2flow.observe.trace import StepSpans, Trace, read_trace, write_trace
+from tests.engine.test_time_account import spans_on_a_grid
+from tests.observe.conftest import record
 
 
 def test_the_recorder_keeps_first_and_last_steps_and_accounts_for_all() -> None:
     timeline = Timeline(keep_first=1, keep_last=2)
     for step in range(10):
-        timeline.record(0, "train", "call", step, step + 0.5, items=8)
+        record(timeline, 0, "train", "call", step, step + 0.5, items=8)
         if step == 4:
-            timeline.record(1, "train", "call", step, step + 1.0)
+            record(timeline, 1, "train", "call", step, step + 1.0)
         timeline.end_step(step, step, step + 1.0)
     assert [step.step for step in timeline.steps] == [0, 8, 9]
     first, second = timeline.totals()
@@ -110,22 +38,22 @@ def test_the_recorder_keeps_first_and_last_steps_and_accounts_for_all() -> None:
 def test_a_step_of_too_many_spans_says_what_it_dropped() -> None:
     timeline = Timeline(max_spans_per_step=3)
     for index in range(5):
-        timeline.record(0, "step", "call", index, index + 1)
+        record(timeline, 0, "step", "call", index, index + 1)
     timeline.end_step(1)
-    timeline.record(0, "step", "call", 5, 6)
+    record(timeline, 0, "step", "call", 5, 6)
     timeline.end_step(2)
     assert [(len(step.spans), step.dropped) for step in timeline.steps] == [(3, 2), (1, 0)]
 
 
 def test_a_span_ends_after_it_starts() -> None:
     with pytest.raises(AssertionError, match="ends before it starts"):
-        Timeline().record(0, "x", "call", 2.0, 1.0)
+        record(Timeline(), 0, "x", "call", 2.0, 1.0)
 
 
 def test_the_trace_reads_back(tmp_path: Path) -> None:
     timeline = Timeline()
-    timeline.record(0, "generate", "call", 100.0, 100.5, items=4)
-    timeline.record("driver", "weights", "publish", 100.5, 100.625)
+    record(timeline, 0, "generate", "call", 100.0, 100.5, items=4)
+    record(timeline, 1, "weights", "publish", 100.5, 100.625)
     timeline.end_step(1, 99.5, 101.0)
     timeline.write(tmp_path / "timeline.json")
     trace = read_trace(tmp_path / "timeline.json")
@@ -133,14 +61,14 @@ def test_the_trace_reads_back(tmp_path: Path) -> None:
     assert (step.step, step.start, step.end) == (1, 0.0, 1.5)
     assert list(step.spans) == [
         Span(0, "generate", "call", 0.5, 1.0, {"items": 4}),
-        Span("driver", "weights", "publish", 1.0, 1.125),
+        Span(1, "weights", "publish", 1.0, 1.125),
     ]
     assert trace.totals == timeline.totals()
     assert trace.num_steps == 1
 
 
 def test_a_trace_of_nothing_is_a_trace(tmp_path: Path) -> None:
-    write_chrome_trace(tmp_path / "trace.json", [])
+    write_trace(tmp_path / "trace.json", Trace())
     assert read_trace(tmp_path / "trace.json").steps == []
 
 
@@ -182,7 +110,7 @@ def test_any_spans_make_a_valid_chrome_trace(
     tmp_path_factory: pytest.TempPathFactory, spans: list[Span]
 ) -> None:
     path = tmp_path_factory.mktemp("trace") / "trace.json"
-    write_chrome_trace(path, spans)
+    write_trace(path, Trace([StepSpans(0, *extent(spans), spans)] if spans else []))
     check_chrome_trace(json.loads(path.read_text()))
     (back,) = read_trace(path).steps or [None]
     if spans:

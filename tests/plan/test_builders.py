@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from m2flow.errors import UserError
 from m2flow.flow import Flow, FlowGraph, StageNode
+from m2flow.flow.worker import Layout
 from m2flow.plan import (
     BUILDERS,
     LaneSpec,
@@ -17,9 +18,9 @@ from m2flow.plan import (
     build_plan,
     companion,
     describe_plan,
-    from_json,
     parse_lanes,
     placed,
+    plan_from_json,
     to_json,
     validate,
     with_memory,
@@ -27,6 +28,8 @@ from m2flow.plan import (
 from m2flow.simulation.driver import Simulation
 from tests.engine.random_cases import SeededCosts
 from tests.plan.small_graphs import EVALUATE, GRAPHS, GRPO, TALKING, WATCHED, Model
+
+FSDP2 = Layout("fsdp2", 2)
 
 
 def cpu_lanes(count: int) -> tuple[LaneSpec, ...]:
@@ -53,7 +56,7 @@ def test_every_mode_is_valid(name: str, mode: str, count: int, num_items: int) -
     plan = build_plan(mode, graph, cpu_lanes(count), num_items)
     validate(plan, graph, num_items)
     assert plan.mode == mode
-    assert from_json(to_json(plan)) == plan
+    assert plan_from_json(to_json(plan)) == plan
     assert set(plan.placements) == set(placed(graph)) >= set(graph.workers)
     lines = describe_plan(plan, graph, num_items)
     assert mode in lines[0]
@@ -205,7 +208,9 @@ def test_disaggregated_needs_work_beside_the_generation() -> None:
 def test_gangs_are_neighbouring_lanes(
     mode: str, replicas: tuple[tuple[int, ...], ...], gen: int
 ) -> None:
-    plan = build_plan(mode, GRPO, cpu_lanes(4), 8, gangs={"learner": 2, "gen": gen})
+    plan = build_plan(
+        mode, GRPO, cpu_lanes(4), 8, layouts={"learner": FSDP2, "gen": Layout(f"tp{gen}", gen)}
+    )
     validate(plan, GRPO, 8)
     assert plan.placements["learner"].replicas == replicas
     assert all(len(gang) == gen for gang in plan.placements["gen"].replicas)
@@ -214,27 +219,34 @@ def test_gangs_are_neighbouring_lanes(
 
 
 def test_one_process_has_no_gangs() -> None:
-    assert build_plan("eager", GRPO, cpu_lanes(4), 8, gangs={"learner": 3}) == build_plan(
-        "eager", GRPO, cpu_lanes(4), 8
-    )
+    assert build_plan(
+        "eager", GRPO, cpu_lanes(4), 8, layouts={"learner": Layout("fsdp3", 3)}
+    ) == build_plan("eager", GRPO, cpu_lanes(4), 8)
 
 
 @pytest.mark.parametrize(
-    ("gangs", "reason"),
+    ("layouts", "reason"),
     [
-        ({"learner": 2}, r"gangs\.learner: .* 3 lanes cannot be cut.*\(got 2\).*a divisor of 3"),
-        ({"learner": 0}, r"gangs\.learner: must be at least 1 \(got 0\)"),
-        ({"lerner": 3}, r"gangs\.lerner: is no worker; did you mean 'learner'"),
+        (
+            {"learner": FSDP2},
+            r"layouts\.learner: .* 3 lanes cannot be divided.*\(got 'fsdp2'\).* 3",
+        ),
+        ({"learner": Layout("no", 0)}, r"layouts\.learner: needs at least one lane \(got 'no'\)"),
+        ({"lerner": FSDP2}, r"layouts\.lerner: is no worker; did you mean 'learner'"),
+        (
+            {"learner": Layout("tp3", 3, (("key-value heads", 8, 3),))},
+            r"layouts\.learner: is not possible: 8 key-value heads cannot be divided by 3",
+        ),
     ],
 )
-def test_gangs_that_cannot_be(gangs: dict[str, int], reason: str) -> None:
+def test_gangs_that_cannot_be(layouts: dict[str, Layout], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        build_plan("collocated", GRPO, cpu_lanes(3), 8, gangs=gangs)
+        build_plan("collocated", GRPO, cpu_lanes(3), 8, layouts=layouts)
 
 
 def test_a_sticky_stage_has_no_gang() -> None:
-    with pytest.raises(UserError, match=r"gangs\.policy: policy\.act is sticky.*single lane"):
-        build_plan("collocated", GRAPHS["embodied"], cpu_lanes(2), 8, gangs={"policy": 2})
+    with pytest.raises(UserError, match=r"layouts\.policy: policy\.act is sticky.*single lane"):
+        build_plan("collocated", GRAPHS["embodied"], cpu_lanes(2), 8, layouts={"policy": FSDP2})
 
 
 # --- several machines, memory ---------------------------------------------------------------------

@@ -10,7 +10,7 @@ from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.engine.spans import Span
 from m2flow.plan.builders import build_plan
 from m2flow.plan.busy import BusyLanes, as_beside, is_crowded, mean_beside
-from m2flow.plan.profile import Piecewise, Profile, StageLayout, StageProfile
+from m2flow.plan.profile import Piecewise, Profile, StageCost, StageProfile
 from m2flow.plan.simulate import simulate
 from tests.plan.small_graphs import GRAPHS
 
@@ -44,7 +44,7 @@ def test_the_share_is_that_of_counted_moments(
 
 
 def profile(alone: float) -> Profile:
-    layout = StageLayout(1, Piecewise(((1, 1.0), (8, 8.0))), alone=alone)
+    layout = StageCost(1, Piecewise(((1, 1.0), (8, 8.0))), alone=alone)
     return Profile({name: StageProfile((layout,)) for name in ("world.move", "score")})
 
 
@@ -66,6 +66,6 @@ def test_a_stage_is_faster_where_the_other_lanes_are_idle() -> None:
 def test_shares_are_means_over_the_seconds_of_a_stage() -> None:
     spans = [*lane(0, [(0, 4), (0, 4)]), *lane(1, [(2, 2)])]
     assert mean_beside(spans, (0, 1)) == {"s0": pytest.approx(0.25), "s1": pytest.approx(1.0)}
-    scaled = as_beside(profile(0.5), {"score": 0.5}).stage("score").layouts[0]
+    scaled = as_beside(profile(0.5), {"score": 0.5}).stage("score").costs[0]
     assert scaled.seconds.at(8) == pytest.approx(6.0)
     assert scaled.alone == 1.0

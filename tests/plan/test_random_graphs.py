@@ -17,8 +17,8 @@ from m2flow.plan import (
     build_plan,
     companion,
     describe_plan,
-    from_json,
     parse_lanes,
+    plan_from_json,
     to_json,
     validate,
 )
@@ -52,7 +52,7 @@ def test_the_fixed_modes_fit_and_carry_out_any_flow(
 @some
 def test_any_plan_survives_its_file(data: Any, graph: FlowGraph) -> None:
     plan = data.draw(plans(graph, ITEMS))
-    assert from_json(to_json(plan)) == plan
+    assert plan_from_json(to_json(plan)) == plan
     lines = describe_plan(plan, graph, ITEMS)
     assert len(lines) == 1 + len(plan.lanes) + len(graph.nodes) + len(plan.edges)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.plan.prediction import Candidate, Prediction
-from m2flow.plan.profile import Piecewise, Profile, StageLayout, StageProfile
+from m2flow.plan.profile import Piecewise, Profile, StageCost, StageProfile
 from m2flow.plan.units import Items, Seconds
 from m2flow.plan.watching import Measured, Watch, pays
 
@@ -53,7 +53,7 @@ def test_the_first_steps_do_not_count() -> None:
 
 
 def test_the_profile_is_corrected_stage_by_stage() -> None:
-    layout = StageLayout(
+    layout = StageCost(
         1,
         Piecewise(((1.0, 0.1), (4.0, 0.3))),
         round=Piecewise(((1.0, 0.01),)),
@@ -64,7 +64,7 @@ def test_the_profile_is_corrected_stage_by_stage() -> None:
     for seconds in (0.9, 1.0, 1.1):
         watch.note(Measured(1.5, {"a": seconds, "b": 0.5}))
     corrected = watch.corrected(profile)
-    slower = corrected.stage("a").layouts[0]
+    slower = corrected.stage("a").costs[0]
     assert slower.call(Items(4)) == pytest.approx(0.6)
     assert slower.round is not None
     assert slower.round.at(1) == pytest.approx(0.02)

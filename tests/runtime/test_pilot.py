@@ -13,7 +13,7 @@ import m2flow
 from m2flow import Batch, Flow, Stream, Worker, stage
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
-from m2flow.plan.profile import Piecewise, Profile, StageLayout, StageProfile
+from m2flow.plan.profile import Piecewise, Profile, StageCost, StageProfile
 from m2flow.runtime.driver.auto import Auto
 from m2flow.runtime.driver.pool import LanePool
 from tests.runtime.local_cluster import local_cluster
@@ -78,11 +78,11 @@ def assumed(ask: float, count: float) -> Profile:
     """A profile in which a call of `ask` takes so long for any number of items."""
     return Profile(
         {
-            "asker.ask": StageProfile((StageLayout(1, Piecewise(((1.0, ask), (16.0, ask)))),)),
+            "asker.ask": StageProfile((StageCost(1, Piecewise(((1.0, ask), (16.0, ask)))),)),
             "counter.count": StageProfile(
-                (StageLayout(1, Piecewise(((1.0, count), (16.0, 16 * count)))),)
+                (StageCost(1, Piecewise(((1.0, count), (16.0, 16 * count)))),)
             ),
-            "joined": StageProfile((StageLayout(1, Piecewise(((1.0, 1e-4), (16.0, 1e-4)))),)),
+            "joined": StageProfile((StageCost(1, Piecewise(((1.0, 1e-4), (16.0, 1e-4)))),)),
         }
     )
 

@@ -21,8 +21,6 @@ from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Batch, Gang, Place, Ragged
 from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.models.tokenizer import character_tokenizer
-from m2flow.reasoning.config import ReasoningRecipe
-from m2flow.reasoning.workers import Learner, ModelSource, Reference
 from m2flow.runtime.transport.groups import LaneGroups, lane_sets_of
 from m2flow.runtime.transport.wire import pack
 from m2flow.runtime.weights.delta import DeltaEncoder
@@ -33,6 +31,8 @@ from m2flow.training.policy import PolicyTrainer, PolicyTrainerConfig
 from m2flow.training.rollouts import Rollouts
 from m2flow.training.schedule import Schedule
 from m2flow.training.sharded import WHOLE, Shards, whole, whole_weights
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.workers import Learner, ModelSource, Reference
 from tests.training.lane_processes import LaneProcesses
 from tests.training.tiny_policy import make_model, make_rollouts
 
@@ -78,7 +78,7 @@ def gang_of(groups: LaneGroups, replicas: Any) -> Gang | None:
     for number, lanes in enumerate(replicas):
         if lane in lanes:
             mesh = groups.mesh(replicas)
-            return Gang(lanes.index(lane), len(lanes), number, len(replicas), mesh)
+            return Gang(lanes.index(lane), len(lanes), number, len(replicas), mesh=mesh)
     return None
 
 

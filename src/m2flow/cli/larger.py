@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from m2flow.plan.clusters import Cluster
+from m2flow.plan.profile.clusters import Cluster
 
 FULL = 8
 """Lanes of a machine that is filled before there is a second one."""

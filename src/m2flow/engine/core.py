@@ -26,7 +26,6 @@ from m2flow.engine.messages import (
     ExportWeights,
     FailRun,
     InstallWeights,
-    ItemsGivenBack,
     ItemsProduced,
     LaneLost,
     MoveFailed,
@@ -36,12 +35,10 @@ from m2flow.engine.messages import (
     RunFinish,
     StepSubmitted,
     Tick,
-    given_back,
 )
 from m2flow.engine.plan import Plan
 from m2flow.engine.residency import Residency
 from m2flow.engine.steps import StepState
-from m2flow.engine.tails import Tails
 from m2flow.engine.turns import Turns
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 
@@ -75,13 +72,12 @@ class Engine:
         self.failed = False
         self.steps: dict[int, StepState] = {}
         self._admission = Admission(graph, plan, first_step)
-        self._turns, self._tails = Turns(graph), Tails(graph, plan)
+        self._turns = Turns(graph)
         self._dispatcher = Dispatcher(
             graph,
             plan,
             self._admission,
             self._turns,
-            self._tails,
             self.steps,
             residency or Residency(plan),
             self.fused,
@@ -123,8 +119,6 @@ class Engine:
                 self._tick(event)
             case ItemsProduced():
                 self._items_produced(event)
-            case ItemsGivenBack():
-                self._items_given_back(event)
             case CallFinished():
                 self._call_finished(event)
             case StepSubmitted():
@@ -179,24 +173,7 @@ class Engine:
             self._dispatcher.hungry(call, node)
             self._units_done(state, node, _count_down(call, node, event.items))
             self._close_window(state, node)
-            if self._tails.begins(state, node, len(event.items)):
-                self._dispatcher.begin_tail(state, node)
             self._dispatcher.wake(call.step, node.index)
-
-    def _items_given_back(self, event: ItemsGivenBack) -> None:
-        """A call ends before its time: what it has not finished waits for another one."""
-        call = self.calls[event.call]
-        assert isinstance(call.command, RunCall)
-        state, node = self.steps[call.step], self.graph.nodes[call.command.node]
-        outputs: dict[int, list[int]] = {}
-        for item in event.items:
-            outputs.setdefault(item // node.expands, []).append(item)
-        for unit, some in outputs.items():
-            assert call.unfinished[unit] == len(some), f"{node.name} gave back a part of {unit}"
-            del call.unfinished[unit]
-            state.ledgers[node.index].hand_back(unit, tuple(some), call.command.lanes[0])
-        self._dispatcher.alive(call)
-        self._dispatcher.wake(call.step, node.index)
 
     def _go_around(
         self, state: StepState, node: StageNode, event: ItemsProduced, lane: int
@@ -305,8 +282,6 @@ class Engine:
         if node.loop is None and units:
             items = ledger.items_of(units)
             self._release(state, state.consumed(node, items))
-            if resumed := state.unfinished(ledger, units):
-                self._release(state, [Part(given_back(node.index), resumed)])
         ledger.finish(units)
         for producer in self._admission.bounded_producers(node.index):
             self._dispatcher.wake_in_all_steps(producer)

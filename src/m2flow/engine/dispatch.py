@@ -6,8 +6,7 @@ A call starts when all of this holds:
   2. *admission*: the weights are fresh enough, and each edge that leads out has room (`Admission`);
   3. *chunking*: `chunk` units are ready, or all that are still to come are (`StageLedger`);
   4. *turns*: a stage whose worker learns waits for those that come before it (`Turns`);
-  5. *preference*: older steps first, then the plan's order of stages;
-  6. *switch points*: once the tail of a stage has begun, only some replicas go on (`Tails`).
+  5. *preference*: older steps first, then the plan's order of stages.
 
 A fused loop is one such call, of its first member, for which 2 and 4 hold of all members. With a
 call on a lane under a memory limit, the worker that will be needed there next is brought as well
@@ -32,7 +31,6 @@ from m2flow.engine.messages import (
     Command,
     ExportWeights,
     FeedCall,
-    GiveBack,
     InstallWeights,
     RunCall,
     RunFinish,
@@ -40,7 +38,6 @@ from m2flow.engine.messages import (
 from m2flow.engine.plan import Plan, StagePlan
 from m2flow.engine.residency import Residency
 from m2flow.engine.steps import StepState
-from m2flow.engine.tails import Tails
 from m2flow.engine.turns import Turns
 from m2flow.flow.graph import FlowGraph, StageNode
 
@@ -52,7 +49,6 @@ class Dispatcher:
         graph, plan: as for `Engine`.
         admission: what may be taken.
         turns: who waits for whom.
-        tails: who goes on at the end of a stage.
         steps: the steps in flight, oldest first; the engine's own table.
         residency: who is resident where.
         fused: loops that run fused.
@@ -69,7 +65,6 @@ class Dispatcher:
         plan: Plan,
         admission: Admission,
         turns: Turns,
-        tails: Tails,
         steps: Mapping[int, StepState],
         residency: Residency,
         fused: frozenset[int],
@@ -78,7 +73,7 @@ class Dispatcher:
         self.calls: dict[int, Call] = {}
         self.out: list[Command] = []
         self.now = 0.0
-        self._admission, self._turns, self._tails = admission, turns, tails
+        self._admission, self._turns = admission, turns
         self._replicas = {worker: plan.placements[worker].replicas for worker in graph.workers}
         self._board = LaneBoard([lane.id for lane in plan.lanes], self._replicas)
         self._residency, self._fused = residency, fused
@@ -88,15 +83,9 @@ class Dispatcher:
             worker: [number for number, gang in enumerate(gangs) if len(gang) > 1]
             for worker, gangs in self._replicas.items()
         }
-        self._gang_at = {
-            (worker, lane): gang
-            for worker, gangs in self._replicas.items()
-            for gang in gangs
-            for lane in gang
-        }
         self._stage_plans = [plan.stages.get(node.name, StagePlan()) for node in graph.nodes]
         self._next_call = 0
-        self._feeder = Feeder(self._stage_plans, admission, tails, self._board)
+        self._feeder = Feeder(self._stage_plans, admission, self._board)
         self._wanted_gangs: set[tuple[int, int, int]] = set()
         self._woken: dict[tuple[int, int], None] = {}  # (step, place in order of preference)
         order = {name: place for place, name in enumerate(plan.order)}
@@ -147,17 +136,6 @@ class Dispatcher:
         """A streaming call may have room for more items, unless a lane of it has ended already."""
         if len(call.running) == len(call.command.lanes):
             self._feeder.hungry(call, node)
-
-    def begin_tail(self, state: StepState, node: StageNode) -> None:
-        """Have the replicas that do not go on with a stage's tail give back what they hold."""
-        for number, call in sorted(self.calls.items()):
-            command = call.command
-            if not isinstance(command, RunCall) or command.node != node.index:
-                continue
-            if command.step == state.step and not self._tails.takes_part(
-                state, node, command.lanes
-            ):
-                self.out.append(GiveBack(number, node.index, state.step, command.lanes))
 
     def overdue(self) -> Call | None:
         """A call that has given no sign of life for longer than the plan's deadline."""
@@ -220,10 +198,6 @@ class Dispatcher:
         sticky = state.ledgers[node.index].sticky
         unused = []
         while (replica := self._board.next_replica(node.worker)) is not None:
-            gang = self._replicas[node.worker][replica]
-            if not self._tails.takes_part(state, node, gang):
-                unused.append(replica)
-                continue
             fresh = self._fresh(state, node, replica)
             units = self._lease(state, node, replica, partial) if fresh else []
             if units:
@@ -235,11 +209,6 @@ class Dispatcher:
                 break
         for replica in unused:
             self._board.put_back(node.worker, replica)
-
-    def _may_run(self, state: StepState, node: StageNode, replica: int) -> bool:
-        """Whether a replica goes on with the stage, on weights that are fresh enough."""
-        gang = self._replicas[node.worker][replica]
-        return self._tails.takes_part(state, node, gang) and self._fresh(state, node, replica)
 
     def _fresh(self, state: StepState, node: StageNode, replica: int) -> bool:
         lanes = self._replicas[node.worker][replica]
@@ -259,8 +228,6 @@ class Dispatcher:
         if not self._enough(ledger, node, ready, partial):
             return []
         end = self._admission.end(self.steps, state, node)
-        if self._tails.begun(state, node):
-            return self._tails.lease_first(state, node, ledger, lane, end)
         wanted = min(ready, stage.chunk or ledger.num_units)
         if node.streaming and stage.max_running:
             wanted = min(wanted, stage.max_running)
@@ -277,13 +244,11 @@ class Dispatcher:
         shares = [units] * len(gang) if node.streaming else _shares(units, len(gang))
         inputs = tuple(state.inputs(node, ledger, share) for share in shares)
         fused = node.loop in self._fused
-        unfinished = state.unfinished(ledger, units)
-        number = self._new_call()
-        command = RunCall(number, node.index, state.step, gang, inputs, fused, unfinished)
+        command = RunCall(self._new_call(), node.index, state.step, gang, inputs, fused)
         call = self._start(command, state)
         call.units = units
         if node.streaming:
-            call.unfinished = {unit: ledger.outputs_left(unit) for unit in units}
+            call.unfinished = dict.fromkeys(units, node.expands)
             self.hungry(call, node)
         for member in self._members[node.index]:
             self._count_staleness(state, member, gang, len(units) * ledger.unit_items)
@@ -292,11 +257,10 @@ class Dispatcher:
         """Give a streaming call more items."""
         ledger = state.ledgers[node.index]
         number, lanes = call.command.call, call.command.lanes
-        call.unfinished.update({unit: ledger.outputs_left(unit) for unit in units})
+        call.unfinished.update(dict.fromkeys(units, node.expands))
         self.alive(call)
         inputs = state.inputs(node, ledger, units)
-        unfinished = state.unfinished(ledger, units)
-        self.out.append(FeedCall(number, node.index, state.step, lanes, inputs, unfinished))
+        self.out.append(FeedCall(number, node.index, state.step, lanes, inputs))
         self._count_staleness(state, node, lanes, len(units))
 
     def _want_gangs(self, state: StepState, node: StageNode) -> None:
@@ -306,9 +270,9 @@ class Dispatcher:
             key = (state.step, node.index, replica)
             if key in self._wanted_gangs or self._board.usable(gang):
                 continue
-            if self._tails.may_be_fed(node) and self._runs(state, node, gang):
+            if self._feeder.may_be_fed(node) and self._runs(state, node, gang):
                 continue  # it takes more as it is; to hold its lanes would let it run dry
-            if not self._may_run(state, node, replica):
+            if not self._fresh(state, node, replica):
                 continue
             units = self._lease(state, node, replica)
             for unit in units:
@@ -334,7 +298,7 @@ class Dispatcher:
         self._wanted_gangs.discard((barrier.step, barrier.node, barrier.replica))
         node = self.graph.nodes[barrier.node]
         units: list[int] = []
-        if state is not None and self._may_run(state, node, barrier.replica):
+        if state is not None and self._fresh(state, node, barrier.replica):
             units = self._lease(state, node, barrier.replica)
             if units:
                 self._run(state, node, barrier.replica, units)
@@ -389,9 +353,7 @@ class Dispatcher:
         for other in around:
             node = self.graph.nodes[other]
             if node.worker not in running and any(
-                state.ledgers[other].work_left
-                and self._tails.takes_part(state, node, self._gang_at[node.worker, lane])
-                for state in self.steps.values()
+                state.ledgers[other].work_left for state in self.steps.values()
             ):
                 return node.worker
         for target in self._targets:

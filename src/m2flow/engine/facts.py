@@ -1,8 +1,9 @@
-"""What the spans of calls say beside their times, so that a run can be played again elsewhere.
+"""Item ids, moments and lengths recorded in the spans of calls; profiles are learned from them.
 
-A call's span names the items it took (`ids`); that of a streaming call also when it took them in
-(`taken`) and when it handed them on (`pieces`), in seconds from the start of the span. Plain values
-that JSON carries; items are written as ranges, which people can read in a trace viewer.
+The span of a call names the items it took (`ids`). The span of a streaming call also says when
+items came in (`taken`) and when items were handed on (`pieces`), in seconds from the start of the
+span. The values are plain, so that JSON carries them; items are written as ranges, which people can
+read in a trace viewer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from m2flow.flow.batch import Batch, Ragged
 
 
 def ids_text(items: Iterable[int]) -> str:
-    """Items in their order, as ranges: `0-15,18`."""
+    """Write items as ranges, in their order: `0-15,18`."""
     runs: list[list[int]] = []
     for item in items:
         if runs and item == runs[-1][1] + 1:
@@ -25,10 +26,10 @@ def ids_text(items: Iterable[int]) -> str:
 
 
 def ids_of(text: str) -> tuple[int, ...]:
-    """The items that `ids_text` has written.
+    """Read the items that `ids_text` has written.
 
     Raises:
-        ValueError: it has not.
+        ValueError: the text is no list of ranges.
     """
     items: list[int] = []
     for run in text.split(",") if text else ():
@@ -39,17 +40,15 @@ def ids_of(text: str) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class StreamLog:
-    """What a streaming call took in and handed on, and when.
+    """Records what a streaming call takes in and hands on, and when.
 
     Attributes:
         began: seconds of the lane's clock at the start of the call.
-        columns: those that its items had when it took them in.
-        taken: [seconds since it began, items].
-        pieces: [seconds since it began, items, the length of each]; lengths are those of the first
-            ragged column that the stage has added, and there are none if it has added none.
-        resumed: [seconds since it began, output items that another call had given back].
-        given_back: [seconds since it began, output items that this one gave back, how far each has
-            grown], if it was told to; the last as the lengths of `pieces`.
+        columns: columns of the items that the call has taken in.
+        taken: [seconds since `began`, items].
+        pieces: [seconds since `began`, items, length of each item]. The lengths are those of the
+            first ragged column that the stage has added; without such a column there are none.
+        items: number of items that the call has taken in.
     """
 
     began: float
@@ -57,17 +56,15 @@ class StreamLog:
     taken: list[list[object]] = field(default_factory=list)
     pieces: list[list[object]] = field(default_factory=list)
     items: int = 0
-    resumed: list[list[object]] = field(default_factory=list)
-    given_back: list[object] = field(default_factory=list)
 
     def take(self, now: float, batch: Batch) -> None:
-        """Items have come."""
+        """Record items that have come in."""
         self.columns.update(batch.columns)
         self.items += len(batch)
         self.taken.append([round(now - self.began, 6), ids_text(batch.ids)])
 
     def hand_on(self, now: float, output: Batch) -> None:
-        """Items are finished."""
+        """Record items that are finished."""
         self.pieces.append(self._entry(now, output))
 
     def _entry(self, now: float, output: Batch) -> list[object]:
@@ -76,20 +73,6 @@ class StreamLog:
         lengths = [] if ragged is None else list(ragged.lengths)
         return [round(now - self.began, 6), ids_text(output.ids), lengths]
 
-    def resume(self, now: float, outputs: Batch) -> None:
-        """Outputs have come that another call had begun."""
-        self.columns.update(outputs.columns)
-        self.resumed.append([round(now - self.began, 6), ids_text(outputs.ids)])
-
-    def give_back(self, now: float, outputs: Batch) -> None:
-        """Outputs are not finished here."""
-        self.given_back = self._entry(now, outputs)
-
     def facts(self) -> dict[str, object]:
-        """For the call's span."""
-        facts = {"items": self.items, "taken": self.taken, "pieces": self.pieces}
-        if self.resumed:
-            facts["resumed"] = self.resumed
-        if self.given_back:
-            facts["given_back"] = self.given_back
-        return facts
+        """Return the facts for the span of the call."""
+        return {"items": self.items, "taken": self.taken, "pieces": self.pieces}

@@ -1,7 +1,6 @@
 """`Feeder`: which streaming calls may be given more items while they run, and which they get.
 
-In the bulk of a step a call is fed up to the plan's `max_running`; in the tail what is left of a
-stage is spread over the calls that go on with it. It leases units and sends nothing.
+A call is fed up to the plan's `max_running`. The feeder leases units and sends nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from m2flow.engine.lanes import LaneBoard
 from m2flow.engine.messages import RunCall
 from m2flow.engine.plan import StagePlan
 from m2flow.engine.steps import StepState
-from m2flow.engine.tails import Tails
 from m2flow.flow.graph import StageNode
 
 
@@ -23,7 +21,7 @@ class Feeder:
 
     Args:
         stage_plans: of each stage.
-        admission, tails: what may be taken, and by whom.
+        admission: what may be taken.
         board: lanes that are held for others are not fed.
     """
 
@@ -31,16 +29,19 @@ class Feeder:
         self,
         stage_plans: Sequence[StagePlan],
         admission: Admission,
-        tails: Tails,
         board: LaneBoard,
     ) -> None:
         self._stage_plans, self._admission = stage_plans, admission
-        self._tails, self._board = tails, board
+        self._board = board
         self._hungry: dict[tuple[int, int], dict[int, Call]] = {}
+
+    def may_be_fed(self, node: StageNode) -> bool:
+        """Whether calls of the stage are ever given more items while they run."""
+        return self._stage_plans[node.index].max_running is not None
 
     def hungry(self, call: Call, node: StageNode) -> None:
         """A call may have room for more items."""
-        if self._tails.may_be_fed(node):
+        if self.may_be_fed(node):
             self._hungry.setdefault((call.step, node.index), {})[call.command.call] = call
 
     def ended(self, call: Call) -> None:
@@ -61,9 +62,6 @@ class Feeder:
         ledger = state.ledgers[node.index]
         if not calls or not (ledger.ready() or ledger.sticky):
             return
-        if self._tails.begun(state, node):
-            yield from self._lease_tail(steps, state, node, calls)
-            return
         limit = self._stage_plans[node.index].max_running or 0
         for call in sorted(calls.values(), key=_least_busy) if limit else ():
             lanes = call.command.lanes
@@ -79,25 +77,6 @@ class Feeder:
                 return
             if units:
                 yield call, units
-
-    def _lease_tail(
-        self,
-        steps: Mapping[int, StepState],
-        state: StepState,
-        node: StageNode,
-        calls: Mapping[int, Call],
-    ) -> Iterator[tuple[Call, list[int]]]:
-        able = {}
-        for number, call in calls.items():
-            lanes = call.command.lanes
-            goes_on = self._tails.takes_part(state, node, lanes)
-            fresh = self._admission.weights_fresh_enough(node.worker, lanes, state.step)
-            if goes_on and fresh and not self._board.held(lanes):
-                able[number] = (lanes[0], sum(call.unfinished.values()))
-        end = self._admission.end(steps, state, node)
-        leased = self._tails.lease_more(node, state.ledgers[node.index], end, able)
-        for number, units in leased.items():
-            yield calls[number], units
 
 
 def _least_busy(call: Call) -> tuple[int, int]:

@@ -36,7 +36,6 @@ class StageLedger:
         window: number of the current window.
         leased: units leased and not done.
         low: every unit below this one is done.
-        begun: for units that a call has given back, the outputs that are still to come.
     """
 
     __slots__ = (
@@ -51,7 +50,6 @@ class StageLedger:
         "_waiting",
         "_window_done",
         "_window_units",
-        "begun",
         "leased",
         "low",
         "node",
@@ -73,7 +71,6 @@ class StageLedger:
         self.window = 0
         self.leased = 0
         self.low = 0
-        self.begun: dict[int, tuple[int, ...]] = {}
         self._window_units = self.num_units // node.minibatches
         self._window_done = 0
         self._inputs = len(node.inputs)
@@ -181,24 +178,6 @@ class StageLedger:
         self.leased -= 1
         self._make_ready(unit, self._leased_units.pop(unit))
 
-    def hand_back(self, unit: int, outputs: tuple[int, ...], lane: int) -> None:
-        """A leased unit was worked on in part: it is ready again, and `lane` holds its progress.
-
-        Args:
-            unit: of which it is.
-            outputs: its output items that are still to come.
-            lane: where what they need is.
-        """
-        assert outputs, f"{self.node.name}: nothing of {unit} is left"
-        self.begun[unit] = outputs
-        self._leased_units[unit] = lane
-        self.give_back(unit)
-
-    def outputs_left(self, unit: int) -> int:
-        """How many outputs of a unit are still to come, where a unit is an item."""
-        begun = self.begun.get(unit)
-        return self.node.expands if begun is None else len(begun)
-
     def finish(self, units: Sequence[int]) -> None:
         """Leased units are done."""
         self._end_lease(units)
@@ -207,8 +186,6 @@ class StageLedger:
             self._mark_done(unit)
             if self._lengths:
                 self._lengths.pop(unit, None)
-            if self.begun:
-                self.begun.pop(unit, None)
 
     def _end_lease(self, units: Sequence[int]) -> None:
         for unit in units:

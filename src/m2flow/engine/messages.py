@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from m2flow.flow.graph import SOURCE
-
 # --- events -----------------------------------------------------------------------------------
 
 
@@ -43,20 +41,6 @@ class ItemsProduced:
     leaving: tuple[int, ...] = ()
     lengths: tuple[float, ...] = ()
     judged: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class ItemsGivenBack:
-    """A call was told to give back, and here is all that it has not handed on.
-
-    Attributes:
-        items: indices in the item space of the stage's output; another call is to go on with them.
-        num_bytes: the size of what it needs for that, all together.
-    """
-
-    call: int
-    items: tuple[int, ...]
-    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +93,7 @@ class Tick:
 
 
 Event: TypeAlias = (
-    StepSubmitted
-    | ItemsProduced
-    | ItemsGivenBack
-    | CallFinished
-    | CallFailed
-    | MoveFailed
-    | LaneLost
-    | Tick
+    StepSubmitted | ItemsProduced | CallFinished | CallFailed | MoveFailed | LaneLost | Tick
 )
 
 # --- commands ---------------------------------------------------------------------------------
@@ -128,11 +105,6 @@ class Part:
 
     producer: int
     items: tuple[int, ...]
-
-
-def given_back(node: int) -> int:
-    """Stands for what calls of a stage have given back, wherever a producer is named."""
-    return SOURCE - 1 - node
 
 
 Inputs: TypeAlias = tuple[tuple[Part, ...], ...]
@@ -150,8 +122,6 @@ class RunCall:
         fused: the stage is the first member of a loop whose members all stand on this lane: run
             the whole loop there, until each of the items has left it. What leaves it counts as
             made by this first member.
-        unfinished: output items to go on with, which other calls have given back; their inputs are
-            not among `inputs`.
     """
 
     call: int
@@ -160,12 +130,11 @@ class RunCall:
     lanes: tuple[int, ...]
     inputs: tuple[Inputs, ...]
     fused: bool = False
-    unfinished: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class FeedCall:
-    """Give more items to a streaming call while it runs; `unfinished` as in RunCall.
+    """Give more items to a streaming call while it runs.
 
     All lanes of the call get them. Its orders come to each of its lanes in the same sequence.
     """
@@ -175,20 +144,6 @@ class FeedCall:
     step: int
     lanes: tuple[int, ...]
     inputs: Inputs
-    unfinished: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class GiveBack:
-    """Have a streaming call give back what it has not finished, and end.
-
-    One that has ended already has nothing to give back. All lanes of the call are told.
-    """
-
-    call: int
-    node: int
-    step: int
-    lanes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +199,7 @@ class MoveState:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseItems:
-    """No stage will read these outputs (or what was given back) any more; their payload may go."""
+    """No stage will read these outputs any more; their payload may go."""
 
     step: int
     producer: int
@@ -273,7 +228,5 @@ class FailRun:
     cause: BaseException | None = None
 
 
-LaneCommand: TypeAlias = (
-    RunCall | FeedCall | GiveBack | RunFinish | ExportWeights | InstallWeights | MoveState
-)
+LaneCommand: TypeAlias = RunCall | FeedCall | RunFinish | ExportWeights | InstallWeights | MoveState
 Command: TypeAlias = LaneCommand | ReleaseItems | CompleteStep | FailRun

@@ -15,7 +15,8 @@ class Span:
 
     Attributes:
         lane: the lane's number.
-        name: the stage, worker or link concerned.
+        name: the stage of a call or a finish, the worker of a switch or a publish, what is moved
+            by a transfer, or what a wait is for.
         kind: what sort of thing it was.
         start, end: seconds.
         args: further facts, such as the step and the number of items.

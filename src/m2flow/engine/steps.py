@@ -28,8 +28,6 @@ class StepState:
         finishing: stages whose `finish` has been asked for.
         settled: workers that have done the step and whose weights are on their way.
         staleness: version lag to the number of items leased with it.
-        made: for stages with a switch point, outputs made before it.
-        tails: stages whose switch point has come.
 
     Raises:
         UserError: the number of items cannot be cut into a stage's mini-batches.
@@ -45,8 +43,6 @@ class StepState:
         self.finishing: set[int] = set()
         self.settled: set[str] = set()
         self.staleness: dict[int, int] = {}
-        self.made: dict[int, int] = {}
-        self.tails: set[int] = set()
         self._lanes_of_items: dict[str, dict[tuple[int, int], int]] = {w: {} for w in graph.workers}
         self.loops = [
             LoopState(num_items * graph.nodes[loop.members[0]].fanout, fused=number in fused)
@@ -93,20 +89,9 @@ class StepState:
         return not self._open_of_worker.get(worker)
 
     def inputs(self, node: StageNode, ledger: StageLedger, units: Sequence[int]) -> Inputs:
-        """Where a call on these units reads its items, for each input stream.
-
-        Units that were given back are not read again; see `unfinished`.
-        """
-        if ledger.begun:
-            units = [unit for unit in units if unit not in ledger.begun]
+        """Where a call on these units reads its items, for each input stream."""
         items = tuple(ledger.items_of(units))
         return tuple(self._parts(node, stream, items) for stream in node.inputs)
-
-    def unfinished(self, ledger: StageLedger, units: Sequence[int]) -> tuple[int, ...]:
-        """Outputs with which a call on these units is to go on, since another gave them back."""
-        if not ledger.begun:
-            return ()
-        return tuple(output for unit in units for output in ledger.begun.get(unit, ()))
 
     def _parts(self, node: StageNode, stream: int, items: tuple[int, ...]) -> tuple[Part, ...]:
         """Who made the items of a stream: its stage, or for a loop the members they came from."""

@@ -149,7 +149,8 @@ class Worker:
 
         Asked of a worker that is not loaded, in the process that plans.
         """
-        return self.collective
+        layouts = self.layouts("cpu", size)
+        return any(one.lanes == size and one.obstacle() is None for one in layouts)
 
     def load(self, place: Place) -> None:
         """Bring up what is heavy (model, simulator, connections). Called once on each lane."""

@@ -9,6 +9,7 @@ variables of `theme`.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -155,25 +156,19 @@ def thin(points: Sequence[tuple[float, float | None]], limit: int = MAX_POINTS) 
 
 
 def smooth(values: Sequence[float], reach: int) -> list[float]:
-    """A straight line fitted around each value, near neighbours weighing most, read off there.
+    """A straight line fitted to each value and `reach` neighbours on each side, read off there.
 
-    Symmetric and without bias at the ends: a rise is drawn where it happened. Local linear
-    regression with triangular weights over `reach` neighbours on each side (Cleveland 1979).
+    Local linear regression: symmetric and without bias at the ends, so a rise is drawn where it
+    happened.
     """
     result = []
-    for index in range(len(values)):
+    for index, value in enumerate(values):
         near = range(max(0, index - reach), min(len(values), index + reach + 1))
-        shifts = [other - index for other in near]
-        weights = [reach + 1 - abs(shift) for shift in shifts]
-        total = sum(weights)
-        mean_shift = sum(w * s for w, s in zip(weights, shifts, strict=True)) / total
-        mean = sum(w * values[other] for w, other in zip(weights, near, strict=True)) / total
-        spread = sum(w * (s - mean_shift) ** 2 for w, s in zip(weights, shifts, strict=True))
-        slope = sum(
-            w * (s - mean_shift) * values[other]
-            for w, s, other in zip(weights, shifts, near, strict=True)
-        )
-        result.append(mean - mean_shift * (slope / spread if spread > 0 else 0.0))
+        if len(near) < 2:
+            result.append(value)
+            continue
+        slope, level = statistics.linear_regression(near, [values[other] for other in near])
+        result.append(level + slope * index)
     return result
 
 

@@ -61,7 +61,7 @@ def _leading(record: RunRecord) -> Iterator[Curve]:
         [Series("tokens/s", record.series("throughput/tokens_per_s"), colour=2)],
         low=0.0,
     )
-    lengths = Series("tokens", record.response_lengths(), colour=4)
+    lengths = Series("tokens", record.series("length/mean"), colour=4)
     yield Curve("Response length", [lengths], low=0.0)
     yield Curve(
         "Seconds per step",

@@ -60,7 +60,6 @@ def findings(record: RunRecord) -> list[Finding]:
             "they reached the token limit before they ended, and are scored on what is there. "
             "Raise the limit of new tokens, or shape the reward by length.",
         ),
-        *_cut_samples(record),
         *_drift(record),
     ]
     return sorted(found, key=lambda finding: finding.level != "bad")
@@ -93,18 +92,11 @@ def _falling(record: RunRecord) -> Iterator[Finding]:
     quarter = len(rewards) // 4
     if quarter >= 5:
         early, late = _mean(rewards[:quarter]), _mean(rewards[-quarter:])
-        spread = max(rewards) - min(rewards)
-        if late < early - 0.1 * spread:
+        falls = late < early - 0.1 * (max(rewards) - min(rewards))
+        if falls or (len(rewards) >= 40 and late <= early):
             yield Finding(
-                "bad",
-                "The reward is falling",
-                f"It averaged {number(early)} in the first quarter of the run and "
-                f"{number(late)} in the last.",
-            )
-        elif len(rewards) >= 40 and late <= early:
-            yield Finding(
-                "warn",
-                "The reward does not rise",
+                "bad" if falls else "warn",
+                "The reward is falling" if falls else "The reward does not rise",
                 f"It averaged {number(early)} in the first quarter of the run and "
                 f"{number(late)} in the last.",
             )
@@ -130,21 +122,6 @@ def _share(
             yield Finding(
                 "warn", title, f"{share} over the last {len(recent)} steps ({key}): {explanation}"
             )
-
-
-def _cut_samples(record: RunRecord) -> Iterator[Finding]:
-    """The same as the truncated share, for runs whose figures do not give it."""
-    if any("truncat" in key for row in record.metrics for key in row):
-        return
-    newest = record.last_step - RECENT
-    recent = [row for row in record.samples if row["step"] > newest and "finish_reason" in row]
-    cut = sum(row["finish_reason"] == "length" for row in recent)
-    if len(recent) >= 8 and cut / len(recent) > TRUNCATED_LIMIT:
-        yield Finding(
-            "warn",
-            "Many answers are cut off",
-            f"{cut} of the {len(recent)} newest recorded answers reached the token limit.",
-        )
 
 
 def _drift(record: RunRecord) -> Iterator[Finding]:

@@ -8,13 +8,11 @@ cut back to a step. Knows rows and steps, not what the columns mean.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import json
 import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -36,22 +34,15 @@ def json_safe(value: object) -> Any:
         TypeError: the value has no JSON form.
     """
     if value is None or isinstance(value, (bool, int, str)):
-        return value.value if isinstance(value, enum.Enum) else value
+        return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): json_safe(item) for key, item in value.items()}
-    if isinstance(value, AbstractSet):
-        return sorted((json_safe(item) for item in value), key=repr)
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         return [json_safe(item) for item in value]
-    if isinstance(value, enum.Enum):
-        return json_safe(value.value)
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        return {field.name: json_safe(getattr(value, field.name)) for field in fields}
+        return json_safe(dataclasses.asdict(value))
     to_list = getattr(value, "tolist", None)
     if callable(to_list):
         return json_safe(to_list())

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from html import escape
+from operator import add
 
+from m2flow.engine.time_account import TERM_OF, LaneTime, where_the_time_went
 from m2flow.observe.formatting import number, percent, seconds
-from m2flow.observe.gantt import OVERHEAD, appearing_stages, gantt_svg, short_names
+from m2flow.observe.gantt import appearing_stages, gantt_svg, short_names
 from m2flow.observe.page import legend_entry
-from m2flow.observe.spans import LaneTime, SpanLike, where_the_time_went
-from m2flow.observe.theme import series_colour
-from m2flow.observe.trace import StepSpans, Trace, lane_label
+from m2flow.observe.theme import stage_colours
+from m2flow.observe.trace import StepSpans, Trace
+from m2flow.simulation.gantt import Gantt, lay_out
 
 MAX_LANES = 64
+FILLS = {term: f"var(--{kind})" for kind, term in TERM_OF.items()}
+"""The colour of each term that is no stage."""
 
 
 def pictured_steps(trace: Trace) -> list[StepSpans]:
@@ -24,12 +28,17 @@ def pictured_steps(trace: Trace) -> list[StepSpans]:
     return steps[-1:]
 
 
-def stage_palette(trace: Trace) -> dict[str, str]:
-    """A colour for every stage that the trace knows, the same in the picture and the table."""
-    spans = [span for step in pictured_steps(trace) for span in step.spans]
-    stages = appearing_stages(spans)
-    stages += [stage for total in trace.totals for stage in total.stages]
-    return {stage: series_colour(index) for index, stage in enumerate(dict.fromkeys(stages))}
+def chart_of(steps: Sequence[StepSpans]) -> Gantt:
+    """The lanes of some steps."""
+    spans = [span for step in steps for span in step.spans]
+    window = (steps[0].start, max(step.end for step in steps)) if steps else None
+    return lay_out(spans, window)
+
+
+def stage_palette(trace: Trace, names: Sequence[str] = ()) -> dict[str, str]:
+    """A colour for every stage that the trace knows, and for further names."""
+    stages = appearing_stages(chart_of(pictured_steps(trace)))
+    return stage_colours([*stages, *(name for one in trace.totals for name in one.stages), *names])
 
 
 def timeline_svg(trace: Trace, *, title: str | None = None, standalone: bool = False) -> str:
@@ -37,10 +46,8 @@ def timeline_svg(trace: Trace, *, title: str | None = None, standalone: bool = F
     steps = pictured_steps(trace)
     if not steps:
         return ""
-    spans: list[SpanLike] = [span for step in steps for span in step.spans]
     return gantt_svg(
-        spans,
-        window=(steps[0].start, max(step.end for step in steps)),
+        chart_of(steps),
         steps=[(step.step, step.start, step.end) for step in steps],
         colours=stage_palette(trace),
         title=title,
@@ -51,33 +58,23 @@ def timeline_svg(trace: Trace, *, title: str | None = None, standalone: bool = F
 
 def time_table(trace: Trace) -> str:
     """Seconds of each lane by stage and overhead, with shares; empty if nothing was recorded."""
-    totals = trace.totals or where_the_time_went(
-        [span for step in trace.steps for span in step.spans]
-    )
+    spans = [span for step in trace.steps for span in step.spans]
+    totals = trace.totals or where_the_time_went(spans)
     if not totals:
         return ""
-    colours = stage_palette(trace)
-    stages = [stage for stage in colours if any(stage in total.stages for total in totals)]
-    names = short_names(stages)
-    overhead = [kind for kind in OVERHEAD if any(_overhead(total)[kind] > 0 for total in totals)]
-    head = "".join(
-        f"<th>{escape(name)}</th>"
-        for name in [
-            "lane",
-            *(names[stage] for stage in stages),
-            *(OVERHEAD[kind] for kind in overhead),
-            "idle",
-            "",
-        ]
-    )
-    rows = [_row(total, stages, overhead, colours) for total in totals[:MAX_LANES]]
+    colours = stage_palette(trace) | FILLS
+    spent = {name for total in totals for name, amount in _spent(total).items() if amount > 0}
+    columns = {name: colour for name, colour in colours.items() if name in spent}
+    names = short_names(columns)
+    head = "".join(f"<th>{escape(names[name])}</th>" for name in columns)
+    rows = [_row(f"lane {total.lane}", total, columns) for total in totals[:MAX_LANES]]
     if len(totals) > 1:
-        rows.append(_row(_sum(totals), stages, overhead, colours, name=f"all {len(totals)} lanes"))
-    legend = "".join(legend_entry(names[stage], colours[stage], box=True) for stage in stages)
-    legend += "".join(legend_entry(OVERHEAD[k], f"var(--{k})", box=True) for k in overhead)
+        whole = _row(f"all {len(totals)} lanes", reduce(add, totals), columns)
+        rows.append(whole.replace("<tr>", '<tr class="sum">', 1))
+    legend = "".join(legend_entry(names[name], columns[name], box=True) for name in columns)
     return (
-        f'<div class="card"><div class="scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        f'<div class="card"><div class="scroll"><table><thead><tr><th>lane</th>{head}<th>idle</th>'
+        f"<th></th></tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
         f'<div class="legend" style="margin-top:10px">{legend}</div></div>'
     )
 
@@ -94,48 +91,26 @@ def time_note(trace: Trace) -> str:
     return note + (f"; {number(dropped)} spans were dropped" if dropped else "")
 
 
-def _overhead(total: LaneTime) -> dict[str, float]:
-    return {
-        "switch": total.switching,
-        "transfer": total.transfer,
-        "publish": total.publishing,
-        "wait": total.waiting,
-    }
+def _spent(total: LaneTime) -> dict[str, float]:
+    """Seconds by stage, and by the terms of `FILLS`; idleness is told beside them."""
+    return dict(total.stages) | {**total.terms, "waiting": total.waiting}
 
 
-def _sum(totals: Sequence[LaneTime]) -> LaneTime:
-    whole = LaneTime("all", 0.0, {})
-    for total in totals:
-        whole += dataclasses.replace(total, lane="all")
-    return whole
-
-
-def _row(
-    total: LaneTime,
-    stages: Sequence[str],
-    overhead: Sequence[str],
-    colours: Mapping[str, str],
-    name: str | None = None,
-) -> str:
-    spent = _overhead(total)
-    amounts = [total.stages.get(stage, 0.0) for stage in stages]
-    amounts += [spent[kind] for kind in overhead]
-    cells = [f"<td>{escape(name or lane_label(total.lane))}</td>"]
-    cells += [_cell(amount, total) for amount in [*amounts, total.idle]]
-    fills = [colours[stage] for stage in stages] + [f"var(--{kind})" for kind in overhead]
-    bars = "".join(_bars(amounts, fills, total))
-    cells.append(f'<td class="bar"><div class="stack">{bars}</div></td>')
-    opening = '<tr class="sum">' if name else "<tr>"
-    return f"{opening}{''.join(cells)}</tr>"
+def _row(name: str, total: LaneTime, columns: Mapping[str, str]) -> str:
+    spent = _spent(total)
+    cells = [_cell(spent.get(column, 0.0), total) for column in columns]
+    bars = "".join(
+        f'<i style="width:{100 * total.share(spent[column]):.2f}%;background:{colour}"></i>'
+        for column, colour in columns.items()
+        if spent.get(column, 0.0) > 0
+    )
+    return (
+        f"<tr><td>{escape(name)}</td>{''.join(cells)}{_cell(total.idle, total)}"
+        f'<td class="bar"><div class="stack">{bars}</div></td></tr>'
+    )
 
 
 def _cell(amount: float, total: LaneTime) -> str:
     if amount <= 0:
         return "<td><small>–</small></td>"
     return f"<td>{seconds(amount)} <small>{percent(total.share(amount))}</small></td>"
-
-
-def _bars(amounts: Sequence[float], fills: Sequence[str], total: LaneTime) -> Iterator[str]:
-    for amount, fill in zip(amounts, fills, strict=True):
-        if amount > 0:
-            yield f'<i style="width:{100 * total.share(amount):.2f}%;background:{fill}"></i>'

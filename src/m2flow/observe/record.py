@@ -16,14 +16,14 @@ from m2flow.errors import UserError
 from m2flow.observe.jsonl import read_rows
 from m2flow.observe.run_directory import RunDirectory, merge_steps, read_document
 from m2flow.observe.trace import Trace, read_trace
+from m2flow.plan.explain import Explanation
+from m2flow.plan.file import from_json
 
 T = TypeVar("T")
 
 EVALUATION = ("eval/accuracy", "eval/success")
 ACCURACY = ("accuracy/mean", "success/mean")
-LOSS = ("loss/total", "loss/policy", "loss", "loss/mean")
-RESPONSE_LENGTH = ("length/mean", "response_length/mean", "tokens/response_mean")
-STEPS = ("steps", "num_steps", "total_steps")
+LOSS = ("loss/policy", "loss")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RunRecord:
     config: Mapping[str, Any] = field(default_factory=dict)
     config_text: str = ""
     plan: Mapping[str, Any] = field(default_factory=dict)
-    decision: Mapping[str, Any] = field(default_factory=dict)
+    decision: Explanation | None = None
     metrics: Sequence[Mapping[str, Any]] = ()
     samples: Sequence[Mapping[str, Any]] = ()
     trace: Trace = field(default_factory=Trace)
@@ -56,25 +56,6 @@ class RunRecord:
         """The finite values of a key, in order of steps."""
         return [value for _, value in self.series(key) if value is not None]
 
-    def response_lengths(self) -> list[tuple[float, float | None]]:
-        """Mean tokens per response at each step."""
-        key = self.first_key(RESPONSE_LENGTH)
-        if key is not None:
-            return self.series(key)
-        points: list[tuple[float, float | None]] = []
-        for row in self.metrics:
-            tokens, samples = as_number(row.get("tokens/generated")), as_number(row.get("samples"))
-            if tokens is not None and samples:
-                points.append((row["step"], tokens / samples))
-        return points
-
-    def fact(self, key: str) -> Any:
-        """A fact from `run.json`, else from the top of the configuration, else from the plan."""
-        for source in (self.run, self.config, self.plan):
-            if source.get(key) is not None:
-                return source[key]
-        return None
-
     @property
     def name(self) -> str:
         """What the run is called: its recipe, or its directory."""
@@ -91,11 +72,8 @@ class RunRecord:
     @property
     def planned_steps(self) -> int | None:
         """How many steps the run was to have, if that is known."""
-        for key in STEPS:
-            steps = self.fact(key)
-            if isinstance(steps, int):
-                return steps
-        return None
+        steps = self.run.get("steps")
+        return steps if isinstance(steps, int) else None
 
     @property
     def seconds_elapsed(self) -> float | None:
@@ -123,7 +101,7 @@ def read_run(path: Path | str) -> RunRecord:
     problems: list[str] = []
     run = _attempt(read_document, directory.run, problems) or {}
     plan = _attempt(read_document, directory.plan, problems) or {}
-    decision = _attempt(read_document, directory.decision, problems) or {}
+    decision = _attempt(_read_decision, directory.decision, problems)
     config = _attempt(read_document, directory.config, problems) or {}
     metrics, samples = read_rows(directory.metrics), read_rows(directory.samples)
     for file, rows in ((directory.metrics, metrics), (directory.samples, samples)):
@@ -145,6 +123,10 @@ def read_run(path: Path | str) -> RunRecord:
         trace=trace or Trace(),
         problems=problems,
     )
+
+
+def _read_decision(path: Path) -> Explanation:
+    return from_json(Explanation, path.read_text("utf-8", "replace"), str(path))
 
 
 def _attempt(read: Callable[[Path], T | None], path: Path, problems: list[str]) -> T | None:

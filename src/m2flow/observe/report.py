@@ -15,7 +15,6 @@ from pathlib import Path
 
 from m2flow.observe.curves import curve_cards, more_cards
 from m2flow.observe.formatting import number, percent, seconds
-from m2flow.observe.gantt import gantt_svg
 from m2flow.observe.health import CHECKED, findings
 from m2flow.observe.jsonl import write_atomically
 from m2flow.observe.lane_time import pictured_steps, time_note, time_table, timeline_svg
@@ -23,8 +22,6 @@ from m2flow.observe.page import page, pill, section
 from m2flow.observe.plan_section import plan_section
 from m2flow.observe.record import ACCURACY, EVALUATION, RunRecord, as_number, read_run
 from m2flow.observe.rollouts import rollout_columns
-
-__all__ = ["gantt_svg", "render_report", "write_report"]
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -69,9 +66,9 @@ def render_report(record: RunRecord) -> str:
 
 def _header(record: RunRecord) -> str:
     facts = {
-        "mode": record.plan.get("mode") or record.fact("mode"),
-        "seed": record.fact("seed"),
-        "machine": record.fact("machine"),
+        "mode": record.plan.get("mode") or record.run.get("mode"),
+        "seed": record.run.get("seed"),
+        "machine": record.run.get("machine"),
         "started": _moment(record),
         "took": seconds(record.seconds_elapsed) if record.seconds_elapsed else None,
         "m2flow": record.run.get("version"),
@@ -191,7 +188,7 @@ def _curves(record: RunRecord) -> str:
 
 
 def _picture_title(record: RunRecord) -> str:
-    mode = record.plan.get("mode") or record.fact("mode")
+    mode = record.plan.get("mode") or record.run.get("mode")
     return record.name + (f", mode {mode}" if mode else "")
 
 

@@ -23,7 +23,6 @@ from m2flow.observe.jsonl import (
     JsonLines,
     cut_after_step,
     encode,
-    json_safe,
     read_rows,
     write_atomically,
 )
@@ -105,11 +104,6 @@ class RunDirectory:
         """Where the checkpoint of a step lies."""
         return self.checkpoints / f"step_{step:06d}"
 
-    @property
-    def latest_checkpoint(self) -> Path:
-        """The link that names the newest whole checkpoint; it need not exist."""
-        return self.checkpoints / "latest"
-
     def write_run(self, **facts: object) -> None:
         """Add facts to `run.json`: recipe, mode, seed, machine, steps, started, finished, ..."""
         known = read_document(self.run) or {}
@@ -117,22 +111,20 @@ class RunDirectory:
 
     def write_config(self, config: Mapping[str, object]) -> None:
         """Write the resolved configuration, every default included, in the order given."""
-        text = yaml.safe_dump(
-            json_safe(config), sort_keys=False, allow_unicode=True, default_flow_style=False
-        )
+        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True, default_flow_style=False)
         write_atomically(self.config, text.encode())
 
-    def write_plan(self, plan: object) -> None:
-        """Write the plan: a JSON text, or anything that `json_safe` takes."""
-        write_atomically(self.plan, _document(plan))
+    def write_plan(self, text: str) -> None:
+        """Write the plan, as `m2flow.plan.file.to_json` gives it."""
+        write_atomically(self.plan, text.encode())
 
-    def write_profile(self, profile: object) -> None:
-        """Write the profile: a JSON text, or anything that `json_safe` takes."""
-        write_atomically(self.profile, _document(profile))
+    def write_profile(self, text: str) -> None:
+        """Write the profile, as `m2flow.plan.file.to_json` gives it."""
+        write_atomically(self.profile, text.encode())
 
-    def write_decision(self, decision: object) -> None:
-        """Write why the plan was chosen: what `m2flow.plan.explaining.to_document` gives."""
-        write_atomically(self.decision, _document(decision))
+    def write_decision(self, text: str) -> None:
+        """Write why the plan was chosen: the JSON of an `m2flow.plan.explain.Explanation`."""
+        write_atomically(self.decision, text.encode())
 
     def append_metrics(self, step: int, metrics: Mapping[str, object]) -> None:
         """Append one line for a step; `time` is Unix seconds unless `metrics` brings its own."""
@@ -221,12 +213,6 @@ def read_document(path: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise UserError("holds no object", key=str(path), expected="keys and values")
     return content
-
-
-def _document(content: object) -> bytes:
-    if isinstance(content, str):
-        return content.encode()
-    return encode(content, indent=2) + b"\n"
 
 
 def _new_directory(parent: Path, recipe_name: str, now: float | None) -> Path:

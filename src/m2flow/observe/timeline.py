@@ -11,28 +11,9 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
-from m2flow.observe.spans import (
-    Lane,
-    LaneTime,
-    Span,
-    SpanKind,
-    SpanLike,
-    extent,
-    lane_order,
-    where_the_time_went,
-)
-from m2flow.observe.trace import StepSpans, Trace, read_trace, write_chrome_trace, write_trace
-
-__all__ = [
-    "LaneTime",
-    "Span",
-    "SpanLike",
-    "Timeline",
-    "Trace",
-    "read_trace",
-    "where_the_time_went",
-    "write_chrome_trace",
-]
+from m2flow.engine.spans import Span
+from m2flow.engine.time_account import LaneTime, extent, where_the_time_went
+from m2flow.observe.trace import StepSpans, Trace, write_trace
 
 
 class Timeline:
@@ -51,27 +32,21 @@ class Timeline:
     ) -> None:
         self._keep_first = keep_first
         self._max_spans = max_spans_per_step
-        self._current: list[SpanLike] = []
+        self._current: list[Span] = []
         self._dropped = 0
         self._first: list[StepSpans] = []
         self._last: deque[StepSpans] = deque(maxlen=keep_last)
-        self._totals: dict[Lane, LaneTime] = {}
+        self._totals: dict[int, LaneTime] = {}
         self._seconds = 0.0
         self._num_steps = 0
 
-    def add(self, span: SpanLike) -> None:
+    def add(self, span: Span) -> None:
         """Keep a span for the step now running."""
         assert span.end >= span.start, f"a span ends before it starts: {span}"
         if len(self._current) < self._max_spans:
             self._current.append(span)
         else:
             self._dropped += 1
-
-    def record(
-        self, lane: Lane, name: str, kind: SpanKind, start: float, end: float, **args: object
-    ) -> None:
-        """Make a span and keep it."""
-        self.add(Span(lane, name, kind, start, end, args))
 
     def end_step(self, step: int, start: float | None = None, end: float | None = None) -> None:
         """Close the step: all spans added since the last one belong to it.
@@ -102,9 +77,9 @@ class Timeline:
     def totals(self) -> list[LaneTime]:
         """The account of each lane over all steps; a lane is idle in a step without it."""
         totals = []
-        for lane in sorted(self._totals, key=lane_order):
+        for lane in sorted(self._totals):
             absent = max(0.0, self._seconds - self._totals[lane].seconds)
-            totals.append(self._totals[lane] + LaneTime(lane, absent, {}, idle=absent))
+            totals.append(self._totals[lane] + LaneTime(lane, absent, idle=absent))
         return totals
 
     def trace(self) -> Trace:

@@ -9,17 +9,17 @@ of the spans (seconds since 1970 in a run).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from m2flow.engine.spans import Span
+from m2flow.engine.time_account import LaneTime, extent
 from m2flow.errors import UserError
 from m2flow.observe.jsonl import encode, write_atomically
-from m2flow.observe.spans import Lane, LaneTime, Span, SpanLike, extent, lane_order
 
-PROCESS = 1
-STEPS_THREAD = 0
+PROCESS, STEPS_THREAD = 1, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class StepSpans:
     step: int
     start: float
     end: float
-    spans: Sequence[SpanLike]
+    spans: Sequence[Span]
     dropped: int = 0
 
 
@@ -42,26 +42,19 @@ class Trace:
     num_steps: int = 0
 
 
-def write_chrome_trace(path: Path | str, spans: Iterable[SpanLike]) -> None:
-    """Write spans, in seconds, as one Chrome trace file, whole or not at all."""
-    listed = list(spans)
-    start, end = extent(listed)
-    write_trace(path, Trace([StepSpans(0, start, end, listed)] if listed else []))
-
-
 def write_trace(path: Path | str, trace: Trace) -> None:
     """Write the steps of a trace as events, and the account beside them."""
     origin = min((min(step.start, extent(step.spans)[0]) for step in trace.steps), default=0.0)
     tagged = [(step.step, span) for step in trace.steps for span in step.spans]
     rows = nesting_rows([span for _, span in tagged])
-    threads = {key: number for number, key in enumerate(_thread_order(rows), start=1)}
+    threads = {key: number for number, key in enumerate(sorted(set(rows)), start=1)}
     events = [_metadata("process_name", STEPS_THREAD, name="m2flow")]
     events += _thread_events("steps", STEPS_THREAD, lane=None)
     for (lane, row), number in threads.items():
-        name = lane_label(lane) + (f" ({row + 1})" if row else "")
+        name = f"lane {lane}" + (f" ({row + 1})" if row else "")
         events += _thread_events(name, number, lane=lane)
     for step in trace.steps if trace.num_steps else ():
-        marker = Span("steps", f"step {step.step}", "call", step.start, step.end)
+        marker = Span(-1, f"step {step.step}", "call", step.start, step.end)  # of no lane
         events.append(_event(marker, STEPS_THREAD, origin, step.step))
     for (step_number, span), key in zip(tagged, rows, strict=True):
         events.append(_event(span, threads[key], origin, step_number))
@@ -92,7 +85,7 @@ def read_trace(path: Path | str) -> Trace:
     try:
         document = json.loads(Path(path).read_bytes())
         account = document["otherData"]["m2flow"]
-        lanes: dict[int, Lane] = {
+        lanes: dict[int, int] = {
             event["tid"]: event["args"]["lane"]
             for event in document["traceEvents"]
             if event["ph"] == "M" and event["args"].get("lane") is not None
@@ -111,16 +104,11 @@ def read_trace(path: Path | str) -> Trace:
     return Trace(steps, totals, account["num_steps"])
 
 
-def lane_label(lane: Lane) -> str:
-    """How a lane is called where people see it."""
-    return f"lane {lane}" if isinstance(lane, int) else lane
-
-
-def nesting_rows(spans: Sequence[SpanLike]) -> list[tuple[Lane, int]]:
+def nesting_rows(spans: Sequence[Span]) -> list[tuple[int, int]]:
     """For each span its lane and the first row of that lane on which it nests or stands free."""
     order = sorted(range(len(spans)), key=lambda i: (spans[i].start, -spans[i].end))
-    open_ends: dict[Lane, list[list[float]]] = {}
-    rows: list[tuple[Lane, int]] = [("", 0)] * len(spans)
+    open_ends: dict[int, list[list[float]]] = {}
+    rows = [(0, 0)] * len(spans)
     for index in order:
         span = spans[index]
         lane_rows = open_ends.setdefault(span.lane, [])
@@ -132,7 +120,7 @@ def nesting_rows(spans: Sequence[SpanLike]) -> list[tuple[Lane, int]]:
     return rows
 
 
-def _free_row(lane_rows: Sequence[list[float]], span: SpanLike) -> int:
+def _free_row(lane_rows: Sequence[list[float]], span: Span) -> int:
     """The first row whose innermost open span has ended or outlives `span`."""
     for row, open_ends in enumerate(lane_rows):
         while open_ends and open_ends[-1] <= span.start:
@@ -142,11 +130,7 @@ def _free_row(lane_rows: Sequence[list[float]], span: SpanLike) -> int:
     return len(lane_rows)
 
 
-def _thread_order(rows: Iterable[tuple[Lane, int]]) -> list[tuple[Lane, int]]:
-    return sorted(set(rows), key=lambda key: (lane_order(key[0]), key[1]))
-
-
-def _thread_events(name: str, thread: int, lane: Lane | None) -> list[dict[str, Any]]:
+def _thread_events(name: str, thread: int, lane: int | None) -> list[dict[str, Any]]:
     return [
         _metadata("thread_name", thread, name=name, lane=lane),
         _metadata("thread_sort_index", thread, sort_index=thread),
@@ -157,7 +141,7 @@ def _metadata(event: str, thread: int, **args: object) -> dict[str, Any]:
     return {"name": event, "ph": "M", "pid": PROCESS, "tid": thread, "args": args}
 
 
-def _event(span: SpanLike, thread: int, origin: float, step: int) -> dict[str, Any]:
+def _event(span: Span, thread: int, origin: float, step: int) -> dict[str, Any]:
     args: dict[str, object] = dict(span.args)
     if "step" in args:  # of the engine, which counts from 0, and may run steps beside others
         args["engine_step"] = args["step"]
@@ -176,7 +160,7 @@ def _event(span: SpanLike, thread: int, origin: float, step: int) -> dict[str, A
     }
 
 
-def _span(event: Mapping[str, Any], lane: Lane) -> tuple[int, Span]:
+def _span(event: Mapping[str, Any], lane: int) -> tuple[int, Span]:
     start = event["ts"] / 1e6
     args = {key: value for key, value in event["args"].items() if key != "step"}
     if "engine_step" in args:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
 from m2flow.plan.builders import (
     BUILDERS,
@@ -16,7 +14,7 @@ from m2flow.plan.builders import (
 )
 from m2flow.plan.companion import companion
 from m2flow.plan.describe import describe_plan
-from m2flow.plan.files import from_json, read_plan, to_json
+from m2flow.plan.file import plan_from_json, read_plan, to_json
 from m2flow.plan.isolation import isolate, isolated_workers
 from m2flow.plan.lanes import check_machine, parse_lanes, with_memory
 from m2flow.plan.machine import available_cores
@@ -24,29 +22,21 @@ from m2flow.plan.memory import needs, with_sizes
 from m2flow.plan.sizes import parse_bytes
 from m2flow.plan.validate import validate
 
-if TYPE_CHECKING:
-    from m2flow.plan.search import Found, Limits, Problem, candidates, problem, to_plan
-
 __all__ = [
     "BUILDERS",
     "EdgePlan",
-    "Found",
     "LaneSpec",
-    "Limits",
     "Placement",
     "Plan",
-    "Problem",
     "StagePlan",
     "available_cores",
     "build_plan",
-    "candidates",
     "check_machine",
     "collocated",
     "companion",
     "describe_plan",
     "disaggregated",
     "eager",
-    "from_json",
     "hybrid",
     "isolate",
     "isolated_workers",
@@ -54,21 +44,10 @@ __all__ = [
     "parse_bytes",
     "parse_lanes",
     "placed",
-    "problem",
+    "plan_from_json",
     "read_plan",
     "to_json",
-    "to_plan",
     "validate",
     "with_memory",
     "with_sizes",
 ]
-
-SEARCHED = frozenset({"Found", "Limits", "Problem", "candidates", "problem", "to_plan"})
-
-
-def __getattr__(name: str) -> Any:
-    if name in SEARCHED:
-        from m2flow.plan import search
-
-        return getattr(search, name)
-    raise AttributeError(f"module 'm2flow.plan' has no attribute {name!r}")

@@ -15,10 +15,12 @@ from typing import Protocol
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import UserError, suggestion
 from m2flow.flow.graph import FlowGraph
+from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan.chunks import pipelined, spread
 from m2flow.plan.isolation import isolate
 
-NO_GANGS: Mapping[str, int] = MappingProxyType({})
+DEFAULT_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
+"""Every worker in the layout `ONE_LANE`."""
 
 
 class Builder(Protocol):
@@ -33,7 +35,7 @@ class Builder(Protocol):
         graph: FlowGraph,
         lanes: Sequence[LaneSpec],
         num_items: int,
-        gangs: Mapping[str, int] = NO_GANGS,
+        layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
     ) -> Plan: ...
 
 
@@ -41,7 +43,7 @@ def eager(
     graph: FlowGraph,
     lanes: Sequence[LaneSpec],
     num_items: int,  # noqa: ARG001 - a builder
-    gangs: Mapping[str, int] = NO_GANGS,  # noqa: ARG001 - one process holds one copy of a worker
+    layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,  # noqa: ARG001 - one process, one copy
 ) -> Plan:
     """Everything on one lane of this machine, each stage in one call after the other."""
     here = [lane for lane in lanes if lane.node == lanes[0].node]
@@ -59,10 +61,10 @@ def collocated(
     graph: FlowGraph,
     lanes: Sequence[LaneSpec],
     num_items: int,
-    gangs: Mapping[str, int] = NO_GANGS,
+    layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
 ) -> Plan:
     """Every worker on every lane; each stage is spread over all lanes before the next begins."""
-    placements = {worker: _placement(worker, lanes, gangs) for worker in placed(graph)}
+    placements = {worker: _placement(worker, lanes, layouts) for worker in placed(graph)}
     return Plan("collocated", tuple(lanes), placements, spread(graph, placements, num_items))
 
 
@@ -70,7 +72,7 @@ def disaggregated(
     graph: FlowGraph,
     lanes: Sequence[LaneSpec],
     num_items: int,
-    gangs: Mapping[str, int] = NO_GANGS,
+    layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
 ) -> Plan:
     """Rollout and training on lanes of their own, joined by a pipeline.
 
@@ -95,7 +97,7 @@ def disaggregated(
     first, second = _halves(lanes)
     part = dict.fromkeys(rollout | _idle(graph), first)
     placements = {
-        worker: _placement(worker, part.get(worker, second), gangs) for worker in placed(graph)
+        worker: _placement(worker, part.get(worker, second), layouts) for worker in placed(graph)
     }
     stages = pipelined(graph, placements, num_items)
     order = tuple(node.name for node in reversed(graph.nodes))
@@ -106,7 +108,7 @@ def hybrid(
     graph: FlowGraph,
     lanes: Sequence[LaneSpec],
     num_items: int,
-    gangs: Mapping[str, int] = NO_GANGS,
+    layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
 ) -> Plan:
     """The rollout's parts on lanes of their own, in a pipeline; then training on all lanes.
 
@@ -126,7 +128,7 @@ def hybrid(
     first, second = _halves(lanes)
     part = dict.fromkeys(others, second) | dict.fromkeys(policies | _idle(graph), first)
     placements = {
-        worker: _placement(worker, part.get(worker, lanes), gangs) for worker in placed(graph)
+        worker: _placement(worker, part.get(worker, lanes), layouts) for worker in placed(graph)
     }
     stages = pipelined(graph, placements, num_items, whole=frozenset(trained))
     return Plan("hybrid", tuple(lanes), placements, stages)
@@ -146,7 +148,7 @@ def build_plan(
     lanes: Sequence[LaneSpec],
     num_items: int,
     isolated: Collection[str] = (),
-    gangs: Mapping[str, int] = NO_GANGS,
+    layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
 ) -> Plan:
     """The plan of a fixed mode.
 
@@ -156,16 +158,16 @@ def build_plan(
         lanes: what there is.
         num_items: source items of a step.
         isolated: workers that get lanes of their own (`isolated_workers`).
-        gangs: worker to how many lanes take part in each of its calls; 1 for those left out.
-            An eager run has no gangs.
+        layouts: worker to the layout of its replicas; ONE_LANE for those left out. An eager run
+            has all workers in ONE_LANE.
 
     Raises:
-        UserError: there is no such mode, or it, or a gang, does not fit the graph or the lanes.
+        UserError: there is no such mode, or it, or a layout, does not fit the graph or the lanes.
     """
     if mode not in BUILDERS:
         raise UserError("is not a mode", key="mode", value=mode, hint=suggestion(mode, BUILDERS))
-    _check_gangs(graph, gangs)
-    return isolate(BUILDERS[mode](graph, lanes, num_items, gangs), isolated)
+    check_layouts(graph, layouts)
+    return isolate(BUILDERS[mode](graph, lanes, num_items, layouts), isolated)
 
 
 def placed(graph: FlowGraph) -> tuple[str, ...]:
@@ -220,31 +222,42 @@ def _check_split(mode: str, lanes: Sequence[LaneSpec], *missing: str | None) -> 
         )
 
 
-def _placement(worker: str, lanes: Sequence[LaneSpec], gangs: Mapping[str, int]) -> Placement:
-    """Replicas of so many neighbouring lanes as the worker's gang has."""
-    size, ids = gangs.get(worker, 1), [lane.id for lane in lanes]
+def _placement(worker: str, lanes: Sequence[LaneSpec], layouts: Mapping[str, Layout]) -> Placement:
+    """Replicas on neighbouring lanes, as many lanes each as the worker's layout has."""
+    layout, ids = layouts.get(worker, ONE_LANE), [lane.id for lane in lanes]
+    size = layout.lanes
     if len(ids) % size:
         raise UserError(
-            f"the worker's {len(ids)} lanes cannot be cut into gangs of the same size",
-            key=f"gangs.{worker}",
-            value=size,
-            expected=f"a divisor of {len(ids)}",
+            f"the worker's {len(ids)} lanes cannot be divided into replicas of {size} lanes",
+            key=f"layouts.{worker}",
+            value=layout.name,
+            expected=f"a layout whose lanes divide {len(ids)}",
         )
-    return Placement(tuple(tuple(ids[n : n + size]) for n in range(0, len(ids), size)))
+    replicas = tuple(tuple(ids[n : n + size]) for n in range(0, len(ids), size))
+    return Placement(replicas, layout=layout.name)
 
 
-def _check_gangs(graph: FlowGraph, gangs: Mapping[str, int]) -> None:
-    for worker, size in gangs.items():
-        key = f"gangs.{worker}"
+def check_layouts(graph: FlowGraph, layouts: Mapping[str, Layout]) -> None:
+    """Refuse layouts that the graph's workers cannot have, whatever the lanes.
+
+    Raises:
+        UserError: a layout is of no worker, has an obstacle, or has several lanes where a stage
+            needs single ones.
+    """
+    for worker, layout in layouts.items():
+        key = f"layouts.{worker}"
         if worker not in graph.workers:
             raise UserError("is no worker", key=key, hint=suggestion(worker, graph.workers))
-        if size < 1:
-            raise UserError("must be at least 1", key=key, value=size)
+        if layout.lanes < 1:
+            raise UserError("needs at least one lane", key=key, value=layout.name)
+        obstacle = layout.obstacle()
+        if obstacle is not None:
+            raise UserError(f"is not possible: {obstacle}", key=key, value=layout.name)
         bound = [n.name for n in graph.nodes if n.worker == worker and n.sticky]
-        if size > 1 and bound:
+        if layout.lanes > 1 and bound:
             raise UserError(
                 f"{bound[0]} is sticky, so each replica must be a single lane",
                 key=key,
-                value=size,
-                expected="1",
+                value=layout.name,
+                expected=ONE_LANE.name,
             )

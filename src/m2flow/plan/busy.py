@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from m2flow.engine.spans import Span
-from m2flow.plan.profile import Profile, StageLayout
+from m2flow.plan.profile import Profile, StageCost
 
 
 class BusyLanes:
@@ -64,7 +64,7 @@ def mean_beside(spans: Sequence[Span], lanes: Iterable[int]) -> dict[str, float]
 
 def is_crowded(profile: Profile) -> bool:
     """Whether it matters to any stage what the other lanes do."""
-    return any(lay.alone < 1 for stage in profile.stages.values() for lay in stage.layouts)
+    return any(lay.alone < 1 for stage in profile.stages.values() for lay in stage.costs)
 
 
 def as_beside(profile: Profile, shares: Mapping[str, float]) -> Profile:
@@ -77,11 +77,11 @@ def as_beside(profile: Profile, shares: Mapping[str, float]) -> Profile:
     stages = {}
     for name, stage in profile.stages.items():
         share = shares.get(name, 1.0)
-        layouts = tuple(_beside(layout, share) for layout in stage.layouts)
-        stages[name] = replace(stage, layouts=layouts)
+        layouts = tuple(_beside(layout, share) for layout in stage.costs)
+        stages[name] = replace(stage, costs=layouts)
     return replace(profile, stages=stages)
 
 
-def _beside(layout: StageLayout, share: float) -> StageLayout:
+def _beside(layout: StageCost, share: float) -> StageCost:
     """With so large a share of the other lanes at work; a `finish` is at work on its own ones."""
     return replace(layout.times(layout.beside(share)), finish=layout.finish, alone=1.0)

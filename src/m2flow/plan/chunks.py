@@ -16,11 +16,16 @@ GROUPS = 2
 own: while one group is with the one member, the other group is with the other."""
 
 
+def unit_items(node: StageNode, num_items: int) -> int:
+    """Items of one unit of a stage, in a step of `num_items` source items."""
+    if node.unit == "step":
+        return num_items * node.fanout
+    return node.group_size if node.unit == "group" else 1
+
+
 def window_units(node: StageNode, num_items: int) -> int:
     """Units that a stage has to do in one mini-batch of a step of `num_items` source items."""
-    items = num_items * node.fanout
-    unit_items = {"item": 1, "group": node.group_size, "step": items}[node.unit]
-    return items // unit_items // node.minibatches
+    return num_items * node.fanout // unit_items(node, num_items) // node.minibatches
 
 
 def cut(node: StageNode, num_items: int, calls: int) -> StagePlan:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from m2flow.engine.plan import Plan
+from m2flow.engine.plan import Plan, StagePlan
 from m2flow.engine.spans import Span
 from m2flow.plan.profile import Profile
-from m2flow.plan.search import Found
 from m2flow.plan.units import Bytes, Seconds
 
 
@@ -26,6 +25,7 @@ class Prediction:
         peak_bytes: for each lane, where sizes are known.
         staleness: mean version lag of the items.
         spans: of the last step, from second 0 on, for a picture.
+        num_events: events that the engine has handled for it.
     """
 
     seconds: Seconds
@@ -36,22 +36,21 @@ class Prediction:
     peak_bytes: Mapping[int, Bytes] = field(default_factory=dict)
     staleness: float = 0.0
     spans: tuple[Span, ...] = ()
+    num_events: int = 0
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that was considered to the end.
+    """A plan that was simulated.
 
     Attributes:
         plan: with the predicted seconds in it.
         prediction: what the simulation gave.
-        found: the tree it was drawn from; None for the plan of a fixed mode.
         measured: seconds of a step in a trial on real lanes; None if there was none.
     """
 
     plan: Plan
     prediction: Prediction
-    found: Found | None = None
     measured: Seconds | None = None
 
 
@@ -64,8 +63,10 @@ class Decision:
         others: the rest, fastest first.
         profile: what all of them were judged by.
         num_items: source items of a step.
-        seconds_to_decide: how long search and simulation took.
+        seconds_to_decide: how long the choice took.
         frontier: the best candidate for each staleness that is worth it, from 0 on.
+        ruled_out: plans that break a limit, or whose price nobody knows, each with the reason.
+        num_simulated: simulations that the choice took.
     """
 
     chosen: Candidate
@@ -74,3 +75,35 @@ class Decision:
     num_items: int
     seconds_to_decide: float = 0.0
     frontier: tuple[Candidate, ...] = ()
+    ruled_out: Mapping[str, str] = field(default_factory=dict)
+    num_simulated: int = 0
+
+    def shortlist(self, error: float, at_most: int = 4) -> tuple[Candidate, ...]:
+        """The plans that a prediction cannot tell from the best one, the chosen one first.
+
+        Args:
+            error: relative error of predictions.
+            at_most: so many plans.
+        """
+        most = min(one.prediction.seconds for one in (self.chosen, *self.others)) * (1 + error)
+        kept = [self.chosen]
+        for other in self.others:
+            near = other.prediction.seconds <= most and len(kept) < at_most
+            if near and all(differ(other.plan, one.plan) for one in kept):
+                kept.append(other)
+        return tuple(kept)
+
+
+def differ(one: Plan, other: Plan) -> bool:
+    """Whether it is worth trying both plans: not if only sizes of calls differ, by less than 2."""
+    if one.max_staleness != other.max_staleness or one.placements.keys() != other.placements.keys():
+        return True
+    for worker, spot in one.placements.items():
+        if spot.replicas != other.placements[worker].replicas:
+            return True
+    for name, stage in one.stages.items():
+        there = other.stages.get(name, StagePlan())
+        for mine, its in ((stage.chunk, there.chunk), (stage.max_running, there.max_running)):
+            if (mine is None) != (its is None) or not 0.5 < (mine or 1) / (its or 1) < 2:
+                return True
+    return False

@@ -95,8 +95,8 @@ def _peaks(
             states += plan.placements[worker].state_bytes or (known.state_bytes if known else 0)
         working = 0
         for name, items in largest[lane.id].items():
-            layout = timing.layout(stage[name], lane.id)
-            working = max(working, layout.working_bytes(Items(items * layout.lanes)))
+            cost = timing.cost(stage[name], lane.id)
+            working = max(working, cost.working_bytes(Items(items * cost.lanes)))
         if states + working:
             peaks[lane.id] = Bytes(states + working)
     return peaks

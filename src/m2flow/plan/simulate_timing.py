@@ -12,17 +12,28 @@ import math
 from collections.abc import Sequence
 from functools import cache
 
-from m2flow.engine.messages import ExportWeights, InstallWeights, LaneCommand, RunFinish
+from m2flow.engine.messages import (
+    Event,
+    ExportWeights,
+    InstallWeights,
+    ItemsProduced,
+    LaneCommand,
+    RunFinish,
+    StepSubmitted,
+    Tick,
+)
 from m2flow.engine.plan import Plan, StagePlan
-from m2flow.errors import UserError
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
-from m2flow.plan.profile import Profile, StageLayout, WorkerLayout
+from m2flow.plan.profile import Profile, StageCost, WorkerCost
 from m2flow.plan.units import Bytes, Items
 from m2flow.simulation.timing import Admitted, Transfer
 
 HANDED_ON = 4
 """A stage that knows lengths hands its items on once they are 1 / HANDED_ON of those at work: many
 at a time while many are, and one by one in the tail, as this project's generator does."""
+
+PIECES = 16
+"""A stage whose lengths are not known hands its items on in so many pieces."""
 
 LENGTH, TURNS, ORDER, WEIGHT = 1, 2, 3, 4
 """What is drawn."""
@@ -60,7 +71,7 @@ class ProfileTiming:
         first_step: the number that the first step played has in the draws.
 
     Raises:
-        UserError: the profile has no layout for the lanes of a replica.
+        UserError: the profile has no price for the lanes of a replica.
     """
 
     def __init__(
@@ -70,7 +81,7 @@ class ProfileTiming:
         self.has_links = bool(profile.links)
         self._seed, self._first_step = seed, first_step
         self._lanes = {lane.id: lane for lane in plan.lanes}
-        self._layouts = [self._layouts_of(node) for node in graph.nodes]
+        self._costs = [self._costs_of(node) for node in graph.nodes]
         self._gangs = {
             worker: {lane: len(gang) for gang in spot.replicas for lane in gang}
             for worker, spot in plan.placements.items()
@@ -79,36 +90,27 @@ class ProfileTiming:
         self._in_pieces = {
             node.index
             for node in graph.nodes
-            for layout in self._layouts[node.index].values()
+            for layout in self._costs[node.index].values()
             if self._shares(node, layout)
         }
+        self._makers = [self._maker_of(node) for node in graph.nodes]
         self._visits: dict[tuple[int, int, int], int] = {}
         self._price = cache(self._publish_price)
 
-    def layout(self, node: StageNode, lane: int) -> StageLayout:
-        """How a stage is laid out on the replica that a lane belongs to."""
-        return self._layouts[node.index][lane]
+    def cost(self, node: StageNode, lane: int) -> StageCost:
+        """What a stage takes on the replica that a lane belongs to."""
+        return self._costs[node.index][lane]
 
-    def _layouts_of(self, node: StageNode) -> dict[int, StageLayout]:
-        """The layout of each of the stage's lanes."""
-        found: dict[int, StageLayout] = {}
-        for gang in self.plan.placements[node.worker].replicas:
-            layout = self._layout(node, len(gang), self._lanes[gang[0]].kind)
-            found |= dict.fromkeys(gang, layout)
+    def _costs_of(self, node: StageNode) -> dict[int, StageCost]:
+        """What a stage takes, by lane."""
+        found: dict[int, StageCost] = {}
+        spot = self.plan.placements[node.worker]
+        wanted = self.plan.stages.get(node.name, StagePlan()).max_running
+        for gang in spot.replicas:
+            kind = self._lanes[gang[0]].kind
+            cost = self.profile.cost(node.name, spot.layout, len(gang), kind, wanted)
+            found |= dict.fromkeys(gang, cost)
         return found
-
-    def _layout(self, node: StageNode, lanes: int, kind: str) -> StageLayout:
-        layouts = self.profile.stage(node.name).layouts
-        fitting = [lay for lay in layouts if (lay.lanes, lay.kind) == (lanes, kind)]
-        if not fitting:
-            raise UserError(
-                "the profile does not know this stage on replicas of so many lanes of this kind",
-                key=node.name,
-                value=f"{lanes} x {kind}",
-                expected=", ".join(sorted({f"{lay.lanes} x {lay.kind}" for lay in layouts})),
-            )
-        wanted = self.plan.stages.get(node.name, StagePlan()).max_running or math.inf
-        return min(fitting, key=lambda lay: abs(1 / (lay.max_running or math.inf) - 1 / wanted))
 
     def _drawn(self, what: int, node: StageNode, step: int, item: int) -> float:
         return drawn(self._seed, what, node.index, step + self._first_step, item)
@@ -148,22 +150,48 @@ class ProfileTiming:
         lanes: Sequence[int],
         shares: Sequence[Sequence[int]],
     ) -> float:
-        layout, items = self.layout(node, lanes[0]), [item for share in shares for item in share]
-        seconds = layout.call(Items(len(items)))
-        if not layout.spread or not 0 < len(items) <= MANY_ITEMS:
-            return seconds
-        above = sum(self._drawn(WEIGHT, node, step, item) - 0.5 for item in items) / len(items)
-        return seconds * max(LEAST_WEIGHT, 1.0 + layout.spread * UNIT_VARIANCE * above)
+        cost, items = self.cost(node, lanes[0]), [item for share in shares for item in share]
+        seconds, overhead = cost.call(Items(len(items))), self.profile.call_overhead
+        if not cost.spread or not 0 < len(items) <= MANY_ITEMS:
+            return seconds + overhead
+        above = sum(self._deviation(node, step, item) for item in items) / len(items)
+        return seconds * max(LEAST_WEIGHT, 1.0 + cost.spread * above) + overhead
+
+    def _deviation(self, node: StageNode, step: int, item: int) -> float:
+        """By how many standard deviations an input item takes more than the mean item.
+
+        An item that descends from one with a length takes as much more as the item is longer: long
+        answers come late, and take long in every later stage too.
+        """
+        maker, expands = self._makers[node.index]
+        if maker is None:
+            return UNIT_VARIANCE * (self._drawn(WEIGHT, node, step, item) - 0.5)
+        lengths = self.profile.stage(maker.name).lengths
+        assert lengths is not None
+        return (self.length(maker, step, item // expands) - lengths.mean) / lengths.deviation
+
+    def _maker_of(self, node: StageNode) -> tuple[StageNode | None, int]:
+        """The stage that gave a stage's input items, or what they descend from, their lengths; and
+        how many of the input items descend from one of its items."""
+        expands, source = 1, node.inputs[0]
+        while source != SOURCE:
+            maker = self.graph.nodes[source]
+            lengths = self.profile.stage(maker.name).lengths
+            if lengths is not None:
+                return (maker if lengths.deviation else None), expands
+            expands, source = expands * maker.expands, maker.inputs[0]
+        return None, expands
 
     def admit(self, node: StageNode, step: int, lane: int, items: Sequence[int]) -> Admitted:
-        layout, count = self.layout(node, lane), len(items)
+        layout, count = self.cost(node, lane), len(items)
         outputs = [item * node.expands + k for item in items for k in range(node.expands)]
         if self._shares(node, layout):
             pause = layout.admit.at(count) if layout.admit else 0.0
-            return Admitted(pause, [self.length(node, step, output) for output in outputs])
+            lengths = [self.length(node, step, output) for output in outputs]
+            return Admitted(pause + self.profile.call_overhead, lengths)
         seconds = layout.call(Items(count))
         if layout.done is None:
-            return Admitted(0.0, [seconds] * len(outputs))
+            return Admitted(self.profile.call_overhead, [seconds] * len(outputs))
         order = sorted(
             range(len(outputs)),
             key=lambda n: (
@@ -173,39 +201,38 @@ class ProfileTiming:
         )
         needs = [0.0] * len(outputs)
         for place, n in enumerate(order, start=1):
-            needs[n] = seconds * layout.done.at(place / len(outputs))
-        return Admitted(0.0, needs)
+            piece = math.ceil(place * PIECES / len(outputs)) / PIECES
+            needs[n] = seconds * layout.done.at(max(place / len(outputs), piece))
+        return Admitted(self.profile.call_overhead, needs)
 
-    def resume(
-        self,
-        node: StageNode,
-        step: int,
-        lane: int,
-        outputs: Sequence[int],
-        grown: Sequence[float],
-    ) -> float:
-        """Where that is not known, or nothing has grown, what so many items take that are new."""
-        layout, units = self.layout(node, lane), sum(grown)
-        if layout.resume is not None and units > 0 and self._shares(node, layout):
-            return layout.resume.at(units)
-        return layout.admit.at(len(outputs)) if layout.admit else 0.0
-
-    def _shares(self, node: StageNode, layout: StageLayout) -> bool:
+    def _shares(self, node: StageNode, layout: StageCost) -> bool:
         """Whether a streaming stage's items are at work by their lengths."""
         return layout.round is not None and self.profile.stage(node.name).lengths is not None
 
     def round(self, node: StageNode, lane: int, running: int) -> float:
-        layout = self.layout(node, lane)
+        layout = self.cost(node, lane)
         if layout.round is None or not self._shares(node, layout):
             return 1.0
         return layout.round.at(running)
+
+    def slots(self, node: StageNode, lane: int) -> int | None:
+        return self.cost(node, lane).slots if node.index in self._in_pieces else None
+
+    def control(self, events: Sequence[Event]) -> float:
+        profile, seconds = self.profile, 0.0
+        for event in events:
+            if not isinstance(event, StepSubmitted | Tick):
+                items = len(event.items) if isinstance(event, ItemsProduced) else 0
+                seconds += profile.event_overhead + items * profile.item_overhead
+        return seconds
 
     def hands_on(self, node: StageNode, finished: int, running: int) -> bool:
         return node.index not in self._in_pieces or finished * HANDED_ON >= running
 
     def finish(self, node: StageNode, command: RunFinish) -> float:
         replicas = len(self.plan.placements[node.worker].replicas)
-        return self.layout(node, command.lanes[0]).finish_seconds(replicas)
+        seconds = self.cost(node, command.lanes[0]).finish_seconds(replicas)
+        return seconds + self.profile.call_overhead
 
     def publish(self, command: ExportWeights | InstallWeights, lane: int) -> float:
         """The whole price is the install's: lanes that take weights do so side by side."""
@@ -217,10 +244,11 @@ class ProfileTiming:
         placements = self.plan.placements
         common = lane in self._gangs[source]
         place = "same" if common else self._place(placements[source].lanes, lane)
-        own = len(placements[source].replicas[0])
-        sources = self._gangs[source].get(lane, own)
+        first = placements[source].replicas[0]
+        sources = self._gangs[source].get(lane, len(first))
         taking = self._gangs[target][lane]
-        return self.profile.publish_seconds(source, target, place, sources, taking)
+        kinds = (self._lanes[lane if common else first[0]].kind, self._lanes[lane].kind)
+        return self.profile.publish_seconds(source, target, place, sources, taking, kinds)
 
     def _place(self, sources: Sequence[int], target: int) -> str:
         here = self._lanes[target].node
@@ -232,9 +260,11 @@ class ProfileTiming:
             return 0.0
         return layout.onload if what == "onload" else layout.offload
 
-    def worker(self, worker: str, lane: int) -> WorkerLayout | None:
+    def worker(self, worker: str, lane: int) -> WorkerCost | None:
         """What a worker's state takes on a lane; None where the profile does not know."""
-        return self.profile.worker(worker, self._gangs[worker][lane], self._lanes[lane].kind)
+        name = self.plan.placements[worker].layout
+        lanes, kind = self._gangs[worker][lane], self._lanes[lane].kind
+        return self.profile.worker(worker, lanes, kind, name)
 
     def transfer(self, transfer: Transfer) -> float:
         link = self.profile.links.get(self._place((transfer.source,), transfer.target))

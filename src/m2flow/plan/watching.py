@@ -1,9 +1,9 @@
-"""`Watch`: measured against predicted, step by step; when a drift lasts; whether a new plan pays.
+"""`Watch`: compares measured steps with the prediction, and finds drifts that last.
 
-Lengths change while a policy learns, machines get busy, models are loaded from slower disks: a plan
-that was the best one may not stay it. A drift lasts when each of the last steps was off to the same
-side. The profile is then corrected by what each stage has really taken, and the planner asked
-again. Going over to its plan must repay the pause within the steps that are left.
+The best plan does not stay the best: answers grow while a policy learns, machines get busy. A drift
+lasts when each of the last steps was off to the same side. The profile is then corrected by what
+each stage has taken, and the planner chooses again. Going over to another plan must repay the pause
+within the steps that are left.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from m2flow.plan.profile import Profile
 from m2flow.plan.units import Seconds
 
 TOLERANCE = 0.15
-"""A step further off than this, relatively, has drifted."""
+"""Relative difference from which on a step has drifted."""
 
 PATIENCE = 5
-"""So many steps in a row make a drift that lasts."""
+"""Number of drifted steps in a row that make a drift that lasts."""
 
 WARM_UP = 2
-"""Steps under a new plan that do not count: kernels, caches and lanes come up to speed."""
+"""Number of first steps under a plan that do not count, while kernels and caches warm up."""
 
 LEAST_GAIN = 0.03
-"""A new plan must be predicted to be faster by this share; less is within a prediction's error."""
+"""Share of a step that a new plan must gain; less is within the error of a prediction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a step has taken: its seconds, and the seconds of lanes that each stage took."""
+    """The seconds of a step, and the seconds of lanes that each stage took in it."""
 
     seconds: float
     stages: Mapping[str, float]
 
 
 class Watch:
-    """Watches the steps of one plan.
+    """Compares the steps of one plan with its prediction.
 
     Args:
         candidate: the plan and its prediction.
@@ -58,14 +58,14 @@ class Watch:
         self._last: deque[Measured] = deque(maxlen=patience)
 
     def note(self, measured: Measured) -> None:
-        """Take a step in."""
+        """Add a step."""
         if self._warm_up:
             self._warm_up -= 1
         else:
             self._last.append(measured)
 
     def drift(self) -> float | None:
-        """Measured over predicted seconds, if all of the last steps were off to one side."""
+        """Return measured over predicted seconds if all of the last steps were off to one side."""
         if len(self._last) < self.patience:
             return None
         predicted = float(self.candidate.prediction.seconds)
@@ -75,7 +75,7 @@ class Watch:
         return None
 
     def corrected(self, profile: Profile) -> Profile:
-        """The profile, each stage's seconds scaled by measured over predicted seconds of lanes."""
+        """Scale the seconds of each stage by measured over predicted seconds of lanes."""
         predicted = self.candidate.prediction.stages
         stages = {}
         for name, stage in profile.stages.items():
@@ -87,12 +87,12 @@ class Watch:
 
 
 def pays(now: Seconds, then: Seconds, pause: Seconds, steps_left: int) -> bool:
-    """Whether going over to a plan repays the pause within the steps that are left.
+    """Return whether going over to a plan repays the pause within the steps that are left.
 
     Args:
-        now, then: seconds of a step as it is, and under the other plan.
-        pause: for which no step can run.
-        steps_left: of the run.
+        now, then: seconds of a step now, and under the other plan.
+        pause: seconds in which no step can run.
+        steps_left: steps that the run still has.
     """
     gain = now - then
     return gain > LEAST_GAIN * now and gain * steps_left > pause

@@ -24,20 +24,16 @@ from m2flow.engine.messages import (
     ExportWeights,
     FailRun,
     FeedCall,
-    GiveBack,
     Inputs,
     InstallWeights,
-    ItemsGivenBack,
     ItemsProduced,
     LaneCommand,
     MoveState,
-    Part,
     ReleaseItems,
     RunCall,
     RunFinish,
     StepSubmitted,
     Tick,
-    given_back,
 )
 from m2flow.engine.plan import Plan
 from m2flow.engine.spans import Span, SpanKind
@@ -45,7 +41,7 @@ from m2flow.errors import RunFailed
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 from m2flow.simulation.items import VirtualItems
 from m2flow.simulation.run import LaneMemory, SimulatedRun
-from m2flow.simulation.stream import Left, VirtualStream
+from m2flow.simulation.stream import VirtualStream
 from m2flow.simulation.timing import Costs, Plain, Timing
 
 __all__ = ["Costs", "SimulatedRun", "Simulation"]
@@ -57,13 +53,6 @@ class _Next:
 
     stream: VirtualStream
     ticket: int
-
-
-@dataclass(frozen=True, slots=True)
-class _GiveBack:
-    """A streaming call hears that it is to give back."""
-
-    stream: VirtualStream
 
 
 class Simulation:
@@ -95,10 +84,9 @@ class Simulation:
         self.engine = Engine(graph, plan)
         self.record = SimulatedRun()
         self.now = 0.0
+        self._sent_at = 0.0  # when the commands at hand leave the controller
         self._sequence = count()
-        self._events: list[
-            tuple[float, float, int, int, tuple[Event, ...] | _Next | _GiveBack]
-        ] = []
+        self._events: list[tuple[float, float, int, int, tuple[Event, ...] | _Next]] = []
         self._running: dict[int, int] = {}
         self._free_at = {lane.id: 0.0 for lane in plan.lanes}
         self._began = dict(self._free_at)
@@ -109,7 +97,6 @@ class Simulation:
         }
         self._streams: dict[int, VirtualStream] = {}
         self._items = VirtualItems(graph, self.record)
-        self._left: dict[tuple[int, int, int], Left] = {}  # by stage, step and output item
 
     def run(self, num_items: int, num_steps: int) -> SimulatedRun:
         """Play steps of `num_items` source items, as many at once as the staleness allows.
@@ -137,9 +124,6 @@ class Simulation:
                 continue
             self.now = when
             self._handle(Tick(when))
-            if isinstance(news, _GiveBack):
-                self._end_early(news.stream)
-                continue
             self._play(lane, *news)
         self.record.peak_bytes = {lane: book.peak() for lane, book in self._memory.items()}
         return self.record
@@ -157,16 +141,13 @@ class Simulation:
                     command = self.engine.calls[call].command
                     assert isinstance(command, RunCall)
                     self._items.put(command.step, command.node, items, lane)
-                case ItemsGivenBack(call=call, items=items):
-                    command = self.engine.calls[call].command
-                    assert isinstance(command, RunCall)
-                    self._items.put_back(command.step, command.node, items, lane)
                 case CallFinished(call=call):
                     assert self._running.pop(lane) == call
         self._handle(*events)
 
     def _handle(self, *events: Event) -> None:
         self.record.num_events += len(events)
+        self._sent_at = max(self._sent_at, self.now) + self._timing.control(events)
         for command in self.engine.handle(*events):
             self._carry_out(command)
 
@@ -176,8 +157,6 @@ class Simulation:
                 self._run_call(command, self.graph.nodes[index])
             case FeedCall():
                 self._feed(command)
-            case GiveBack(call=call):
-                self._give_back(command, self._streams.get(call))
             case RunFinish(node=index):
                 self._finish(command, self.graph.nodes[index])
             case ExportWeights(source=source, lanes=lanes):
@@ -209,10 +188,10 @@ class Simulation:
         if node.streaming:
             lane = command.lanes[0]
             pace = partial(self._timing.round, node, lane)
-            stream = VirtualStream(node, command.step, lane, command.call, start, pace)
+            slots = self._timing.slots(node, lane)
+            stream = VirtualStream(node, command.step, lane, command.call, start, pace, slots)
             self._streams[command.call] = stream
             self._stream(stream, shares[0], start)
-            self._resume(stream, command.unfinished, start)
         elif command.fused:
             ((lane, items),) = zip(command.lanes, shares, strict=True)
             self._run_loop(command, node, items, lane, start)
@@ -286,7 +265,6 @@ class Simulation:
         items = self._items.read(command.step, command.inputs)
         ready = self._bring_to_all(stream, command.inputs, start)
         self._stream(stream, items, start, ready - start)
-        self._resume(stream, command.unfinished, start)
 
     def _stream(
         self, stream: VirtualStream, items: list[int], start: float, wait: float = 0.0
@@ -303,50 +281,10 @@ class Simulation:
             stream.log_taken.append([start - stream.began, ids_text(items)])
         self._set_down(stream)
 
-    def _resume(self, stream: VirtualStream, outputs: Sequence[int], start: float) -> None:
-        """Give a streaming call what others have given back; of each only the rest is done."""
-        node, step = stream.node, stream.step
-        if not outputs:
-            return
-        inputs = ((Part(given_back(node.index), tuple(outputs)),),)
-        self._items.read(step, inputs)
-        ready = self._bring_to_all(stream, inputs, start)
-        left = [self._left.pop((node.index, step, output)) for output in outputs]
-        grown = [one.grown for one in left]
-        pause = self._timing.resume(node, step, stream.lane, outputs, grown)
-        stream.resume(start, outputs, left, pause + ready - start)
-        if self._detailed:
-            stream.log_resumed.append([ready - stream.began, ids_text(outputs)])
-        self._set_down(stream)
-
     def _bring_to_all(self, stream: VirtualStream, inputs: Inputs, start: float) -> float:
         """Bring items to every lane of a streaming call; when the last lane has them."""
         lanes = self.engine.calls[stream.call].command.lanes
         return max(self._bring(stream.node, stream.step, x, inputs, start) for x in lanes)
-
-    def _give_back(self, command: GiveBack, stream: VirtualStream | None) -> None:
-        """Tell a streaming call, unless it has ended, to give back; it hears it a little later."""
-        if stream is not None:
-            when = max(self.now + self._timing.dispatch(command), stream.began)
-            order = self.tie_break(), next(self._sequence)
-            heappush(self._events, (when, *order, stream.lane, _GiveBack(stream)))
-
-    def _end_early(self, stream: VirtualStream) -> None:
-        """A streaming call hands on what is finished, gives back the rest, and ends."""
-        if self._streams.get(stream.call) is not stream:
-            return
-        left = stream.give_back(self.now)
-        said = stream.say()
-        if said:
-            self._play(stream.lane, self._said(stream, said))
-        if left:
-            index, step = stream.node.index, stream.step
-            self._left |= {(index, step, output): one for output, one in left.items()}
-            if self._detailed:
-                grown = [one.grown for one in left.values()]
-                stream.log_given_back = [self.now - stream.began, ids_text(left), grown]
-            self._play(stream.lane, ItemsGivenBack(stream.call, tuple(left)))
-        self._end_stream(stream)
 
     def _set_down(self, stream: VirtualStream) -> None:
         """Say when the next thing happens in a streaming call."""
@@ -381,8 +319,6 @@ class Simulation:
         facts = self._facts(stream.step, stream.taken, stream.call)
         if self._detailed:
             facts |= {"taken": stream.log_taken, "pieces": stream.log_pieces}
-            moved = {"resumed": stream.log_resumed, "given_back": stream.log_given_back}
-            facts |= {name: log for name, log in moved.items() if log}
         seconds = self.now - stream.began
         lanes = self.engine.calls[stream.call].command.lanes
         for lane in lanes:
@@ -438,7 +374,7 @@ class Simulation:
     def _start_of(self, lane: int, command: LaneCommand, workers: Iterable[str]) -> float:
         """When a lane comes to a command that needs these workers: it waits for early onloads."""
         ready = (self._onloaded.get((lane, worker), 0.0) for worker in workers)
-        return max(self.now + self._timing.dispatch(command), self._free_at[lane], *ready)
+        return max(self._sent_at + self._timing.dispatch(command), self._free_at[lane], *ready)
 
     def _take_lane(
         self,
@@ -506,7 +442,7 @@ class Simulation:
         return end
 
     def _complete(self, command: CompleteStep) -> None:
-        self.record.step_ends[command.step] = self.now
+        self.record.step_ends[command.step] = self._sent_at
         for lag, items in command.staleness.items():
             self.record.staleness[lag] = self.record.staleness.get(lag, 0) + items
         self._items.forget(command.step)

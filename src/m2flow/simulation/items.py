@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from m2flow.engine.messages import Inputs, given_back
+from m2flow.engine.messages import Inputs
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 from m2flow.simulation.run import SimulatedRun
 from m2flow.simulation.timing import Transfer
@@ -25,7 +25,7 @@ class VirtualItems:
         self._record = record
         self._there: dict[tuple[int, int], dict[int, int]] = {}  # item to the lane that holds it
         nodes = len(graph.nodes)
-        self._held = dict.fromkeys(range(given_back(nodes - 1), nodes), 0)
+        self._held = dict.fromkeys(range(SOURCE, nodes), 0)
 
     def submit(self, step: int, num_items: int) -> None:
         """Source items of a step are there."""
@@ -45,11 +45,6 @@ class VirtualItems:
     def put(self, step: int, producer: int, items: Iterable[int], lane: int) -> None:
         """Outputs of a stage lie on a lane."""
         self._there.setdefault((step, producer), {}).update(dict.fromkeys(items, lane))
-
-    def put_back(self, step: int, node: int, items: Sequence[int], lane: int) -> None:
-        """Begun outputs of a stage lie on a lane; they count beside the finished ones."""
-        self.put(step, given_back(node), items, lane)
-        self._held[given_back(node)] += len(items)
 
     def release(self, step: int, producer: int, items: Sequence[int]) -> None:
         """Nobody will read these."""
@@ -85,6 +80,5 @@ class VirtualItems:
             for item in part.items:
                 if holders[item] != lane:
                     elsewhere.setdefault(holders[item], []).append(item)
-            maker = max(part.producer, given_back(part.producer))
             for source, some in elsewhere.items():
-                yield Transfer(node, step, maker, source, lane, some)
+                yield Transfer(node, step, part.producer, source, lane, some)

@@ -7,22 +7,14 @@ finished, say all: an event costs the logarithm of the items at work, however ma
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from m2flow.flow.graph import StageNode
 
 SAME = 1e-9
 """Items whose ends differ by no more than this share of the units grown end together."""
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """An output item that is given back: units that it has still to grow by, and those it has."""
-
-    need: float
-    grown: float
 
 
 class VirtualStream:
@@ -32,14 +24,14 @@ class VirtualStream:
         node, step, lane, call: what runs where.
         start: the moment at which it begins.
         pace: seconds of a unit, by how many items are at work.
+        slots: the most output items at work at once; None for no limit. Further ones wait.
 
     Attributes:
         began: when it has begun.
         at: the moment up to which it has been played; in a pause it lies ahead.
         taken: input items that it has been given, in order.
         unsaid: items that are finished and not handed on.
-        log_taken, log_pieces, log_resumed, log_given_back: what the driver wants to remember of its
-            moments, for the span.
+        log_taken, log_pieces: what the driver remembers of its moments, for the span.
         ticket: changes when what happens next does, so that an event set down before is known to
             be void.
     """
@@ -52,6 +44,7 @@ class VirtualStream:
         call: int,
         start: float,
         pace: Callable[[int], float],
+        slots: int | None = None,
     ) -> None:
         self.node, self.step, self.lane, self.call = node, step, lane, call
         self.began = self.at = start
@@ -59,19 +52,17 @@ class VirtualStream:
         self.unsaid: list[int] = []
         self.log_taken: list[list[object]] = []
         self.log_pieces: list[list[object]] = []
-        self.log_resumed: list[list[object]] = []
-        self.log_given_back: list[object] = []
         self.ticket = 0
-        self._pace = pace
+        self._pace, self._slots = pace, slots
+        self._waiting: deque[tuple[int, float]] = deque()
         self._grown = 0.0
         self._heap: list[tuple[float, int, int]] = []  # units grown at its end; order; item
         self._order = 0
-        self._zero: dict[int, float] = {}  # units grown when an item had none, here or elsewhere
 
     @property
     def running(self) -> int:
-        """Items at work."""
-        return len(self._heap)
+        """Items at work, and those that wait for a slot."""
+        return len(self._heap) + len(self._waiting)
 
     @property
     def idle(self) -> bool:
@@ -81,7 +72,7 @@ class VirtualStream:
     @property
     def unfinished(self) -> list[int]:
         """Output items at work."""
-        return sorted(item for _, _, item in self._heap)
+        return sorted([item for _, _, item in self._heap] + [item for item, _ in self._waiting])
 
     def play(self, now: float) -> None:
         """Let all grow up to a moment."""
@@ -100,19 +91,18 @@ class VirtualStream:
     ) -> None:
         """Take input items in; nothing grows meanwhile."""
         self.taken += items
-        self.resume(now, outputs, [Left(need, 0.0) for need in needs], pause)
-
-    def resume(
-        self, now: float, outputs: Sequence[int], left: Sequence[Left], pause: float
-    ) -> None:
-        """Take output items in that were begun; nothing grows meanwhile."""
         self.play(now)
         self.at += pause
-        for output, one in zip(outputs, left, strict=True):
-            heappush(self._heap, (self._grown + one.need, self._order, output))
-            self._zero[output] = self._grown - one.grown
-            self._order += 1
+        self._waiting.extend(zip(outputs, needs, strict=True))
+        self._fill_slots()
         self.ticket += 1
+
+    def _fill_slots(self) -> None:
+        """Set items to work that wait, as far as there are slots."""
+        while self._waiting and (self._slots is None or len(self._heap) < self._slots):
+            output, need = self._waiting.popleft()
+            heappush(self._heap, (self._grown + need, self._order, output))
+            self._order += 1
 
     def next_end(self) -> float:
         """When the next item is finished, or, where nothing is at work, the call is at its end."""
@@ -128,6 +118,7 @@ class VirtualStream:
         self.unsaid.append(item)
         while together and self._heap and self._heap[0][0] - end <= SAME * (1.0 + end):
             self.unsaid.append(heappop(self._heap)[2])
+        self._fill_slots()
         self.ticket += 1
 
     def say(self) -> tuple[int, ...]:
@@ -135,14 +126,3 @@ class VirtualStream:
         said, self.unsaid = tuple(self.unsaid), []
         self.ticket += 1
         return said
-
-    def give_back(self, now: float) -> dict[int, Left]:
-        """Stop at a moment: the output items at work."""
-        self.play(now)
-        left = {
-            item: Left(max(0.0, end - self._grown), self._grown - self._zero[item])
-            for end, _, item in sorted(self._heap)
-        }
-        self._heap.clear()
-        self.ticket += 1
-        return left

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from m2flow.engine.messages import ExportWeights, InstallWeights, LaneCommand, RunFinish
+from m2flow.engine.messages import Event, ExportWeights, InstallWeights, LaneCommand, RunFinish
 from m2flow.flow.graph import StageNode
 
 
@@ -98,22 +98,19 @@ class Timing(Protocol):
         """Input items come to a streaming call together."""
         ...
 
-    def resume(
-        self,
-        node: StageNode,
-        step: int,
-        lane: int,
-        outputs: Sequence[int],
-        grown: Sequence[float],
-    ) -> float:
-        """Seconds in which nothing grows while output items are taken in that were begun elsewhere.
-
-        What they have `grown` by, each by so many units, stays with them.
-        """
-        ...
-
     def round(self, node: StageNode, lane: int, running: int) -> float:
         """Seconds in which each of so many output items at work in a call grows by one unit."""
+        ...
+
+    def slots(self, node: StageNode, lane: int) -> int | None:
+        """The most output items that a streaming call works on at once; None for no limit."""
+        ...
+
+    def control(self, events: Sequence[Event]) -> float:
+        """Seconds of the controller until it has handled events that come together.
+
+        Events that come meanwhile wait.
+        """
         ...
 
     def hands_on(self, node: StageNode, finished: int, running: int) -> bool:
@@ -175,18 +172,14 @@ class Plain:
         outputs = (item * node.expands + k for item in items for k in range(node.expands))
         return Admitted(0.0, [self.costs.item(node, step, output) for output in outputs])
 
-    def resume(
-        self,
-        node: StageNode,
-        step: int,
-        lane: int,
-        outputs: Sequence[int],
-        grown: Sequence[float],
-    ) -> float:
-        return 0.0
-
     def round(self, node: StageNode, lane: int, running: int) -> float:
         return 1.0
+
+    def slots(self, node: StageNode, lane: int) -> int | None:
+        return None
+
+    def control(self, events: Sequence[Event]) -> float:
+        return 0.0
 
     def hands_on(self, node: StageNode, finished: int, running: int) -> bool:
         return True

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Generator, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from m2flow import Batch, Flow, Stream, UserError, Worker, stage
 from m2flow.engine.plan import LaneSpec
-from m2flow.flow import GIVE_BACK, Arrived, Ragged, Unfinished
-from m2flow.plan.measured import fit_to, trial_plans
+from m2flow.flow import Ragged
+from m2flow.plan.file import to_json
 from m2flow.plan.profile import Profile
-from m2flow.plan.profile_files import to_json
-from m2flow.plan.units import Seconds
+from m2flow.plan.profile.learning import learn
+from m2flow.runtime.driver.launch import launch
 from m2flow.runtime.driver.pool import LanePool
-from m2flow.runtime.profiling import cached, keep, measure_flow, obtain, stored_at
-from m2flow.runtime.profiling.session import Session
+from m2flow.runtime.profiling import cached, keep, obtain, profile_flow, stored_at
+from m2flow.runtime.profiling.stored import given
 from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
@@ -130,17 +129,16 @@ def _cluster() -> Iterator[None]:
 def profile() -> Profile:
     said: list[str] = []
     with LanePool([LaneSpec(0), LaneSpec(1)]) as pool:
-        found = measure_flow(
+        found = profile_flow(
             make_flow, BATCHES, lanes=pool, budget_seconds=60, key=KEY, note=said.append
         )
     assert said
-    assert found.visits == len(said)
-    return found.profile
+    return found
 
 
 def test_seconds_are_those_that_the_stages_sleep(profile: Profile) -> None:
-    (score,) = profile.stage("judge.score").layouts
-    (learn,) = profile.stage("pupil.learn").layouts
+    (score,) = profile.stage("judge.score").costs
+    (learn,) = profile.stage("pupil.learn").costs
     assert len(score.seconds.points) >= 3
     for items in (2, 4, 8, 16):
         assert score.seconds.at(items) == pytest.approx(SCORE + SCORE_ITEM * items, rel=0.1)
@@ -155,7 +153,7 @@ def test_rounds_lengths_and_sizes_are_known(profile: Profile) -> None:
     told = profile.stage("teller.tell")
     assert told.lengths
     assert (told.lengths.values[0], told.lengths.largest) == (2, 5)
-    (layout,) = told.layouts
+    (layout,) = told.costs
     assert layout.round
     assert layout.admit
     whole = layout.admit.at(ITEMS) + sum(layout.round.at(n) for n in (16, 16, 12, 8, 4))
@@ -172,11 +170,10 @@ def test_moves_publishing_and_dispatch_are_known(profile: Profile) -> None:
     assert {entry.place for entry in profile.publish} == {"same", "node"}
     assert 0 < profile.dispatch < 0.01
     assert profile.key == KEY
-    assert profile.cut_by is None
 
 
 def test_memory_of_calls_is_known(profile: Profile) -> None:
-    (learn,) = profile.stage("pupil.learn").layouts
+    (learn,) = profile.stage("pupil.learn").costs
     assert learn.working
     for items, size in learn.working.points:
         wanted = max(items * TRAIN_BYTES, FINISH_BYTES)
@@ -185,86 +182,37 @@ def test_memory_of_calls_is_known(profile: Profile) -> None:
 
 
 def test_a_single_lane_will_do_and_short_time_gives_what_it_can() -> None:
-    found = measure_flow(make_flow, BATCHES, lanes=[LaneSpec(0)], budget_seconds=0.1)
-    assert found.visits == 1
-    assert found.profile.cut_by == 0.1
-    (score,) = found.profile.stage("judge.score").layouts
+    found = profile_flow(make_flow, BATCHES, lanes=[LaneSpec(0)], budget_seconds=0.1)
+    (score,) = found.stage("judge.score").costs
     assert score.call(16) == pytest.approx(SCORE + SCORE_ITEM * 16, rel=0.1)
 
 
 def test_no_batch_is_refused() -> None:
     with pytest.raises(UserError, match="batches"):
-        measure_flow(make_flow, [], lanes="cpu:1")
+        profile_flow(make_flow, [], lanes="cpu:1")
 
 
-# --- items that change lanes ----------------------------------------------------------------------
-
-RESUME, RESUME_UNIT = 0.1, 0.01
-FAR = (2, 2, 3, 3, 4, 4, 20, 24)
-"""Rounds of the items of a lane: at the switch point each lane has the last two left."""
-
-
-class Walker(Worker):
-    @stage(streaming=True, expands=SAMPLES, resumable=True)
-    def walk(self, starts: Batch | Unfinished) -> Generator[Batch | Unfinished, Arrived, None]:
-        import torch
-
-        come: dict[int, int] = {}
-
-        def take(arrived: Arrived) -> None:
-            if isinstance(arrived, Unfinished):
-                time.sleep(RESUME + RESUME_UNIT * sum(arrived.items["come"]))
-                come.update(zip(arrived.items.ids, arrived.items["come"], strict=True))
-            elif isinstance(arrived, Batch):
-                come.update(dict.fromkeys(arrived.repeat(SAMPLES).ids, 0))
-
-        take(starts)
-        while come:
-            time.sleep(ROUND)
-            for item in come:
-                come[item] += 1
-            done = {item: n for item, n in come.items() if n == FAR[item % len(FAR)]}
-            come = {item: n for item, n in come.items() if item not in done}
-            path = Ragged(torch.zeros(sum(done.values())), list(done.values()))
-            arrived = yield Batch({"path": path} if done else {}, list(done))
-            if arrived is GIVE_BACK:
-                steps = list(come.values())
-                path = Ragged(torch.zeros(sum(steps)), steps)
-                yield Unfinished(Batch({"come": steps, "path_so_far": path}, list(come)))
-                return
-            take(arrived)
-
-
-class Walking(Flow):
-    walker: Walker
-    judge: Judge
-
-    def step(self, items: Stream) -> Stream:
-        return self.judge.score(self.walker.walk(items))
-
-
-def test_what_going_on_with_begun_items_takes_is_known() -> None:
-    def walking() -> Walking:
-        return Walking(walker=Walker(), judge=Judge())
-
-    graph, lanes = walking().trace(), [LaneSpec(0), LaneSpec(1)]
-    every = trial_plans(graph, lanes, ITEMS)
-    plans = [every[0], *(plan for plan in every if plan.mode == "together, switching")]
-    with LanePool(lanes) as pool:
-        session = Session(graph, pool, walking, BATCHES, plans, time.monotonic() + 20)
-        for number in range(len(plans)):
-            session.visit(number)
-    (layout,) = fit_to(session.evidence).stage("walker.walk").layouts
-    assert layout.resume
-    assert len(session.evidence.samples.resumed["walker.walk", 1, "cpu"]) >= 2
-    units = 2 * 5  # two items, each with about five rounds behind it
-    assert layout.resume.at(units) == pytest.approx(RESUME + RESUME_UNIT * units, rel=0.1)
+def test_an_ordinary_run_teaches_its_profile() -> None:
+    """Step by step, from nothing, and each time on top of what is known."""
+    with launch(make_flow(), items_per_step=ITEMS, mode="collocated", lanes="cpu:2") as run:
+        steps = list(run.steps([*BATCHES, *BATCHES]))
+        graph, plan = run.graph, run.plan
+    known = None
+    for step in steps[1:]:
+        known = learn(known, graph, plan, [step])
+    assert known is not None
+    (score,) = known.stage("judge.score").costs
+    items = score.seconds.points[0][0]
+    assert score.call(items) == pytest.approx(SCORE + SCORE_ITEM * items, rel=0.15)
+    (learner,) = known.stage("pupil.learn").costs
+    assert learner.finish_seconds(2) == pytest.approx(FINISH, rel=0.15)
+    assert known.source == "measured"
 
 
 # --- the store ------------------------------------------------------------------------------------
 
 
-def nothing() -> Toy:
+def nothing() -> Profile:
     raise AssertionError("was measured though it is known")
 
 
@@ -282,7 +230,7 @@ def test_a_stored_profile_is_found_by_its_key_alone(profile: Profile, store: Pat
     other = {**KEY, "shapes": {"items": ITEMS + 1}}
     assert cached(other) is None
     assert stored_at(other) != path
-    found, origin = obtain(nothing, nothing, nothing, KEY)
+    found, origin = obtain(KEY, nothing)
     assert found == profile
     assert str(path) in origin
 
@@ -292,24 +240,13 @@ def test_a_stored_file_that_cannot_be_read_counts_as_none(profile: Profile, stor
     assert cached(KEY) is None
 
 
-def test_what_is_measured_is_stored(store: Path) -> None:
-    found, origin = obtain(make_flow, BATCHES, [LaneSpec(0)], KEY, 0.1)
-    assert "measured in" in origin
-    assert cached(KEY) == found
+def test_what_is_measured_is_stored(profile: Profile, store: Path) -> None:
+    found, origin = obtain(KEY, lambda: profile)
+    assert "measured" in origin
+    assert cached(KEY) == found == profile
     assert list((store / "profiles").iterdir()) == [stored_at(KEY)]
-
-
-def test_a_profile_that_lacks_trials_does_until_there_is_more_time(
-    profile: Profile, store: Path
-) -> None:
-    keep(replace(profile, cut_by=Seconds(20.0)))
-    for budget in (5, 20, 24):
-        _, origin = obtain(nothing, nothing, nothing, KEY, budget)
-        assert "cut short by its budget of 20 s" in origin
-    with pytest.raises(AssertionError, match="measured though it is known"):
-        obtain(nothing, nothing, nothing, KEY, 30)
-    found = cached(KEY)
-    assert found is not None, "whoever cannot measure takes what there is"
+    with pytest.raises(AssertionError, match="though it is known"):
+        obtain(KEY, nothing, again=True)
 
 
 def test_a_file_of_something_else_is_refused_with_what_differs(
@@ -317,10 +254,8 @@ def test_a_file_of_something_else_is_refused_with_what_differs(
 ) -> None:
     file = tmp_path / "profile.json"
     file.write_text(to_json(profile))
-    assert obtain(nothing, nothing, nothing, KEY, given=file)[0] == profile
+    assert given(file, KEY) == profile
     other = {**KEY, "hardware": {"lanes": 4}}
     with pytest.raises(UserError, match=r"hardware.lanes is 4 here and 2 there.*--reuse-profile"):
-        obtain(nothing, nothing, nothing, other, given=file)
-    found, origin = obtain(nothing, nothing, nothing, other, reuse=file)
-    assert found == profile
-    assert str(file) in origin
+        given(file, other)
+    assert given(file, other, whatever_its_key=True) == profile

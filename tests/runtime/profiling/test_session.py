@@ -1,4 +1,4 @@
-"""Which plans a session visits, on steps whose seconds are made up."""
+"""Which plans a session visits, on steps that do nothing."""
 
 from __future__ import annotations
 
@@ -12,29 +12,26 @@ import pytest
 
 from m2flow import Batch
 from m2flow.engine.plan import LaneSpec, Plan
-from m2flow.plan.measured import trial_plans
+from m2flow.plan.profile.trials import trial_plans
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.runtime.profiling import session as session_file
-from m2flow.runtime.profiling.session import ROUNDS, TOO_SLOW, Session
+from m2flow.runtime.profiling.session import ROUNDS, Session
 from tests.plan.small_graphs import GRPO
 
 LANES = (LaneSpec(0), LaneSpec(1))
-PLANS = trial_plans(GRPO, LANES, 8, fits_gang=lambda worker, size: worker == "learner")
+PLANS = trial_plans(GRPO, LANES, 8)
 
 
-def has_gangs(plan: Plan) -> bool:
-    return any(len(gang) > 1 for spot in plan.placements.values() for gang in spot.replicas)
-
-
-def visited(monkeypatch: pytest.MonkeyPatch, gang_seconds: float) -> list[int]:
-    """How often each plan is, where a step takes 1 s and on gangs so many."""
+def visited(monkeypatch: pytest.MonkeyPatch, budget: float) -> list[Plan]:
+    """The plans that are launched, one after the other."""
+    launches: list[Plan] = []
 
     @contextmanager
     def launched(_flow: Any, *, plan: Plan, **_: Any) -> Iterator[Any]:
-        seconds = gang_seconds if has_gangs(plan) else 1.0
+        launches.append(plan)
 
         def step(_batch: Batch) -> StepResult:
-            return StepResult(0, Batch({}), {}, [], 0.0, seconds, 1, None)
+            return StepResult(0, Batch({}), {}, [], 0.0, 1.0, 1, None)
 
         yield SimpleNamespace(
             plan=plan,
@@ -46,24 +43,18 @@ def visited(monkeypatch: pytest.MonkeyPatch, gang_seconds: float) -> list[int]:
 
     monkeypatch.setattr(session_file, "launch", launched)
     pool: Any = SimpleNamespace(lanes=())
-    session = Session(
-        GRPO, pool, lambda: None, [Batch({"x": [0] * 8})], PLANS, time.monotonic() + 1000
-    )
-    counts = [0] * len(PLANS)
-    while (number := session.next()) is not None and max(counts) < ROUNDS + 2:
-        session.visit(number)
-        counts[number] += 1
-    assert session.complete
-    return counts
+    deadline = time.monotonic() + budget
+    session = Session(GRPO, pool, lambda: None, [Batch({"x": [0] * 8})], PLANS, deadline)
+    said = list(session.run())
+    assert len(said) == session.visits == len(launches)
+    return launches
 
 
-def test_slow_gangs_are_tried_once_and_quick_ones_as_often_as_the_rest(
+def test_plans_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert visited(monkeypatch, 1000.0) == ROUNDS * PLANS
+
+
+def test_the_first_plan_is_measured_though_there_is_no_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gangs = [has_gangs(plan) for plan in PLANS]
-    assert sum(gangs) == 2, "calls of two sizes"
-    slow = visited(monkeypatch, 2 * TOO_SLOW)
-    quick = visited(monkeypatch, 1.0)
-    assert [times for gang, times in zip(gangs, slow, strict=True) if gang] == [1, 0]
-    assert all(times >= ROUNDS for gang, times in zip(gangs, slow, strict=True) if not gang)
-    assert all(times >= ROUNDS for times in quick)
+    assert visited(monkeypatch, -1.0) == PLANS[:1]

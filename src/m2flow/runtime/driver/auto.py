@@ -11,6 +11,7 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.flow import Flow
+from m2flow.flow.worker import Layout
 from m2flow.plan.profile import Profile
 from m2flow.runtime.driver.methods import STEP, Methods
 
@@ -46,7 +47,7 @@ class Auto:
         methods: Methods,
         lanes: tuple[LanePool, bool],
         specs: Sequence[LaneSpec],
-        gangs: Mapping[str, int],
+        layouts: Mapping[str, Layout],
     ) -> Pilot:
         """Choose a plan.
 
@@ -79,7 +80,7 @@ class Auto:
             methods.num_items[STEP],
             max_staleness=self.max_staleness,
             isolated=methods.isolated,
-            gangs=gangs,
+            layouts=layouts,
             num_steps=self.num_steps,
             deadline_seconds=self.deadline_seconds,
         )

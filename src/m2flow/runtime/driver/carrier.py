@@ -20,18 +20,14 @@ from m2flow.engine.messages import (
     Command,
     ExportWeights,
     FeedCall,
-    GiveBack,
     Inputs,
     InstallWeights,
-    ItemsGivenBack,
     ItemsProduced,
     LaneLost,
     MoveState,
-    Part,
     ReleaseItems,
     RunCall,
     RunFinish,
-    given_back,
 )
 from m2flow.engine.plan import Plan, StagePlan
 from m2flow.errors import RunFailed
@@ -201,7 +197,6 @@ class RayCarrier:
                 node = self.graphs[flow].nodes[index]
                 for lane in lanes:
                     inputs = share_of(command, lane, collective=node.worker in self._collective)
-                    inputs = _with_unfinished(command, inputs)
                     fetches = self._fetches(flow, step, lane, inputs)
                     released = self._to_release.pop((flow, step, lane), [])
                     in_pieces = command.fused or (
@@ -209,12 +204,9 @@ class RayCarrier:
                     )
                     self._hold(lane, Do(flow, command, fetches, released, in_pieces))
             case FeedCall(lanes=lanes, step=step):
-                inputs = _with_unfinished(command, command.inputs)
                 for lane in lanes:
-                    self._order(lane, Do(flow, command, self._fetches(flow, step, lane, inputs)))
-            case GiveBack(lanes=lanes):
-                for lane in lanes:
-                    self._order(lane, Do(flow, command))
+                    fetches = self._fetches(flow, step, lane, command.inputs)
+                    self._order(lane, Do(flow, command, fetches))
             case RunFinish(lanes=lanes):
                 for lane in lanes:
                     self._hold(lane, Do(flow, command))
@@ -284,7 +276,7 @@ class RayCarrier:
         key = (flow, step, producer)
         lanes = {self._holders[key].pop(item) for item in items if item in self._holders[key]}
         lanes |= self._copied_to.get(key, set())
-        if producer >= 0 and self.graphs[flow].nodes[producer].loop is not None:
+        if self.graphs[flow].nodes[producer].loop is not None:
             for lane in lanes:
                 self._order(lane, Release(flow, step, producer, tuple(items)))
             return
@@ -293,12 +285,11 @@ class RayCarrier:
 
     def _wanted_early(self, flow: str, node: StageNode, lane: int) -> bool:
         """Whether anybody can use a call's first items before its last: another lane, or the
-        engine, which feeds the call by what it has finished, or begins the tail by it."""
+        engine, which feeds the call by what it has finished."""
         stage = self._plans[flow].stages.get(node.name, StagePlan())
         readers = [other for other in self.graphs[flow].nodes if node.index in other.inputs]
         lanes = {x for other in readers for x in self.plan.placements[other.worker].lanes}
-        counted = stage.max_running is not None or stage.switch_at is not None
-        return counted or not lanes <= {lane}
+        return stage.max_running is not None or not lanes <= {lane}
 
     def wait(self, seconds: float) -> list[Report]:
         """Reports of the lanes that have answered; waits for the first one, but no longer."""
@@ -357,11 +348,6 @@ class RayCarrier:
                     assert isinstance(command, RunCall)
                     key = (flow, command.step, command.node)
                     self._holders.setdefault(key, {}).update(dict.fromkeys(items, lane))
-                case ItemsGivenBack(call=number, items=items):
-                    flow, command = self._calls[number]
-                    assert isinstance(command, RunCall)
-                    key = (flow, command.step, given_back(command.node))
-                    self._holders.setdefault(key, {}).update(dict.fromkeys(items, lane))
                 case CallFinished(call=number):
                     self.publisher.finished(number)
         if said.exports:
@@ -419,13 +405,6 @@ class RayCarrier:
 
     def close(self) -> None:
         """Nothing: the workers end with the pool, or make way for those of the next run."""
-
-
-def _with_unfinished(command: RunCall | FeedCall, inputs: Inputs) -> Inputs:
-    """What a lane reads for a call: inputs, and what other calls have given back."""
-    if not command.unfinished:
-        return inputs
-    return (*inputs, (Part(given_back(command.node), command.unfinished),))
 
 
 def _value(answer: Answer) -> Any:

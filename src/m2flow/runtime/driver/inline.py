@@ -20,7 +20,6 @@ from m2flow.engine.messages import (
     Command,
     ExportWeights,
     FeedCall,
-    GiveBack,
     InstallWeights,
     MoveState,
     ReleaseItems,
@@ -34,7 +33,7 @@ from m2flow.flow.batch import Batch
 from m2flow.flow.graph import SOURCE, FlowGraph
 from m2flow.flow.worker import Place, Worker
 from m2flow.runtime.driver.runner import Published, Report
-from m2flow.runtime.lane.host import GivenBack, LaneHost, Produced, joined_exits
+from m2flow.runtime.lane.host import LaneHost, Produced, joined_exits
 
 NO_FACTS: Mapping[str, object] = MappingProxyType({})
 
@@ -77,9 +76,7 @@ class InlineCarrier:
         self.state_bytes: dict[str, int] = {}
         self._queue: deque[tuple[str, Command]] = deque()
         self._said: list[Report] = []
-        self._streams: deque[tuple[RunCall, str, Iterator[Produced | GivenBack | None], float]] = (
-            deque()
-        )
+        self._streams: deque[tuple[RunCall, str, Iterator[Produced | None], float]] = deque()
         for name, worker in workers.items():
             if name in plan.placements:
                 lane = plan.placements[name].lanes[0]
@@ -138,9 +135,6 @@ class InlineCarrier:
             case FeedCall():
                 self._host.feed(flow, command)
                 return [Report(None)]
-            case GiveBack():
-                self._host.give_back(command)
-                return [Report(None)]
         raise AssertionError(f"no lane carries out {command}")
 
     def _on(self, lane: int) -> LaneHost:
@@ -154,7 +148,7 @@ class InlineCarrier:
             self._streams.append((command, flow, stream, start))
             if piece is None:
                 return [Report(None)]
-            return [Report(piece.event(command.call), piece.spans)]
+            return [Report(piece.event(command.call))]
         return [self._finished(flow, command, start)]
 
     def _finished(
@@ -212,7 +206,7 @@ def call_span(
     end: float,
     further: Mapping[str, object] = NO_FACTS,
 ) -> Span:
-    """The span of a call that a lane has finished, with the facts that a replay needs."""
+    """The span of a call that a lane has finished, with its facts."""
     facts: dict[str, object]
     match command:
         case RunCall(node=node, step=step):

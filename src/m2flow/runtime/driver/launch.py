@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.flow.flow import Flow
+from m2flow.flow.worker import Layout
 from m2flow.plan import build_plan, isolated_workers, parse_lanes, with_memory
 from m2flow.runtime.driver.auto import AUTO, Auto
 from m2flow.runtime.driver.inline import InlineCarrier
@@ -41,7 +42,7 @@ def launch(
     also: Mapping[str, int] = MappingProxyType({}),
     num_threads: int | None = None,
     lane_memory: int | None = None,
-    gangs: Mapping[str, int] = MappingProxyType({}),
+    layouts: Mapping[str, Layout] = MappingProxyType({}),
     publish: str | None = None,
     auto: Auto = AUTO,
 ) -> Run:
@@ -61,7 +62,8 @@ def launch(
         num_threads: threads of an eager run; by default one for each core of its lane.
         lane_memory: bytes that the states on a lane may take; workers are then moved out of each
             other's way. None for no limit.
-        gangs: worker to how many lanes take part in each of its calls, where a plan is built.
+        layouts: worker to the layout of its replicas, where a plan is built; one lane for each
+            replica of those left out.
         publish: the one way to send weights to other lanes, "shared", "copy", "broadcast" or
             "delta"; by default the one predicted to be fastest (see `Run.explain_publishing`).
         auto: how mode "auto" goes about it.
@@ -78,12 +80,12 @@ def launch(
         free = [x for x in _specs(lanes, lane_memory) if x.reserved_for is None]
         fallback = build_plan("collocated", graphs[STEP], free, items_per_step, methods.isolated)
         with _lanes(lanes, methods.planned(fallback).everything.lanes, methods, flow) as pool:
-            pilot = auto.pilot(flow, methods, pool, free, gangs)
+            pilot = auto.pilot(flow, methods, pool, free, layouts)
             plans = methods.planned(pilot.plan)
             return _on_lanes(methods, plans, flow, first_step, pool, publish, pilot)
     if plan is None:
         specs = _specs(lanes, lane_memory)
-        plan = build_plan(mode, graphs[STEP], specs, items_per_step, methods.isolated, gangs)
+        plan = build_plan(mode, graphs[STEP], specs, items_per_step, methods.isolated, layouts)
     plans = methods.planned(plan)
     if plan.mode == "eager":
         return _eager(methods, plans, flow, first_step, num_threads)

@@ -9,17 +9,14 @@ from typing import Protocol
 
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.flow.graph import FlowGraph
-from m2flow.plan.builders import NO_GANGS
-from m2flow.plan.decide import decide
+from m2flow.flow.worker import Layout
+from m2flow.plan.builders import DEFAULT_LAYOUTS
+from m2flow.plan.choose import Limits, choose
 from m2flow.plan.prediction import Candidate
 from m2flow.plan.profile import Profile
-from m2flow.plan.search import Limits
 from m2flow.plan.units import Seconds
 from m2flow.plan.watching import Measured, Watch, pays
 from m2flow.runtime.driver.runner import StepResult
-
-DECIDING_SECONDS = 10.0
-"""About how long simulating plans may take."""
 
 NEGLIGIBLE_SECONDS = Seconds(0.05)
 """The pause in which no worker moves."""
@@ -58,7 +55,7 @@ class Pilot:
     """The planner beside a run.
 
     Args:
-        graph, profile, lanes, num_items, max_staleness, isolated, limits, gangs: as for `decide`.
+        graph, profile, lanes, num_items, max_staleness, isolated, limits, layouts: as for `choose`.
         num_steps: of the whole run; None where nobody knows: it is then taken to be half done.
         deadline_seconds: longest that a call may take, whatever the plan.
 
@@ -78,14 +75,14 @@ class Pilot:
         max_staleness: int = 0,
         isolated: Collection[str] = (),
         limits: Limits | None = None,
-        gangs: Mapping[str, int] = NO_GANGS,
+        layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
         num_steps: int | None = None,
         deadline_seconds: float | None = None,
     ) -> None:
         self._deadline_seconds = deadline_seconds
         self._graph, self._lanes, self._num_items = graph, lanes, num_items
         self._max_staleness, self._isolated = max_staleness, isolated
-        self._limits, self._gangs, self._num_steps = limits, gangs, num_steps
+        self._limits, self._layouts, self._num_steps = limits, layouts, num_steps
         self._seconds: list[float] = []
         self._done, self._last_end = 0, 0.0
         self.changes: list[Change] = []
@@ -93,7 +90,7 @@ class Pilot:
 
     def _decide(self, profile: Profile, running: Sequence[Plan] = ()) -> None:
         self.profile = profile
-        self.decision = decide(
+        self.decision = choose(
             self._graph,
             profile,
             self._lanes,
@@ -101,9 +98,8 @@ class Pilot:
             max_staleness=self._max_staleness,
             isolated=self._isolated,
             limits=self._limits,
-            gangs=self._gangs,
+            layouts=self._layouts,
             beside=running,
-            budget=DECIDING_SECONDS,
         )
         self.watch = Watch(self.decision.chosen)
 

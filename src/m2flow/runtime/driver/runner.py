@@ -90,8 +90,10 @@ class StepResult:
         output: the items that the flow's method returned, in order of item.
         metrics: what the `finish` of its accumulating stages returned: the mean over mini-batches.
         spans: what the lanes did for it, and between it and the step before.
-        started: when it was submitted, in seconds of the clock of the spans.
-        seconds: from its submission to its end.
+        started: when it was submitted or, if that was later, when the step before it ended; in
+            seconds of the clock of the spans.
+        seconds: from `started` to its end, so that the seconds of steps that overlap add up to the
+            time that the run takes.
         version: version of the weights after it.
         staleness: mean version lag of the items that ran on published weights, or None.
         published: for each worker that publishes its weights, the bytes and the seconds that this
@@ -156,6 +158,7 @@ class Runner:
         self._open: dict[int, _Open] = {}
         self._spans: list[Span] = []
         self._done: list[StepResult] = []
+        self._last_end = 0.0
 
     def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
         """Run one step for each batch of source items, in order.
@@ -240,7 +243,8 @@ class Runner:
                     self.carrier.carry_out(self.name, command)
 
     def _complete(self, command: CompleteStep) -> None:
-        opened = self._open.pop(command.step)
+        opened, now = self._open.pop(command.step), time.time()
+        started, self._last_end = max(opened.started, self._last_end), now
         items = sum(command.staleness.values())
         lag = sum(lag * count for lag, count in command.staleness.items())
         spans, self._spans = self._spans, []
@@ -250,8 +254,8 @@ class Runner:
                 output=self.carrier.collect(self.name, command.step),
                 metrics=_mean(opened.metrics),
                 spans=spans,
-                started=opened.started,
-                seconds=time.time() - opened.started,
+                started=started,
+                seconds=now - started,
                 version=command.version,
                 staleness=lag / items if items else None,
                 published=opened.published,

@@ -1,7 +1,7 @@
 """`LaneExecutor`: carries out a lane's orders, one after the other, on one thread.
 
 While a streaming call runs, the orders that have come in are looked at between the pieces that it
-hands on, so that it can be fed, or told to give back. Early onloads run on a thread of their own
+hands on, so that it can be fed. Early onloads run on a thread of their own
 beside the call; whoever needs the worker waits for them. Payloads for other lanes are handed out by
 the payload server's threads, which read the same store.
 """
@@ -24,14 +24,12 @@ from m2flow.engine.messages import (
     CallFinished,
     ExportWeights,
     FeedCall,
-    GiveBack,
     InstallWeights,
     LaneCommand,
     MoveFailed,
     MoveState,
     RunCall,
     RunFinish,
-    given_back,
 )
 from m2flow.engine.spans import Span
 from m2flow.errors import RunFailed
@@ -216,8 +214,6 @@ class LaneExecutor:
         match order.command:
             case FeedCall():
                 self._feed(order)
-            case GiveBack():
-                self._host.give_back(order.command)
             case MoveState():
                 self._move(order.command)
             case RunCall() as command:
@@ -252,7 +248,7 @@ class LaneExecutor:
         for piece in self._host.call(order.flow, command):
             if piece is not None:
                 num_bytes += piece.num_bytes
-                reports.append(Report(piece.event(command.call), piece.spans))
+                reports.append(Report(piece.event(command.call)))
             if order.in_pieces and reports:
                 self._say(Said(order.flow, reports))
                 reports = []
@@ -262,11 +258,11 @@ class LaneExecutor:
         self._say(Said(order.flow, reports))
 
     def _look_for_orders(self) -> None:
-        """Take in what has come while a call runs; feeding and giving back happen at once."""
+        """Take in what has come while a call runs; feeding happens at once."""
         while self._line.waiting():
             order: Order = from_bytes(self._line.receive())
             match order:
-                case Do(command=FeedCall() | GiveBack()):
+                case Do(command=FeedCall()):
                     self._do(order)
                 case _:
                     self._orders.append(order)
@@ -396,7 +392,7 @@ class LaneExecutor:
             "step": order.fetches[0].step,
             "items": items,
             "bytes": num_bytes,
-            "made_by": [nodes[max(n, given_back(n))].name for n in sorted(producers)],
+            "made_by": [nodes[n].name for n in sorted(producers)],
         }
         return [Report(None, (Span(self.lane, "items", "transfer", start, time.time(), facts),))]
 

@@ -19,22 +19,18 @@ from m2flow.engine.facts import ids_text
 from m2flow.engine.lengths import item_lengths
 from m2flow.engine.messages import (
     FeedCall,
-    GiveBack,
     Inputs,
-    ItemsGivenBack,
     ItemsProduced,
     MoveState,
     Part,
     RunCall,
     RunFinish,
-    given_back,
 )
 from m2flow.engine.spans import Span
 from m2flow.engine.streams import Agree, StageStream, alone
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph, StageNode
-from m2flow.flow.streaming import Unfinished
 from m2flow.flow.worker import Worker
 from m2flow.runtime.lane.store import Store
 
@@ -61,34 +57,11 @@ class Produced:
     lengths: tuple[float, ...] = ()
     judged: bool = True
 
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        """None: the call has a span at its end."""
-        return ()
-
     def event(self, call: int) -> ItemsProduced:
         """What the engine is told of it."""
         return ItemsProduced(
             call, self.items, self.num_bytes, self.leaving, self.lengths, self.judged
         )
-
-
-@dataclass(frozen=True, slots=True)
-class GivenBack:
-    """What a streaming call has not finished; the payload stays on the lane.
-
-    Attributes:
-        items, num_bytes: as in `ItemsGivenBack`.
-        spans: what became of the lane's time since it was told to.
-    """
-
-    items: tuple[int, ...]
-    num_bytes: int
-    spans: tuple[Span, ...]
-
-    def event(self, call: int) -> ItemsGivenBack:
-        """What the engine is told of it."""
-        return ItemsGivenBack(call, self.items, self.num_bytes)
 
 
 class LaneHost:
@@ -121,11 +94,11 @@ class LaneHost:
         self._streams: dict[int, StageStream] = {}
         self._logs: dict[int, Mapping[str, object]] = {}
 
-    def call(self, flow: str, command: RunCall) -> Iterator[Produced | GivenBack | None]:
+    def call(self, flow: str, command: RunCall) -> Iterator[Produced | None]:
         """Run a stage on this lane's share of a call; gives what is finished, as it is.
 
-        Of a streaming stage also what it gives back, and None where it has stopped for a moment
-        to hear if anything has come. On a gang its first lane gives all of that.
+        Of a streaming stage also None where it has stopped for a moment to hear if anything has
+        come. On a gang its first lane hands the items on.
         """
         node = self.graphs[flow].nodes[command.node]
         worker = self.workers.get(node.worker)
@@ -140,7 +113,7 @@ class LaneHost:
             stage = partial(self._function(flow, node), **node.options)
             agree = self._agree.get(node.worker, alone)
             stream = self._streams[command.call] = StageStream(node, stage, self.clock, agree)
-            self._feed(flow, stream, command, share)  # and it can be fed more from now on
+            stream.feed(self._gather(flow, command.step, share))  # more may come from now on
             return self._stream(flow, command, node)
         batches = self._gather(flow, command.step, share)
         if share != command.inputs[command.lanes.index(self.lane)]:
@@ -237,17 +210,12 @@ class LaneHost:
         stage: Callable[..., Any] = getattr(self.workers[node.worker], node.method)
         return stage
 
-    def _stream(
-        self, flow: str, command: RunCall, node: StageNode
-    ) -> Iterator[Produced | GivenBack | None]:
+    def _stream(self, flow: str, command: RunCall, node: StageNode) -> Iterator[Produced | None]:
         stream, first = self._streams[command.call], command.lanes[0] == self.lane
         try:
             for piece in stream.run():
                 if piece is None or not first:
                     yield None
-                elif isinstance(piece, Unfinished):
-                    self.store.put(flow, command.step, given_back(node.index), piece.items)
-                    yield self._given_back(command, node, stream, piece.items)
                 else:
                     yield self._keep(flow, command.step, node, piece)
         finally:
@@ -259,22 +227,8 @@ class LaneHost:
         stream = self._streams.get(command.call)
         if stream is None:
             return False
-        self._feed(flow, stream, command, command.inputs)
+        stream.feed(self._gather(flow, command.step, command.inputs))
         return True
-
-    def _feed(
-        self, flow: str, stream: StageStream, command: RunCall | FeedCall, inputs: Inputs
-    ) -> None:
-        if any(part.items for part in inputs[0]):
-            stream.feed(self._gather(flow, command.step, inputs))
-        if command.unfinished:
-            wanted = [(given_back(command.node), command.unfinished)]
-            stream.feed(Unfinished(self.store.gather(flow, command.step, wanted)))
-
-    def give_back(self, command: GiveBack) -> None:
-        """Have a streaming call give back what it has not finished, if it still runs."""
-        if stream := self._streams.get(command.call):
-            stream.give_back()
 
     def _keep(self, flow: str, step: int, node: StageNode, output: Batch) -> Produced:
         self.store.put(flow, step, node.index, output)
@@ -285,14 +239,6 @@ class LaneHost:
         until = graph.loops[node.loop].until
         leaving = _leaving(output, until)
         return Produced(output.ids, output.nbytes, leaving, lengths, until in output)
-
-    def _given_back(
-        self, command: RunCall, node: StageNode, stream: StageStream, items: Batch
-    ) -> GivenBack:
-        facts = {"step": command.step, "items": len(items)}
-        name = f"give back {node.name}"
-        span = Span(self.lane, name, "switch", stream.told, self.clock(), facts)
-        return GivenBack(items.ids, items.nbytes, (span,))
 
     def finish(self, flow: str, command: RunFinish) -> dict[str, float]:
         """Run the `finish` of an accumulating stage; the metrics it returns."""
@@ -324,7 +270,7 @@ def share_of(command: RunCall, lane: int, *, collective: bool) -> Inputs:
     with an empty share take part all the same, and read one item to know the columns.
     """
     share = command.inputs[command.lanes.index(lane)]
-    if command.unfinished or any(part.items for part in share[0]):
+    if any(part.items for part in share[0]):
         return share
     if not collective:
         return ()

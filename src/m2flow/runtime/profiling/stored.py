@@ -5,43 +5,35 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from m2flow.errors import UserError
+from m2flow.plan.file import read_profile, to_json
 from m2flow.plan.profile import Profile, differences
-from m2flow.plan.profile_files import read_profile, to_json
 
 CACHE_VARIABLE = "M2FLOW_CACHE"
-
-MORE = 1.25
-"""What lacks trials is measured again where there are so many times as many seconds."""
 
 Key = Mapping[str, Mapping[str, object]]
 """What a profile depends on; see `Profile.key`."""
 
 
 def cache_folder() -> Path:
-    """`$M2FLOW_CACHE`, else `~/.cache/m2flow`."""
+    """Return `$M2FLOW_CACHE`, else `~/.cache/m2flow`."""
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "m2flow")
 
 
 def stored_at(key: Key) -> Path:
-    """Where the profile of a key lies, or would lie."""
+    """Return the file in which the profile of a key lies, or would lie."""
     text = json.dumps(key, sort_keys=True, default=str)
     name = hashlib.sha256(text.encode()).hexdigest()[:24]
     return cache_folder() / "profiles" / f"{name}.json"
 
 
-def cached(key: Key, budget: float | None = None) -> Profile | None:
-    """The stored profile of a key, if there is one that can be read.
+def cached(key: Key) -> Profile | None:
+    """Return the stored profile of a key, if there is one that can be read.
 
-    One that another m2flow has written in another form counts as none: it is measured again.
-
-    Args:
-        key: what the profile depends on.
-        budget: seconds that measuring again may take. A profile that lacks trials, because it was
-            given clearly less, counts as none then.
+    A profile that another m2flow has written in another form counts as none.
     """
     path = stored_at(key)
     if not path.is_file():
@@ -50,14 +42,11 @@ def cached(key: Key, budget: float | None = None) -> Profile | None:
         profile = read_profile(path)
     except UserError:
         return None
-    if differences(key, profile.key):
-        return None
-    short = profile.cut_by is not None and budget is not None and budget > MORE * profile.cut_by
-    return None if short else profile
+    return None if differences(key, profile.key) else profile
 
 
 def keep(profile: Profile) -> Path:
-    """Store a profile under its key; where it lies. Readers see all of it or nothing."""
+    """Store a profile under its key, and return its file. Readers see all of it or nothing."""
     path = stored_at(profile.key)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
@@ -66,15 +55,23 @@ def keep(profile: Profile) -> Path:
     return path
 
 
-def lack(profile: Profile) -> str:
-    """What a profile lacks, as words to be added; nothing if it is complete."""
-    if profile.cut_by is None:
-        return ""
-    return f" (cut short by its budget of {profile.cut_by:.0f} s; a larger one measures the rest)"
+def obtain(key: Key, measure: Callable[[], Profile], *, again: bool = False) -> tuple[Profile, str]:
+    """Return the stored profile of a key, else a new one; and in a few words where it is from.
+
+    Args:
+        key: what the profile depends on.
+        measure: makes a profile, which is stored.
+        again: measure though a profile is stored.
+    """
+    known = None if again else cached(key)
+    if known is not None:
+        return known, f"stored at {stored_at(key)}"
+    profile = measure()
+    return profile, f"measured, stored at {keep(profile)}"
 
 
 def given(path: Path, key: Key, *, whatever_its_key: bool = False) -> Profile:
-    """A profile file that the user names.
+    """Return the profile in a file that the user names.
 
     Args:
         path: the file.

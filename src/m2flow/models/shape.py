@@ -1,0 +1,284 @@
+"""Shapes of decoders, and what follows from the shape alone: parameters, FLOPs, bytes of KV cache.
+
+Read from a Hugging Face `config.json`; neither weights nor transformers are needed. Parameter
+counts are exact for the families Llama, Mistral, Mixtral, Qwen2, Qwen3 (both with and without
+experts), Gemma and Gemma 2. This module knows no device.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from m2flow.errors import UserError, suggestion
+
+WEIGHT_BYTES = 2
+"""Of a parameter, or of one number in the KV cache, in 16-bit formats."""
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma": {"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16},
+    "gemma2": {"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4},
+    "mistral": {"num_key_value_heads": 8},
+    "mixtral": {"num_key_value_heads": 8},
+    "qwen2": {"attention_bias": True},
+    "qwen2_moe": {"attention_bias": True},
+    "qwen3": {"head_dim": 128},
+    "qwen3_moe": {"num_key_value_heads": 4, "moe_intermediate_size": 768},
+}
+"""By model type: defaults of its configuration class that a `config.json` need not repeat."""
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys under which configurations write the number of experts of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder of transformer layers with gated feed-forward blocks.
+
+    Attributes:
+        name: for messages.
+        layers: number of transformer layers.
+        hidden: width of the residual stream.
+        heads: query heads; `kv_heads` key-value heads, each `head_dim` wide.
+        intermediate: width of a dense feed-forward block.
+        vocabulary: rows of the embedding.
+        tied: whether the output projection is the embedding.
+        moe_layers: layers whose feed-forward block is a mixture of experts.
+        experts: in each of those; `experts_per_token` work on a token.
+        expert_intermediate: width of an expert.
+        shared_intermediate: width of the expert that every token passes; 0 where there is none.
+        layer_extras: parameters of a layer beside its matrices: norms and biases.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    tied: bool = False
+    moe_layers: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
+    layer_extras: int = 0
+
+    def _blocks(self, experts: int) -> int:
+        """Parameters of all layers, so many experts of each mixture counted."""
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        dense = (self.layers - self.moe_layers) * 3 * self.hidden * self.intermediate
+        shared = 3 * self.hidden * self.shared_intermediate
+        shared += self.hidden if self.shared_intermediate else 0  # its gate
+        router = self.hidden * self.experts
+        expert = 3 * self.hidden * self.expert_intermediate
+        mixtures = self.moe_layers * (router + shared + experts * expert)
+        return self.layers * (attention + self.layer_extras) + dense + mixtures
+
+    @property
+    def parameters(self) -> int:
+        """Count every parameter that memory must hold."""
+        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
+        return self._blocks(self.experts) + embeddings + self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """Count the parameters that work on one token, without the embedding's lookup."""
+        return self._blocks(self.experts_per_token) + (self.vocabulary + 1) * self.hidden
+
+    @property
+    def expert_parameters(self) -> int:
+        """Count the parameters of all experts of all mixtures."""
+        return self.moe_layers * self.experts * 3 * self.hidden * self.expert_intermediate
+
+    @property
+    def expert_share(self) -> float:
+        """Return the share of all parameters that experts have; 0 for a dense model."""
+        return self.expert_parameters / self.parameters
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of all weights in a 16-bit format."""
+        return self.parameters * WEIGHT_BYTES
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Return the bytes of keys and values of one token in all layers, in a 16-bit format."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * WEIGHT_BYTES
+
+    def kv_bytes_on_lane(self, lanes: int) -> int:
+        """Return the bytes of one token on each of `lanes` lanes that divide the layers.
+
+        Heads stay whole, so with more lanes than key-value heads each lane has a copy of one.
+        """
+        return self.kv_bytes_per_token // self.kv_heads * -(-self.kv_heads // lanes)
+
+    def weight_bytes_read(self, tokens: float) -> float:
+        """Return the bytes of weights that a forward pass of `tokens` tokens reads.
+
+        Of `E` experts of which a token takes `k`, `n` tokens that choose independently touch
+        `E (1 - (1 - k/E)^n)`.
+        """
+        if not self.experts:
+            return float(self.weight_bytes)
+        idle = math.pow(1 - self.experts_per_token / self.experts, tokens)
+        return (self.parameters - self.expert_parameters * idle) * WEIGHT_BYTES
+
+    def forward_flops(self, tokens: float, context: float) -> float:
+        """Return the FLOPs of a forward pass.
+
+        Two for each active parameter and token (Kaplan et al. 2020, section 2.1), and
+        `4 heads head_dim context` in each layer for scores and values.
+
+        Args:
+            tokens: that are worked on.
+            context: tokens that each of them attends to, in the mean.
+        """
+        attention = 4 * self.layers * self.heads * self.head_dim * context
+        return tokens * (2 * self.active_parameters + attention)
+
+
+def model_from_config(config: Mapping[str, Any], name: str = "model") -> ModelShape:
+    """Return the shape that a Hugging Face configuration describes.
+
+    A configuration of several modalities is read by its `text_config`.
+
+    Raises:
+        UserError: a key is missing, or the architecture is not a plain decoder.
+    """
+    text = config.get("text_config")
+    if isinstance(text, Mapping) and "hidden_size" not in config:
+        config = {**config, **text}
+    if config.get("kv_lora_rank"):
+        raise UserError(
+            "keys and values in a latent space are not described by this model of costs",
+            key=f"{name}.kv_lora_rank",
+            value=config["kv_lora_rank"],
+            expected="multi-head or grouped-query attention",
+        )
+    kind = str(config.get("model_type", ""))
+    given = {key: value for key, value in config.items() if value is not None}
+    config = {**DEFAULTS.get(kind, {}), **given}
+    layers, hidden, heads, intermediate, vocabulary = (
+        _number(config, name, key)
+        for key in (
+            "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size",
+            "vocab_size",
+        )
+    )  # fmt: skip
+    kv_heads = int(config.get("num_key_value_heads", heads))
+    head_dim = int(config.get("head_dim", hidden // heads))
+    experts = next((int(config[key]) for key in EXPERT_COUNTS if config.get(key)), 0)
+    return ModelShape(
+        name, layers, hidden, heads, kv_heads, head_dim, intermediate, vocabulary,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        moe_layers=_mixtures(config, layers) if experts else 0,
+        experts=experts,
+        experts_per_token=_number(config, name, "num_experts_per_tok") if experts else 0,
+        expert_intermediate=int(config.get("moe_intermediate_size", intermediate))
+        if experts
+        else 0,
+        shared_intermediate=int(config.get("shared_expert_intermediate_size", 0)),
+        layer_extras=_norms_and_biases(config, kind, heads * head_dim, kv_heads * head_dim),
+    )  # fmt: skip
+
+
+def _mixtures(config: Mapping[str, Any], layers: int) -> int:
+    """Count the layers whose feed-forward block is a mixture of experts."""
+    period, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    return sum(n not in dense and (n + 1) % period == 0 for n in range(layers))
+
+
+def _norms_and_biases(config: Mapping[str, Any], kind: str, queries: int, keys: int) -> int:
+    """Count the parameters of one layer that belong to no matrix."""
+    hidden = int(config["hidden_size"])
+    found = (4 if kind == "gemma2" else 2) * hidden
+    if kind.startswith("qwen3"):
+        found += 2 * queries // int(config["num_attention_heads"])  # norms of queries and keys
+    if config.get("attention_bias"):
+        found += queries + 2 * keys + (0 if kind.startswith("qwen2") else hidden)
+    if config.get("mlp_bias"):
+        found += 2 * int(config["intermediate_size"]) + hidden
+    return found
+
+
+def _number(config: Mapping[str, Any], name: str, key: str) -> int:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(
+            "the model's configuration does not say how large the model is",
+            key=f"{name}.{key}",
+            value=value if value is not None else "nothing",
+            expected="a whole number of at least 1",
+            hint="give a config.json of a decoder such as Llama's or Qwen's",
+        )
+    return value
+
+
+def read_model(source: str | Path) -> ModelShape:
+    """Return the shape of a model by its folder, its `config.json`, or a name in `KNOWN_MODELS`.
+
+    Raises:
+        UserError: there is no such file or name, or it does not describe a decoder.
+    """
+    known = {name.lower(): shape for name, shape in KNOWN_MODELS.items()}
+    short = str(source).rstrip("/").split("/")[-1].lower()
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        if short in known:
+            return known[short]
+        raise UserError(
+            "neither a folder with a config.json nor a model whose shape is known",
+            key="model",
+            value=str(source),
+            hint=suggestion(str(source).split("/")[-1], KNOWN_MODELS),
+        )
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"is not JSON: {error}", key="model", value=str(path)) from error
+    if not isinstance(config, dict):
+        raise UserError("holds no JSON object", key="model", value=str(path))
+    return model_from_config(config, path.parent.name or "model")
+
+
+def _published(kind: str, sizes: tuple[int, ...], **more: Any) -> dict[str, Any]:
+    """Write out a configuration from its type and the sizes that every decoder has."""
+    names = (
+        "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
+        "intermediate_size", "vocab_size",
+    )  # fmt: skip
+    return {"model_type": kind, **dict(zip(names, sizes, strict=True)), **more}
+
+
+KNOWN_MODELS: dict[str, ModelShape] = {
+    name: model_from_config(config, name)
+    for name, config in {
+        "Qwen2.5-0.5B": _published(
+            "qwen2", (24, 896, 14, 2, 4864, 151936), tie_word_embeddings=True
+        ),
+        "Qwen2.5-1.5B": _published(
+            "qwen2", (28, 1536, 12, 2, 8960, 151936), tie_word_embeddings=True
+        ),
+        "Qwen2.5-7B": _published("qwen2", (28, 3584, 28, 4, 18944, 152064)),
+        "Qwen2.5-32B": _published("qwen2", (64, 5120, 40, 8, 27648, 152064)),
+        "Qwen3-0.6B": _published(
+            "qwen3", (28, 1024, 16, 8, 3072, 151936), tie_word_embeddings=True
+        ),
+        "Qwen3-32B": _published("qwen3", (64, 5120, 64, 8, 25600, 151936)),
+        "Qwen3-30B-A3B": _published(
+            "qwen3_moe", (48, 2048, 32, 4, 6144, 151936), head_dim=128, num_experts=128,
+            num_experts_per_tok=8, moe_intermediate_size=768,
+        ),
+        "Llama-2-7B": _published("llama", (32, 4096, 32, 32, 11008, 32000)),
+        "Llama-3.1-8B": _published("llama", (32, 4096, 32, 8, 14336, 128256)),
+    }.items()
+}  # fmt: skip
+"""Shapes by name, from the `config.json` that each model is published with."""

@@ -1,0 +1,212 @@
+"""What passes over a decoder ask of a lane, as `m2flow.plan.profile.work.Work`.
+
+Forward passes, training and decoding as m2flow's trainers and its generation engine do them: FSDP
+shards for passes over whole answers, layers divided by heads for decoding. `Rates` holds the shares
+of the hardware's peaks that such programs attain, each with its source. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from m2flow.models.lengths import Answers
+from m2flow.models.shape import WEIGHT_BYTES, ModelShape
+from m2flow.plan.profile.work import Work
+
+FORWARD_AND_BACKWARD = 3.0
+"""A backward pass is twice the work of a forward pass (Kaplan et al. 2020, section 2.1)."""
+
+RECOMPUTED_FORWARD = 1.0
+"""Forward passes besides, where activations are computed again (Chen et al. 2016)."""
+
+ADAM_BYTES = 16
+"""Of a trained parameter: weight, gradient, and single-precision weight and moments in mixed
+precision (Rajbhandari et al. 2020, section 3.1); single precision throughout needs as many."""
+
+ACTIVATION_BYTES = 34
+"""Of a layer, token and unit of width, without the attention scores, which fused kernels never
+store (Korthikanti et al. 2022, equation 1). With recomputation 2 remain: the layer's input."""
+
+LOGIT_BYTES = 6
+"""Of a token and a row of the vocabulary: 16-bit logits and their single-precision copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Attained shares of the peaks.
+
+    The first three are fitted to one published step (RLinf, arXiv 2509.15965: GRPO on a 7B model,
+    64 H100, 591 s rollout / 102 s log-probabilities / 368 s training); `benchmarks/paper_tables.py`
+    fits them again and refuses to run where they differ.
+
+    Attributes:
+        training: of peak FLOP/s in forward and backward passes of a dense model, recomputed
+            activations counted as work.
+        forward: of peak FLOP/s in a forward pass over whole sequences.
+        decode_bandwidth: of memory bandwidth while decoding.
+        round_seconds: of each decoding step, neither memory nor arithmetic: scheduling, sampling,
+            launches. An assumption, of the order that engines with captured graphs report.
+        grouped: of a dense model's arithmetic that many small experts attain. NVIDIA's performance
+            summary of Megatron Bridge (25.11) has 5,275 tokens/s for each of 16 H100 that train
+            Qwen3-30B-A3B without dropping tokens (PP2, EP8); this share gives 5,330. That run is in
+            FP8, so that BF16 hardly attains more.
+        grouped_bandwidth: the same of memory bandwidth. 9.7 ms a token are printed for one request
+            to Qwen3-30B-A3B on A100 (tenstorrent/tt-inference-server, thread 340); this share gives
+            9.9.
+    """
+
+    training: float = 0.438
+    forward: float = 0.387
+    decode_bandwidth: float = 0.750
+    round_seconds: float = 1.5e-3
+    grouped: float = 0.28
+    grouped_bandwidth: float = 0.5
+
+    def arithmetic(self, model: ModelShape, fraction: float) -> float:
+        """Return a fraction of peak FLOP/s for this model: grouped products get less."""
+        return fraction * (1 - model.expert_share * (1 - self.grouped))
+
+    def bandwidth(self, model: ModelShape) -> float:
+        """Return the fraction of memory bandwidth that decoding this model gets."""
+        return self.decode_bandwidth * (1 - model.expert_share * (1 - self.grouped_bandwidth))
+
+
+RATES = Rates()
+
+
+def ring_bytes(num_bytes: float, lanes: int) -> float:
+    """Return what each lane sends in a ring all-reduce of so many bytes."""
+    return 2 * (lanes - 1) / lanes * num_bytes
+
+
+def fullest(ranks: int, sequences: float, deviation: float) -> float:
+    """Return the fullest rank's load over the mean one's, sequences dealt out without looking.
+
+    The largest of `ranks` sums of `sequences` independent lengths, by Blom's normal score of the
+    largest.
+
+    Args:
+        ranks: data-parallel ranks that wait for one another.
+        sequences: of each rank.
+        deviation: standard deviation of a length over the mean.
+    """
+    if ranks <= 1 or sequences <= 0:
+        return 1.0
+    score = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    return 1 + deviation * score / math.sqrt(max(sequences, 1.0))
+
+
+# Generation: the layers divided over `lanes` lanes ------------------------------------------------
+
+
+def prefill(
+    model: ModelShape, tokens: float, context: float, lanes: int = 1, rates: Rates = RATES
+) -> Work:
+    """Return the work of so many prompt tokens that attend to `context` tokens in the mean."""
+    return Work(
+        model.forward_flops(tokens, context) / lanes,
+        model.weight_bytes_read(tokens) / lanes,
+        *_sums(model, tokens, lanes),
+        arithmetic=rates.arithmetic(model, rates.forward),
+        bandwidth=rates.bandwidth(model),
+    )
+
+
+def decoding(
+    model: ModelShape, running: float, kv_tokens: float, lanes: int = 1, rates: Rates = RATES
+) -> Work:
+    """Return the work of one more token of each running request.
+
+    Args:
+        running: requests that decode together.
+        kv_tokens: in the cache, of all of them.
+    """
+    context = kv_tokens / running if running else 0.0
+    read_bytes = model.weight_bytes_read(running) / lanes
+    return Work(
+        model.forward_flops(running, context) / lanes,
+        read_bytes + model.kv_bytes_on_lane(lanes) * kv_tokens,
+        *_sums(model, running, lanes),
+        seconds=rates.round_seconds,
+        arithmetic=rates.arithmetic(model, rates.forward),
+        bandwidth=rates.bandwidth(model),
+    )
+
+
+def _sums(model: ModelShape, tokens: float, lanes: int) -> tuple[float, int, float]:
+    """Return bytes, span and number of the sums over the lanes: two a layer.
+
+    Shoeybi et al. 2019, arXiv 1909.08053, section 3.
+    """
+    if lanes == 1:
+        return 0.0, 1, 0.0
+    count = 2 * model.layers
+    return count * ring_bytes(tokens * model.hidden * WEIGHT_BYTES, lanes), lanes, count
+
+
+# Passes over whole answers: the model in shards over `lanes` lanes --------------------------------
+
+
+def forward_pass(
+    model: ModelShape, answers: Answers, count: int, lanes: int, microbatch: float,
+    rates: Rates = RATES,
+) -> Work:  # fmt: skip
+    """Return the work of log-probabilities or values of `count` answers.
+
+    Args:
+        microbatch: tokens of a micro-batch, for which the shards are gathered once.
+    """
+    return _passes(
+        model, answers, count, lanes, microbatch, 1.0, 0.5, rates.arithmetic(model, rates.forward)
+    )
+
+
+def training_pass(
+    model: ModelShape, answers: Answers, count: int, lanes: int, microbatch: float,
+    recomputes: bool = False, rates: Rates = RATES,
+) -> Work:  # fmt: skip
+    """Return the work of forward and backward passes, without the update.
+
+    The shards are gathered for either pass, and gradients scattered after the backward.
+    """
+    passes = FORWARD_AND_BACKWARD + (RECOMPUTED_FORWARD if recomputes else 0.0)
+    share = rates.arithmetic(model, rates.training)
+    return _passes(model, answers, count, lanes, microbatch, passes, 1.5, share)
+
+
+def _passes(
+    model: ModelShape, answers: Answers, count: int, lanes: int, microbatch: float,
+    passes: float, rings: float, share: float,
+) -> Work:  # fmt: skip
+    """Return the work of so many forward passes' FLOPs, and rings of weights a micro-batch."""
+    ranks = max(1, min(lanes, count))
+    tokens = count * answers.tokens / ranks * fullest(ranks, count / ranks, answers.deviation)
+    gathered = rings * math.ceil(tokens / microbatch) * ring_bytes(model.weight_bytes, lanes)
+    return Work(
+        passes * model.forward_flops(tokens, answers.context),
+        sent_bytes=gathered,
+        span=lanes,
+        overlapped=True,  # FSDP gathers the next block while it computes one
+        arithmetic=share,
+    )
+
+
+def update(model: ModelShape, lanes: int, replicas: int) -> Work:
+    """Return the work of an optimizer step; replicas sum their gradients first."""
+    return Work(
+        read_bytes=2 * ADAM_BYTES * model.parameters / lanes,
+        sent_bytes=ring_bytes(model.weight_bytes / lanes, replicas),
+        span=lanes * replicas,
+    )
+
+
+def training_bytes(model: ModelShape, lanes: int, microbatch: int, recomputes: bool) -> float:
+    """Return the bytes of each lane that a training pass takes beside the state."""
+    wide = microbatch * model.hidden
+    kept = ACTIVATION_BYTES * model.layers
+    if recomputes:
+        kept = 2 * model.layers + ACTIVATION_BYTES
+    gathered = 0.0 if lanes == 1 else 2 * WEIGHT_BYTES * model.parameters / model.layers
+    return kept * wide + gathered + LOGIT_BYTES * microbatch * model.vocabulary

@@ -1,0 +1,250 @@
+"""`choose`: from a graph, a profile and lanes to the plan that is run, and what it was chosen from.
+
+Every structure is laid out, the ones that look best in closed form are simulated, and the best of
+these are changed one thing at a time. The simulator judges: it is the engine itself, and prices
+chosen plans, fixed modes and plans of others alike. Of those that are as good as the fastest one
+that plan is taken that asks for less: fewer steps of staleness, then the plan of a fixed mode.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+
+from m2flow.engine.plan import LaneSpec, Plan
+from m2flow.errors import UserError
+from m2flow.flow.graph import FlowGraph
+from m2flow.flow.worker import Layout
+from m2flow.plan.builders import BUILDERS, DEFAULT_LAYOUTS, build_plan
+from m2flow.plan.choose.descent import Descent
+from m2flow.plan.choose.draft import AUTO, Draft, obstacle, to_plan
+from m2flow.plan.choose.folding import fold_of, folded, unfolded
+from m2flow.plan.choose.judge import Judge, shape
+from m2flow.plan.choose.problem import Limits, Problem
+from m2flow.plan.choose.sizes import draft_of, sized
+from m2flow.plan.choose.structures import starts
+from m2flow.plan.isolation import isolate
+from m2flow.plan.prediction import Candidate, Decision, differ
+from m2flow.plan.profile import Profile
+
+EFFORT = 100
+"""Simulations of one step, for each staleness."""
+
+FINALISTS = 6
+"""So many of the best plans are simulated for STEPS steps, for each staleness."""
+
+STEPS = 3
+
+AS_GOOD = 0.01
+"""Relative difference of predicted seconds up to which two plans count as equally fast."""
+
+MODES = tuple(mode for mode in BUILDERS if mode != "eager")
+
+
+def choose(
+    graph: FlowGraph,
+    profile: Profile,
+    lanes: Sequence[LaneSpec],
+    num_items: int,
+    *,
+    max_staleness: int = 0,
+    isolated: Collection[str] = (),
+    limits: Limits | None = None,
+    layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
+    beside: Sequence[Plan] = (),
+    effort: int = EFFORT,
+) -> Decision:
+    """The best plan of a step.
+
+    Args:
+        graph, profile: the flow, and what is known of its stages on such lanes.
+        lanes: what there is. Those that are reserved for a worker are only for it; where there are
+            none for a worker that must be isolated, they are added.
+        num_items: source items of a step.
+        max_staleness: how many steps generation may run ahead; a budget, not a wish.
+        isolated: workers that get lanes of their own.
+        limits: resources that belong to no lane.
+        layouts: for the plans of the fixed modes, as in `build_plan`.
+        beside: further plans to be judged, such as the one that runs.
+        effort: plans that are simulated for each staleness.
+
+    Raises:
+        UserError: no plan keeps the limits, or the profile does not know a stage.
+    """
+    start = time.perf_counter()
+    problem = Problem(
+        graph, profile, [x for x in lanes if x.reserved_for is None], num_items, limits
+    )
+    choice = _Choice(problem, tuple(lanes), isolated, layouts)
+    found = [
+        candidate
+        for staleness in range(max_staleness + 1)
+        for candidate in choice.candidates(staleness, effort)
+    ]
+    found += choice.beside(beside)
+    ranked = sorted(_each_once(found), key=lambda one: one.prediction.seconds)
+    if not ranked:
+        raise nothing_fits(problem, choice.judge.ruled_out)
+    chosen = _best(ranked)
+    return Decision(
+        chosen,
+        tuple(other for other in ranked if other is not chosen),
+        profile,
+        num_items,
+        time.perf_counter() - start,
+        _frontier(ranked, max_staleness),
+        choice.ruled_out,
+        choice.num_simulated,
+    )
+
+
+class _Choice:
+    """The choice on a part of equal lanes, and its plans on all of them."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        lanes: tuple[LaneSpec, ...],
+        isolated: Collection[str],
+        layouts: Mapping[str, Layout],
+    ) -> None:
+        self.problem, self.lanes, self.isolated, self.layouts = problem, lanes, isolated, layouts
+        self.fold = fold_of(problem)
+        self.small = folded(problem, self.fold)
+        self.judge = Judge(problem.graph, self.small.profile, self.small.num_items, isolated)
+        self._whole = Judge(problem.graph, problem.profile, problem.num_items, isolated)
+        self._descent = Descent(self.small, self.judge)
+
+    @property
+    def ruled_out(self) -> dict[str, str]:
+        return {**self.judge.ruled_out, **self._whole.ruled_out}
+
+    @property
+    def num_simulated(self) -> int:
+        return self.judge.num_simulated + self._whole.num_simulated
+
+    def candidates(self, staleness: int, effort: int) -> Iterator[Candidate]:
+        """The best plans for a staleness, and those of the fixed modes."""
+        fixed = list(self._fixed(staleness))
+        known = [draft_of(self.small, plan) for _, plan in fixed]
+        before = sorted(self._descent.seconds, key=self._descent.seconds.__getitem__)[:FINALISTS]
+        self._descent.search(
+            starts(self.small, staleness),
+            effort,
+            [*filter(None, known), *(replace(draft, staleness=staleness) for draft in before)],
+        )
+        for mode, plan in fixed:
+            found = self.judge.candidate(plan, mode, STEPS)
+            if found is not None:
+                whole = replace(self._built(self.problem, mode), max_staleness=staleness)
+                yield self._unfolded(found, self._on_all_lanes(whole))
+        for draft in self._finalists(staleness):
+            small = isolate(to_plan(self.small, draft), self.isolated)
+            found = self.judge.candidate(small, AUTO, STEPS)
+            if found is not None:
+                whole = to_plan(self.problem, draft.times(self.fold))
+                yield self._unfolded(found, self._on_all_lanes(whole))
+
+    def beside(self, plans: Sequence[Plan]) -> Iterator[Candidate]:
+        """Plans of others, as they are."""
+        for plan in plans:
+            found = self._whole.candidate(plan, plan.mode, STEPS)
+            if found is not None:
+                yield found
+
+    def _finalists(self, staleness: int) -> list[Draft]:
+        """The best drafts that differ."""
+        seconds = self._descent.seconds
+        own = [draft for draft in seconds if draft.staleness == staleness]
+        kept: list[tuple[Draft, Plan]] = []
+        for draft in sorted(own, key=seconds.__getitem__):
+            plan = to_plan(self.small, draft)
+            if seconds[draft] == inf or len(kept) >= FINALISTS:
+                break
+            if all(differ(plan, other) for _, other in kept):
+                kept.append((draft, plan))
+        return [draft for draft, _ in kept]
+
+    def _fixed(self, staleness: int) -> Iterator[tuple[str, Plan]]:
+        """The plans of the fixed modes that fit, on the part of the lanes."""
+        for mode in MODES:
+            try:
+                plan = self._built(self.small, mode)
+            except UserError as error:
+                self.judge.ruled_out.setdefault(mode, str(error))
+                continue
+            yield mode, isolate(replace(plan, max_staleness=staleness), self.isolated)
+
+    def _built(self, problem: Problem, mode: str) -> Plan:
+        plan = build_plan(
+            mode, problem.graph, problem.lanes, problem.num_items, layouts=self.layouts
+        )
+        return sized(plan, problem.graph, problem.profile, problem.num_items)
+
+    def _on_all_lanes(self, plan: Plan) -> Plan:
+        return isolate(replace(plan, lanes=self.lanes), self.isolated)
+
+    def _unfolded(self, found: Candidate, plan: Plan) -> Candidate:
+        prediction = unfolded(found.prediction, self.problem, self.small, plan, self.fold)
+        return Candidate(replace(plan, predicted_seconds=float(prediction.seconds)), prediction)
+
+
+def _each_once(found: Sequence[Candidate]) -> list[Candidate]:
+    kept = {shape(one.plan): one for one in reversed(found)}
+    return list(reversed(kept.values()))
+
+
+def _best(ranked: Sequence[Candidate]) -> Candidate:
+    """Of those that are as good as the fastest the one that asks for least."""
+    most = min(one.prediction.seconds for one in ranked) * (1 + AS_GOOD)
+    as_good = [one for one in ranked if one.prediction.seconds <= most]
+    return min(as_good, key=lambda one: (one.plan.max_staleness, one.plan.mode == AUTO))
+
+
+def _frontier(ranked: Sequence[Candidate], max_staleness: int) -> tuple[Candidate, ...]:
+    """The best for each staleness, where it is faster than with one less."""
+    kept: list[Candidate] = []
+    for staleness in range(max_staleness + 1):
+        allowed = [one for one in ranked if one.plan.max_staleness <= staleness]
+        if not allowed:
+            continue
+        best = _best(allowed)
+        if not kept or best.prediction.seconds < kept[-1].prediction.seconds * (1 - AS_GOOD):
+            kept.append(best)
+    return tuple(kept)
+
+
+def check_fits(
+    graph: FlowGraph,
+    profile: Profile,
+    lanes: Sequence[LaneSpec],
+    num_items: int,
+    limits: Limits | None = None,
+) -> None:
+    """Refuse lanes whose limits no plan keeps, without simulating any.
+
+    Raises:
+        UserError: no plan does, or the profile does not know a stage.
+    """
+    problem = Problem(graph, profile, lanes, num_items, limits)
+    small, reasons = folded(problem, fold_of(problem)), dict[str, str]()
+    for draft in starts(small):
+        reason = obstacle(small, draft)
+        if reason is None:
+            return
+        reasons.setdefault(reason, reason)
+    raise nothing_fits(problem, reasons)
+
+
+def nothing_fits(problem: Problem, reasons: Mapping[str, str]) -> UserError:
+    """The error where no plan keeps the limits."""
+    lanes = {kind: len(ids) for kind, ids in problem.ids.items()}
+    why = next(iter(reasons.values()), "no layout fits on a lane")
+    return UserError(
+        f"no plan keeps the limits of these lanes: {why}",
+        key="lanes",
+        value=lanes,
+        hint="more lanes, more memory for each, or layouts over several lanes",
+    )

@@ -1,0 +1,242 @@
+"""`Draft`: a plan in few numbers, which the choice can vary; and the `Plan` that it stands for.
+
+A worker stands on neighbouring lanes of one kind. How finely a stage is cut is told by its calls a
+replica, so that the calls stay as they are when a worker gets more replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from m2flow.engine.plan import Placement, Plan, StagePlan
+from m2flow.flow.graph import StageNode
+from m2flow.plan.choose.problem import Option, Problem
+
+AUTO = "auto"
+"""Mode of a plan that was chosen freely."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where a worker stands.
+
+    Attributes:
+        option: its layout.
+        first: the first of its lanes, as a position among those of its kind.
+        replicas: how many.
+    """
+
+    option: Option
+    first: int
+    replicas: int
+
+    @property
+    def end(self) -> int:
+        """The position after its last lane."""
+        return self.first + self.replicas * self.option.lanes
+
+    @property
+    def lanes(self) -> tuple[str, int, int]:
+        """Kind, first lane and end."""
+        return self.option.kind, self.first, self.end
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """A plan in few numbers. Two drafts are never equal; `key` tells what they do.
+
+    Attributes:
+        spots: by worker, in the order of `Problem.workers`.
+        pieces: by stage, into how many calls a replica cuts its part of a window; less than 1
+            where one call has the parts of several replicas.
+        running: by stage, the plan's `max_running`.
+        downstream_first: whether a lane prefers the last stage that it can run to the first one.
+        fused: whether loops go round on their lane, where they can.
+        staleness: the plan's `max_staleness`.
+    """
+
+    spots: tuple[Spot, ...]
+    pieces: tuple[float, ...]
+    running: tuple[int | None, ...]
+    downstream_first: bool = False
+    fused: bool = True
+    staleness: int = 0
+
+    def with_spot(self, worker: int, spot: Spot) -> Draft:
+        """The draft with a worker in another place."""
+        return replace(self, spots=(*self.spots[:worker], spot, *self.spots[worker + 1 :]))
+
+    def with_calls(self, stage: int, pieces: float, running: int | None) -> Draft:
+        """The draft with a stage cut otherwise."""
+        return replace(
+            self,
+            pieces=(*self.pieces[:stage], pieces, *self.pieces[stage + 1 :]),
+            running=(*self.running[:stage], running, *self.running[stage + 1 :]),
+        )
+
+    def times(self, fold: int) -> Draft:
+        """The draft on so many times the lanes, for so many times the items."""
+        spots = (replace(x, first=fold * x.first, replicas=fold * x.replicas) for x in self.spots)
+        return replace(self, spots=tuple(spots))
+
+
+def key(problem: Problem, draft: Draft) -> tuple[object, ...]:
+    """What a draft does: equal for drafts of the same plan."""
+    return (
+        tuple((id(spot.option), spot.first, spot.replicas) for spot in draft.spots),
+        tuple(chunk_of(problem, draft, node) for node in problem.graph.nodes),
+        draft.running,
+        draft.downstream_first,
+        draft.fused,
+        draft.staleness,
+    )
+
+
+def chunk_of(problem: Problem, draft: Draft, node: StageNode) -> int:
+    """Units that a call of a stage takes."""
+    window, replicas = problem.windows[node.index], spot_of(problem, draft, node).replicas
+    running = draft.running[node.index]
+    calls = max(1, round(replicas * draft.pieces[node.index]))
+    chunk = max(1, -(-window // calls))
+    return chunk if running is None else min(chunk, running)
+
+
+def spot_of(problem: Problem, draft: Draft, node: StageNode) -> Spot:
+    """Where a stage's worker stands."""
+    return draft.spots[problem.number[node.worker]]
+
+
+def working_of(problem: Problem, draft: Draft, worker: str) -> int:
+    """Bytes that a call of a worker takes at most on each lane beside its state."""
+    option = draft.spots[problem.number[worker]].option
+    found = 0
+    for node in problem.nodes_of[worker]:
+        running, chunk = draft.running[node.index], chunk_of(problem, draft, node)
+        held = chunk if running is None else max(chunk, running)
+        found = max(found, problem.working_bytes(node, option, running, held))
+    return found
+
+
+def obstacle(problem: Problem, draft: Draft) -> str | None:
+    """Say which limit a draft breaks: the memory of a lane, cores or memory of the machines."""
+    working = {worker: working_of(problem, draft, worker) for worker in problem.workers}
+    for worker, spot in zip(problem.workers, draft.spots, strict=True):
+        limit = problem.memory[spot.option.kind]
+        if limit is not None and spot.option.state_bytes + working[worker] > limit:
+            return f"{worker} does not fit on a lane"
+    for source, target in problem.weight_edges:
+        one, other = draft.spots[source], draft.spots[target]
+        limit = problem.memory[one.option.kind]
+        states = one.option.state_bytes + other.option.state_bytes
+        if limit is not None and states > limit and _overlap(one, other):
+            return f"{problem.workers[source]} does not fit beside {problem.workers[target]}"
+    limits = problem.limits
+    if limits.cores is not None and _of_machines(problem, draft, "cores") > limits.cores:
+        return "takes more cores than there are"
+    if limits.host_bytes is not None:
+        host = _of_machines(problem, draft, "host_bytes") + _offloaded(problem, draft, working)
+        if host > limits.host_bytes:
+            return "takes more memory than the machines have"
+    return None
+
+
+def _overlap(one: Spot, other: Spot) -> bool:
+    same = one.option.kind == other.option.kind
+    return same and one.first < other.end and other.first < one.end
+
+
+def stretches(problem: Problem, draft: Draft) -> Iterator[tuple[int, list[int]]]:
+    """Neighbouring lanes on which the same workers stand: how many, and who (by number)."""
+    for kind, ids in problem.ids.items():
+        mine = [n for n, spot in enumerate(draft.spots) if spot.option.kind == kind]
+        ends = {0, len(ids)}
+        ends.update(edge for n in mine for edge in (draft.spots[n].first, draft.spots[n].end))
+        marks = sorted(ends)
+        for low, high in pairwise(marks):
+            here = [n for n in mine if draft.spots[n].first <= low and draft.spots[n].end >= high]
+            yield high - low, here
+
+
+def _of_machines(problem: Problem, draft: Draft, what: str) -> float:
+    """Cores or bytes of machines that are in use at once at most: one call a lane."""
+    total = 0.0
+    for lanes, workers in stretches(problem, draft):
+        most = 0.0
+        for worker in workers:
+            option = draft.spots[worker].option
+            for node in problem.nodes_of[problem.workers[worker]]:
+                cost = problem.cost(node, option, draft.running[node.index])
+                most = max(most, float(getattr(cost, what)) / option.lanes)
+        total += lanes * most
+    return total
+
+
+def _offloaded(problem: Problem, draft: Draft, working: dict[str, int]) -> int:
+    """Bytes of states that are away from their lanes at times, for want of room."""
+    total = 0
+    for lanes, workers in stretches(problem, draft):
+        if not workers:
+            continue
+        limit = problem.memory[draft.spots[workers[0]].option.kind]
+        states = sum(draft.spots[worker].option.state_bytes for worker in workers)
+        most = max(working[problem.workers[worker]] for worker in workers)
+        if limit is not None and states + most > limit:
+            total += lanes * states
+    return total
+
+
+def to_plan(problem: Problem, draft: Draft) -> Plan:
+    """The engine's plan of a draft."""
+    placements: dict[str, Placement] = {}
+    for worker, spot in zip(problem.workers, draft.spots, strict=True):
+        ids = problem.ids[spot.option.kind][spot.first : spot.end]
+        gangs = _gangs(problem, ids, spot.option.lanes)
+        option, beside = spot.option, 0
+        for companion in problem.companions[worker]:
+            state = problem.profile.worker(companion, option.lanes, option.kind)
+            size = state.state_bytes if state is not None else 0
+            placements[companion] = Placement(gangs, size, layout=option.layout)
+            beside += size
+        working = working_of(problem, draft, worker)
+        placements[worker] = Placement(gangs, option.state_bytes - beside, working, option.layout)
+    stages = {
+        node.name: StagePlan(chunk_of(problem, draft, node), draft.running[node.index])
+        for node in problem.graph.nodes
+    }
+    order = tuple(node.name for node in reversed(problem.graph.nodes))
+    return Plan(
+        AUTO,
+        problem.lanes,
+        placements,
+        stages,
+        order=order if draft.downstream_first else (),
+        max_staleness=draft.staleness,
+        fuse_loops=draft.fused,
+    )
+
+
+def _gangs(problem: Problem, ids: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...]:
+    """Replicas of so many lanes: first those on one machine, then of what is left."""
+    if size == 1:
+        return tuple((lane,) for lane in ids)
+    machines: dict[int, list[int]] = {}
+    for lane in ids:
+        machines.setdefault(problem.by_id[lane].node, []).append(lane)
+    whole = [gang for lanes in machines.values() for gang in _cut(lanes, size)]
+    used = {lane for gang in whole for lane in gang}
+    return (*whole, *_cut([lane for lane in ids if lane not in used], size))
+
+
+def _cut(ids: list[int], size: int) -> list[tuple[int, ...]]:
+    return [tuple(ids[n : n + size]) for n in range(0, len(ids) - size + 1, size)]
+
+
+def structure(problem: Problem, draft: Draft) -> str:
+    """Who stands together, in words: `generator+verifier | learner`."""
+    found = []
+    for lanes, workers in stretches(problem, draft):
+        if workers:
+            found.append("+".join(problem.workers[worker] for worker in workers) + f" x{lanes}")
+    return " | ".join(found)

@@ -1,0 +1,223 @@
+"""`estimate`: about how long a step of a draft takes, without the engine.
+
+It only says which drafts are worth simulating, and in which order. The calls of one stage after the
+other are laid out on the replica that is free first, and begin when their inputs are there, which
+come evenly from the first to the last output of the stages before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+from typing import NamedTuple
+
+from m2flow.flow.graph import SOURCE, StageNode
+from m2flow.plan.choose.draft import Draft, Spot, chunk_of, spot_of, stretches
+from m2flow.plan.choose.problem import Problem
+
+MANY = 24
+"""Calls of a window that are laid out one by one."""
+
+EARLY = 0.1
+"""Share of a streaming call after which its first outputs are out, where nobody knows."""
+
+
+class Estimate(NamedTuple):
+    """Seconds of a step, without the engine.
+
+    Attributes:
+        about: what it is taken for.
+        least: what no plan of these calls on these lanes undercuts by much.
+    """
+
+    about: float
+    least: float
+
+
+class _Work(NamedTuple):
+    """Seconds of a stage.
+
+    Attributes:
+        calls: of each call of a window.
+        finish: of the `finish` of a mini-batch.
+        least: of a step on one replica, if all replicas could share the calls evenly.
+        shortest: of the smallest call.
+        share: of the items of a step that a call takes.
+    """
+
+    calls: tuple[float, ...]
+    finish: float
+    least: float
+    shortest: float
+    share: float
+
+
+def estimate(problem: Problem, draft: Draft) -> Estimate:
+    """Seconds of a step, about and at least."""
+    free = {kind: [0.0] * len(ids) for kind, ids in problem.ids.items()}
+    first: dict[int, float] = {SOURCE: 0.0}
+    last: dict[int, float] = {SOURCE: 0.0}
+    soonest: dict[int, float] = {SOURCE: 0.0}
+    path: dict[int, float] = {SOURCE: 0.0}
+    busy = [0.0] * len(draft.spots)
+    for node in problem.graph.nodes:
+        spot = spot_of(problem, draft, node)
+        work = _work(problem, draft, node, spot)
+        comes = [
+            (first[producer] + hop, last[producer] + hop)
+            for producer in node.inputs
+            for hop in (_hop(problem, draft, producer, spot, work.share),)
+        ]
+        arrival = max(one for one, _ in comes), max(other for _, other in comes)
+        begin, end = _scheduled(problem, node, spot, work, free[spot.option.kind], arrival)
+        if node.streaming:
+            begin -= work.calls[0] * (1 - _early(problem, draft, node, spot))
+        first[node.index], last[node.index] = begin, end
+        busy[problem.number[node.worker]] += work.least
+        start = max(soonest[producer] for producer in node.inputs)
+        before = max(path[producer] for producer in node.inputs)
+        if node.loop is not None:  # items of a loop go round in no order
+            soonest[node.index], path[node.index] = start, before
+        else:
+            soonest[node.index] = start + (0.0 if node.streaming else work.shortest)
+            path[node.index] = max(start + work.least, before + work.shortest + work.finish)
+    load = _load(draft, busy)
+    about = max(last.values())
+    least = max(load, *path.values())
+    if draft.staleness:
+        about, least = max(about / (1 + draft.staleness), load), load
+    return Estimate(about + _publishing(problem, draft) + _switching(problem, draft), least)
+
+
+def _scheduled(
+    problem: Problem,
+    node: StageNode,
+    spot: Spot,
+    work: _Work,
+    free: list[float],
+    arrival: tuple[float, float],
+) -> tuple[float, float]:
+    """When a stage's first call ends and when its last one does; its lanes are taken until then.
+
+    Args:
+        problem, node, spot, work: what runs where.
+        free: the moment from which on each lane of the kind has nothing to do.
+        arrival: when the first inputs come, and when the last ones do.
+    """
+    size, turns = spot.option.lanes, problem.turns(node)
+    replicas = [(max(free[low : low + size]), low) for low in range(spot.first, spot.end, size)]
+    windows, count = node.minibatches, len(work.calls)
+    early, late = arrival
+    begin = end = 0.0
+    for window in range(windows):
+        heapify(replicas)
+        for number, seconds in enumerate(work.calls, start=window * count + 1):
+            moment, low = replicas[0]
+            ready = early + (late - early) * number / (windows * count)
+            done = max(moment, ready) + turns * seconds
+            heapreplace(replicas, (done, low))
+            begin, end = begin or done, max(end, done)
+        if work.finish:
+            end += work.finish
+            replicas = [(end, low) for _, low in replicas]
+    for moment, low in replicas:
+        free[low : low + size] = [moment] * size
+    return begin, end
+
+
+def _hop(problem: Problem, draft: Draft, producer: int, spot: Spot, share: float) -> float:
+    """Seconds in which the inputs of a call come from other lanes."""
+    if producer == SOURCE or not problem.profile.links:
+        return 0.0
+    if spot_of(problem, draft, problem.graph.nodes[producer]).lanes == spot.lanes:
+        return 0.0
+    return problem.link_seconds(producer, max(1, round(share * problem.num_items)))
+
+
+def _load(draft: Draft, busy: Sequence[float]) -> float:
+    """Seconds of work that some lanes have, which nobody else could do, for each of them."""
+    most = 0.0
+    for kind, first, end in {spot.lanes for spot in draft.spots}:
+        inside = (
+            seconds * (spot.end - spot.first)
+            for spot, seconds in zip(draft.spots, busy, strict=True)
+            if spot.option.kind == kind and spot.first >= first and spot.end <= end
+        )
+        most = max(most, sum(inside) / (end - first))
+    return most
+
+
+def _work(problem: Problem, draft: Draft, node: StageNode, spot: Spot) -> _Work:
+    chunk, running = chunk_of(problem, draft, node), draft.running[node.index]
+    key = (node.index, spot.option, spot.replicas, chunk, running)
+    known = problem.work.get(key)
+    if known is None:
+        known = problem.work[key] = _worked_out(problem, node, spot, chunk, running)
+    return known
+
+
+def _worked_out(
+    problem: Problem, node: StageNode, spot: Spot, chunk: int, running: int | None
+) -> _Work:
+    window, cost = problem.windows[node.index], problem.cost(node, spot.option, running)
+    full, rest = divmod(window, chunk)
+    sizes = [chunk] * full + [rest] * min(rest, 1)
+    if running is not None:  # fed: each replica holds as much as it may all the time
+        sizes = [-(-window // spot.replicas)] * min(spot.replicas, window)
+    seconds = {n: problem.call_seconds(node, spot.option, running, n) for n in set(sizes)}
+    calls = tuple(seconds[size] for size in sizes)
+    rounds = -(-len(calls) // spot.replicas)
+    lumps = max(1, MANY // spot.replicas)
+    if rounds > lumps:  # calls one after another are taken for fewer longer ones
+        calls = (sum(calls) / spot.replicas / lumps,) * (lumps * spot.replicas)
+    finish = float(cost.finish_seconds(spot.replicas)) if node.has_finish else 0.0
+    doubt = 0.5 if cost.round is not None or cost.spread or cost.alone < 1 else 1.0
+    shortest = min(seconds.values())
+    even = max(sum(calls) / spot.replicas, rounds * shortest) + finish
+    return _Work(
+        calls,
+        finish,
+        doubt * node.minibatches * problem.turns(node) * even,
+        doubt * shortest,
+        chunk / (window * node.minibatches),
+    )
+
+
+def _early(problem: Problem, draft: Draft, node: StageNode, spot: Spot) -> float:
+    """Share of a call after which its first outputs are handed on."""
+    if not node.streaming:
+        return 1.0
+    done = problem.cost(node, spot.option, draft.running[node.index]).done
+    return EARLY if done is None else done.at(EARLY)
+
+
+def _publishing(problem: Problem, draft: Draft) -> float:
+    most = 0.0
+    for source, target in problem.weight_edges:
+        one, other = draft.spots[source], draft.spots[target]
+        same = one.option.kind == other.option.kind
+        inside = same and one.first <= other.first and other.end <= one.end
+        most = max(
+            most,
+            problem.profile.publish_seconds(
+                problem.workers[source],
+                problem.workers[target],
+                "same" if inside else "node",
+                one.option.lanes,
+                other.option.lanes,
+                (one.option.kind, other.option.kind),
+            ),
+        )
+    return most
+
+
+def _switching(problem: Problem, draft: Draft) -> float:
+    """Seconds in which a lane brings and takes away states that do not fit on it together."""
+    most = 0.0
+    if any(limit is not None for limit in problem.memory.values()):
+        for _, workers in stretches(problem, draft):
+            here = [draft.spots[worker].option for worker in workers]
+            limit = problem.memory[here[0].kind] if here else None
+            if limit is not None and sum(option.state_bytes for option in here) > limit:
+                most = max(most, sum(option.switch for option in here))
+    return most

@@ -1,0 +1,143 @@
+"""Equal lanes folded: a plan for many lanes is judged by the same plan on a part of them.
+
+On a `fold`-th of the lanes, with as many items fewer, each replica does what it would do on all of
+them. What depends on the number of replicas, items or events is asked of the profile as of the
+whole: `finish`, stages that need a whole step, the controller's work. What is lost is the chance
+that one of many replicas has longer items than any of few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from m2flow.engine.plan import LaneSpec, Plan
+from m2flow.flow.graph import FlowGraph
+from m2flow.plan.choose.problem import Problem
+from m2flow.plan.chunks import unit_items
+from m2flow.plan.prediction import Prediction
+from m2flow.plan.profile import Piecewise, Profile, StageCost
+from m2flow.plan.units import Bytes, Seconds, times
+
+FEWEST = 16
+"""Lanes that are left when equal lanes are folded, at least."""
+
+IDLE = 1 / 32
+"""Share of the lanes that may be left over, as they do not fill a fold."""
+
+
+def fold_of(problem: Problem) -> int:
+    """How many lanes are taken for one; 1 where there are few."""
+    counts = [len(ids) for ids in problem.ids.values()]
+    smallest = (min(option.lanes for option in some) for some in problem.options.values())
+    least = max(FEWEST, *(3 * lanes for lanes in smallest))
+    return max(
+        fold
+        for fold in range(1, max(1, sum(counts) // least) + 1)
+        if _divides(problem, fold)
+        and all(count >= fold for count in counts)
+        and all(count % fold <= IDLE * count for count in counts)
+    )
+
+
+def _divides(problem: Problem, fold: int) -> bool:
+    """Whether a step of so many items fewer has whole units and mini-batches."""
+    if problem.num_items % fold:
+        return False
+    items = problem.num_items // fold
+    return all(
+        items * node.fanout % (unit_items(node, items) * node.minibatches) == 0
+        for node in problem.graph.nodes
+    )
+
+
+def folded(problem: Problem, fold: int) -> Problem:
+    """The problem on a part of the lanes."""
+    if fold == 1:
+        return problem
+    lanes: list[LaneSpec] = []
+    for kind, ids in problem.ids.items():
+        for column in range(len(ids) // fold):
+            first = problem.by_id[ids[column * fold]]
+            memory = problem.memory[kind]
+            lanes.append(LaneSpec(len(lanes), kind, memory_bytes=memory, node=first.node))
+    limits = problem.limits
+    return Problem(
+        problem.graph,
+        folded_profile(problem.profile, problem.graph, fold),
+        lanes,
+        problem.num_items // fold,
+        replace(
+            limits,
+            cores=None if limits.cores is None else limits.cores / fold,
+            host_bytes=limits.host_bytes and Bytes(limits.host_bytes // fold),
+        ),
+    )
+
+
+def folded_profile(profile: Profile, graph: FlowGraph, fold: int) -> Profile:
+    """The profile as lanes see it that each stand for several."""
+    whole = {node.name for node in graph.nodes if node.unit == "step"}
+
+    def cost(stage: str, one: StageCost) -> StageCost:
+        if one.finish is not None:
+            one = replace(one, finish=_narrowed(one.finish, fold))
+        if stage in whole:
+            working = one.working and _narrowed(one.working, fold)
+            one = replace(one, seconds=_narrowed(one.seconds, fold), working=working)
+        return one
+
+    return replace(
+        profile,
+        stages={
+            name: replace(stage, costs=tuple(cost(name, one) for one in stage.costs))
+            for name, stage in profile.stages.items()
+        },
+        event_overhead=times(fold, profile.event_overhead),
+        item_overhead=times(fold, profile.item_overhead),
+    )
+
+
+def _narrowed(curve: Piecewise, fold: int) -> Piecewise:
+    """The curve as a function of a `fold`-th of what it was a function of."""
+    return Piecewise(tuple((x / fold, y) for x, y in curve.points))
+
+
+def unfolded(
+    prediction: Prediction, problem: Problem, small: Problem, plan: Plan, fold: int
+) -> Prediction:
+    """What a prediction on a part of the lanes says of all of them.
+
+    Args:
+        prediction: of the small plan.
+        problem, small: all lanes, and the part.
+        plan: on all lanes; lanes that are reserved for a worker are taken for busy all the time,
+            as nobody else could use them.
+        fold: lanes that were taken for one.
+    """
+    if fold == 1:
+        return prediction
+    column: dict[int, int] = {}
+    for kind, ids in problem.ids.items():
+        for n, lane in enumerate(small.ids[kind]):
+            column |= dict.fromkeys(ids[n * fold : (n + 1) * fold], lane)
+    first = {small_lane: lane for lane, small_lane in reversed(column.items())}
+
+    def spread(values: Mapping[int, float], missing: float) -> dict[int, float]:
+        return {
+            lane.id: values.get(column[lane.id], missing) if lane.id in column else missing
+            for lane in plan.lanes
+            if lane.reserved_for is None
+        }
+
+    peaks = spread(prediction.peak_bytes, 0)
+    return replace(
+        prediction,
+        idle=spread(prediction.idle, 1.0),
+        terms={name: times(fold, each) for name, each in prediction.terms.items()},
+        stages={name: Seconds(fold * each) for name, each in prediction.stages.items()},
+        peak_bytes={lane: Bytes(int(size)) for lane, size in peaks.items() if size},
+        spans=tuple(
+            replace(span, lane=first[span.lane]) for span in prediction.spans if span.lane in first
+        ),
+    )

@@ -1,0 +1,165 @@
+"""What can be changed in a draft, one thing at a time."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+from m2flow.flow.graph import StageNode
+from m2flow.plan.choose.draft import Draft, Spot, chunk_of, spot_of
+from m2flow.plan.choose.problem import Option, Problem
+from m2flow.plan.choose.structures import cut, running_limits
+
+PIECES = (0.125, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
+"""Calls of a replica and window that are tried."""
+
+
+def moves(problem: Problem, draft: Draft) -> Iterator[Draft]:
+    """Every draft that differs in one thing; some of them break a limit."""
+    for node in problem.graph.nodes:
+        yield from _calls(problem, draft, node)
+    yield from _all_calls(problem, draft)
+    for worker in range(len(problem.workers)):
+        for moved in _spots(problem, draft, worker):
+            yield from _recut(problem, moved)
+    for moved in _boundaries(problem, draft):
+        yield from _recut(problem, moved)
+    yield replace(draft, downstream_first=not draft.downstream_first)
+    if problem.graph.loops:
+        yield replace(draft, fused=not draft.fused)
+
+
+def _recut(problem: Problem, moved: Draft) -> Iterator[Draft]:
+    """A draft with workers on other lanes, in calls as before and in calls that suit them."""
+    yield moved
+    for other in cut(problem, moved.spots, moved.staleness):
+        if other.downstream_first != moved.downstream_first:
+            yield other
+
+
+# --- calls of stages ------------------------------------------------------------------------------
+
+
+def _calls(problem: Problem, draft: Draft, node: StageNode) -> Iterator[Draft]:
+    """A stage in larger or smaller calls, or under another running limit."""
+    if node.unit == "step":
+        return
+    index, spot = node.index, spot_of(problem, draft, node)
+    for pieces in _next_pieces(problem, draft, node):
+        yield draft.with_calls(index, pieces, draft.running[index])
+    if node.streaming:
+        share = max(1, -(-problem.windows[index] // spot.replicas))
+        known = running_limits(problem, node, spot.option)
+        menu = {limit for limit in known if limit is not None}
+        menu |= {2**n for n in range(share.bit_length()) if 2**n < share}
+        if known == {None}:
+            yield draft.with_calls(index, draft.pieces[index], None)
+        limit = draft.running[index]
+        ranked = sorted(menu)
+        at = len(ranked) if limit is None else bisect_left(ranked, limit)
+        for other in (*ranked[max(0, at - 2) : at], *ranked[at + 1 : at + 3]):
+            yield draft.with_calls(index, 1.0, other)
+        if None in known and limit is not None:
+            yield draft.with_calls(index, 1.0, None)
+
+
+def _next_pieces(problem: Problem, draft: Draft, node: StageNode) -> list[float]:
+    """The next smaller and the next larger numbers of calls that give calls of another size."""
+    mine, now = draft.pieces[node.index], chunk_of(problem, draft, node)
+    found = []
+    smaller, larger = PIECES[bisect_right(PIECES, mine) :], PIECES[: bisect_left(PIECES, mine)]
+    for menu in (smaller, larger[::-1]):
+        last = now
+        for pieces in menu:
+            other = draft.with_calls(node.index, pieces, draft.running[node.index])
+            if (chunk := chunk_of(problem, other, node)) != last:
+                found.append(pieces)
+                if last != now:
+                    break
+                last = chunk
+    return found
+
+
+def _all_calls(problem: Problem, draft: Draft) -> Iterator[Draft]:
+    """All stages in calls of half or of twice the size; those of one loop alike."""
+    for factor in (2.0, 4.0, 0.5):
+        yield replace(draft, pieces=tuple(_bounded(factor * p) for p in draft.pieces))
+        plain = [
+            _bounded(factor * pieces) if not node.streaming else pieces
+            for node, pieces in zip(problem.graph.nodes, draft.pieces, strict=True)
+        ]
+        yield replace(draft, pieces=tuple(plain))
+        for loop in problem.graph.loops:
+            yield replace(
+                draft,
+                pieces=tuple(
+                    _bounded(factor * pieces) if n in loop.members else pieces
+                    for n, pieces in enumerate(draft.pieces)
+                ),
+            )
+
+
+def _bounded(pieces: float) -> float:
+    return min(max(pieces, PIECES[0]), PIECES[-1])
+
+
+# --- lanes ----------------------------------------------------------------------------------------
+
+
+def _spots(problem: Problem, draft: Draft, worker: int) -> Iterator[Draft]:
+    """A worker on other lanes, or in another layout."""
+    spot, name = draft.spots[worker], problem.workers[worker]
+    kind = spot.option.kind
+    everything = (kind, 0, len(problem.ids[kind]))
+    places = dict.fromkeys([other.lanes for other in draft.spots if other.option.kind == kind])
+    marks = sorted({0, len(problem.ids[kind]), *(m for _, *ends in places for m in ends)})
+    between = [(kind, low, high) for low, high in pairwise(marks)]
+    found = [*places, everything, *between]
+    for option in problem.options[name]:
+        if option.kind == kind:
+            for _, low, high in found:
+                yield from _placed(draft, worker, option, low, high)
+        elif option != spot.option:
+            yield from _placed(draft, worker, option, 0, len(problem.ids[option.kind]))
+    for low, high in ((0, -1), (-1, 0), (0, 1), (1, 0), (1, 1), (-1, -1)):
+        size = spot.option.lanes
+        start, end = spot.first + low * size, spot.end + high * size
+        if start >= 0 and end <= len(problem.ids[kind]):
+            yield from _placed(draft, worker, spot.option, start, end)
+    for replicas in {spot.replicas // 2, spot.replicas // 4, 1} - {0, spot.replicas}:
+        yield draft.with_spot(worker, replace(spot, replicas=replicas))
+
+
+def _placed(draft: Draft, worker: int, option: Option, low: int, high: int) -> Iterator[Draft]:
+    replicas = (high - low) // option.lanes
+    if replicas >= 1:
+        spot = Spot(option, low, replicas)
+        if spot != draft.spots[worker]:
+            yield draft.with_spot(worker, spot)
+
+
+def _boundaries(problem: Problem, draft: Draft) -> Iterator[Draft]:
+    """All workers that end or begin at a lane moved with it; all on fewer lanes."""
+    for kind, ids in problem.ids.items():
+        mine = [spot for spot in draft.spots if spot.option.kind == kind]
+        marks = {edge for spot in mine for edge in (spot.first, spot.end)} - {0}
+        for mark in sorted(marks):
+            for step in sorted({1, 2, max(1, len(ids) // 8), max(1, len(ids) // 4)}):
+                for to in (mark - step, mark + step):
+                    if 0 < to <= len(ids):
+                        yield from _shifted(draft, kind, mark, to)
+
+
+def _shifted(draft: Draft, kind: str, mark: int, to: int) -> Iterator[Draft]:
+    spots = []
+    for spot in draft.spots:
+        first, end = spot.first, spot.end
+        if spot.option.kind == kind:
+            first, end = (to if edge == mark else edge for edge in (first, end))
+            if end - first < spot.option.lanes:
+                return
+            spot = Spot(spot.option, first, (end - first) // spot.option.lanes)
+        spots.append(spot)
+    yield replace(draft, spots=tuple(spots))

@@ -1,0 +1,204 @@
+"""`Problem`: what a plan is chosen for, with the layouts of each worker that the lanes can carry.
+
+Lanes are told apart by their kind and their machine only. What the profile says is read here, and
+kept by what it was asked for, so that ten thousand drafts can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from m2flow.engine.plan import LaneSpec
+from m2flow.errors import UserError
+from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
+from m2flow.plan.chunks import unit_items, window_units
+from m2flow.plan.profile import Profile, StageCost
+from m2flow.plan.units import Bytes, Items
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What there is of resources that belong to no single lane.
+
+    Attributes:
+        cores: CPU cores for stages that need some beside their lanes' own; None for no limit.
+        host_bytes: memory of the machines for calls and for states that are offloaded.
+    """
+
+    cores: float | None = None
+    host_bytes: Bytes | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Option:
+    """A layout of a worker on lanes of one kind; one object for each in a problem.
+
+    Attributes:
+        layout: its name.
+        lanes: lanes of a replica.
+        kind: kind of the lanes.
+        state_bytes: of the worker and those that stand with it, on each lane.
+        switch: seconds to bring and to take away these states.
+    """
+
+    layout: str
+    lanes: int
+    kind: str
+    state_bytes: int
+    switch: float
+
+
+class Problem:
+    """A flow, its prices and the lanes.
+
+    Args:
+        graph, profile, num_items, limits: what is planned.
+        lanes: those that are free for any worker.
+
+    Attributes:
+        ids: for each kind its lanes, those of one machine together.
+        memory: for each kind the least memory of its lanes; None for no limit.
+        workers: those that stages run on.
+        companions: for each worker those that only take its weights; they stand with it.
+        options: for each worker the layouts in which all of its stages have a price.
+
+    Raises:
+        UserError: there is no lane, or a worker has no layout that these lanes can carry.
+    """
+
+    def __init__(
+        self,
+        graph: FlowGraph,
+        profile: Profile,
+        lanes: Sequence[LaneSpec],
+        num_items: int,
+        limits: Limits | None = None,
+    ) -> None:
+        if not lanes or num_items < 1:
+            raise UserError("a plan needs a lane and an item", key="lanes", value=len(lanes))
+        self.graph, self.profile, self.num_items = graph, profile, num_items
+        self.lanes, self.limits = tuple(lanes), limits or Limits()
+        self.by_id = {lane.id: lane for lane in lanes}
+        ordered = sorted(lanes, key=lambda lane: (lane.node, lane.id))
+        kinds = sorted({lane.kind for lane in lanes})
+        self.ids = {k: tuple(lane.id for lane in ordered if lane.kind == k) for k in kinds}
+        self.memory = {kind: self._least_memory(kind) for kind in kinds}
+        self.workers = graph.workers
+        self.number = {worker: n for n, worker in enumerate(self.workers)}
+        self.companions = {worker: self._companions(worker) for worker in self.workers}
+        self.options = {worker: self._options(worker) for worker in self.workers}
+        self.nodes_of = {w: [n for n in graph.nodes if n.worker == w] for w in self.workers}
+        self.windows = [window_units(node, num_items) for node in graph.nodes]
+        self.unit_items = [unit_items(node, num_items) for node in graph.nodes]
+        self.work: dict[tuple[object, ...], Any] = {}
+        self._costs: dict[tuple[int, Option, int | None], StageCost] = {}
+        self._seconds: dict[tuple[int, Option, int | None, int], float] = {}
+
+    def _least_memory(self, kind: str) -> int | None:
+        known = [x.memory_bytes for x in self.lanes if x.kind == kind]
+        return min((size for size in known if size is not None), default=None)
+
+    def _companions(self, worker: str) -> tuple[str, ...]:
+        edges = [edge for edge in self.graph.weight_edges if edge.source == worker]
+        return tuple(dict.fromkeys(e.target for e in edges if e.target not in self.workers))
+
+    def _options(self, worker: str) -> tuple[Option, ...]:
+        nodes = [node for node in self.graph.nodes if node.worker == worker]
+        costs = [self.profile.stage(node.name).costs for node in nodes]
+        single = any(node.sticky or (node.streaming and node.is_function) for node in nodes)
+        known = [{(one.lanes, one.layout, one.kind) for one in some} for some in costs]
+        found = []
+        for lanes, layout, kind in sorted(set.intersection(*known)):
+            state = self.profile.worker(worker, lanes, kind, layout)
+            fits = kind in self.ids and lanes <= len(self.ids[kind])
+            if state is None or not fits or (single and lanes > 1):
+                continue
+            beside = [self.profile.worker(x, lanes, kind) for x in self.companions[worker]]
+            states = [state, *(one for one in beside if one is not None)]
+            size, switch = sum(x.state_bytes for x in states), sum(x.switch for x in states)
+            found.append(Option(layout, lanes, kind, size, switch))
+        if not found:
+            raise UserError(
+                "has no layout in the profile that these lanes can carry",
+                key=worker,
+                value={kind: len(ids) for kind, ids in self.ids.items()},
+                expected=" or ".join(
+                    f"{lanes} x {kind} ({layout})"
+                    for lanes, layout, kind in sorted(set.union(*known))
+                ),
+            )
+        return tuple(found)
+
+    @cached_property
+    def near(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage the workers, by number, of its neighbours in the graph."""
+        found: list[dict[int, None]] = [{} for _ in self.graph.nodes]
+        for producer, consumer in self.graph.edges:
+            if producer != SOURCE:
+                found[producer][self.number[self.graph.nodes[consumer].worker]] = None
+                found[consumer][self.number[self.graph.nodes[producer].worker]] = None
+        return tuple(tuple(some) for some in found)
+
+    @cached_property
+    def weight_edges(self) -> tuple[tuple[int, int], ...]:
+        """(source, target) of weight edges between workers that stages run on, by number."""
+        return tuple(
+            (self.number[edge.source], self.number[edge.target])
+            for edge in self.graph.weight_edges
+            if edge.source in self.number and edge.target in self.number
+        )
+
+    def cost(self, node: StageNode, option: Option, running: int | None) -> StageCost:
+        """What a stage takes in a layout under a running limit."""
+        key = (node.index, option, running)
+        if key not in self._costs:
+            self._costs[key] = self.profile.cost(
+                node.name, option.layout, option.lanes, option.kind, running
+            )
+        return self._costs[key]
+
+    def call_seconds(
+        self, node: StageNode, option: Option, running: int | None, units: int
+    ) -> float:
+        """A call on so many units, with what it costs beside the stage.
+
+        Of a streaming stage that may hold fewer units the calls that it would take one after
+        another.
+        """
+        key = (node.index, option, running, units)
+        if key not in self._seconds:
+            cost, each = self.cost(node, option, running), self.unit_items[node.index]
+            beside = float(self.profile.dispatch + self.profile.call_overhead)
+            if running is not None and running < units:
+                seconds = cost.call(Items(running * each)) * units / running
+            else:
+                seconds = cost.call(Items(units * each))
+            self._seconds[key] = seconds + beside
+        return self._seconds[key]
+
+    def working_bytes(
+        self, node: StageNode, option: Option, running: int | None, units: int
+    ) -> int:
+        """What a call on so many units takes on each lane beside the state."""
+        held = units if running is None else min(units, running)
+        cost = self.cost(node, option, running)
+        return cost.working_bytes(Items(held * self.unit_items[node.index]))
+
+    def link_seconds(self, producer: int, items: int) -> float:
+        """So many outputs of a stage from lane to lane on one machine."""
+        link = self.profile.links.get("node")
+        if link is None or producer == SOURCE:
+            return 0.0
+        size = self.profile.stage(self.graph.nodes[producer].name).output_bytes * items
+        return float(link.seconds(Bytes(size)))
+
+    def turns(self, node: StageNode) -> float:
+        """How many turns an item stays in the stage's loop, in the mean; 1 outside of loops."""
+        if node.loop is None:
+            return 1.0
+        loop = self.graph.loops[node.loop]
+        known = self.profile.stage(self.graph.nodes[loop.members[0]].name).turns
+        return float(loop.max_turns or 1) if known is None else max(1.0, known.mean)

@@ -1,0 +1,277 @@
+"""Where a choice begins: every way in which workers can stand together or apart.
+
+A *structure* deals the workers of a kind of lane out to blocks, which have lanes of their own; the
+workers of one block may instead stand on all lanes. Six workers have some hundreds of structures.
+The lanes are dealt to the blocks by the work of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from m2flow.flow.graph import SOURCE, StageNode
+from m2flow.plan.choose.draft import Draft, Spot
+from m2flow.plan.choose.problem import Option, Problem
+from m2flow.plan.chunks import PIECES
+
+EVERYWHERE = -1
+"""The block of the workers that stand on all lanes."""
+
+MOST_APART = 6
+"""So many workers of a kind, those with most work, are dealt out freely; each other one stands
+where the worker does whose outputs it reads."""
+
+LIGHT = 0.01
+"""A worker with less than this share of the work is not dealt out freely either."""
+
+MOST_DEALS = 6
+"""Ways to deal lanes out that are compared, for each structure."""
+
+FINENESS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+"""Calls a replica and window that are tried where the memory of a lane asks for small ones."""
+
+
+def starts(problem: Problem, staleness: int = 0) -> Iterator[Draft]:
+    """Drafts of every structure that memory allows."""
+    for kinds in product(*(_kinds(problem, worker) for worker in problem.workers)):
+        by_kind = {
+            kind: [n for n, mine in enumerate(kinds) if mine == kind]
+            for kind in problem.ids
+            if kind in kinds
+        }
+        parts = [list(_standing(problem, kind, mine)) for kind, mine in by_kind.items()]
+        for chosen in product(*parts):
+            spots = {worker: spot for part in chosen for worker, spot in part.items()}
+            yield from cut(problem, tuple(spots[n] for n in range(len(kinds))), staleness)
+
+
+def _kinds(problem: Problem, worker: str) -> list[str]:
+    return sorted({option.kind for option in problem.options[worker]})
+
+
+def _standing(problem: Problem, kind: str, workers: Sequence[int]) -> Iterator[dict[int, Spot]]:
+    """Where the workers of a kind may stand."""
+    lanes, free = len(problem.ids[kind]), _heaviest(problem, kind, workers)
+    for blocks in _partitions(len(free)):
+        block_of = dict(zip(free, blocks, strict=True))
+        for worker in workers:  # in the order of the flow
+            if worker not in block_of:
+                block_of[worker] = _beside(problem, worker, block_of)
+        parts = [
+            [worker for worker in workers if block_of[worker] == block]
+            for block in range(max(blocks, default=0) + 1)
+        ]
+        rest = [worker for worker in workers if block_of[worker] == EVERYWHERE]
+        for deal in _deals(problem, kind, [part for part in parts if part], lanes):
+            spots = _spots(problem, kind, [part for part in parts if part], deal)
+            everywhere = _spots(problem, kind, [rest], [lanes]) if rest else {}
+            if spots is not None and everywhere is not None:
+                yield spots | everywhere
+
+
+def _partitions(count: int) -> Iterator[tuple[int, ...]]:
+    """Every block of each worker: all everywhere, or two blocks and more."""
+
+    def longer(done: tuple[int, ...], blocks: int) -> Iterator[tuple[int, ...]]:
+        if len(done) == count:
+            if blocks != 1:
+                yield done
+            return
+        for block in range(EVERYWHERE, blocks + 1):
+            yield from longer((*done, block), max(blocks, block + 1))
+
+    yield from longer((), 0)
+
+
+def _heaviest(problem: Problem, kind: str, workers: Sequence[int]) -> list[int]:
+    """The workers that are dealt out freely, in the order of the flow."""
+    work = {worker: work_seconds(problem, worker, kind) for worker in workers}
+    heavy = [worker for worker in workers if work[worker] >= LIGHT * sum(work.values())]
+    return sorted(sorted(heavy, key=lambda worker: -work[worker])[:MOST_APART])
+
+
+def _beside(problem: Problem, worker: int, block_of: dict[int, int]) -> int:
+    """The block of the worker that makes the inputs of a light one, if it is known."""
+    for node in problem.nodes_of[problem.workers[worker]]:
+        for producer in node.inputs:
+            if producer != SOURCE:
+                maker = problem.number[problem.graph.nodes[producer].worker]
+                if maker in block_of:
+                    return block_of[maker]
+    return EVERYWHERE
+
+
+def work_seconds(problem: Problem, worker: int, kind: str) -> float:
+    """Seconds of lanes that a worker's stages take a step, in its cheapest layout."""
+    options = [x for x in problem.options[problem.workers[worker]] if x.kind == kind]
+    return min(_lane_seconds(problem, worker, option, 1) for option in options)
+
+
+def _lane_seconds(problem: Problem, worker: int, option: Option, replicas: int) -> float:
+    total = 0.0
+    for node in problem.nodes_of[problem.workers[worker]]:
+        running = _least_limit(problem, node, option)
+        window = problem.windows[node.index]
+        share = max(1, -(-window // replicas))
+        seconds = problem.call_seconds(node, option, running, share)
+        finish = problem.cost(node, option, running).finish_seconds(replicas)
+        each = min(replicas, window) * seconds + (replicas * finish if node.has_finish else 0.0)
+        total += node.minibatches * problem.turns(node) * each * option.lanes
+    return total
+
+
+def _deals(
+    problem: Problem, kind: str, parts: Sequence[Sequence[int]], lanes: int
+) -> Iterator[list[int]]:
+    """Lanes of each block: all ways if they are few, else by work and a little beside it."""
+    least = [
+        max(
+            min(o.lanes for o in problem.options[problem.workers[n]] if o.kind == kind)
+            for n in part
+        )
+        for part in parts
+    ]
+    if sum(least) > lanes:
+        return
+    if not parts:
+        yield []
+        return
+    work = [sum(work_seconds(problem, n, kind) for n in part) for part in parts]
+    every = list(_compositions(lanes, least)) if lanes <= 2 * MOST_APART else []
+    if every:
+        total = sum(work) or 1.0
+
+        def uneven(deal: list[int]) -> float:
+            return max(w / n for w, n in zip(work, deal, strict=True)) / total
+
+        yield from sorted(every, key=uneven)[:MOST_DEALS]
+        return
+    deal = _by_work(work, least, lanes)
+    yield deal
+    step = max(1, lanes // 16)
+    for giver in range(len(deal)):
+        for taker in range(len(deal)):
+            if giver != taker and deal[giver] - step >= least[giver]:
+                other = list(deal)
+                other[giver] -= step
+                other[taker] += step
+                yield other
+
+
+def _compositions(total: int, least: Sequence[int]) -> Iterator[list[int]]:
+    """Every way to part a number into so many numbers that are not below these."""
+    if len(least) == 1:
+        yield [total]
+        return
+    for first in range(least[0], total - sum(least[1:]) + 1):
+        for rest in _compositions(total - first, least[1:]):
+            yield [first, *rest]
+
+
+def _by_work(work: Sequence[float], least: Sequence[int], lanes: int) -> list[int]:
+    """Lanes in proportion to work, one by one to whoever has most work a lane."""
+    deal = list(least)
+    for _ in range(lanes - sum(deal)):
+        neediest = max(range(len(deal)), key=lambda n: work[n] / deal[n])
+        deal[neediest] += 1
+    return deal
+
+
+def _spots(
+    problem: Problem, kind: str, parts: Sequence[Sequence[int]], deal: Sequence[int]
+) -> dict[int, Spot] | None:
+    """Each worker in its best layout on the lanes of its block; None if one has none there."""
+    found, first = {}, 0
+    for part, lanes in zip(parts, deal, strict=True):
+        for worker in part:
+            option = best_option(problem, worker, kind, lanes)
+            if option is None:
+                return None
+            found[worker] = Spot(option, first, lanes // option.lanes)
+        first += lanes
+    return found
+
+
+def best_option(problem: Problem, worker: int, kind: str, lanes: int) -> Option | None:
+    """The layout in which a worker is done first on so many lanes, among those that fit there."""
+    fitting = [
+        option
+        for option in problem.options[problem.workers[worker]]
+        if option.kind == kind and option.lanes <= lanes and fits_alone(problem, worker, option)
+    ]
+    return min(
+        fitting,
+        key=lambda x: _lane_seconds(problem, worker, x, lanes // x.lanes) / (lanes // x.lanes),
+        default=None,
+    )
+
+
+def fits_alone(problem: Problem, worker: int, option: Option) -> bool:
+    """Whether the smallest calls of a worker fit on a lane."""
+    limit = problem.memory[option.kind]
+    if limit is None:
+        return True
+    return all(
+        option.state_bytes
+        + problem.working_bytes(node, option, _least_limit(problem, node, option), 1)
+        <= limit
+        for node in problem.nodes_of[problem.workers[worker]]
+    )
+
+
+def _least_limit(problem: Problem, node: StageNode, option: Option) -> int | None:
+    """None where the stage has a price without a limit, else the largest limit that has one."""
+    limits = running_limits(problem, node, option)
+    return None if None in limits else max(limit for limit in limits if limit is not None)
+
+
+def running_limits(problem: Problem, node: StageNode, option: Option) -> set[int | None]:
+    """The running limits for which a streaming stage has prices in a layout."""
+    costs = problem.profile.stage(node.name).costs
+    return {
+        one.max_running
+        for one in costs
+        if (one.layout, one.lanes, one.kind) == (option.layout, option.lanes, option.kind)
+    }
+
+
+def cut(problem: Problem, spots: tuple[Spot, ...], staleness: int) -> Iterator[Draft]:
+    """The draft in calls as large as can be, and in a pipeline."""
+    for pipelined in (False, True):
+        pieces, running, finer = [], [], False
+        for node in problem.graph.nodes:
+            spot = spots[problem.number[node.worker]]
+            limit = _least_limit(problem, node, spot.option)
+            calls = 1.0
+            if pipelined and _next_to_other_lanes(problem, node, spots):
+                calls = float(max(1, PIECES // node.minibatches))
+                finer = finer or calls > 1
+            pieces.append(_fine_enough(problem, node, spot, limit, calls))
+            running.append(limit)
+        if pipelined and not finer:
+            return
+        yield Draft(spots, tuple(pieces), tuple(running), pipelined, True, staleness)
+
+
+def _next_to_other_lanes(problem: Problem, node: StageNode, spots: Sequence[Spot]) -> bool:
+    """Whether a stage can be at work while one that it reads from, or that reads from it, is."""
+    if node.streaming or node.unit == "step":
+        return False
+    mine = spots[problem.number[node.worker]].lanes
+    return any(spots[near].lanes != mine for near in problem.near[node.index])
+
+
+def _fine_enough(
+    problem: Problem, node: StageNode, spot: Spot, running: int | None, calls: float
+) -> float:
+    """So many calls a replica and window, or as many more as memory asks for."""
+    limit = problem.memory[spot.option.kind]
+    if limit is None:
+        return calls
+    for finer in (calls, *(n for n in FINENESS if n > calls)):
+        chunk = max(1, -(-problem.windows[node.index] // max(1, round(spot.replicas * finer))))
+        size = problem.working_bytes(node, spot.option, running, chunk)
+        if spot.option.state_bytes + size <= limit:
+            return finer
+    return FINENESS[-1]

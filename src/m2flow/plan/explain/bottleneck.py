@@ -1,0 +1,98 @@
+"""What bounds a predicted step: the work of the lanes that have the least time left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from m2flow.engine.spans import Span
+from m2flow.engine.time_account import LaneTime, extent, where_the_time_went
+from m2flow.plan.explain.amounts import brief
+from m2flow.plan.prediction import Candidate
+from m2flow.simulation.gantt import lane_names
+
+FULL = 0.1
+"""A lane that is idle for less than this share of the step has no time left."""
+
+ALIKE = 0.05
+"""Lanes whose idle shares differ by less than this are equally busy."""
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """What takes most of the time of the busiest lanes.
+
+    Attributes:
+        what: a stage, or "switching", "publishing", "links", "waiting".
+        lanes: the busiest lanes.
+        seconds: that it takes on each of them in a step, in the mean.
+        share: of the step.
+        why: a sentence.
+    """
+
+    what: str
+    lanes: tuple[int, ...]
+    seconds: float
+    share: float
+    why: str
+
+
+def bottleneck(candidate: Candidate) -> Bottleneck | None:
+    """What bounds the step of a candidate; None if its prediction has no spans."""
+    spans = candidate.prediction.spans
+    if not spans:
+        return None
+    lanes = [lane.id for lane in candidate.plan.lanes]
+    accounts = where_the_time_went(spans, (0.0, extent(spans)[1]), lanes)
+    idle = {one.lane: one.share(one.terms["waiting"]) for one in accounts}
+    least = min(idle.values())
+    busiest = [one for one in accounts if idle[one.lane] <= least + ALIKE]
+    spent = _spent(busiest)
+    what = max(spent, key=lambda name: spent[name])
+    seconds = spent[what] / len(busiest)
+    own = tuple(one.lane for one in busiest)
+    share = seconds / accounts[0].seconds if accounts[0].seconds else 0.0
+    return Bottleneck(what, own, seconds, share, _why(spans, what, idle))
+
+
+def _spent(accounts: Sequence[LaneTime]) -> dict[str, float]:
+    """Seconds of lanes by stage and by term."""
+    spent: dict[str, float] = {}
+    for one in accounts:
+        for name, seconds in (*one.stages.items(), *list(one.terms.items())[1:]):
+            spent[name] = spent.get(name, 0.0) + seconds
+    return spent
+
+
+def _why(spans: Sequence[Span], what: str, idle: Mapping[int, float]) -> str:
+    reasons = []
+    if (tail := _tail(spans, what)) is not None:
+        reasons.append(
+            f"the last {brief(tail)} of it run on at most half of its lanes: the longest items"
+        )
+    full = [lane for lane, share in idle.items() if share < FULL]
+    if len(full) == len(idle):
+        reasons.append("no lane has time left")
+    elif full:
+        have = "have" if len(full) > 1 else "has"
+        reasons.append(f"{lane_names(full)} {have} no time left")
+    else:
+        reasons.append(
+            f"no lane works throughout (the fullest is idle for {min(idle.values()):.0%}): "
+            "stages wait for each other"
+        )
+    return "; ".join(reasons)
+
+
+def _tail(spans: Sequence[Span], stage: str) -> float | None:
+    """Seconds in which at most half of a stage's lanes still run it, if they are many."""
+    calls = [span for span in spans if (span.kind, span.name) == ("call", stage)]
+    ends: dict[int, float] = {}
+    for span in calls:
+        ends[span.lane] = max(ends.get(span.lane, 0.0), span.end)
+    if len(ends) < 2:
+        return None
+    ordered = sorted(ends.values())
+    tail = ordered[-1] - ordered[math.ceil(len(ordered) / 2) - 1]
+    return tail if tail > 0.1 * (ordered[-1] - min(span.start for span in calls)) else None

@@ -1,0 +1,201 @@
+"""`Explanation`: why a plan was chosen, as plain data.
+
+Made once by `explained`, then printed (`in_words`), kept as `decision.json` by the JSON codec, and
+drawn by the report. The names of the fields are the keys of the file. All times are seconds, all
+sizes bytes, all shares between 0 and 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from m2flow.flow.graph import FlowGraph
+from m2flow.plan.explain.bottleneck import Bottleneck, bottleneck
+from m2flow.plan.explain.differences import differences, title, where
+from m2flow.plan.explain.flips import Flip
+from m2flow.plan.prediction import Candidate, Decision, Prediction
+from m2flow.plan.race import Entrant
+from m2flow.plan.sizes import bytes_text
+from m2flow.simulation.gantt import Gantt, folded, lay_out
+
+RUNNERS_UP = 3
+"""Number of other plans that are listed."""
+
+COLUMNS = 240
+"""Columns of time of the chart of the predicted step."""
+
+NOTHING = Gantt(0.0, 0.0, ())
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A plan that was tried in real steps of the run.
+
+    Attributes:
+        plan: its name.
+        predicted: seconds of a step.
+        measured: seconds of each step under it.
+        verdict: what came of it, as `m2flow.plan.race.Entrant` says; empty while it races.
+    """
+
+    plan: str
+    predicted: float
+    measured: tuple[float, ...]
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another plan that was simulated.
+
+    Attributes:
+        mode, title, max_staleness: of the plan.
+        seconds, items_per_second: predicted of a step.
+        changes: what it does otherwise than the chosen plan, a phrase each.
+    """
+
+    mode: str
+    title: str
+    max_staleness: int
+    seconds: float
+    items_per_second: float
+    changes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A profile's source ("measured" or "analytic"), and the key of what it depends on."""
+
+    source: str = "measured"
+    key: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a plan was chosen.
+
+    Attributes:
+        title: of the plan.
+        num_lanes: of the plan.
+        items_per_step: source items.
+        seconds_to_decide: how long search and simulation took.
+        considered: number of plans that were simulated.
+        stands: which workers stand on which lanes, in words.
+        stages: names of the flow's stages, in its order.
+        predicted: prediction of the plan; its spans are in `timeline`.
+        bottleneck: what bounds the step; None where nothing is known of its spans.
+        memory: what the fullest lane holds, in words; empty where sizes are not known.
+        runners_up: the next best plans.
+        ruled_out: plans that cannot run, and why.
+        flips: changes of an input that would change the choice, smallest change first; None: they
+            were not looked for.
+        frontier: the best plan for each staleness that gains something; empty where none was
+            allowed.
+        race: plans that were tried in real steps, in the order of their verdicts.
+        profile: where the prices come from.
+        assumptions: values that were assumed where nothing was measured, a line each.
+        timeline: the predicted step.
+    """
+
+    title: str
+    num_lanes: int
+    items_per_step: int
+    seconds_to_decide: float
+    considered: int
+    stands: tuple[str, ...]
+    stages: tuple[str, ...]
+    predicted: Prediction
+    bottleneck: Bottleneck | None
+    memory: str
+    runners_up: tuple[Alternative, ...]
+    ruled_out: Mapping[str, str] = field(default_factory=dict)
+    flips: tuple[Flip, ...] | None = None
+    frontier: tuple[Alternative, ...] = ()
+    race: tuple[Tried, ...] = ()
+    profile: Origin = field(default_factory=Origin)
+    assumptions: tuple[str, ...] = ()
+    timeline: Gantt = NOTHING
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return float(self.predicted.seconds)
+
+
+def explained(
+    decision: Decision,
+    graph: FlowGraph,
+    *,
+    flips: Sequence[Flip] | None = None,
+    race: Sequence[Entrant] = (),
+    assumptions: Sequence[str] = (),
+) -> Explanation:
+    """Explain a decision; nothing is simulated.
+
+    Args:
+        decision: the choice.
+        graph: its flow.
+        flips: what `m2flow.plan.explain.flips` has found; None: it was not asked.
+        race: plans that were tried in real steps.
+        assumptions: values that were assumed, beside those that the profile names.
+    """
+    chosen, profile = decision.chosen, decision.profile
+    plan, prediction = chosen.plan, chosen.prediction
+    ahead = any(one.plan.max_staleness for one in (chosen, *decision.others))
+    return Explanation(
+        title=title(plan),
+        num_lanes=len(plan.lanes),
+        items_per_step=decision.num_items,
+        seconds_to_decide=decision.seconds_to_decide,
+        considered=1 + len(decision.others),
+        stands=tuple(where(plan)),
+        stages=tuple(node.name for node in graph.nodes),
+        predicted=replace(prediction, spans=()),
+        bottleneck=bottleneck(chosen),
+        memory=_memory(decision),
+        runners_up=tuple(_alternative(one, decision) for one in decision.others[:RUNNERS_UP]),
+        ruled_out=decision.ruled_out,
+        flips=None if flips is None else tuple(flips),
+        frontier=tuple(_alternative(one, decision) for one in decision.frontier) if ahead else (),
+        race=tuple(_tried(one) for one in race),
+        profile=Origin(profile.source, profile.key),
+        assumptions=tuple(dict.fromkeys((*profile.assumptions, *assumptions))),
+        timeline=_timeline(chosen),
+    )
+
+
+def _tried(entrant: Entrant) -> Tried:
+    measured = tuple(entrant.measured)
+    return Tried(entrant.name, entrant.predicted, measured, entrant.verdict)
+
+
+def _alternative(other: Candidate, decision: Decision) -> Alternative:
+    plan, seconds = other.plan, float(other.prediction.seconds)
+    changes = tuple(differences(decision.chosen.plan, plan))
+    pace = decision.num_items / seconds if seconds else 0.0
+    return Alternative(plan.mode, title(plan), plan.max_staleness, seconds, pace, changes)
+
+
+def _memory(decision: Decision) -> str:
+    """What the fullest lane holds at most, and how much of it are states."""
+    plan, peaks = decision.chosen.plan, decision.chosen.prediction.peak_bytes
+    if not peaks:
+        return ""
+    fullest = max(plan.lanes, key=lambda lane: peaks.get(lane.id, 0))
+    states = 0
+    for worker, spot in plan.placements.items():
+        if fullest.id in spot.lanes:
+            gang = len(spot.replicas[0])
+            known = decision.profile.worker(worker, gang, fullest.kind, spot.layout)
+            states += spot.state_bytes or (known.state_bytes if known else 0)
+    limit = fullest.memory_bytes
+    most = bytes_text(peaks[fullest.id]) + ("" if limit is None else f" of {bytes_text(limit)}")
+    return f"at most {most} on a lane, whose states are {bytes_text(states)}"
+
+
+def _timeline(chosen: Candidate) -> Gantt:
+    """The predicted step, lanes that are alike in one row."""
+    plan, spans = chosen.plan, chosen.prediction.spans
+    end = max([float(chosen.prediction.seconds), *(span.end for span in spans)])
+    return folded(lay_out(spans, (0.0, end), [lane.id for lane in plan.lanes]), COLUMNS)

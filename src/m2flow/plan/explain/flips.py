@@ -1,0 +1,193 @@
+"""What change of which input would make another plan the best one, found by simulating again.
+
+The seconds of each stage, of switching, of publishing and of links are scaled up and down in turn,
+and the chosen plan and its rivals are simulated under each scaled profile. Other numbers of lanes,
+and more memory on each, are put to the planner again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from m2flow.engine.plan import LaneSpec, Plan
+from m2flow.errors import RunFailed, UserError
+from m2flow.flow.graph import FlowGraph
+from m2flow.plan.explain.differences import differences, where
+from m2flow.plan.prediction import Candidate, Decision
+from m2flow.plan.profile import Profile, WorkerCost
+from m2flow.plan.simulate import simulate
+from m2flow.plan.units import BytesPerSecond, Seconds
+
+FACTORS = (1.25, 1.5, 2.0, 4.0)
+"""An input is multiplied and divided by these."""
+
+RIVALS = 3
+"""Number of other plans that may overtake: the fastest of each shape, then the next fastest."""
+
+CLEAR = 0.01
+"""A plan that is faster by less than this share counts as equally fast."""
+
+NOTICED = 0.01
+"""An input that takes less than this share of the lanes' time in every plan flips nothing."""
+
+STEPS = 2
+"""Steps of a simulation."""
+
+OVERHEAD = ("switching", "publishing", "links")
+"""Inputs beside the stages."""
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A change of one input that makes another plan the best.
+
+    Attributes:
+        input: a stage, "switching", "publishing", "links", "lanes" or "memory".
+        factor: what it is multiplied by.
+        mode: of the plan that is best then.
+        changes: what that plan does otherwise, a phrase each.
+        chosen_seconds: of a step of the chosen plan then; None where it does not apply.
+        other_seconds: of a step of the other one.
+        how: "simulated", or "planned" where the planner was asked again.
+    """
+
+    input: str
+    factor: float
+    mode: str
+    changes: tuple[str, ...]
+    chosen_seconds: float | None
+    other_seconds: float
+    how: str
+
+
+def flips(
+    decision: Decision,
+    graph: FlowGraph,
+    plan_for: Callable[[Sequence[LaneSpec]], Decision] | None = None,
+) -> list[Flip]:
+    """What would flip a choice, smallest changes first.
+
+    Args:
+        decision: whose choice. Nothing flips it if a rival is faster already: a person made it.
+        graph: its flow.
+        plan_for: decides again, for other lanes; None: lanes and memory are not looked at.
+    """
+    chosen, rivals = decision.chosen, _rivals(decision)
+    found: list[Flip] = []
+    if any(one.prediction.seconds * (1 + CLEAR) < chosen.prediction.seconds for one in rivals):
+        return found
+    for what in (*(node.name for node in graph.nodes), *OVERHEAD) if rivals else ():
+        if any(_share(one, what) >= NOTICED for one in (chosen, *rivals)):
+            found += _of_input(what, decision, graph, rivals)
+    if plan_for is not None:
+        found += _of_lanes(chosen.plan, plan_for)
+    return sorted(found, key=lambda flip: abs(math.log(flip.factor)))
+
+
+def shape(plan: Plan) -> frozenset[frozenset[str]]:
+    """Which workers stand on the same lanes, whatever the number of lanes."""
+    groups: dict[tuple[int, ...], set[str]] = {}
+    for worker, spot in plan.placements.items():
+        groups.setdefault(tuple(sorted(spot.lanes)), set()).add(worker)
+    return frozenset(map(frozenset, groups.values()))
+
+
+def _rivals(decision: Decision) -> list[Candidate]:
+    """Plans within the chosen one's staleness: the fastest of each shape, then the next."""
+    allowed = decision.chosen.plan.max_staleness
+    others = [one for one in decision.others if one.plan.max_staleness <= allowed]
+    first = {shape(one.plan): one for one in reversed(others)}
+    leading = [one for one in others if first[shape(one.plan)] is one]
+    return [*leading, *(one for one in others if one not in leading)][:RIVALS]
+
+
+def _share(one: Candidate, what: str) -> float:
+    """The share of the lanes' time that an input takes."""
+    prediction = one.prediction
+    spent = prediction.stages.get(what, prediction.terms.get(what, 0.0))
+    return float(spent) / max(1e-12, sum(prediction.terms.values()))
+
+
+def _of_input(
+    what: str, decision: Decision, graph: FlowGraph, rivals: Sequence[Candidate]
+) -> Iterator[Flip]:
+    """The smallest flip of an input upwards, and the smallest downwards, where there is one."""
+    chosen = decision.chosen
+
+    def overtaken(factor: float) -> Flip | None:
+        profile = rescaled(decision.profile, what, factor)
+
+        def seconds(one: Candidate) -> float:
+            try:
+                found = simulate(graph, one.plan, profile, decision.num_items, steps=STEPS)
+            except RunFailed:
+                return math.inf
+            return float(found.seconds)
+
+        ours, theirs = seconds(chosen), [seconds(rival) for rival in rivals]
+        best = min(theirs)
+        if best * (1 + CLEAR) >= ours:
+            return None
+        other = rivals[theirs.index(best)].plan
+        changes = tuple(differences(chosen.plan, other))
+        return Flip(what, factor, other.mode, changes, ours, best, "simulated")
+
+    for ladder in (FACTORS, tuple(1 / factor for factor in FACTORS)):
+        flip = overtaken(ladder[-1])
+        if flip is None:
+            continue
+        middle = overtaken(ladder[1])
+        nearer = overtaken(ladder[0]) if middle else overtaken(ladder[2])
+        yield nearer or middle or flip
+
+
+def rescaled(profile: Profile, what: str, factor: float) -> Profile:
+    """The profile with the seconds of a stage, or of one of `OVERHEAD`, times a factor."""
+
+    def scaled(seconds: Seconds) -> Seconds:
+        return Seconds(seconds * factor)
+
+    def switched(cost: WorkerCost) -> WorkerCost:
+        return replace(cost, onload=scaled(cost.onload), offload=scaled(cost.offload))
+
+    match what:
+        case "publishing":
+            prices = tuple(replace(one, seconds=scaled(one.seconds)) for one in profile.publish)
+            return replace(profile, publish=prices)
+        case "links":
+            links = {
+                place: replace(
+                    link, latency=scaled(link.latency), rate=BytesPerSecond(link.rate / factor)
+                )
+                for place, link in profile.links.items()
+            }
+            return replace(profile, links=links)
+        case "switching":
+            workers = {name: tuple(map(switched, own)) for name, own in profile.workers.items()}
+            return replace(profile, workers=workers)
+    return replace(profile, stages={**profile.stages, what: profile.stage(what).times(factor)})
+
+
+def _of_lanes(plan: Plan, plan_for: Callable[[Sequence[LaneSpec]], Decision]) -> Iterator[Flip]:
+    """Flips by half as many lanes, twice as many, and twice the memory on each."""
+    lanes = [lane for lane in plan.lanes if lane.reserved_for is None]
+    ids, nodes = (1 + max(getattr(lane, name) for lane in lanes) for name in ("id", "node"))
+    more = [replace(lane, id=lane.id + ids, node=lane.node + nodes) for lane in lanes]
+    larger = [replace(lane, memory_bytes=(lane.memory_bytes or 0) * 2 or None) for lane in lanes]
+    for what, factor, asked in (
+        ("lanes", 2.0, [*lanes, *more]),
+        ("lanes", 0.5, lanes[: len(lanes) // 2]),
+        ("memory", 2.0, larger),
+    ):
+        if not asked or asked == lanes:
+            continue
+        try:
+            then = plan_for(asked).chosen
+        except UserError:  # no plan fits there
+            continue
+        if shape(then.plan) != shape(plan):
+            seconds = float(then.prediction.seconds)
+            changes = tuple(where(then.plan))
+            yield Flip(what, factor, then.plan.mode, changes, None, seconds, "planned")

@@ -1,0 +1,165 @@
+"""An explanation as lines for a terminal: what was chosen, what bounds it, what would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from m2flow.engine.time_account import TERMS
+from m2flow.plan.explain.amounts import brief, slower
+from m2flow.plan.explain.explanation import Alternative, Explanation
+from m2flow.plan.explain.picture import picture
+from m2flow.simulation.gantt import lane_names
+
+SHOWN = 4
+"""Phrases of a difference, flips, and plans that were ruled out, that are printed."""
+
+
+def in_words(explanation: Explanation, width: int = 100, ascii_only: bool = False) -> list[str]:
+    """The whole explanation, with the picture of the predicted step.
+
+    Args:
+        explanation: of a plan.
+        width: of the picture, in characters.
+        ascii_only: whether the terminal shows ASCII only.
+    """
+    lines = [*summary(explanation), "", *(f"  {line}" for line in explanation.stands), ""]
+    drawn = picture(explanation.timeline, explanation.stages, width, ascii_only)
+    lines += [*drawn, ""] if drawn else []
+    lines += costs(explanation)
+    if explanation.ruled_out:
+        rows = [f"  {plan}: {why}" for plan, why in explanation.ruled_out.items()]
+        lines += ["", "ruled out:", *_some(rows)]
+    if explanation.flips is not None:
+        lines += ["", "what would change the choice:", *_flips(explanation)]
+    return lines
+
+
+def summary(explanation: Explanation) -> list[str]:
+    """The choice in a few lines."""
+    lanes, spent = explanation.num_lanes, brief(explanation.seconds_to_decide)
+    simulated = f"{explanation.considered} plans simulated with a profile that is"
+    lines = [
+        f"plan: {explanation.title}, {lanes} lanes, {_pace(explanation)}",
+        f"  of {simulated} {explanation.profile.source}, in {spent}",
+        *_race(explanation),
+        *_bounds(explanation),
+        *_runners_up(explanation),
+        *_frontier(explanation),
+    ]
+    if explanation.assumptions:
+        lines.append("assumed, as nothing was measured:")
+        lines += [f"  {line}" for line in explanation.assumptions]
+    return lines
+
+
+def _pace(explanation: Explanation) -> str:
+    """Seconds of a step, and items a second."""
+    seconds, spread = explanation.seconds, float(explanation.predicted.spread)
+    told = f" +- {brief(spread)}" if spread > 1e-3 * seconds else ""
+    rate = explanation.items_per_step / seconds if seconds else 0.0
+    return f"{brief(seconds)}{told} a step, {rate:.3g} items/s"
+
+
+def _race(explanation: Explanation) -> Iterator[str]:
+    """The plans that were tried in real steps."""
+    if explanation.race:
+        yield "tried in real steps:"
+    for row in explanation.race:
+        count = f"{len(row.measured)} step{'' if len(row.measured) == 1 else 's'}"
+        taken = f"{brief(median(row.measured))} a step in {count}" if row.measured else "no step"
+        yield f"  {row.plan}: {taken}, {brief(row.predicted)} predicted; {row.verdict or 'racing'}"
+
+
+def _bounds(explanation: Explanation) -> Iterator[str]:
+    found, idle = explanation.bottleneck, explanation.predicted.idle.values()
+    if found is not None:
+        place = f" on {lane_names(found.lanes)}" if len(found.lanes) <= SHOWN else ""
+        of_it = f"{brief(found.seconds)} of the step ({found.share:.0%})"
+        yield f"bottleneck: {found.what}{place}, {of_it}"
+        yield f"  {found.why}"
+    if idle:
+        yield (
+            f"idle: {sum(idle) / len(idle):.0%} of all lanes' time "
+            f"(from {min(idle):.0%} to {max(idle):.0%})"
+        )
+    if explanation.memory:
+        yield f"memory: {explanation.memory}"
+
+
+def _is_better(explanation: Explanation, others: Sequence[Alternative]) -> bool:
+    """Whether one of the others is clearly faster than the chosen plan."""
+    return any(other.seconds < 0.99 * explanation.seconds for other in others)
+
+
+def _runners_up(explanation: Explanation) -> Iterator[str]:
+    for number, other in enumerate(explanation.runners_up):
+        word = "runner-up" if number == 0 else "then"
+        word = "better" if _is_better(explanation, [other]) else word
+        yield (
+            f"{word}: {other.title}, {brief(other.seconds)} a step, "
+            f"{slower(other.seconds, explanation.seconds)}"
+        )
+        if number == 0:
+            yield from _some([f"  {change}" for change in other.changes])
+
+
+def _frontier(explanation: Explanation) -> Iterator[str]:
+    """Throughput against staleness, where some was allowed and pays."""
+    if not explanation.frontier:
+        return
+    if len(explanation.frontier) == 1:
+        yield "throughput by staleness: running ahead gains nothing"
+        return
+    yield "throughput by staleness:"
+    for point in explanation.frontier:
+        yield (
+            f"  staleness {point.max_staleness}: {point.items_per_second:.3g} items/s, "
+            f"{brief(point.seconds)} a step ({point.title})"
+        )
+
+
+def costs(explanation: Explanation) -> list[str]:
+    """A table of where the time of all lanes goes."""
+    prediction, count = explanation.predicted, max(1, explanation.num_lanes)
+    stages = [name for name in explanation.stages if name in prediction.stages]
+    total = sum(prediction.terms.get(term, 0.0) for term in TERMS)
+    width = max(len(name) for name in (*(f"  {name}" for name in stages), *TERMS))
+    lines = [f"{'':<{width}}  {'a lane':>9}  {'share':>5}"]
+
+    def row(name: str, seconds: float) -> str:
+        share = seconds / total if total else 0.0
+        return f"{name:<{width}}  {brief(seconds / count):>9}  {share:>5.0%}"
+
+    for term in TERMS:
+        lines.append(row(term, prediction.terms.get(term, 0.0)))
+        if term == "compute":
+            lines += [row(f"  {name}", prediction.stages[name]) for name in stages]
+    return lines
+
+
+def _flips(explanation: Explanation) -> Iterator[str]:
+    flips = explanation.flips or ()
+    if _is_better(explanation, explanation.runners_up[:1]):
+        yield "  nothing: another plan is faster as it is"
+    elif not flips:
+        yield "  no input alone, up to 4 times more or less of it"
+    for flip in flips[:SHOWN]:
+        less = " (less)" if flip.input in ("memory", "lanes") else " (faster)"
+        instead = flip.chosen_seconds
+        yield (
+            f"  {flip.input} x {flip.factor:.2f}{less if flip.factor < 1 else ''}: "
+            f"{flip.mode} is best, {brief(flip.other_seconds)} a step"
+            + (f" instead of {brief(instead)}" if instead is not None else "")
+        )
+        yield from _some([f"    {change}" for change in flip.changes], most=2)
+    if len(flips) > SHOWN:
+        yield f"  and {len(flips) - SHOWN} more, by larger changes"
+
+
+def _some(lines: Sequence[str], most: int = SHOWN) -> Iterator[str]:
+    """The first few lines, and how many are left out."""
+    yield from lines[:most]
+    if len(lines) > most:
+        indent = " " * (len(lines[0]) - len(lines[0].lstrip()))
+        yield f"{indent}and {len(lines) - most} more"

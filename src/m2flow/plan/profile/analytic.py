@@ -1,0 +1,253 @@
+"""Profiles of hardware that is not here: a workload's declared work, made seconds by roofline.
+
+What comes out is the same `Profile` that measuring gives, with one price for each declared layout
+that is possible and that fits into the memory of a kind of lane. Nothing here chooses between
+layouts, and nothing here knows what a stage computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+from m2flow.errors import UserError, suggestion
+from m2flow.flow.graph import FlowGraph, StageNode
+from m2flow.plan.profile.clusters import Cluster
+from m2flow.plan.profile.data import (
+    PLACES,
+    LinkCost,
+    Profile,
+    PublishCost,
+    StageCost,
+    StageProfile,
+    WorkerCost,
+)
+from m2flow.plan.profile.hardware import (
+    DEVICES,
+    DISPATCH_SECONDS,
+    MESSAGE_SECONDS,
+    NETWORK_FRACTION,
+    NVLINK_FRACTION,
+    Device,
+)
+from m2flow.plan.profile.streaming import Streaming
+from m2flow.plan.profile.work import (
+    FlowWork,
+    LayoutWork,
+    Pricer,
+    StageWork,
+    WorkerWork,
+    curve,
+    rising,
+)
+from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
+
+MOST_LANES = 65_536
+"""Where the search for a number of lanes that would do ends."""
+
+NO_STAGE, NO_STATE = StageWork((LayoutWork(),)), WorkerWork(())
+
+
+def analytic_profile(graph: FlowGraph, cluster: Cluster, prices: Pricer, items: int) -> Profile:
+    """Return the profile of a flow on a cluster that need not exist.
+
+    Args:
+        graph: the flow.
+        cluster: its lanes.
+        prices: the workload's; asked once for each kind of lane.
+        items: of the step's input, the most that a stage's curve is asked for.
+
+    Raises:
+        UserError: `prices` name a stage that the graph does not have; a stage fits on no number of
+            lanes of any kind (says the smallest number that would do).
+    """
+    kinds = [
+        _Kind(name, device, lanes, prices(device, lanes), items)
+        for name, device in cluster.kinds.items()
+        for lanes in (cluster.lanes_of(name),)
+    ]
+    names = [node.name for node in graph.nodes]
+    for name in (name for kind in kinds for name in kind.work.stages):
+        if name not in names:
+            raise UserError("the flow has no such stage", key=name, hint=suggestion(name, names))
+    stages = {node.name: _stage(node, kinds, cluster, prices) for node in graph.nodes}
+    workers = {
+        worker: tuple(cost for kind in kinds for cost in kind.workers(worker))
+        for worker in graph.workers
+    }
+    assumed = (line for kind in kinds for line in (*kind.work.assumptions, *kind.notices))
+    return Profile(
+        stages=stages,
+        workers={worker: costs for worker, costs in workers.items() if costs},
+        publish=tuple(_publishing(graph, kinds)),
+        links=_links(cluster),
+        dispatch=Seconds(DISPATCH_SECONDS),
+        key={
+            "model": {"name": kinds[0].work.model},
+            "shapes": {"items": items},
+            "hardware": {"cluster": str(cluster)},
+        },
+        source="analytic",
+        assumptions=tuple(dict.fromkeys(assumed)),
+    )
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One kind of lane, and the workload's prices there.
+
+    Attributes:
+        name: of the kind.
+        lanes: how many there are.
+        items: source items of a step.
+        notices: layouts that are not possible, and what prices take for granted.
+    """
+
+    name: str
+    device: Device
+    lanes: int
+    work: FlowWork
+    items: int
+    notices: list[str] = field(default_factory=list)
+
+    def stage(self, node: StageNode) -> StageWork:
+        return self.work.stages.get(node.name, NO_STAGE)
+
+    def costs(self, node: StageNode) -> Iterator[StageCost]:
+        """Price a stage on each layout that is possible and fits."""
+        work, most = self.stage(node), self.items * node.fanout
+        for one in self.fitting(node):
+            cost = self._cost(one, most)
+            if one.rounds is None or work.lengths is None:
+                yield cost
+            else:
+                room = self._room(node, one)
+                streaming = Streaming(
+                    one.rounds, work.lengths, node.expands, most, self.device, room
+                )
+                yield from streaming.costs(cost)
+
+    def fitting(self, node: StageNode) -> list[LayoutWork]:
+        """Return, of each declared layout, the first way to run it that is possible and fits."""
+        work = self.stage(node)
+        found: dict[str, LayoutWork] = {}
+        for one in work.layouts if self.device.kind in work.kinds else ():
+            obstacle = one.layout.obstacle()
+            if obstacle is not None:
+                self.notices.append(f"{node.worker} cannot have {one.layout.name}: {obstacle}")
+            elif one.layout.lanes <= self.lanes and one.layout.name not in found:
+                needed = 0.0
+                if one.rounds is not None and work.lengths is not None:
+                    needed = one.rounds.unit_bytes * (one.rounds.start + work.lengths.largest)
+                if self._room(node, one) >= needed:
+                    found[one.layout.name] = one
+                    self.notices.extend([one.assumes] if one.assumes else [])
+        return list(found.values())
+
+    def _room(self, node: StageNode, one: LayoutWork) -> float:
+        """Return the bytes of each lane that the state and the smallest call leave."""
+        states = self.work.workers.get(node.worker, NO_STATE).states
+        state = next((size for layout, size in states if layout == one.layout), 0.0)
+        return self.device.usable_bytes - state - one.working_bytes(1)
+
+    def _cost(self, one: LayoutWork, most: int) -> StageCost:
+        calls, finish = rising(most), one.finish
+        return StageCost(
+            one.layout.lanes,
+            curve(lambda items: one.call(items).on(self.device), calls),
+            finish=None
+            if finish is None
+            else curve(
+                lambda replicas: finish(replicas).on(self.device),
+                rising(self.lanes // one.layout.lanes),
+            ),
+            working=curve(one.working_bytes, calls),
+            kind=self.name,
+            layout=one.layout.name,
+        )
+
+    def workers(self, name: str) -> Iterator[WorkerCost]:
+        """Price the moves of a worker's state on each layout that is possible and fits."""
+        for layout, size in self.work.workers.get(name, NO_STATE).states:
+            fits = layout.lanes <= self.lanes and size <= self.device.usable_bytes
+            if fits and layout.obstacle() is None:
+                moved = Seconds(self.device.host_copy_seconds(size))
+                state = Bytes(math.ceil(size))
+                yield WorkerCost(layout.lanes, state, moved, moved, self.name, layout.name)
+
+
+def _stage(
+    node: StageNode, kinds: Sequence[_Kind], cluster: Cluster, prices: Pricer
+) -> StageProfile:
+    costs = tuple(cost for kind in kinds for cost in kind.costs(node))
+    if not costs:
+        raise _nowhere(node, kinds, cluster, prices)
+    work = next(kind for kind in kinds if kind.name == costs[0].kind).stage(node)
+    return StageProfile(costs, Bytes(math.ceil(work.output_bytes)), work.lengths)
+
+
+def _nowhere(
+    node: StageNode, kinds: Sequence[_Kind], cluster: Cluster, prices: Pricer
+) -> UserError:
+    """Say why no lane of the cluster can run a stage, and how many lanes would."""
+    able = [kind for kind in kinds if kind.device.kind in kind.stage(node).kinds]
+    if not able:
+        return UserError(
+            "no lane of the cluster can run this stage",
+            key=node.name,
+            value=str(cluster),
+            expected=f"{' or '.join(kinds[0].stage(node).kinds)} lanes",
+        )
+    kind = max(able, key=lambda one: one.device.usable_bytes)
+    usual = DEVICES.get(kind.device.name, kind.device).lanes_per_node
+    device = replace(kind.device, lanes_per_node=max(usual, kind.device.lanes_per_node))
+    lanes, fitting = kind.lanes, list[LayoutWork]()
+    while not fitting and (lanes := 2 * lanes) <= MOST_LANES:
+        fitting = replace(kind, device=device, lanes=lanes, work=prices(device, lanes)).fitting(
+            node
+        )
+    least = min((one.layout.lanes for one in fitting), default=None)
+    what = f"{node.name} of {kind.work.model}" if kind.work.model else node.name
+    return UserError(
+        f"{what} fits on no {kind.lanes} lane{'s' * (kind.lanes > 1)} of {kind.device.name}",
+        key="cluster",
+        value=str(cluster),
+        expected=f"at least {least} lanes" if least else "lanes with more memory",
+    )
+
+
+def _publishing(graph: FlowGraph, kinds: Sequence[_Kind]) -> Iterator[PublishCost]:
+    """Price publishing to each layout of a target: every lane takes its share of a replica.
+
+    The slower of the two ends sets the rate.
+    """
+    for edge, source, target in product(graph.weight_edges, kinds, kinds):
+        size = target.work.workers.get(edge.target, NO_STATE).weight_bytes
+        layouts = {cost.lanes for cost in target.workers(edge.target)}
+        if not size or not any(source.workers(edge.source)):
+            continue
+        ends = (source.device, target.device)
+        network = min(one.network_bytes_per_second for one in ends) * NETWORK_FRACTION
+        for lanes, place in product(sorted(layouts), PLACES):
+            rate = network
+            if place != "cluster":
+                rate = min(one.collective_bytes_per_second(lanes) for one in ends)
+            seconds = Seconds(size / lanes / rate)
+            yield PublishCost(
+                edge.source, edge.target, place, seconds, None, lanes, source.name, target.name
+            )
+
+
+def _links(cluster: Cluster) -> dict[str, LinkCost]:
+    """Return the slowest device's links, as a message may meet them."""
+    devices = list(cluster.kinds.values())
+    rates = {
+        "node": min(device.peer_bytes_per_second for device in devices) * NVLINK_FRACTION,
+        "cluster": min(device.network_bytes_per_second for device in devices) * NETWORK_FRACTION,
+    }
+    return {
+        place: LinkCost(Seconds(MESSAGE_SECONDS[place]), BytesPerSecond(rate))
+        for place, rate in rates.items()
+    }

@@ -1,0 +1,191 @@
+"""Monotone curves through noisy measurements.
+
+Isotonic regression (pool adjacent violators; Ayer et al. 1955) over typical values of what was
+measured at each size, and least squares with coefficients that are not negative, for curves that
+are only seen through their sums. This module knows nothing of stages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from m2flow.plan.profile.data import Piecewise
+
+T = TypeVar("T")
+
+Matrix: TypeAlias = npt.NDArray[np.float64]
+
+TRIM = 10
+"""One of so many values is left out at either end."""
+
+NORMAL = 1.4826
+"""Standard deviation of a normal distribution, in median distances from its median."""
+
+NEAR = 1.1
+"""Sizes that are less than so many times apart are one point of a curve."""
+
+TINY = 1e-9
+"""What counts as nothing beside 1, in sums of many products."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was measured at one size.
+
+    Attributes:
+        size: items, replicas, or whatever is counted.
+        seconds: the typical value.
+        spread: standard deviation of single values, relative to it.
+        count: how many values there were.
+    """
+
+    size: float
+    seconds: float
+    spread: float
+    count: float
+
+
+def typical(values: Sequence[float]) -> float:
+    """Return the mean of the values, but for the smallest and the largest of at least three.
+
+    A step is a sum of calls, so their mean predicts it, and not their median: a stage may have next
+    to nothing to do in most calls and much in a few.
+    """
+    cut = math.ceil(len(values) / TRIM) if len(values) > 2 else 0
+    return fmean(sorted(values)[cut : len(values) - cut])
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return the standard deviation of the bulk of the values, relative to their median."""
+    middle = median(values)
+    return NORMAL * median(abs(value - middle) for value in values) / middle if middle else 0.0
+
+
+def by_size(samples: Iterable[T], size: Callable[[T], float]) -> list[list[T]]:
+    """Group samples whose sizes are near each other, the smallest sizes first."""
+    groups: list[list[T]] = []
+    for sample in sorted(samples, key=size):
+        if groups and size(sample) < NEAR * size(groups[-1][0]):
+            groups[-1].append(sample)
+        else:
+            groups.append([sample])
+    return groups
+
+
+def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Return the closest sequence that does not fall, by weighted least squares."""
+    blocks: list[tuple[float, float, int]] = []
+    for value, weight in zip(values, weights, strict=True):
+        blocks.append((value, weight, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (a, wa, na), (b, wb, nb) = blocks[-2:]
+            blocks[-2:] = [((a * wa + b * wb) / (wa + wb), wa + wb, na + nb)]
+    return [value for value, _, count in blocks for _ in range(count)]
+
+
+def monotone(measured: Iterable[Point]) -> Piecewise:
+    """Return the curve that does not fall and comes closest to the points."""
+    ordered = sorted(measured, key=lambda one: one.size)
+    values = isotonic([one.seconds for one in ordered], [one.count for one in ordered])
+    return Piecewise(tuple((one.size, y) for one, y in zip(ordered, values, strict=True)))
+
+
+def envelope(samples: Sequence[tuple[float, float]]) -> Piecewise:
+    """Return the lowest curve that does not fall and above which nothing was measured.
+
+    Sizes that are near each other count as their smallest.
+    """
+    reached, found = 0.0, []
+    for group in by_size(samples, lambda sample: sample[0]):
+        reached = max(reached, *(value for _, value in group))
+        found.append((group[0][0], reached))
+    return Piecewise(tuple(found))
+
+
+class Rising:
+    """A curve that does not fall as a sum of coefficients that are not negative.
+
+    The value at the first knot, then what each further knot adds; linear in between, flat outside.
+
+    Args:
+        knots: rising.
+    """
+
+    def __init__(self, knots: Sequence[float]) -> None:
+        self.knots = tuple(knots)
+
+    def __len__(self) -> int:
+        return len(self.knots)
+
+    def row(self, x: float) -> list[float]:
+        """Return by how much each coefficient counts at x."""
+        parts = ((x - a) / (b - a) for a, b in pairwise(self.knots))
+        return [1.0, *(min(1.0, max(0.0, part)) for part in parts)]
+
+    def curve(self, coefficients: Sequence[float]) -> Piecewise:
+        """Return the curve of these coefficients."""
+        y, reached = 0.0, []
+        for knot, added in zip(self.knots, coefficients, strict=True):
+            y += added
+            reached.append((knot, y))
+        return Piecewise(tuple(reached))
+
+
+def doubling(smallest: float, largest: float) -> list[float]:
+    """Return knots from the smallest size to the largest, each about twice the one before."""
+    knots = [smallest]
+    while knots[-1] * 2 * NEAR < largest:
+        knots.append(knots[-1] * 2)
+    return [*knots, largest] if largest > knots[-1] else knots
+
+
+def least_squares(
+    rows: npt.ArrayLike, values: npt.ArrayLike, weights: npt.ArrayLike
+) -> list[float]:
+    """Return the coefficients, none negative, whose weighted sums come closest to the values.
+
+    Measurements that lie far off count less (Huber's weights, twice).
+    """
+    matrix, wanted = np.array(rows, float), np.array(values, float)
+    given = np.array(weights, float)
+    found = _not_negative(matrix * np.sqrt(given)[:, None], wanted * np.sqrt(given))
+    for _ in range(2):
+        errors = np.abs(matrix @ found - wanted) * np.sqrt(given)
+        bound = 2.5 * float(np.median(errors))
+        tamed = given * np.minimum(1.0, bound / np.maximum(errors, TINY))
+        if bound > 0:
+            found = _not_negative(matrix * np.sqrt(tamed)[:, None], wanted * np.sqrt(tamed))
+    return [float(x) for x in found]
+
+
+def _not_negative(matrix: Matrix, wanted: Matrix) -> Matrix:
+    """Solve least squares without negative coefficients (Lawson and Hanson 1974, active sets)."""
+    count = matrix.shape[1]
+    found, free = np.zeros(count), np.zeros(count, bool)
+    scale = float(np.abs(matrix.T @ wanted).max(initial=0.0))
+    for _ in range(3 * count):
+        gain = matrix.T @ (wanted - matrix @ found)
+        gain[free] = 0.0
+        if gain.max(initial=0.0) <= TINY * scale:
+            break
+        free[int(gain.argmax())] = True
+        while free.any():
+            solved = np.zeros(count)
+            solved[free] = np.linalg.lstsq(matrix[:, free], wanted, rcond=None)[0]
+            below = free & (solved <= 0)
+            if not below.any():
+                found = solved
+                break
+            reach = (found[below] / np.maximum(found[below] - solved[below], TINY)).min()
+            found = np.maximum(found + reach * (solved - found), 0.0)
+            free &= (found > TINY * found.max(initial=0.0)) & ~(below & (found <= 0))
+            found[~free] = 0.0
+    return found

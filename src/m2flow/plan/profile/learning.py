@@ -1,0 +1,311 @@
+"""From measurements to a `Profile`: a new one, or what is known, corrected.
+
+A stored or computed profile is corrected in two ways. Prices of layouts that ran are fitted to what
+was measured, and keep the known curve only where nothing was measured. Prices of a stage's other
+layouts are multiplied by how many times as long the stage took as the known profile says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean, median
+
+from m2flow.engine.plan import Plan
+from m2flow.errors import UserError
+from m2flow.flow.graph import FlowGraph, StageNode
+from m2flow.plan.profile.crowding import crowded, fit_alone, undisturbed
+from m2flow.plan.profile.curves import (
+    NEAR,
+    Point,
+    by_size,
+    envelope,
+    least_squares,
+    monotone,
+    spread,
+    typical,
+)
+from m2flow.plan.profile.data import (
+    LinkCost,
+    Piecewise,
+    Profile,
+    PublishCost,
+    Quantiles,
+    StageCost,
+    StageProfile,
+    WorkerCost,
+)
+from m2flow.plan.profile.evidence import Evidence, Sample, Step, Where
+from m2flow.plan.profile.growing import fit_done, fit_growth
+from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
+
+NO_COPY = BytesPerSecond(1e12)
+"""Rate of a link on which larger messages were not seen to take longer."""
+
+KNOWN_CALLS = 2.0
+"""A point of a profile that was measured before counts as so many calls; a computed one as none
+where anything was measured."""
+
+FEWEST = 4
+"""Of fewer values of one size their spread says nothing."""
+
+ALL_ENDS = 4
+"""Lanes and kinds of both ends of a price for publishing."""
+
+ENOUGH_LENGTHS = 64
+"""With so many measured lengths, known ones do not count."""
+
+
+def learn(profile: Profile | None, graph: FlowGraph, plan: Plan, steps: Iterable[Step]) -> Profile:
+    """Return a profile of what steps under one plan took, or a known profile corrected by them.
+
+    Raises:
+        UserError: nothing is known of a stage, and none of the steps called it.
+    """
+    evidence = Evidence(graph)
+    evidence.add(plan, steps)
+    return fitted(evidence, profile)
+
+
+def fitted(
+    evidence: Evidence,
+    known: Profile | None = None,
+    *,
+    key: Mapping[str, Mapping[str, object]] | None = None,
+    links: Mapping[str, LinkCost] | None = None,
+) -> Profile:
+    """Return the profile that explains what was measured.
+
+    Args:
+        evidence: measurements.
+        known: what was known before; prices for which there is no measurement come from it.
+        key: what the profile depends on; by default that of `known`.
+        links: ways between lanes that were measured otherwise; transfers that were seen win.
+
+    Raises:
+        UserError: nothing is known of a stage, and it was never called.
+    """
+    base = known or Profile({})
+    places = {**base.links, **(links or {})}
+    dispatch, event, item = _beside(evidence) or (
+        base.dispatch, base.event_overhead, base.item_overhead
+    )  # fmt: skip
+    return replace(
+        base,
+        stages={node.name: _stage(node, evidence, known) for node in evidence.graph.nodes},
+        workers=_workers(evidence, base),
+        publish=_publish(evidence, base),
+        links={**places, **_links(evidence.transfers, places.get("node"))},
+        dispatch=dispatch,
+        event_overhead=event,
+        item_overhead=item,
+        key=base.key if key is None else key,
+        source="measured",
+    )
+
+
+def _stage(node: StageNode, evidence: Evidence, known: Profile | None) -> StageProfile:
+    before = None if known is None else known.stages.get(node.name)
+    costs = before.costs if before else ()
+    free = [one for one in costs if one.max_running is None] or costs
+    given = {(one.layout, one.lanes, one.kind): one for one in free}
+    trust = KNOWN_CALLS if known is not None and known.source == "measured" else 0.0
+    seen = {where[1:]: calls for where, calls in evidence.timed().items() if where[0] == node.name}
+    if not seen and before is None:
+        raise UserError(
+            "was never called while the flow was measured",
+            key=node.name,
+            hint="give more steps, or batches with which every stage has something to do",
+        )
+    ratios = [
+        call.seconds / given[layout].seconds.at(call.size)
+        for layout, calls in seen.items()
+        if layout in given
+        for call in calls
+        if given[layout].seconds.at(call.size) > 0
+    ]
+    ratio = median(ratios) if ratios else 1.0
+    ran = [
+        _cost((node.name, *layout), calls, evidence, given.get(layout), trust)
+        for layout, calls in seen.items()
+    ]
+    others = [
+        one.times(ratio)
+        for one in costs
+        if one.max_running is not None or (one.layout, one.lanes, one.kind) not in seen
+    ]
+    sizes = evidence.output_bytes.get(node.name, ())
+    items = sum(count for count, _ in sizes)
+    weight = round(sum(size for _, size in sizes) / items) if items else 0
+    lengths, turns = evidence.lengths.get(node.name, ()), evidence.turns.get(node.name, ())
+    found = before or StageProfile(tuple(ran))
+    drawn = lengths and (found.lengths is None or len(lengths) >= ENOUGH_LENGTHS)
+    return StageProfile(
+        tuple(sorted((*ran, *others), key=lambda one: (one.kind, one.lanes, one.layout))),
+        Bytes(weight) if weight else found.output_bytes,
+        Quantiles.of(lengths) if drawn else found.lengths,
+        Quantiles.of(turns) if turns else found.turns,
+    )
+
+
+def _cost(
+    where: Where,
+    timed: Iterable[Sample],
+    evidence: Evidence,
+    known: StageCost | None,
+    trust: float,
+) -> StageCost:
+    """Fit the price of a stage in one layout that ran."""
+    _, layout, lanes, kind = where
+    seen = undisturbed(list(timed))
+    alone = fit_alone(seen)
+    calls = crowded(seen, alone)
+    measured = points(calls)
+    curve = _merged(measured, known.seconds if known else None, trust)
+    before = known or StageCost(lanes, curve)
+    working = [(call.size, call.seconds) for call in evidence.working.get(where, ())]
+    ended = evidence.finishing.get(where, 0.0)
+    finishes = points(evidence.finishes.get(where, ()))
+    cost = StageCost(
+        lanes,
+        curve,
+        finish=_merged(finishes, before.finish, trust) if finishes or before.finish else None,
+        working=envelope([(size, max(most, ended)) for size, most in working])
+        if working
+        else before.working,
+        error=_error(calls, curve),
+        alone=alone,
+        kind=kind,
+        layout=layout,
+    )
+    streams = [call for call in calls if call.pieces]
+    growth = fit_growth(streams)
+    if growth is not None:
+        round_, admit, slots = growth
+        cost = replace(cost, round=round_, admit=admit, slots=slots)
+    elif before.round is not None:
+        ratio = typical([call.seconds / before.seconds.at(call.size) for call in calls])
+        scaled = before.times(ratio)
+        cost = replace(cost, round=scaled.round, admit=scaled.admit, slots=before.slots)
+    if streams:
+        return replace(cost, done=fit_done(streams) or before.done)
+    return replace(cost, spread=_spread_of_one(measured))
+
+
+def points(samples: Iterable[Sample]) -> list[Point]:
+    """Return what is typical for each size, sizes that are near each other together."""
+    found = []
+    for group in by_size(samples, lambda one: one.size):
+        seconds = [one.seconds for one in group]
+        size = fmean(one.size for one in group)
+        found.append(Point(size, typical(seconds), spread(seconds), len(group)))
+    return found
+
+
+def _merged(measured: Sequence[Point], known: Piecewise | None, trust: float) -> Piecewise:
+    """Return the curve through what was measured, and through what is known elsewhere.
+
+    A known curve counts as `trust` calls of each size that was measured; elsewhere it is taken as
+    many times as high as it then is there.
+    """
+    if known is None:
+        return monotone(measured)
+    if not measured:
+        return known
+    found = []
+    for one in measured:
+        count = one.count + trust
+        seconds = (one.count * one.seconds + trust * known.at(one.size)) / count
+        found.append(replace(one, seconds=seconds, count=count))
+    ratios = [one.seconds / known.at(one.size) for one in found if known.at(one.size) > 0]
+    ratio = median(ratios) if ratios else 1.0
+    for size, seconds in known.points:
+        if not any(size / NEAR < one.size < size * NEAR for one in measured):
+            found.append(Point(size, seconds * ratio, 0.0, max(1.0, trust)))
+    return monotone(found)
+
+
+def _error(calls: Sequence[Sample], curve: Piecewise) -> float:
+    """Return the standard error of a curve, relative: how far single calls lie from it."""
+    ratios = [call.seconds / curve.at(call.size) for call in calls if curve.at(call.size) > 0]
+    return spread(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
+
+
+def _spread_of_one(measured: Sequence[Point]) -> float:
+    """Return the relative standard deviation between items, from that between calls.
+
+    The mean of n items that are unlike each other varies by the square root of n less.
+    """
+    known = [one for one in measured if one.count >= FEWEST and one.size > 0]
+    return float(median(one.spread * one.size**0.5 for one in known)) if known else 0.0
+
+
+def _workers(evidence: Evidence, known: Profile) -> dict[str, tuple[WorkerCost, ...]]:
+    """Return the state of each worker in each layout that was seen, and the known others."""
+    found: dict[Where, WorkerCost] = {
+        (worker, one.layout, one.lanes, one.kind): one
+        for worker, costs in known.workers.items()
+        for one in costs
+    }
+    for where in {*evidence.states, *(where for where, _ in evidence.moves)}:
+        _, layout, lanes, kind = where
+        before = found.get(where, WorkerCost(lanes, kind=kind, layout=layout))
+        size = Bytes(evidence.states.get(where, before.state_bytes))
+        onload, offload = (evidence.moves.get((where, what)) for what in ("onload", "offload"))
+        found[where] = replace(
+            before,
+            state_bytes=size,
+            onload=Seconds(typical(onload)) if onload else before.onload,
+            offload=Seconds(typical(offload)) if offload else before.offload,
+        )
+    workers: dict[str, list[WorkerCost]] = {}
+    for where in sorted(found):
+        workers.setdefault(where[0], []).append(found[where])
+    return {worker: tuple(costs) for worker, costs in workers.items()}
+
+
+def _publish(evidence: Evidence, known: Profile) -> tuple[PublishCost, ...]:
+    """Return a price for each edge, place and pair of replicas that was seen, and known others."""
+    found, left = list[PublishCost](), known.publish
+    for (source, target, place, ours, theirs, here, there), seconds in evidence.publishes.items():
+        price = Seconds(typical(seconds))
+        found.append(PublishCost(source, target, place, price, ours, theirs, here, there))
+        left = tuple(
+            one
+            for one in left
+            if (one.source, one.target, one.place) != (source, target, place)
+            or one.alike(ours, theirs, here, there) < ALL_ENDS
+        )
+    return (*sorted(found, key=str), *left)
+
+
+def _links(transfers: Iterable[Sample], known: LinkCost | None) -> dict[str, LinkCost]:
+    """Return latency and rate of transfers on one machine; the known rate where sizes hide it."""
+    seen = [one for one in transfers if one.seconds > 0]
+    if not seen:
+        return {}
+    largest = max(one.size for one in seen) or 1.0
+    latency, slope = least_squares(
+        [[1.0, one.size / largest] for one in seen],
+        [one.seconds for one in seen],
+        [1.0 / one.seconds for one in seen],
+    )
+    fastest = NO_COPY if known is None else known.rate
+    rate = BytesPerSecond(largest / slope) if slope > 0 else fastest
+    return {"node": LinkCost(Seconds(latency), min(rate, fastest))}
+
+
+def _beside(evidence: Evidence) -> tuple[Seconds, Seconds, Seconds] | None:
+    """Return what a call takes beside its lane: in all, of each event before it, of each item.
+
+    What the controller takes for an event cannot be told from the way there and back where events
+    come one at a time: all of it is on the way then.
+    """
+    if not evidence.gaps:
+        return None
+    rows = [[1.0, float(events), items] for events, items, _ in evidence.gaps]
+    seconds = [seconds for *_, seconds in evidence.gaps]
+    middle = median(seconds) or 1e-9
+    found = least_squares(rows, seconds, [1.0 / max(one, middle / 10) for one in seconds])
+    whole, event, item = found
+    return Seconds(max(0.0, whole - event)), Seconds(event), Seconds(item)

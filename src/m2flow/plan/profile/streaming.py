@@ -1,0 +1,147 @@
+"""Prices of a streaming stage whose output items grow side by side, a unit a round.
+
+A replica works on as many items at once as its limit allows, and takes the next one when one is
+finished. `seconds` and `done` of a price are played to the last item; `round` and `admit` let a
+simulation draw lengths and play the tail of every replica itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from m2flow.plan.profile.data import Piecewise, Quantiles, StageCost
+from m2flow.plan.profile.hardware import Device
+from m2flow.plan.profile.work import Rounds, curve, rising
+
+MOST_PLAYED = 2048
+"""Output items of one replica that are played; beyond them time goes on in proportion."""
+
+SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
+"""Of the input items of a replica, at which `done` says how much of the time has passed."""
+
+LENGTHS = 400
+"""Lengths of which the mean of their squares is taken."""
+
+
+def finish_times(
+    lengths: Sequence[float],
+    round_seconds: Callable[[float, float], float],
+    limit: int,
+    start: float = 0.0,
+    begin: float = 0.0,
+) -> list[float]:
+    """Return when each item is finished, by its position.
+
+    All items at work grow by a unit a round, so between two finishes a round's seconds are linear
+    in the units held, and the rounds between are summed exactly.
+
+    Args:
+        lengths: units that each item grows by, in the order in which items are taken in.
+        round_seconds: of a round, by the items at work and the units that they hold together.
+        limit: the most items at work at once.
+        start: units that an item holds when it begins, such as its prompt's tokens.
+        begin: seconds before the first round, as of the prompts' prefill.
+    """
+    assert limit >= 1
+    finished = [0.0] * len(lengths)
+    at_work: list[tuple[float, int]] = []  # units grown on the replica at the item's finish; which
+    taken, now, grown, held = 0, begin, 0.0, 0.0
+    while taken < len(lengths) or at_work:
+        while taken < len(lengths) and len(at_work) < limit:
+            heapq.heappush(at_work, (grown + lengths[taken], taken))
+            held += start
+            taken += 1
+        running, stretch = len(at_work), at_work[0][0] - grown
+        now += stretch * round_seconds(running, held + running * stretch / 2)
+        grown += stretch
+        held += running * stretch
+        while at_work and at_work[0][0] <= grown + 1e-9:
+            item = heapq.heappop(at_work)[1]
+            held -= start + lengths[item]
+            finished[item] = now
+    return finished
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """A streaming stage on one replica.
+
+    Attributes:
+        rounds: how its items grow.
+        lengths: units that an output item grows by.
+        expands: output items of an input item.
+        most: input items that are priced, at most.
+        device: of each lane.
+        room: bytes of each lane for the units that items hold.
+    """
+
+    rounds: Rounds
+    lengths: Quantiles
+    expands: int
+    most: int
+    device: Device
+    room: float
+
+    def costs(self, cost: StageCost) -> Iterator[StageCost]:
+        """Complete a price for each limit of the stage that memory allows.
+
+        A plan limits input items, a stage its output items. The stage's own limit, the largest,
+        asks nothing of a plan unless memory holds less.
+        """
+        fitting = int(self.room / self._bytes_of_one())
+        own = max(self.rounds.limits)
+        limits = {max(1, min(one, fitting) // self.expands): one for one in self.rounds.limits}
+        for inputs in sorted(limits):
+            if limits[inputs] == own <= fitting:
+                yield self._limited(cost, own, None)
+            else:
+                yield self._limited(cost, inputs * self.expands, inputs)
+
+    def _bytes_of_one(self) -> float:
+        return self.rounds.unit_bytes * (self.rounds.start + self.lengths.mean)
+
+    def _limited(self, cost: StageCost, limit: int, max_running: int | None) -> StageCost:
+        counts = [n for n in rising(self.most) if n * self.expands <= MOST_PLAYED] or [1]
+        ends = {count: self._ends(count, limit) for count in counts}
+        last = ends[counts[-1]]
+        passed = (0.0, *(min(1.0, at / last[-1]) for at in last[:-1]), 1.0)
+
+        def working(items: int) -> float:
+            beside = cost.working.at(items) if cost.working else 0.0
+            return beside + min(items * self.expands, limit) * self._bytes_of_one()
+
+        return replace(
+            cost,
+            seconds=curve(lambda count: ends[count][-1], counts),
+            max_running=max_running,
+            slots=limit,
+            done=Piecewise(tuple(zip((0.0, *SHARES), passed, strict=True))),
+            round=self._round(limit),
+            admit=curve(self._admit, rising(self.most)),
+            working=curve(working, rising(self.most)),
+        )
+
+    def _ends(self, inputs: int, limit: int) -> tuple[float, ...]:
+        """Return the seconds until each of SHARES of so many input items has all its outputs."""
+        count = inputs * self.expands
+        lengths = [self.lengths.at((n + 0.5) / count) for n in range(count)]
+        random.Random(0).shuffle(lengths)
+        ends = finish_times(lengths, self._step, limit, self.rounds.start, self._admit(inputs))
+        whole = sorted(max(ends[n : n + self.expands]) for n in range(0, count, self.expands))
+        return tuple(whole[math.ceil(share * inputs) - 1] for share in SHARES)
+
+    def _step(self, running: float, units: float) -> float:
+        return self.rounds.round(running, units).on(self.device)
+
+    def _admit(self, inputs: int) -> float:
+        return self.rounds.admit(inputs).on(self.device)
+
+    def _round(self, limit: int) -> Piecewise:
+        """Price a unit of each item at work, by how many are."""
+        squares = sum(self.lengths.at((n + 0.5) / LENGTHS) ** 2 for n in range(LENGTHS)) / LENGTHS
+        held = self.rounds.start + squares / (2 * self.lengths.mean)
+        return curve(lambda running: self._step(running, running * held), rising(limit))

@@ -1,0 +1,165 @@
+"""What stages ask of hardware, as workloads declare it and the planner prices it.
+
+A workload hands over a `FlowWork`: for each stage and each declared layout the operations, bytes
+and collectives of a call, and for each worker the bytes of its state. `analytic` beside this file
+makes a profile of it for a device. The planner knows no model, simulator or reward: what a stage
+computes is known to its workload alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from m2flow.flow.worker import ONE_LANE, Layout
+from m2flow.plan.profile.data import Piecewise, Quantiles
+from m2flow.plan.profile.hardware import SMALL_COLLECTIVE_SECONDS, Device
+
+
+def rising(most: int) -> list[int]:
+    """Return 1, 2, 4, ... and `most`: the counts for which work is priced."""
+    return sorted({*(2**n for n in range(most.bit_length())), most})
+
+
+def curve(value: Callable[[int], float], counts: Sequence[int]) -> Piecewise:
+    """Return the function at these counts, none below an earlier one."""
+    reached, points = 0.0, []
+    for count in counts:
+        reached = max(reached, value(count))
+        points.append((float(count), reached))
+    return Piecewise(tuple(points))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a call, a round or a `finish` asks of each lane of a replica.
+
+    Attributes:
+        flops: floating-point operations, done at `arithmetic` of the device's peak.
+        read_bytes: traffic to the device's memory, at `bandwidth` of its peak. It overlaps with the
+            operations: the longer of both counts.
+        sent_bytes: bytes that the lane sends in collectives over `span` lanes.
+        messages: collectives too small for their bytes to matter.
+        overlapped: whether the bytes are sent while the lane computes.
+        seconds: all else, such as launches, or the price of something that is no computation.
+        then: work that follows, one after the other.
+    """
+
+    flops: float = 0.0
+    read_bytes: float = 0.0
+    sent_bytes: float = 0.0
+    span: int = 1
+    messages: float = 0.0
+    overlapped: bool = False
+    seconds: float = 0.0
+    arithmetic: float = 1.0
+    bandwidth: float = 1.0
+    then: tuple[Work, ...] = ()
+
+    def on(self, device: Device) -> float:
+        """Return the seconds that a device takes for it."""
+        lane = max(
+            self.flops / (device.flops_per_second * self.arithmetic),
+            self.read_bytes / (device.memory_bytes_per_second * self.bandwidth),
+        )
+        wires = self.sent_bytes / device.collective_bytes_per_second(self.span)
+        both = max(lane, wires) if self.overlapped else lane + wires
+        own = both + self.messages * SMALL_COLLECTIVE_SECONDS + self.seconds
+        return own + sum(work.on(device) for work in self.then)
+
+
+NO_WORK = Work()
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How a streaming stage works on several output items at once: each grows by a unit a round.
+
+    Attributes:
+        admit: work of taking in so many items that come together.
+        round: work of a round, by the output items at work and the units that they hold together.
+        start: units that each output item holds when it begins, such as its prompt's tokens.
+        unit_bytes: memory of each lane that a unit holds.
+        limits: numbers of output items that a replica may work on at once, to be offered to the
+            planner. The largest is the stage's own limit.
+    """
+
+    admit: Callable[[int], Work]
+    round: Callable[[float, float], Work]
+    start: float
+    unit_bytes: float
+    limits: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LayoutWork:
+    """A stage on one replica of a declared layout.
+
+    Attributes:
+        layout: the layout, as the worker declares it.
+        call: work of a call, by items; of a streaming stage without `rounds` too.
+        finish: work of a `finish`, by the number of replicas.
+        working_bytes: memory of each lane that a call takes beside the worker's state, by items; of
+            `rounds` beside what their units hold.
+        rounds: for a streaming stage, how its output items grow.
+        assumes: what this layout does that m2flow cannot do yet; empty for nothing.
+    """
+
+    layout: Layout = ONE_LANE
+    call: Callable[[int], Work] = lambda _items: NO_WORK
+    finish: Callable[[int], Work] | None = None
+    working_bytes: Callable[[int], float] = lambda _items: 0.0
+    rounds: Rounds | None = None
+    assumes: str = ""
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """A stage on each of its declared layouts.
+
+    Attributes:
+        layouts: ways to run it. Of several with the same name the first that fits counts.
+        output_bytes: of an output item on a link.
+        lengths: units that an output item grows to.
+        kinds: kinds of devices that can run it, as `Device.kind` has them.
+    """
+
+    layouts: tuple[LayoutWork, ...]
+    output_bytes: float = 64.0
+    lengths: Quantiles | None = None
+    kinds: tuple[str, ...] = ("cpu", "gpu")
+
+
+@dataclass(frozen=True)
+class WorkerWork:
+    """A worker's state.
+
+    Attributes:
+        states: layouts, and the bytes on each lane of a replica that is laid out so.
+        weight_bytes: of a whole copy of the weights that are published to the worker.
+    """
+
+    states: Sequence[tuple[Layout, float]]
+    weight_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class FlowWork:
+    """All that a workload declares of a flow on one kind of lane.
+
+    Attributes:
+        stages: by stage name; a stage left out takes nothing.
+        workers: by worker; a worker left out has no state.
+        model: name of the model, for the profile's key.
+        assumptions: what was taken for granted, a line each.
+    """
+
+    stages: Mapping[str, StageWork]
+    workers: Mapping[str, WorkerWork] = field(default_factory=dict)
+    model: str = ""
+    assumptions: tuple[str, ...] = ()
+
+
+Pricer: TypeAlias = Callable[[Device, int], FlowWork]
+"""A workload's prices: asked once for each kind of lane, with the device and how many there are."""

@@ -1,0 +1,134 @@
+"""Which part of a completion is its final answer.
+
+The last answer wins: the last `\\boxed{}`; without a box, what stands after the last `####`;
+without either, the last number (numeric golds) or the last formula or phrase (other golds). An
+earlier mention of the right number never counts. Work per completion: a few searches for fixed
+strings over the whole text, regular expressions only over its last stretch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from m2flow.rewards.number import DIGITS, FRAC, MAX_ANSWER_CHARS, read_number
+
+# How much text around the last number, or before the end, may hold the final answer.
+_WINDOW_CHARS = 1000
+
+# Digits glued to a letter (H2O, cm^2) belong to a name or a unit; 2^10 is one answer.
+_DIGITS = rf"[0-9]{{1,3}}(?:(?:\{{,\}}|\\!,|\\,)[0-9]{{3}})+(?![0-9])|{DIGITS}"
+_TOKEN = re.compile(
+    rf"""
+    (?: (?<![0-9A-Za-z)\]}}]) [-−] (?=[\\$€£¥₹0-9.]) )?    # a sign, not a subtraction
+    (?: \\?[$€£¥₹] )?
+    (?: {FRAC}
+      | (?<![0-9A-Za-z_^]) (?<!\^\{{) (?<![0-9]\.) (?:{_DIGITS})
+        (?: \s?/\s?(?:{_DIGITS}) | \^\{{?-?[0-9]+\}}? )?
+    )
+    (?: \s? (?:hundred|thousand|million|billion|trillion)\b )?
+    (?: \s? (?:\\?%|percent\b) )?
+    """,
+    re.VERBOSE | re.ASCII,
+)
+# Inline dollars as pandoc reads them, so that `$5 and $6` is money: no space inside the
+# delimiters, no digit after the closing one.
+_FORMULA = re.compile(
+    r"\$\$(.+?)\$\$|(?<![\\$])\$(?![\s$])([^$\n]*?[^\s$\\])\$(?![0-9$])|\\\((.+?)\\\)|\\\[(.+?)\\\]",
+    re.DOTALL,
+)
+_PHRASE = re.compile(r"(?i:\banswer\b)(?:\s+(?:is|was|equals)\b)?\s*[:=]?\s*([^\n]+)")
+
+
+def extract_answer(completion: str, *, numeric: bool = True) -> str | None:
+    """The final answer as it was written, or None where there is none.
+
+    Args:
+        completion: the whole text.
+        numeric: whether the right answer is a plain number: decides what is looked for in a text
+            without a box and without `####`.
+    """
+    has_box, boxed = _last_box(completion)
+    if has_box:
+        return boxed
+    before, marker, after = completion.rpartition("####")
+    if marker:
+        after = after[:_WINDOW_CHARS].strip()
+        line = after.partition("\n")[0].strip()
+        if not numeric or read_number(line) is not None:
+            return line or None
+        # A markdown heading (`#### Step 3`) or a sentence: what counts is the end of what follows,
+        # and never what stood before.
+        completion = completion[len(before) + len(marker) :]
+    return _last_number(completion) if numeric else _last_phrase(completion)
+
+
+def _last_box(text: str) -> tuple[bool, str | None]:
+    """(is there a box, content of the last one that is not empty).
+
+    A box that was opened and not closed is a cut-off answer: a box without content.
+    """
+    end = len(text)
+    while True:
+        start = max(text.rfind(r"\boxed", 0, end), text.rfind(r"\fbox", 0, end))
+        if start < 0:
+            return False, None
+        content = _box_content(text, start + (6 if text[start + 1] == "b" else 5))
+        if content is None or content.strip():
+            return True, content
+        end = start
+
+
+def _box_content(text: str, start: int) -> str | None:
+    """The braced group (or bare word) that begins at `start`, or None where it does not end."""
+    tail = text[start : start + _WINDOW_CHARS]
+    body = tail.lstrip()
+    if not body.startswith("{"):
+        return re.split(r"[\s$.,]", body, maxsplit=1)[0]
+    depth = 0
+    for at, char in enumerate(body):
+        if char == "{":
+            depth += 1
+        elif char == "}":
+            depth -= 1
+            if depth == 0:
+                return body[1:at]
+    return None
+
+
+def _last_number(text: str) -> str | None:
+    """The last number of a text, with its sign and percent sign, or the formula that holds it."""
+    last_digit = max(text.rfind(digit) for digit in "0123456789")
+    if last_digit < 0:
+        return None
+    start = max(0, last_digit - _WINDOW_CHARS)
+    if text.find("$", start) >= 0 or text.find("\\", start) >= 0:
+        for formula in _FORMULA.finditer(text, start, last_digit + _WINDOW_CHARS):
+            if formula.start() <= last_digit < formula.end():
+                return _content(formula)
+    token = _last(_TOKEN.finditer(text, max(0, last_digit - 100), last_digit + 32))
+    return token.group() if token else None
+
+
+def _last(matches: Iterator[re.Match[str]]) -> re.Match[str] | None:
+    last = None
+    for match in matches:
+        last = match
+    return last
+
+
+def _content(formula: re.Match[str]) -> str:
+    """What stands between the delimiters of a match of `_FORMULA`."""
+    return next(group for group in formula.groups() if group is not None)
+
+
+def _last_phrase(text: str) -> str | None:
+    """What stands after the last "answer is", else the last formula, else the last line."""
+    tail = text[-_WINDOW_CHARS:]
+    phrase = _last(_PHRASE.finditer(tail))
+    area = phrase.group(1) if phrase else tail
+    formula = _last(_FORMULA.finditer(area))
+    if formula is not None:
+        return _content(formula)
+    lines = [line for line in area.splitlines() if line.strip()]
+    return lines[-1].strip()[-MAX_ANSWER_CHARS:] if lines else None

@@ -1,0 +1,1 @@
+"""Families of flows with their workers, data, recipe types and prices."""

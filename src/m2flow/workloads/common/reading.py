@@ -1,0 +1,221 @@
+"""Recipes: YAML and `key=value` overrides into a validated model, errors into one line."""
+
+from __future__ import annotations
+
+import copy
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from m2flow.errors import UserError, nearest, suggestion
+from m2flow.workloads.common.recipe import Recipe
+from m2flow.workloads.common.registry import workload_named
+
+EXPECTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "tuple_type": "a list in square brackets",
+    "dict_type": "a table of keys",
+    "model_type": "a table of keys",
+    "literal_error": "{expected}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "missing": "a value",
+    "too_long": "{max_length} values",
+}
+"""What was expected, in our words, by the kind of error that pydantic reports."""
+
+Source: TypeAlias = str | Path | Mapping[str, Any] | Recipe
+"""A recipe: its YAML file, its keys and values, or itself."""
+
+
+def read_recipe(source: Source, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
+    """Read a recipe and apply overrides.
+
+    Args:
+        source: a YAML file, a table of keys, or a recipe.
+        overrides: `key=value` each, or values by key; a dot in a key leads into a section.
+
+    Raises:
+        UserError: no such file, no YAML, an unknown key (with the nearest valid one), a value of
+            the wrong type, or sizes that do not fit each other.
+    """
+    data: dict[str, Any]
+    if isinstance(source, Recipe):
+        data = source.model_dump(mode="json")
+    else:
+        data = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read_yaml(source)
+    for key, value in _overrides(overrides):
+        _set(data, key, value)
+    return validated(data)
+
+
+def _overrides(overrides: Sequence[str] | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    if isinstance(overrides, Mapping):
+        yield from overrides.items()
+        return
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise UserError(
+                "is not an override", key=override, expected="key=value, such as steps=100"
+            )
+        yield key, _parsed(value, key)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file."""
+    path = Path(path)
+    if not path.is_file():
+        problem = "is a folder" if path.is_dir() else "there is no such recipe"
+        there = {p.name: p for p in _recipes_near(path)}
+        close = nearest(path.name, there)
+        hint = f"did you mean {there[close]}?" if close else None
+        raise UserError(problem, key=str(path), expected="a YAML file", hint=hint)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError("is not text", key=str(path), expected="a YAML file in UTF-8") from None
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", key=str(path)) from None
+    data = _parsed(text, str(path))
+    if not isinstance(data, dict):
+        found = type(data).__name__ if data is not None else "nothing"
+        raise UserError(
+            f"must be a table of keys, and holds {found}",
+            key=str(path),
+            expected="lines such as `steps: 100`",
+        )
+    return data
+
+
+def validated(data: Mapping[str, Any]) -> Recipe:
+    """Check a recipe's data against the model of its workload."""
+    model = workload_named(data.get("workload")).recipe
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise _one_line(model, error) from None
+
+
+_KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with the numbers of version 1.2 (`1e-4`), where every key is text and stands once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.tag not in _KEY_TAGS:
+                raise yaml.MarkedYAMLError(problem="a key is no text", problem_mark=key.start_mark)
+            if key.value in seen:
+                problem = f"{key.value} stands there twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def _parsed(text: str, key: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        problem = f"cannot be read as YAML: {error.problem}{where}"
+    except (yaml.YAMLError, ValueError) as error:  # a date such as 2024-13-45 is a ValueError
+        problem = f"cannot be read as YAML: {error}"
+    raise UserError(problem, key=key)
+
+
+def _set(data: dict[str, Any], key: str, value: Any) -> None:
+    """Put a value where the dots of a key lead, through sections that may be missing or empty."""
+    *sections, name = key.split(".")
+    for number, section in enumerate(sections):
+        inner = data.get(section)
+        if inner is None:
+            inner = data[section] = {}
+        if not isinstance(inner, dict):
+            there = ".".join(sections[: number + 1])
+            raise UserError(f"{there} is no section", key=key, value=inner)
+        data = inner
+    data[name] = value
+
+
+def _one_line(model: type[Recipe], error: ValidationError) -> UserError:
+    """The first thing that pydantic found, in our words."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    key, context = ".".join(path), first.get("ctx", {})
+    if first["type"] == "extra_forbidden":
+        if key in model.renamed:
+            return UserError(
+                "is no key any more", key=key, value=first["input"], hint=model.renamed[key]
+            )
+        return UserError("unknown key", key=key, hint=_near_key(model, path))
+    if isinstance(cause := context.get("error"), UserError):
+        return cause
+    expected = EXPECTED.get(first["type"], first["msg"]).format_map(context)
+    valid = re.findall(r"'([^']*)'", expected) if first["type"] == "literal_error" else []
+    close = nearest(str(first.get("input")), valid)
+    return UserError(
+        "is wrong",
+        key=key,
+        value=first.get("input"),
+        expected=expected,
+        hint=f"did you mean {close!r}?" if close else None,
+    )
+
+
+def _near_key(model: type[BaseModel], path: Sequence[str]) -> str:
+    """What an unknown key may have meant: a like name in its section, or its name in another."""
+    here = model
+    for name in path[:-1]:
+        if not name.isdigit():  # the place in a list of sections
+            here = _section(here.model_fields[name].annotation) or here
+    elsewhere = [key for key in _keys(model) if key.split(".")[-1] == path[-1]]
+    if elsewhere and not nearest(path[-1], here.model_fields):
+        return f"did you mean {elsewhere[0]!r}?"
+    return suggestion(path[-1], here.model_fields)
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of a recipe, with dots, those of a section after the section itself."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field's type is, or holds."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    inner = (_section(one) for one in typing.get_args(annotation))
+    return next((one for one in inner if one is not None), None)
+
+
+def _recipes_near(path: Path) -> Iterator[Path]:
+    """Recipes beside the path, and in a folder `recipes` beside it."""
+    for folder in (path.parent, path.parent / "recipes"):
+        yield from folder.glob("*.y*ml")

@@ -1,0 +1,127 @@
+"""May a run begin in a directory, or go on there, and from which checkpoint?
+
+Asked before anything is started, and answered without writing: a fresh run never touches another
+one, and a resumed run goes on as it began, from a checkpoint that is whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from m2flow.errors import UserError
+from m2flow.observe.run_directory import RunDirectory
+from m2flow.workloads.common.reading import read_yaml, validated
+from m2flow.workloads.common.recipe import Recipe
+
+MAY_CHANGE = {
+    "steps", "mode", "lanes", "lane_memory", "layouts", "deadline_seconds", "logger",
+    "samples_logged_per_step", "evaluation", "checkpoint",
+}  # fmt: skip
+"""Keys that may differ when a run is resumed: they change no weight."""
+
+FREE_TABLES = {"data.options"}
+"""Tables whose keys the user chooses."""
+
+
+def check_directory(recipe: Recipe, run_dir: Path | None, resume: bool) -> None:
+    """A fresh run writes over no other, and a resumed one goes on as it began."""
+    if run_dir is not None and run_dir.exists():
+        RunDirectory.create(run_dir, recipe.name, resume=resume)  # makes nothing where it is there
+    elif resume and run_dir is not None:
+        raise UserError(
+            "there is no such directory",
+            key="--run-dir",
+            value=str(run_dir),
+            hint="leave out --resume to start a fresh run there",
+        )
+    elif resume:
+        RunDirectory.create(None, recipe.name, resume=True)  # refuses
+    parent = run_dir if run_dir is not None else Path("runs")
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(
+            f"nothing can be written in {parent}",
+            key="--run-dir",
+            value=str(run_dir) if run_dir is not None else "runs",
+            expected="a directory, or where one can be made",
+        )
+    if not resume or run_dir is None:
+        return
+    path = RunDirectory(run_dir).config
+    if not path.is_file():
+        raise UserError(
+            "holds no config.yaml, so nothing says how the run began",
+            key="--run-dir",
+            value=str(run_dir),
+            hint="start a new run in another directory",
+        )
+    before = validated(read_yaml(path))
+    _check_same(before.model_dump(mode="json"), recipe.model_dump(mode="json"))
+    if recipe.steps != before.steps and recipe.fixed_steps is not None:
+        raise UserError(
+            recipe.fixed_steps,
+            key="steps",
+            value=recipe.steps,
+            expected=str(before.steps),
+            hint="start a new run to change it",
+        )
+
+
+def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> None:
+    for key in old:
+        if prefix + key in MAY_CHANGE or old[key] == new[key]:
+            continue
+        if isinstance(old[key], dict) and prefix + key not in FREE_TABLES:
+            _check_same(old[key], new[key], f"{prefix}{key}.")
+            continue
+        raise UserError(
+            "differs from the run that is to be resumed",
+            key=prefix + key,
+            value=new[key],
+            expected=repr(old[key]),
+            hint="start a new run to change it",
+        )
+
+
+def resume_point(recipe: Recipe, run_dir: Path) -> Path | None:
+    """The checkpoint to go on from, found whole; None where the run has not saved any.
+
+    Raises:
+        UserError: it is not whole, or it is the end of the run.
+    """
+    from m2flow.training.checkpoint import broken_file
+    from m2flow.training.checkpoint import resume_point as named_by_latest
+
+    root = RunDirectory(run_dir).checkpoints
+    checkpoint = named_by_latest(root)
+    if checkpoint is None:
+        return None
+    broken = broken_file(checkpoint, checksums=True)
+    if broken is not None:
+        steps = sorted(root.glob("step_*"), key=step_of, reverse=True)
+        whole = [path for path in steps if broken_file(path, checksums=True) is None]
+        raise UserError(
+            f"the checkpoint is not whole: {broken}",
+            key=str(checkpoint),
+            hint=f"resume from {whole[0]} instead: point {root / 'latest'} at it"
+            if whole
+            else "no whole checkpoint is left; start a new run",
+        )
+    if step_of(checkpoint) >= recipe.steps:
+        raise UserError(
+            f"the run has taken {step_of(checkpoint)} steps already",
+            key="steps",
+            value=recipe.steps,
+            expected=f"more than {step_of(checkpoint)} to go on",
+            hint=f"`m2flow report {run_dir}` writes its report",
+        )
+    return checkpoint
+
+
+def step_of(checkpoint: Path) -> int:
+    """Training steps that a checkpoint's weights have taken."""
+    return int(checkpoint.name.removeprefix("step_"))

@@ -1,0 +1,244 @@
+"""`Training`: one process's part of a run, from its first step here to its report."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from m2flow.engine.plan import Plan
+from m2flow.observe.loggers import Loggers, make_loggers
+from m2flow.observe.machine import describe_machine
+from m2flow.observe.progress import TrainProgress
+from m2flow.observe.run_directory import RunDirectory
+from m2flow.observe.timeline import Timeline
+from m2flow.plan import to_json
+from m2flow.runtime.driver.runner import StepResult
+from m2flow.workloads.common.launching import launched, write_decision
+from m2flow.workloads.common.recipe import AUTO_MODE
+from m2flow.workloads.common.resume import step_of
+from m2flow.workloads.common.workload import Experiment
+
+if TYPE_CHECKING:
+    from m2flow.flow import Batch
+    from m2flow.runtime.driver.ahead import LanesAhead
+    from m2flow.runtime.driver.run import Run
+
+WARMUP = "warmup"
+"""Folder in the run directory of the starting model, if it is made here."""
+
+
+class Training:
+    """One process's part of a run: from the start, or a checkpoint, to the end.
+
+    Args:
+        experiment: what is trained.
+        plan: how it is carried out; None for the best one that is found.
+        lanes: where; None for in this process.
+        run_dir: where everything is written; None for a new folder below `runs/`.
+        progress: what the person at the terminal sees.
+        resumed: go on with the run in `run_dir`.
+        checkpoint: from here; None from the start.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        plan: Plan | None,
+        lanes: LanesAhead | None,
+        run_dir: Path | None,
+        progress: TrainProgress,
+        *,
+        resumed: bool,
+        checkpoint: Path | None,
+    ) -> None:
+        self.experiment, self.plan, self.progress = experiment, plan, progress
+        self.lanes = lanes
+        self.recipe = experiment.recipe
+        self.run_dir, self.resumed, self.checkpoint = run_dir, resumed, checkpoint
+        self.first_step = 0 if checkpoint is None else step_of(checkpoint)
+        self.timeline = Timeline()
+        self._directory: RunDirectory | None = None
+        self._publishing: dict[str, str] = {}
+        self._changes = 0
+
+    def run(self) -> RunDirectory:
+        """Train to the last step, and write the report; where it lies."""
+        if self.checkpoint is not None:
+            self.progress.note(f"going on from {self.checkpoint}")
+        elif self.resumed:
+            self.progress.note("no checkpoint was saved: beginning again")
+        self._prepare()
+        self._train()
+        directory = self._begun()
+        directory.write_run(finished=time.time())
+        from m2flow.observe.report import write_report
+
+        write_report(directory.path)
+        return directory
+
+    def _begun(self) -> RunDirectory:
+        """The run's directory; made at the last moment, so that a refusal leaves nothing behind."""
+        if self._directory is not None:
+            return self._directory
+        recipe = self.recipe
+        directory = RunDirectory.create(self.run_dir, recipe.name, resume=self.resumed)
+        if self.resumed:
+            directory.cut_after(self._last_kept_step)
+        directory.write_config(recipe.model_dump(mode="json"))
+        directory.write_run(
+            recipe=recipe.name,
+            mode=AUTO_MODE if self.plan is None else self.plan.mode,
+            seed=recipe.seed,
+            steps=recipe.steps,
+            machine=describe_machine(),
+            started=time.time(),
+            finished=None,
+        )
+        self._directory = directory
+        return directory
+
+    @property
+    def _last_kept_step(self) -> int:
+        """Rows of later steps will be written again; without a checkpoint that is all of them."""
+        return -1 if self.checkpoint is None else self.first_step
+
+    def _prepare(self) -> None:
+        """Make the starting model, unless the recipe names one or a resumed run has made it."""
+        if self.experiment.makes_model:
+            self.experiment.prepare(self._begun().path / WARMUP, self.progress)
+
+    def _train(self) -> None:
+        recipe, held_out = self.recipe, self.experiment.held_out()
+        run = launched(
+            self.experiment,
+            self.plan,
+            None if self.lanes is None else self.lanes.pool(),
+            self.progress,
+            checkpoint=self.checkpoint,
+            first_step=self.first_step,
+            also={"evaluate": len(held_out)} if held_out is not None else {},
+        )
+        with run:
+            directory = self._begun()
+            self._write_plan(run)
+            resumed_step = self._last_kept_step if self.resumed else None
+            loggers = make_loggers(recipe.logger, directory, resumed_step)
+            try:
+                self._steps(run, held_out, loggers)
+            finally:
+                loggers.close()
+                self.timeline.write(directory.timeline)
+                directory.close()
+
+    def _write_plan(self, run: Run) -> None:
+        """Write the plan of the steps to come, and from what it was chosen."""
+        directory = self._begun()
+        directory.write_plan(to_json(run.plan))
+        if run.pilot is not None:
+            write_decision(directory, run.graph, run.pilot.decision)
+
+    def _steps(self, run: Run, held_out: Batch | None, loggers: Loggers) -> None:
+        recipe, done = self.recipe, self.first_step
+        if done == 0 and held_out is not None:
+            loggers.log(0, self._evaluation(run, 0, held_out))
+        self.progress.phase("training", recipe.steps, done)
+        figures: dict[str, float] = {}
+        while done < recipe.steps:
+            pause = min(
+                recipe.steps,
+                _next(done, recipe.evaluation.every),
+                _next(done, recipe.checkpoint.every),
+            )
+            batches = (self.experiment.batch(step) for step in range(done, pause))
+            for result in run.steps(batches):
+                done = result.step + 1
+                figures = self._figures(run, result, done)
+                self._explain_publishing(run)
+                if done < pause:
+                    loggers.log(done, figures)
+            last = done == recipe.steps
+            if held_out is not None and (last or done % recipe.evaluation.every == 0):
+                figures |= self._evaluation(run, done, held_out)
+            loggers.log(done, figures)
+            if last or done % recipe.checkpoint.every == 0:
+                self._save(run, done)
+
+    def _figures(self, run: Run, result: StepResult, step: int) -> dict[str, float]:
+        """The figures of a step that is done; its rollouts and spans are kept here."""
+        figures = self.experiment.metrics(result) | step_figures(result)
+        if (tokens := figures.get("tokens/generated")) is not None:
+            figures["throughput/tokens_per_s"] = tokens / result.seconds
+        figures |= self._against_plan(run, result)
+        rows = self.experiment.samples(result, self.recipe.samples_logged_per_step)
+        self._begun().append_samples(step, rows)
+        for span in result.spans:
+            self.timeline.add(span)
+        self.timeline.end_step(step, result.started, result.started + result.seconds)
+        self.progress.update(step, figures)
+        return figures
+
+    def _against_plan(self, run: Run, result: StepResult) -> dict[str, float]:
+        """What was predicted of the step, and what going over to another plan has taken."""
+        predicted = run.plan.predicted_seconds
+        if predicted is None:
+            return {}
+        figures = {
+            "plan/predicted_seconds": predicted,
+            "plan/measured_over_predicted": result.seconds / predicted,
+        }
+        changes = [] if run.pilot is None else run.pilot.changes
+        figures["plan/changes"] = float(len(changes))
+        if len(changes) > self._changes:
+            self._changes = len(changes)
+            change = changes[-1]
+            figures["plan/pause_seconds"] = float(change.pause)
+            self._write_plan(run)
+            self.progress.note(
+                f"another plan from step {change.before + 1} on: steps took {change.drift:.0%} of "
+                f"what was predicted; {change.becomes:.2f} s a step instead of {change.was:.2f} s, "
+                f"after a pause of {change.pause:.2f} s"
+            )
+        return figures
+
+    def _explain_publishing(self, run: Run) -> None:
+        """Say how weights travel, as soon as it is known, and when another way is taken."""
+        ways = run.explain_publishing()
+        new = [f"{way}: {ways[way]}" for way in ways if way not in self._publishing]
+        if new:
+            self._publishing = ways
+            self._begun().write_run(publishing=[f"{way}: {why}" for way, why in ways.items()])
+        for line in new:
+            self.progress.note(line)
+
+    def _evaluation(self, run: Run, step: int, held_out: Batch) -> dict[str, float]:
+        result = run.run_method("evaluate", held_out)
+        figures = self.experiment.evaluation(result)
+        name, value = next(iter(figures.items()))
+        self.progress.note(f"step {step}: held-out {name.removeprefix('eval/')} {value:.1%}")
+        return figures | {"eval/seconds": result.seconds}
+
+    def _save(self, run: Run, step: int) -> None:
+        extra: dict[str, Any] = {"version": step, "seed": self.recipe.seed}
+        self.experiment.save(run, self._begun().checkpoints.resolve(), step, extra)
+        self.timeline.write(self._begun().timeline)
+
+
+def step_figures(result: StepResult) -> dict[str, float]:
+    """Figures of a step that every workload has, as metrics.jsonl names them."""
+    figures = {
+        "seconds/step": result.seconds,
+        "throughput/samples_per_s": len(result.output) / result.seconds,
+        "version": float(result.version),
+        "staleness/mean": result.staleness or 0.0,
+    }
+    figures |= {f"seconds/{name}": s for name, s in result.stage_seconds().items()}
+    for source, published in result.published.items():
+        figures[f"publish/{source}/bytes"] = float(published.num_bytes)
+        figures[f"publish/{source}/seconds"] = published.seconds
+    return figures
+
+
+def _next(done: int, every: int) -> int:
+    """The first multiple of `every` after `done`."""
+    return (done // every + 1) * every

@@ -1,0 +1,1 @@
+"""Embodied workloads: policies that act in simulators. So far what their stages cost."""

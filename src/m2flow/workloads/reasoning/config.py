@@ -1,0 +1,294 @@
+"""The recipe of a reasoning run: the keys that `m2flow.workloads.common.Recipe` does not have.
+
+Sizes are named for what they count. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from m2flow.errors import UserError
+from m2flow.workloads.common import recipe as common
+from m2flow.workloads.common.recipe import (
+    Count,
+    Decay,
+    Flag,
+    Natural,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+)
+
+
+class ModelSection(Section):
+    """The policy: a folder in Hugging Face layout, or a tiny Qwen2 built on the spot."""
+
+    path: str | None = None
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    hidden_size: Count = 128
+    num_hidden_layers: Count = 4
+    num_attention_heads: Count = 4
+    num_key_value_heads: Count = 2
+    intermediate_size: Count = 384
+    max_position_embeddings: Count = 2048
+    initializer_range: Positive = 0.08
+
+
+KEYS_OF_TASKS = {
+    "path": ("jsonl",),
+    "eval_path": ("jsonl",),
+    "on_bad_row": ("jsonl",),
+    "template": ("jsonl", "gym"),
+    "dataset": ("gym",),
+}
+"""Keys of `data` to the tasks that read them; `options` are the task's or data set's own."""
+
+
+class DataSection(Section):
+    """The problems. `task` is addition, jsonl or gym; each other key belongs to some of them."""
+
+    task: Literal["addition", "jsonl", "gym"] = "addition"
+    path: str | None = None
+    eval_path: str | None = None
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    template: str | None = None
+    dataset: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_task(self) -> DataSection:
+        for key, tasks in KEYS_OF_TASKS.items():
+            value = getattr(self, key)
+            if self.task not in tasks and value != type(self).model_fields[key].default:
+                raise UserError(
+                    f"the {self.task} task has no use for it",
+                    key=f"data.{key}",
+                    value=value,
+                    hint=f"set data.task to {' or '.join(tasks)}, or take it out",
+                )
+        return self
+
+
+class WarmupSection(Section):
+    """Supervised steps on the task's demonstrations before reinforcement; 0 for none."""
+
+    steps: Natural = 0
+    samples_per_step: Count = 16
+    learning_rate: Positive = 2e-3
+
+
+class GenerationSection(Section):
+    """How answers are drawn."""
+
+    max_new_tokens: Count = 24
+    temperature: Positive = 1.0
+    max_running: Count = 256
+
+
+class RewardPart(Section):
+    """A reward function by its dotted path or short name, and its weight in the sum."""
+
+    function: str
+    weight: Annotated[float, Field(strict=True)] = 1.0
+
+
+def _listed(value: object) -> object:
+    """A reward that is named alone as a list of parts."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    return (
+        None
+        if value is None
+        else [{"function": part} if isinstance(part, str) else part for part in parts]
+    )
+
+
+Rewards = Annotated[tuple[RewardPart, ...] | None, BeforeValidator(_listed)]
+
+
+KEYS_OF_ALGORITHMS = {
+    "normalize_std": "grpo",
+    "gamma": "ppo",
+    "lam": "ppo",
+    "whiten": "ppo",
+}
+"""Keys of `algorithm` to the only algorithm that reads them."""
+
+
+class AlgorithmSection(Section):
+    """GRPO and its near relatives, or PPO with a critic."""
+
+    name: Literal["grpo", "ppo"] = "grpo"
+    clip_low: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.2
+    clip_high: Positive = 0.28
+    dual_clip: Annotated[float, Field(gt=1, strict=True)] | None = None
+    ratio_level: Literal["token", "sequence"] = "token"
+    aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"] = (
+        "token-mean"
+    )
+    normalize_std: Flag = True
+    gamma: Share = 1.0
+    lam: Share = 0.95
+    whiten: Flag = True
+    kl_coefficient: NonNegative = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coefficient: NonNegative = 0.0
+    weight_cap: Annotated[float, Field(ge=1, strict=True)] = 5.0
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_algorithm(self) -> AlgorithmSection:
+        for key, algorithm in KEYS_OF_ALGORITHMS.items():
+            value = getattr(self, key)
+            if self.name != algorithm and value != type(self).model_fields[key].default:
+                raise UserError(
+                    f"{self.name} has no use for it",
+                    key=f"algorithm.{key}",
+                    value=value,
+                    hint=f"set algorithm.name to {algorithm}, or take it out",
+                )
+        return self
+
+
+class CriticSection(Section):
+    """PPO's critic, which begins with the policy's weights and a head of zeros.
+
+    What is not said here is as for the policy: `optimizer`, `training`, `minibatches`.
+    """
+
+    learning_rate: Positive = 1e-3
+    value_clip: Positive | None = 0.2
+
+
+class OptimizerSection(Section):
+    """AdamW."""
+
+    learning_rate: Positive = 1e-4
+    betas: tuple[Decay, Decay] = (0.9, 0.99)
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: Positive | None = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Natural = 0
+
+
+class TrainingSection(Section):
+    """How the learner computes; none of these changes the result but by rounding."""
+
+    tokens_per_microbatch: Count = 2048
+    sharing: Literal["prefix", "prompt", "none"] = "prefix"
+    drop_zero_advantage: Flag = True
+    recompute_logprobs: Flag = False
+
+
+class EvaluationSection(common.EvaluationSection):
+    """Greedy accuracy on held-out problems, at step 0, every `every` steps, and at the end."""
+
+    problems: Natural = 512
+
+
+class ReasoningRecipe(common.Recipe):
+    """A whole run."""
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        **common.Recipe.renamed,
+        "training.gang": "write `layouts: {learner: fsdp2}`, and the same for the critic",
+        "generation.gang": "write `layouts: {generator: tp2}`",
+    }
+
+    workload: Literal["reasoning"] = "reasoning"
+    name: str = "reasoning"
+    prompts_per_step: Count = 32
+    samples_per_prompt: Count = 8
+    minibatches: Count = 2
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    reward: Rewards = None
+    warmup: WarmupSection = WarmupSection()
+    generation: GenerationSection = GenerationSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    critic: CriticSection = CriticSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    training: TrainingSection = TrainingSection()
+    evaluation: EvaluationSection = EvaluationSection()
+
+    @property
+    def items_per_step(self) -> int:
+        return self.prompts_per_step
+
+    @property
+    def step_size(self) -> str:
+        return f"{self.prompts_per_step} x {self.samples_per_prompt} samples"
+
+    @property
+    def profiling_seconds(self) -> float:
+        return 60.0 if self.model.path is None else super().profiling_seconds
+
+    @property
+    def fixed_steps(self) -> str | None:
+        schedule = self.optimizer.schedule
+        if schedule == "constant":
+            return None
+        return f"the {schedule} schedule of the run that is to be resumed ends with its last step"
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def samples_per_minibatch(self) -> int:
+        return self.samples_per_step // self.minibatches
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> ReasoningRecipe:
+        if self.algorithm.name == "grpo" and self.samples_per_prompt < 2:
+            raise UserError(
+                "GRPO compares the samples of a prompt with each other",
+                key="samples_per_prompt",
+                value=self.samples_per_prompt,
+                expected="at least 2",
+            )
+        if self.samples_per_step % self.minibatches:
+            raise UserError(
+                f"{self.prompts_per_step} x {self.samples_per_prompt} = {self.samples_per_step} "
+                f"samples do not divide into {self.minibatches} mini-batches of the same size",
+                key="prompts_per_step x samples_per_prompt, minibatches",
+                hint="change one of the three",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> ReasoningRecipe:
+        if self.model.path == "":
+            raise UserError(
+                "is empty",
+                key="model.path",
+                expected="a model folder",
+                hint="take it out to start from a tiny model built on the spot",
+            )
+        optimizer, optimizer_steps = self.optimizer, self.steps * self.minibatches
+        if optimizer.schedule != "constant" and optimizer.warmup_steps >= optimizer_steps:
+            raise UserError(
+                f"leaves nothing of the {optimizer.schedule} schedule",
+                key="optimizer.warmup_steps",
+                value=optimizer.warmup_steps,
+                expected=f"fewer than steps x minibatches = {optimizer_steps}",
+            )
+        if self.algorithm.name != "ppo" and self.critic != CriticSection():
+            raise UserError(
+                f"{self.algorithm.name} has no critic",
+                key="critic",
+                value=self.critic.model_dump(exclude_defaults=True),
+                hint="set algorithm.name to ppo, or take it out",
+            )
+        return self
+
+    def derived(self) -> dict[str, int]:
+        """What follows from the sizes; printed by `--dry-run`."""
+        return {
+            "samples_per_step": self.samples_per_step,
+            "samples_per_minibatch": self.samples_per_minibatch,
+            "optimizer_steps": self.steps * self.minibatches,
+            "prompts_total": self.steps * self.prompts_per_step,
+        }

@@ -1,0 +1,352 @@
+"""What a reasoning recipe means: its task, its starting model, the batch of any step, its figures.
+
+The batch of a step is a function of recipe and step alone, so that a resumed run needs nothing
+else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from m2flow.algorithms.sampling import derive_seed
+from m2flow.errors import UserError
+from m2flow.flow import Batch
+from m2flow.models.causal_lm import TinySpec, build_tiny, load_model, load_tokenizer
+from m2flow.models.tokenizer import byte_tokenizer, character_tokenizer
+from m2flow.rewards.reward import WeightedReward
+from m2flow.runtime.driver.runner import StepResult
+from m2flow.training import checkpoint
+from m2flow.training.rollouts import TokenPairs
+from m2flow.training.supervised import SupervisedConfig, train_supervised
+from m2flow.workloads.common.workload import Progress
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.encoding import Names, context_of, encode, may_not_fit, token_rows
+from m2flow.workloads.reasoning.flow import GRPO, PPO, recipe_flow
+from m2flow.workloads.reasoning.tasks import DemonstratedTask, Problem, Task, make_task
+from m2flow.workloads.reasoning.tasks.registry import reward_of_task
+from m2flow.workloads.reasoning.workers import Critic, ModelSource
+
+if TYPE_CHECKING:
+    from m2flow.runtime.driver.run import Run
+
+TASK_KEYS = {"name": "data.task", "dataset": "data.dataset", "template": "data.template"}
+"""What a task calls its settings, in the recipe's words; the others are `data.options`."""
+
+
+METRIC_NAMES = {"loss": "loss/policy", "critic/loss": "loss/critic"}
+"""What the training's losses are called in metrics.jsonl."""
+
+
+def task_of(recipe: ReasoningRecipe) -> Task:
+    """The task that a recipe names.
+
+    Raises:
+        UserError: a data key or an option is missing or wrong, or the data are.
+    """
+    data = recipe.data
+    settings: dict[str, Any] = {"seed": recipe.seed}
+    keys = {
+        "jsonl": ("path", "eval_path", "on_bad_row", "template"),
+        "gym": ("dataset", "template"),
+    }
+    for key in keys.get(data.task, ()):
+        value = getattr(data, key)
+        if value is not None:
+            settings[key] = value
+        elif key in ("path", "dataset"):
+            raise UserError(
+                f"the {data.task} task needs it",
+                key=f"data.{key}",
+                expected="a file of JSON lines" if key == "path" else "a data set of reasoning-gym",
+            )
+    if data.task == "gym":
+        settings["options"] = dict(data.options)
+    else:
+        for option, value in data.options.items():
+            if option in settings or option in type(data).model_fields:
+                raise UserError(
+                    f"{option} is a key of its own, and no option", key=f"data.options.{option}"
+                )
+            settings[option] = value
+    try:
+        return make_task(data.task, **settings)
+    except (
+        TypeError
+    ) as error:  # the options come from outside, and a task does not check their types
+        raise UserError(
+            f"the {data.task} task cannot use them: {error}",
+            key="data.options",
+            value=data.options,
+        ) from error
+    except UserError as error:
+        raise _in_recipe_keys(error) from error
+
+
+def _in_recipe_keys(error: UserError) -> UserError:
+    """A task's refusal with the keys that the user wrote."""
+    if error.key is None or not error.key.startswith(("task.", "template")):
+        return error
+    message = str(error).removeprefix(error.key)
+    names = [name.strip().removeprefix("task.") for name in error.key.split(",")]
+    own = [name if name.startswith("options") else f"options.{name}" for name in names]
+    keys = [TASK_KEYS.get(name, f"data.{key}") for name, key in zip(names, own, strict=True)]
+    return UserError(f"{', '.join(keys)}{message}")
+
+
+def rewards_of(recipe: ReasoningRecipe) -> tuple[WeightedReward, ...]:
+    """The reward functions that a recipe names, or its task's; all of them can be imported.
+
+    Raises:
+        UserError: a function cannot be imported.
+    """
+    folder = str(Path.cwd())
+    if recipe.reward is None:
+        found = [WeightedReward(reward_of_task(recipe.data.task))]
+    else:
+        found = [WeightedReward(part.function, part.weight, folder) for part in recipe.reward]
+    for reward in found:
+        reward.load()
+    return tuple(found)
+
+
+class ReasoningExperiment:
+    """A recipe made concrete; see `m2flow.workloads.common.Experiment`.
+
+    Weights that are only loaded by the lanes are theirs to refuse.
+
+    Args:
+        recipe: the validated recipe.
+        model: the starting model, where it is made already.
+
+    Raises:
+        UserError: the task, its data, the reward, the model's sizes or its tokenizer are wrong.
+    """
+
+    def __init__(self, recipe: ReasoningRecipe, model: ModelSource | None = None) -> None:
+        self.recipe = recipe
+        self.task = task_of(recipe)
+        self.rewards = rewards_of(recipe)
+        if recipe.warmup.steps and not isinstance(self.task, DemonstratedTask):
+            raise UserError(
+                f"the task {self.task.name!r} has no demonstrations to warm up on",
+                key="warmup.steps",
+                value=recipe.warmup.steps,
+                hint="set it to 0",
+            )
+        self._held_out = self.task.held_out(recipe.evaluation.problems)
+        self._tokenizer: Any = None
+        self._tiny = _tiny_spec(recipe) if recipe.model.path is None else None
+        tokenizer = self._starting_tokenizer()
+        path, positions = recipe.model.path, recipe.model.max_position_embeddings
+        self._context = positions if path is None else context_of(path)
+        self._check_prompts(tokenizer)
+        self._loaded = self._load() if path is not None and recipe.warmup.steps else None
+        self.model = model or ModelSource(path or "", recipe.model.dtype)
+        """The model that reinforcement starts from, once it is made."""
+
+    @property
+    def makes_model(self) -> bool:
+        """Whether `prepare` builds or trains a model, and so writes one."""
+        return self.recipe.model.path is None or self.recipe.warmup.steps > 0
+
+    def _check_prompts(self, tokenizer: Any) -> None:
+        """Encode the first prompts, and those of a file that might not fit into the context."""
+        first = self.recipe.prompts_per_step
+        problems = [self.task.train(index) for index in range(first)]
+        rest = map(self.task.train, range(first, self.task.num_train or 0))
+        problems += [p for p in rest if may_not_fit(p, self._context, self._max_new)]
+        data = self.recipe.data
+        files = (data.path or "data", data.eval_path or data.path or "data")
+        for file, some in zip(files, (problems, self._held_out), strict=True):
+            if some:
+                token_rows(some, tokenizer, self._context, self._max_new, Names(data=file))
+
+    # --- the starting point -----------------------------------------------------------------------
+
+    def _starting_tokenizer(self) -> Any:
+        if self.recipe.model.path is not None:
+            return load_tokenizer(self.recipe.model.path)
+        characters = self.task.characters
+        return byte_tokenizer() if characters is None else character_tokenizer(characters)
+
+    def _load(self) -> Any:
+        model = self.recipe.model
+        assert model.path is not None
+        return load_model(model.path, getattr(torch, model.dtype))
+
+    def prepare(self, folder: Path, progress: Progress | None = None) -> ModelSource:
+        """The model that reinforcement starts from, in Hugging Face layout.
+
+        Args:
+            folder: holds a model that is built or warmed up here; the model is whole once its
+                `config.json` is there, and taken as it is then.
+            progress: told about the supervised warm-up.
+        """
+        recipe = self.recipe
+        if self.makes_model:
+            self.model = ModelSource(str(folder), recipe.model.dtype)
+            if not (folder / "config.json").is_file():
+                self._make(folder, progress)
+        return self.model
+
+    def _make(self, folder: Path, progress: Progress | None) -> None:
+        recipe = self.recipe
+        tokenizer = self._starting_tokenizer()
+        if self._tiny is None:
+            model = self._load() if self._loaded is None else self._loaded
+            self._loaded = None
+        else:
+            model = build_tiny(
+                self._tiny,
+                vocab_size=len(tokenizer),
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+                seed=recipe.seed,
+                dtype=getattr(torch, recipe.model.dtype),
+            )
+        if recipe.warmup.steps:
+            self._warm_up(model, tokenizer, progress)
+        partial = folder / ".partial"
+        if partial.exists():
+            shutil.rmtree(partial)
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
+            os.replace(file, folder / file.name)
+        partial.rmdir()
+
+    def _warm_up(self, model: Any, tokenizer: Any, progress: Progress | None) -> None:
+        warmup = self.recipe.warmup
+        if progress is not None:
+            progress.phase("warm-up", warmup.steps)
+        assert isinstance(self.task, DemonstratedTask)
+        shown = [self.task.demonstration(n) for n in range(warmup.steps * warmup.samples_per_step)]
+        prompts = tokenizer([prompt for prompt, _ in shown])["input_ids"]
+        answers = tokenizer([answer for _, answer in shown])["input_ids"]
+        pairs = TokenPairs.from_rows(prompts, [[*ids, tokenizer.eos_token_id] for ids in answers])
+        config = SupervisedConfig(
+            steps=warmup.steps, batch_size=warmup.samples_per_step, seed=self.recipe.seed
+        )
+        optimizer = replace(config.resolved_optimizer(), learning_rate=warmup.learning_rate)
+        config = replace(config, optimizer=optimizer)
+        told = None if progress is None else progress.update
+        train_supervised(
+            model,
+            pairs,
+            config,
+            on_progress=None if told is None else lambda at: told(at.step, {"loss": at.loss}),
+            progress_every=25,
+        )
+
+    # --- the data ---------------------------------------------------------------------------------
+
+    def flow(self, checkpoint: Path | None = None) -> GRPO | PPO:
+        """The flow on the starting model, or on a checkpoint of it."""
+        return recipe_flow(self.recipe, self.model, self.rewards, checkpoint)
+
+    def batch(self, step: int) -> Batch:
+        """The prompts of a step (counted from 0)."""
+        first = step * self.recipe.prompts_per_step
+        indices = range(first, first + self.recipe.prompts_per_step)
+        problems = [self.task.train(index) for index in indices]
+        seeds = [derive_seed(self.recipe.seed, 1, index) for index in indices]
+        return self._encoded(problems, seeds)
+
+    def held_out(self) -> Batch | None:
+        """The problems of an evaluation; None if there are to be none."""
+        if not self._held_out:
+            return None
+        return self._encoded(self._held_out, [0] * len(self._held_out))
+
+    def _encoded(self, problems: Sequence[Problem], seeds: Sequence[int]) -> Batch:
+        if self._tokenizer is None:
+            self._tokenizer = self.model.tokenizer()
+        return encode(problems, seeds, self._tokenizer, self._context, self._max_new)
+
+    @property
+    def _max_new(self) -> int:
+        return self.recipe.generation.max_new_tokens
+
+    # --- the figures ------------------------------------------------------------------------------
+
+    def metrics(self, result: StepResult) -> dict[str, float]:
+        """The figures of a training step, as metrics.jsonl names them."""
+        figures = sample_figures(result.output, self.recipe.samples_per_prompt)
+        for name, value in result.metrics.items():
+            figures[METRIC_NAMES.get(name, name if "/" in name else f"train/{name}")] = value
+        return figures
+
+    def evaluation(self, result: StepResult) -> dict[str, float]:
+        """The figures of an evaluation."""
+        rewards, lengths = result.output["reward"], result.output["num_tokens"]
+        return {
+            "eval/accuracy": sum(reward >= 1.0 for reward in rewards) / len(rewards),
+            "eval/length": sum(lengths) / len(lengths),
+            "eval/problems": float(len(rewards)),
+        }
+
+    def samples(self, result: StepResult, count: int) -> list[dict[str, Any]]:
+        """A few rollouts of a step, spread over its groups, for people to read."""
+        output = result.output
+        every = max(1, len(output) // max(1, count))
+        rows = range(0, len(output), every)[:count]
+        return [sample_row(output, row) for row in rows]
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def save(self, run: Run, checkpoints: Path, step: int, extra: dict[str, Any]) -> None:
+        """Write a checkpoint of the policy, and of the critic if there is one."""
+        checkpoint.sweep(checkpoints)
+        for name in run.plan.placements.keys() & {Critic.part}:
+            run.worker_call_everywhere(name, "save_part", str(checkpoints), step)
+        keep = self.recipe.checkpoint.keep
+        arguments = (str(checkpoints), step, extra, keep)
+        run.worker_call_everywhere("learner", "save_checkpoint", *arguments)
+
+
+def _tiny_spec(recipe: ReasoningRecipe) -> TinySpec:
+    try:
+        return TinySpec(**recipe.model.model_dump(exclude={"path", "dtype"}))
+    except UserError as error:
+        raise UserError(f"model.{error}") from error
+
+
+def sample_figures(output: Batch, group_size: int) -> dict[str, float]:
+    """Figures of scored samples whose groups are consecutive."""
+    rewards = torch.tensor(output["reward"], dtype=torch.float64)
+    groups = rewards.view(-1, group_size)
+    truncated = sum(reason != "stop" for reason in output["finish_reason"])
+    tokens = sum(output["num_tokens"])
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std(correction=0)),
+        "accuracy/mean": float((rewards >= 1.0).double().mean()),
+        "reward/zero_variance_share": float(
+            (groups.max(1).values == groups.min(1).values).double().mean()
+        ),
+        "samples": float(len(output)),
+        "tokens/generated": float(tokens),
+        "tokens/prompt": float(sum(output["num_prompt_tokens"])),
+        "length/mean": tokens / len(output),
+        "length/truncated_share": truncated / len(output),
+    }
+
+
+def sample_row(output: Batch, row: int) -> dict[str, Any]:
+    """One rollout for samples.jsonl."""
+    values: Mapping[str, Any] = output.row(row)
+    return {
+        "item": output.ids[row],
+        "prompt": values["prompt"],
+        "completion": values["text"],
+        "reward": values["reward"],
+        "answer": values["answer"],
+        "finish_reason": values["finish_reason"],
+    }

@@ -1,0 +1,55 @@
+"""A recipe's learning sections in the trainer's terms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from m2flow.algorithms.grpo import GRPO
+from m2flow.algorithms.ppo import Critic
+from m2flow.training.optimizer import AdamWConfig
+from m2flow.training.policy import PolicyTrainerConfig
+from m2flow.training.schedule import Schedule
+from m2flow.workloads.reasoning.config import KEYS_OF_ALGORITHMS, ReasoningRecipe
+
+
+def loss_of(recipe: ReasoningRecipe) -> GRPO:
+    """The policy's loss that `algorithm` describes.
+
+    PPO's is GRPO's; they differ in where advantages come from.
+    """
+    not_the_loss_s = {"name"} | {
+        key for key, algorithm in KEYS_OF_ALGORITHMS.items() if algorithm != "grpo"
+    }
+    return GRPO(**recipe.algorithm.model_dump(exclude=not_the_loss_s))
+
+
+def critic_loss_of(recipe: ReasoningRecipe) -> Critic:
+    """The critic's loss that `critic` describes."""
+    return Critic(recipe.critic.value_clip, recipe.algorithm.aggregation)
+
+
+def critic_config(recipe: ReasoningRecipe) -> PolicyTrainerConfig:
+    """The critic's optimizer and packing: the policy's, at a learning rate of its own."""
+    config = trainer_config(recipe)
+    optimizer = replace(config.optimizer, learning_rate=recipe.critic.learning_rate)
+    return replace(config, optimizer=optimizer)
+
+
+def trainer_config(recipe: ReasoningRecipe) -> PolicyTrainerConfig:
+    """Optimizer, schedule over all optimizer steps of the run, and packing."""
+    optimizer = recipe.optimizer
+    return PolicyTrainerConfig(
+        optimizer=AdamWConfig(
+            learning_rate=optimizer.learning_rate,
+            betas=optimizer.betas,
+            weight_decay=optimizer.weight_decay,
+            schedule=Schedule(
+                optimizer.schedule, optimizer.warmup_steps, recipe.steps * recipe.minibatches
+            ),
+            max_grad_norm=optimizer.max_grad_norm,
+        ),
+        tokens_per_microbatch=recipe.training.tokens_per_microbatch,
+        sharing=recipe.training.sharing,
+        temperature=recipe.generation.temperature,
+        drop_zero_advantage=recipe.training.drop_zero_advantage,
+    )

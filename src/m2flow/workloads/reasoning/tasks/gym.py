@@ -1,0 +1,142 @@
+"""Any data set of reasoning-gym by name; `m2flow.rewards.gym_reward` scores answers.
+
+Problems are generated, in blocks that are seeded for their place, so problem `index` is known
+without the ones before it. What is held out is decided by the question's text, so training never
+meets it. reasoning-gym is an extra (`pip install "m2flow[gym]"`) and takes seconds to import:
+nothing of it is imported before a task is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from m2flow.errors import UserError, suggestion
+from m2flow.rewards.gym import reasoning_gym
+from m2flow.workloads.reasoning.data import check_template
+from m2flow.workloads.reasoning.tasks.problem import Problem, generator, reserved
+
+DEFAULT_TEMPLATE = (
+    "{question}\n\nThink step by step, then give the final answer between <answer> and </answer>.\n"
+)
+
+# Some data sets prepare a whole block when they are made, so a block is not the whole run.
+_BLOCK_SIZE = 256
+_MAX_BLOCKS = 8
+_MAX_DRAWS = 200
+# Some data sets take a tenth of a second for a problem: few of those drawn may be thrown away.
+_HELD_OUT_ONE_IN = 4
+
+
+class Gym:
+    """A reasoning-gym data set.
+
+    Args:
+        dataset: its name, such as "chain_sum".
+        seed: fixes the training problems; held-out problems are the same for every seed.
+        options: options of the data set, such as `{"min_terms": 2}`.
+        template: the prompt, with `{question}` where the question goes.
+
+    Raises:
+        UserError: reasoning-gym is not installed, an unknown name, or options it refuses.
+    """
+
+    name = "gym"
+    characters: str | None = None
+    num_train: int | None = None
+
+    def __init__(
+        self,
+        *,
+        dataset: str,
+        seed: int = 0,
+        options: Mapping[str, Any] | None = None,
+        template: str = DEFAULT_TEMPLATE,
+    ) -> None:
+        check_template(template)
+        self.dataset = dataset
+        self.seed = seed
+        self.options = dict(options or {})
+        self.template = template
+        _check_options(dataset, self.options)
+        self._blocks: dict[tuple[object, ...], Any] = {}
+        self._make_block("check")
+
+    def train(self, index: int) -> Problem:
+        """Training problem number `index`, which is not held out.
+
+        Raises:
+            UserError: where all that the data set generates is held out (it has a handful of
+                questions).
+        """
+        block, place = divmod(index, _BLOCK_SIZE)
+        for draw in range(_MAX_DRAWS):
+            entry = self._entry(place, "train", self.seed, draw, block)
+            if not reserved(entry["question"], one_in=_HELD_OUT_ONE_IN):
+                return self._problem(entry)
+        raise UserError(
+            "generates too few different questions to train on",
+            key="task.dataset",
+            value=self.dataset,
+        )
+
+    def held_out(self, count: int) -> list[Problem]:
+        """`count` different problems, for every seed the same; fewer where few exist."""
+        found: dict[str, Problem] = {}
+        for number in range(1000 + 40 * count):
+            if len(found) == count:
+                break
+            block, place = divmod(number, _BLOCK_SIZE)
+            entry = self._entry(place, "held out", block)
+            if reserved(entry["question"], one_in=_HELD_OUT_ONE_IN):
+                found.setdefault(entry["question"], self._problem(entry))
+        return list(found.values())
+
+    def _problem(self, entry: dict[str, Any]) -> Problem:
+        prompt = self.template.replace("{question}", entry["question"])
+        facts = {"dataset": self.dataset, "options": self.options, "entry": entry}
+        return Problem(prompt, entry["answer"] or "", facts)
+
+    def _entry(self, place: int, *block_key: object) -> dict[str, Any]:
+        if block_key not in self._blocks:
+            if len(self._blocks) == _MAX_BLOCKS:
+                del self._blocks[next(iter(self._blocks))]
+            self._blocks[block_key] = self._make_block(*block_key)
+        entry: dict[str, Any] = self._blocks[block_key][place]
+        return entry
+
+    def _make_block(self, *key: object) -> Any:
+        # reasoning-gym adds the place in the block to the seed, and NumPy takes 32 bits.
+        seed = generator("gym", *key).randrange(2**31)
+        try:
+            return reasoning_gym().create_dataset(
+                self.dataset, size=_BLOCK_SIZE, seed=seed, **self.options
+            )
+        except (AssertionError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{self.dataset} refuses these options: {error}",
+                key="task.options",
+                value=self.options,
+            ) from error
+
+
+def _check_options(dataset: str, options: Mapping[str, Any]) -> None:
+    reasoning_gym()
+    from reasoning_gym.factory import DATASETS
+
+    if dataset not in DATASETS:
+        raise UserError(
+            "reasoning-gym has no such data set",
+            key="task.dataset",
+            value=dataset,
+            hint=suggestion(dataset, DATASETS),
+        )
+    known = {field.name for field in dataclasses.fields(DATASETS[dataset][1])} - {"seed", "size"}
+    for option in options:
+        if option not in known:
+            raise UserError(
+                f"{dataset} has no such option",
+                key=f"task.options.{option}",
+                hint=suggestion(option, known),
+            )

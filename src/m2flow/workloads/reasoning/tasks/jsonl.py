@@ -1,0 +1,108 @@
+"""Problems from a file of JSON lines (GSM8K, AIME and the like).
+
+Training walks the file in a shuffle that is seeded for each epoch, so problem `index` is known
+without the ones before it. Held out are the rows of a second file, or the last rows of the first,
+which training then never sees.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from m2flow.errors import UserError
+from m2flow.workloads.reasoning.data import DEFAULT_TEMPLATE, OnBadRow, read_problems
+from m2flow.workloads.reasoning.tasks.problem import Problem, generator
+
+_log = logging.getLogger(__name__)
+
+
+class Jsonl:
+    """A data set in a file.
+
+    Args:
+        path: JSON lines to train on; see `m2flow.workloads.reasoning.data` for their form.
+        eval_path: JSON lines to hold out. None holds out the last rows of `path`.
+        held_out_rows: how many rows of `path` that is; None takes a tenth, at most 256. Training
+            rows that ask the same as a held-out one are dropped, and the log says how many.
+        seed: fixes the shuffle of each epoch.
+        template: the prompt, with `{question}` where the question goes.
+        on_bad_row: "fail" or "skip", as in `read_problems`.
+
+    Raises:
+        UserError: what `read_problems` refuses, or nothing left to train on.
+    """
+
+    name = "jsonl"
+    characters: str | None = None
+
+    def __init__(
+        self,
+        *,
+        path: str | Path,
+        eval_path: str | Path | None = None,
+        held_out_rows: int | None = None,
+        seed: int = 0,
+        template: str = DEFAULT_TEMPLATE,
+        on_bad_row: OnBadRow = "fail",
+    ) -> None:
+        problems = read_problems(path, template=template, on_bad_row=on_bad_row)
+        if eval_path is not None:
+            if held_out_rows is not None:
+                raise UserError(
+                    "counts rows of path, but eval_path names a file to hold out",
+                    key="task.held_out_rows",
+                    value=held_out_rows,
+                    hint="give one of the two",
+                )
+            held_out = read_problems(eval_path, template=template, on_bad_row=on_bad_row)
+        else:
+            problems, held_out = _split(problems, held_out_rows, path)
+        held_out_prompts = {problem.prompt for problem in held_out}
+        fresh = [problem for problem in problems if problem.prompt not in held_out_prompts]
+        num_shared = len(problems) - len(fresh)
+        if num_shared and eval_path is not None:
+            # The user named both files: what to make of the overlap is the user's choice.
+            _log.warning("%s: %d rows are also in %s", path, num_shared, eval_path)
+        elif num_shared:
+            _log.warning("%s: dropped %d training rows that are held out", path, num_shared)
+            problems = fresh
+        if not problems:
+            raise UserError("every row asks what a held-out row asks", key=str(path))
+        self.seed = seed
+        self.num_train: int | None = len(problems)
+        self._problems = problems
+        self._held_out = held_out
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def train(self, index: int) -> Problem:
+        """Problem number `index` of the walk; each epoch holds every training row once."""
+        epoch, position = divmod(index, len(self._problems))
+        if epoch != self._epoch:
+            order = list(range(len(self._problems)))
+            generator("jsonl", "epoch", self.seed, epoch).shuffle(order)
+            self._epoch, self._order = epoch, order
+        return self._problems[self._order[position]]
+
+    def held_out(self, count: int) -> list[Problem]:
+        """The first `count` held-out rows, in file order; all of them where there are fewer."""
+        return self._held_out[:count]
+
+
+def _split(
+    problems: list[Problem], held_out_rows: int | None, path: str | Path
+) -> tuple[list[Problem], list[Problem]]:
+    """(training rows, held-out rows): the last ones are held out."""
+    if held_out_rows is None:
+        held_out_rows = max(1, min(256, len(problems) // 10))
+    if not 0 <= held_out_rows < len(problems):
+        raise UserError(
+            f"{path} has {len(problems)} rows, and some must be left to train on",
+            key="task.held_out_rows",
+            value=held_out_rows,
+            expected=f"0 to {len(problems) - 1}",
+            hint="or name a file to hold out in eval_path",
+        )
+    cut = len(problems) - held_out_rows
+    return problems[:cut], problems[cut:]

@@ -1,0 +1,38 @@
+"""The workers of a reasoning flow: generator, verifier, learner, reference and critic.
+
+Columns of an item, as they come into being:
+  prompt_ids (Ragged int64), prompt, answer, metadata, seed     from the data
+  completion_ids, behaviour_logprobs (Ragged), finish_reason, version   Generator
+  text, reward                                                  Verifier
+  advantage (float64)                                           group_advantage
+  values (Ragged)                                               Critic
+  advantages, returns (Ragged float64)                          gae, whiten
+  old_logprobs, reference_logprobs (Ragged)                     Learner, Reference
+
+Each worker is cheap until `load`, which brings up torch and the model.
+"""
+
+from __future__ import annotations
+
+from m2flow.workloads.reasoning.workers.critic import Critic
+from m2flow.workloads.reasoning.workers.generator import HANDED_ON, Generator
+from m2flow.workloads.reasoning.workers.learner import Learner
+from m2flow.workloads.reasoning.workers.reference import Reference
+from m2flow.workloads.reasoning.workers.source import ModelSource
+from m2flow.workloads.reasoning.workers.stages import OUTCOME, gae, group_advantage, outcome, whiten
+from m2flow.workloads.reasoning.workers.verifier import Verifier
+
+__all__ = [
+    "HANDED_ON",
+    "OUTCOME",
+    "Critic",
+    "Generator",
+    "Learner",
+    "ModelSource",
+    "Reference",
+    "Verifier",
+    "gae",
+    "group_advantage",
+    "outcome",
+    "whiten",
+]

@@ -1,0 +1,47 @@
+"""The worker that says what a state is worth, and learns it."""
+
+from __future__ import annotations
+
+from m2flow.flow import Batch, Place, Ragged, stage
+from m2flow.workloads.reasoning.workers.columns import token_pairs, value_targets
+from m2flow.workloads.reasoning.workers.trained import Trained
+
+
+class Critic(Trained):
+    """A value model with the policy's body; it learns from every sample, in the same mini-batches.
+
+    Its `model` is a critic of a checkpoint, or the policy that it is made of.
+    """
+
+    part = "critic"
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        from m2flow.training.values import ValueTrainer
+        from m2flow.workloads.reasoning.learning import critic_config, critic_loss_of
+
+        loss, config = critic_loss_of(self.recipe), critic_config(self.recipe)
+        self.begin(
+            place,
+            self.model.load_critic,
+            lambda model, shards: ValueTrainer(model, loss, config, shards),
+        )
+
+    @stage
+    def values(self, samples: Batch) -> Batch:
+        """Gives `values`, and nothing else: for each token what the state before it is worth."""
+        values = Ragged(
+            self.trainer.values(token_pairs(samples)), samples["completion_ids"].lengths
+        )
+        return samples.with_columns(values=values).only("values")
+
+    @stage(accumulates=True, minibatches="minibatches")
+    def train(self, samples: Batch) -> Batch:
+        """Accumulates the gradient of these samples."""
+        self.trainer.fold(value_targets(samples))
+        return samples.only("reward")
+
+    @train.finish
+    def train_finish(self) -> dict[str, float]:
+        """One optimizer step on the mini-batch; its figures, as `critic/...`."""
+        return {f"{self.part}/{name}": value for name, value in self.finish_minibatch().items()}

@@ -1,0 +1,193 @@
+"""The worker that draws completions, and hands each on when it is finished."""
+
+from __future__ import annotations
+
+from collections.abc import Generator as Coroutine
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from m2flow.flow import Batch, Layout, Place, Ragged, Worker, stage
+from m2flow.flow.worker import ONE_LANE
+from m2flow.workloads.reasoning.supported import key_value_heads
+from m2flow.workloads.reasoning.workers.source import ModelSource
+
+if TYPE_CHECKING:
+    from m2flow.generation.native import NativeEngine
+    from m2flow.generation.protocol import Completion, Request, SamplingParams
+
+HANDED_ON = 4
+"""Completions are handed on once they are 1 / HANDED_ON of those that still run: many at a time
+while many run, and one by one in the tail."""
+
+LISTEN_EVERY = 4
+"""Steps of the engine after which the call stops for a moment to hear if anything has come."""
+
+
+class Generator(Worker):
+    """Draws completions by continuous batching.
+
+    On a gang the lanes draw each completion together: the model is divided among them, and each
+    takes just its part of the weights that are published.
+
+    Args:
+        model: initial weights.
+        samples_per_prompt: completions for each prompt.
+        max_new_tokens, temperature: how they are drawn.
+        max_running: sequences decoded together at most.
+        key_value_heads: of the model, which layouts divide; None for what the model's folder says.
+    """
+
+    collective = True
+
+    def __init__(
+        self,
+        model: ModelSource,
+        *,
+        samples_per_prompt: int,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        max_running: int = 256,
+        key_value_heads: int | None = None,
+    ) -> None:
+        self.model, self.key_value_heads = model, key_value_heads
+        self.samples_per_prompt = samples_per_prompt
+        self.max_new_tokens, self.temperature = max_new_tokens, temperature
+        self.max_running = max_running
+
+    def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
+        """Tensor parallel over any number of lanes that divides the key-value heads."""
+        heads = self.key_value_heads or key_value_heads(self.model.path)
+        found = [ONE_LANE]
+        for size in range(2, lanes + 1):
+            divisions = () if heads is None else (("key-value heads", heads, size),)
+            found.append(Layout(f"tp{size}", size, divisions))
+        return found
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        import torch
+
+        from m2flow.generation.native import NativeEngine
+        from m2flow.generation.tensor_parallel import TensorParallel
+
+        model = self.model.load("cpu")
+        self.engine = NativeEngine(
+            model.config,
+            max_running=self.max_running,
+            dtype=getattr(torch, self.model.dtype),
+            device=place.device,
+            spill=place.spill,
+            parallel=TensorParallel.of(place.gang),
+        )
+        self.engine.install(model.state_dict(), place.version)
+        self._stop_ids = self.model.stop_ids(model.generation_config.eos_token_id)
+
+    @stage(streaming=True, expands="samples_per_prompt")
+    def generate(
+        self,
+        prompts: Batch,
+        *,
+        samples_per_prompt: int | None = None,
+        temperature: float | None = None,
+    ) -> Coroutine[Batch, Batch | None, None]:
+        """One prompt in, several samples out, each when it is finished.
+
+        A call that is closed before its end drops what it has begun.
+        """
+        from m2flow.generation.protocol import SamplingParams
+
+        params = SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature if temperature is None else temperature,
+            stop_token_ids=self._stop_ids,
+        )
+        call = _Call(self.engine, params, samples_per_prompt or self.samples_per_prompt)
+        try:
+            yield from call.drawn(prompts)
+        finally:
+            self.engine.abort(list(call.running))
+
+    def install(self, weights: Mapping[str, Any], version: int) -> None:
+        self.engine.install(weights, version)
+
+    def weight_boxes(self, layout: Any) -> Mapping[str, Any] | None:
+        return None if self.place.gang.size == 1 else self.engine.weight_boxes()
+
+    def offload(self) -> None:
+        self.engine.sleep()
+
+    def onload(self) -> None:
+        self.engine.wake()
+
+    def state_bytes(self) -> int:
+        return self.engine.state_bytes()
+
+
+@dataclass(slots=True)
+class _Call:
+    """The samples that one call draws.
+
+    Attributes:
+        engine: draws them.
+        params: how.
+        count: samples of a prompt.
+        running: sample to the Batch and row that hold its prompt's columns.
+    """
+
+    engine: NativeEngine
+    params: SamplingParams
+    count: int
+    running: dict[int, tuple[Batch, int]] = field(default_factory=dict)
+
+    def drawn(self, prompts: Batch) -> Coroutine[Batch, Batch | None, None]:
+        """Draw until nothing runs; takes further prompts at each yield."""
+        self._submit(prompts)
+        nothing = Batch({}, [])
+        finished: list[Completion] = []
+        steps = 0
+        while self.engine.busy:
+            finished += self.engine.step()
+            steps += 1
+            if finished and len(finished) * HANDED_ON >= self.engine.num_running:
+                arrived = yield self._handed_on(finished)
+                finished = []
+            elif steps % LISTEN_EVERY == 0:
+                arrived = yield nothing
+            else:
+                continue
+            if arrived is not None:
+                self._submit(arrived)
+
+    def _submit(self, prompts: Batch) -> None:
+        from m2flow.algorithms.sampling import derive_seed
+        from m2flow.generation.protocol import Request
+
+        samples = prompts.repeat(self.count)
+        requests: list[Request] = []
+        rows = zip(samples.ids, samples["prompt_ids"].rows(), samples["seed"], strict=True)
+        for row, (item, prompt, seed) in enumerate(rows):
+            own_seed = derive_seed(int(seed), item % self.count)
+            requests.append(Request(item, prompt, own_seed, self.params))
+            self.running[item] = (samples, row)
+        self.engine.submit(requests)
+
+    def _handed_on(self, finished: list[Completion]) -> Batch:
+        """Finished samples as a Batch, with the columns of their prompts."""
+        rows_of: dict[int, tuple[Batch, list[int], list[Completion]]] = {}
+        for done in finished:
+            batch, row = self.running.pop(done.id)
+            _, rows, some = rows_of.setdefault(id(batch), (batch, [], []))
+            rows.append(row)
+            some.append(done)
+        return Batch.concat(
+            [
+                batch.select(rows).with_columns(
+                    completion_ids=Ragged.from_rows([done.token_ids for done in some]),
+                    behaviour_logprobs=Ragged.from_rows([done.logprobs for done in some]),
+                    finish_reason=[done.finish_reason for done in some],
+                    version=[done.versions for done in some],
+                )
+                for batch, rows, some in rows_of.values()
+            ]
+        )

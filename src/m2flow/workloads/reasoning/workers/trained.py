@@ -1,0 +1,167 @@
+"""What workers that train a model have in common: their state, where it goes, and checkpoints.
+
+A subclass sets `policy`, `trainer` and `shards` by `begin`. Everything that is written here is
+collective in a gang: it is called on all lanes of the worker, and the first one writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from m2flow.flow import Layout, Place, Worker
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.workers.source import ModelSource, divided, sharded_layouts
+
+if TYPE_CHECKING:
+    from m2flow.training.sharded import WholeModel
+
+
+class Trained(Worker):
+    """A model that learns, with its trainer.
+
+    Args:
+        model: initial weights.
+        recipe: algorithm, optimizers, packing, mini-batches.
+        checkpoint: folder of the checkpoint whose trainer state to go on from, or None.
+    """
+
+    collective = True
+
+    part = ""
+    """Folder within a checkpoint; "" for the checkpoint's own model."""
+
+    policy: Any
+    trainer: Any
+    shards: Any
+
+    def __init__(
+        self,
+        model: ModelSource,
+        recipe: ReasoningRecipe,
+        checkpoint: str | None = None,
+    ) -> None:
+        self.model, self.recipe, self.checkpoint = model, recipe, checkpoint
+        self.minibatches = recipe.minibatches
+
+    def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
+        return sharded_layouts(lanes)
+
+    def begin(
+        self,
+        place: Place,
+        load: Callable[[str], Any],
+        make_trainer: Callable[[Any, Any], Any],
+    ) -> None:
+        """Load the model and go on from the checkpoint's trainer state.
+
+        Args:
+            place: where the worker stands.
+            load: gives the model on a device.
+            make_trainer: gives its trainer, from the model and how it is divided.
+        """
+        from m2flow.runtime.lane.state import MovableState
+        from m2flow.training.checkpoint import load_trainer_state
+
+        self.policy, self.shards = divided(place, load)
+        self.trainer = make_trainer(self.policy, self.shards)
+        if self.checkpoint is not None:
+            self.trainer.load_state_dict(load_trainer_state(self.checkpoint, self.part))
+        self.state = MovableState(self.trainer.tensors, place)
+
+    def finish_minibatch(self) -> dict[str, float]:
+        """One optimizer step, together with the other replicas; its figures."""
+        place = self.place
+        replicated = place.size > 1 and place.gang.size == 1
+        figures: dict[str, float] = self.trainer.finish(place.all_reduce if replicated else None)
+        return figures
+
+    def weights(self) -> Mapping[str, Any]:
+        """The model's tensors: on a gang DTensors, of which each lane has its shard."""
+        return dict(self.policy.state_dict())
+
+    def offload(self) -> None:
+        self.state.offload()
+
+    def onload(self) -> None:
+        self.state.onload()
+
+    def state_bytes(self) -> int:
+        num_bytes: int = self.state.nbytes() + self.trainer.optimizer.bytes_to_come()
+        return num_bytes
+
+    def save(self, folder: Path) -> None:
+        """Write weights and trainer state; to be called on every lane of a gang."""
+        from m2flow.training import state_file
+
+        state_file.write(folder, self.policy, self.trainer, first=self.place.gang.rank == 0)
+
+    def restore(self, folder: Path) -> None:
+        from m2flow.training import state_file
+
+        state_file.read(folder, self.policy, self.trainer, self.shards)
+
+    def save_checkpoint(
+        self,
+        checkpoints: str,
+        step: int,
+        extra: dict[str, Any],
+        keep: int,
+    ) -> str:
+        """Write a checkpoint, which a worker on any lanes can go on from; returns its folder.
+
+        Parts of other workers, which `save_part` has written, are in it.
+
+        To be called on every lane of the worker. The checkpoint is whole when the first lane has
+        returned.
+
+        Args:
+            checkpoints: the run's folder of checkpoints.
+            step: training steps done.
+            extra: JSON to remember beside it.
+            keep: how many checkpoints to keep.
+        """
+        from m2flow.training import checkpoint
+
+        root = Path(checkpoints)
+        with self._gathered() as gathered:
+            if gathered is not None:
+                model, trainer_state = gathered
+                folder = checkpoint.begin(root, step)
+                checkpoint.write_part(folder, model, self.model.tokenizer(), trainer_state)
+                checkpoint.commit(root, step, extra=extra, keep=keep)
+        return str(checkpoint.folder_of(root, step))
+
+    def save_part(self, checkpoints: str, step: int) -> None:
+        """Write this worker's part of a checkpoint; another worker's `save_checkpoint` ends it."""
+        from m2flow.training import checkpoint
+
+        with self._gathered() as gathered:
+            if gathered is not None:
+                folder = checkpoint.begin(Path(checkpoints), step) / self.part
+                model, trainer_state = gathered
+                checkpoint.write_part(folder, model, None, trainer_state)
+
+    @contextmanager
+    def _gathered(self) -> Iterator[tuple[WholeModel, dict[str, Any]] | None]:
+        """The whole model and its trainer's state on the worker's first lane; None elsewhere."""
+        from m2flow.training.sharded import WholeModel, whole_weights
+
+        place = self.place
+        if place.rank >= place.gang.size:  # other replicas hold the same
+            yield None
+            return
+        first = place.rank == 0
+        with self.state.present():
+            weights = {name: x for name, x in whole_weights(self.policy) if first}
+            trainer_state = {name: x for name, x in self.trainer.state_items() if first}
+            yield (WholeModel(self.policy, weights), trainer_state) if first else None
+
+    def parameters(self) -> dict[str, Any]:
+        """Copies of the weights, whole, on the CPU; to be called on every lane of a gang."""
+        from m2flow.training.sharded import whole_weights
+
+        with self.state.present():
+            return {name: tensor.clone() for name, tensor in whole_weights(self.policy)}

@@ -1,0 +1,42 @@
+"""The worker that scores completions by reward functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from m2flow.flow import Batch, Place, Worker, stage
+from m2flow.rewards.reward import Judged, WeightedReward, weighted_sum
+from m2flow.workloads.reasoning.workers.source import ModelSource
+
+
+class Verifier(Worker):
+    """Scores completions by the weighted sum of reward functions.
+
+    Args:
+        model: whose tokenizer turns token ids into text.
+        rewards: the functions; none for a verifier that is never loaded.
+    """
+
+    def __init__(self, model: ModelSource, rewards: Sequence[WeightedReward] = ()) -> None:
+        self.model, self.rewards = model, tuple(rewards)
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        assert self.rewards, "a verifier needs a reward to score by"
+        self.tokenizer = self.model.tokenizer()
+        for reward in self.rewards:
+            reward.load()
+
+    @stage
+    def score(self, samples: Batch) -> Batch:
+        """Adds `text` and `reward`."""
+        ids = [row.tolist() for row in samples["completion_ids"]]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        rows = [
+            {**metadata, "answer": answer, "finished": reason == "stop"}
+            for answer, reason, metadata in zip(
+                samples["answer"], samples["finish_reason"], samples["metadata"], strict=True
+            )
+        ]
+        judged = Judged(samples.ids, samples["prompt"], texts, ids, rows)
+        return samples.with_columns(text=texts, reward=weighted_sum(self.rewards, judged))

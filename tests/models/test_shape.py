@@ -1,0 +1,193 @@
+"""Shapes from configurations: parameters to the last one, KV bytes, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m2flow.errors import UserError
+from m2flow.models.shape import KNOWN_MODELS, model_from_config, read_model
+
+QWEN_7B: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+QWEN_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+}
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "vocab_size": 32000,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [(QWEN_7B, 7_615_616_512), (QWEN_MOE, 30_532_122_624), (MIXTRAL, 46_702_792_704)],
+    ids=["dense", "many experts", "few experts"],
+)
+def test_parameters_are_those_of_the_published_weights(
+    config: dict[str, Any], parameters: int
+) -> None:
+    assert model_from_config(config).parameters == parameters
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen2Config": {},
+    "Qwen3Config": {"attention_bias": True},
+    "Qwen3MoeConfig": {"num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 2},
+    "LlamaConfig": {"attention_bias": True, "mlp_bias": True},
+    "MistralConfig": {},
+    "MixtralConfig": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "GemmaConfig": {},
+    "Gemma2Config": {},
+}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["all keys", "without defaults"])
+@pytest.mark.parametrize("tied", [None, True, False], ids=["default", "tied", "untied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_that_transformers_builds(
+    family: str, tied: bool | None, whole: bool
+) -> None:
+    """A `config.json` leaves out defaults of its class, as gemma-2-9b does its tied embeddings."""
+    import torch
+    import transformers
+
+    said = {**SMALL, **FAMILIES[family]} | ({} if tied is None else {"tie_word_embeddings": tied})
+    config = getattr(transformers, family)(**said)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    built = sum(parameter.numel() for parameter in model.parameters())  # a shared one once
+    written = config.to_dict() if whole else {**said, "model_type": config.model_type}
+    assert model_from_config(written).parameters == built
+
+
+def test_gemma_2_9b_has_its_embedding_once() -> None:
+    """It was counted with 10.16 billion parameters; the published weights have 9.24."""
+    config = {
+        "model_type": "gemma2",
+        "head_dim": 256,
+        "hidden_size": 3584,
+        "intermediate_size": 14336,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 8,
+        "vocab_size": 256000,
+    }
+    assert model_from_config(config).parameters == 9_241_705_984
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen3-32B", 32_762_123_264),
+        ("Llama-3.1-8B", 8_030_261_248),
+        ("Qwen2.5-0.5B", 494_032_768),
+        ("Qwen2.5-1.5B", 1_543_714_304),
+        ("Qwen2.5-32B", 32_763_876_352),
+        ("Llama-2-7B", 6_738_415_616),
+    ],
+)
+def test_known_shapes(name: str, parameters: int) -> None:
+    assert KNOWN_MODELS[name].parameters == parameters
+    assert read_model(f"someone/{name.lower()}") == KNOWN_MODELS[name]
+
+
+def test_known_shapes_are_what_their_configurations_say() -> None:
+    assert model_from_config(QWEN_7B, "Qwen2.5-7B") == KNOWN_MODELS["Qwen2.5-7B"]
+    assert model_from_config(QWEN_MOE, "Qwen3-30B-A3B") == KNOWN_MODELS["Qwen3-30B-A3B"]
+
+
+def test_a_mixture_works_with_few_of_its_parameters_and_reads_what_is_touched() -> None:
+    shape = model_from_config(QWEN_MOE)
+    assert 2.9e9 < shape.active_parameters < 3.4e9
+    # One token touches just its own experts; many touch all.
+    own = shape.parameters - shape.expert_parameters * (1 - 8 / 128)
+    assert shape.weight_bytes_read(1) == pytest.approx(2 * own)
+    assert shape.weight_bytes_read(10_000) == pytest.approx(shape.weight_bytes)
+
+
+def test_kv_bytes_count_key_value_heads_only() -> None:
+    assert model_from_config(QWEN_7B).kv_bytes_per_token == 2 * 28 * 4 * 128 * 2
+    assert model_from_config({**QWEN_7B, "num_key_value_heads": None}).kv_heads == 28
+
+
+def test_dense_layers_between_mixtures() -> None:
+    shape = model_from_config({**QWEN_MOE, "decoder_sparse_step": 2, "mlp_only_layers": [1]})
+    assert shape.moe_layers == 23
+
+
+def test_flops_of_a_short_context_are_two_for_each_parameter() -> None:
+    shape = KNOWN_MODELS["Qwen2.5-7B"]
+    assert shape.forward_flops(10, 0) == 20 * shape.active_parameters
+    assert shape.forward_flops(1, 1000) > shape.forward_flops(1, 0)
+
+
+def test_the_text_part_of_a_configuration_of_several_modalities() -> None:
+    assert model_from_config({"model_type": "both", "text_config": QWEN_7B}).hidden == 3584
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size"])
+@pytest.mark.parametrize("value", [None, 0, "many", True])
+def test_what_a_configuration_must_say(key: str, value: object) -> None:
+    with pytest.raises(UserError, match=key):
+        model_from_config({**QWEN_7B, key: value})
+
+
+def test_latent_attention_is_refused() -> None:
+    with pytest.raises(UserError, match="latent"):
+        model_from_config({**QWEN_7B, "kv_lora_rank": 512})
+
+
+def test_reading_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    assert read_model(tmp_path).hidden == 3584
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not JSON"):
+        read_model(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="no JSON object"):
+        read_model(tmp_path)
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"Qwen2.5-7B"):
+        read_model("Qwen/Qwen2.5-7")

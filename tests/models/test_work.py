@@ -1,0 +1,165 @@
+"""Work of passes over a decoder: against formulas by hand, known limits, published figures."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2flow.models.lengths import Answers, fit_lengths
+from m2flow.models.shape import KNOWN_MODELS, WEIGHT_BYTES
+from m2flow.models.work import (
+    RATES,
+    Rates,
+    decoding,
+    forward_pass,
+    fullest,
+    prefill,
+    ring_bytes,
+    training_bytes,
+    training_pass,
+    update,
+)
+from m2flow.plan.profile.hardware import DEVICES, Device
+from m2flow.plan.profile.work import Work
+
+H100, H200, L40S = DEVICES["H100"], DEVICES["H200"], DEVICES["L40S"]
+QWEN, MOE = KNOWN_MODELS["Qwen2.5-7B"], KNOWN_MODELS["Qwen3-30B-A3B"]
+EVEN = Answers(0, fit_lengths(999.9, 1000))
+"""Answers of a thousand tokens, nearly all alike."""
+
+MICROBATCH = 16_384
+
+
+def test_decoding_is_bound_by_memory_and_prefill_by_arithmetic() -> None:
+    slow_memory = replace(H100, memory_bytes_per_second=H100.memory_bytes_per_second / 2)
+    slow_arithmetic = replace(H100, flops_per_second=H100.flops_per_second / 2)
+
+    def decode(device: Device) -> float:
+        return decoding(QWEN, 32, 32 * 4000).on(device)
+
+    def fill(device: Device) -> float:
+        return prefill(QWEN, 8192, 4096).on(device)
+
+    assert decode(slow_memory) > 1.5 * decode(H100)
+    assert decode(slow_arithmetic) == decode(H100)
+    assert fill(slow_arithmetic) == pytest.approx(2 * fill(H100))
+    assert fill(slow_memory) == fill(H100)
+    assert decode(H200) < decode(H100) < decode(L40S)
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(st.integers(1, 512), st.integers(0, 30_000), st.sampled_from([1, 2, 4]))
+def test_a_decoding_step_never_gets_cheaper_by_more_work(
+    running: int, context: int, lanes: int
+) -> None:
+    for model in (QWEN, MOE):
+        here = decoding(model, running, running * context, lanes).on(H100)
+        more = decoding(model, running + 1, (running + 1) * context, lanes).on(H100)
+        longer = decoding(model, running, running * (context + 1), lanes).on(H100)
+        assert here <= more + 1e-12
+        assert here <= longer + 1e-12
+
+
+@pytest.mark.parametrize(("lanes", "heads"), [(2, 2), (4, 1), (8, 1)])
+def test_a_decoding_step_on_several_lanes_by_hand(lanes: int, heads: int) -> None:
+    """Weights and whole heads of the cache dealt out, and two sums over the lanes a layer."""
+    running, kv_tokens = 16, 16 * 3000
+    weights = MOE.weight_bytes_read(running) / lanes
+    cache = kv_tokens * 2 * MOE.layers * heads * MOE.head_dim * 2
+    bandwidth = 3350e9 * RATES.bandwidth(MOE)
+    ring = 2 * (lanes - 1) / lanes * running * MOE.hidden * 2 / (0.8 * 450e9)
+    wires = 2 * MOE.layers * (10e-6 + ring)
+    step = decoding(MOE, running, kv_tokens, lanes).on(H100)
+    assert step == pytest.approx(1.5e-3 + (weights + cache) / bandwidth + wires)
+
+
+def test_training_is_six_flops_for_each_parameter_and_token() -> None:
+    rates = Rates(training=0.5)
+    work = training_pass(QWEN, EVEN, 1000, 1, MICROBATCH, rates=rates)
+    tokens, context = 1000 * EVEN.tokens, EVEN.context
+    assert work.flops == pytest.approx(3 * QWEN.forward_flops(tokens, context))
+    assert work.on(H100) == pytest.approx(work.flops / (0.5 * 989.5e12))
+    again = training_pass(QWEN, EVEN, 1000, 1, MICROBATCH, recomputes=True, rates=rates)
+    assert again.on(H100) == pytest.approx(work.on(H100) * 8 / 6)
+
+
+def test_shards_are_gathered_for_each_micro_batch() -> None:
+    one, four = (training_pass(QWEN, EVEN, 8, 4, size) for size in (2000, 500))
+    assert four.sent_bytes == pytest.approx(4 * one.sent_bytes)
+    assert one.sent_bytes == pytest.approx(1.5 * ring_bytes(QWEN.weight_bytes, 4))
+    slow = replace(H100, peer_bytes_per_second=1e9)
+    assert four.on(slow) == pytest.approx(four.sent_bytes / 0.8e9), "gathering hides the rest"
+    assert training_pass(QWEN, EVEN, 8, 1, 2000).sent_bytes == 0
+
+
+def test_an_update_sums_gradients_between_replicas() -> None:
+    assert update(QWEN, 8, 1).sent_bytes == 0
+    assert update(QWEN, 2, 4).sent_bytes == ring_bytes(QWEN.weight_bytes / 2, 4)
+    assert update(QWEN, 2, 8).on(H100) > update(QWEN, 2, 4).on(H100), "past one machine"
+
+
+def test_state_and_activations() -> None:
+    kept, again = (training_bytes(QWEN, 8, 4096, recomputes) for recomputes in (False, True))
+    assert kept > 3 * again
+    assert training_bytes(QWEN, 1, 4096, False) < kept, "nothing is gathered"
+
+
+def test_the_fullest_rank_by_drawing() -> None:
+    random_ = random.Random(1)
+    ranks, sequences, deviation = 16, 64, 0.7
+    largest = [
+        max(
+            sum(random_.gauss(1, deviation) for _ in range(sequences)) / sequences
+            for _ in range(ranks)
+        )
+        for _ in range(200)
+    ]
+    assert fullest(ranks, sequences, deviation) == pytest.approx(sum(largest) / 200, rel=0.02)
+    assert fullest(1, 64, 0.7) == 1
+
+
+def test_one_answer_does_not_get_faster_by_idle_lanes() -> None:
+    def seconds(lanes: int, count: int) -> float:
+        return forward_pass(QWEN, EVEN, count, lanes, MICROBATCH).flops
+
+    assert seconds(8, 1) == seconds(1, 1)
+    assert seconds(8, 8) == pytest.approx(seconds(1, 1), rel=0.01)
+    assert seconds(8, 16) == pytest.approx(2 * seconds(1, 1), rel=0.01)
+
+
+# Published figures that constants are taken from --------------------------------------------------
+
+
+def test_training_small_experts_is_what_was_measured() -> None:
+    """NVIDIA's performance summary of Megatron Bridge 25.11: 5,275 tokens/s for each of 16 H100.
+
+    Two pipeline stages, eight lanes with the experts of each: tokens go to their experts and back,
+    over the network, in each of two passes.
+    """
+    tokens, lanes, experts = 512 * 4096, 16, 8
+    replicas = lanes / 2
+    passes = Work(
+        3 * MOE.forward_flops(tokens, 2048) / lanes,
+        arithmetic=RATES.arithmetic(MOE, RATES.training),
+    )
+    bubble = 1 + 1 / (512 / replicas)
+    sent = tokens / replicas * MOE.hidden * WEIGHT_BYTES * MOE.experts_per_token
+    there = 2 * MOE.moe_layers / 2 * (experts - 1) / experts * sent
+    wires = Work(sent_bytes=2 * there, span=experts)
+    shards = Work(
+        sent_bytes=ring_bytes(MOE.weight_bytes / 2, int(replicas)),
+        span=int(replicas),
+        read_bytes=2 * 16 * MOE.parameters / lanes,
+    )
+    seconds = bubble * passes.on(H100) + wires.on(H100) + shards.on(H100)
+    assert tokens / seconds / 16 == pytest.approx(5275, rel=0.03)
+
+
+def test_one_request_to_small_experts_is_what_was_measured() -> None:
+    """9.7 ms a token of Qwen3-30B-A3B on A100 (tenstorrent/tt-inference-server, thread 340)."""
+    step = decoding(MOE, 1, 640).on(DEVICES["A100-80GB"])
+    assert step == pytest.approx(9.7e-3, rel=0.05)

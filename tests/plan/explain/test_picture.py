@@ -1,0 +1,68 @@
+"""A Gantt chart as text keeps to its width and names what it shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from m2flow.plan.explain import picture
+from m2flow.plan.explain.amounts import brief, slower
+from m2flow.plan.explain.picture import stage_letters
+from m2flow.simulation.gantt import lay_out
+from tests.plan.explain.cases import GEN, STAGES, TRAIN, span
+
+
+@pytest.mark.parametrize("width", [40, 60, 100, 200])
+def test_a_picture_keeps_to_its_width(width: int) -> None:
+    spans = [span(0, GEN, 0, 4), span(1, TRAIN, 4, 9), span(1, TRAIN, 9, 10, "finish")]
+    lines = picture(lay_out(spans), STAGES, width, ascii_only=True)
+    assert max(map(len, lines)) <= width
+    assert "\n".join(lines).isascii()
+    assert lines[0].startswith("lane 0")
+    assert lines[0].count("G") == pytest.approx(0.4 * (len(lines[0]) - 20), abs=2)
+    assert lines[0].endswith(" 60% idle")
+    assert lines[1].count("T") > lines[1].count("t") > 0
+    legend = " ".join(lines)
+    for words in ("G gen.generate", "T learner.train", "small letter: its finish", ". idle"):
+        assert words in legend
+    assert "0 s" in legend
+    assert "10 s" in legend
+
+
+def test_a_picture_in_unicode_differs_in_its_frame_alone() -> None:
+    chart = lay_out([span(0, GEN, 0, 4), span(1, TRAIN, 4, 10)])
+    plain, drawn = (picture(chart, STAGES, 80, ascii_only) for ascii_only in (True, False))
+    assert not "".join(drawn).isascii()
+    assert [line.count("G") for line in plain] == [line.count("G") for line in drawn]
+
+
+def test_overhead_has_marks_of_its_own() -> None:
+    kinds = ("switch", "publish", "transfer", "wait")
+    spans = [span(0, "gen", n, n + 1, kind) for n, kind in enumerate(kinds)]
+    lines = picture(lay_out(spans), STAGES, 80, ascii_only=True)
+    for mark, word in (("~", "switching"), ("^", "publishing"), ("-", "links"), (",", "waiting")):
+        assert mark in lines[0]
+        assert f"{mark} {word}" in lines[-1]
+
+
+def test_no_spans_no_picture() -> None:
+    assert picture(lay_out([]), STAGES, 80) == []
+
+
+def test_letters_are_initials_where_these_are_free() -> None:
+    names = ["gen.generate", "group_advantage", "a.train", "b.train", "c.train_2"]
+    found = stage_letters(names)
+    assert len(set(found.values())) == len(names)
+    assert found["gen.generate"] == "G"
+    assert found["group_advantage"] == "A"
+    assert found["a.train"] == "T"
+    many = stage_letters(f"stage{n}.run" for n in range(30))
+    assert list(many.values()).count("?") == 4
+
+
+def test_durations_have_three_digits() -> None:
+    assert [brief(x) for x in (0, 8.5e-4, 0.0123, 4.56, 99.96, 1234.4)] == [
+        "0 s", "850 us", "12.3 ms", "4.56 s", "100 s", "1234 s",
+    ]  # fmt: skip
+    assert [slower(x, 1.0) for x in (1.001, 1.12, 0.9, 3.0)] == [
+        "as fast", "12% slower", "10% faster", "3.0 times as long",
+    ]  # fmt: skip

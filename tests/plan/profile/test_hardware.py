@@ -1,0 +1,50 @@
+"""Device figures: their units make sense, and wrong names get an answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from m2flow.errors import UserError
+from m2flow.plan.profile import hardware
+from m2flow.plan.profile.hardware import DEVICES, GB, TERA, device_named
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=str)
+def test_figures_are_in_bytes_flops_and_seconds(device: hardware.Device) -> None:
+    cpu = device.kind == "cpu"
+    assert (0.01 if cpu else 100) * TERA <= device.flops_per_second <= 5000 * TERA
+    assert (1 if cpu else 40) * GB <= device.memory_bytes <= 300 * GB
+    assert (1 if cpu else 800) * GB <= device.memory_bytes_per_second <= 10_000 * GB
+    assert device.network_bytes_per_second <= device.peer_bytes_per_second
+    assert device.usable_bytes < device.memory_bytes
+
+
+def test_all_devices_that_plans_are_asked_for() -> None:
+    named = {"A100-40GB", "A100-80GB", "H100", "H200", "H800", "H20", "B200", "L40S", "CPU"}
+    assert set(DEVICES) == named
+
+
+def test_fractions_are_fractions() -> None:
+    names = [name for name in vars(hardware) if name.endswith("FRACTION")]
+    assert len(names) >= 3
+    assert all(0 < getattr(hardware, name) <= 1 for name in names)
+
+
+def test_a_collective_past_one_machine_goes_over_the_network() -> None:
+    h100 = DEVICES["H100"]
+    near, far = h100.collective_bytes_per_second(8), h100.collective_bytes_per_second(16)
+    assert near == h100.peer_bytes_per_second * hardware.NVLINK_FRACTION
+    assert far == h100.network_bytes_per_second * hardware.NETWORK_FRACTION
+
+
+def test_names_in_any_letters() -> None:
+    assert device_named(" h100 ") is DEVICES["H100"]
+    assert device_named("A100-80G") is DEVICES["A100-80GB"]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("A100", "A100-40GB or A100-80GB"), ("H10", "H100"), ("L40", "L40S")]
+)
+def test_a_wrong_name_gets_the_nearest(name: str, hint: str) -> None:
+    with pytest.raises(UserError, match=hint):
+        device_named(name)

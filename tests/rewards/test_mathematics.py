@@ -1,0 +1,356 @@
+"""The rule reward: right answers in every spelling, wrong ones in none, any text without harm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from m2flow.rewards import math_reward, symbolic
+from m2flow.rewards.final_answer import extract_answer
+from m2flow.rewards.mathematics import verify
+from m2flow.rewards.number import read_number, same_number
+
+
+def number_spellings(x: int) -> list[str]:
+    """The usual ways to write a whole number."""
+    return [
+        str(x),
+        f"{x:,}",
+        f"{x:,}".replace(",", "{,}"),
+        f"{x}.0",
+        f"{x:,}.00",
+        f"${x}",
+        f"${x:,}.00",
+        f"\\${x:,}",
+        f"{2 * x}/2",
+        f"\\frac{{{2 * x}}}{{2}}",
+        f"\\dfrac{{{6 * x}}}{{6}}",
+        f"{x} dollars",
+        f"{x}\\text{{ dollars}}",
+        f"n = {x}",
+    ]
+
+
+def completion_spellings(x: int) -> list[str]:
+    """The usual ways to end a completion with that number."""
+    ends = number_spellings(x)
+    return [
+        *ends,
+        *(f"There are 7 of 9.\nSo it is \\boxed{{{end}}}." for end in ends),
+        *(f"There are 7 of 9.\n#### {end}" for end in ends),
+        *(f"There are 7 of 9. The answer is {end}." for end in ends),
+        f"There are 7. **{x}**",
+        f"**Answer:** ${x:,}$",
+        f"so \\( {x} \\).",
+        f"\\[ 3 + 4 = {x} \\]",
+    ]
+
+
+def _golds(shared_data: Path, name: str) -> list[str]:
+    lines = (shared_data / name).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["answer"].rpartition("####")[2].strip() for line in lines]
+
+
+@pytest.mark.parametrize(("name", "rows"), [("aime24.jsonl", 30), ("gsm8k_test.jsonl", 1319)])
+def test_every_gold_answer_in_every_spelling(shared_data: Path, name: str, rows: int) -> None:
+    golds = _golds(shared_data, name)
+    assert len(golds) == rows
+    for gold in golds:
+        x = int(gold.replace(",", ""))
+        right, wrong = completion_spellings(x), completion_spellings(x + 1)
+        missed = [text for text in (gold, *right) if verify(gold, text) != 1.0]
+        believed = [text for text in wrong if verify(gold, text) != 0.0]
+        assert not missed, (gold, missed)
+        assert not believed, (gold, believed)
+
+
+def test_gsm8k_solutions_verify_as_they_stand(shared_data: Path) -> None:
+    lines = (shared_data / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()
+    solutions = [json.loads(line)["answer"] for line in lines]
+    golds = _golds(shared_data, "gsm8k_test.jsonl")
+    rows = zip(golds, solutions, strict=True)
+    assert {math_reward("", text, (), {"answer": gold}) for gold, text in rows} == {1.0}
+
+
+RIGHT = [
+    ("18", "18."),
+    ("18", r"\boxed{\text{18}}"),
+    ("18", r"\boxed{$18$}"),
+    ("18", r"\boxed{\$18}"),
+    ("18", r"\boxed 18"),
+    ("18", r"\fbox{18}"),
+    ("18", r"\boxed{18 eggs}"),
+    ("18", r"\boxed{18\text{ cm}^2}"),
+    ("18", "It has 18 cm^2"),
+    ("18", "The answer is...18"),
+    ("18", "It is 18 (six a day for three days)"),
+    ("18", "She pays $5 + $13 = $18."),
+    ("18", r"first \boxed{17}, no: \boxed{18}"),
+    ("18", r"\boxed{18}, put into \boxed{}"),
+    ("18", "#### 17\n#### 18"),
+    ("18", r"#### 17 and \boxed{18}"),
+    ("18", "#### Result\nShe has 18 apples."),
+    ("18", r"the side is $\sqrt{324}$ cm"),
+    ("18", r"\boxed{\sqrt{324}}"),
+    ("18", r"\boxed{9 \cdot 2}"),
+    ("18", r"\boxed{2 \times 9}"),
+    ("1024", "it is 2^10"),
+    ("20", r"\boxed{20^\circ}"),
+    ("-3", "the change is -3"),
+    ("-3", "the change is −3 degrees"),
+    ("-10", "he lost money: -$10"),
+    ("3", "16-13 is 16-13=3"),
+    ("0.5", r"\boxed{\frac12}"),
+    ("0.5", r"\boxed{\frac{1}{2}}"),
+    ("0.5", "1/2"),
+    ("0.5", ".5"),
+    ("1/2", "0.50"),
+    ("5/2", r"\boxed{2\frac{1}{2}}"),
+    ("2.5", "#### 2 1/2"),
+    ("1/3", "0.333333"),
+    ("2/3", "0.666667"),
+    ("2/3", "0.666666"),
+    ("-2/3", "-0.666667"),
+    ("0.3333333", "0.333333"),
+    ("300000", r"\boxed{3 \times 10^5}"),
+    ("5000000", "He earns $5 million."),
+    ("1234567", r"\boxed{1\,234\,567}"),
+    ("025", "25"),
+    ("$18", "18"),
+    (r"\frac{\sqrt{2}}{2}", r"Answer: $\frac{1}{\sqrt 2}$."),
+    (r"\frac{\sqrt{2}}{2}", r"\boxed{\dfrac{\sqrt{2}}{2}}"),
+    ("x^2-1", r"\boxed{(x-1)(x+1)}"),
+    ("(1,2)", r"\boxed{(1, 2)}"),
+    (r"2\pi", r"Hence the answer is \(2\pi\)."),
+    ("Paris", "The answer is Paris."),
+    ("A", r"\boxed{(A)}"),
+    ("yes", "So, after all:\nYes."),
+    (r"\sum_{k=1}^n k", r"\boxed{\sum_{k=1}^n  k}"),
+]
+
+WRONG = [
+    ("18", "18 eggs ... so #### 17"),
+    ("18", "18 eggs ... so 17"),
+    ("18", "18 eggs ... so #### unknown"),
+    ("18", "18\n####"),
+    ("18", r"18 is wrong, it is \boxed{17}"),
+    ("18", r"\boxed{18} or rather \boxed{17}"),
+    ("18", r"\boxed{18} or rather \boxed{17"),
+    ("18", r"\boxed{18"),
+    ("18", r"\boxed{18 or 19}"),
+    ("18", r"\boxed{17, 18}"),
+    ("18", r"\boxed{18x}"),
+    ("18", r"\boxed{18i}"),
+    ("18", r"\boxed{18\pi}"),
+    ("18", r"\boxed{18%}" + " of 100 is 18, \\boxed{1800}"),
+    ("18", "180"),
+    ("18", "118"),
+    ("18", "1.18"),
+    ("18", "18,000"),
+    ("18", "-18"),
+    ("-18", "18"),
+    ("18", "18 million"),
+    ("18", "18.5"),
+    ("18", "It costs $18 and $5."),
+    ("18", r"\boxed{\frac{18}{0}}"),
+    ("2", "it is 2^10"),
+    ("4", r"it is $\sqrt{4}$"),
+    ("50", "0.5"),
+    ("1/3", "0.33"),
+    ("1/3", "0.333334"),
+    ("2/3", "0.666668"),
+    ("2/3", "-0.666667"),
+    ("0.0000001", "0.0000002"),
+    ("x+1", r"\boxed{y+1}"),
+    ("Paris", "Prais"),
+    ("Paris", "18"),
+    ("18", ""),
+    ("18", "no idea"),
+    ("", ""),
+    ("", r"\boxed{}"),
+]
+
+
+@pytest.mark.parametrize(("gold", "completion"), RIGHT)
+def test_right(gold: str, completion: str) -> None:
+    assert verify(gold, completion) == 1.0
+
+
+@pytest.mark.parametrize(("gold", "completion"), WRONG)
+def test_wrong(gold: str, completion: str) -> None:
+    assert verify(gold, completion) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("gold", "completion", "reward"),
+    [
+        ("50", "50%", 1.0),
+        ("50", r"\boxed{50\%}", 1.0),
+        ("50", "50 percent", 1.0),
+        ("50%", "50", 1.0),
+        ("50%", "0.5", 1.0),
+        ("0.5", "50%", 1.0),
+        ("0.5", "0.5%", 1.0),  # who asks for a percentage may have half a percent as answer
+        ("50", "0.5", 0.0),
+        ("50", "5000%", 1.0),
+        ("50%", "5%", 0.0),
+        ("50%", "0.5%", 0.0),
+    ],
+)
+def test_a_percent_sign_reads_both_ways_only_where_one_side_has_it(
+    gold: str, completion: str, reward: float
+) -> None:
+    assert verify(gold, completion) == reward
+
+
+NUMBERS = st.integers(-(10**7), 10**7)
+
+
+@given(NUMBERS, NUMBERS.filter(bool), NUMBERS, st.integers(1, 9))
+def test_fractions_are_read_exactly(top: int, bottom: int, other: int, factor: int) -> None:
+    value = Fraction(top, bottom)
+    spelled = f"\\frac{{{top * factor}}}{{{bottom * factor}}}"
+    read = read_number(spelled)
+    assert read is not None
+    assert read.value == value
+    gold = read_number(str(other))
+    assert gold is not None
+    assert same_number(gold, read) == (value == other)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(-999, 999), st.integers(1, 99), st.integers(-999, 999), st.integers(1, 99))
+@example(6, 2, 3, 1)
+@example(-1, 2, 1, -2)
+def test_the_fast_path_agrees_with_math_verify(a: int, b: int, c: int, d: int) -> None:
+    gold, answer = f"\\frac{{{a}}}{{{b}}}", f"\\frac{{{c}}}{{{d}}}"
+    fast = verify(gold, f"\\boxed{{{answer}}}")
+    assert fast == float(symbolic.same_expression(gold, answer))
+    assert verify(gold, f"\\boxed{{{gold}}}") == 1.0
+
+
+@settings(deadline=None)
+@given(st.text(max_size=300), st.text(max_size=20))
+def test_any_text_is_scored(completion: str, gold: str) -> None:
+    assert verify(gold, completion) in (0.0, 1.0)
+    assert verify("18", completion) in (0.0, 1.0)
+
+
+PIECES = st.sampled_from(
+    (
+        r"\boxed{ } { ( ) [ ] \frac \sqrt \left( \right) ^ _ ^{ $ \( \) #### 18 0 1 2 , . / - + = "
+        r"< % ! \text{ \pi x y \begin{pmatrix} \end{pmatrix} & \\ \cup \in \cdot \leq \infty | and "
+        r"\log \sin"
+    ).split()
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(PIECES, max_size=16), st.sampled_from(["18", r"\sqrt{2}", "x+1", "(1,2)"]))
+def test_any_broken_formula_is_scored(pieces: list[str], gold: str) -> None:
+    assert verify(gold, "\\boxed{" + "".join(pieces) + "}") in (0.0, 1.0)
+    assert verify(gold, " ".join(pieces)) in (0.0, 1.0)
+
+
+BOMBS = [
+    "9^{9^{9^9}}",
+    "9^(9^(9^9))",
+    "9^{99999999}",
+    r"9^\frac{99999999}{1}",
+    "((9^{999})^{999})^{999}",
+    "(((3!)!)!)!",
+    "(10^9)!",
+    "9999!",
+    r"\binom{10^9}{10^8}",
+    r"\sum_{k=1}^{10^9} k!",
+    r"\prod_{k=1}^{99999999} k",
+    r"\gamma(10^9)",
+    r"\operatorname{eye}(99999)",
+    r"\exp(\exp(\exp(\exp(9))))",
+    r"\sqrt[\frac{1}{99999999}]{9}",
+    r"(a+b+c+d)^{99999}",
+    r"\sin^{9999}(x)\cos^9(x)",
+    "1" * 257,
+    "9" * 41,
+]
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_what_could_blow_up_is_refused_by_its_spelling(bomb: str) -> None:
+    assert not symbolic.is_bounded(bomb)
+    assert verify("18", f"\\boxed{{{bomb}}}") == 0.0
+    assert verify(r"\sqrt{2}", f"\\boxed{{{bomb}}}") == 0.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        r"2^{100}",
+        "x^2+y^2+z^2",
+        "e^{x^2}",
+        r"\binom{20}{10}",
+        "10!",
+        r"\frac{n!}{2}",
+        r"\sqrt[3]{5}",
+    ],
+)
+def test_ordinary_answers_are_not_refused(answer: str) -> None:
+    assert symbolic.is_bounded(answer)
+
+
+def test_the_call_budget_ends_a_long_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    hard = r"\sin(\sin(\sin(x^{99})))"
+    monkeypatch.setattr(symbolic, "CALL_BUDGET", 3000)
+    before = sys.gettrace()
+    assert not symbolic.same_expression("x^2+7", hard)
+    assert sys.gettrace() is before
+    monkeypatch.undo()
+    assert symbolic.same_expression("x^2-7^2", "(x-7)(x+7)")
+
+
+def test_it_works_in_any_thread() -> None:
+    pairs = [("18", r"\boxed{\sqrt{324}}"), ("x^2-1", r"\boxed{(x+1)(x-1)}"), ("18", "#### 17")] * 3
+    results: list[list[float]] = []
+
+    def work() -> None:
+        results.append([verify(gold, text) for gold, text in pairs])
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[1.0, 1.0, 0.0] * 3] * 3
+
+
+def test_the_verdict_on_a_long_completion_looks_at_its_end() -> None:
+    ramble = "then 3 of the 18 eggs are $5 each, " * 20_000
+    assert verify("18", ramble + "which leaves 18.") == 1.0
+    assert verify("18", ramble + "which leaves 17.") == 0.0
+    assert verify("18", r"\boxed{" * 20_000) == 0.0
+
+
+def test_extraction_keeps_the_spelling() -> None:
+    assert extract_answer(r"so \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
+    assert extract_answer("it is -$1,234.50 in all") == "-$1,234.50"
+    assert extract_answer("nothing here") is None
+    assert extract_answer("The answer is **blue**.", numeric=False) == "**blue**."
+
+
+def test_importing_it_is_light() -> None:
+    code = (
+        "import sys, m2flow.workloads.reasoning.tasks, m2flow.workloads.reasoning.data\n"
+        "from m2flow.rewards import math_reward\n"
+        "assert math_reward('', 'it is 18', (), {'answer': '18'}) == 1.0\n"
+        "heavy = {'math_verify', 'sympy', 'reasoning_gym', 'torch', 'ray', 'transformers'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

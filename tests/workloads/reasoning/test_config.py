@@ -1,0 +1,228 @@
+"""The recipe's model: every default in one place, nothing coerced, sizes that fit each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from m2flow.algorithms.ppo import Critic
+from m2flow.errors import UserError
+from m2flow.workloads.reasoning.config import (
+    KEYS_OF_ALGORITHMS,
+    KEYS_OF_TASKS,
+    AlgorithmSection,
+    DataSection,
+    ReasoningRecipe,
+)
+from m2flow.workloads.reasoning.flow import PPO, recipe_flow
+from m2flow.workloads.reasoning.learning import (
+    critic_config,
+    critic_loss_of,
+    loss_of,
+    trainer_config,
+)
+from m2flow.workloads.reasoning.workers import ModelSource
+
+
+def refusal(data: dict[str, Any]) -> UserError:
+    """The user's mistake inside of pydantic's error."""
+    with pytest.raises(ValidationError) as caught:
+        ReasoningRecipe.model_validate(data)
+    error = caught.value.errors()[0]["ctx"]["error"]
+    assert isinstance(error, UserError)
+    return error
+
+
+def sections(model: type[BaseModel]) -> list[type[BaseModel]]:
+    inner = [field.annotation for field in model.model_fields.values()]
+    return [
+        model,
+        *(kind for kind in inner if isinstance(kind, type) and issubclass(kind, BaseModel)),
+    ]
+
+
+def test_nothing_needs_to_be_given() -> None:
+    recipe = ReasoningRecipe()
+    assert recipe == ReasoningRecipe.model_validate({})
+    for section in sections(ReasoningRecipe):
+        assert not [name for name, field in section.model_fields.items() if field.is_required()]
+
+
+def test_what_is_written_is_read_back() -> None:
+    recipe = ReasoningRecipe.model_validate(
+        {
+            "seed": 3,
+            "optimizer": {"betas": [0.8, 0.9], "max_grad_norm": None},
+            "logger": ["jsonl", "tensorboard"],
+            "data": {"task": "gym", "dataset": "chain_sum", "options": {"min_terms": 2}},
+        }
+    )
+    text = yaml.safe_dump(recipe.model_dump(mode="json"))
+    assert ReasoningRecipe.model_validate(yaml.safe_load(text)) == recipe
+
+
+def test_a_recipe_does_not_change() -> None:
+    recipe = ReasoningRecipe()
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe.seed = 3  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe.model.hidden_size = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("section", sections(ReasoningRecipe), ids=lambda section: section.__name__)
+def test_a_truth_value_is_no_number_and_a_number_is_no_truth_value(
+    section: type[BaseModel],
+) -> None:
+    """`steps: yes` must not train for one step."""
+    for name, field in section.model_fields.items():
+        default = field.default
+        if isinstance(default, bool):
+            wrong: list[object] = [1, 0, "yes"]
+        elif isinstance(default, int):
+            wrong = [True, "3", 3.5, None]
+        elif isinstance(default, float):
+            wrong = [True, "3", float("nan"), float("inf"), -1]
+        else:
+            continue
+        for value in wrong:
+            if value is None and type(None) in getattr(field.annotation, "__args__", ()):
+                continue
+            with pytest.raises(ValidationError):
+                section.model_validate({name: value})
+
+
+def test_a_whole_number_may_stand_where_a_fraction_could() -> None:
+    recipe = ReasoningRecipe.model_validate({"generation": {"temperature": 2}})
+    assert recipe.generation.temperature == 2.0
+
+
+@given(
+    prompts=st.integers(1, 40),
+    samples=st.integers(2, 12),
+    minibatches=st.integers(1, 12),
+    steps=st.integers(1, 1000),
+)
+def test_batch_arithmetic(prompts: int, samples: int, minibatches: int, steps: int) -> None:
+    sizes = {
+        "prompts_per_step": prompts,
+        "samples_per_prompt": samples,
+        "minibatches": minibatches,
+        "steps": steps,
+    }
+    total = prompts * samples
+    if total % minibatches:
+        line = str(refusal(sizes))
+        for part in ("prompts_per_step", "samples_per_prompt", "minibatches", str(total)):
+            assert part in line
+        return
+    derived = ReasoningRecipe.model_validate(sizes).derived()
+    assert derived["samples_per_step"] == total
+    assert derived["samples_per_minibatch"] * minibatches == total
+    assert derived["optimizer_steps"] == steps * minibatches
+    assert derived["prompts_total"] == steps * prompts
+
+
+def test_a_group_of_one_has_nothing_to_compare() -> None:
+    error = refusal({"samples_per_prompt": 1})
+    assert (error.key, error.value, error.expected) == ("samples_per_prompt", 1, "at least 2")
+
+
+@pytest.mark.parametrize("key", KEYS_OF_TASKS)
+def test_every_key_of_the_data_belongs_to_a_task(key: str) -> None:
+    value = "skip" if key == "on_bad_row" else "x"
+    for task in ("addition", "jsonl", "gym"):
+        if task in KEYS_OF_TASKS[key]:
+            data = DataSection.model_validate({"task": task, key: value})
+            assert getattr(data, key) == value
+        else:
+            error = refusal({"data": {"task": task, key: value}})
+            assert (error.key, error.value) == (f"data.{key}", value)
+            assert KEYS_OF_TASKS[key][0] in str(error.hint)
+    written = DataSection(task="addition").model_dump()
+    assert DataSection.model_validate(written).task == "addition", "a default is no choice"
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_schedule_has_steps_left_after_its_warm_up(schedule: str) -> None:
+    def sizes(warmup_steps: int) -> dict[str, Any]:
+        optimizer = {"schedule": schedule, "warmup_steps": warmup_steps}
+        return {"steps": 5, "minibatches": 2, "optimizer": optimizer}
+
+    assert refusal(sizes(10)).key == "optimizer.warmup_steps"
+    recipe = ReasoningRecipe.model_validate(sizes(9))
+    assert trainer_config(recipe).optimizer.schedule.total_steps == 10
+    constant = ReasoningRecipe.model_validate({"steps": 1, "optimizer": {"warmup_steps": 99}})
+    assert trainer_config(constant).optimizer.schedule.factor(0) == 1 / 99
+
+
+def test_every_setting_of_the_algorithm_reaches_the_loss() -> None:
+    settings = {
+        "clip_low": 0.1,
+        "clip_high": 0.3,
+        "dual_clip": 3.0,
+        "ratio_level": "sequence",
+        "aggregation": "sequence-mean-token-sum",
+        "normalize_std": False,
+        "kl_coefficient": 0.01,
+        "kl_estimator": "k1",
+        "entropy_coefficient": 0.02,
+        "weight_cap": 3.0,
+    }
+    recipe = ReasoningRecipe.model_validate({"algorithm": settings})
+    loss = loss_of(recipe)
+    assert {name: getattr(loss, name) for name in settings} == settings
+    others = {key for key, algorithm in KEYS_OF_ALGORITHMS.items() if algorithm != "grpo"}
+    known = {"name", *settings, *others}
+    assert recipe.algorithm.model_dump().keys() == known, "or this test is too short"
+
+
+def test_every_setting_of_ppo_is_read() -> None:
+    algorithm = {"name": "ppo", "gamma": 0.9, "lam": 0.5, "whiten": False, "clip_high": 0.1}
+    data = {
+        "algorithm": algorithm,
+        "critic": {"learning_rate": 0.5, "value_clip": None},
+        "samples_per_prompt": 1,
+        "optimizer": {"learning_rate": 0.25, "weight_decay": 0.125},
+    }
+    recipe = ReasoningRecipe.model_validate(data)
+    assert loss_of(recipe).clip_high == 0.1
+    assert critic_loss_of(recipe) == Critic(value_clip=None, aggregation="token-mean")
+    of_critic, of_policy = critic_config(recipe).optimizer, trainer_config(recipe).optimizer
+    assert (of_critic.learning_rate, of_policy.learning_rate) == (0.5, 0.25)
+    assert of_critic == replace(of_policy, learning_rate=0.5)
+    flow = recipe_flow(recipe, ModelSource("nowhere"))
+    assert isinstance(flow, PPO)
+    assert (flow.gamma, flow.lam, flow.whiten) == (0.9, 0.5, False)
+    assert recipe.critic.model_dump().keys() == data["critic"].keys(), "or this test is too short"
+
+
+@pytest.mark.parametrize("key", KEYS_OF_ALGORITHMS)
+def test_a_key_of_the_other_algorithm_is_refused(key: str) -> None:
+    other = {"grpo": "ppo", "ppo": "grpo"}[KEYS_OF_ALGORITHMS[key]]
+    default = AlgorithmSection.model_fields[key].default
+    value = not default if isinstance(default, bool) else 0.5
+    error = refusal({"algorithm": {"name": other, key: value}})
+    assert (error.key, error.value) == (f"algorithm.{key}", value)
+    assert KEYS_OF_ALGORITHMS[key] in str(error.hint)
+    AlgorithmSection.model_validate({"name": other, key: default})
+
+
+def test_grpo_has_no_critic() -> None:
+    error = refusal({"critic": {"learning_rate": 0.5}})
+    assert (error.key, error.value) == ("critic", {"learning_rate": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("gamma", 1.1), ("gamma", -0.1), ("lam", 2), ("lam", "a"), ("whiten", 1), ("name", "pppo")],
+)
+def test_ppo_s_values_are_checked(key: str, value: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ReasoningRecipe.model_validate({"algorithm": {"name": "ppo", key: value}})
+    assert caught.value.errors()[0]["loc"][:2] == ("algorithm", key)

@@ -1,0 +1,163 @@
+"""Reading JSON lines: aliases, golds, and one clear line for whatever is wrong with a file."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from m2flow.errors import UserError
+from m2flow.rewards.mathematics import verify
+from m2flow.workloads.reasoning.data import DEFAULT_TEMPLATE, final_answer, read_problems
+
+
+def write(folder: Path, *lines: str, name: str = "rows.jsonl") -> Path:
+    path = folder / name
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+GOOD = '{"question": "2+3?", "answer": "2+3=<<2+3=5>>5\\n#### 5"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("gsm8k_train.jsonl", 7473),
+        ("gsm8k_test.jsonl", 1319),
+        ("aime24.jsonl", 30),
+        ("multiarith.jsonl", 600),
+    ],
+)
+def test_real_files_read_whole(shared_data: Path, name: str, rows: int) -> None:
+    problems = read_problems(shared_data / name)
+    assert len(problems) == rows
+    for problem in problems:
+        assert problem.answer
+        assert "####" not in problem.answer
+        assert verify(problem.answer, f"#### {problem.answer}") == 1.0
+
+
+@pytest.mark.parametrize("column", ["question", "problem", "prompt"])
+def test_column_aliases(tmp_path: Path, column: str) -> None:
+    path = write(tmp_path, f'{{"id": 1, "{column}": "How many?", "answer": 7}}')
+    [problem] = read_problems(path, template="Q: {question} A:")
+    assert problem.prompt == "Q: How many? A:"
+    assert problem.answer == "7"
+    assert problem.metadata == {"id": 1, "line": 1}, "a reward may ask for any column"
+
+
+def test_gold_is_what_stands_after_the_marker(tmp_path: Path) -> None:
+    [problem] = read_problems(write(tmp_path, GOOD))
+    assert problem.answer == "5"
+    assert problem.prompt == DEFAULT_TEMPLATE.replace("{question}", "2+3?")
+    assert r"\boxed{}" in problem.prompt
+    assert final_answer("1,234") == "1,234"
+
+
+def test_blank_lines_and_a_byte_order_mark_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD.encode() + b"\r\n\n  \n" + GOOD.encode())
+    assert [problem.metadata["line"] for problem in read_problems(path)] == [1, 4]
+
+
+def test_braces_in_a_question_stay(tmp_path: Path) -> None:
+    path = write(tmp_path, r'{"question": "What is \\frac{1}{2}{answer}?", "answer": "0.5"}')
+    [problem] = read_problems(path, template="{question}!")
+    assert problem.prompt == r"What is \frac{1}{2}{answer}?!"
+
+
+BAD_ROWS = [
+    ("{not json", "not valid JSON"),
+    ("[1, 2]", "JSON list"),
+    ('{"question": "", "answer": "5"}', "'question' is not a text"),
+    ('{"question": ["2+3?"], "answer": "5"}', "'question' is not a text"),
+    ('{"question": "2+3?"}', "'answer' is neither"),
+    ('{"question": "2+3?", "answer": null}', "'answer' is neither"),
+    ('{"question": "2+3?", "answer": true}', "'answer' is neither"),
+    ('{"question": "2+3?", "answer": "so it is ####  "}', "no final answer"),
+    ('{"question": "2+3?", "answer": ""}', "no final answer"),
+    ("[" * 100_000, "not valid JSON"),
+    ('{"question": "2+3?", "answer": ' + "9" * 5000 + "}", "not valid JSON"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD_ROWS)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, row: str, reason: str) -> None:
+    path = write(tmp_path, GOOD, row, GOOD)
+    with pytest.raises(UserError) as caught:
+        read_problems(path)
+    assert f"{path}:2: " in str(caught.value)
+    assert reason in str(caught.value)
+    assert "skip" in str(caught.value)
+
+
+def test_bad_rows_are_skipped_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path, GOOD, *(row for row, _ in BAD_ROWS), GOOD)
+    with caplog.at_level(logging.WARNING):
+        problems = read_problems(path, on_bad_row="skip")
+    assert [problem.metadata["line"] for problem in problems] == [1, len(BAD_ROWS) + 2]
+    [record] = caplog.records
+    assert f"left out {len(BAD_ROWS)} unusable rows (first: line 2:" in record.getMessage()
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(GOOD.encode() + b'\n{"question": "caf\xe9", "answer": "1"}\n')
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: is not UTF-8"):
+        read_problems(path)
+
+
+def test_only_bad_rows(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD[:-3], "x")
+    with pytest.raises(UserError, match="none of its 2 rows can be used"):
+        read_problems(path, on_bad_row="skip")
+
+
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_an_empty_file(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match="has no rows"):
+        read_problems(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "missing", "found"),
+    [
+        ('{"text": "2+3?", "answer": "5"}', "question", "'text', 'answer'"),
+        ('{"question": "2+3?", "solution": "5"}', "answer", "'question', 'solution'"),
+    ],
+)
+@pytest.mark.parametrize("on_bad_row", ["fail", "skip"])
+def test_a_missing_column_names_those_found(
+    tmp_path: Path, row: str, missing: str, found: str, on_bad_row: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        read_problems(write(tmp_path, row), on_bad_row=on_bad_row)  # type: ignore[arg-type]
+    assert f"no {missing} column" in str(caught.value)
+    assert f"columns found: {found}" in str(caught.value)
+
+
+def test_a_missing_file_suggests_the_nearest(tmp_path: Path) -> None:
+    write(tmp_path, GOOD, name="gsm8k_train.jsonl")
+    write(tmp_path, GOOD, name="other.txt")
+    with pytest.raises(UserError, match=r"did you mean '.*gsm8k_train\.jsonl'"):
+        read_problems(tmp_path / "gsm8k_trian.jsonl")
+    with pytest.raises(UserError, match=r"no such file$"):
+        read_problems(tmp_path / "zzzzzzzz")
+    with pytest.raises(UserError, match="there is no folder"):
+        read_problems(tmp_path / "nowhere" / "rows.jsonl")
+    with pytest.raises(UserError, match="is a folder"):
+        read_problems(tmp_path)
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    with pytest.raises(UserError, match="template: has no place"):
+        read_problems(path, template="answer this")
+    with pytest.raises(UserError, match="'fail' or 'skip'"):
+        read_problems(path, on_bad_row="ignore")  # type: ignore[arg-type]

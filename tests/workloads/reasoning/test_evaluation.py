@@ -1,0 +1,83 @@
+"""Scoring a model on a file, in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m2flow.errors import UserError
+from m2flow.plan import parse_lanes
+from m2flow.workloads.common import Examination
+from m2flow.workloads.reasoning.evaluation import Scores, model_folder, scores_of
+from m2flow.workloads.reasoning.workers import ModelSource
+
+Evaluate = Callable[..., Scores]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "sums.jsonl"
+    rows = [{"question": f"{a}+{b}", "answer": a + b} for a in range(2, 6) for b in range(3, 6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def evaluate(warmed: ModelSource, data: Path, one_thread: None) -> Evaluate:
+    def run(model: Path | str = warmed.path, **settings: Any) -> Scores:
+        wanted: dict[str, Any] = {
+            "max_new_tokens": 6,
+            "template": "{question}=",
+            "lanes": parse_lanes("cpu:1"),
+        }
+        return scores_of(Examination(Path(model), data, **{**wanted, **settings}))
+
+    return run
+
+
+def test_a_checkpoint_means_its_model(tmp_path: Path) -> None:
+    assert model_folder(tmp_path) == tmp_path
+    (tmp_path / "model").mkdir()
+    assert model_folder(tmp_path) == tmp_path / "model"
+
+
+def test_rewards_stand_beside_their_problem(evaluate: Evaluate) -> None:
+    """However many answers there are, and in whatever order they were finished."""
+    one = evaluate(limit=3)
+    assert [len(rewards) for rewards in one.rewards] == [1, 1, 1]
+    greedy = evaluate(samples=3, temperature=0.0)
+    assert [rewards[0] for rewards in greedy.rewards][:3] == [r for (r,) in one.rewards]
+    assert all(len(set(rewards)) == 1 for rewards in greedy.rewards), "greedy answers are one"
+    sampled = evaluate(samples=8, temperature=1.0)
+    assert [len(rewards) for rewards in sampled.rewards] == [8] * 12
+    assert any(0 < sum(rewards) < 8 for rewards in sampled.rewards)
+
+
+def test_a_problem_s_answers_do_not_depend_on_the_others(evaluate: Evaluate) -> None:
+    some = evaluate(samples=8, temperature=1.0, limit=4)
+    every = evaluate(samples=8, temperature=1.0)
+    assert some.rewards == every.rewards[:4]
+    assert evaluate(samples=8, temperature=1.0, seed=1).rewards != every.rewards
+
+
+def test_lengths(evaluate: Evaluate) -> None:
+    short = evaluate(max_new_tokens=1)
+    assert (short.mean_tokens, short.truncated_share) == (1.0, 1.0)
+    longer = evaluate()
+    assert 1 < longer.mean_tokens <= 6
+    assert longer.truncated_share < 1
+    assert longer.seconds > 0
+
+
+def test_what_does_not_fit_is_said_in_words_of_the_command_line(
+    evaluate: Evaluate, data: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        evaluate(max_new_tokens=61)
+    assert str(caught.value).startswith(f"{data}:1: a prompt of 4 tokens, and 11 more like it,")
+    assert "--max-new-tokens = 61" in str(caught.value)
+    assert len(evaluate(max_new_tokens=60).rewards) == 12, "64 positions hold 4 and 60"

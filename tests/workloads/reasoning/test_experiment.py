@@ -1,0 +1,348 @@
+"""What a recipe means: the starting model, the batch of any step, and the figures of a step."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m2flow.algorithms.sampling import derive_seed
+from m2flow.engine.spans import Span
+from m2flow.errors import UserError
+from m2flow.flow import Batch
+from m2flow.models.tokenizer import byte_tokenizer, character_tokenizer
+from m2flow.runtime.driver.runner import StepResult
+from m2flow.workloads.common.run import step_figures
+from m2flow.workloads.reasoning.encoding import Names, encode, may_not_fit
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment, sample_figures, task_of
+from m2flow.workloads.reasoning.tasks import Problem
+from m2flow.workloads.reasoning.workers import ModelSource
+
+MakeRecipe = Any
+
+
+# The data
+
+
+def test_a_batch_depends_on_recipe_and_step_alone(
+    tiny_recipe: MakeRecipe, warmed: ModelSource
+) -> None:
+    """A resumed run asks a new object for step 7 first."""
+    before, after = (ReasoningExperiment(tiny_recipe(), warmed) for _ in range(2))
+    batches = [before.batch(step) for step in range(8)]
+    again = after.batch(7)
+    assert again["prompt"] == batches[7]["prompt"]
+    assert again["seed"] == batches[7]["seed"]
+    assert again["prompt_ids"].values.equal(batches[7]["prompt_ids"].values)
+    other = ReasoningExperiment(tiny_recipe(seed=1), warmed).batch(7)
+    assert other["seed"] != again["seed"]
+
+
+def test_each_prompt_of_the_run_has_a_seed_of_its_own(
+    tiny_recipe: MakeRecipe, warmed: ModelSource
+) -> None:
+    experiment = ReasoningExperiment(tiny_recipe(seed=5), warmed)
+    seeds = [seed for step in range(6) for seed in experiment.batch(step)["seed"]]
+    assert seeds == [derive_seed(5, 1, index) for index in range(24)]
+    assert len(set(seeds)) == 24
+
+
+def test_what_a_batch_holds(tiny_recipe: MakeRecipe, warmed: ModelSource) -> None:
+    experiment = ReasoningExperiment(tiny_recipe(), warmed)
+    batch, tokenizer = experiment.batch(2), warmed.tokenizer()
+    assert len(batch) == 4
+    for row in range(4):
+        problem = experiment.task.train(2 * 4 + row)
+        assert batch["prompt"][row] == problem.prompt
+        assert batch["answer"][row] == problem.answer
+        assert tokenizer.decode(batch["prompt_ids"][row]) == problem.prompt
+        assert batch["prompt_ids"][row].dtype == torch.int64
+
+
+def test_held_out_problems(tiny_recipe: MakeRecipe, warmed: ModelSource) -> None:
+    held_out = ReasoningExperiment(tiny_recipe(), warmed).held_out()
+    assert held_out is not None
+    assert len(set(held_out["prompt"])) == 5
+    none = ReasoningExperiment(tiny_recipe(evaluation={"problems": 0}))
+    assert none.held_out() is None
+
+
+def jsonl(path: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "data": {"task": "jsonl", "path": str(path), "options": {}, **more},
+        "warmup": {"steps": 0},
+        "model": {"max_position_embeddings": 200},
+    }
+
+
+def test_a_file_is_walked_once_an_epoch(tiny_recipe: MakeRecipe, data_file: Path) -> None:
+    task = ReasoningExperiment(tiny_recipe(**jsonl(data_file))).task
+    assert task.num_train == 36
+    lines = [task.train(index).metadata["line"] for index in range(36)]
+    assert sorted(lines) == list(range(1, 37))
+
+
+def test_options_of_a_file(tiny_recipe: MakeRecipe, data_file: Path) -> None:
+    recipe = tiny_recipe(**jsonl(data_file, options={"held_out_rows": 10}))
+    assert task_of(recipe).num_train == 30
+
+
+@pytest.mark.parametrize(
+    ("data", "key"),
+    [
+        ({"options": {"path": "x"}}, "data.options.path"),
+        ({"options": {"seed": 1}}, "data.options.seed"),
+        ({"options": {"held_out_row": 10}}, "data.options.held_out_row"),
+        ({"options": {"held_out_rows": 40}}, "data.options.held_out_rows"),
+        ({"template": "nothing"}, "data.template"),
+    ],
+)
+def test_a_task_complains_in_the_words_of_the_recipe(
+    tiny_recipe: MakeRecipe, data_file: Path, data: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        ReasoningExperiment(tiny_recipe(**jsonl(data_file, **data)))
+    assert str(caught.value).startswith(f"{key}: ")
+
+
+def test_bad_rows_are_left_out_if_asked(
+    tiny_recipe: MakeRecipe, data_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with data_file.open("a") as file:
+        file.write("nonsense\n")
+    with pytest.raises(UserError, match=r"questions\.jsonl:41: is not valid JSON"):
+        ReasoningExperiment(tiny_recipe(**jsonl(data_file)))
+    with caplog.at_level(logging.WARNING):
+        experiment = ReasoningExperiment(tiny_recipe(**jsonl(data_file, on_bad_row="skip")))
+    assert experiment.task.num_train == 36
+    assert "left out 1 unusable rows (first: line 41" in caplog.text
+
+
+def test_gym_without_reasoning_gym(
+    tiny_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    recipe = tiny_recipe(data={"task": "gym", "dataset": "chain_sum", "options": {}})
+    with pytest.raises(UserError, match=r"data\.task: reasoning-gym is not installed.*pip install"):
+        task_of(recipe)
+
+
+# Prompts must fit
+
+
+@given(st.text(max_size=40), st.integers(0, 60), st.integers(1, 30))
+def test_a_text_that_surely_fits_does(text: str, context: int, max_new_tokens: int) -> None:
+    """The quick test never lets a prompt through that encoding would refuse."""
+    problem = Problem(text, "")
+    tokens = len(byte_tokenizer()(text)["input_ids"])
+    if tokens + max_new_tokens > context:
+        assert may_not_fit(problem, context, max_new_tokens)
+    assert not may_not_fit(problem, None, max_new_tokens)
+
+
+@pytest.mark.parametrize("line", [1, 20, 36, 37, 40])
+def test_the_line_of_a_prompt_that_is_too_long(
+    tiny_recipe: MakeRecipe, data_file: Path, line: int
+) -> None:
+    rows = data_file.read_text().splitlines()
+    rows[line - 1] = json.dumps({"question": "x" * 300, "answer": "1"})
+    data_file.write_text("\n".join(rows))
+    with pytest.raises(UserError) as caught:
+        ReasoningExperiment(tiny_recipe(**jsonl(data_file)))
+    assert str(caught.value).startswith(f"{data_file}:{line}: a prompt of ")
+
+
+def test_the_first_line_of_several(tiny_recipe: MakeRecipe, data_file: Path) -> None:
+    rows = data_file.read_text().splitlines()
+    for line in (30, 9, 20):
+        rows[line - 1] = json.dumps({"question": f"{line}" * 300, "answer": "1"})
+    data_file.write_text("\n".join(rows))
+    with pytest.raises(UserError, match=r"questions\.jsonl:9: .*, and 2 more like it,"):
+        ReasoningExperiment(tiny_recipe(**jsonl(data_file)))
+
+
+def test_the_names_that_a_person_knows() -> None:
+    names = Names("f.jsonl", "--max-new-tokens", "its context")
+    tokenizer = character_tokenizer("0123456789")
+    batch = encode([Problem("123", "4")], [7], tokenizer, 5, 2, names)
+    assert batch["prompt_ids"][0].tolist() == [1, 2, 3]
+    with pytest.raises(UserError, match=r"f\.jsonl: .*-tokens = 3.*at most its context = 5"):
+        encode([Problem("123", "4")], [7], tokenizer, 5, 3, names)
+    assert len(encode([Problem("123", "4")], [7], tokenizer, None, 999, names)) == 1
+    with pytest.raises(UserError, match=r"f\.jsonl: .*cannot encode"):
+        encode([Problem("abc", "4")], [7], tokenizer, 5, 2, names)
+
+
+# The starting model
+
+
+def weights(source: ModelSource) -> dict[str, torch.Tensor]:
+    return dict(source.load("cpu").state_dict())
+
+
+@dataclass
+class Told:
+    """A progress that keeps the losses."""
+
+    losses: list[float]
+
+    def phase(self, name: str, total: int | None = None, completed: int = 0) -> None:
+        assert (name, total) == ("warm-up", 40)
+
+    def update(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        assert metrics is not None
+        self.losses.append(metrics["loss"])
+
+    def note(self, text: str) -> None:
+        raise AssertionError(text)
+
+
+def test_the_warm_up_learns(
+    tiny_recipe: MakeRecipe, warmed: ModelSource, tmp_path: Path, one_thread: None
+) -> None:
+    losses: list[float] = []
+    experiment = ReasoningExperiment(tiny_recipe())
+    experiment.prepare(tmp_path, Told(losses))
+    assert losses[-1] < 0.8 * math.log(18), "better than guessing one of 18 tokens"
+    assert (tmp_path / "config.json").is_file()
+    assert not list(tmp_path.glob(".*"))
+    again = weights(ModelSource(str(tmp_path)))
+    assert all(value.equal(again[name]) for name, value in weights(warmed).items())
+
+
+def test_the_warm_up_s_learning_rate_is_used(
+    tiny_recipe: MakeRecipe, tmp_path: Path, one_thread: None
+) -> None:
+    """It once stood in the recipe and went nowhere."""
+    moved = {}
+    start = ReasoningExperiment(tiny_recipe(warmup={"steps": 0})).prepare(tmp_path / "start")
+    for rate in (1e-3, 1e-6):
+        recipe = tiny_recipe(warmup={"steps": 5, "learning_rate": rate})
+        trained = weights(ReasoningExperiment(recipe).prepare(tmp_path / str(rate)))
+        moved[rate] = max(float((trained[k] - v).abs().max()) for k, v in weights(start).items())
+    assert 0 < moved[1e-6] < 1e-5 < moved[1e-3]
+
+
+def test_preparing_again_leaves_what_else_is_there(
+    tiny_recipe: MakeRecipe, tmp_path: Path, one_thread: None
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / ".partial").mkdir()
+    (tmp_path / ".partial" / "config.json").write_text("half of it")
+    recipe = tiny_recipe(warmup={"steps": 0})
+    ReasoningExperiment(recipe).prepare(tmp_path).load("cpu")
+    ReasoningExperiment(recipe).prepare(tmp_path).load("cpu")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert not (tmp_path / ".partial").exists()
+
+
+def test_a_model_from_disk_is_used_where_it_lies(
+    tiny_recipe: MakeRecipe, warmed: ModelSource, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(model={"path": warmed.path}, warmup={"steps": 0})
+    experiment = ReasoningExperiment(recipe)
+    assert not experiment.makes_model
+    assert experiment.prepare(tmp_path / "unused") == warmed
+    assert not (tmp_path / "unused").exists()
+
+
+def test_a_model_from_disk_can_be_warmed_up(
+    tiny_recipe: MakeRecipe, warmed: ModelSource, tmp_path: Path, one_thread: None
+) -> None:
+    recipe = tiny_recipe(model={"path": warmed.path}, warmup={"steps": 2})
+    experiment = ReasoningExperiment(recipe)
+    assert experiment.makes_model
+    further = weights(experiment.prepare(tmp_path))
+    assert any(not value.equal(further[name]) for name, value in weights(warmed).items())
+    second = weights(experiment.prepare(tmp_path / "again"))
+    assert all(value.equal(second[name]) for name, value in further.items())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "key"),
+    [
+        ({"hidden_size": 30}, "model.hidden_size"),
+        ({"num_key_value_heads": 3}, "model.num_key_value"),
+    ],
+)
+def test_sizes_that_make_no_model(tiny_recipe: MakeRecipe, sizes: dict[str, int], key: str) -> None:
+    with pytest.raises(UserError) as caught:
+        ReasoningExperiment(tiny_recipe(model=sizes))
+    assert str(caught.value).startswith(key)
+
+
+# The figures
+
+
+OUTPUT = Batch(
+    {
+        "prompt": [f"p{n // 2}" for n in range(6)],
+        "text": [f"t{n}" for n in range(6)],
+        "answer": ["a"] * 6,
+        "reward": [1.0, 0.0, 0.5, 0.5, 1.0, 1.0],
+        "finish_reason": ["stop", "length", "stop", "stop", "length", "stop"],
+        "num_tokens": [3, 6, 2, 2, 6, 5],
+        "num_prompt_tokens": [4] * 6,
+    }
+)
+
+
+def test_figures_of_samples_by_hand() -> None:
+    figures = sample_figures(OUTPUT, group_size=2)
+    assert figures["reward/mean"] == pytest.approx(4 / 6)
+    assert figures["reward/std"] == pytest.approx(statistics.pstdev(OUTPUT["reward"]))
+    assert figures["accuracy/mean"] == pytest.approx(3 / 6)
+    assert figures["reward/zero_variance_share"] == pytest.approx(2 / 3)
+    assert figures["tokens/generated"] == 24
+    assert figures["tokens/prompt"] == 24
+    assert figures["length/mean"] == 4
+    assert figures["length/truncated_share"] == pytest.approx(2 / 6)
+
+
+def test_figures_of_a_step(tiny_recipe: MakeRecipe) -> None:
+    result = StepResult(
+        step=0,
+        output=OUTPUT,
+        metrics={"loss": 0.25, "grad_norm": 2.0},
+        spans=[
+            Span(0, "generator.generate", "call", 0.0, 1.5, {}),
+            Span(0, "learner.train", "call", 1.5, 2.0, {}),
+            Span(0, "learner.train", "finish", 2.0, 2.25, {}),
+        ],
+        started=0.0,
+        seconds=3.0,
+        version=1,
+        staleness=None,
+    )
+    figures = ReasoningExperiment(tiny_recipe(samples_per_prompt=2)).metrics(result)
+    figures |= step_figures(result)
+    assert figures["loss/policy"] == 0.25
+    assert figures["train/grad_norm"] == 2.0
+    assert figures["seconds/generator.generate"] == 1.5
+    assert figures["seconds/learner.train"] == 0.75
+    assert figures["throughput/samples_per_s"] == 2
+    assert (figures["version"], figures["staleness/mean"]) == (1, 0)
+    assert all(type(value) is float for value in figures.values())
+
+
+@pytest.mark.parametrize(("count", "rows"), [(0, []), (1, [0]), (2, [0, 3]), (9, range(6))])
+def test_samples_are_spread_over_the_groups(
+    tiny_recipe: MakeRecipe, count: int, rows: list[int]
+) -> None:
+    result = StepResult(0, OUTPUT, {}, [], 0.0, 1.0, 1, None)
+    samples = ReasoningExperiment(tiny_recipe()).samples(result, count)
+    assert [sample["item"] for sample in samples] == list(rows)
+    for sample in samples:
+        assert sample["completion"] == f"t{sample['item']}"
+        json.dumps(sample)

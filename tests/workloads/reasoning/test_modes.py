@@ -1,0 +1,203 @@
+"""The promise: for a given seed every mode draws the same samples and trains the same weights."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import ray
+import torch
+from torch import Tensor
+
+from m2flow.flow.worker import Layout
+from m2flow.models.causal_lm import load_model
+from m2flow.plan import LaneSpec, build_plan
+from m2flow.runtime.driver.launch import launch
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+from m2flow.workloads.reasoning.flow import recipe_flow
+from m2flow.workloads.reasoning.workers import ModelSource
+
+STEPS = 3
+GANGS = {"generator": Layout("tp2", 2), "learner": Layout("fsdp2", 2)}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """One Ray for all runs of this file, in a folder of its own, ended whatever happens."""
+    folder = tempfile.mkdtemp(prefix="m2flow-test-")  # a short path: sockets lie below it
+    try:
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=100_000_000,
+            logging_level=logging.ERROR,
+            _temp_dir=folder,
+        )
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=["grpo", "ppo"])
+def experiment(request: pytest.FixtureRequest) -> ReasoningExperiment:
+    """Sums of two digits, by a model that has seen them for long enough to get some right."""
+    return ReasoningExperiment(
+        ReasoningRecipe.model_validate(
+            {
+                "steps": STEPS,
+                "prompts_per_step": 8,
+                "samples_per_prompt": 4,
+                "minibatches": 2,
+                "model": {
+                    "dtype": "float64",
+                    "hidden_size": 32,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 2,
+                    "num_key_value_heads": 2,
+                    "intermediate_size": 96,
+                },
+                "data": {"options": {"min_digits": 1, "max_digits": 1}},
+                "warmup": {"steps": 200},
+                "training": {"tokens_per_microbatch": 128},
+                "algorithm": {"name": request.param},
+            }
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def model(experiment: ReasoningExperiment, tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    return experiment.prepare(tmp_path_factory.mktemp("warm-up"))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves: rewards of each step's samples, and the weights of every replica."""
+
+    rewards: list[list[float]]
+    texts: list[list[str]]
+    staleness: list[float | None]
+    replicas: list[dict[str, Tensor]]
+    critics: list[dict[str, Tensor]]
+
+
+def outcome_of(
+    experiment: ReasoningExperiment,
+    model: ModelSource,
+    mode: str,
+    layouts: Mapping[str, Layout] = MappingProxyType({}),
+) -> Outcome:
+    recipe = experiment.recipe
+    flow = recipe_flow(recipe, model, experiment.rewards)
+    batches = [experiment.batch(step) for step in range(STEPS)]
+    with launch(
+        flow,
+        items_per_step=recipe.prompts_per_step,
+        mode=mode,
+        lanes="cpu:2",
+        num_threads=1,
+        layouts=layouts,
+    ) as run:
+        results = list(run.steps(batches))
+        replicas = run.worker_call_everywhere("learner", "parameters")
+        critics = []
+        if "critic" in flow.workers:
+            critics = run.worker_call_everywhere("critic", "parameters")
+    return Outcome(
+        rewards=[result.output["reward"] for result in results],
+        texts=[result.output["text"] for result in results],
+        staleness=[result.staleness for result in results],
+        replicas=replicas,
+        critics=critics,
+    )
+
+
+@pytest.fixture(scope="module")
+def eager(experiment: ReasoningExperiment, model: ModelSource) -> Outcome:
+    return outcome_of(experiment, model, "eager")
+
+
+def distance(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    """The largest difference of a tensor, relative to the tensor's largest entry."""
+    assert some.keys() == others.keys()
+    return max(
+        float((tensor - others[name]).abs().max() / others[name].abs().max())
+        for name, tensor in some.items()
+    )
+
+
+def test_eager_run_has_something_to_learn_from(eager: Outcome, model: ModelSource) -> None:
+    """Else equal weights would say nothing."""
+    for rewards in eager.rewards:
+        assert 0 < sum(rewards) < len(rewards)
+    before = load_model(Path(model.path), torch.float64).state_dict()
+    assert distance(eager.replicas[0], before) > 1e-3
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(
+    ("mode", "num_replicas", "layouts"),
+    [
+        ("collocated", 2, {}),
+        ("disaggregated", 1, {}),
+        ("hybrid", 2, {}),
+        ("collocated", 2, {"generator": Layout("tp2", 2)}),
+        ("collocated", 2, GANGS),
+    ],
+)
+def test_mode_changes_nothing(
+    mode: str,
+    num_replicas: int,
+    layouts: dict[str, Layout],
+    eager: Outcome,
+    experiment: ReasoningExperiment,
+    model: ModelSource,
+) -> None:
+    there = outcome_of(experiment, model, mode, layouts)
+    assert there.texts == eager.texts
+    assert there.rewards == eager.rewards
+    assert there.staleness == [0.0] * STEPS
+    assert len(there.replicas) == num_replicas
+    for found, expected in ((there.replicas, eager.replicas), (there.critics, eager.critics)):
+        assert len(found) == num_replicas * len(expected)
+        for weights in found:
+            assert distance(weights, expected[0]) < 1e-9
+            assert all(torch.equal(weights[name], found[0][name]) for name in weights)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_run_goes_over_to_gangs_and_back(
+    eager: Outcome, experiment: ReasoningExperiment, model: ModelSource
+) -> None:
+    recipe = experiment.recipe
+    flow = recipe_flow(recipe, model, experiment.rewards)
+    graph, lanes, items = flow.trace(), [LaneSpec(0), LaneSpec(1)], recipe.prompts_per_step
+    single = build_plan("collocated", graph, lanes, items)
+    gangs = build_plan("collocated", graph, lanes, items, layouts=GANGS)
+    texts = []
+    with launch(flow, items_per_step=items, plan=single, num_threads=1) as run:
+        for step, plan in enumerate((single, gangs, single)):
+            if step:
+                assert {"generator", "learner"} <= set(run.replan(plan).moved)
+            texts.append(run.step(experiment.batch(step)).output["text"])
+        replicas = run.worker_call_everywhere("learner", "parameters")
+    assert texts == eager.texts
+    for weights in replicas:
+        assert distance(weights, eager.replicas[0]) < 1e-9

@@ -1,0 +1,58 @@
+"""What a recipe's stages ask of hardware that is not here, and what m2flow cannot do yet of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from m2flow.models.shape import KNOWN_MODELS
+from m2flow.plan.profile import Profile
+from m2flow.plan.profile.analytic import analytic_profile
+from m2flow.plan.profile.clusters import parse_cluster
+from m2flow.workloads.common.planning import graph_of
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.work import prices
+
+
+def profile(cluster: str, model: str | None = "Qwen2.5-7B", **words: Any) -> Profile:
+    recipe = ReasoningRecipe(**words)
+    graph = graph_of(recipe)
+    priced = prices(recipe, graph, model)
+    return analytic_profile(graph, parse_cluster(cluster), priced, recipe.prompts_per_step)
+
+
+def test_layouts_are_those_that_m2flow_can_run() -> None:
+    found = profile("1x8xH100")
+    assert {cost.layout for cost in found.stage("generator.generate").costs} == {
+        "one", "tp2", "tp4"
+    }  # fmt: skip
+    assert {cost.layout for cost in found.stage("learner.train").costs} <= {
+        "fsdp2", "fsdp4", "fsdp8"
+    }  # fmt: skip
+    assert any("4 key-value heads cannot be divided by 8" in line for line in found.assumptions)
+
+
+def test_activations_are_recomputed_only_where_nothing_else_fits_and_that_is_told() -> None:
+    """Answers of 16,384 tokens of a 7B model: 87 GB a lane without, of the 72 there are."""
+    long = {"max_new_tokens": 16_384}
+    found = profile("1x8xA100-80GB", generation=long, prompts_per_step=64)
+    assert any("computed again in the backward" in line for line in found.assumptions)
+    assert not any("computed again" in x for x in profile("1x8xH100").assumptions if "one" in x)
+    short = profile("1x8xB200", generation={"max_new_tokens": 512})
+    assert not any("computed again" in line for line in short.assumptions)
+
+
+def test_the_generators_own_limit_is_known() -> None:
+    found = profile("1x8xH100", generation={"max_running": 48})
+    costs = found.stage("generator.generate").costs
+    assert {cost.slots for cost in costs if cost.max_running is None} == {48}
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Llama-3.1-8B"])
+def test_workers_hold_what_their_layout_divides(name: str) -> None:
+    found = profile("1x8xH100", name)
+    for cost in found.workers["learner"]:
+        assert cost.state_bytes == pytest.approx(
+            16 * KNOWN_MODELS[name].parameters / cost.lanes, abs=1
+        )

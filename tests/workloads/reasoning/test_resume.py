@@ -1,0 +1,107 @@
+"""A run that goes on from a checkpoint is the run that was never stopped, whatever the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from m2flow.runtime.driver.launch import launch
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+from m2flow.workloads.reasoning.flow import recipe_flow
+from m2flow.workloads.reasoning.workers import ModelSource
+
+MakeRecipe = Any
+
+STEPS, STOP = 4, 2
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "quick start": {},
+    "a schedule": {"optimizer": {"schedule": "cosine", "warmup_steps": 3, "learning_rate": 3e-3}},
+    "a reference": {"algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01}},
+    "old log-probabilities": {"training": {"recompute_logprobs": True}, "minibatches": 4},
+    "bfloat16": {"model": {"dtype": "bfloat16"}},
+    "a critic": {"algorithm": {"name": "ppo"}, "samples_per_prompt": 1, "prompts_per_step": 16},
+}
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Some steps of a run: their rewards and loss figures, and the weights at their end."""
+
+    rewards: list[list[float]]
+    metrics: list[dict[str, float]]
+    versions: list[int]
+    weights: dict[str, Tensor]
+
+
+def stretch(
+    recipe: ReasoningRecipe,
+    model: ModelSource,
+    folder: Path,
+    first: int,
+    last: int,
+    checkpoint: Path | None = None,
+) -> Stretch:
+    """Steps first to last - 1, saved at the end; everything is made anew, as in a new process."""
+    experiment = ReasoningExperiment(recipe, model)
+    flow = recipe_flow(recipe, model, experiment.rewards, checkpoint)
+    with launch(
+        flow, items_per_step=recipe.prompts_per_step, first_step=first, lanes="cpu:1"
+    ) as run:
+        results = list(run.steps(experiment.batch(step) for step in range(first, last)))
+        experiment.save(run, folder, last, {})
+        weights = {
+            f"{name}/{parameter}": tensor
+            for name in ("learner", "critic")
+            if name in flow.workers
+            for parameter, tensor in run.worker_call(name, "parameters").items()
+        }
+    return Stretch(
+        rewards=[result.output["reward"] for result in results],
+        metrics=[result.metrics for result in results],
+        versions=[result.version for result in results],
+        weights=weights,
+    )
+
+
+@pytest.fixture(params=VARIANTS)
+def recipe(request: pytest.FixtureRequest, tiny_recipe: MakeRecipe) -> Iterator[ReasoningRecipe]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tiny_recipe(**VARIANTS[request.param])
+    torch.set_num_threads(threads)
+
+
+def test_stopped_and_resumed(recipe: ReasoningRecipe, warmed: ModelSource, tmp_path: Path) -> None:
+    model = ModelSource(warmed.path, recipe.model.dtype)
+    straight = stretch(recipe, model, tmp_path / "straight", 0, STEPS)
+    before = stretch(recipe, model, tmp_path / "parts", 0, STOP)
+    checkpoint = tmp_path / "parts" / f"step_{STOP:06d}"
+    after = stretch(recipe, model, tmp_path / "parts", STOP, STEPS, checkpoint)
+    assert before.rewards + after.rewards == straight.rewards
+    assert before.metrics + after.metrics == straight.metrics
+    assert before.versions + after.versions == straight.versions == [1, 2, 3, 4]
+    assert straight.weights.keys() == after.weights.keys()
+    for name, value in straight.weights.items():
+        assert value.equal(after.weights[name]), name
+    assert any(not value.equal(before.weights[name]) for name, value in straight.weights.items())
+    assert sum(metrics["grad_norm"] > 0 for metrics in straight.metrics) >= 3
+
+
+def test_the_trainer_s_state_matters(
+    tiny_recipe: MakeRecipe, warmed: ModelSource, tmp_path: Path
+) -> None:
+    """The weights alone do not make the same run: or the test above would prove little."""
+    recipe = tiny_recipe()
+    straight = stretch(recipe, warmed, tmp_path, 0, STEPS)
+    stretch(recipe, warmed, tmp_path, 0, STOP)
+    saved = ModelSource(str(tmp_path / f"step_{STOP:06d}" / "model"))
+    after = stretch(recipe, saved, tmp_path, STOP, STEPS)
+    assert any(not value.equal(after.weights[name]) for name, value in straight.weights.items())

@@ -1,0 +1,381 @@
+"""The workers by themselves, against slow loops and against their own promises."""
+
+from __future__ import annotations
+
+import pickle
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from m2flow.errors import UserError
+from m2flow.flow import Batch, Place, Ragged
+from m2flow.rewards.reward import WeightedReward
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+from m2flow.workloads.reasoning.workers import (
+    OUTCOME,
+    Critic,
+    Generator,
+    Learner,
+    ModelSource,
+    Reference,
+    Verifier,
+    gae,
+    group_advantage,
+    outcome,
+    whiten,
+)
+
+MakeRecipe = Any
+
+GROUP = 4
+
+
+@pytest.fixture(autouse=True)
+def threads(one_thread: None) -> None:
+    """All of this file computes in this process."""
+
+
+def loaded(worker: Any, **place: Any) -> Any:
+    worker.load(Place(**place))
+    return worker
+
+
+def make_generator(model: ModelSource, **settings: Any) -> Generator:
+    wanted = {"samples_per_prompt": GROUP, "max_new_tokens": 6, **settings}
+    generator: Generator = loaded(Generator(model, **wanted))
+    return generator
+
+
+def drawn(pieces: Iterator[Batch]) -> dict[int, tuple[list[int], list[float], str]]:
+    """What was drawn for each item, in whatever pieces it came; no item comes twice."""
+    found: dict[int, tuple[list[int], list[float], str]] = {}
+    for piece in filter(len, pieces):  # one without items listens for what has arrived
+        columns = ("completion_ids", "behaviour_logprobs", "finish_reason")
+        for item, ids, logprobs, reason in zip(
+            piece.ids, *(piece[name] for name in columns), strict=True
+        ):
+            assert item not in found
+            found[item] = (ids.tolist(), logprobs.tolist(), reason)
+    return found
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny_recipe: MakeRecipe) -> Any:
+    return tiny_recipe()
+
+
+@pytest.fixture(scope="module")
+def prompts(recipe: Any, warmed: ModelSource) -> Batch:
+    return ReasoningExperiment(recipe, warmed).batch(0)
+
+
+@pytest.fixture(scope="module")
+def samples(recipe: Any, warmed: ModelSource, prompts: Batch) -> Batch:
+    """Scored samples of four prompts, in order of item, with their advantages."""
+    pieces = list(make_generator(warmed).generate(prompts))
+    joined = Batch.concat(pieces)
+    in_order = joined.select(sorted(range(len(joined)), key=joined.ids.__getitem__))
+    verifier = loaded(Verifier(warmed, (WeightedReward("addition"),)))
+    return group_advantage(verifier.score(in_order), group_size=GROUP)
+
+
+@pytest.mark.parametrize("kind", [Generator, Verifier, Learner, Reference, Critic])
+def test_a_worker_that_is_not_loaded_is_light(kind: Any, recipe: Any) -> None:
+    """It is made to be traced and sent: no model, not even a folder."""
+    source = ModelSource("no/such/folder")
+    arguments: dict[Any, Any] = {
+        Generator: {"samples_per_prompt": 2, "max_new_tokens": 3},
+        Verifier: {"rewards": (WeightedReward("addition"),)},
+    }
+    worker = kind(source, **arguments.get(kind, {"recipe": recipe}))
+    assert len(pickle.dumps(worker)) < 5000
+    with pytest.raises(UserError, match="does not exist"):
+        worker.load(Place())
+
+
+def test_layouts_are_known_before_a_worker_is_loaded(warmed: ModelSource, recipe: Any) -> None:
+    assert recipe.model.num_key_value_heads == 2
+    generator = Generator(warmed, samples_per_prompt=2, max_new_tokens=3)
+    known = generator.layouts("cpu", 3)
+    assert [(one.name, one.lanes) for one in known] == [("one", 1), ("tp2", 2), ("tp3", 3)]
+    assert [one.obstacle() for one in known] == [
+        None,
+        None,
+        "2 key-value heads cannot be divided by 3",
+    ]
+    for worker in (Learner(warmed, recipe), Critic(warmed, recipe), Reference(warmed, recipe)):
+        names = [one.name for one in worker.layouts("gpu", 3) if one.obstacle() is None]
+        assert names == ["one", "fsdp2", "fsdp3"]
+    assert [one.name for one in Verifier(warmed).layouts("cpu", 8)] == ["one"]
+
+
+# Generator
+
+
+def test_every_sample_comes_once_with_the_columns_of_its_prompt(
+    warmed: ModelSource, prompts: Batch
+) -> None:
+    pieces = list(make_generator(warmed).generate(prompts.select([2, 0])))
+    assert sorted(item for piece in pieces for item in piece.ids) == [*range(4), *range(8, 12)]
+    for piece in pieces:
+        for row, item in enumerate(piece.ids):
+            for name in ("prompt", "answer", "seed"):
+                assert piece[name][row] == prompts[name][item // GROUP]
+
+
+def test_a_completion_ends_at_its_end(warmed: ModelSource, prompts: Batch) -> None:
+    end = warmed.tokenizer().eos_token_id
+    found = drawn(make_generator(warmed, max_new_tokens=3).generate(prompts))
+    for ids, logprobs, reason in found.values():
+        assert len(ids) == len(logprobs) <= 3
+        assert (ids[-1] == end) == (reason == "stop")
+        assert end not in ids[:-1]
+        assert reason == "stop" or len(ids) == 3
+        assert all(logprob <= 0 for logprob in logprobs)
+    assert {reason for *_, reason in found.values()} == {"stop", "length"}
+
+
+def test_what_is_drawn_depends_on_the_item_and_not_on_its_company(
+    warmed: ModelSource, prompts: Batch
+) -> None:
+    together = drawn(make_generator(warmed).generate(prompts))
+    alone = {}
+    for row in (3, 1, 0, 2):
+        alone |= drawn(make_generator(warmed, max_running=3).generate(prompts.select([row])))
+    assert together.keys() == alone.keys()
+    for item, (ids, logprobs, reason) in together.items():
+        assert (alone[item][0], alone[item][2]) == (ids, reason)
+        assert alone[item][1] == pytest.approx(logprobs, abs=1e-5)
+
+
+def test_more_prompts_can_be_fed_while_it_runs(warmed: ModelSource, prompts: Batch) -> None:
+    together = drawn(make_generator(warmed).generate(prompts))
+    running = make_generator(warmed).generate(prompts.select([1]))
+    pieces = [next(running)]
+    fed: Any = prompts.select([3, 0])
+    while True:
+        try:
+            pieces.append(running.send(fed))  # type: ignore[attr-defined]
+        except StopIteration:
+            break
+        fed = None
+    found = drawn(iter(pieces))
+    assert sorted(found) == [*range(8), *range(12, 16)]
+    assert all(found[item][0] == together[item][0] for item in found)
+
+
+def test_greedy_answers_need_no_seed(warmed: ModelSource, prompts: Batch) -> None:
+    other_seeds = prompts.with_columns(seed=[seed + 1 for seed in prompts["seed"]])
+    options: dict[str, Any] = {"samples_per_prompt": 1, "temperature": 0.0}
+    first = drawn(make_generator(warmed).generate(prompts, **options))
+    second = drawn(make_generator(warmed).generate(other_seeds, **options))
+    assert sorted(first) == [0, 1, 2, 3]
+    assert {item: ids for item, (ids, *_) in first.items()} == {
+        item: ids for item, (ids, *_) in second.items()
+    }
+    sampled = drawn(make_generator(warmed).generate(other_seeds))
+    assert sampled != drawn(make_generator(warmed).generate(prompts))
+
+
+def test_completions_carry_the_version_that_drew_them(warmed: ModelSource, prompts: Batch) -> None:
+    generator = loaded(Generator(warmed, samples_per_prompt=2, max_new_tokens=2), version=3)
+    assert {v for piece in generator.generate(prompts) for v in piece["version"]} == {(3, 3)}
+    generator.offload()
+    generator.onload()
+    generator.install(warmed.load("cpu").state_dict(), 4)
+    assert {v for piece in generator.generate(prompts) for v in piece["version"]} == {(4, 4)}
+
+
+# Verifier and pure stages
+
+
+def test_rewards_by_hand(samples: Batch, warmed: ModelSource) -> None:
+    tokenizer = warmed.tokenizer()
+    rewards = set()
+    for row in range(len(samples)):
+        values = samples.row(row)
+        ids = [token for token in values["completion_ids"] if token != tokenizer.eos_token_id]
+        a, b = values["prompt"].removesuffix("=").split("+")
+        assert values["text"] == tokenizer.decode(ids)
+        right = values["text"] == f"#{int(a) + int(b)}" and values["finish_reason"] == "stop"
+        assert values["reward"] == float(right)
+        rewards.add(values["reward"])
+    assert rewards == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+def test_advantages_against_a_loop(samples: Batch, normalize_std: bool) -> None:
+    found = group_advantage(samples, group_size=GROUP, normalize_std=normalize_std)["advantage"]
+    for start in range(0, len(samples), GROUP):
+        rewards = samples["reward"][start : start + GROUP]
+        spread = statistics.pstdev(rewards) + 1e-6 if normalize_std else 1.0
+        expected = [(reward - statistics.mean(rewards)) / spread for reward in rewards]
+        assert found[start : start + GROUP].tolist() == pytest.approx(expected)
+    assert any(found != 0)
+
+
+def test_token_ids_stay_behind(samples: Batch) -> None:
+    left = outcome(samples)
+    assert tuple(left.columns) == OUTCOME
+    assert left["num_tokens"] == [len(ids) for ids in samples["completion_ids"]]
+    assert left["num_prompt_tokens"] == [len(ids) for ids in samples["prompt_ids"]]
+
+
+# Learner and Reference
+
+
+def slow_logprobs(model: ModelSource, samples: Batch) -> list[list[float]]:
+    """One forward pass of transformers for every sample."""
+    policy = model.load("cpu").double()
+    found = []
+    for prompt, completion in zip(samples["prompt_ids"], samples["completion_ids"], strict=True):
+        with torch.no_grad():
+            logits = policy(torch.cat([prompt, completion])[None]).logits[0]
+        logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        found.append(logprobs.gather(1, completion[:, None])[:, 0].tolist())
+    return found
+
+
+def test_log_probabilities_of_all_three_agree(
+    samples: Batch, warmed: ModelSource, recipe: Any
+) -> None:
+    """Those of the generator as it drew, of the learner, of the reference; and a plain loop's."""
+    learner = loaded(Learner(warmed, recipe)).logprobs(samples)["old_logprobs"]
+    reference = loaded(Reference(warmed, recipe)).logprobs(samples)["reference_logprobs"]
+    for row, expected in enumerate(slow_logprobs(warmed, samples)):
+        for column in (samples["behaviour_logprobs"], learner, reference):
+            assert isinstance(column, Ragged)
+            assert column[row].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def double(tiny_recipe: MakeRecipe, warmed: ModelSource) -> tuple[Any, ModelSource]:
+    """Recipe and model in float64: its norms are float32 all the same, so 1e-7 is rounding."""
+    return tiny_recipe(model={"dtype": "float64"}), ModelSource(warmed.path, "float64")
+
+
+def in_double(samples: Batch) -> Batch:
+    logprobs = samples["behaviour_logprobs"]
+    return samples.with_columns(
+        behaviour_logprobs=Ragged(logprobs.values.double(), logprobs.lengths)
+    )
+
+
+def test_the_pieces_of_a_mini_batch_do_not_matter(
+    samples: Batch, double: tuple[Any, ModelSource]
+) -> None:
+    recipe, model = double
+    whole, pieces = loaded(Learner(model, recipe)), loaded(Learner(model, recipe))
+    samples = in_double(samples)
+    whole.train(samples)
+    for rows in ([5, 0], [1, 2, 3, 4], list(range(15, 5, -1))):
+        assert pieces.train(samples.select(rows)).ids == tuple(samples.ids[row] for row in rows)
+    first, second = whole.train_finish(), pieces.train_finish()
+    assert first["samples"] == 16
+    assert first["grad_norm"] > 0
+    for name in first.keys() - {"tokens_computed"}:
+        assert second[name] == pytest.approx(first[name], rel=1e-6, abs=1e-9), name
+    before, after = whole.parameters(), pieces.parameters()
+    start = model.load("cpu").state_dict()
+    assert any(not before[name].equal(start[name]) for name in before)
+    for name in before:
+        assert torch.allclose(before[name], after[name], rtol=1e-4, atol=1e-6)
+
+
+def test_good_answers_become_likelier(samples: Batch, warmed: ModelSource, recipe: Any) -> None:
+    learner = loaded(Learner(warmed, recipe))
+    old = learner.logprobs(samples)["old_logprobs"]
+    learner.train(samples)
+    learner.train_finish()
+    new = learner.logprobs(samples)["old_logprobs"]
+    moved = sum(
+        float(advantage) * float(after.sum() - before.sum())
+        for advantage, before, after in zip(samples["advantage"], old, new, strict=True)
+    )
+    assert moved > 0
+
+
+def test_a_learner_goes_on_from_its_checkpoint(
+    samples: Batch, warmed: ModelSource, recipe: Any, tmp_path: Path
+) -> None:
+    learner = loaded(Learner(warmed, recipe))
+    learner.train(samples)
+    learner.train_finish()
+    folder = learner.save_checkpoint(str(tmp_path), 1, {"seed": 0}, keep=1)
+    resumed = loaded(Learner(ModelSource(f"{folder}/model"), recipe, folder))
+    for each in (learner, resumed):
+        each.train(samples)
+        each.train_finish()
+    here, there = learner.parameters(), resumed.parameters()
+    assert all(value.equal(there[name]) for name, value in here.items())
+    fresh = loaded(Learner(ModelSource(f"{folder}/model"), recipe))
+    fresh.train(samples)
+    fresh.train_finish()
+    assert any(not value.equal(fresh.parameters()[name]) for name, value in here.items())
+
+
+def test_parameters_are_copies(warmed: ModelSource, recipe: Any) -> None:
+    learner = loaded(Learner(warmed, recipe))
+    copies = learner.parameters()
+    for value in copies.values():
+        value.zero_()
+    assert any(bool(value.any()) for value in learner.weights().values())
+
+
+# Critic
+
+
+def test_a_critic_is_folded_in_pieces_and_goes_on_from_its_checkpoint(
+    samples: Batch, warmed: ModelSource, tiny_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(algorithm={"name": "ppo"}, minibatches=1)
+    critic, learner = loaded(Critic(warmed, recipe)), loaded(Learner(warmed, recipe))
+    values = critic.values(samples)
+    assert set(values.columns) == {"values"}
+    assert not values["values"].values.any(), "its head is made of zeros"
+    valued = gae(samples, values, gamma=1.0, lam=1.0)
+    rewards = torch.tensor(samples["reward"], dtype=torch.float64)
+    expected = torch.repeat_interleave(rewards, torch.tensor(samples["completion_ids"].lengths))
+    assert torch.equal(valued["advantages"].values, expected)
+    pieces = loaded(Critic(warmed, recipe))
+    critic.train(valued)
+    pieces.train(valued.select(range(3)))
+    pieces.train(valued.select(range(3, len(valued))))
+    figures, other = critic.train_finish(), pieces.train_finish()
+    assert figures["critic/loss"] == pytest.approx(other["critic/loss"])
+    assert figures["critic/return"] == pytest.approx(float(expected.mean()))
+    for name, value in critic.parameters().items():
+        torch.testing.assert_close(value, pieces.parameters()[name], rtol=1e-4, atol=2e-4)
+
+    critic.save_part(str(tmp_path), 1)
+    folder = learner.save_checkpoint(str(tmp_path), 1, {}, 1)
+    resumed = loaded(Critic(ModelSource(f"{folder}/critic/model"), recipe, folder))
+    for each in (critic, resumed):
+        each.train(valued)
+        each.train_finish()
+    there = resumed.parameters()
+    assert all(value.equal(there[name]) for name, value in critic.parameters().items())
+
+
+def test_a_checkpoint_of_grpo_has_no_critic(
+    warmed: ModelSource, tiny_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(algorithm={"name": "ppo"})
+    folder = loaded(Learner(warmed, recipe)).save_checkpoint(str(tmp_path), 1, {}, 1)
+    with pytest.raises(UserError, match="the checkpoint has no critic"):
+        loaded(Critic(warmed, recipe, folder))
+
+
+def test_whitening_is_over_all_tokens_of_the_step(samples: Batch) -> None:
+    num_tokens = samples["completion_ids"].values.numel()
+    lengths = samples["completion_ids"].lengths
+    drawn = torch.randn(num_tokens, generator=torch.Generator().manual_seed(0)).double()
+    white = whiten(samples.with_columns(advantages=Ragged(drawn, lengths)))["advantages"].values
+    assert float(white.mean()) == pytest.approx(0, abs=1e-12)
+    assert float(white.std(correction=0)) == pytest.approx(1, abs=1e-6)
+    whole, parts = whiten.spec.unit, gae.spec.unit
+    assert (whole, parts) == ("step", "item")
