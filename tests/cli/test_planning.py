@@ -59,8 +59,8 @@ def test_a_size_without_a_unit_counts_bytes(tiny: Path, m2flow: M2flow) -> None:
         (
             ["--mode", "collocated", "lanes=2xcpu:2", "layouts.learner=fsdp3"],
             (
-                "layouts.learner: the worker's 4 lanes cannot be cut into gangs of the same size "
-                "(got 3); expected a divisor of 4"
+                "layouts.learner: the worker's 4 lanes cannot be divided into replicas of 3 lanes "
+                "(got 'fsdp3'); expected a layout whose lanes divide 4"
             ),
         ),
         (

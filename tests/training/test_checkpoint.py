@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from m2flow.errors import UserError
 from m2flow.training import checkpoint
-from m2flow.training.checkpoint import broken_file, latest_complete, load, resume_point, save
+from m2flow.training.checkpoint import broken_file, latest_complete, load, resume_point
 
 
 class Weights:
@@ -31,6 +31,23 @@ class Weights:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         (folder / "weights").write_text(str(self.value))
+
+
+def save(
+    root: Path,
+    step: int,
+    model: Any,
+    tokenizer: Any,
+    trainer_state: dict[str, torch.Tensor],
+    *,
+    extra: dict[str, Any] | None = None,
+    keep: int | None = None,
+) -> Path:
+    """A checkpoint of one part, as a run writes it."""
+    checkpoint.sweep(root)
+    folder = checkpoint.begin(root, step)
+    checkpoint.write_part(folder, model, tokenizer, trainer_state)
+    return checkpoint.commit(root, step, extra=extra or {}, keep=keep)
 
 
 def put(root: Path, step: int, value: float | None = None, keep: int | None = None) -> Path:

@@ -11,7 +11,7 @@ from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import ONE_LANE, Layout
-from m2flow.plan import isolated_workers, read_plan, validate
+from m2flow.plan import build_plan, isolated_workers, read_plan, validate
 from m2flow.plan.choose import check_fits, choose
 from m2flow.plan.prediction import Candidate, Decision
 from m2flow.plan.profile import Profile
@@ -19,7 +19,6 @@ from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import Cluster, lane_specs, parse_cluster
 from m2flow.plan.profile.work import Pricer
 from m2flow.workloads.common.planning import (
-    build_fixed,
     flow_of,
     lanes_of,
     layouts_of,
@@ -66,11 +65,11 @@ class Planning:
                 value=asked.mode,
                 hint="leave out --cluster and --profile to see its plan",
             )
-        self.flow = flow_of(self.recipe, asked.assumed.model)
-        self.graph: FlowGraph = self.flow.trace()
-        self.isolated = isolated_workers(self.flow)
+        flow = flow_of(self.recipe, asked.assumed.model)
+        self.graph: FlowGraph = flow.trace()
+        self.isolated = isolated_workers(flow)
         self.cluster = None if asked.cluster is None else parse_cluster(asked.cluster, "--cluster")
-        self.layouts = layouts_of(self.recipe, self.flow, self._lanes(self.cluster))
+        self.layouts = layouts_of(self.recipe, flow, self._lanes(self.cluster))
         self.prices: Pricer | None = None
         if self.cluster is not None:
             workload = workload_of(self.recipe)
@@ -121,17 +120,19 @@ class Planning:
 
     def _profile(self, cluster: Cluster | None) -> Profile:
         """Computed for a cluster, read from the file that was named, or measured here before."""
-        from m2flow.runtime.profiling.stored import cached, given
-
-        file, reuse = self.asked.profile_file, self.asked.reuse
+        computed = None
         if cluster is not None:
             assert self.prices is not None
-            computed = analytic_profile(
-                self.graph, cluster, self.prices, self.recipe.items_per_step
-            )
-            return computed if file is None else given(file, computed.key, whatever_its_key=reuse)
-        key = profile_key(self.recipe, lanes_of(self.recipe))
-        found = cached(key) if file is None else given(file, key, whatever_its_key=reuse)
+            items = self.recipe.items_per_step
+            computed = analytic_profile(self.graph, cluster, self.prices, items)
+            if self.asked.profile_file is None:
+                return computed
+        from m2flow.runtime.profiling.stored import cached, given  # NumPy comes along
+
+        key = profile_key(self.recipe, lanes_of(self.recipe)) if computed is None else computed.key
+        if self.asked.profile_file is not None:
+            return given(self.asked.profile_file, key, whatever_its_key=self.asked.reuse)
+        found = cached(key)
         if found is None:
             raise UserError(
                 "nothing has been measured for this recipe on these lanes",
@@ -143,13 +144,12 @@ class Planning:
 
     def _layouts(self, profile: Profile) -> dict[str, Layout]:
         """Lanes for a copy of each worker in the plans of fixed modes: the fewest that it fits."""
-        asked = self.layouts
         found = {}
         for worker in self.graph.workers:
             nodes = [node for node in self.graph.nodes if node.worker == worker]
             costs = [profile.stage(node.name).costs for node in nodes]
             fitting = set.intersection(*({cost.lanes for cost in some} for some in costs))
-            wanted = asked.get(worker, ONE_LANE)
+            wanted = self.layouts.get(worker, ONE_LANE)
             if wanted.lanes not in fitting and fitting:
                 least = min(fitting)
                 name = next(cost.layout for cost in costs[0] if cost.lanes == least)
@@ -167,8 +167,10 @@ class Planning:
         if every:
             return _with_choice(decision, every[0])
         lanes = [lane for lane in decision.chosen.plan.lanes if lane.reserved_for is None]
-        items = self.recipe.items_per_step
-        build_fixed(mode, self.graph, lanes, items, self.isolated, self.layouts)  # may say why
+        build_plan(  # says why, where the mode does not fit the lanes
+            mode, self.graph, lanes, self.recipe.items_per_step, self.isolated,
+            self._layouts(decision.profile),
+        )  # fmt: skip
         raise UserError(
             "a plan of this mode does not keep the limits of these lanes",
             key="--mode",

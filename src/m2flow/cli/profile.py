@@ -47,14 +47,14 @@ def profile(
     console = Console(highlight=False)
     with TrainProgress(console) as progress:
         progress.start(f"m2flow: profile of {recipe.name}")
-        found = profile_of(recipe, progress, budget=budget, again=again)
-    console.print(table(found.profile))
-    for line in beside(found.profile):
+        found, origin = profile_of(recipe, progress, budget=budget, again=again)
+    console.print(table(found))
+    for line in beside(found):
         console.print(line, soft_wrap=True)
-    console.print(found.origin, soft_wrap=True)
+    console.print(origin, soft_wrap=True)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(to_json(found.profile), encoding="utf-8")
+        out.write_text(to_json(found), encoding="utf-8")
         console.print(f"written to {out}", soft_wrap=True)
 
 

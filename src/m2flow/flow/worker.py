@@ -144,14 +144,6 @@ class Worker:
         """
         return (ONE_LANE,)
 
-    def fits_gang(self, size: int) -> bool:
-        """Whether a replica may be a gang of so many lanes (at least 2) in plans that are tried.
-
-        Asked of a worker that is not loaded, in the process that plans.
-        """
-        layouts = self.layouts("cpu", size)
-        return any(one.lanes == size and one.obstacle() is None for one in layouts)
-
     def load(self, place: Place) -> None:
         """Bring up what is heavy (model, simulator, connections). Called once on each lane."""
         self.place = place

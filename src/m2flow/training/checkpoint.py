@@ -53,34 +53,6 @@ class Checkpoint:
         return self.path / "model"
 
 
-def save(
-    root: Path,
-    step: int,
-    model: SavesPretrained,
-    tokenizer: SavesPretrained | None,
-    trainer_state: dict[str, Tensor],
-    *,
-    extra: dict[str, Any] | None = None,
-    keep: int | None = None,
-) -> Path:
-    """Write a checkpoint of one part and point `latest` at it.
-
-    Args:
-        root: the run's `checkpoints` folder; made if need be.
-        step: training steps done.
-        model, tokenizer: written to `model/` in their own format.
-        trainer_state: named tensors, contiguous or not, of any device.
-        extra: JSON for whatever else the run must remember: counters, seeds, versions.
-        keep: how many checkpoints to keep, this one included; None for all.
-
-    Returns:
-        The checkpoint's folder.
-    """
-    sweep(root)
-    write_part(begin(root, step), model, tokenizer, trainer_state)
-    return commit(root, step, extra=extra or {}, keep=keep)
-
-
 def write_part(
     folder: Path,
     model: SavesPretrained,
@@ -132,6 +104,9 @@ def commit(
         root, step: as for `begin`.
         extra: JSON to remember in `trainer/`, beside the parts.
         keep: how many checkpoints to keep, this one included; None for all.
+
+    Returns:
+        The checkpoint's folder.
     """
     if keep is not None and keep < 1:
         raise UserError(

@@ -168,6 +168,29 @@ def test_more_prompts_can_be_fed_while_it_runs(warmed: ModelSource, prompts: Bat
     assert all(found[item][0] == together[item][0] for item in found)
 
 
+def test_a_call_that_is_withdrawn_leaves_nothing_running(
+    warmed: ModelSource, prompts: Batch
+) -> None:
+    """Its items are drawn again from their prompts, and come out as if nothing had happened."""
+    generator = loaded(Generator(warmed, samples_per_prompt=4, max_new_tokens=6))
+    call = generator.generate(prompts)
+    next(call)
+    assert generator.engine.busy
+    call.close()
+    assert not generator.engine.busy
+    fresh = loaded(Generator(warmed, samples_per_prompt=4, max_new_tokens=6))
+    again, never = (
+        {
+            item: row.tolist()
+            for batch in one.generate(prompts)
+            if len(batch)
+            for item, row in zip(batch.ids, batch["completion_ids"], strict=True)
+        }
+        for one in (generator, fresh)
+    )
+    assert again == never
+
+
 def test_greedy_answers_need_no_seed(warmed: ModelSource, prompts: Batch) -> None:
     other_seeds = prompts.with_columns(seed=[seed + 1 for seed in prompts["seed"]])
     options: dict[str, Any] = {"samples_per_prompt": 1, "temperature": 0.0}

@@ -70,9 +70,10 @@ class Judge:
 
 
 def shape(plan: Plan) -> Shape:
-    """What a plan does, without its name and what is predicted of it."""
+    """What a plan does, without its name, the sizes of states, and what is predicted of it."""
+    spots = (plan.placements[worker] for worker in sorted(plan.placements))
     return (
-        tuple(plan.placements[worker] for worker in sorted(plan.placements)),
+        tuple((spot.replicas, spot.layout) for spot in spots),
         tuple((name, plan.stages[name]) for name in sorted(plan.stages)),
         tuple((name, plan.edges[name]) for name in sorted(plan.edges)),
         plan.order,

@@ -51,8 +51,8 @@ def launch(
     Args:
         flow: what is to be run.
         items_per_step: source items of each step.
-        mode: the plan to build, where none is given. With "auto" the stages are measured, the best
-            plan is searched, and another one is taken up when what was measured changes.
+        mode: the plan to build, where none is given. With "auto" the run begins with a guess,
+            learns from its first steps what the stages take, and tries the plans that may be best.
         lanes: lanes of this machine, as `cpu:2`, or of several, as `2xcpu:1`; or spelled out; or
             a pool of lanes that are up, which stay up when the run is closed.
         plan: a plan to run instead of a built one.
@@ -77,12 +77,17 @@ def launch(
     collective = frozenset(name for name, worker in flow.workers.items() if worker.collective)
     methods = Methods(graphs, {STEP: items_per_step, **also}, isolated_workers(flow), collective)
     if mode == "auto" and plan is None:
-        free = [x for x in _specs(lanes, lane_memory) if x.reserved_for is None]
-        fallback = build_plan("collocated", graphs[STEP], free, items_per_step, methods.isolated)
-        with _lanes(lanes, methods.planned(fallback).everything.lanes, methods, flow) as pool:
-            pilot = auto.pilot(flow, methods, pool, free, layouts)
-            plans = methods.planned(pilot.plan)
-            return _on_lanes(methods, plans, flow, first_step, pool, publish, pilot)
+        specs = _specs(lanes, lane_memory)
+        free = [lane for lane in specs if lane.reserved_for is None]
+        guess = build_plan(
+            "collocated", graphs[STEP], free, items_per_step, methods.isolated, layouts
+        )
+        reserved = [lane for lane in specs if lane.reserved_for is not None]
+        pilot = auto.pilot(methods, (*free, *reserved) if reserved else guess.lanes, layouts)
+        with _lanes(lanes, methods.planned(guess).everything.lanes, methods, flow) as pool:
+            return _on_lanes(
+                methods, methods.planned(pilot.plan), flow, first_step, pool, publish, pilot
+            )
     if plan is None:
         specs = _specs(lanes, lane_memory)
         plan = build_plan(mode, graphs[STEP], specs, items_per_step, methods.isolated, layouts)

@@ -1,25 +1,52 @@
-"""`Pilot`: chooses a run's plan by a profile, watches it, and goes over to another if that pays."""
+"""`Pilot`: chooses the plan of a run's steps: a first guess, a race in the first steps, then watch.
+
+Every plan trains the same weights, so plans are tried in steps that count. A run begins with the
+best guess: what a known profile says, else the collocated plan. From the steps of that guess the
+pilot learns a profile; the plans that the profile cannot tell from the best one race. What each
+step takes corrects the profile, which is stored. The winner is watched: a drift that lasts leads to
+another choice.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Layout
-from m2flow.plan.builders import DEFAULT_LAYOUTS
+from m2flow.plan.builders import DEFAULT_LAYOUTS, build_plan
 from m2flow.plan.choose import Limits, choose
-from m2flow.plan.prediction import Candidate
+from m2flow.plan.choose.judge import shape
+from m2flow.plan.prediction import Candidate, Decision
 from m2flow.plan.profile import Profile
+from m2flow.plan.profile.evidence import Evidence
+from m2flow.plan.profile.learning import fitted
+from m2flow.plan.race import Entrant, Race
 from m2flow.plan.units import Seconds
 from m2flow.plan.watching import Measured, Watch, pays
+from m2flow.runtime.driver.auto import GUESS, nowhere
 from m2flow.runtime.driver.runner import StepResult
 
-NEGLIGIBLE_SECONDS = Seconds(0.05)
-"""The pause in which no worker moves."""
+LEARNING_STEPS = 3
+"""Steps under a guess before plans are chosen by what they took. The first one warms up."""
+
+LEARNED_ERROR, KNOWN_ERROR = 0.10, 0.03
+"""Relative error of predictions from a few steps, and from a stored profile."""
+
+ENTRANTS = 4
+"""So many plans race at most."""
+
+RACING_SHARE = 0.25
+"""Share of the run's steps that a race may take."""
+
+EFFORT = 40
+"""Simulations for each staleness: lanes wait while plans are chosen."""
+
+NEGLIGIBLE_SECONDS = Seconds(0.02)
+"""Pause between two plans under which every worker stands in the same places."""
 
 
 class Movers(Protocol):
@@ -37,14 +64,14 @@ class Change:
 
     Attributes:
         before: number of the first step under it.
-        drift: measured over predicted seconds of a step that led to it.
-        was, becomes: seconds of a step before, and as they are predicted from now on.
+        why: "race", "won" or "drift".
+        was, becomes: seconds of a step before, and as they are expected from now on.
         moved: workers that stand elsewhere now.
         pause: seconds for which no step could run.
     """
 
     before: int
-    drift: float
+    why: str
     was: Seconds
     becomes: Seconds
     moved: tuple[str, ...]
@@ -55,42 +82,123 @@ class Pilot:
     """The planner beside a run.
 
     Args:
-        graph, profile, lanes, num_items, max_staleness, isolated, limits, layouts: as for `choose`.
+        graph, lanes, num_items, max_staleness, isolated, limits, layouts: as for `choose`.
+        known: a stored or computed profile, if there is one.
         num_steps: of the whole run; None where nobody knows: it is then taken to be half done.
         deadline_seconds: longest that a call may take, whatever the plan.
+        keep: stores a profile that was learned from steps of this run.
 
     Attributes:
-        decision: the last one.
-        watch: of the plan that runs.
+        plan: the plan of the next step.
+        profile: what is known; None while nothing is.
+        decision: the last choice; None before the first.
+        race: the last race; None before the first.
+        watch: of the plan that has won; None while a plan is guessed or plans race.
         changes: plans that the run has gone over to.
     """
 
     def __init__(
         self,
         graph: FlowGraph,
-        profile: Profile,
         lanes: Sequence[LaneSpec],
         num_items: int,
         *,
+        known: Profile | None = None,
         max_staleness: int = 0,
         isolated: Collection[str] = (),
         limits: Limits | None = None,
         layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
         num_steps: int | None = None,
         deadline_seconds: float | None = None,
+        keep: Callable[[Profile], object] = nowhere,
     ) -> None:
-        self._deadline_seconds = deadline_seconds
-        self._graph, self._lanes, self._num_items = graph, lanes, num_items
+        self._graph, self._lanes, self._num_items = graph, tuple(lanes), num_items
         self._max_staleness, self._isolated = max_staleness, isolated
-        self._limits, self._layouts, self._num_steps = limits, layouts, num_steps
-        self._seconds: list[float] = []
-        self._done, self._last_end = 0, 0.0
+        self._limits, self._layouts = limits, layouts
+        self._num_steps, self._deadline, self._keep = num_steps, deadline_seconds, keep
+        self._evidence = Evidence(graph)
+        self._uncounted, self._seconds = 1, list[float]()
+        self._done, self._since, self._last_end = 0, 0, 0.0
+        self.profile = known
+        self.decision: Decision | None = None
+        self.race: Race | None = None
+        self.watch: Watch | None = None
         self.changes: list[Change] = []
-        self._decide(profile)
+        if known is None:
+            self.plan = self._as_run(self._guess())
+        else:
+            self.decision = self._choose(known)
+            self.plan = self._as_run(self.decision.chosen.plan)
 
-    def _decide(self, profile: Profile, running: Sequence[Plan] = ()) -> None:
+    # --- steps as they end ----------------------------------------------------------------------
+
+    def note(self, result: StepResult, plan: Plan) -> None:
+        """Take in a step that ran under the present plan, which `plan` is with known sizes."""
+        self._done, self._since = result.step + 1, self._since + 1
+        self._evidence.add(plan, [result], warm=self._since > 1)
+        if self._uncounted:
+            self._uncounted -= 1
+            return
+        self._seconds.append(result.seconds)
+        if self.race is not None and not self.race.over:
+            self.race.note(result.seconds)
+        elif self.watch is not None:
+            self.watch.note(Measured(result.seconds, result.stage_seconds()))
+
+    @property
+    def wants_to_look(self) -> bool:
+        """Whether the pilot may want another plan for the next step; no step may be in flight."""
+        if self.race is not None and self.watch is None:
+            return self.race.over or self.race.current.plan is not self.plan
+        if self.watch is not None:
+            return self.watch.drift() is not None
+        return self._since >= (LEARNING_STEPS if self.decision is None else 1)
+
+    def next_plan(self, run: Movers) -> Plan:
+        """The plan of the next step. To be asked when `wants_to_look`."""
+        if self.race is None:
+            self._begin_race(run, LEARNED_ERROR if self.decision is None else KNOWN_ERROR)
+        elif self.watch is not None:
+            self._look_again(run)
+        assert self.race is not None
+        if self.race.over and self.watch is None:
+            self._settle(self.race)
+        return self.race.current.plan
+
+    def gone_over(self, plan: Plan, moved: tuple[str, ...], pause: float) -> Change:
+        """Note that the run has gone over to a plan."""
+        entrant = self._entrant(plan)
+        was = Seconds(statistics.median(self._seconds[-5:]) if self._seconds else 0.0)
+        why = "won" if self.watch is not None else "race"
+        becomes = Seconds(entrant.seconds)
+        change = Change(self._done, why, was, becomes, moved, Seconds(pause))
+        self.changes.append(change)
+        self.plan, self._since = plan, 0
+        self._uncounted = plan.max_staleness + (1 if moved else 0)
+        return change
+
+    def rule_out(self, reason: str) -> bool:
+        """Take the present plan out of the race because a step under it failed.
+
+        Returns:
+            Whether there is another plan to take the step again under.
+        """
+        if self.race is None or self.watch is not None:
+            return False
+        self.race.rule_out(self._entrant(self.plan), reason)
+        return any(not one.verdict for one in self.race.entrants)
+
+    # --- choosing -------------------------------------------------------------------------------
+
+    def _guess(self) -> Plan:
+        free = [lane for lane in self._lanes if lane.reserved_for is None]
+        plan = build_plan(GUESS, self._graph, free, self._num_items, self._isolated, self._layouts)
+        known = {lane.id for lane in plan.lanes}
+        return replace(plan, lanes=(*plan.lanes, *(x for x in self._lanes if x.id not in known)))
+
+    def _choose(self, profile: Profile, beside: Sequence[Plan] = ()) -> Decision:
         self.profile = profile
-        self.decision = choose(
+        return choose(
             self._graph,
             profile,
             self._lanes,
@@ -99,78 +207,78 @@ class Pilot:
             isolated=self._isolated,
             limits=self._limits,
             layouts=self._layouts,
-            beside=running,
+            beside=beside,
+            effort=EFFORT,
         )
-        self.watch = Watch(self.decision.chosen)
 
-    @property
-    def plan(self) -> Plan:
-        """The plan to run."""
-        return self.as_run(self.watch.candidate.plan)
+    def _learn(self) -> Profile:
+        profile = fitted(self._evidence, self.profile)
+        self._keep(profile)
+        return profile
 
-    def as_run(self, plan: Plan) -> Plan:
-        """A plan with what the run asks of every plan."""
-        if self._deadline_seconds is None:
-            return plan
-        return replace(plan, deadline_seconds=self._deadline_seconds)
-
-    def note(self, result: StepResult) -> None:
-        """Take a step in."""
-        end = result.started + result.seconds
-        seconds = min(result.seconds, end - self._last_end)  # steps may overlap
-        self._done, self._last_end = result.step + 1, end
-        self._seconds.append(seconds)
-        self.watch.note(Measured(seconds, result.stage_seconds()))
-
-    @property
-    def wants_to_look(self) -> bool:
-        """Whether a drift has lasted long enough to ask the planner again."""
-        return self.watch.drift() is not None
-
-    def proposal(self, run: Movers) -> Candidate | None:
-        """Another plan to go over to, if there is one that repays the pause.
-
-        To be asked when `wants_to_look`, and no step is in flight. Whatever comes of it, what has
-        drifted is expected from now on.
-        """
-        running = self.watch.candidate.plan
-        seen = self._seconds[-(self.watch.patience) :]
-        profile = self.watch.corrected(self.profile)
-        self._decide(profile, [running])
-        ranked = (self.decision.chosen, *self.decision.others)
-        now = next(one for one in ranked if _same(one.plan, running))
-        measured = Seconds(statistics.median(seen))
-        off = measured / now.prediction.seconds  # what the correction does not explain
-        self.watch = Watch(now)
-        for one in ranked:
-            moved = run.movers(one.plan)
-            if not all(run.movable(worker) for worker in moved):
+    def _begin_race(self, run: Movers, error: float) -> None:
+        """Choose by what is known by now, and let the plans race that are close to the best."""
+        running = replace(self.plan, predicted_seconds=None)
+        decision = self.decision = self._choose(self._learn(), [running])
+        now = _simulated(decision, running)
+        seen = Seconds(statistics.median(self._seconds)) if self._seconds else None
+        expected = now.prediction.seconds if now else seen or decision.chosen.prediction.seconds
+        entrants = [Entrant(running.mode, self.plan, float(expected))]
+        if seen is not None:
+            entrants[0].measured.append(float(seen))
+        for one in decision.shortlist(error, ENTRANTS):
+            if shape(one.plan) == shape(running):
                 continue
+            moved = run.movers(one.plan)
             pause = Seconds(run.load_seconds) if moved else NEGLIGIBLE_SECONDS
-            then = Seconds(one.prediction.seconds * off)
-            return one if pays(measured, then, pause, self._steps_left) else None
-        return None
+            hoped = Seconds(one.prediction.seconds * (1 - error))
+            possible = all(run.movable(worker) for worker in moved)
+            if possible and pays(expected, hoped, pause, self._steps_left):
+                plan, name = self._as_run(one.plan), f"{one.plan.mode} {len(entrants)}"
+                entrants.append(Entrant(name, plan, float(one.prediction.seconds)))
+        most = max(1, round(RACING_SHARE * self._steps_left))
+        self.race = Race(sorted(entrants, key=lambda one: one.predicted), most)
+
+    def _settle(self, race: Race) -> None:
+        """Store what the race has taught, and watch the winner."""
+        winner = race.leader
+        winner.verdict = winner.verdict or "won"
+        self.profile = self._learn()
+        assert self.decision is not None
+        found = _simulated(self.decision, winner.plan) or self.decision.chosen
+        seconds = Seconds(winner.seconds)
+        won = replace(winner.plan, predicted_seconds=winner.seconds)
+        if winner.plan is self.plan:
+            self.plan = won
+        winner.plan = won
+        self.watch = Watch(Candidate(won, replace(found.prediction, seconds=seconds), seconds))
+
+    def _look_again(self, run: Movers) -> None:
+        """After a drift, choose again by what the last steps took."""
+        assert self.watch is not None
+        measured = Seconds(statistics.median(self._seconds[-self.watch.patience :]))
+        self.race, self.watch = None, None
+        self._seconds = [float(measured)]
+        self._begin_race(run, LEARNED_ERROR)
+
+    def _entrant(self, plan: Plan) -> Entrant:
+        assert self.race is not None
+        return next(one for one in self.race.entrants if shape(one.plan) == shape(plan))
+
+    def _as_run(self, plan: Plan) -> Plan:
+        """A plan with what the run asks of every plan."""
+        if self._deadline is None:
+            return plan
+        return replace(plan, deadline_seconds=self._deadline)
 
     @property
     def _steps_left(self) -> int:
-        return self._done if self._num_steps is None else self._num_steps - self._done
-
-    def gone_over(
-        self, candidate: Candidate, drift: float, moved: tuple[str, ...], pause: float
-    ) -> Change:
-        """Say that the run has gone over to a proposal."""
-        was = Seconds(statistics.median(self._seconds[-self.watch.patience :]))
-        self.watch = Watch(candidate)
-        change = Change(self._done, drift, was, candidate.prediction.seconds, moved, Seconds(pause))
-        self.changes.append(change)
-        return change
+        if self._num_steps is None:
+            return max(self._done, LEARNING_STEPS)
+        return self._num_steps - self._done
 
 
-def _same(one: Plan, other: Plan) -> bool:
-    return (one.placements, one.stages, one.edges, one.order, one.max_staleness) == (
-        other.placements,
-        other.stages,
-        other.edges,
-        other.order,
-        other.max_staleness,
-    )
+def _simulated(decision: Decision, plan: Plan) -> Candidate | None:
+    """What was predicted of a plan; None if it was ruled out."""
+    every = (decision.chosen, *decision.others)
+    return next((one for one in every if shape(one.plan) == shape(plan)), None)

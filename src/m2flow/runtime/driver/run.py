@@ -110,16 +110,15 @@ class Run:
     def _watched(self, results: Iterator[StepResult]) -> Iterator[StepResult]:
         for result in results:
             if self.pilot is not None:
-                self.pilot.note(result)
+                self.pilot.note(result, self.plan)
             yield result
 
     def _look(self, pilot: Pilot) -> None:
-        """Have the planner look again; go over to another plan if that pays."""
-        drift = pilot.watch.drift()
-        candidate = pilot.proposal(self)
-        if candidate is not None and drift is not None:
-            done = self.replan(pilot.as_run(candidate.plan))
-            pilot.gone_over(candidate, drift, done.moved, done.seconds)
+        """Have the pilot look again, and go over to the plan that it wants next."""
+        plan = pilot.next_plan(self)
+        if plan is not pilot.plan:
+            done = self.replan(plan)
+            pilot.gone_over(plan, done.moved, done.seconds)
 
     def _checked(self, batch: Batch) -> Batch:
         if len(batch) != self._methods.num_items[STEP]:

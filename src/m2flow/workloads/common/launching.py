@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from m2flow.engine.plan import Plan
 from m2flow.flow.graph import FlowGraph
 from m2flow.observe.run_directory import RunDirectory
-from m2flow.plan.explain import explained, summary
+from m2flow.plan.explain import Explanation, explained
 from m2flow.plan.file import to_json
-from m2flow.plan.prediction import Decision
-from m2flow.runtime.driver.auto import Auto
+from m2flow.runtime.driver.auto import GUESS, Auto
 from m2flow.runtime.driver.launch import launch
-from m2flow.runtime.profiling import obtain, profile_flow
+from m2flow.runtime.profiling.stored import cached, keep, stored_at
 from m2flow.workloads.common.planning import layouts_of
 from m2flow.workloads.common.profile_key import profile_key
-from m2flow.workloads.common.profiling import sampled_steps
 from m2flow.workloads.common.recipe import AUTO_MODE
 from m2flow.workloads.common.workload import Experiment, Progress
 
 if TYPE_CHECKING:
+    from m2flow.runtime.driver.pilot import Pilot
     from m2flow.runtime.driver.pool import LanePool
     from m2flow.runtime.driver.run import Run
 
@@ -56,41 +56,39 @@ def launched(
     recipe = experiment.recipe
     free = [lane for lane in pool.lanes if lane.reserved_for is None]
     key = profile_key(recipe, free)
-    profile, origin = obtain(
-        key,
-        lambda: profile_flow(
-            experiment.flow,
-            [experiment.batch(step) for step in sampled_steps(recipe)],
-            lanes=pool,
-            budget_seconds=recipe.profiling_seconds,
-            key=key,
-            note=progress.note,
-        ),
-    )
-    progress.note(f"profile: {origin}")
-    layouts = layouts_of(recipe, flow, free)
-    run = launch(
+    known = cached(key)
+    if known is None:
+        progress.note(f"no profile of these lanes is stored: the run begins {GUESS}, and learns")
+    else:
+        progress.note(f"profile: stored at {stored_at(key)}")
+    return launch(
         flow,
         items_per_step=items,
         mode=AUTO_MODE,
         lanes=pool,
         first_step=first_step,
         also=also,
-        layouts=layouts,
+        layouts=layouts_of(recipe, flow, free),
         auto=Auto(
-            profile=profile,
+            profile=known,
             max_staleness=recipe.max_staleness,
             num_steps=recipe.steps,
             deadline_seconds=recipe.deadline_seconds,
+            keep=lambda profile: keep(replace(profile, key=key)),
         ),
     )
-    assert run.pilot is not None
-    for line in summary(explained(run.pilot.decision, run.graph)):
-        progress.note(line)
-    return run
 
 
-def write_decision(directory: RunDirectory, graph: FlowGraph, decision: Decision) -> None:
-    """Write the profile, and what was decided by it."""
-    directory.write_profile(to_json(decision.profile))
-    directory.write_decision(to_json(explained(decision, graph)))
+def write_decision(directory: RunDirectory, graph: FlowGraph, pilot: Pilot) -> None:
+    """Write the profile, what was decided by it, and how the plans did that were tried."""
+    if pilot.profile is not None:
+        directory.write_profile(to_json(pilot.profile))
+    if pilot.decision is not None:
+        directory.write_decision(to_json(explanation(pilot, graph)))
+
+
+def explanation(pilot: Pilot, graph: FlowGraph) -> Explanation:
+    """Explain the pilot's last decision, with the race that followed."""
+    assert pilot.decision is not None
+    race = () if pilot.race is None else pilot.race.entrants
+    return explained(pilot.decision, graph, race=race)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def planned(recipe: Recipe, plan_file: Path | None = None) -> tuple[FlowGraph, P
         lanes = lanes_of(recipe)
         layouts = layouts_of(recipe, flow, lanes)
         plan = replace(
-            build_fixed(recipe.mode, graph, lanes, recipe.items_per_step, isolated, layouts),
+            build_plan(recipe.mode, graph, lanes, recipe.items_per_step, isolated, layouts),
             max_staleness=recipe.max_staleness,
             deadline_seconds=recipe.deadline_seconds,
         )
@@ -113,18 +113,6 @@ def layouts_of(recipe: Recipe, flow: Flow, lanes: Sequence[LaneSpec]) -> dict[st
             raise UserError(obstacle, key=key, value=name, expected=f"one of {', '.join(possible)}")
         found[worker] = known[name]
     return found
-
-
-def build_fixed(
-    mode: str,
-    graph: FlowGraph,
-    lanes: Sequence[LaneSpec],
-    num_items: int,
-    isolated: Collection[str],
-    layouts: Mapping[str, Layout],
-) -> Plan:
-    """The plan of a fixed mode, its layouts' refusals in the recipe's words."""
-    return build_plan(mode, graph, lanes, num_items, isolated, layouts)
 
 
 def check_runnable(plan: Plan) -> None:

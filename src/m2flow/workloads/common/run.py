@@ -12,7 +12,7 @@ from m2flow.observe.machine import describe_machine
 from m2flow.observe.progress import TrainProgress
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.observe.timeline import Timeline
-from m2flow.plan import to_json
+from m2flow.plan.file import to_json
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.workloads.common.launching import launched, write_decision
 from m2flow.workloads.common.recipe import AUTO_MODE
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 WARMUP = "warmup"
 """Folder in the run directory of the starting model, if it is made here."""
+
+
+WHY = {"race": "trying", "won": "settled on", "drift": "went over to"}
+"""In words why a run goes over to another plan; see `Change.why`."""
 
 
 class Training:
@@ -136,7 +140,7 @@ class Training:
         directory = self._begun()
         directory.write_plan(to_json(run.plan))
         if run.pilot is not None:
-            write_decision(directory, run.graph, run.pilot.decision)
+            write_decision(directory, run.graph, run.pilot)
 
     def _steps(self, run: Run, held_out: Batch | None, loggers: Loggers) -> None:
         recipe, done = self.recipe, self.first_step
@@ -195,9 +199,8 @@ class Training:
             figures["plan/pause_seconds"] = float(change.pause)
             self._write_plan(run)
             self.progress.note(
-                f"another plan from step {change.before + 1} on: steps took {change.drift:.0%} of "
-                f"what was predicted; {change.becomes:.2f} s a step instead of {change.was:.2f} s, "
-                f"after a pause of {change.pause:.2f} s"
+                f"step {change.before + 1}: {WHY[change.why]} {run.plan.mode} "
+                f"({change.becomes:.2f} s a step expected; pause {change.pause:.2f} s)"
             )
         return figures
 

@@ -160,7 +160,7 @@ class Workload(Protocol):
         """
 
     def prices(self, recipe: Any, graph: FlowGraph, assumed: Assumed) -> Pricer:
-        """What each stage of the recipe's flow asks of a kind of lane, for computed profiles.
+        """What the stages of the recipe's flow ask of each kind of lane.
 
         Raises:
             UserError: the model's sizes are not known, or an assumption cannot hold.
