@@ -6,7 +6,9 @@ message through a `multiprocessing` pipe that says where it is, and an acknowled
 which the block is not written again. m2flow's side is the pool: a value is written, its handle goes
 through the same kind of pipe, the reader makes the value of it, touches it, drops it and
 acknowledges. Both send bytes, so that neither pays for pickling a message. Both take turns in
-blocks of one run, with the same two processes, and the medians are compared.
+blocks of one run, with the same two processes. Each block has a median, and the least of them are
+compared: what else the machine does can only make a block slower, and a hand-over of 20 us is at
+the mercy of it.
 
 For information: `bare`, a byte each way, written and read by system calls alone, which tells the
 reader nothing; and a Batch as lanes exchange it, asked for and answered on this node.
@@ -37,12 +39,20 @@ from lane_rows import lane_rows
 
 from m2flow.flow.batch import Batch, Ragged
 from m2flow.runtime.lane.store import Store
-from m2flow.runtime.transport.peers import PayloadServer, PeerAddress, Peers
+from m2flow.runtime.transport.peering import PeerAddress
+from m2flow.runtime.transport.peers import Peers
+from m2flow.runtime.transport.server import PayloadServer
 from m2flow.runtime.transport.shared_memory import SharedHandle, SharedPool, SharedReader
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "100 MiB": 100 << 20}
 LARGEST = max(SIZES.values())
 MOST_TIMES_RAW = 1.5
+"""For what is copied and large."""
+
+MOST_ADDED_US = 20.0
+"""For everything else: what the pool costs does not grow with the size, so that a share of the raw
+way's 20 us says more about the pipe, and about how busy the machine is, than about the pool."""
+
 BLOCKS = 20
 BLOCK_SECONDS = 0.05
 
@@ -142,8 +152,9 @@ def other_process() -> Iterator[Other]:
 
 
 def hand_over(other: Other, pool: SharedPool, *, blocks: int) -> dict[str, float]:
-    """Median seconds of each way: `{raw|m2flow}/{copied|not copied}/{size}`, and of `bare`."""
-    taken: dict[str, list[float]] = {}
+    """Seconds of each way, the least median of a block: `{raw|m2flow}/{copied|not copied}/{size}`,
+    and `bare`."""
+    medians: dict[str, list[float]] = {}
     for name, size in SIZES.items():
         ways = _ways(other, pool, size)
         for block in range(blocks + 1):  # the first is not counted: pages are touched in it
@@ -151,8 +162,8 @@ def hand_over(other: Other, pool: SharedPool, *, blocks: int) -> dict[str, float
                 with _turn(other, way):
                     times = _repeat(act)
                 if block:
-                    taken.setdefault(f"{way}/{name}", []).extend(times)
-    return {way: statistics.median(times) for way, times in taken.items()}
+                    medians.setdefault(f"{way}/{name}", []).append(statistics.median(times))
+    return {way: min(found) for way, found in medians.items()}
 
 
 def _ways(other: Other, pool: SharedPool, size: int) -> dict[str, Callable[[], None]]:
@@ -296,11 +307,14 @@ def main() -> None:
     }
     targets, rows = [], []
     for how in ("copied", "not copied"):
-        for size in SIZES:
+        for size, num_bytes in SIZES.items():
             raw, ours = medians[f"raw/{how}/{size}"], medians[f"m2flow/{how}/{size}"]
             rows.append([size, how, 1e6 * raw, 1e6 * ours, ours / raw])
-            name = f"hand-over of {size}, {how}, times raw"
-            targets.append(Target(name, ours / raw, MOST_TIMES_RAW, at_most=True))
+            name = f"hand-over of {size}, {how}"
+            bound = (f"{name}, us over raw", 1e6 * (ours - raw), MOST_ADDED_US)
+            if how == "copied" and num_bytes == LARGEST:
+                bound = (f"{name}, times raw", ours / raw, MOST_TIMES_RAW)
+            targets.append(Target(*bound, at_most=True))
     rows.append(["Batch, 10 columns", "asked of a peer", "", 1e6 * batch, ""])
     table(["size", "", "raw, us", "m2flow, us", "times raw"], rows)
     targets.append(Target("by reference within a lane, us", 1e6 * reference, 20.0, at_most=True))

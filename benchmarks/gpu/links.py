@@ -1,9 +1,9 @@
 """Handing a tensor of device memory to another process, by each link that is there.
 
 On one GPU: by CUDA IPC (opened, not copied) and through host memory. On two GPUs of a machine: by
-CUDA IPC (copied from device to device), by NCCL, which lanes use between machines, and through host
-memory. Beside them stands a raw copy within the device, and to the other one. Needs a GPU; what
-needs a second one is left out where there is none.
+CUDA IPC (copied from device to device) and through host memory. Beside them stands a raw copy
+within the device, and to the other one. Needs a GPU; what needs a second one is left out where
+there is none.
 """
 
 from __future__ import annotations
@@ -22,19 +22,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import Target, arguments, conclude, table
 
-from m2flow.runtime.transport.gpu import devices_here
-from m2flow.runtime.transport.peers import (
-    LinkUnavailable,
-    PayloadServer,
-    PeerAddress,
-    Peers,
-    this_node,
-)
+from m2flow.runtime.transport.devices import devices_here
+from m2flow.runtime.transport.peering import LinkUnavailable, PeerAddress
+from m2flow.runtime.transport.peers import Peers
+from m2flow.runtime.transport.server import PayloadServer
 from m2flow.runtime.transport.shared_memory import SharedPool
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "100 MiB": 100 << 20}
 KEY = b"a secret of this benchmark alone"
-HERE, NETWORK = "127.0.0.1", "another machine"
+WAYS = ("cuda_ipc", "staged")
 START_SECONDS, FETCH_SECONDS = 120.0, 60.0
 
 
@@ -45,10 +41,9 @@ def main() -> None:
         print("no GPU here: this measures links between GPUs", file=sys.stderr)
         sys.exit(2)
     repeats = 10 if options.quick else 50
-    seconds = {"same GPU": measured(0, {"cuda_ipc": None, "staged": None}, repeats)}
+    seconds = {"same GPU": measured(0, repeats)}
     if torch.cuda.device_count() > 1:
-        ways = {"cuda_ipc": None, "nccl": NETWORK, "staged": None}
-        seconds["other GPU"] = measured(1, ways, repeats)
+        seconds["other GPU"] = measured(1, repeats)
     else:
         print("one GPU here: links to a second one are not measured")
     rows = [
@@ -72,12 +67,8 @@ def main() -> None:
     conclude("gpu_links", found, targets, options)
 
 
-def measured(gpu: int, ways: dict[str, str | None], repeats: int) -> dict[str, dict[str, float]]:
-    """Median seconds by size and way, of fetching from a process on that GPU.
-
-    Args:
-        ways: each link, and as what node to ask; None for this one.
-    """
+def measured(gpu: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Median seconds by size and way, of fetching from a process on that GPU."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there, gpu), daemon=True)
@@ -85,12 +76,12 @@ def measured(gpu: int, ways: dict[str, str | None], repeats: int) -> dict[str, d
     if not here.poll(START_SECONDS):
         raise TimeoutError(f"the other process did not start in {START_SECONDS:g} s")
     address = here.recv()
-    askers = {way: _asker(node) for way, node in ways.items()}
+    peers = Peers(None, KEY, name="the asker", devices=devices_here())
     spent = {}
     for size, num_bytes in SIZES.items():
         acts = _raw_copies(num_bytes, gpu)
         expected = _pattern(num_bytes, "cuda:0")
-        for way, peers in askers.items():
+        for way in WAYS:
             act = _fetching(peers, address, way, num_bytes)
             try:
                 got = act()
@@ -101,17 +92,11 @@ def measured(gpu: int, ways: dict[str, str | None], repeats: int) -> dict[str, d
             del got
             acts[way] = act
         spent[size] = _medians(acts, repeats)
-    for peers in askers.values():
-        peers.close()
+    peers.close()
     here.close()
     process.join(10)
     process.kill()
     return spent
-
-
-def _asker(node: str | None) -> Peers:
-    devices = devices_here("the asker", node or this_node(), HERE)
-    return Peers(node, KEY, name="the asker", devices=devices)
 
 
 def _fetching(peers: Peers, address: PeerAddress, way: str, num_bytes: int) -> Callable[[], Any]:
@@ -147,7 +132,7 @@ def _serve(connection: Connection, gpu: int) -> None:
     held = {num_bytes: _pattern(num_bytes, f"cuda:{gpu}") for num_bytes in SIZES.values()}
     torch.cuda.synchronize()
     pool = SharedPool("m2flow-gpu-links-")
-    devices = devices_here("the holder", this_node(), HERE, gpu)
+    devices = devices_here(gpu)
     server = PayloadServer(held.__getitem__, pool, KEY, name="the holder", devices=devices)
     connection.send(server.address)
     connection.poll(None)

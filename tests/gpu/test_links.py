@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from m2flow.runtime.transport.gpu import devices_here
+from m2flow.runtime.transport.devices import devices_here
 from m2flow.runtime.transport.measure import measure_gpus
-from m2flow.runtime.transport.peers import PayloadServer, PeerAddress, Peers, this_node
+from m2flow.runtime.transport.peering import PeerAddress
+from m2flow.runtime.transport.peers import Peers
+from m2flow.runtime.transport.server import PayloadServer
 from m2flow.runtime.transport.shared_memory import SharedPool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -40,7 +42,7 @@ def _holder(connection: Connection, gpu: int) -> None:
     torch.cuda.set_device(gpu)
     device = f"cuda:{gpu}"
     pool = SharedPool(f"m2flow-test-{os.getpid()}-")
-    devices = devices_here("the holder", this_node(), "127.0.0.1", gpu)
+    devices = devices_here(gpu)
 
     def provide(key: str) -> Any:
         if key == "in use":
@@ -61,14 +63,13 @@ def _holder(connection: Connection, gpu: int) -> None:
     pool.close()
 
 
-def started(gpu: int, node: str | None = None) -> Iterator[tuple[Peers, PeerAddress]]:
+def started(gpu: int) -> Iterator[tuple[Peers, PeerAddress]]:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_holder, args=(there, gpu), daemon=True)
     process.start()
     assert here.poll(120), "the other process did not start"
-    devices = devices_here("the asker", node or this_node(), "127.0.0.1")
-    peers = Peers(node, KEY, name="the asker", devices=devices)
+    peers = Peers(None, KEY, name="the asker", devices=devices_here())
     yield peers, here.recv()
     peers.close()
     here.close()
@@ -86,12 +87,6 @@ def beside() -> Iterator[tuple[Peers, PeerAddress]]:
 def across() -> Iterator[tuple[Peers, PeerAddress]]:
     """A holder on another GPU of this machine."""
     yield from started(1)
-
-
-@pytest.fixture
-def away() -> Iterator[tuple[Peers, PeerAddress]]:
-    """A holder on another GPU that believes to be on another machine."""
-    yield from started(1, "elsewhere")
 
 
 def check(peers: Peers, address: PeerAddress, link: str, found: str) -> None:
@@ -134,7 +129,7 @@ def test_an_offer_that_is_refused_leaves_nothing(beside: tuple[Peers, PeerAddres
     peers, address = beside
     before = peers.fetch(address, "in use", timeout=60)
     assert peers.devices is not None
-    handles = peers.devices.links["cuda_ipc"]._handles  # type: ignore[attr-defined]
+    handles: Any = peers.devices.ipc._handles
 
     def cannot(handle: Any) -> Any:
         raise RuntimeError("invalid resource handle")
@@ -150,11 +145,6 @@ def test_an_offer_that_is_refused_leaves_nothing(beside: tuple[Peers, PeerAddres
 @two_gpus
 def test_memory_of_another_gpu_is_copied(across: tuple[Peers, PeerAddress]) -> None:
     check(*across, "cuda_ipc", "cuda_ipc")
-
-
-@two_gpus
-def test_nccl_carries_what_host_memory_would(away: tuple[Peers, PeerAddress]) -> None:
-    check(*away, "nccl", "nccl")
 
 
 def test_the_table_has_the_links(beside: tuple[Peers, PeerAddress]) -> None:

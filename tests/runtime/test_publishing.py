@@ -6,7 +6,7 @@ misplaced install is seen at once, by the very next call of the worker that took
 
 from __future__ import annotations
 
-import gc
+import hashlib
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,17 +23,13 @@ from m2flow.engine.messages import InstallWeights
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import RunFailed, UserError
 from m2flow.runtime.driver.runner import StepResult
-from m2flow.runtime.lane.orders import Export, Sends
 from m2flow.runtime.transport.shared_memory import SharedPool, SharedReader
-from m2flow.runtime.transport.table import LinkCost, LinkTable
-from m2flow.runtime.weights import Box, Shard
-from m2flow.runtime.weights.bits import checksum
-from m2flow.runtime.weights.delta import DeltaDecoder
-from m2flow.runtime.weights.publisher import MEASURED_SECOND, Publisher
-from m2flow.runtime.weights.rates import Rates
+from m2flow.runtime.weights import Box, ManifestError, Shard
+from m2flow.runtime.weights.exports import Export, ManifestKey, Sends, WeightsKey
+from m2flow.runtime.weights.publisher import Publisher
 from m2flow.runtime.weights.relay import Relay, RelayKey
-from m2flow.runtime.weights.snapshot import LayoutCache
-from m2flow.runtime.weights.source import LayoutKey, WeightsKey, WeightsOut
+from m2flow.runtime.weights.snapshot import ManifestCache
+from m2flow.runtime.weights.source import WeightsOut
 from m2flow.runtime.weights.target import WeightsIn
 
 ray = pytest.importorskip("ray")
@@ -59,7 +55,13 @@ def weights_of(version: int) -> dict[str, Tensor]:
 
 
 def mark(weights: Mapping[str, Tensor]) -> list[int]:
-    return [checksum(weights[name]) for name in sorted(weights)]
+    return [bits_of(weights[name]) for name in sorted(weights)]
+
+
+def bits_of(tensor: Tensor) -> int:
+    """A number that stands for a tensor's bits."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=7).digest(), "little")
 
 
 class Source(Worker):
@@ -99,7 +101,7 @@ class Source(Worker):
 class Target(Worker):
     """Runs on what it has taken over, and says with each item what that is."""
 
-    spoil = fail = False
+    fail = False
 
     def load(self, place: m2flow.Place) -> None:
         super().load(place)
@@ -117,16 +119,6 @@ class Target(Worker):
         count = len(batch)
         marks = torch.tensor([mark(self.taken)] * count)
         return batch.with_columns(mark=marks, version=torch.full((count,), self.version))
-
-    def forget(self) -> int:
-        """Lose the version that deltas build on; how many decoders there were."""
-        decoders = [one for one in gc.get_objects() if isinstance(one, DeltaDecoder)]
-        for decoder in decoders:
-            decoder.version = -1
-        return len(decoders)
-
-    def damage(self) -> None:
-        self.taken["matrix"][3, 3] = 12345.0
 
     def refuse(self) -> None:
         self.fail = True
@@ -181,7 +173,7 @@ def check(results: Sequence[StepResult]) -> None:
 
 
 @pytest.mark.parametrize("source", [((0,),), ((0, 1),)], ids=["single", "gang"])
-@pytest.mark.parametrize("method", ["shared", "copy", "delta", None])
+@pytest.mark.parametrize("method", ["shared", "copy", None])
 def test_the_same_weights_whatever_the_way(
     pool: Any, method: str | None, source: Sequence[tuple[int, ...]]
 ) -> None:
@@ -199,10 +191,10 @@ def test_the_same_weights_by_way_of_the_object_store() -> None:
     from m2flow.runtime.driver.pool import LanePool
 
     with LanePool([LaneSpec(number) for number in range(3)], link="object") as lanes:
-        for method, taken in ((None, "copy"), ("delta", "delta")):
-            results, lines = run_on(lanes, ((0,),), publish=method)
-            check(results)
-            assert f"by {taken}" in lines[0]
+        results, lines = run_on(lanes, ((0,),))
+        check(results)
+        assert "by copy" in lines[0]
+        assert "as all payloads go by object" in lines[0]
 
 
 def test_a_broadcast(pool: Any) -> None:
@@ -225,7 +217,7 @@ class Pair(Flow):
         self.second.publish(self.other)
 
 
-@pytest.mark.parametrize("method", ["shared", "delta", "broadcast"])
+@pytest.mark.parametrize("method", ["shared", "copy", "broadcast"])
 def test_two_sources_do_not_get_in_each_others_way(pool: Any, method: str) -> None:
     here, there = Placement(((0,),)), Placement(((1,), (2,)))
     spots = {"first": here, "second": here, "one": there, "other": there}
@@ -235,58 +227,21 @@ def test_two_sources_do_not_get_in_each_others_way(pool: Any, method: str) -> No
         check(list(run.steps(items() for _ in range(STEPS))))
 
 
-def test_a_delta_moves_less(pool: Any) -> None:
-    results, _ = run_on(pool, ((0,),), publish="delta")
-    full = sum(tensor.nbytes for name, tensor in weights_of(0).items() if name != "tied")
-    first, *later = [result.published["source"].num_bytes for result in results]
-    assert first == 3 * full  # sent once, taken over twice
-    assert all(0 < num_bytes < 0.2 * first for num_bytes in later)
-
-
-@pytest.mark.parametrize("harm", ["forget", "damage"])
-@pytest.mark.parametrize("source", [((0,),), ((0, 1),)], ids=["single", "gang"])
-def test_a_target_that_cannot_use_a_delta_gets_everything(
-    pool: Any, source: Sequence[tuple[int, ...]], harm: str
-) -> None:
-    with launched(pool, source, publish="delta") as run:
-        results = [run.step(items()) for _ in range(2)]
-        found = run.worker_call("target", harm)
-        if harm == "forget":
-            assert found >= len(source[0])
-            results.append(run.step(items()))
-        else:
-            run.step(items())  # runs on the damage itself
-        results += [run.step(items()) for _ in range(2)]
-    check(results)
-    sizes = [result.published["source"].num_bytes for result in results]
-    if harm == "forget":
-        assert sizes[2] > 3 * sizes[3]
-
-
-def test_other_nodes_get_deltas_once_they_are_known_to_pay(
-    pool: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second version shows how little changes; the third is the delta that begins."""
+def test_several_other_nodes_get_a_broadcast(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "same_node", lambda a, b: a == b)
-    slow = LinkTable({"cluster": {"stream": LinkCost(0.01, 50e3)}})
-    monkeypatch.setattr(pool, "links", pool.links.merged(slow))
-    results, lines = run_on(pool, ((0,),), steps=6)
+    results, lines = run_on(pool, ((0,),))
     check(results)
-    assert len(lines) == 1
-    assert "on 2 lanes of other nodes by delta" in lines[0]
-    assert "broadcast" in lines[0], "a group was made, so it was in the running"
-    sizes = [result.published["source"].num_bytes for result in results]
-    assert max(sizes[MEASURED_SECOND + 1 :]) < 0.5 * min(sizes[: MEASURED_SECOND + 1])
+    assert "on 2 lanes of other nodes by broadcast" in lines[0]
 
 
-@pytest.mark.parametrize("method", ["copy", "delta"])
+@pytest.mark.parametrize("source", [((0,),), ((0, 1),)], ids=["single", "gang"])
 def test_lanes_of_another_node_share_what_crosses_the_network(
-    pool: Any, method: str, monkeypatch: pytest.MonkeyPatch
+    pool: Any, source: Sequence[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "same_node", lambda a, b: (a == 0) == (b == 0))
-    results, lines = run_on(pool, ((0,),), publish=method)
+    results, lines = run_on(pool, source)
     check(results)
-    assert f"on 2 lanes of other nodes by {method}" in lines[0]
+    assert any("of other nodes by copy" in line for line in lines)
 
 
 def test_an_install_that_raises_ends_the_run(pool: Any) -> None:
@@ -339,25 +294,54 @@ def loopback() -> Iterator[Loopback]:
 
 
 @pytest.mark.parametrize("method", ["shared", "copy"])
-def test_a_layout_is_asked_for_once(loopback: Loopback, method: str) -> None:
+def test_a_manifest_is_asked_for_once(loopback: Loopback, method: str) -> None:
     for version in range(4):
         loopback.install(version, loopback.export(version, method))
-    asked = [key for key in loopback.asked if isinstance(key, LayoutKey)]
+    asked = [key for key in loopback.asked if isinstance(key, ManifestKey)]
     assert len(asked) == 1
     assert len(loopback.asked) == (1 if method == "shared" else 5)
 
 
 def test_a_late_reader_gets_the_version_that_it_asks_for(loopback: Loopback) -> None:
-    """Though the encoder has gone on: what somebody still needs is kept."""
-    first = loopback.export(0, "delta")
-    loopback.install(0, first)
-    second, third = loopback.export(1, "delta"), loopback.export(2, "delta")
-    loopback.install(1, second, name="new here")
-    loopback.install(1, second)
-    loopback.install(2, third)
-    loopback.install(2, third, name="new here")
-    bootstraps = [key for key in loopback.asked if getattr(key, "what", "") == "bootstrap"]
-    assert [key.version for key in bootstraps] == [1]
+    """Though the source has gone on: what somebody still needs is kept."""
+    exports = [loopback.export(version, "copy") for version in range(3)]
+    loopback.install(2, exports[2])
+    loopback.install(1, exports[1], name="late")
+    loopback.install(2, exports[2], name="late")
+
+
+def test_a_version_is_installed_as_a_whole_or_not_at_all(loopback: Loopback) -> None:
+    """One of two lanes has lost its part: the target keeps the version before, bit by bit."""
+    whole = weights_of(0)["fixed"]
+    halves = [Shard(whole[:9], Box((0,), (9,)), (17,)), Shard(whole[9:], Box((9,), (8,)), (17,))]
+    lanes = [WeightsOut(loopback.pool, lane, lane, by_handle=True) for lane in range(2)]
+
+    def ask(lane: int, key: Any, seconds: float, *, own: bool = False) -> Any:
+        if lane == 1 and isinstance(key, WeightsKey) and key.version == 1:
+            raise ConnectionError("lane 1 is gone")
+        return lanes[lane].provide(key)
+
+    there = WeightsIn(2, ask, SharedReader(), Relay(ask))
+
+    def collect(version: int) -> Mapping[str, Tensor]:
+        exports = [
+            export
+            for lane, half in zip(lanes, halves, strict=False)
+            for export in lane.lay_out("source", version, {"x": half}, Sends({"copy": 1}, 0), None)
+        ]
+        return there.collect(
+            "source", ("target", Worker()), version, exports, 1.0, lambda source, lanes: None
+        )[0]
+
+    installed = collect(0)["x"]
+    whole.zero_()
+    with pytest.raises(ConnectionError):
+        collect(1)
+    assert installed.all(), "nothing of the version that did not come was written"
+    assert not collect(2)["x"].any()
+    lanes.pop()
+    with pytest.raises(ManifestError, match="8 of the 17 elements wanted are on no lane"):
+        collect(3)
 
 
 def test_a_relay_asks_once() -> None:
@@ -368,14 +352,12 @@ def test_a_relay_asks_once() -> None:
         asked.append((lane, key))
         started.set()
         assert go_on.wait(seconds)
-        if key.version == 3:
-            raise ConnectionError("gone")
         return f"version {key.version}"
 
     relay = Relay(ask)
 
     def key(version: int) -> RelayKey:
-        return RelayKey(0, WeightsKey("source", version, "snapshot"), 5.0)
+        return RelayKey(0, WeightsKey("source", version), 5.0)
 
     with ThreadPoolExecutor(4) as threads:
         got = [threads.submit(relay.bring, key(1)) for _ in range(4)]
@@ -386,30 +368,33 @@ def test_a_relay_asks_once() -> None:
     assert relay.bring(key(2)) == "version 2"
     assert relay.bring(key(1)) == "version 1", "let go of, so brought again"
     assert len(asked) == 3
-    for _ in range(2):
-        with pytest.raises(ConnectionError):
-            relay.bring(key(3))
+
+
+def test_a_relay_forgets_what_could_not_be_brought() -> None:
+    answers = iter([ConnectionError("gone for a moment"), "brought"])
+
+    def ask(lane: int, key: WeightsKey, seconds: float) -> str:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    relay, key = Relay(ask), RelayKey(0, WeightsKey("source", 1), 5.0)
+    with pytest.raises(ConnectionError):
+        relay.bring(key)
+    assert relay.bring(key) == relay.bring(key) == "brought"
 
 
 def test_what_nobody_needs_is_let_go(loopback: Loopback) -> None:
     for version in range(3):
         loopback.export(version, "copy", oldest=version)
     with pytest.raises(KeyError):
-        loopback.out.provide(WeightsKey("source", 1, "snapshot"))
-    assert loopback.out.provide(WeightsKey("source", 2, "snapshot")).numel()
+        loopback.out.provide(WeightsKey("source", 1))
+    assert loopback.out.provide(WeightsKey("source", 2)).numel()
 
 
-def test_the_change_is_measured_against_the_version_that_was_kept(loopback: Loopback) -> None:
-    (first,) = loopback.export(0, "copy", keep=True)
-    (second,) = loopback.export(1, "copy", measure=True)
-    (third,) = loopback.export(2, "copy", measure=True)
-    assert first.changed is None
-    assert 0.01 < (second.changed or 0) < 0.1
-    assert third.changed is None, "the second was not kept"
-
-
-def test_the_layout_cache_sees_what_matters() -> None:
-    cache, weights = LayoutCache(), weights_of(0)
+def test_the_manifest_cache_sees_what_matters() -> None:
+    cache, weights = ManifestCache(), weights_of(0)
     cache.see(weights)
     snapshot = cache.snapshot
     cache.see(weights_of(1))
@@ -427,80 +412,63 @@ def test_the_layout_cache_sees_what_matters() -> None:
         assert cache.token == token
 
 
-class TwoNodes:
-    """Lanes 0 and 1 on one node, 2 and 3 on another."""
-
-    links = LinkTable(
-        {
-            "node": {"shared": LinkCost(1e-4, 1e10)},
-            "cluster": {"stream": LinkCost(1e-4, 1e9)},
-        }
-    )
+class Nodes:
+    """Lanes 0 and 1 on the first node, 2 and 3 on the second, and so on."""
 
     def same_node(self, first: int, second: int) -> bool:
         return first // 2 == second // 2
 
 
-def publisher(method: str | None = None) -> Publisher:
+def publisher(method: str | None = None, num_lanes: int = 4) -> Publisher:
     flow = Publishing(source=Source(), target=Target())
-    placements = {"source": Placement(((0,),)), "target": Placement(((1,), (2,), (3,)))}
-    plan = Plan("custom", tuple(LaneSpec(n) for n in range(4)), placements)
+    readers = tuple((lane,) for lane in range(1, num_lanes))
+    placements = {"source": Placement(((0,),)), "target": Placement(readers)}
+    plan = Plan("custom", tuple(LaneSpec(n) for n in range(num_lanes)), placements)
     graphs = {"step": flow.trace()}
-    return Publisher(TwoNodes(), plan, graphs, range(4), method, rates=Rates())
+    return Publisher(Nodes(), plan, graphs, range(num_lanes), method)
 
 
-def publish(one: Publisher, version: int, changed: float | None = None) -> Mapping[Any, int]:
+def publish(one: Publisher, version: int, lanes: Sequence[int]) -> Mapping[Any, int]:
     """Export and install a version; how it was sent."""
     (sends,) = one.export("source", version, (0,)).values()
-    known = changed if sends.measure or "delta" in sends.readers else None
-    one.laid_out(
-        [
-            Export("source", version, 0, method, 7, 9, 200 << 20, changed=known)
-            for method in sends.readers
-        ]
-    )
-    for lane in (1, 2, 3):
+    one.laid_out([Export("source", version, 0, m, 7, 200 << 20) for m in sends.readers])
+    for lane in lanes:
         command = InstallWeights(lane, "source", "target", version, (lane,), local=False)
         (found,) = one.install(command)
-        assert found.via == (2 if lane in (2, 3) and found.method != "broadcast" else None)
+        assert found.via == (2 if lane in (2, 3) and found.method == "copy" else None)
         one.finished(lane)
     return sends.readers
 
 
-def test_the_way_follows_what_is_measured() -> None:
+def test_the_way_follows_from_where_the_lanes_are() -> None:
     one = publisher()
-    assert one.groups() == {"source": (0, 2, 3)}
+    assert one.groups() == {}
     assert one.explain() == {}
-    assert publish(one, 1) == {"shared": 1, "copy": 2}
-    publish(one, 2, changed=0.01)
-    assert publish(one, 3, changed=None) == {"shared": 1, "delta": 2}
-    assert publish(one, 4, changed=0.95) == {"shared": 1, "delta": 2}
-    assert "delta" not in publish(one, 5), "deltas no longer pay"
-    (near, about_near), (_, about_far) = one.explain().items()
-    assert near == "source publishes to target on a lane of its node by shared"
-    assert about_near.startswith("210 MB in about ")
-    assert "95.00% of the elements changed" in about_far
-
-
-def test_a_way_is_not_changed_for_nothing() -> None:
-    one = publisher()
-    publish(one, 1)
-    before = list(one.explain())
-    publish(one, 2, changed=0.99)
-    assert list(one.explain()) == before
+    assert publish(one, 1, (1, 2, 3)) == {"shared": 1, "copy": 2}
+    assert one.explain() == {
+        "source publishes to target on a lane of its node by shared": (
+            "210 MB (they read one snapshot in shared memory)"
+        ),
+        "source publishes to target on 2 lanes of other nodes by copy": (
+            "210 MB (each node is sent one copy)"
+        ),
+    }
+    three = publisher(num_lanes=6)
+    assert publish(three, 1, range(1, 6)) == {"shared": 1, "broadcast": 4}
+    assert three.groups() == {"source": (0, 2, 3, 4, 5)}
 
 
 def test_shared_memory_does_not_reach_other_nodes() -> None:
     with pytest.raises(UserError, match="share no memory"):
         publisher("shared")
     assert publisher("broadcast").groups() == {"source": (0, 1, 2, 3)}
-    assert publisher("delta").groups() == {}
+    assert publisher("copy").groups() == {}
 
 
 def test_versions_that_somebody_needs_are_kept() -> None:
     one = publisher()
     one.export("source", 1, (0,))
-    one.laid_out([Export("source", 1, 0, m, 7, 100, 100) for m in ("shared", "copy")])
+    one.laid_out([Export("source", 1, 0, m, 7, 100) for m in ("shared", "copy")])
     for lane in (1, 2):
         command = InstallWeights(lane, "source", "target", 1, (lane,), local=False)
         one.install(command)

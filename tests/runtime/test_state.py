@@ -513,3 +513,46 @@ def test_blocks_of_host_memory_hold_what_was_put(sizes: list[int], block: int) -
         assert torch.equal(tensor, torch.arange(size, dtype=torch.uint8) + 1)
     shelf.put(storages)
     assert [kept.data_ptr() for kept in shelf._blocks] == blocks
+
+
+def mounts(tmp_path: Path, *lines: str) -> Path:
+    """A table of mounts as Linux has it: `<where> <kind of file system>` on each line."""
+    file = tmp_path / "mountinfo"
+    rows = [line.split(" ") for line in lines]
+    file.write_text(
+        "".join(f"1 2 0:3 / {at} rw shared:1 - {kind} {kind} rw\n" for at, kind in rows)
+    )
+    return file
+
+
+def test_a_spill_folder_in_memory_is_left_for_one_on_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where /tmp is a tmpfs, state that was put away had only moved within memory."""
+    on_disk = spill_module.on_disk
+    for at in ("fast", "fast/disk", "a b"):
+        (tmp_path / at).mkdir()
+    fast, disk, spaced = tmp_path / "fast", tmp_path / "fast" / "disk", tmp_path / "a b"
+    monkeypatch.setattr(spill_module, "_ON_DISK", (disk,))
+    table = ["/ ext4", f"{fast} tmpfs", f"{disk} ext4", f"{tmp_path}/a\\040b tmpfs"]
+    monkeypatch.setattr(spill_module, "_MOUNTS", mounts(tmp_path, *table))
+    assert on_disk(tmp_path) == tmp_path
+    assert on_disk(disk / "new") == disk / "new"
+    assert on_disk(fast / "not there yet") == disk
+    assert on_disk(spaced) == disk
+    assert not caplog.records
+    monkeypatch.setattr(spill_module, "_MOUNTS", mounts(tmp_path, "/ tmpfs"))
+    assert on_disk(fast) == fast
+    assert "frees none; set TMPDIR" in caplog.text
+
+
+def test_state_is_put_away_where_it_leaves_memory() -> None:
+    tensor = torch.ones(1000)
+    state = MovableState(lambda: [tensor], Place(spill=Path("/dev/shm/m2flow-test")))
+    state.offload()
+    shelf = state._shelf
+    assert isinstance(shelf, spill_module.FileShelf)
+    assert shelf._folder != Path("/dev/shm/m2flow-test")
+    assert not Path("/dev/shm/m2flow-test").exists()
+    state.onload()
+    assert bool((tensor == 1).all())

@@ -11,6 +11,7 @@ slow to import, once.
 from __future__ import annotations
 
 import multiprocessing
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from m2flow.runtime.transport.groups import LaneGroups, free_port
+from m2flow.runtime.transport.groups import LaneGroups
 
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 TIMEOUT_SECONDS = 60.0
@@ -92,3 +93,10 @@ def _serve(lane: int, count: int, port: int, pipe: Connection) -> None:
             pipe.send((True, function(groups, *arguments)))
     except BaseException:  # noqa: BLE001  (told to the test)
         pipe.send((False, traceback.format_exc()))
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

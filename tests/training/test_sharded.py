@@ -23,8 +23,7 @@ from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.models.tokenizer import character_tokenizer
 from m2flow.runtime.transport.groups import LaneGroups, lane_sets_of
 from m2flow.runtime.transport.wire import pack
-from m2flow.runtime.weights.delta import DeltaEncoder
-from m2flow.runtime.weights.layout import local_tensor
+from m2flow.runtime.weights.manifest import local_tensor
 from m2flow.training import checkpoint
 from m2flow.training.optimizer import AdamWConfig, NotFinite, SumOptimizer
 from m2flow.training.policy import PolicyTrainer, PolicyTrainerConfig
@@ -361,12 +360,11 @@ def test_checkpoints_go_from_a_gang_to_one_lane_and_back(
         assert_same(found, second)
 
 
-def publish(learner: Learner, encoder: DeltaEncoder, version: int) -> None:
-    """Copy the weights out, and encode what has changed of them, as is done for other lanes."""
+def publish(learner: Learner) -> None:
+    """Copy the weights out, as is done for other lanes."""
     tensors = {name: local_tensor(weight) for name, weight in learner.weights().items()}
     for buffer in pack(tensors).buffers:
         buffer.copy_to(np.empty(buffer.nbytes, np.uint8))
-    encoder.encode(tensors, version)
 
 
 def stepped_with_switches(
@@ -377,7 +375,7 @@ def stepped_with_switches(
     if place is None:
         return None
     learner = learner_at(folder, place)
-    encoder, others = DeltaEncoder(), []
+    others: list[Tensor] = []
 
     def switch() -> None:
         if switching:
@@ -387,7 +385,7 @@ def stepped_with_switches(
 
     figures = []
     switch()
-    for step in range(3):
+    for _ in range(3):
         batch = learner.logprobs(samples().select([6 * place.rank + row for row in range(6)]))
         switch()
         for some in (range(2), range(2, 6)):
@@ -395,7 +393,7 @@ def stepped_with_switches(
             switch()
             figures.append(learner.train_finish())
             switch()
-        publish(learner, encoder, step)
+        publish(learner)
         switch()
     return figures, learner.parameters()
 

@@ -83,9 +83,23 @@ def run_doctor(*, as_json: bool = False) -> int:
 
 def run_links(*, as_json: bool = False) -> int:
     """Print what the ways between lanes cost, measured now, as a table or as JSON."""
-    from m2flow.runtime.transport.survey import survey
+    import ray
+    import torch
 
-    table = survey()
+    from m2flow.engine.plan import LaneSpec
+    from m2flow.runtime.driver.cluster import Cluster
+    from m2flow.runtime.driver.pool import LanePool
+
+    cluster = Cluster(())
+    if torch.cuda.is_available():  # two lanes on one GPU, and one on another GPU if there is one
+        lanes = [LaneSpec(0, "gpu", gpu=0), LaneSpec(1, "gpu", gpu=0, reserved_for="links")]
+        lanes += [LaneSpec(2, "gpu", gpu=1)] if torch.cuda.device_count() > 1 else []
+    else:
+        lanes = [LaneSpec(0), LaneSpec(1)]
+    machines = sum(node["Alive"] for node in ray.nodes())
+    lanes += [LaneSpec(len(lanes) + node, node=node) for node in range(1, machines)]
+    with LanePool(lanes, cluster=cluster) as pool:
+        table = pool.measured_links
     if as_json:
         print(table.to_json())
     else:

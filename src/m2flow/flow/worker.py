@@ -177,7 +177,8 @@ class Worker:
         """The parts of the published tensors that this lane wants; None for all of them, whole.
 
         Args:
-            layout: names, shapes and dtypes of what is published (`m2flow.runtime.weights.Layout`).
+            layout: names, shapes and dtypes of what is published: a
+                `m2flow.runtime.weights.TensorManifest`.
 
         Returns:
             Name to `m2flow.runtime.weights.Box`, for a worker that is itself sharded.

@@ -18,8 +18,9 @@ import torch
 
 from m2flow.flow.batch import Batch, Ragged
 from m2flow.runtime.transport.channel import Channel, ChannelClosed, ChannelEmpty, ChannelLost
-from m2flow.runtime.transport.channel.connection import Connection, Request
-from m2flow.runtime.transport.channel.protocol import Operation, encoded
+from m2flow.runtime.transport.channel.client import Client
+from m2flow.runtime.transport.channel.host import Operation
+from m2flow.runtime.transport.frame import Frame
 
 SPAWN = multiprocessing.get_context("spawn")
 SOON = 20.0
@@ -146,7 +147,7 @@ def test_a_forked_process_makes_connections_of_its_own() -> None:
         if pid == 0:
             try:
                 host = channel._end.__self__  # type: ignore[union-attr]
-                closed = all(each.fileno() < 0 for each in host._listeners.values())
+                closed = all(each.fileno() < 0 for each in host._listener._sockets)
                 channel.put((channel.get() + " and after", closed), key="answer")
             finally:
                 os._exit(0)
@@ -161,7 +162,7 @@ def test_a_handle_with_another_secret_is_not_let_in() -> None:
     with Channel("guarded") as channel:
         forged = dataclasses.replace(channel._address, secret=b"guess")
         with pytest.raises(ChannelLost, match="somebody else"):
-            Connection(forged)
+            Client(forged)
         assert "secret" not in repr(channel._address)
         channel.put(1)
         assert channel.get() == 1
@@ -176,9 +177,9 @@ def test_another_machine_comes_in_over_the_network() -> None:
         handle.put(torch.ones(300_000))
         assert handle.get().sum() == 300_000
         handle.terminate()
-        nowhere = dataclasses.replace(far, remote=None)
+        nowhere = dataclasses.replace(far, endpoint=far.endpoint._replace(tcp=None))
         with pytest.raises(ChannelLost, match="listen=ADDRESS"):
-            Connection(nowhere)
+            Client(nowhere)
 
 
 # --- threads and event loops ----------------------------------------------------------------------
@@ -270,9 +271,8 @@ def test_a_slow_reader_does_not_hold_up_others() -> None:
     """One that has asked for a large item and does not read it."""
     with Channel(timeout=SOON) as channel:
         channel.put(b"x" * (8 << 20))
-        slow = Connection(channel._address)
-        ask = Request(Operation.GET, encoded(None), SOON, float("inf"), 1, float("inf"))
-        slow._socket.sendall(ask.parts()[0])
+        slow = Client(channel._address)
+        slow._stream.send(Frame(Operation.GET, pickle.dumps({"key": None, "timeout": SOON})))
         eventually(lambda: channel.size() == 0)
         channel.put("next")
         assert channel.get(timeout=SOON) == "next"
@@ -283,7 +283,7 @@ def test_a_slow_reader_does_not_hold_up_others() -> None:
 def test_the_host_has_no_thread_for_each_request() -> None:
     with Channel(timeout=SOON) as channel:
         before = threading.active_count()
-        connections = [Connection(channel._address) for _ in range(20)]
+        connections = [Client(channel._address) for _ in range(20)]
         for number in range(20):
             channel.put(number)
         assert threading.active_count() == before

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2flow.runtime.transport.channel.state import Answer, ChannelState, Item, Outcome
+from m2flow.runtime.transport.channel.state import ChannelState, Item, Outcome, Verdict
 
 MAX_ITEMS, MAX_BYTES = 3, 40
 TICKETS = frozenset(range(8))
@@ -19,11 +19,11 @@ def item(body: object, weight: float = 1.0, num_bytes: int = 1) -> Item:
     return Item(body, weight, num_bytes)
 
 
-def bodies(answer: Answer) -> list[object]:
+def bodies(answer: Verdict) -> list[object]:
     return [item.body for item in answer.items]
 
 
-def outcomes(answers: Sequence[Answer]) -> dict[int, Outcome]:
+def outcomes(answers: Sequence[Verdict]) -> dict[int, Outcome]:
     return {answer.ticket: answer.outcome for answer in answers}
 
 
@@ -317,8 +317,8 @@ def test_deadlines_are_kept_and_say_how_long_was_waited() -> None:
     assert not state.put(3, None, item(1), 7.0, 10.0)
     assert state.next_deadline == 15.0
     assert not state.expire(14.9)
-    assert state.expire(15.0) == [Answer(1, Outcome.EMPTY, 5.0)]
-    assert state.expire(17.5) == [Answer(3, Outcome.FULL, 7.5)]
+    assert state.expire(15.0) == [Verdict(1, Outcome.EMPTY, 5.0)]
+    assert state.expire(17.5) == [Verdict(3, Outcome.FULL, 7.5)]
     assert state.next_deadline == math.inf
 
 

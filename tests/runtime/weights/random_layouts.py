@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from m2flow.runtime.weights.boxes import Box
-from m2flow.runtime.weights.layout import Held, Layout, Shard
+from m2flow.runtime.weights.manifest import Shard, TensorManifest, TensorPart
 
 shapes = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
 
@@ -65,5 +65,5 @@ def tensor_of(shape, dtype=torch.float32):
 
 def replicas(lanes, shape, name="w", itemsize=4):
     """Lanes that all hold the whole of one tensor."""
-    held = Held(shape, "float32", itemsize, Box.whole(shape))
-    return {lane: Layout({name: held}) for lane in lanes}
+    held = TensorPart(shape, "float32", itemsize, Box.whole(shape))
+    return {lane: TensorManifest({name: held}) for lane in lanes}

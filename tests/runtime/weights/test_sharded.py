@@ -13,7 +13,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from m2flow.runtime.weights.assemble import Assembler
 from m2flow.runtime.weights.boxes import Box
-from m2flow.runtime.weights.layout import LayoutError, describe, local_tensor, merged, wanted_boxes
+from m2flow.runtime.weights.manifest import (
+    ManifestError,
+    describe,
+    local_tensor,
+    merged,
+    wanted_boxes,
+)
 from m2flow.runtime.weights.transfers import transfers
 
 
@@ -81,7 +87,7 @@ def test_rows_that_do_not_lie_side_by_side_are_refused():
             torch.arange(8), mesh, [_StridedShard(0, split_factor=2)], src_data_rank=None
         )
         assert local_tensor(tensor).tolist() != list(range(4))
-        with pytest.raises(LayoutError, match=r"w: this rank's part .* is not one block"):
+        with pytest.raises(ManifestError, match=r"w: this rank's part .* is not one block"):
             describe({"w": tensor})
 
     seen_from_each_rank((2,), make)
@@ -90,7 +96,7 @@ def test_rows_that_do_not_lie_side_by_side_are_refused():
 def test_partial_sums_are_refused():
     def make(mesh):
         tensor = DTensor.from_local(torch.ones(4), mesh, [Partial()])
-        with pytest.raises(LayoutError, match="w: holds partial sums"):
+        with pytest.raises(ManifestError, match="w: holds partial sums"):
             describe({"w": tensor})
 
     seen_from_each_rank((2,), make)

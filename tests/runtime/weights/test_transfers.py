@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from m2flow.runtime.weights.assemble import Assembler
 from m2flow.runtime.weights.boxes import Box, uncovered
-from m2flow.runtime.weights.layout import (
-    Held,
-    Layout,
-    LayoutError,
+from m2flow.runtime.weights.manifest import (
+    ManifestError,
     Shard,
+    TensorManifest,
+    TensorPart,
     describe,
     local_tensor,
     merged,
@@ -85,7 +85,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 
 
 def test_default_is_everything_whole():
-    layout = Layout({"a": Held((2, 3), "float32", 4, Box.whole((2, 3)))}, {"b": "a"})
+    layout = TensorManifest({"a": TensorPart((2, 3), "float32", 4, Box.whole((2, 3)))}, {"b": "a"})
     assert wanted_boxes(layout, None) == {"a": Box((0, 0), (2, 3))}
     assert wanted_boxes(layout, {"b": Box((0, 0), (1, 3))}) == {"a": Box((0, 0), (1, 3))}
 
@@ -104,8 +104,8 @@ def test_replicas_share_the_sending():
     layouts = {}
     for lane in range(4):
         shape = (4, 8)
-        layouts[lane] = Layout(
-            {f"w{i}": Held(shape, "float32", 4, Box.whole(shape)) for i in range(32)}
+        layouts[lane] = TensorManifest(
+            {f"w{i}": TensorPart(shape, "float32", 4, Box.whole(shape)) for i in range(32)}
         )
     plan = transfers(layouts, wanted_boxes(merged(layouts), None), lambda lane: 1.0)
     assert len(plan) == 32
@@ -159,7 +159,7 @@ def test_incomplete_pieces_touch_no_buffer():
         ([other[0], (other[1][0], torch.zeros(3))], "a piece is float32"),
         ([other[0], (other[1][0], torch.zeros(4, dtype=torch.float64))], "a piece is float64"),
     ):
-        with pytest.raises(LayoutError, match=message):
+        with pytest.raises(ManifestError, match=message):
             assembler.assemble(wanted, merged(layouts), bad)
         assert torch.equal(kept, tensor)
 
@@ -198,34 +198,34 @@ def test_a_lane_without_elements_does_not_undo_a_tie():
 
 
 def test_refusals_name_the_tensor():
-    layout = Layout({"model.norm": Held((4,), "float32", 4, Box((0,), (2,)))})
-    with pytest.raises(LayoutError, match=r"model\.nrom: .*did you mean 'model\.norm'"):
+    layout = TensorManifest({"model.norm": TensorPart((4,), "float32", 4, Box((0,), (2,)))})
+    with pytest.raises(ManifestError, match=r"model\.nrom: .*did you mean 'model\.norm'"):
         wanted_boxes(merged({0: layout}), {"model.nrom": Box.whole((4,))})
-    with pytest.raises(LayoutError, match=r"model\.norm: the box asked for does not fit"):
+    with pytest.raises(ManifestError, match=r"model\.norm: the box asked for does not fit"):
         wanted_boxes(merged({0: layout}), {"model.norm": Box.whole((5,))})
-    with pytest.raises(LayoutError, match="no lane of the source has"):
+    with pytest.raises(ManifestError, match="no lane of the source has"):
         transfers({0: layout}, {"other": Box.whole((4,))}, lambda lane: 1.0)
     with pytest.raises(
-        LayoutError, match=r"model\.norm: 2 of the 4 elements wanted are on no lane"
+        ManifestError, match=r"model\.norm: 2 of the 4 elements wanted are on no lane"
     ):
         transfers({0: layout}, {"model.norm": Box.whole((4,))}, lambda lane: 1.0)
-    longer = Layout({"model.norm": Held((5,), "float32", 4, Box((0,), (2,)))})
-    with pytest.raises(LayoutError, match="lane 0 says global_shape"):
+    longer = TensorManifest({"model.norm": TensorPart((5,), "float32", 4, Box((0,), (2,)))})
+    with pytest.raises(ManifestError, match="lane 0 says global_shape"):
         merged({0: layout, 1: longer})
-    with pytest.raises(LayoutError, match=r"lane 0 holds float32 \(4,\), lane 1 holds"):
+    with pytest.raises(ManifestError, match=r"lane 0 holds float32 \(4,\), lane 1 holds"):
         transfers({0: layout, 1: longer}, {"model.norm": Box.whole((4,))}, lambda lane: 1.0)
-    with pytest.raises(LayoutError, match="weights must be tensors"):
+    with pytest.raises(ManifestError, match="weights must be tensors"):
         describe({"w": [1.0]})
-    with pytest.raises(LayoutError, match="shard of shape"):
+    with pytest.raises(ManifestError, match="shard of shape"):
         describe({"w": Shard(torch.zeros(3), Box((0,), (2,)), (4,))})
 
 
 def test_planning_for_many_lanes_takes_little_time():
     shape, lanes, names = (4096, 8), 64, 200
     layouts = {
-        lane: Layout(
+        lane: TensorManifest(
             {
-                f"w{i}": Held(shape, "bfloat16", 2, Box((lane * 64, 0), (64, 8)))
+                f"w{i}": TensorPart(shape, "bfloat16", 2, Box((lane * 64, 0), (64, 8)))
                 for i in range(names)
             }
         )

@@ -54,7 +54,7 @@ from m2flow.runtime.lane.orders import (
     Said,
 )
 from m2flow.runtime.transport.groups import lane_sets_of
-from m2flow.runtime.transport.peers import PeerLost
+from m2flow.runtime.transport.peering import PeerLost
 from m2flow.runtime.weights.publisher import Publisher
 
 PEER_SECONDS = 1.0
@@ -85,7 +85,7 @@ class RayCarrier:
         plans: the plan of each of the graphs.
         version: number of the weights that the run begins with.
         load_seconds: longest that loading the workers may take.
-        publish: the one way to send weights; None for the one predicted to be fastest.
+        publish: the one way to send weights; by default it follows from where workers stand.
         moved: what is known of the run that this one goes on with on the same lanes, if any.
 
     Attributes:

@@ -42,9 +42,14 @@ from m2flow.runtime.lane.orders import (
     from_bytes,
     to_bytes,
 )
-from m2flow.runtime.transport.devices import Standing
-from m2flow.runtime.transport.lines import LauncherLine, LineClosed, connect
+from m2flow.runtime.transport.lines import (
+    SILENCE_SECONDS,
+    LauncherLine,
+    LineClosed,
+    connect,
+)
 from m2flow.runtime.transport.measure import completed, who_measures
+from m2flow.runtime.transport.peering import Location
 from m2flow.runtime.transport.sweeping import sweep
 from m2flow.runtime.transport.table import LinkTable
 
@@ -92,7 +97,8 @@ class LanePool:
     Attributes:
         lanes: what was started.
         addresses: of each lane, by number.
-        links: the measured ways between lanes.
+        links: the ways between lanes: what was measured, and assumptions for the rest.
+        measured_links: what was measured.
 
     Raises:
         UserError: the cluster has no room for the lanes.
@@ -155,12 +161,14 @@ class LanePool:
                 same_node=address.node == here,
                 seconds=max(1.0, deadline - time.monotonic()),
             )
+            if address.node != here:  # on this machine the end of a process closes its line
+                line.on_silence = partial(self._known_end, number)
             self._lines[number] = line
             self._selector.register(line, selectors.EVENT_READ, number)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        host = str(ray.util.get_node_ip_address())
-        self.exchange = Exchange(None, LAUNCHER, here, host, self._folder, self._key, self._link)
+        self.exchange = Exchange(None, LAUNCHER, here, None, self._folder, self._key, self._link)
         self.exchange.introduce(peers, self._actors)
+        self.measured_links = LinkTable()
         alone = self._lanes_per_process == 1
         self.links = self._measure_links() if alone else LinkTable.assumed()
 
@@ -171,11 +179,12 @@ class LanePool:
         isolated: Mapping[str, Isolation],
     ) -> list[Any]:
         """Start a process for each lane; what will be its address."""
+        one_node = {lane.node for lane in self.lanes} == {0}
         for position, lane in enumerate(self.lanes):
             options = _options(lane, nodes[lane.node], isolated, shares_gpu=lane.id in beside)
             actor = ray.remote(**options)(LaneProcess)
             self._actors[lane.id] = actor.remote(
-                lane, position, str(self._folder), self._key, self._link
+                lane, position, str(self._folder), self._key, self._link, one_node
             )
         visible = self._visible_gpus(beside, isolated)
         return [actor.ready.remote(visible.get(lane)) for lane, actor in self._actors.items()]
@@ -240,7 +249,8 @@ class LanePool:
             said, self._inbox = list(self._inbox), deque()
             return said
         said = []
-        for key, events in self._selector.select(seconds):
+        self._check_silent()
+        for key, events in self._selector.select(min(seconds, SILENCE_SECONDS)):
             lane, line = key.data, self._lines[key.data]
             try:
                 if events & selectors.EVENT_WRITE:
@@ -253,6 +263,14 @@ class LanePool:
                     break  # first what the others said; the line stays closed
                 raise LaneGone(lane, self._why_gone(lane, str(error))) from None
         return said
+
+    def _check_silent(self) -> None:
+        """Ask Ray about lanes that have said nothing for long; raises LaneGone."""
+        for lane, line in self._lines.items():
+            try:
+                line.check()
+            except LineClosed as error:
+                raise LaneGone(lane, str(error)) from None
 
     def new_number(self) -> int:
         """A number by which an answer is known."""
@@ -286,17 +304,21 @@ class LanePool:
         return answers
 
     def _why_gone(self, lane: int, otherwise: str) -> str:
-        """What Ray knows of a lane's end."""
+        """Why a lane that is gone has ended, as far as Ray knows."""
+        return self._known_end(lane, seconds=2.0) or otherwise
+
+    def _known_end(self, lane: int, seconds: float = 0.0) -> str | None:
+        """What Ray knows of a lane's end; None if it knows of none."""
         try:
-            ray.get(self._serving[lane], timeout=2.0)
+            ray.get(self._serving[lane], timeout=seconds)
         except GetTimeoutError:
-            return otherwise
+            return None
         except RayActorError as error:
             return str(error).splitlines()[0]
         except RayError as error:
             cause = getattr(error, "cause", None)
             return str(cause or error).splitlines()[0]
-        return otherwise
+        return "it has ended"
 
     def is_here(self, lane: int) -> bool:
         """Whether a lane is on the launcher's machine."""
@@ -308,19 +330,20 @@ class LanePool:
     def _measure_links(self) -> LinkTable:
         """Measure the ways from the first lane to one beside it and to one on each other node, and
         those between GPUs."""
-        table = LinkTable.assumed()
         peers = {lane: address.peer for lane, address in self.addresses.items()}
-        places = {lane: Standing(name_of(lane), at.node, at.gpu) for lane, at in peers.items()}
+        places = {lane: Location(name_of(lane), at.node, at.gpu) for lane, at in peers.items()}
         measured: LinkTable | None = None
         for asker, asked in who_measures(places).items():
             answer = self.ask(asker, partial(_probe, asked))
             found = pickle.loads(answer.value)
             measured = found if measured is None else measured.merged(found)
-        if measured is not None:
-            any_gpu = any(place.gpu is not None for place in places.values())
-            table = table.merged(completed(measured, any_gpu=any_gpu))
-            for lane in self.lanes:
-                self.send(lane.id, UseLinks(table))
+        if measured is None:
+            return LinkTable.assumed()
+        any_gpu = any(place.gpu is not None for place in places.values())
+        self.measured_links = completed(measured, any_gpu=any_gpu)
+        table = LinkTable.assumed().merged(self.measured_links)
+        for lane in self.lanes:
+            self.send(lane.id, UseLinks(table))
         return table
 
     # --- the end ----------------------------------------------------------------------------------

@@ -162,10 +162,10 @@ class Run:
         return answers
 
     def explain_publishing(self) -> dict[str, str]:
-        """Which way weights travel to other lanes -> its size, its predicted time, and why.
+        """Which way weights travel to other lanes -> their size, and why.
 
-        There is one way for each worker that publishes and each distance; it is here as soon as a
-        version has been published. What goes to other nodes may change with what is measured.
+        There is one way for each worker that publishes and each distance, known as soon as a
+        version has been published.
         """
         publisher = getattr(self._carrier, "publisher", None)
         return {} if publisher is None else dict(publisher.explain())

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from m2flow.engine.plan import LaneSpec
-from m2flow.runtime.transport.lines import Line, LineAddress, LineClosed, Waiting
+from m2flow.runtime.transport.lines import Line, LineClosed, Waiting
+from m2flow.runtime.transport.listening import LOOPBACK, Endpoint
 from m2flow.runtime.transport.sweeping import sweep
 
 if TYPE_CHECKING:  # they import torch
     from m2flow.runtime.lane.exchange import Exchange
     from m2flow.runtime.transport.groups import LaneGroups
-    from m2flow.runtime.transport.peers import PeerAddress
+    from m2flow.runtime.transport.peering import PeerAddress
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -47,7 +48,7 @@ class LaneAddress:
 
     Attributes:
         node: Ray's id of the machine it is on.
-        host: that machine's address.
+        host: that machine's address; a loopback address if all lanes are on one machine.
         process_id: of the lane's process.
         line: where its launcher may come.
         peer: where other lanes ask for payloads.
@@ -57,7 +58,7 @@ class LaneAddress:
     node: str
     host: str
     process_id: int
-    line: LineAddress
+    line: Endpoint
     peer: PeerAddress
     meeting_port: int
 
@@ -71,11 +72,19 @@ class LaneProcess:
         folder: name of the pool's folder in the temporary folder of each machine.
         key: the pool's secret.
         link: the one way that payloads are to take; None for the fastest.
+        one_node: whether launcher and lanes are all on one machine; nothing listens to others then.
     """
 
     def __init__(
-        self, lane: LaneSpec, position: int, folder: str, key: bytes, link: str | None
+        self,
+        lane: LaneSpec,
+        position: int,
+        folder: str,
+        key: bytes,
+        link: str | None,
+        one_node: bool = False,
     ) -> None:
+        self.one_node = one_node
         self.lane, self.position, self.key, self.link = lane, position, key, link
         self.folder = Path(folder)
         self.num_threads = max(1, len(lane.cores))
@@ -102,11 +111,12 @@ class LaneProcess:
 
         torch.set_num_threads(self.num_threads)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        context = ray.get_runtime_context()
-        node, host = context.get_node_id(), str(ray.util.get_node_ip_address())
-        self._exchange = self._make_exchange(node, host)
+        node = ray.get_runtime_context().get_node_id()
+        host = LOOPBACK if self.one_node else str(ray.util.get_node_ip_address())
+        reached_at = None if self.one_node else host
+        self._exchange = self._make_exchange(node, reached_at)
         self._meeting = socket.create_server((host, 0))  # held, so that nobody else takes the port
-        self._waiting = Waiting(self.folder / f"lane-{self.position}.line", host, self.key)
+        self._waiting = Waiting(reached_at, self.key)
         return LaneAddress(
             node,
             host,
@@ -116,13 +126,11 @@ class LaneProcess:
             self._meeting.getsockname()[1],
         )
 
-    def _make_exchange(self, node: str, host: str) -> Exchange:
-        from m2flow.runtime.lane.exchange import Exchange, name_of
-        from m2flow.runtime.transport.gpu import devices_here
+    def _make_exchange(self, node: str, host: str | None) -> Exchange:
+        from m2flow.runtime.lane.exchange import Exchange
+        from m2flow.runtime.transport.devices import devices_here
 
-        devices = None
-        if self.lane.gpu is not None:
-            devices = devices_here(name_of(self.lane.id), node, host)
+        devices = None if self.lane.gpu is None else devices_here()
         return Exchange(
             self.lane.id, self.position, node, host, self.folder, self.key, self.link, devices
         )

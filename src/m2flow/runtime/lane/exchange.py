@@ -2,29 +2,38 @@
 
 Items are asked for by whoever reads them and travel straight from the lane that holds them, by the
 way that the link table prefers. Published weights are laid out and taken over by the two halves of
-`m2flow.runtime.weights`. The launcher has an exchange too, to read results.
+`m2flow.runtime.weights`. The launcher has an exchange too, to read results; it serves nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from m2flow.flow.batch import Batch
 from m2flow.runtime.lane.orders import Fetch
 from m2flow.runtime.lane.store import Store
 from m2flow.runtime.transport.devices import Devices
-from m2flow.runtime.transport.measure import measure
+from m2flow.runtime.transport.measure import measure, median_seconds
 from m2flow.runtime.transport.objects import RayObjects
-from m2flow.runtime.transport.peers import PayloadServer, PeerAddress, Peers
+from m2flow.runtime.transport.peering import PeerAddress
+from m2flow.runtime.transport.peers import Peers
+from m2flow.runtime.transport.server import PayloadServer
 from m2flow.runtime.transport.shared_memory import PoolFull, SharedHandle, SharedPool
-from m2flow.runtime.transport.table import LinkTable
+from m2flow.runtime.transport.table import LinkTable, TransferCost
 from m2flow.runtime.transport.wire import pack, unpack
+from m2flow.runtime.weights.exports import ManifestKey, WeightsKey
 from m2flow.runtime.weights.relay import Relay, RelayKey
-from m2flow.runtime.weights.source import LayoutKey, WeightsKey, WeightsOut
+from m2flow.runtime.weights.source import WeightsOut
 from m2flow.runtime.weights.target import WeightsIn
+
+FETCHES_AT_ONCE = 8
+"""Threads that `fetch_later` uses at most."""
 
 SHARED_BYTES = 64 << 10
 """Source items that are larger than this go through shared memory, where there is some."""
@@ -51,12 +60,13 @@ class Exchange:
     Args:
         lane: the lane's number; None for the launcher.
         position: its place among the lanes of the pool.
-        node, host: Ray's id of the machine, and its address.
-        folder: for sockets.
+        node: Ray's id of the machine.
+        host: its address for other machines; None if all lanes are on this one.
+        folder: the pool's; its name begins those of the files in shared memory.
         key: the pool's secret.
         link: the one way that payloads are to take; None for the fastest.
-        devices: what the process has of its GPU, if it stands on one: elements on a device then go
-            by a link of the device's, and arrive there.
+        devices: what the process has of its GPU, if it runs on one: elements on a device then go
+            by CUDA IPC where that is possible, and arrive there.
 
     Attributes:
         objects: this process's end of Ray's way.
@@ -70,7 +80,7 @@ class Exchange:
         lane: int | None,
         position: int,
         node: str,
-        host: str,
+        host: str | None,
         folder: Path,
         key: bytes,
         link: str | None = None,
@@ -82,30 +92,32 @@ class Exchange:
         self._store = Store()
         self._addresses: Mapping[int, PeerAddress] = {}
         self._pool = SharedPool(f"{folder.name}-{position}-")
-        self.weights_out = (
-            None if lane is None else WeightsOut(self._pool, lane, position, by_handle=link is None)
-        )
-        further = {"object": self.objects}
         self._devices = devices
-        self._server = PayloadServer(
-            self._provide,
-            self._pool,
-            key,
-            host,
-            node=node,
-            name=name,
-            folder=folder,
-            links=further,
-            devices=devices,
-        )
-        self._peers = Peers(node, key, links=further, name=name, devices=devices)
+        self._fetching: ThreadPoolExecutor | None = None
+        self._peers = Peers(node, key, objects=self.objects, name=name, devices=devices)
         self._reader = self._peers.reader
         self._relay = Relay(self._fetch)
         self.weights_in = WeightsIn(lane, self._fetch, self._reader, self._relay)
+        self.weights_out: WeightsOut | None = None
+        self._server: PayloadServer | None = None
+        if lane is not None:  # nobody asks the launcher for anything
+            by_handle = link is None
+            self.weights_out = WeightsOut(self._pool, lane, position, by_handle=by_handle)
+            self._server = PayloadServer(
+                self._provide,
+                self._pool,
+                key,
+                host,
+                node=node,
+                name=name,
+                objects=self.objects,
+                devices=devices,
+            )
 
     @property
     def address(self) -> PeerAddress:
-        """Where peers ask for what is here."""
+        """Where peers ask for what is on this lane."""
+        assert self._server is not None, "the launcher serves nothing"
         return self._server.address
 
     def introduce(self, addresses: Mapping[int, PeerAddress], actors: Mapping[int, Any]) -> None:
@@ -114,6 +126,7 @@ class Exchange:
 
     def use(self, table: LinkTable) -> None:
         """Choose by this table which way a payload takes."""
+        assert self._server is not None, "the launcher serves nothing"
         self._server.table = table
 
     def serve(self, store: Store) -> None:
@@ -124,7 +137,7 @@ class Exchange:
         match key:
             case ItemsKey(flow, step, producer, items):
                 return self._store.gather(flow, step, [(producer, items)])
-            case WeightsKey() | LayoutKey() if self.weights_out is not None:
+            case WeightsKey() | ManifestKey() if self.weights_out is not None:
                 return self.weights_out.provide(key)
             case RelayKey():
                 return self._relay.bring(key)
@@ -143,6 +156,15 @@ class Exchange:
         """Items that a lane holds."""
         batch: Batch = self._fetch(lane, key, seconds)
         return batch
+
+    def fetch_later(self, lane: int, key: ItemsKey, seconds: float) -> Future[Batch]:
+        """Items that a lane holds, fetched by another thread while this one goes on.
+
+        The future raises what `ask` would have raised.
+        """
+        if self._fetching is None:
+            self._fetching = ThreadPoolExecutor(FETCHES_AT_ONCE, "m2flow fetch")
+        return self._fetching.submit(self.ask, lane, key, seconds)
 
     def _fetch(self, lane: int, key: Any, seconds: float, *, own: bool = False) -> Any:
         """What a lane has; with `own` in memory that no other lane reads."""
@@ -185,14 +207,28 @@ class Exchange:
     # --- links ------------------------------------------------------------------------------------
 
     def measure(self, lanes: Sequence[int]) -> LinkTable:
-        """Measure the ways from here to other lanes, and between the GPUs of both."""
+        """Measure the ways from here to other lanes, between GPUs, and within a lane."""
         addresses = [self._addresses[lane] for lane in lanes]
-        return measure(self._peers, addresses, further_links=["object"])
+        found = measure(self._peers, addresses, objects=True)
+        return LinkTable({"lane": {"reference": reference_cost()}}).merged(found)
 
     def close(self) -> None:
         """Stop serving; shared memory goes when its last reader lets go."""
+        if self._fetching is not None:
+            self._fetching.shutdown(wait=False, cancel_futures=True)
         self._peers.close()
-        self._server.close()
-        if self._devices is not None:
-            self._devices.close()
+        if self._server is not None:
+            self._server.close()
         self._pool.close()
+
+
+def reference_cost(repeats: int = 200) -> TransferCost:
+    """What handing a Batch on within a lane takes: put into the store and gathered again."""
+    batch = Batch({"tokens": torch.zeros(16, 64), "reward": torch.zeros(16)})
+
+    def hand_over() -> None:
+        store = Store()
+        store.put("flow", 0, 0, batch)
+        store.gather("flow", 0, [(0, batch.ids)])
+
+    return TransferCost(median_seconds(hand_over, repeats))

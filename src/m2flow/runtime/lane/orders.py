@@ -15,7 +15,7 @@ from m2flow.engine.messages import LaneCommand, MoveState
 from m2flow.flow.graph import FlowGraph
 from m2flow.runtime.driver.runner import Report
 from m2flow.runtime.transport.table import LinkTable
-from m2flow.runtime.weights.choose import Method
+from m2flow.runtime.weights.exports import Export, Sends
 
 # --- orders -------------------------------------------------------------------------------------
 
@@ -108,60 +108,6 @@ class Fetch:
     items: tuple[int, ...]
     lane: int | None = None
     packed: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """Where a lane has laid a version of weights out, for those who take it one way.
-
-    Attributes:
-        source, version: whose weights they are, and which.
-        lane: which lane.
-        method: which way.
-        layout: token of the lane's Layout, which whoever does not know it asks for.
-        num_bytes: size of what lies there.
-        full_bytes: size of all that the lane holds of the weights.
-        handle: in shared memory of the node; None for those who are to ask.
-        reader: which of the handle's readers the addressee is.
-        group, rank: of a broadcast the lanes, as positions, and the sender's position.
-        on_gpu: whether the broadcast is of memory on accelerators.
-        via: the lane that brings it to the addressee's node; None if the addressee does itself.
-        changed: share of elements that differ from the version before, where it was measured.
-    """
-
-    source: str
-    version: int
-    lane: int
-    method: Method
-    layout: int
-    num_bytes: int
-    full_bytes: int
-    handle: Any = None
-    reader: int = 0
-    group: tuple[int, ...] = ()
-    rank: int = 0
-    on_gpu: bool = False
-    via: int | None = None
-    changed: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Sends:
-    """How a version of weights is to be laid out.
-
-    Attributes:
-        readers: way -> how many installs will take it, each once.
-        oldest: versions before this one are needed by nobody any more.
-        group: of a broadcast the lanes, as positions.
-        keep: keep this version to measure the change of the next by it.
-        measure: measure what has changed since the version before, which was kept.
-    """
-
-    readers: Mapping[Method, int]
-    oldest: int
-    group: tuple[int, ...] = ()
-    keep: bool = False
-    measure: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +260,7 @@ def to_bytes(message: Order | FromLane) -> bytes:
         return bytes(cloudpickle.dumps(message))
 
 
-def from_bytes(frame: bytes | bytearray) -> Any:
+def from_bytes(frame: bytes | memoryview) -> Any:
     """The message of a frame that `to_bytes` made."""
     return pickle.loads(frame)
 

@@ -23,7 +23,7 @@ from m2flow.runtime.transport.peers import Peers
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from m2flow.runtime.transport.peers import PeerAddress
+    from m2flow.runtime.transport.peering import PeerAddress
 
 _lines: dict[int, Line] = {}
 """Control lines of the lanes of this process, by lane."""
@@ -99,7 +99,7 @@ class SharedLane(LaneProcess):
         super().__init__(lane, position, folder, key, None)
         self._beside = beside
 
-    def _make_exchange(self, node: str, host: str) -> Exchange:
+    def _make_exchange(self, node: str, host: str | None) -> Exchange:
         exchange = SharedExchange(self.lane.id, self.position, node, host, self.folder, self.key)
         exchange.stand_beside(self._beside)
         return exchange
@@ -142,7 +142,7 @@ class SharedExchange(Exchange):
     """An exchange that takes what lies on a lane of its own process by reference."""
 
     def __init__(
-        self, lane: int, position: int, node: str, host: str, folder: Path, key: bytes
+        self, lane: int, position: int, node: str, host: str | None, folder: Path, key: bytes
     ) -> None:
         super().__init__(lane, position, node, host, folder, key)
         self._beside: Mapping[int, SharedExchange] = {}

@@ -69,7 +69,7 @@ class Block:
         views_here: whether it is under a tensor of the owner's.
     """
 
-    segment: Segment
+    segment: BlockFile
     start: int
     flags: int
     resident: int = 0
@@ -102,7 +102,7 @@ class Block:
 
 
 @dataclass(slots=True, eq=False)
-class Segment:
+class BlockFile:
     """A file of blocks of one size, after a table of their flags."""
 
     name: bytes
@@ -133,8 +133,8 @@ class Blocks:
         self.prefix = prefix
         self.max_bytes = max_bytes
         self.bytes_resident = 0
-        self.segments: list[Segment] = []
-        self.by_name: dict[bytes, Segment] = {}
+        self.segments: list[BlockFile] = []
+        self.by_name: dict[bytes, BlockFile] = {}
         self._unique = f"{prefix}{os.getpid():x}-{secrets.token_hex(3)}-"
         self._count = 0
         self._addresses: list[int] = []
@@ -265,7 +265,7 @@ class Blocks:
                 self.bytes_resident -= held
                 nbytes -= held
 
-    def _new_segment(self, size: int, nbytes: int) -> Segment:
+    def _new_segment(self, size: int, nbytes: int) -> BlockFile:
         count = max(1, SLAB_BYTES // size)
         table = _whole_pages(count * MAX_READERS)
         total = table + count * size
@@ -284,7 +284,7 @@ class Blocks:
         memory = np.ndarray((total,), np.uint8, mapping)
         address = memory.__array_interface__["data"][0]
         file = name.encode()
-        segment = Segment(file, path, total, descriptor, mapping, memory, address, size, [])
+        segment = BlockFile(file, path, total, descriptor, mapping, memory, address, size, [])
         segment.blocks.extend(
             Block(segment, table + i * size, i * MAX_READERS) for i in range(count)
         )
@@ -293,7 +293,7 @@ class Blocks:
         insort(self._addresses, address)
         return segment
 
-    def _drop(self, segment: Segment) -> None:
+    def _drop(self, segment: BlockFile) -> None:
         self.segments.remove(segment)
         self._addresses.remove(segment.address)
         del self.by_name[segment.name]
@@ -310,7 +310,7 @@ def _whole_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def _unlink_all(segments: dict[bytes, Segment], owner: int) -> None:
+def _unlink_all(segments: dict[bytes, BlockFile], owner: int) -> None:
     if os.getpid() == owner:  # a fork has the same list, and no right to it
         for segment in segments.values():
             segment.path.unlink(missing_ok=True)

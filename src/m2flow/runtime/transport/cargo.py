@@ -26,7 +26,7 @@ OnDevice: TypeAlias = Callable[[Tensor], bool]
 """Whether a tensor's elements lie in the memory that the device's links can hand over."""
 
 
-class Manifest(NamedTuple):
+class CargoManifest(NamedTuple):
     """Where each buffer of a payload is to be found again.
 
     Attributes:
@@ -53,7 +53,7 @@ class Manifest(NamedTuple):
 
 
 class Cargo(NamedTuple):
-    """A payload taken apart.
+    """A payload, split into its host and device parts.
 
     Attributes:
         host: head and buffers in host memory, as a payload of their own.
@@ -63,7 +63,7 @@ class Cargo(NamedTuple):
 
     host: Packed
     pieces: list[Tensor]
-    manifest: Manifest
+    manifest: CargoManifest
 
 
 def device_bytes(packed: Packed, on_device: OnDevice) -> int:
@@ -72,7 +72,7 @@ def device_bytes(packed: Packed, on_device: OnDevice) -> int:
 
 
 def load(packed: Packed, on_device: OnDevice) -> Cargo:
-    """Take a payload apart. What is queued on the device counts as done: by the stream's order."""
+    """Split a payload into host and device buffers, in the order of the current stream."""
     host: list[Buffer] = []
     places: list[tuple[int, int, int] | None] = []
     large: list[Tensor] = []
@@ -101,7 +101,7 @@ def load(packed: Packed, on_device: OnDevice) -> Cargo:
         places = [None if one is None else (one[0] - 1, *one[1:]) for one in places]
     rest = Packed(packed.head, host, len(packed.head) + sum(one.nbytes for one in host))
     sizes = tuple(piece.numel() for piece in pieces)
-    return Cargo(rest, pieces, Manifest(tuple(places), sizes))
+    return Cargo(rest, pieces, CargoManifest(tuple(places), sizes))
 
 
 def _is_there(buffer: Buffer, on_device: OnDevice) -> bool:

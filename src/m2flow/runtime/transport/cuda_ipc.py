@@ -6,8 +6,8 @@ CUDA opens memory of a GPU that the process does not see otherwise, if the two c
 
 Order and lifetime are those of torch.multiprocessing, on each side's current stream: on one GPU the
 receiver's stream waits for an event of the sender's, for another GPU the sender waits itself. The
-sender's memory stays until the receiver's tensors have died and its stream is through with them. An
-offer that is not taken is counted off by the side that made it.
+sender's memory stays until the receiver's tensors have died and its stream is through with them.
+The side that made an offer which is not taken counts it off.
 """
 
 from __future__ import annotations
@@ -19,11 +19,25 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from m2flow.runtime.transport.devices import Finish, LinkRefused, Standing, Talk
-from m2flow.runtime.transport.table import Scope
+from m2flow.errors import M2FlowError
+from m2flow.runtime.transport.peering import Location
+
+CUDA_IPC = "cuda_ipc"
 
 Handle: TypeAlias = tuple[Any, ...]
 """All that another process needs to open a tensor; plain values."""
+
+
+class LinkRefused(M2FlowError):
+    """CUDA IPC does not work between these two processes: use another way.
+
+    Attributes:
+        taken: so many pieces had been taken over before it failed.
+    """
+
+    def __init__(self, reason: str, taken: int = 0) -> None:
+        super().__init__(reason)
+        self.taken = taken
 
 
 class Handles(Protocol):
@@ -40,8 +54,8 @@ class Handles(Protocol):
         """Count a handle off that nobody will open."""
 
 
-class Token(NamedTuple):
-    """An offer.
+class IpcOffer(NamedTuple):
+    """Memory that another process may open.
 
     Attributes:
         gpu: where the memory is.
@@ -60,14 +74,12 @@ class CudaIPC:
         handles: the driver's part.
     """
 
-    scopes: tuple[Scope, ...] = ("gpu", "gpus")
-
     def __init__(self, gpu: str, handles: Handles) -> None:
         self._gpu, self._handles = gpu, handles
         self._unable: str | None = None
         self._lock = threading.Lock()  # torch's own counting expects one thread at a time
 
-    def offer(self, pieces: Sequence[Tensor], asker: Standing) -> Token:
+    def offer(self, pieces: Sequence[Tensor], asker: Location) -> IpcOffer:
         """Handles of the pieces. Where sharing fails once, it is not tried again."""
         if self._unable is not None:
             raise LinkRefused(self._unable)
@@ -76,10 +88,10 @@ class CudaIPC:
         try:
             handles.extend(self._share(piece, same_gpu=same_gpu) for piece in pieces)
         except RuntimeError as error:
-            self.withdraw(Token(self._gpu, tuple(handles)), 0)
+            self.withdraw(IpcOffer(self._gpu, tuple(handles)), 0)
             self._unable = f"its memory cannot be shared: {_first_line(error)}"
             raise LinkRefused(self._unable) from error
-        return Token(self._gpu, tuple(handles))
+        return IpcOffer(self._gpu, tuple(handles))
 
     def _share(self, piece: Tensor, *, same_gpu: bool) -> Handle:
         with self._lock:
@@ -88,18 +100,15 @@ class CudaIPC:
             except RuntimeError:  # a view from within an allocation, or another process's memory
                 return self._handles.share(piece.clone(), same_gpu=same_gpu)
 
-    def withdraw(self, token: Token, taken: int) -> None:
-        """Count off what will not be opened."""
-        for handle in token.handles[taken:]:
+    def withdraw(self, offer: IpcOffer, taken: int) -> None:
+        """Count off what will not be opened: all but the first `taken` pieces."""
+        for handle in offer.handles[taken:]:
             self._handles.let_go(handle)
 
-    def take(
-        self, token: Token, sizes: Sequence[int], holder: Standing, talk: Talk
-    ) -> list[Tensor]:
+    def take(self, offer: IpcOffer) -> list[Tensor]:
         """Open the pieces; copy those of another GPU."""
-        del sizes, holder, talk
         opened: list[Tensor] = []
-        for handle in token.handles:
+        for handle in offer.handles:
             try:
                 opened.append(self._handles.open(handle))
             except RuntimeError as error:
@@ -107,13 +116,7 @@ class CudaIPC:
                 opened.clear()  # the error is looked at for longer than they are needed
                 reason = f"its memory cannot be opened: {_first_line(error)}"
                 raise LinkRefused(reason, taken=taken) from None
-        return opened if token.gpu == self._gpu else [piece.clone() for piece in opened]
-
-    def proceed(self, token: Token, message: Any) -> tuple[Any, Finish]:
-        raise AssertionError("who takes a handle has nothing to say")
-
-    def close(self) -> None:
-        """Nothing: what is open is closed by its last reader."""
+        return opened if offer.gpu == self._gpu else [piece.clone() for piece in opened]
 
 
 class TorchHandles:

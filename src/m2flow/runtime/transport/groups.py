@@ -238,13 +238,6 @@ def sum_over(group: Any, tensors: Sequence[Any]) -> None:
             tensor.copy_(summed.view_as(tensor))
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def choose_interface(node_address: str | None) -> None:
     """Tell Gloo, and NCCL between nodes, which network interface to use.
 

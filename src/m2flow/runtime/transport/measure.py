@@ -12,54 +12,40 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from statistics import median
 
-import torch
-
 from m2flow.errors import M2FlowError
-from m2flow.flow.batch import Batch
-from m2flow.runtime.lane.store import Store
-from m2flow.runtime.transport.devices import STAGED, Standing, scope_between
-from m2flow.runtime.transport.peers import (
-    LinkUnavailable,
+from m2flow.runtime.transport.cuda_ipc import CUDA_IPC
+from m2flow.runtime.transport.devices import STAGED, scope_between
+from m2flow.runtime.transport.peering import (
+    Location,
     PeerAddress,
     PeerLost,
-    Peers,
     TestPayload,
 )
-from m2flow.runtime.transport.shared_memory import PoolFull
-from m2flow.runtime.transport.table import LinkCost, LinkTable, Scope
+from m2flow.runtime.transport.peers import Peers
+from m2flow.runtime.transport.table import LinkTable, Scope, TransferCost
 
 SIZES = (1 << 10, 1 << 20, 16 << 20)
 MOST_REPEATS = 9
 SECONDS_PER_SIZE = 0.015
 """After so long a size is not measured again; it is measured twice at least, the first to warm."""
 
-BETWEEN_GPUS: Mapping[Scope, tuple[str, str]] = {
-    "gpu": ("cuda_ipc", "no two lanes share one"),
-    "gpus": ("cuda_ipc", "no second GPU here"),
-    "gpu_cluster": ("nccl", "no GPU elsewhere"),
-}
-"""Of each scope of GPUs the link that is looked for, and what it means if there is no such pair."""
+TRANSFER_SECONDS = 10.0
+"""Longest that a transfer may take."""
+
+NO_PAIR: Mapping[Scope, str] = {"gpu": "no two lanes share one", "gpus": "no second GPU here"}
+"""Of each scope of GPUs what it means if no two lanes are that near to each other."""
 
 NO_GPU = "no GPU here"
 
 
-def measure(
-    peers: Peers,
-    addresses: Iterable[PeerAddress],
-    *,
-    sizes: tuple[int, ...] = SIZES,
-    further_links: Iterable[str] = (),
-    timeout: float = 10.0,
-) -> LinkTable:
-    """Measure the links from here to one peer of each node.
+def measure(peers: Peers, addresses: Iterable[PeerAddress], *, objects: bool = False) -> LinkTable:
+    """Measure the links from here to one peer of each node, and to one on a GPU of each scope.
 
     Args:
         peers: who asks.
         addresses: who may be asked; the first of each node is. Of several other nodes, the slowest
             counts for the scope `cluster`.
-        sizes: bytes of the test payloads.
-        further_links: names of links beyond `shared` and `stream`, as peers and servers have them.
-        timeout: seconds for each transfer.
+        objects: whether both sides have an end of Ray's object store, to be measured too.
 
     Raises:
         PeerLost, TimeoutError: a peer does not answer.
@@ -68,83 +54,77 @@ def measure(
     asked: dict[str, PeerAddress] = {}
     for address in addresses:
         asked.setdefault(address.node, address)
-    costs: dict[Scope, dict[str, LinkCost]] = {"lane": {"reference": reference_cost()}}
+    costs: dict[Scope, dict[str, TransferCost]] = {}
     for address in asked.values():
         scope: Scope = "node" if address.node == peers.node else "cluster"
-        for kind in ("stream", "shared", *further_links):
-            cost = _cost(peers, address, kind, sizes, timeout)
-            if cost is None:
-                continue
-            known = costs.setdefault(scope, {}).get(kind)
-            if known is None or cost.seconds(max(sizes)) > known.seconds(max(sizes)):
-                costs[scope][kind] = cost
-    return LinkTable(costs).merged(measure_gpus(peers, addresses, sizes=sizes, timeout=timeout))
+        for kind in ("stream", "shared", *(("object",) if objects else ())):
+            cost = _cost(peers, address, kind)
+            known = costs.get(scope, {}).get(kind)
+            if isinstance(cost, TransferCost) and (known is None or _slower(cost, known)):
+                costs.setdefault(scope, {})[kind] = cost
+    return LinkTable(costs).merged(measure_gpus(peers, addresses))
 
 
-def measure_gpus(
-    peers: Peers,
-    addresses: Iterable[PeerAddress],
-    *,
-    sizes: tuple[int, ...] = SIZES,
-    timeout: float = 10.0,
-) -> LinkTable:
+def measure_gpus(peers: Peers, addresses: Iterable[PeerAddress]) -> LinkTable:
     """Measure the links from this process's GPU to one peer of each scope, as `measure` does.
 
     Of a link that was looked for and does not work, the table says why.
     """
     nearest: dict[Scope, PeerAddress] = {}
     for address in addresses:
-        scope = scope_between(peers.standing, Standing("", address.node, address.gpu))
+        scope = scope_between(peers.location, Location("", address.node, address.gpu))
         if scope is not None:
             nearest.setdefault(scope, address)
-    costs: dict[Scope, dict[str, LinkCost]] = {}
+    costs: dict[Scope, dict[str, TransferCost]] = {}
     absent: dict[Scope, dict[str, str]] = {}
     for scope, address in nearest.items():
-        kind, _ = BETWEEN_GPUS[scope]
-        for way in (kind, STAGED):
-            cost = _device_cost(peers, address, way, sizes, timeout)
-            if isinstance(cost, LinkCost):
+        for way in (CUDA_IPC, STAGED):
+            cost = _cost(peers, address, way, on_device=True)
+            if isinstance(cost, TransferCost):
                 costs.setdefault(scope, {})[way] = cost
             else:
                 absent.setdefault(scope, {})[way] = cost
     return LinkTable(costs, absent=absent)
 
 
-def _device_cost(
-    peers: Peers, address: PeerAddress, kind: str, sizes: tuple[int, ...], timeout: float
-) -> LinkCost | str:
-    """What a way between two GPUs costs, or why there is none."""
-    assert peers.devices is not None
-    device = peers.devices.device
+def _cost(
+    peers: Peers, address: PeerAddress, kind: str, *, on_device: bool = False
+) -> TransferCost | str:
+    """What a link costs, or why there is none between the two."""
+    device = peers.devices.device if on_device and peers.devices is not None else None
 
     def transfer(nbytes: int) -> Callable[[], None]:
-        key = TestPayload(nbytes, on_device=True)
-        return lambda: peers.fetch(address, key, timeout=timeout, link=kind, device=device)
+        key = TestPayload(nbytes, on_device)
+        return lambda: peers.fetch(address, key, timeout=TRANSFER_SECONDS, link=kind, device=device)
 
     try:
-        return LinkCost.fitted({nbytes: _median_seconds(transfer(nbytes)) for nbytes in sizes})
+        return TransferCost.fitted({nbytes: median_seconds(transfer(nbytes)) for nbytes in SIZES})
     except PeerLost:
         raise
-    except M2FlowError as error:
+    except (M2FlowError, FileNotFoundError) as error:
         return str(error).splitlines()[0]
+
+
+def _slower(one: TransferCost, other: TransferCost) -> bool:
+    return one.seconds(max(SIZES)) > other.seconds(max(SIZES))
 
 
 def completed(table: LinkTable, *, any_gpu: bool) -> LinkTable:
     """The table with a word on each scope of GPUs that nobody could measure."""
     silent = {
-        scope: {kind: why if any_gpu else NO_GPU}
-        for scope, (kind, why) in BETWEEN_GPUS.items()
+        scope: {CUDA_IPC: why if any_gpu else NO_GPU}
+        for scope, why in NO_PAIR.items()
         if scope not in table.costs and scope not in table.absent
     }
     return replace(table, absent={**table.absent, **silent})
 
 
-def who_measures(places: Mapping[int, Standing]) -> dict[int, tuple[int, ...]]:
+def who_measures(places: Mapping[int, Location]) -> dict[int, tuple[int, ...]]:
     """Which lanes measure, and to which others: the first lane to one of each machine, and for each
     scope of GPUs one lane to another.
 
     Args:
-        places: where the lanes stand, by number, in order.
+        places: where the lanes run, by number, in order.
     """
     first, *others = places
     machines: dict[str, int] = {}
@@ -157,14 +137,14 @@ def who_measures(places: Mapping[int, Standing]) -> dict[int, tuple[int, ...]]:
     return {asker: tuple(peers) for asker, peers in asked.items() if peers}
 
 
-def _pairs_of_gpus(places: Mapping[int, Standing]) -> dict[Scope, tuple[int, int]]:
+def _pairs_of_gpus(places: Mapping[int, Location]) -> dict[Scope, tuple[int, int]]:
     """For each scope of GPUs the first two lanes that are so near to each other."""
     pairs: dict[Scope, tuple[int, int]] = {}
     earlier: dict[tuple[Scope, str], int] = {}
     for number, place in places.items():
         if place.gpu is None:
             continue
-        alike: dict[Scope, str] = {"gpu": place.gpu, "gpus": place.node, "gpu_cluster": ""}
+        alike: dict[Scope, str] = {"gpu": place.gpu, "gpus": place.node}
         for scope, key in alike.items():
             other = earlier.setdefault((scope, key), number)
             if other != number and scope_between(places[other], place) == scope:
@@ -172,33 +152,8 @@ def _pairs_of_gpus(places: Mapping[int, Standing]) -> dict[Scope, tuple[int, int
     return pairs
 
 
-def reference_cost(repeats: int = 200) -> LinkCost:
-    """What handing a Batch on within a lane takes: put into the store and gathered again."""
-    batch = Batch({"tokens": torch.zeros(16, 64), "reward": torch.zeros(16)})
-
-    def hand_over() -> None:
-        store = Store()
-        store.put("flow", 0, 0, batch)
-        store.gather("flow", 0, [(0, batch.ids)])
-
-    return LinkCost(_median_seconds(hand_over, repeats))
-
-
-def _cost(
-    peers: Peers, address: PeerAddress, kind: str, sizes: tuple[int, ...], timeout: float
-) -> LinkCost | None:
-    """None where there is no such link between the two."""
-
-    def transfer(nbytes: int) -> Callable[[], None]:
-        return lambda: peers.fetch(address, TestPayload(nbytes), timeout=timeout, link=kind)
-
-    try:
-        return LinkCost.fitted({nbytes: _median_seconds(transfer(nbytes)) for nbytes in sizes})
-    except (LinkUnavailable, PoolFull, FileNotFoundError):
-        return None
-
-
-def _median_seconds(act: Callable[[], None], repeats: int = MOST_REPEATS) -> float:
+def median_seconds(act: Callable[[], None], repeats: int = MOST_REPEATS) -> float:
+    """The median time that an act takes once it is warm, within `SECONDS_PER_SIZE`."""
     act()
     taken: list[float] = []
     began = time.perf_counter()

@@ -1,20 +1,16 @@
 """The `object` link: payloads by way of Ray's object store, between any two machines.
 
-The lane that has the payload keeps it under a number; the one that asks calls its actor with
-the number, and Ray brings the answer. Two trips instead of one, and pickling on the way: it is for
-machines between which nothing else is faster, and for comparison.
+The lane that has the payload keeps it under a number; the one that asks calls its actor with the
+number, and Ray brings the answer. It takes two trips and pickles on the way: it is what the other
+links are measured against (`benchmarks/mechanisms.py`).
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
-
-KEPT = 64
-"""Payloads kept for askers that have not come; the oldest is forgotten then."""
 
 
 class RayObjects:
@@ -30,18 +26,21 @@ class RayObjects:
     def __init__(self, lane: int | None) -> None:
         self.lane = lane
         self.actors: Mapping[int, Any] = {}
-        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._kept: dict[int, Any] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     def put(self, value: Any) -> tuple[int | None, int]:
-        """Keep a payload for whoever has the token that is returned."""
+        """Keep a payload until it is handed over or withdrawn. Returns its token."""
         with self._lock:
             number = next(self._numbers)
             self._kept[number] = value
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
         return self.lane, number
+
+    def withdraw(self, token: tuple[int | None, int]) -> None:
+        """Let go of a payload that its asker has got, or will never ask for."""
+        with self._lock:
+            self._kept.pop(token[1], None)
 
     def get(self, token: tuple[int, int], timeout: float) -> Any:
         """Bring the payload of a token here."""

@@ -1,18 +1,14 @@
-"""What a `PayloadServer` and the `Peers` that ask it agree on: places, failures, the handshake."""
+"""What a `PayloadServer` and the `Peers` that ask it agree on: addresses, failures, messages."""
 
 from __future__ import annotations
 
-import os
 import socket
-import struct
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from m2flow.errors import M2FlowError
-
-HANDSHAKE_SECONDS = 5.0
+from m2flow.runtime.transport.listening import Endpoint
 
 
 class PeerLost(M2FlowError):
@@ -20,17 +16,7 @@ class PeerLost(M2FlowError):
 
 
 class LinkUnavailable(M2FlowError):
-    """The link that was demanded does not exist between these two places."""
-
-
-class TokenLink(Protocol):
-    """A further link: what is sent stands for the value, and the receiver turns it back."""
-
-    def put(self, value: Any) -> Any:
-        """A small picklable token for the value; on the answering side."""
-
-    def get(self, token: Any, timeout: float) -> Any:
-        """The value behind a token, within so many seconds; on the asking side."""
+    """The link that was demanded does not exist between these two processes."""
 
 
 class PeerAddress(NamedTuple):
@@ -38,14 +24,26 @@ class PeerAddress(NamedTuple):
 
     Attributes:
         node: the name of its machine; the same name means the same /dev/shm.
-        unix: path of its unix socket.
-        tcp: its host and port.
+        endpoint: its sockets.
         gpu: UUID of the GPU it stands on, or None.
     """
 
     node: str
-    unix: str
-    tcp: tuple[str, int]
+    endpoint: Endpoint
+    gpu: str | None = None
+
+
+class Location(NamedTuple):
+    """Where a process runs.
+
+    Attributes:
+        name: what people call it, such as "lane 3".
+        node: the name of its machine.
+        gpu: UUID of its GPU; None without one.
+    """
+
+    name: str
+    node: str
     gpu: str | None = None
 
 
@@ -63,27 +61,20 @@ class TestPayload:
     on_device: bool = False
 
 
-class Farewell:
-    """The last request on a connection, without an answer.
+class FrameKind:
+    """Kinds of frames.
 
-    DONE: what was received stays in use. ABANDONED: the answer under way was never read, so its
-    handle is taken back. A connection that ends without a farewell probably belonged to a process
-    that died: see `ReadersOf`.
+    The asker says HELLO (its reader's name and location) once, then one REQUEST (key, demanded
+    link, why not to use CUDA IPC) at a time. The answer is an ERROR, a STREAM (a packed value), a
+    SHARED handle, an OBJECT token, or a DEVICE offer. REFUSED says that the offer does not work
+    here; it has no answer. The last frame is DONE: what was received stays in use; or ABANDONED:
+    the answer under way was never read, so what it holds is taken back. A connection that ends
+    without either probably belonged to a process that died: see `ReadersOf`.
     """
 
-    DONE = "done"
-    ABANDONED = "abandoned"
-
-
-class About:
-    """What else is said of an answer by a link between devices. REFUSED: its offer does not work
-    here, and has no answer. PROCEED: the link's own question, and REPLY what it gets. FAILED: what
-    came after the reply went wrong; comes unasked, and is of no use to whoever knows already."""
-
-    REFUSED = "refused"
-    PROCEED = "proceed"
-    REPLY = "reply"
-    FAILED = "failed"
+    HELLO, REQUEST, REFUSED = "hello", "request", "refused"
+    DONE, ABANDONED = "done", "abandoned"
+    ERROR, STREAM, SHARED, OBJECT, DEVICE = "error", "stream", "shared", "object", "device"
 
 
 def this_node() -> str:
@@ -91,28 +82,3 @@ def this_node() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = boot.read_text().strip() if boot.exists() else ""
     return f"{socket.gethostname()}/{name}"
-
-
-def authenticate(
-    connection: socket.socket, authkey: bytes, seconds: float, *, asking: bool
-) -> None:
-    """Prove to each other that both know the key; the asking side answers first.
-
-    A stranger that says nothing is given up after so many seconds: TimeoutError.
-    """
-    connection.settimeout(None)
-    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    channel = Connection(os.dup(connection.fileno()))
-    try:
-        if asking:
-            answer_challenge(channel, authkey)
-            deliver_challenge(channel, authkey)
-        else:
-            deliver_challenge(channel, authkey)
-            answer_challenge(channel, authkey)
-    except BlockingIOError as error:
-        raise TimeoutError("the handshake took too long") from error
-    finally:
-        channel.close()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))

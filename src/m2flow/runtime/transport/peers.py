@@ -2,9 +2,9 @@
 
 A peer that is gone is a `PeerLost` at once and for good; nothing reconnects by itself. One
 connection carries one request at a time, so that each needs no bookkeeping; threads that fetch at
-once use one each. How a connection ends says what becomes of shared memory: see `Farewell`. Where a
-link between devices turns out not to work, the payload is asked for again by way of host memory,
-and so is every later one of that peer.
+once use one each. How a connection ends says what becomes of shared memory: see `FrameKind`. Where
+CUDA IPC turns out not to work, the payload is asked for again by way of host memory, and so is
+every later one of that peer.
 """
 
 from __future__ import annotations
@@ -14,43 +14,32 @@ import logging
 import os
 import pickle
 import secrets
-import socket
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from m2flow.runtime.transport.devices import Devices, LinkRefused, LinkStalled, Standing
-from m2flow.runtime.transport.messages import JOINED_BYTES, Frame, Wire
+from m2flow.runtime.transport.cuda_ipc import CUDA_IPC, LinkRefused
+from m2flow.runtime.transport.devices import Devices
+from m2flow.runtime.transport.frame import JOINED_BYTES, Frame, FrameStream
+from m2flow.runtime.transport.handshake import KeyRefused
+from m2flow.runtime.transport.listening import connect
+from m2flow.runtime.transport.objects import RayObjects
 from m2flow.runtime.transport.peering import (
-    About,
-    Farewell,
+    FrameKind,
     LinkUnavailable,
+    Location,
     PeerAddress,
     PeerLost,
-    TestPayload,
-    TokenLink,
-    authenticate,
     this_node,
 )
-from m2flow.runtime.transport.server import Offer, PayloadServer
+from m2flow.runtime.transport.server import DeviceOffer
 from m2flow.runtime.transport.shared_memory import SharedHandle, SharedReader
-from m2flow.runtime.transport.table import LinkTable
-from m2flow.runtime.transport.wire import unpack
+from m2flow.runtime.transport.wire import pack, unpack
 
-__all__ = [
-    "LinkUnavailable",
-    "PayloadServer",
-    "PeerAddress",
-    "PeerLost",
-    "Peers",
-    "Received",
-    "TestPayload",
-    "TokenLink",
-    "this_node",
-]
+FAREWELL_SECONDS = 1.0
+"""Longest that saying farewell may take."""
 
 _log = logging.getLogger(__name__)
 
@@ -74,38 +63,35 @@ class Peers:
 
     Args:
         node: the name of this machine; servers with the same name share its /dev/shm.
-        authkey: what the servers ask for.
-        table: measured costs; with a hint of the size, the asker's own choice goes first.
-        links: further links by name, as the servers have them.
+        key: what the servers ask for.
+        objects: this process's end of Ray's way, if it has one.
         name: what people call this process.
         devices: what it has of its GPU.
 
     Attributes:
-        standing: where it stands.
+        location: where it runs.
         devices: what it has of its GPU, or None.
-        refused: links between devices that do not work, by peer and link, and why.
+        refused: why CUDA IPC does not work, by peer.
+        reader: of shared memory.
     """
 
     def __init__(
         self,
         node: str | None,
-        authkey: bytes,
-        table: LinkTable | None = None,
+        key: bytes,
         *,
-        links: Mapping[str, TokenLink] | None = None,
+        objects: RayObjects | None = None,
         name: str = "a peer",
         devices: Devices | None = None,
     ) -> None:
         self.node = node or this_node()
         self.devices = devices
-        self.standing = Standing(name, self.node, None if devices is None else devices.gpu)
-        self.refused: dict[PeerAddress, dict[str, str]] = {}
-        self.table = table
+        self.location = Location(name, self.node, None if devices is None else devices.gpu)
+        self.refused: dict[PeerAddress, str] = {}
         self.reader = SharedReader()
         self.name = f"{os.getpid()}-{secrets.token_hex(4)}"
-        self._authkey = authkey
-        self._links = dict(links or {})
-        self._idle: dict[PeerAddress, list[Wire]] = {}
+        self._key, self._objects = key, objects
+        self._idle: dict[PeerAddress, list[FrameStream]] = {}
         self._lost: dict[PeerAddress, str] = {}
         self._lock = threading.Lock()
         # Close the connections even where `close` is never called.
@@ -117,7 +103,6 @@ class Peers:
         key: Any,
         *,
         timeout: float,
-        nbytes_hint: int | None = None,
         link: str | None = None,
         device: str | torch.device | None = None,
     ) -> Any:
@@ -127,21 +112,17 @@ class Peers:
             address: who has it.
             key: what its `provide` understands; picklable.
             timeout: seconds for all of it, connecting included.
-            nbytes_hint: its size, where the asker knows it.
             link: demand this link, instead of the fastest.
             device: where tensors go that stood on an accelerator.
 
         Raises:
             PeerLost: the peer is gone.
             TimeoutError: no answer in time; the peer may be asked again.
-            AuthenticationError: the keys differ.
+            KeyRefused: the keys differ.
             LinkUnavailable: the demanded link does not exist here.
-            LinkStalled: a transfer between devices did not end in time.
             Exception: whatever `provide` raised.
         """
-        return self.receive(
-            address, key, timeout=timeout, nbytes_hint=nbytes_hint, link=link, device=device
-        ).value
+        return self.receive(address, key, timeout=timeout, link=link, device=device).value
 
     def receive(
         self,
@@ -149,32 +130,28 @@ class Peers:
         key: Any,
         *,
         timeout: float,
-        nbytes_hint: int | None = None,
         link: str | None = None,
         device: str | torch.device | None = None,
     ) -> Received:
         """As `fetch`, and how it came."""
-        near = address.node == self.node
-        if link is None and nbytes_hint is not None and self.table is not None:
-            ways = {"stream", *self._links}  # whether there is a pool, only it knows
-            best = self.table.choose("node" if near else "cluster", nbytes_hint, {"shared", *ways})
-            link = best if best in ways else None
-        first = Frame.of_object("request", (key, link, self.refused.get(address, {})))
-        wire = self._connection(address, timeout, near=near)
-        wire.deadline = wire.clock() + timeout
+        request = self._request(address, key, link)
+        stream = self._connection(address, timeout)
+        stream.deadline = stream.clock() + timeout
         try:
-            return self._asked(wire, address, key, first, link, device)
+            frame = self._exchanged(stream, address, request, key)
+            try:
+                return self._received(frame, stream, device)
+            except LinkRefused as error:
+                self._refuse(frame, stream, address, error)
+                if link == CUDA_IPC:
+                    why = f"there is no link {link!r} to {self.location.name}: {error}"
+                    raise LinkUnavailable(why) from error
+            frame = self._exchanged(stream, address, self._request(address, key, link), key)
+            return self._received(frame, stream, device)
         finally:
-            if not wire.closed:
+            if not stream.closed:
                 with self._lock:
-                    self._idle.setdefault(address, []).append(wire)
-
-    def forget(self, address: PeerAddress) -> None:
-        """Close the connections to a peer; it may be asked again, as if for the first time."""
-        with self._lock:
-            self._lost.pop(address, None)
-            wires = self._idle.pop(address, [])
-        _say_farewell({address: wires})
+                    self._idle.setdefault(address, []).append(stream)
 
     def close(self) -> None:
         """Close all connections. Values that were fetched stay valid."""
@@ -182,174 +159,121 @@ class Peers:
             _say_farewell(self._idle)
         self.reader.close()
 
-    def _asked(
-        self,
-        wire: Wire,
-        address: PeerAddress,
-        key: Any,
-        request: Frame,
-        link: str | None,
-        device: str | torch.device | None,
-    ) -> Received:
-        """Ask until an answer can be used: each time that one is refused, without its link."""
-        while True:
-            frame = self._exchanged(wire, address, request, key)
-            try:
-                return self._received(frame, wire, address, device)
-            except LinkStalled:
-                self._abandon(wire)
-                raise
-            except LinkRefused as error:
-                kind = self._refuse(frame, wire, address, error)
-                if kind == link:
-                    why = f"there is no link {kind!r} to {self.standing.name}: {error}"
-                    raise LinkUnavailable(why) from error
-            request = Frame.of_object("request", (key, link, self.refused[address]))
+    def _request(self, address: PeerAddress, key: Any, link: str | None) -> Frame:
+        packed = pack((key, link, self.refused.get(address)))
+        assert not packed.buffers, f"a key holds no tensors: {key!r}"
+        return Frame(FrameKind.REQUEST, packed.head)
 
-    def _exchanged(self, wire: Wire, address: PeerAddress, request: Frame, key: Any) -> Frame:
-        """Send a request and wait for its answer. Where that fails, the wire is closed."""
-        began = wire.clock()
+    def _exchanged(
+        self, stream: FrameStream, address: PeerAddress, request: Frame, key: Any
+    ) -> Frame:
+        """Send a request and wait for its answer. Where that fails, the stream is closed."""
+        began = stream.clock()
         try:
-            wire.send(request)
-            frame = wire.receive()
-            while frame.kind == About.FAILED:  # of a transfer that this side gave up before
-                frame = wire.receive()
-            return frame
+            stream.send(request)
+            return stream.receive()
         except TimeoutError:
-            taken = wire.clock() - began
-            self._abandon(wire)
+            taken = stream.clock() - began
+            self._abandon(stream)
             raise TimeoutError(f"no answer about {key!r} from {address} in {taken:.3g} s") from None
-        except (OSError, EOFError) as error:
-            wire.close()
+        except OSError as error:
+            stream.close()
             raise self._lose(address, error) from error
         except BaseException:  # an interrupt: the answer will come, and nobody read it
-            self._abandon(wire)
+            self._abandon(stream)
             raise
 
     def _received(
-        self, frame: Frame, wire: Wire, address: PeerAddress, device: str | torch.device | None
+        self, frame: Frame, stream: FrameStream, device: str | torch.device | None
     ) -> Received:
-        if frame.kind == "error":
-            raise frame.object()
-        if frame.kind == "shared":
-            handle = SharedHandle.from_bytes(frame.head)
-            return Received(self.reader.read(handle, device=device), "shared", handle.nbytes)
-        if frame.kind == "stream":
-            value = unpack(frame.head, frame.memory, device=device)
-            small = frame.nbytes <= JOINED_BYTES
-            return Received(value, "inline" if small else "stream", frame.nbytes)
-        if frame.kind == "device":
-            return self._taken(frame, wire, address, device)
-        value = self._links[frame.kind].get(frame.object(), wire.seconds())
-        return Received(value, frame.kind, 0)
+        match frame.kind:
+            case FrameKind.ERROR:
+                raise pickle.loads(frame.head)
+            case FrameKind.SHARED:
+                handle = SharedHandle.from_bytes(frame.head)
+                value = self.reader.read(handle, device=device)
+                return Received(value, frame.kind, handle.nbytes)
+            case FrameKind.STREAM:
+                value = unpack(frame.head, frame.buffers, device=device)
+                link = "inline" if frame.nbytes <= JOINED_BYTES else frame.kind
+                return Received(value, link, frame.nbytes)
+            case FrameKind.DEVICE:
+                return self._taken(frame, device)
+        assert self._objects is not None, "this process has no end of Ray's object store"
+        token = pickle.loads(frame.head)
+        return Received(self._objects.get(token, stream.seconds()), frame.kind, 0)
 
     # --- device memory ----------------------------------------------------------------------------
 
-    def _taken(
-        self, frame: Frame, wire: Wire, address: PeerAddress, device: str | torch.device | None
-    ) -> Received:
-        """The value of an answer whose device part has a link of its own."""
-        assert self.devices is not None, "this process has said that it stands on no GPU"
-        offer: Offer = pickle.loads(frame.head)
-        head: Any
-        host: Sequence[Any]
+    def _taken(self, frame: Frame, device: str | torch.device | None) -> Received:
+        """The value of an answer whose device part goes by CUDA IPC."""
+        assert self.devices is not None, "this process has said that it has no GPU"
+        offer: DeviceOffer = pickle.loads(frame.head)
         if offer.shared is None:
-            head, *host = frame.memory
+            head, *host = frame.buffers
         else:
             head, host = self.reader.parts(SharedHandle.from_bytes(offer.shared))
-        link, talk = self.devices.links[offer.kind], _Talk(self, wire, address)
-        pieces = link.take(offer.token, offer.manifest.sizes, offer.holder, talk)
-        together = offer.manifest.together(host, pieces)
-        value = unpack(memoryview(head), together, device=device)
+        pieces = self.devices.ipc.take(offer.ipc)
+        value = unpack(memoryview(head), offer.manifest.together(host, pieces), device=device)
         nbytes = len(head) + sum(map(len, host)) + offer.manifest.nbytes
-        return Received(value, offer.kind, nbytes)
+        return Received(value, CUDA_IPC, nbytes)
 
-    def _refuse(self, frame: Frame, wire: Wire, address: PeerAddress, error: LinkRefused) -> str:
-        """Have the offer withdrawn, and ask for no other of this kind; which kind it is."""
-        offer: Offer = pickle.loads(frame.head)
+    def _refuse(
+        self, frame: Frame, stream: FrameStream, address: PeerAddress, error: LinkRefused
+    ) -> None:
+        """Have the offer withdrawn, and ask for no other of this peer."""
+        offer: DeviceOffer = pickle.loads(frame.head)
         text = "no %s from %s to %s, host memory is used from now on: %s"
-        _log.warning(text, offer.kind, offer.holder.name, self.standing.name, str(error))
-        self.refused[address] = {**self.refused.get(address, {}), offer.kind: str(error)}
+        _log.warning(text, CUDA_IPC, offer.holder.name, self.location.name, str(error))
+        self.refused[address] = str(error)
         try:
-            wire.send(Frame.of_object(About.REFUSED, error.taken))
-        except TimeoutError:
-            self._abandon(wire)
-            raise LinkStalled(str(error)) from None
+            stream.send(Frame(FrameKind.REFUSED, pickle.dumps(error.taken)))
         except OSError as lost:
-            wire.close()
+            stream.close()
             raise self._lose(address, lost) from lost
-        return offer.kind
 
-    def _connection(self, address: PeerAddress, timeout: float, *, near: bool) -> Wire:
+    # --- connections ------------------------------------------------------------------------------
+
+    def _connection(self, address: PeerAddress, timeout: float) -> FrameStream:
         with self._lock:
             if address in self._lost:
                 raise PeerLost(f"{address} was lost before: {self._lost[address]}")
-            idle = self._idle.get(address)
-            if idle:
+            if idle := self._idle.get(address):
                 return idle.pop()
-        connection = socket.socket(socket.AF_UNIX if near else socket.AF_INET, socket.SOCK_STREAM)
+        near = address.node == self.node
         try:
-            connection.settimeout(timeout)
-            connection.connect(address.unix if near else address.tcp)
-            authenticate(connection, self._authkey, timeout, asking=True)
-            wire = Wire(connection)
-            wire.send(Frame.of_object("hello", (self.name, self.standing)))
-            return wire
-        except BaseException as error:
-            connection.close()
-            if isinstance(error, TimeoutError):
-                raise TimeoutError(f"{address} did not answer in {timeout} s") from error
-            if isinstance(error, OSError | EOFError):
-                raise self._lose(address, error) from error
+            connection = connect(address.endpoint, self._key, same_node=near, seconds=timeout)
+            stream = FrameStream(connection)
+            stream.send(Frame(FrameKind.HELLO, pickle.dumps((self.name, self.location))))
+        except KeyRefused:
             raise
+        except TimeoutError as error:
+            raise TimeoutError(f"{address} did not answer in {timeout:g} s") from error
+        except OSError as error:
+            raise self._lose(address, error) from error
+        return stream
 
     def _lose(self, address: PeerAddress, error: BaseException) -> PeerLost:
         why = str(error) or type(error).__name__
         with self._lock:
             self._lost[address] = why
-            wires = self._idle.pop(address, [])
-        _say_farewell({address: wires})
+            streams = self._idle.pop(address, [])
+        _say_farewell({address: streams})
         return PeerLost(f"{address} is gone: {why}")
 
     @staticmethod
-    def _abandon(wire: Wire) -> None:
-        wire.deadline = wire.clock() + 1.0
+    def _abandon(stream: FrameStream) -> None:
+        stream.deadline = stream.clock() + FAREWELL_SECONDS
         with contextlib.suppress(OSError):  # then it is as if this process had died: as good
-            wire.send(Frame(Farewell.ABANDONED, b""))
-        wire.close()
+            stream.send(Frame(FrameKind.ABANDONED))
+        stream.close()
 
 
-class _Talk:
-    """A request's line to the one who answers, for a link that has questions of its own."""
-
-    def __init__(self, peers: Peers, wire: Wire, address: PeerAddress) -> None:
-        self._peers, self._wire, self._address = peers, wire, address
-
-    def ask(self, message: Any) -> Any:
-        request = Frame.of_object(About.PROCEED, message)
-        reply = self._peers._exchanged(self._wire, self._address, request, message)
-        value = reply.object()
-        if reply.kind == "error":
-            raise value
-        return value
-
-    def seconds(self) -> float:
-        return self._wire.seconds()
-
-    def check(self) -> None:
-        match self._wire.comes_next():
-            case "":
-                self._wire.close()
-                raise self._peers._lose(self._address, EOFError("the connection has ended"))
-            case About.FAILED:
-                raise LinkRefused(str(self._wire.receive().object()))
-
-
-def _say_farewell(idle: dict[PeerAddress, list[Wire]]) -> None:
-    for wires in idle.values():
-        for wire in wires:
+def _say_farewell(idle: dict[PeerAddress, list[FrameStream]]) -> None:
+    for streams in idle.values():
+        for stream in streams:
             with contextlib.suppress(OSError):  # the peer went first
-                wire.deadline = wire.clock() + 1.0
-                wire.send(Frame(Farewell.DONE, b""))
-            wire.close()
+                stream.deadline = stream.clock() + FAREWELL_SECONDS
+                stream.send(Frame(FrameKind.DONE))
+            stream.close()
     idle.clear()

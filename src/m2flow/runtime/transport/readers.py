@@ -1,4 +1,4 @@
-"""The processes that read from a pool: when one has died, what it held is taken back.
+"""The processes that read from a pool: the blocks leased to one that has exited are reclaimed.
 
 A socket that closes says little: a thread may have given up, a value may live on. So it is the
 process that is watched, through a descriptor that the kernel makes readable when it ends.
@@ -38,8 +38,8 @@ class ReadersOf:
                 except ProcessLookupError:  # it ended meanwhile
                     self._pool.forget(name)
 
-    def bury(self, *, wait_for: str | None = None, seconds: float = 1.0) -> bool:
-        """Take back what dead processes held; whether there were any.
+    def reclaim_from_dead(self, *, wait_for: str | None = None, seconds: float = 1.0) -> bool:
+        """Reclaim the blocks leased to processes that have exited. Returns True if any had.
 
         Args:
             wait_for: a reader that has just fallen silent: it may be about to end.

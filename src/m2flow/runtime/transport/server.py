@@ -2,61 +2,40 @@
 
 The answering side picks the link, because it knows the size and where the elements lie: `shared` (a
 handle into its pool, on one node), `stream` (raw buffers over the socket, in one piece with the
-message where they are small: `inline`), or another that was handed in. Elements on a GPU go by a
-link between devices to an asker that stands on one, in the same message as the rest. Each side
-proves that it knows the key before anything is unpickled.
+message where they are small: `inline`), or Ray's `object`. Elements on a GPU go by CUDA IPC to an
+asker on the same machine that runs on a GPU too, in the same message as the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import pickle
-import secrets
-import shutil
 import socket
-import tempfile
-import threading
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import AuthenticationError
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from m2flow.errors import M2FlowError
-from m2flow.runtime.transport.buffers import Memory
-from m2flow.runtime.transport.cargo import Manifest, device_bytes, load
-from m2flow.runtime.transport.devices import (
-    ALL,
-    STAGED,
-    Devices,
-    LinkRefused,
-    Standing,
-    choose_way,
-)
-from m2flow.runtime.transport.messages import Frame, Wire
+from m2flow.runtime.transport.cargo import CargoManifest, device_bytes, load
+from m2flow.runtime.transport.cuda_ipc import CUDA_IPC, IpcOffer, LinkRefused
+from m2flow.runtime.transport.devices import STAGED, Devices, uses_ipc
+from m2flow.runtime.transport.frame import Frame, FrameStream
+from m2flow.runtime.transport.listening import LOOPBACK, Listener
+from m2flow.runtime.transport.objects import RayObjects
 from m2flow.runtime.transport.peering import (
-    HANDSHAKE_SECONDS,
-    About,
-    Farewell,
+    FrameKind,
     LinkUnavailable,
+    Location,
     PeerAddress,
     TestPayload,
-    TokenLink,
-    authenticate,
     this_node,
 )
 from m2flow.runtime.transport.readers import ReadersOf
 from m2flow.runtime.transport.shared_memory import PoolFull, SharedHandle, SharedPool
 from m2flow.runtime.transport.table import LinkTable, Scope
 from m2flow.runtime.transport.wire import Packed, pack
-
-_LONGEST_UNIX_PATH = 100
-_log = logging.getLogger(__name__)
 
 
 class PayloadServer:
@@ -66,13 +45,12 @@ class PayloadServer:
         provide: the value of a key; called on many threads at once. What it raises is raised again
             where the key was asked for. It may return a `Packed` too.
         pool: shared memory for answers on this node; without it they are streamed.
-        authkey: what peers must know.
-        host: the address to listen on for other nodes.
+        key: what peers must know.
+        host: the address to listen on for other nodes; None to be reached on this one only.
         node: the name of this machine, as in `Peers`.
         name: what people call this process.
-        folder: where the unix socket goes; a temporary folder when left out.
         table: what links cost; may be replaced at any time through the attribute.
-        links: further links by name.
+        objects: this process's end of Ray's way, if it has one.
         devices: what it has of its GPU.
     """
 
@@ -80,170 +58,141 @@ class PayloadServer:
         self,
         provide: Callable[[Any], Any],
         pool: SharedPool | None,
-        authkey: bytes,
-        host: str = "127.0.0.1",
+        key: bytes,
+        host: str | None = LOOPBACK,
         *,
         node: str | None = None,
         name: str = "a peer",
-        folder: str | Path | None = None,
         table: LinkTable | None = None,
-        links: Mapping[str, TokenLink] | None = None,
+        objects: RayObjects | None = None,
         devices: Devices | None = None,
     ) -> None:
         self.table = table or LinkTable.assumed()
-        self._provide = provide
-        self._pool = pool
+        self._provide, self._pool = provide, pool
         self._readers = None if pool is None else ReadersOf(pool)
-        self._authkey = authkey
-        self._links = dict(links or {})
-        self._devices = devices
-        self._own_folder = tempfile.mkdtemp(prefix="m2flow-") if folder is None else None
-        path = Path(folder or self._own_folder or "") / f"{secrets.token_hex(4)}.sock"
-        if len(str(path)) > _LONGEST_UNIX_PATH:
-            raise ValueError(f"the path of a unix socket is too long for the system: {path}")
-        unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        unix.bind(str(path))
-        tcp = socket.create_server((host, 0), backlog=128)
-        unix.listen(128)
-        self._listeners = [unix, tcp]
-        self._open: set[socket.socket] = set()
-        self._closed = False
+        self._objects, self._devices = objects, devices
         gpu = None if devices is None else devices.gpu
-        self._standing = Standing(name, node or this_node(), gpu)
-        port = tcp.getsockname()[1]
-        self.address = PeerAddress(self._standing.node, str(path), (host, port), gpu)
-        for listener in self._listeners:
-            threading.Thread(
-                target=self._accept, args=(listener,), name="m2flow payloads", daemon=True
-            ).start()
+        self._location = Location(name, node or this_node(), gpu)
+        self._open: set[socket.socket] = set()
+        self._listener = Listener(key, host, self._serve)
+        self.address = PeerAddress(self._location.node, self._listener.endpoint, gpu)
 
     def close(self) -> None:
         """Stop answering; peers see a PeerLost."""
-        self._closed = True
-        for listener in self._listeners:
-            with contextlib.suppress(OSError):  # not connected: what shutting a listener down says
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
+        self._listener.close()
         for connection in list(self._open):
             with contextlib.suppress(OSError):  # gone already
                 connection.shutdown(socket.SHUT_RDWR)
         if self._readers is not None:
             self._readers.close()
-        Path(self.address.unix).unlink(missing_ok=True)
-        if self._own_folder is not None:
-            shutil.rmtree(self._own_folder, ignore_errors=True)
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                raise
-            threading.Thread(
-                target=self._serve, args=(connection,), name="m2flow payload", daemon=True
-            ).start()
 
     def _serve(self, connection: socket.socket) -> None:
         self._open.add(connection)
-        reader = ""
-        said_farewell = False
+        reader, said_farewell = "", False
         try:
-            authenticate(connection, self._authkey, HANDSHAKE_SECONDS, asking=False)
-            wire = Wire(connection)
-            reader, standing = wire.receive().object()
-            scope: Scope = "node" if connection.family == socket.AF_UNIX else "cluster"
-            if scope == "node" and self._readers is not None:
-                self._readers.bury()
+            stream = FrameStream(connection)
+            reader, location = pickle.loads(stream.receive().head)
+            near = connection.family == socket.AF_UNIX
+            if near and self._readers is not None:
+                self._readers.reclaim_from_dead()
                 self._readers.add(reader, connection)
-            said_farewell = self._converse(wire, _Asker(reader, standing, scope))
-        except (OSError, EOFError, AuthenticationError):
-            pass  # the other side knows; what it held is taken back below
+            asker = _Asker(reader, location, "node" if near else "cluster")
+            said_farewell = self._converse(stream, asker)
+        except OSError:
+            pass  # the asker has gone: what it held is reclaimed below
         finally:
             self._open.discard(connection)
             connection.close()
             if self._readers is not None:
-                self._readers.bury(wait_for=None if said_farewell else reader)
+                self._readers.reclaim_from_dead(wait_for=None if said_farewell else reader)
 
-    def _converse(self, wire: Wire, asker: _Asker) -> bool:
+    def _converse(self, stream: FrameStream, asker: _Asker) -> bool:
         """Answer requests until the other side says farewell."""
-        held = _Held()
+        held = _Offered()
         try:
             while True:
-                request = wire.receive()
-                if request.kind in (Farewell.ABANDONED, Farewell.DONE):
-                    if request.kind == Farewell.ABANDONED:
-                        self._take_back(held)
+                request = stream.receive()
+                if request.kind == FrameKind.REFUSED:
+                    self._withdraw(held, pickle.loads(request.head))
+                    continue
+                if request.kind == FrameKind.ABANDONED:
+                    self._take_back(held)
+                if request.kind in (FrameKind.ABANDONED, FrameKind.DONE):
                     return True
-                if request.kind == About.REFUSED:
-                    self._withdraw(held, request.object())
-                elif request.kind == About.PROCEED:
-                    self._proceed(wire, held, request)
-                else:
-                    self._withdraw(held, ALL)
-                    answer, held = self._answer(request, asker)
-                    try:
-                        wire.send(answer)
-                    except OSError:
-                        self._take_back(held)  # it was not read
-                        raise
-                    del answer
+                self._received(held)
+                answer, held = self._answer(request, asker)
                 del request  # while waiting, nothing of it is held
+                try:
+                    stream.send(answer)
+                except OSError:
+                    self._take_back(held)  # it was not read
+                    raise
+                del answer
         finally:
-            self._withdraw(held, ALL)
+            self._received(held)
 
-    def _answer(self, request: Frame, asker: _Asker) -> tuple[Frame, _Held]:
+    def _answer(self, request: Frame, asker: _Asker) -> tuple[Frame, _Offered]:
         try:
-            key, link, without = request.object()
+            key, link, refused = pickle.loads(request.head)
             value = self._test_payload(key) if isinstance(key, TestPayload) else self._provide(key)
-            if link in self._links:
-                return Frame.of_object(link, self._links[link].put(value)), _Held()
+            if link == FrameKind.OBJECT:
+                return self._by_object(value)
             packed = value if isinstance(value, Packed) else pack(value)
             if self._devices is not None:
-                answer = self._by_device(self._devices, packed, asker, link, without)
+                answer = self._by_device(self._devices, packed, asker, link, refused)
                 if answer is not None:
                     return answer
-                if link in self._devices.links:  # a demand that concerns devices alone
-                    link = None
-            return self._by_host(value, packed, asker, None if link == STAGED else link)
+            return self._by_host(value, packed, asker, link)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to who asked
-            return _frame_of_error(error), _Held()
+            return _frame_of_error(error), _Offered()
 
     # --- host memory ------------------------------------------------------------------------------
 
     def _by_host(
         self, value: Any, packed: Packed, asker: _Asker, link: str | None
-    ) -> tuple[Frame, _Held]:
-        kind = link or self._choose(asker.scope, packed.nbytes, among=self._links)
-        if kind in self._links:
-            return Frame.of_object(kind, self._links[kind].put(value)), _Held()
-        if kind == "shared":
-            handle = self._share(packed, asker, demanded=link is not None)
+    ) -> tuple[Frame, _Offered]:
+        if link == CUDA_IPC and self._devices is None:
+            raise LinkUnavailable(f"there is no link {link!r}: {self._location.name} has no GPU")
+        demanded = None if link in (STAGED, CUDA_IPC) else link
+        kind = demanded or self._choose(asker.scope, packed.nbytes)
+        if kind == FrameKind.OBJECT:
+            return self._by_object(value)
+        if kind == FrameKind.SHARED:
+            handle = self._share(packed, asker, demanded=demanded is not None)
             if handle is not None:
-                return Frame("shared", handle.to_bytes()), _Held(handle)
-            kind = "stream"
-        if kind not in ("inline", "stream"):
+                return Frame(FrameKind.SHARED, handle.to_bytes()), _Offered(handle)
+            kind = FrameKind.STREAM
+        if kind != FrameKind.STREAM:
             raise LinkUnavailable(f"there is no link {kind!r} here")
-        return Frame.of_packed("stream", packed), _Held()
+        return Frame(
+            FrameKind.STREAM, packed.head, [one.memory() for one in packed.buffers]
+        ), _Offered()
+
+    def _by_object(self, value: Any) -> tuple[Frame, _Offered]:
+        if self._objects is None:
+            raise LinkUnavailable(f"{self._location.name} has no end of Ray's object store")
+        token = self._objects.put(value)
+        return Frame(FrameKind.OBJECT, pickle.dumps(token)), _Offered(token=token)
 
     def _share(self, packed: Packed, asker: _Asker, *, demanded: bool) -> SharedHandle | None:
         if self._pool is None or self._readers is None or asker.scope != "node":
-            raise LinkUnavailable("there is no link 'shared' between these two places")
+            raise LinkUnavailable("there is no link 'shared' between these two processes")
         try:
             return self._pool.write(packed, [asker.reader])
         except PoolFull:
-            if self._readers.bury():
+            if self._readers.reclaim_from_dead():
                 return self._share(packed, asker, demanded=demanded)
             if demanded:
                 raise
             return None
 
-    def _choose(self, scope: Scope, nbytes: int, *, among: Collection[str] = ()) -> str:
-        ways = {"stream", *among}
+    def _choose(self, scope: Scope, nbytes: int) -> str:
+        ways = {FrameKind.STREAM}
+        if self._objects is not None:
+            ways.add(FrameKind.OBJECT)
         if scope == "node" and self._pool is not None:
-            ways.add("shared")
-        return self.table.choose(scope, nbytes, ways) or "stream"
+            ways.add(FrameKind.SHARED)
+        return self.table.choose(scope, nbytes, ways) or FrameKind.STREAM
 
     # --- device memory ----------------------------------------------------------------------------
 
@@ -253,80 +202,48 @@ class PayloadServer:
         packed: Packed,
         asker: _Asker,
         link: str | None,
-        without: Mapping[str, str],
-    ) -> tuple[Frame, _Held] | None:
+        refused: str | None,
+    ) -> tuple[Frame, _Offered] | None:
         """An answer whose device part stays on the device; None if all is to go by host memory."""
         nbytes = device_bytes(packed, devices.on_device)
-        if not nbytes:
-            return None
-        self._note(asker.standing, without)
-        kind = choose_way(
-            self.table,
-            asker.standing,
-            self._standing,
-            nbytes,
-            devices.links,
-            without=without,
-            demanded=link,
-        )
-        if kind is None:
+        if not nbytes or not uses_ipc(
+            self.table, asker.location, self._location, nbytes, refused=refused, demanded=link
+        ):
             return None
         cargo = load(packed, devices.on_device)
         try:
-            token = devices.links[kind].offer(cargo.pieces, asker.standing)
+            ipc = devices.ipc.offer(cargo.pieces, asker.location)
         except LinkRefused as error:
-            self._note(asker.standing, {kind: str(error)})
-            if link == kind:
-                raise LinkUnavailable(f"there is no link {kind!r} here: {error}") from error
+            if link == CUDA_IPC:
+                raise LinkUnavailable(f"there is no link {link!r} here: {error}") from error
             return None
-        handle = None
+        handle, memory = None, []
         try:
-            if self._choose(asker.scope, cargo.host.nbytes) == "shared":
+            if self._choose(asker.scope, cargo.host.nbytes) == FrameKind.SHARED:
                 handle = self._share(cargo.host, asker, demanded=False)
-            memory: list[Memory] = []
             if handle is None:
-                head = np.frombuffer(cargo.host.head, np.uint8)
-                memory = [head, *(buffer.memory() for buffer in cargo.host.buffers)]
+                memory = [cargo.host.head, *(buffer.memory() for buffer in cargo.host.buffers)]
         except BaseException:
-            devices.links[kind].withdraw(token, 0)
+            devices.ipc.withdraw(ipc, 0)
             raise
         shared = None if handle is None else handle.to_bytes()
-        offer = Offer(kind, token, cargo.manifest, shared, self._standing)
-        return Frame("device", pickle.dumps(offer, 5), memory), _Held(handle, kind, token)
+        offer = DeviceOffer(ipc, cargo.manifest, shared, self._location)
+        return Frame(FrameKind.DEVICE, pickle.dumps(offer, 5), memory), _Offered(handle, ipc)
 
-    def _note(self, asker: Standing, refused: Mapping[str, str]) -> None:
-        """Keep in the table what does not work between the two."""
-        for kind, why in refused.items():
-            line = f"no {kind} from {self._standing.name} to {asker.name}: {why}"
-            self.table = self.table.refusing(line)
+    # --- what an answer holds ---------------------------------------------------------------------
 
-    def _proceed(self, wire: Wire, held: _Held, request: Frame) -> None:
-        """Let the link of the last answer reply to its other end, and do what comes after."""
-        finish = None
-        try:
-            assert self._devices is not None, "this process offers nothing of a device"
-            assert held.kind is not None, "the last answer offers nothing"
-            reply, finish = self._devices.links[held.kind].proceed(held.token, request.object())
-            answer = Frame.of_object(About.REPLY, reply)
-        except Exception as error:  # noqa: BLE001 - whatever it is belongs to who asked
-            answer = _frame_of_error(error)
-        # Once a reply is made, the link has to see its part through, whoever hears of it.
-        try:
-            wire.send(answer)
-        finally:
-            if finish is not None:
-                try:
-                    finish(lambda: _check_taker(wire))
-                except M2FlowError as error:
-                    _log.warning("%s", error)
-                    wire.send(Frame.of_object(About.FAILED, str(error)))
+    def _received(self, held: _Offered) -> None:
+        """The asker has what the last answer offered."""
+        held.ipc = None
+        if self._objects is not None and held.token is not None:
+            self._objects.withdraw(held.token)
 
-    def _withdraw(self, held: _Held, taken: int) -> None:
-        if self._devices is not None and held.kind is not None:
-            self._devices.links[held.kind].withdraw(held.token, taken)
-            held.kind = None
+    def _withdraw(self, held: _Offered, taken: int) -> None:
+        if self._devices is not None and held.ipc is not None:
+            self._devices.ipc.withdraw(held.ipc, taken)
+        held.ipc = None
 
-    def _take_back(self, held: _Held) -> None:
+    def _take_back(self, held: _Offered) -> None:
         """Nobody has read the answer."""
         if held.handle is not None and self._pool is not None:
             self._pool.release(held.handle)
@@ -335,67 +252,56 @@ class PayloadServer:
     def _test_payload(self, key: TestPayload) -> Any:
         if key.on_device:
             if self._devices is None:
-                raise LinkUnavailable(f"{self._standing.name} stands on no GPU")
+                raise LinkUnavailable(f"{self._location.name} has no GPU")
             return [self._devices.test_piece(key.nbytes)]
         if key.nbytes not in _test_payloads:
             _test_payloads[key.nbytes] = torch.zeros(key.nbytes, dtype=torch.uint8)
         return _test_payloads[key.nbytes]
 
 
-class Offer(NamedTuple):
-    """Head of an answer whose device part has a link of its own.
+class DeviceOffer(NamedTuple):
+    """Head of an answer whose device part goes by CUDA IPC.
 
     Attributes:
-        kind: which link.
-        token: what the link says to its other end.
+        ipc: what the asker opens.
         manifest: where the buffers are.
         shared: the handle of the host part; None if the message itself has it: the packed head,
             then the buffers.
         holder: who answers.
     """
 
-    kind: str
-    token: Any
-    manifest: Manifest
+    ipc: IpcOffer
+    manifest: CargoManifest
     shared: bytes | None
-    holder: Standing
+    holder: Location
 
 
 class _Asker(NamedTuple):
-    """Who asks on a connection: the name in shared memory, the place, and how near it is."""
+    """Who asks on a connection: the name in shared memory, the location, and how near it is."""
 
     reader: str
-    standing: Standing
+    location: Location
     scope: Scope
 
 
 @dataclass(slots=True)
-class _Held:
+class _Offered:
     """What the last answer holds for the asker until it has read it."""
 
     handle: SharedHandle | None = None
-    kind: str | None = None
-    token: Any = None
+    ipc: IpcOffer | None = None
+    token: tuple[int | None, int] | None = None
 
 
 _test_payloads: dict[int, torch.Tensor] = {}
-
-
-def _check_taker(wire: Wire) -> None:
-    """Raise if who takes part in a transfer is gone, or has given it up."""
-    match wire.comes_next():
-        case "":
-            raise EOFError("the connection has ended")
-        case About.REFUSED | Farewell.ABANDONED:
-            raise LinkRefused("the other side has given up")
 
 
 def _frame_of_error(error: Exception) -> Frame:
     text = "".join(traceback.format_exception(error))
     error.add_note(f"on the peer that was asked:\n{text}")
     try:
-        frame = Frame.of_object("error", error.with_traceback(None))
-        frame.object()  # some exceptions cannot be made again from what they were pickled to
-        return frame
+        head = pack(error.with_traceback(None)).head
+        pickle.loads(head)  # some exceptions cannot be made again from what they were pickled to
     except Exception:  # noqa: BLE001 - then its text has to do
-        return Frame.of_object("error", RuntimeError(text))
+        head = pack(RuntimeError(text)).head
+    return Frame(FrameKind.ERROR, head)

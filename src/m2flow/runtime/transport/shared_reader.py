@@ -22,9 +22,11 @@ import numpy as np
 import torch
 
 from m2flow.runtime.transport.buffers import DTYPES, NUMPY_DTYPES, Memory, as_tensor
-from m2flow.runtime.transport.heads import SHAPES
 from m2flow.runtime.transport.sweeping import FOLDER
 from m2flow.runtime.transport.wire import unpack
+
+SHAPES = [struct.Struct(f"<{dimensions}Q") for dimensions in range(65)]
+"""A shape, by its number of dimensions."""
 
 _TENSOR = 0x01
 _PARTS = 0x02

@@ -1,11 +1,11 @@
-"""What each way between two places costs: latency plus bytes over a rate.
+"""What each way between two lanes costs: latency plus bytes over a rate.
 
-Scopes say how near two places are: `lane` (one process), `node` (two lanes on one machine),
+Scopes say how near two lanes are: `lane` (one process), `node` (two lanes on one machine),
 `cluster` (two machines). What lies in the memory of GPUs and is to stay in it has scopes of its
-own: `gpu` (two lanes on one GPU), `gpus` (two GPUs of a machine), `gpu_cluster` (GPUs of two
-machines). Kinds are the ways: `reference`, `inline`, `shared`, `stream`, `object`, for GPUs
-`cuda_ipc`, `nccl` and `staged` (through host memory), or another that a runtime adds. Numbers are
-measured by `measure`; those of `LinkTable.assumed` hold until then. This module transfers nothing.
+own: `gpu` (two lanes on one GPU) and `gpus` (two GPUs of a machine); between machines it goes
+through host memory. Kinds are the ways: `reference`, `shared`, `stream`, `object`, for GPUs
+`cuda_ipc` and `staged` (through host memory). Numbers are measured by `measure`; those of
+`LinkTable.assumed` hold until then. This module transfers nothing.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-Scope: TypeAlias = Literal["lane", "gpu", "gpus", "gpu_cluster", "node", "cluster"]
-SCOPES: tuple[Scope, ...] = ("lane", "gpu", "gpus", "gpu_cluster", "node", "cluster")
+Scope: TypeAlias = Literal["lane", "gpu", "gpus", "node", "cluster"]
+SCOPES: tuple[Scope, ...] = ("lane", "gpu", "gpus", "node", "cluster")
 SHOWN_BYTES = (1 << 10, 1 << 20, 100 << 20)
 
 
 @dataclass(frozen=True, slots=True)
-class LinkCost:
+class TransferCost:
     """One way between two places.
 
     Attributes:
@@ -41,7 +41,7 @@ class LinkCost:
         return self.latency_seconds + nbytes / self.bytes_per_second
 
     @classmethod
-    def fitted(cls, seconds_by_nbytes: Mapping[int, float]) -> LinkCost:
+    def fitted(cls, seconds_by_nbytes: Mapping[int, float]) -> TransferCost:
         """The cost through the smallest and the largest transfer that was measured."""
         small, large = min(seconds_by_nbytes), max(seconds_by_nbytes)
         latency = seconds_by_nbytes[small]
@@ -57,25 +57,28 @@ class LinkTable:
         costs: `costs[scope][kind]`.
         measured: False where the numbers are assumptions.
         absent: why a way does not exist here, as `absent[scope][kind]`.
-        refused: ways that exist and that one pair of lanes cannot use, a line for each.
     """
 
-    costs: Mapping[Scope, Mapping[str, LinkCost]] = field(default_factory=dict)
+    costs: Mapping[Scope, Mapping[str, TransferCost]] = field(default_factory=dict)
     measured: bool = True
     absent: Mapping[Scope, Mapping[str, str]] = field(default_factory=dict)
-    refused: tuple[str, ...] = ()
 
     @classmethod
     def assumed(cls) -> LinkTable:
         """Cautious figures of ordinary machines, for the time before anything is measured."""
         return cls(
             {
-                "lane": {"reference": LinkCost(10e-6)},
-                "gpu": {"staged": LinkCost(250e-6, 3e9), "cuda_ipc": LinkCost(250e-6)},
-                "gpus": {"staged": LinkCost(250e-6, 3e9), "cuda_ipc": LinkCost(300e-6, 20e9)},
-                "gpu_cluster": {"staged": LinkCost(400e-6, 0.8e9), "nccl": LinkCost(1e-3, 5e9)},
-                "node": {"stream": LinkCost(80e-6, 1.5e9), "shared": LinkCost(100e-6, 10e9)},
-                "cluster": {"stream": LinkCost(300e-6, 1e9)},
+                "lane": {"reference": TransferCost(10e-6)},
+                "gpu": {"staged": TransferCost(250e-6, 3e9), "cuda_ipc": TransferCost(250e-6)},
+                "gpus": {
+                    "staged": TransferCost(250e-6, 3e9),
+                    "cuda_ipc": TransferCost(300e-6, 20e9),
+                },
+                "node": {
+                    "stream": TransferCost(80e-6, 1.5e9),
+                    "shared": TransferCost(100e-6, 10e9),
+                },
+                "cluster": {"stream": TransferCost(300e-6, 1e9)},
             },
             measured=False,
         )
@@ -100,44 +103,14 @@ class LinkTable:
         kinds = [kind for kind in costs if among is None or kind in among]
         return min(kinds, key=lambda kind: costs[kind].seconds(nbytes), default=None)
 
-    def explain(self, scope: Scope, nbytes: int, among: Collection[str] | None = None) -> str:
-        """The choice for a value in a line: each way's seconds, and why others are not there."""
-        best = self.choose(scope, nbytes, among)
-        costs = self.costs.get(scope, {})
-        said = [f"{_BETWEEN[scope]}, {nbytes:,} bytes: {best or 'no way'}"]
-        kinds = sorted(costs, key=lambda kind: costs[kind].seconds(nbytes))
-        said += [
-            f"{kind} {_seconds(costs[kind].seconds(nbytes))}"
-            + ("" if among is None or kind in among else " (not open)")
-            for kind in kinds
-        ]
-        said += [f"{kind} absent: {why}" for kind, why in self.absent.get(scope, {}).items()]
-        return "; ".join(said)
-
     def merged(self, other: LinkTable) -> LinkTable:
         """This table with the other's entries in place of its own; measured only if both are.
 
         A way that the other says is absent here is none of this table's any more.
         """
-        costs: dict[Scope, Mapping[str, LinkCost]] = {}
-        absent: dict[Scope, Mapping[str, str]] = {}
-        for scope in SCOPES:
-            theirs, gone = other.costs.get(scope, {}), other.absent.get(scope, {})
-            ours = self.costs.get(scope, {})
-            costs[scope] = {**{one: ours[one] for one in ours if one not in gone}, **theirs}
-            was_gone = self.absent.get(scope, {})
-            absent[scope] = {
-                **{one: was_gone[one] for one in was_gone if one not in theirs},
-                **gone,
-            }
-        costs = {scope: kinds for scope, kinds in costs.items() if kinds}
-        absent = {scope: kinds for scope, kinds in absent.items() if kinds}
-        refused = tuple(dict.fromkeys((*self.refused, *other.refused)))
-        return LinkTable(costs, self.measured and other.measured, absent, refused)
-
-    def refusing(self, line: str) -> LinkTable:
-        """The table with a note that some pair cannot use a way; once for each line."""
-        return self if line in self.refused else replace(self, refused=(*self.refused, line))
+        costs = _without(self.costs, other.absent, other.costs)
+        absent = _without(self.absent, other.costs, other.absent)
+        return LinkTable(costs, self.measured and other.measured, absent)
 
     def to_json(self) -> str:
         """One line of JSON; a rate without bound is null."""
@@ -154,35 +127,18 @@ class LinkTable:
             for scope, kinds in self.costs.items()
         }
         absent = {scope: dict(kinds) for scope, kinds in self.absent.items()}
-        rest = {"absent": absent, "refused": list(self.refused)}
-        return json.dumps({"measured": self.measured, "costs": costs, **rest})
-
-    @classmethod
-    def from_json(cls, text: str) -> LinkTable:
-        """The table that `to_json` wrote."""
-        read = json.loads(text)
-        costs: dict[Scope, dict[str, LinkCost]] = {
-            scope: {
-                kind: LinkCost(
-                    cost["latency_seconds"],
-                    math.inf if cost["bytes_per_second"] is None else cost["bytes_per_second"],
-                )
-                for kind, cost in kinds.items()
-            }
-            for scope, kinds in read["costs"].items()
-        }
-        return cls(costs, read["measured"], read.get("absent", {}), tuple(read.get("refused", ())))
+        return json.dumps({"measured": self.measured, "costs": costs, "absent": absent})
 
     def render(self) -> Table:
         """A table for people: costs, predicted seconds of three sizes, the choice in bold.
 
-        Ways that are absent are rows that say why; below stand those that some pair cannot use.
+        Ways that are absent are rows that say why.
         """
         from rich.table import Table
 
         title = "Links" if self.measured else "Links (assumed, not measured)"
-        notes = "\n".join(("In bold: the way that is taken.", *self.refused))
-        table = Table(title=title, title_justify="left", caption=notes, caption_justify="left")
+        note = "In bold: the way that is taken."
+        table = Table(title=title, title_justify="left", caption=note, caption_justify="left")
         table.add_column("between", no_wrap=True)
         table.add_column("link")
         for heading in ("latency", "rate", "1 KiB", "1 MiB", "100 MiB"):
@@ -209,10 +165,27 @@ _BETWEEN = {
     "lane": "workers of a lane",
     "gpu": "lanes of a GPU",
     "gpus": "GPUs of a node",
-    "gpu_cluster": "GPUs of two nodes",
     "node": "lanes of a node",
     "cluster": "nodes",
 }
+
+
+_Entry = TypeVar("_Entry")
+
+
+def _without(
+    ours: Mapping[Scope, Mapping[str, _Entry]],
+    dropped: Mapping[Scope, Mapping[str, object]],
+    theirs: Mapping[Scope, Mapping[str, _Entry]],
+) -> dict[Scope, Mapping[str, _Entry]]:
+    """Entries by scope and kind: ours but for what is dropped, and theirs in place of ours."""
+    found: dict[Scope, Mapping[str, _Entry]] = {}
+    for scope in SCOPES:
+        gone = dropped.get(scope, {})
+        kept = {kind: one for kind, one in ours.get(scope, {}).items() if kind not in gone}
+        if both := {**kept, **theirs.get(scope, {})}:
+            found[scope] = both
+    return found
 
 
 def _seconds(seconds: float) -> str:

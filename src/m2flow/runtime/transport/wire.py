@@ -1,8 +1,7 @@
 """A value as a small head and raw buffers: what every link sends.
 
-`pack` pickles the structure alone (protocol 5), but for a bare tensor and a Batch of plain columns,
-which have heads of their own because they are sent most. The elements of tensors and arrays stay
-where they are, as `Buffer`s that the link copies once, straight to where they go. What arrives:
+`pack` pickles the structure alone (protocol 5). The elements of tensors and arrays stay where they
+are, as `Buffer`s that the link copies once, straight to where they go. What arrives:
   * a tensor with the same dtype, shape and elements, contiguous; a Parameter as a Parameter. A leaf
     that requires a gradient still does; a result of a computation arrives detached;
   * only the elements a view shows. One tensor object met twice arrives as one object; two views of
@@ -29,16 +28,6 @@ import torch
 
 from m2flow.flow.batch import Batch, Ragged
 from m2flow.runtime.transport.buffers import NUMPY_DTYPES, Buffer, Memory, tensor_over
-from m2flow.runtime.transport.heads import (
-    BATCH_HEAD,
-    TENSOR_HEAD,
-    batch_behind,
-    batch_head,
-    batch_of,
-    ragged_of,
-    tensor_behind,
-    tensor_head,
-)
 
 
 class UnsendableError(TypeError):
@@ -61,18 +50,12 @@ class Packed(NamedTuple):
 
 
 def pack(value: Any) -> Packed:
-    """Take a nested structure of tensors, arrays, Batches, dataclasses and Python values apart.
+    """Split a nested structure of tensors, arrays, Batches and Python values into head and buffers.
 
     Raises:
         UnsendableError: something in it cannot be pickled.
     """
-    kind = type(value)
-    quick = None
-    if kind is torch.Tensor:
-        quick = tensor_head(value)
-    elif kind is Batch:
-        quick = batch_head(value)
-    head, buffers = quick or _pack_by_reference(value)
+    head, buffers = _pack_by_reference(value)
     return Packed(head, buffers, len(head) + sum([buffer.nbytes for buffer in buffers]))
 
 
@@ -91,11 +74,6 @@ def unpack(
             for tensors that stood on one.
         device: where tensors go that stood on an accelerator; host memory when left out.
     """
-    first = head[0]
-    if first == TENSOR_HEAD:
-        return tensor_behind(head, next(iter(buffers)))
-    if first == BATCH_HEAD:
-        return batch_behind(head, buffers)
     if device is None:
         return pickle.loads(head, buffers=map(_as_memory, buffers))
     before = getattr(_receiver, "device", None)
@@ -277,11 +255,11 @@ def _reduce_array(array: np.ndarray[Any, Any], buffers: list[Buffer]) -> Any:
 
 
 def _reduce_batch(batch: Batch, _buffers: list[Buffer]) -> Any:
-    return batch_of, (batch.columns, batch.ids)
+    return _batch, (batch.columns, batch.ids)
 
 
 def _reduce_ragged(ragged: Ragged, _buffers: list[Buffer]) -> Any:
-    return ragged_of, (ragged.values, ragged.lengths)
+    return _ragged, (ragged.values, ragged.lengths)
 
 
 _REDUCERS: dict[type, Callable[[Any, list[Buffer]], Any]] = {
@@ -330,3 +308,19 @@ def _array(
     if memory is None:
         return np.empty(shape, dtype)
     return memory.view(dtype).reshape(shape)
+
+
+def _batch(columns: dict[str, Any], ids: tuple[int, ...]) -> Batch:
+    """A Batch that was checked when it was made."""
+    batch = Batch.__new__(Batch)
+    batch.columns = columns
+    batch.ids = ids
+    return batch
+
+
+def _ragged(values: Any, lengths: tuple[int, ...]) -> Ragged:
+    """A Ragged that was checked when it was made."""
+    ragged = Ragged.__new__(Ragged)
+    ragged.values = values
+    ragged.lengths = lengths
+    return ragged

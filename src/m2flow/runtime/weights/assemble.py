@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from m2flow.runtime.weights.boxes import Box, uncovered
-from m2flow.runtime.weights.layout import Layout, LayoutError
-from m2flow.runtime.weights.transfers import Transfer
+from m2flow.runtime.weights.manifest import ManifestError, TensorManifest
+from m2flow.runtime.weights.transfers import TensorTransfer
 
 
 class Assembler:
@@ -38,27 +38,27 @@ class Assembler:
     def assemble(
         self,
         wanted: Mapping[str, Box],
-        layout: Layout,
-        pieces: Iterable[tuple[Transfer, Tensor]],
+        manifest: TensorManifest,
+        pieces: Iterable[tuple[TensorTransfer, Tensor]],
     ) -> dict[str, Tensor]:
         """Name -> tensor of the wanted box's shape; tied names get the same tensor.
 
         Args:
             wanted: name -> box, as the transfers were planned for.
-            layout: of all lanes of the source together, from `merged`.
+            manifest: of all lanes of the source together, from `merged`.
             pieces: each transfer and what came of it.
 
         Raises:
-            LayoutError: pieces are missing or overlap, or one has another shape or dtype than the
-                plan and the layout say; no buffer has been touched.
+            ManifestError: pieces are missing or overlap, or one has another shape or dtype than the
+                plan and the manifest say; no buffer has been touched.
         """
         by_name: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name in wanted}
         for transfer, tensor in pieces:
             if transfer.name not in by_name:
-                raise LayoutError("a piece came that nobody asked for", key=transfer.name)
+                raise ManifestError("a piece came that nobody asked for", key=transfer.name)
             by_name[transfer.name].append((transfer.target, tensor))
         for name, parts in by_name.items():
-            _check_pieces(name, layout, parts)
+            _check_pieces(name, manifest, parts)
             self._check_tiling(name, wanted[name], tuple(part for part, _ in parts))
         buffers = self._sets[self._turn]
         self._turn = (self._turn + 1) % len(self._sets)
@@ -68,12 +68,12 @@ class Assembler:
             if len(parts) == 1 and self._device in (None, parts[0][1].device):
                 out[name] = parts[0][1]
             else:
-                dtype: torch.dtype = getattr(torch, layout.held[name].dtype)
+                dtype: torch.dtype = getattr(torch, manifest.held[name].dtype)
                 device = self._device or (parts[0][1].device if parts else torch.device("cpu"))
                 out[name] = buffer = _buffer(buffers, name, box, dtype, device)
                 for part, tensor in parts:
                     part.of(buffer).copy_(tensor)
-        for name, first in layout.tied.items():
+        for name, first in manifest.tied.items():
             if first in out:
                 out[name] = out[first]
         return out
@@ -84,7 +84,7 @@ class Assembler:
             return
         got = sum(part.numel for part in parts)
         if got != box.numel or uncovered(Box.whole(box.shape), parts):
-            raise LayoutError(f"{got} of {box.numel} elements came", key=name, value=parts)
+            raise ManifestError(f"{got} of {box.numel} elements came", key=name, value=parts)
         self._tilings[name] = box, parts
 
 
@@ -99,14 +99,14 @@ def _buffer(
     return buffers[name]
 
 
-def _check_pieces(name: str, layout: Layout, parts: Sequence[tuple[Box, Tensor]]) -> None:
-    """Each piece has the shape that the plan says and the dtype that the layout says."""
-    held = layout.get(name)
+def _check_pieces(name: str, manifest: TensorManifest, parts: Sequence[tuple[Box, Tensor]]) -> None:
+    """Each piece has the shape that the plan says and the dtype that the manifest says."""
+    held = manifest.get(name)
     assert held is not None, name
     for part, tensor in parts:
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tuple(tensor.shape) != part.shape or dtype != held.dtype:
-            raise LayoutError(
+            raise ManifestError(
                 f"a piece is {dtype} {tuple(tensor.shape)}",
                 key=name,
                 expected=f"{held.dtype} {part.shape}",

@@ -1,7 +1,8 @@
 """`Relay`: what several lanes of a node want from another node crosses the network once.
 
 The first of them that asks has it brought, the others wait for that; it is kept until a later
-version comes. Asked from the threads of the payload server too, so that nobody waits for the lane.
+version comes. It is asked from the threads of the payload server too, so that nobody waits for the
+lane. What could not be brought is forgotten: whoever asks next has it brought again.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from m2flow.runtime.weights.source import WeightsKey
+from m2flow.runtime.weights.exports import WeightsKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class RelayKey:
 
     lane: int
     key: WeightsKey
-    seconds: float
+    seconds: float = field(compare=False)
 
 
 class Relay:
@@ -45,16 +46,24 @@ class Relay:
     def bring(self, key: RelayKey) -> Any:
         """What the key stands for; raises what asking for it has raised."""
         with self._lock:
-            first = key not in self._brought
-            found = self._brought.setdefault(key, Future())
-            if first:
-                for old in [one for one in self._brought if _precedes(one, key)]:
-                    del self._brought[old]
-        if first:
+            found = self._brought.get(key)
+            if found is not None:
+                own = None
+            else:
+                own = found = Future()
+                later = {
+                    one: brought
+                    for one, brought in self._brought.items()
+                    if not _precedes(one, key)
+                }
+                self._brought = {**later, key: own}
+        if own is not None:
             try:
-                found.set_result(self._ask(key.lane, key.key, key.seconds))
+                own.set_result(self._ask(key.lane, key.key, key.seconds))
             except BaseException as error:
-                found.set_exception(error)
+                with self._lock:
+                    self._brought.pop(key, None)
+                own.set_exception(error)
                 raise
         return found.result(key.seconds)
 

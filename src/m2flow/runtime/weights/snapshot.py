@@ -1,6 +1,6 @@
 """Weights of a lane in one piece of memory: a snapshot that travels as a single tensor.
 
-Where each tensor begins follows from the layout, which both ends know. So nothing but bytes is
+Where each tensor begins follows from the manifest, which both ends know. So nothing but bytes is
 sent from version to version, and a snapshot costs one copy of each tensor and nothing else.
 """
 
@@ -14,39 +14,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m2flow.runtime.weights.bits import as_integers
-from m2flow.runtime.weights.layout import Layout, Shard, describe, is_dtensor, local_tensor
+from m2flow.runtime.weights.manifest import (
+    Shard,
+    TensorManifest,
+    describe,
+    is_dtensor,
+    local_tensor,
+)
 
 ALIGNMENT = 64
 """Bytes to which each tensor is aligned."""
 
-SAMPLE = 1 << 16
-"""Elements of a tensor that `changed_share` compares, at most about twice as many."""
 
-
-class LayoutCache:
+class ManifestCache:
     """Describes a worker's weights anew only where something about them but their values differs.
 
     Attributes:
-        snapshot: where the weights seen last, and their layout, go in a snapshot.
+        snapshot: where the weights seen last, and their manifest, go in a snapshot.
         token: a hash of it, by which lanes that have it know it again.
     """
 
     def __init__(self) -> None:
-        self.snapshot = Snapshot(Layout({}))
+        self.snapshot = Snapshot(TensorManifest({}))
         self.token = 0
         self._mark: Any = None
 
     def see(self, weights: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Name -> local tensor, tied ones once; raises LayoutError as `describe` does."""
+        """Name -> local tensor, tied ones once; raises ManifestError as `describe` does."""
         local = {name: local_tensor(value) for name, value in weights.items() if _is_known(value)}
         mark = _mark(weights, local)
         if mark != self._mark:
-            layout = describe(weights)
-            self.snapshot = Snapshot(layout)
-            digest = hashlib.blake2b(pickle.dumps(layout), digest_size=8).digest()
+            manifest = describe(weights)
+            self.snapshot = Snapshot(manifest)
+            digest = hashlib.blake2b(pickle.dumps(manifest), digest_size=8).digest()
             self.token, self._mark = int.from_bytes(digest, "little"), mark
-        return {name: local[name] for name in self.snapshot.layout.held}
+        return {name: local[name] for name in self.snapshot.manifest.held}
 
 
 def _is_known(value: Any) -> bool:
@@ -76,18 +78,18 @@ def _mark(weights: Mapping[str, Any], local: Mapping[str, Tensor]) -> tuple[Any,
 
 
 class Snapshot:
-    """Where the tensors of a layout lie in one piece of memory.
+    """Where the tensors of a manifest lie in one piece of memory.
 
     Attributes:
-        layout: what the lane holds.
+        manifest: what the lane holds.
         num_bytes: size of the memory.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, manifest: TensorManifest) -> None:
+        self.manifest = manifest
         self._places: list[tuple[str, int, int, torch.dtype, tuple[int, ...]]] = []
         start = 0
-        for name, held in layout.held.items():
+        for name, held in manifest.held.items():
             end = start + held.num_bytes
             self._places.append((name, start, end, getattr(torch, held.dtype), held.box.shape))
             start += -(-held.num_bytes // ALIGNMENT) * ALIGNMENT
@@ -111,19 +113,7 @@ class Snapshot:
             place.copy_(tensors[name])
 
 
-def changed_share(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> float:
-    """Share of elements whose bits differ between two versions, from a sample of each tensor."""
-    changed = total = 0.0
-    for name, after in new.items():
-        step = max(1, after.numel() // SAMPLE)
-        a, b = as_integers(old[name])[::step], as_integers(after)[::step]
-        if len(b):
-            changed += float(a.ne(b).sum()) / len(b) * after.numel()
-            total += after.numel()
-    return changed / total if total else 0.0
-
-
-def on_gpu(layout: Layout) -> bool:
+def on_gpu(manifest: TensorManifest) -> bool:
     """Whether all of it lies on an accelerator; then that is where it is broadcast."""
-    devices = {held.device for held in layout.held.values()}
+    devices = {held.device for held in manifest.held.values()}
     return bool(devices) and all(device.startswith("cuda") for device in devices)

@@ -1,8 +1,7 @@
 """`WeightsOut`: a lane's weights laid out for other lanes, each version as it was when exported.
 
-A snapshot serves readers in shared memory, by a message and by a broadcast; a delta has a message
-of its own, and whoever cannot use it asks for everything instead. Asked from the threads of the
-payload server while the lane goes on.
+One snapshot serves readers in shared memory, by a message and by a broadcast. It is asked for from
+the threads of the payload server while the lane goes on.
 """
 
 from __future__ import annotations
@@ -15,53 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m2flow.runtime.lane.orders import Export, Sends
 from m2flow.runtime.transport.shared_memory import PoolFull, SharedPool
-from m2flow.runtime.weights.buckets import broadcast_in_buckets
-from m2flow.runtime.weights.delta import Delta, DeltaEncoder
-from m2flow.runtime.weights.layout import Layout
-from m2flow.runtime.weights.snapshot import (
-    LayoutCache,
-    Snapshot,
-    changed_share,
-    on_gpu,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsKey:
-    """Asks a lane for a version of weights: a snapshot as one uint8 tensor, or a delta's payload.
-
-    Attributes:
-        what: "snapshot"; "delta"; or "bootstrap", the delta that builds on nothing.
-    """
-
-    source: str
-    version: int
-    what: str
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutKey:
-    """Asks a lane for the Layout behind the token of an export."""
-
-    source: str
-    token: int
+from m2flow.runtime.weights.broadcast import broadcast
+from m2flow.runtime.weights.exports import Export, ManifestKey, Sends, WeightsKey
+from m2flow.runtime.weights.manifest import TensorManifest
+from m2flow.runtime.weights.snapshot import ManifestCache, Snapshot, on_gpu
 
 
 @dataclass(slots=True)
 class _Source:
     """What is kept for one worker that publishes."""
 
-    cache: LayoutCache = field(default_factory=LayoutCache)
-    layouts: dict[int, Layout] = field(default_factory=dict)
-    encoder: DeltaEncoder = field(default_factory=DeltaEncoder)
+    cache: ManifestCache = field(default_factory=ManifestCache)
+    manifests: dict[int, TensorManifest] = field(default_factory=dict)
     snapshots: dict[int, Tensor] = field(default_factory=dict)
-    deltas: dict[int, dict[str, Any]] = field(default_factory=dict)
-    bootstraps: dict[int, dict[str, Any]] = field(default_factory=dict)
     broadcast: threading.Thread | None = None
     failure: BaseException | None = None
-    before: tuple[int, Tensor] | None = None  # token and snapshot of the last version
 
 
 class WeightsOut:
@@ -77,7 +45,6 @@ class WeightsOut:
         self._pool, self._lane, self._position = pool, lane, position
         self._by_handle = by_handle
         self._sources: dict[str, _Source] = {}
-        self._lock = threading.Lock()  # over encoders, which change what they have sent
 
     def lay_out(
         self, source: str, version: int, weights: Mapping[str, Any], sends: Sends, group: Any
@@ -88,50 +55,38 @@ class WeightsOut:
             group: the process group of a broadcast, or None.
 
         Raises:
-            LayoutError: the weights cannot be described.
+            ManifestError: the weights cannot be described.
             Exception: what a broadcast of an earlier version has failed with.
         """
         kept = self._sources.setdefault(source, _Source())
         if kept.failure is not None:
             raise kept.failure
-        for table in (kept.snapshots, kept.deltas, kept.bootstraps):
-            for old in [number for number in table if number < sends.oldest]:
-                del table[old]
+        kept.snapshots = {
+            number: flat for number, flat in kept.snapshots.items() if number >= sends.oldest
+        }
         tensors = kept.cache.see(weights)
         snapshot, token = kept.cache.snapshot, kept.cache.token
-        layout = snapshot.layout
-        kept.layouts[token] = layout
-        on_device = on_gpu(layout) and sends.readers.keys() <= {"broadcast", "delta"}
-        flat, changed = None, None
-        if sends.readers.keys() - {"delta"}:
-            flat = self._snapshot(snapshot, tensors, on_device=on_device)
-            changed = _changed(kept, flat, token, snapshot) if sends.measure else None
-            kept.before = (token, flat) if sends.keep else None
+        kept.manifests[token] = snapshot.manifest
+        on_device = on_gpu(snapshot.manifest) and sends.readers.keys() == {"broadcast"}
+        flat = self._taken(snapshot, tensors, on_device=on_device)
         exports = []
         for method, readers in sends.readers.items():
-            size = layout.num_bytes
-            export = Export(source, version, self._lane, method, token, size, size, changed=changed)
-            if method == "delta":
-                delta = self._encode(kept, version, tensors)
-                known = None if delta.base is None else delta.fraction_changed
-                exports.append(replace(export, num_bytes=delta.num_bytes, changed=known))
-                continue
-            assert flat is not None
+            size = snapshot.manifest.num_bytes
+            export = Export(source, version, self._lane, method, token, size)
             if method == "broadcast":
                 self._broadcast(kept, flat, group)
                 export = replace(export, group=sends.group, rank=self._position)
                 export = replace(export, on_gpu=flat.is_cuda)
             elif method == "shared":
                 export = replace(export, handle=self._handle(flat, readers))
-            if method == "copy" or (method == "shared" and export.handle is None):
+            if method != "broadcast" and export.handle is None:
                 kept.snapshots[version] = flat
             exports.append(export)
         return tuple(exports)
 
-    def _snapshot(
+    def _taken(
         self, snapshot: Snapshot, tensors: Mapping[str, Tensor], *, on_device: bool
     ) -> Tensor:
-        """In the pool, whose memory is warm; elsewhere if it is full, or for a GPU's broadcast."""
         size = (snapshot.num_bytes,)
         try:
             if on_device:
@@ -161,58 +116,20 @@ class WeightsOut:
                 if before is not None:
                     before.join()
                 if kept.failure is None:
-                    broadcast_in_buckets([flat], self._position, group)
+                    broadcast(flat, self._position, group)
             except BaseException as error:  # noqa: BLE001 - raised by the next export
                 kept.failure = error
 
         kept.broadcast = threading.Thread(target=send, name="m2flow broadcast", daemon=True)
         kept.broadcast.start()
 
-    def _encode(self, kept: _Source, version: int, tensors: Mapping[str, Tensor]) -> Delta:
-        with self._lock:
-            encoder = kept.encoder
-            last = encoder.version
-            if last in kept.deltas and last not in kept.bootstraps:
-                assert last is not None
-                kept.bootstraps[last] = _own(encoder.bootstrap())  # somebody may still need it
-            delta = encoder.encode(tensors, version)
-            kept.deltas[version] = payload = _own(delta)
-            if delta.base is None:
-                kept.bootstraps[version] = payload
-        return delta
-
-    def provide(self, key: WeightsKey | LayoutKey) -> Any:
+    def provide(self, key: WeightsKey | ManifestKey) -> Any:
         """What a reader asks for; KeyError if it is not here."""
         kept = self._sources[key.source]
-        if isinstance(key, LayoutKey):
-            return kept.layouts[key.token]
-        match key.what:
-            case "snapshot":
-                return kept.snapshots[key.version]
-            case "delta":
-                return kept.deltas[key.version]
-        with self._lock:
-            if key.version not in kept.bootstraps and key.version == kept.encoder.version:
-                kept.bootstraps[key.version] = _own(kept.encoder.bootstrap())
-            return kept.bootstraps[key.version]
+        if isinstance(key, ManifestKey):
+            return kept.manifests[key.manifest]
+        return kept.snapshots[key.version]
 
     def drop(self) -> None:
         """Let everything go that an earlier run laid out."""
         self._sources = {}
-
-
-def _own(delta: Delta) -> dict[str, Any]:
-    """A delta's payload in memory of its own: the encoder goes on to change what it keeps."""
-    payload = delta.to_payload()
-    payload["changes"] = [
-        (name, values.clone() if gaps is None else values, gaps, checksum)
-        for name, values, gaps, checksum in payload["changes"]
-    ]
-    return payload
-
-
-def _changed(kept: _Source, flat: Tensor, token: int, snapshot: Snapshot) -> float | None:
-    """Share of elements that differ from the version before, if that is here and alike."""
-    if kept.before is None or kept.before[0] != token:
-        return None
-    return changed_share(snapshot.views(kept.before[1]), snapshot.views(flat))

@@ -1,35 +1,28 @@
 """`WeightsIn`: brings a version of weights to a lane, as a worker there wants it.
 
-What lanes hold and who sends what is worked out once, and again only where a layout has changed.
+What lanes hold and who sends what is worked out once, and again only where a manifest has changed.
+Nothing is returned before all of a version is here: it is installed as a whole or not at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from m2flow.flow.worker import Worker
-from m2flow.runtime.lane.orders import Export
 from m2flow.runtime.transport.shared_memory import SharedReader
 from m2flow.runtime.weights.assemble import Assembler
 from m2flow.runtime.weights.boxes import Box
-from m2flow.runtime.weights.buckets import broadcast_in_buckets
-from m2flow.runtime.weights.delta import Delta, DeltaDecoder, NeedsBootstrap
-from m2flow.runtime.weights.layout import Layout, merged, wanted_boxes
+from m2flow.runtime.weights.broadcast import broadcast
+from m2flow.runtime.weights.exports import Export, ManifestKey, WeightsKey
+from m2flow.runtime.weights.manifest import TensorManifest, merged, wanted_boxes
 from m2flow.runtime.weights.relay import Relay, RelayKey
 from m2flow.runtime.weights.snapshot import Snapshot
-from m2flow.runtime.weights.source import LayoutKey, WeightsKey
-from m2flow.runtime.weights.transfers import Transfer, transfers
-
-
-class Ask(Protocol):
-    """How a lane is asked for something; `own` demands memory that nobody else reads."""
-
-    def __call__(self, lane: int, key: Any, seconds: float, *, own: bool = False) -> Any: ...
+from m2flow.runtime.weights.transfers import TensorTransfer, transfers
 
 
 @dataclass(slots=True)
@@ -38,11 +31,10 @@ class _Route:
 
     tokens: dict[int, int] = field(default_factory=dict)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
-    whole: Layout = field(default_factory=lambda: Layout({}))
+    whole: TensorManifest = field(default_factory=lambda: TensorManifest({}))
     wanted: dict[str, Box] = field(default_factory=dict)
-    plan: list[Transfer] = field(default_factory=list)
+    plan: list[TensorTransfer] = field(default_factory=list)
     assembler: Assembler = field(default_factory=Assembler)
-    decoders: dict[int, DeltaDecoder] = field(default_factory=dict)
     landing: list[Tensor] = field(default_factory=list)
 
 
@@ -51,12 +43,15 @@ class WeightsIn:
 
     Args:
         lane: its number.
-        ask: brings what another lane has.
+        ask: how a lane is asked for something: its number, a key, seconds, and `own=True` to
+            demand memory that nobody else reads.
         reader: of shared memory.
         relay: brings what several lanes of this node want from another.
     """
 
-    def __init__(self, lane: int | None, ask: Ask, reader: SharedReader, relay: Relay) -> None:
+    def __init__(
+        self, lane: int | None, ask: Callable[..., Any], reader: SharedReader, relay: Relay
+    ) -> None:
         self._lane, self._ask, self._reader, self._relay = lane, ask, reader, relay
         self._routes: dict[tuple[str, str], _Route] = {}
 
@@ -80,29 +75,24 @@ class WeightsIn:
             group_of: the process group in which some lanes get a source's broadcasts.
 
         Raises:
-            LayoutError: the lanes do not hold what the target wants.
+            ManifestError: the lanes do not hold what the target wants.
         """
         name, worker = target
         route = self._routes.setdefault((source, name), _Route())
-        self._know_layouts(route, source, worker, exports, seconds)
+        self._know_manifests(route, source, worker, exports, seconds)
         tensors: dict[int, Mapping[str, Tensor]] = {}
-        total = 0
         for export in exports:
-            snapshot = route.snapshots[export.lane]
-            if export.method == "delta":
-                tensors[export.lane], size = self._follow(route, source, version, export, seconds)
-            else:
-                flat = self._snapshot(route, source, version, export, seconds, group_of)
-                tensors[export.lane], size = snapshot.views(flat), export.num_bytes
-            total += size
+            flat = self._snapshot(route, export, seconds, group_of)
+            tensors[export.lane] = route.snapshots[export.lane].views(flat)
         pieces = [(move, move.source.of(tensors[move.lane][move.name])) for move in route.plan]
+        total = sum(export.num_bytes for export in exports)
         return route.assembler.assemble(route.wanted, route.whole, pieces), total
 
     def drop(self) -> None:
         """Forget what was taken over in an earlier run."""
         self._routes = {}
 
-    def _know_layouts(
+    def _know_manifests(
         self,
         route: _Route,
         source: str,
@@ -110,42 +100,40 @@ class WeightsIn:
         exports: Sequence[Export],
         seconds: float,
     ) -> None:
-        """Ask for layouts that are new here, and plan the transfers again if there are any."""
-        tokens = {export.lane: export.layout for export in exports}
+        """Ask for manifests that are new here, and plan the transfers again if there are any."""
+        tokens = {export.lane: export.manifest for export in exports}
         if tokens == route.tokens:
             return
         for lane, token in tokens.items():
             if route.tokens.get(lane) != token:
-                route.snapshots[lane] = Snapshot(self._ask(lane, LayoutKey(source, token), seconds))
+                manifest = self._ask(lane, ManifestKey(source, token), seconds)
+                route.snapshots[lane] = Snapshot(manifest)
         route.snapshots = {lane: route.snapshots[lane] for lane in tokens}
-        layouts = {lane: snapshot.layout for lane, snapshot in route.snapshots.items()}
-        route.whole = merged(layouts)
+        manifests = {lane: snapshot.manifest for lane, snapshot in route.snapshots.items()}
+        route.whole = merged(manifests)
         route.wanted = wanted_boxes(route.whole, worker.weight_boxes(route.whole))
         near = self._lane
-        route.plan = transfers(layouts, route.wanted, lambda lane: 0.0 if lane == near else 1.0)
+        route.plan = transfers(manifests, route.wanted, lambda lane: 0.0 if lane == near else 1.0)
         route.tokens = tokens
 
     def _snapshot(
         self,
         route: _Route,
-        source: str,
-        version: int,
         export: Export,
         seconds: float,
         group_of: Callable[[str, tuple[int, ...]], Any],
     ) -> Tensor:
         """All that a lane has laid out, as one uint8 tensor."""
+        flat: Tensor
         if export.handle is not None:
-            flat: Tensor = self._reader.read(export.handle, export.reader)
-            return flat
-        if export.method == "broadcast":
+            flat = self._reader.read(export.handle, export.reader)
+        elif export.method == "broadcast":
             size = route.snapshots[export.lane].num_bytes
             flat = _landing(route, size, on_gpu=export.on_gpu)
-            broadcast_in_buckets([flat], export.rank, group_of(source, export.group))
-            return flat
-        key = WeightsKey(source, version, "snapshot")
-        received: Tensor = self._bring(export, key, seconds)
-        return received
+            broadcast(flat, export.rank, group_of(export.source, export.group))
+        else:
+            flat = self._bring(export, WeightsKey(export.source, export.version), seconds)
+        return flat
 
     def _bring(self, export: Export, key: WeightsKey, seconds: float) -> Any:
         """From the lane that has laid it out, or by way of the one that brings it to this node."""
@@ -155,20 +143,6 @@ class WeightsIn:
         if export.via == self._lane:
             return self._relay.bring(relayed)
         return self._ask(export.via, relayed, seconds)
-
-    def _follow(
-        self, route: _Route, source: str, version: int, export: Export, seconds: float
-    ) -> tuple[Mapping[str, Tensor], int]:
-        """Apply a delta; whoever has missed one, or got a broken one, asks for everything."""
-        decoder = route.decoders.setdefault(export.lane, DeltaDecoder())
-        payload = self._bring(export, WeightsKey(source, version, "delta"), seconds)
-        delta = Delta.from_payload(payload)
-        try:
-            return decoder.apply(delta), delta.num_bytes
-        except NeedsBootstrap:
-            key = WeightsKey(source, version, "bootstrap")
-            full = Delta.from_payload(self._ask(export.lane, key, seconds))
-            return decoder.apply(full), delta.num_bytes + full.num_bytes
 
 
 def _landing(route: _Route, size: int, *, on_gpu: bool) -> Tensor:

@@ -2,7 +2,7 @@
 
 Every element of every box that the target wants comes from exactly one lane, the cheapest that has
 it. Among lanes that cost the same, a region comes in as few pieces as possible, and then from the
-lane that has least to send: replicas share the work. The plan is a function of layouts alone, and
+lane that has least to send: replicas share the work. The plan is a function of manifests alone, and
 the same wherever it is computed.
 """
 
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from m2flow.runtime.weights.boxes import Box
-from m2flow.runtime.weights.layout import Layout, LayoutError
+from m2flow.runtime.weights.manifest import ManifestError, TensorManifest
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class TensorTransfer:
     """One piece on its way.
 
     Attributes:
-        name: the tensor, by its name in the layouts.
+        name: the tensor, by its name in the manifests.
         lane: who sends it.
         source: the piece, counted from where the sender's part of the tensor begins.
         target: the piece, counted from where the box that the target wants begins.
@@ -36,11 +36,11 @@ class Transfer:
 
 
 def transfers(
-    sources: Mapping[int, Layout],
+    sources: Mapping[int, TensorManifest],
     wanted: Mapping[str, Box],
     cost: Callable[[int], float],
     sent: MutableMapping[int, int] | None = None,
-) -> list[Transfer]:
+) -> list[TensorTransfer]:
     """Who sends what to one target, in the order of `wanted`.
 
     Args:
@@ -52,7 +52,7 @@ def transfers(
             spreads the work over lanes that hold the same.
 
     Raises:
-        LayoutError: nobody has a tensor of this name, lanes disagree about its shape or dtype, or
+        ManifestError: nobody has a tensor of this name, lanes disagree about its shape or dtype, or
             elements are wanted that no lane holds.
     """
     sent = {} if sent is None else sent
@@ -79,12 +79,12 @@ def transfers(
                     num_bytes = part.numel * itemsize
                     sent[lane] = sent.get(lane, 0) + num_bytes
                     there, here = part.inside(holders[lane]), part.inside(box)
-                    plan.append(Transfer(name, lane, there, here, num_bytes))
+                    plan.append(TensorTransfer(name, lane, there, here, num_bytes))
                 if not rest:
                     break
         if rest:
             missing = sum(part.numel for part in rest)
-            raise LayoutError(
+            raise ManifestError(
                 f"{missing} of the {box.numel} elements wanted are on no lane, first {rest[0]}",
                 key=name,
                 hint=f"lanes {sorted(sources)} have to hold all of it between them",
@@ -92,21 +92,23 @@ def transfers(
     return plan
 
 
-def _holders(name: str, box: Box, sources: Mapping[int, Layout]) -> tuple[dict[int, Box], int]:
+def _holders(
+    name: str, box: Box, sources: Mapping[int, TensorManifest]
+) -> tuple[dict[int, Box], int]:
     """Lane -> the part of the tensor it has, where it has any, and bytes of an element.
 
     Checks that the lanes agree.
     """
     holders: dict[int, Box] = {}
     first = None
-    for lane, layout in sources.items():
-        held = layout.get(name)
+    for lane, manifest in sources.items():
+        held = manifest.get(name)
         if held is None:
             continue
         if first is None:
             first = (lane, held)
         elif (held.global_shape, held.dtype) != (first[1].global_shape, first[1].dtype):
-            raise LayoutError(
+            raise ManifestError(
                 f"lane {first[0]} holds {first[1].dtype} {first[1].global_shape}, "
                 f"lane {lane} holds {held.dtype} {held.global_shape}",
                 key=name,
@@ -114,9 +116,9 @@ def _holders(name: str, box: Box, sources: Mapping[int, Layout]) -> tuple[dict[i
         if held.box.numel:
             holders[lane] = held.box
     if first is None:
-        raise LayoutError("no lane of the source has weights of this name", key=name)
+        raise ManifestError("no lane of the source has weights of this name", key=name)
     if not box.fits(first[1].global_shape):
-        raise LayoutError(
+        raise ManifestError(
             f"the box wanted does not fit the tensor's shape {first[1].global_shape}",
             key=name,
             value=box,

@@ -3,13 +3,15 @@
 The file has no name from the start, so nothing is left behind when a process dies. It is emptied
 as soon as its bytes are back: state that returns soon mostly never reaches the disk, for the
 system writes it out with delay. In between it is the system's file cache and not the process's
-memory. Folders in memory, such as /dev/shm, would defeat the purpose.
+memory. A folder on a file system in memory would free nothing: the temporary folder often is one,
+and is then left for one on a disk, with a warning where there is none.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import tempfile
@@ -23,19 +25,31 @@ from torch import UntypedStorage
 from m2flow.errors import RunFailed
 from m2flow.runtime.lane.state.memory import return_free_memory
 
+_IN_MEMORY = ("tmpfs", "ramfs")
+_ON_DISK = (Path("/var/tmp"), Path.home())
+"""Where the file goes if the folder lies in memory; the first that does not."""
+
 _BUFFERS_PER_CALL = 1024  # the system takes no more
 _HUGE_PAGES_FROM = 2 << 20  # bytes: the size of one
 _MADV_HUGEPAGE = 14
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_log = logging.getLogger(__name__)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class FileShelf:
-    """Args: folder: where the file lies; None for the system's temporary folder."""
+    """Bytes in a file without a name.
+
+    Args:
+        folder: where the file lies; None for the system's temporary folder. One that lies in memory
+            is replaced.
+    """
 
     def __init__(self, folder: Path | None) -> None:
-        self._folder = Path(tempfile.gettempdir()) if folder is None else folder
+        self._folder = on_disk(Path(tempfile.gettempdir()) if folder is None else folder)
         self._file: int | None = None
 
     def put(self, storages: Sequence[UntypedStorage]) -> None:
@@ -79,6 +93,34 @@ class FileShelf:
             self._file = file.fileno()
             weakref.finalize(self, file.close)
         return self._file
+
+
+def on_disk(folder: Path) -> Path:
+    """The folder, or one on a disk if it lies in memory; itself, with a warning, if all do."""
+    if not _lies_in_memory(folder):
+        return folder
+    for other in _ON_DISK:
+        if other.is_dir() and os.access(other, os.W_OK) and not _lies_in_memory(other):
+            return other
+    _log.warning(
+        "%s lies in memory, and so does all else that can be written to: state that is put away "
+        "there frees none; set TMPDIR to a folder on a disk",
+        folder,
+    )
+    return folder
+
+
+def _lies_in_memory(folder: Path) -> bool:
+    """Whether the file system that a folder lies on, or will lie on, is one in memory."""
+    path = str(folder.resolve())
+    kind, longest = "", -1
+    for line in _MOUNTS.read_text().splitlines():
+        mounted, _, about = line.partition(" - ")
+        point = mounted.split(" ")[4].encode().decode("unicode_escape")  # \040 is a space
+        within = path == point or path.startswith(point.rstrip("/") + "/")
+        if within and len(point) >= longest:  # a later mount hides an earlier one
+            kind, longest = about.split(" ")[0], len(point)
+    return kind in _IN_MEMORY
 
 
 def _transfer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from m2flow.runtime.transport.channel.channel import DEFAULT_TIMEOUT_SECONDS, Channel, ChannelStats
+from m2flow.runtime.transport.channel.channel import DEFAULT_TIMEOUT_SECONDS, Channel
 from m2flow.runtime.transport.channel.errors import (
     ChannelClosed,
     ChannelEmpty,
@@ -11,6 +11,7 @@ from m2flow.runtime.transport.channel.errors import (
     ChannelLost,
     ChannelTimeout,
 )
+from m2flow.runtime.transport.channel.state import ChannelStats
 
 __all__ = [
     "DEFAULT_TIMEOUT_SECONDS",

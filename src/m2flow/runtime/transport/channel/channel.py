@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
 
 from m2flow.errors import UserError
-from m2flow.runtime.transport.channel import hosting, payload
-from m2flow.runtime.transport.channel.connection import Connection, Reply, Request
+from m2flow.runtime.transport.channel import hosting
+from m2flow.runtime.transport.channel.client import ChannelReply, ChannelRequest, Client, packed
 from m2flow.runtime.transport.channel.errors import ChannelClosed, ChannelEmpty, ChannelFull
-from m2flow.runtime.transport.channel.protocol import Address, Key, Operation, encoded
-from m2flow.runtime.transport.channel.state import Outcome
+from m2flow.runtime.transport.channel.host import ChannelAddress, Operation
+from m2flow.runtime.transport.channel.state import ChannelStats, Key, Outcome
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 """How long a call waits where it does not say."""
@@ -31,35 +29,10 @@ DEFAULT_TIMEOUT_SECONDS = 600.0
 MAX_ITEMS, MAX_BYTES = 1024, 1 << 30
 """Bounds of a channel that does not say."""
 
-ANY_COUNT = 2**32 - 1
+ANY_COUNT = 1 << 32
 
 LONGEST_KEY = 1000
-"""Bytes of a key as it is sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelStats:
-    """A channel at one moment.
-
-    Attributes:
-        items, bytes: what it holds.
-        put, taken: items that have come, and that have been taken for good.
-        most_items, most_bytes: the most that it has held.
-        waiting_putters, waiting_getters: requests that wait.
-        closed: whether it takes nothing more.
-        keys: items by key; keys without any are absent.
-    """
-
-    items: int
-    bytes: int
-    put: int
-    taken: int
-    most_items: int
-    most_bytes: int
-    waiting_putters: int
-    waiting_getters: int
-    closed: bool
-    keys: dict[Key, int]
+"""Characters of a key."""
 
 
 class Channel:
@@ -71,10 +44,10 @@ class Channel:
         max_bytes: most bytes of packed items that it holds, over all keys. Beside them the host
             holds one item for each `put` that waits.
         timeout: seconds that a call waits where it does not say.
-        process: host it in a small process of its own, which ends with this one. Worth its 50 ms
-            where this process computes in Python all the time.
-        listen: address at which other machines reach it. Where Ray is connected, this node's
-            address in the cluster; else none.
+        process: host it in a small process of its own, which ends with this one. Worth the time
+            that it takes to start where this process computes in Python all the time.
+        listen: address at which other machines reach it. Where Ray is connected to a cluster of
+            several nodes, this node's address in it; else none.
 
     The channel ends with its host: at the end of the process, of a `with` block, or by `terminate`.
     `on_ray` makes one that does not depend on the process that made it.
@@ -90,7 +63,7 @@ class Channel:
         process: bool = False,
         listen: str | None = None,
     ) -> None:
-        name = _checked(name, max_items, max_bytes, timeout)
+        name = _checked_name(name, max_items, max_bytes, timeout)
         host = hosting.in_process if process else hosting.in_thread
         address, end = host(name, max_items, max_bytes, listen or hosting.node_address())
         self._set_up(address, timeout, end)
@@ -108,7 +81,7 @@ class Channel:
 
         `find` gives a handle to it by its name, in any process that is connected to the cluster.
         """
-        name = _checked(name, max_items, max_bytes, timeout)
+        name = _checked_name(name, max_items, max_bytes, timeout)
         address = hosting.start_actor(name, max_items, max_bytes)
         return cls._handle(address, timeout, on_ray=True)
 
@@ -118,27 +91,27 @@ class Channel:
         return cls._handle(hosting.find_actor(name), timeout, on_ray=True)
 
     @classmethod
-    def _handle(cls, address: Address, timeout: float, on_ray: bool) -> Channel:
+    def _handle(cls, address: ChannelAddress, timeout: float, on_ray: bool) -> Channel:
         channel = cls.__new__(cls)
         channel._set_up(address, timeout, None, on_ray)
         return channel
 
     def _set_up(
         self,
-        address: Address,
+        address: ChannelAddress,
         timeout: float,
         end: Callable[[], None] | None,
         on_ray: bool = False,
     ) -> None:
         self._address, self._timeout, self._end, self._on_ray = address, timeout, end, on_ray
-        self._idle: list[Connection] = []
+        self._idle: list[Client] = []
         self._pid = os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Channel._handle, (self._address, self._timeout, self._on_ray)
 
     def __repr__(self) -> str:
-        return f"Channel({self.name!r}, at {self._address.remote or 'this machine'})"
+        return f"Channel({self.name!r}, at {self._address.endpoint.tcp or 'this machine'})"
 
     @property
     def name(self) -> str:
@@ -165,8 +138,7 @@ class Channel:
             UserError: the item is larger than the whole channel.
             TypeError: the item cannot be pickled.
         """
-        request = self._put_request(item, weight, key, timeout)
-        self._check(self._ask(request), request, key)
+        self._ask(self._put_request(item, weight, key, timeout))
 
     def put_nowait(self, item: Any, weight: float = 1.0, key: Key = None) -> None:
         """`put` that raises `ChannelFull` where it would wait."""
@@ -176,14 +148,15 @@ class Channel:
         self, item: Any, weight: float = 1.0, key: Key = None, timeout: float | None = None
     ) -> None:
         """`put` for an event loop. Cancelled while it waits, it puts nothing."""
-        request = self._put_request(item, weight, key, timeout)
-        self._check(await self._ask_async(request), request, key)
+        await self._ask_async(self._put_request(item, weight, key, timeout))
 
-    def _put_request(self, item: Any, weight: float, key: Key, timeout: float | None) -> Request:
+    def _put_request(
+        self, item: Any, weight: float, key: Key, timeout: float | None
+    ) -> ChannelRequest:
         if not 0 <= weight < math.inf:
             raise UserError("no such weight", key="weight", value=weight, expected="0 or more")
-        parts = payload.pack(item)
-        num_bytes = payload.size_of(parts)
+        buffers = packed(item)
+        num_bytes = sum(map(len, buffers))
         if num_bytes > self._address.max_bytes:
             raise UserError(
                 f"an item of {num_bytes:,} bytes can never be put into channel {self.name!r}, "
@@ -191,10 +164,7 @@ class Channel:
                 key="max_bytes",
                 hint="make the channel larger or the item smaller",
             )
-        return Request(
-            Operation.PUT, _encoded(key), self._seconds(timeout), weight,
-            body=parts, num_bytes=num_bytes,
-        )  # fmt: skip
+        return self._request(Operation.PUT, key, timeout, buffers, weight=weight)
 
     # --- getting ----------------------------------------------------------------------------------
 
@@ -205,8 +175,7 @@ class Channel:
             ChannelEmpty: none has come in time.
             ChannelClosed: the channel is closed and nothing is left under this key.
         """
-        request = self._get_request(key, timeout, math.inf, 1, math.inf)
-        return _items(self._check(self._ask(request), request, key))[0]
+        return self._ask(self._request(Operation.GET, key, timeout)).items()[0]
 
     def get_nowait(self, key: Key = None) -> Any:
         """`get` that raises `ChannelEmpty` where it would wait."""
@@ -235,13 +204,11 @@ class Channel:
             ChannelEmpty: the batch was not complete in time; its items are still in the channel.
             ChannelClosed: the channel is closed and nothing is left under this key.
         """
-        request = self._batch_request(weight, max_items, key, timeout, linger)
-        return _items(self._check(self._ask(request), request, key))
+        return self._ask(self._batch_request(weight, max_items, key, timeout, linger)).items()
 
     async def aget(self, key: Key = None, timeout: float | None = None) -> Any:
         """`get` for an event loop. Cancelled, it takes nothing."""
-        request = self._get_request(key, timeout, math.inf, 1, math.inf)
-        return _items(self._check(await self._ask_async(request), request, key))[0]
+        return (await self._ask_async(self._request(Operation.GET, key, timeout))).items()[0]
 
     async def aget_batch(
         self,
@@ -253,7 +220,7 @@ class Channel:
     ) -> list[Any]:
         """`get_batch` for an event loop. Cancelled, it takes nothing."""
         request = self._batch_request(weight, max_items, key, timeout, linger)
-        return _items(self._check(await self._ask_async(request), request, key))
+        return (await self._ask_async(request)).items()
 
     def items(self, key: Key = None, timeout: float | None = None) -> Iterator[Any]:
         """Take items of a key one by one until the channel is closed and they are all taken."""
@@ -274,37 +241,56 @@ class Channel:
         key: Key,
         timeout: float | None,
         linger: float | None,
-    ) -> Request:
+    ) -> ChannelRequest:
         if weight is None and max_items is None:
             raise UserError("a batch needs weight or max_items", key="get_batch")
         if weight is not None and not weight > 0:
             raise UserError("no such weight", key="weight", value=weight, expected="more than 0")
         if max_items is not None and not 1 <= max_items < ANY_COUNT:
             raise UserError("no such batch", key="max_items", value=max_items, expected=">= 1")
-        return self._get_request(
+        return self._request(
+            Operation.GET,
             key,
             timeout,
-            math.inf if weight is None else weight,
-            max_items or ANY_COUNT,
-            math.inf if linger is None else linger,
+            weight=math.inf if weight is None else weight,
+            max_items=max_items or ANY_COUNT,
+            linger=math.inf if linger is None else linger,
         )
 
-    def _get_request(
-        self, key: Key, timeout: float | None, weight: float, max_items: int, linger: float
-    ) -> Request:
-        seconds = self._seconds(timeout)
-        return Request(Operation.GET, _encoded(key), seconds, weight, max_items, linger)
+    def _request(
+        self,
+        kind: str,
+        key: Key,
+        timeout: float | None,
+        buffers: Sequence[Any] = (),
+        **settings: float,
+    ) -> ChannelRequest:
+        if type(key) not in (str, int, type(None)):
+            raise UserError(
+                "no such key", key="key", value=key, expected="a string, an integer or None"
+            )
+        if len(str(key)) > LONGEST_KEY:
+            short = f"{str(key)[:40]}..."
+            raise UserError(f"longer than {LONGEST_KEY} characters", key="key", value=short)
+        seconds = self._timeout if timeout is None else timeout
+        if not 0 <= seconds < math.inf:
+            raise UserError(
+                "every wait has an end", key="timeout", value=timeout, expected="seconds, or None"
+            )
+        return ChannelRequest(
+            kind, key, seconds, {"key": key, "timeout": seconds, **settings}, buffers
+        )
 
     # --- looking, closing -------------------------------------------------------------------------
 
     def peek(self, key: Key = None) -> Any:
         """A copy of the item that would be taken next; `ChannelEmpty` where there is none."""
-        request = Request(Operation.PEEK, _encoded(key))
-        return _items(self._check(self._ask(request), request, key))[0]
+        return self._ask(self._request(Operation.PEEK, key, 0)).items()[0]
 
     def stats(self) -> ChannelStats:
         """What the channel holds, has seen, and who waits."""
-        return _stats(self._ask(Request(Operation.STATS)).note)
+        found: ChannelStats = self._ask(self._request(Operation.STATS, None, 0)).stats
+        return found
 
     def size(self) -> int:
         """Items in the channel, over all keys."""
@@ -320,7 +306,7 @@ class Channel:
 
     def close(self) -> None:
         """Take nothing more: putters get `ChannelClosed` at once, getters when nothing is left."""
-        self._ask(Request(Operation.CLOSE))
+        self._ask(self._request(Operation.CLOSE, None, 0))
 
     def terminate(self) -> None:
         """End the host, with all that is left in it; other handles get `ChannelLost`.
@@ -341,30 +327,30 @@ class Channel:
 
     # --- asking the host --------------------------------------------------------------------------
 
-    def _ask(self, request: Request) -> Reply:
-        connection = self._idle_connection() or Connection(self._address)
+    def _ask(self, request: ChannelRequest) -> ChannelReply:
+        client = self._idle_client() or Client(self._address)
         try:
-            reply = connection.ask(request)
+            reply = client.ask(request)
         except BaseException:
-            connection.close()
+            client.close()
             raise
-        self._idle.append(connection)
-        return reply
+        self._idle.append(client)
+        return self._checked(reply, request)
 
-    async def _ask_async(self, request: Request) -> Reply:
-        connection = self._idle_connection()
-        if connection is None:
-            connection = await asyncio.to_thread(Connection, self._address)
+    async def _ask_async(self, request: ChannelRequest) -> ChannelReply:
+        client = self._idle_client()
+        if client is None:
+            client = await asyncio.to_thread(Client, self._address)
         try:
-            reply = await connection.ask_async(request)
+            reply = await client.ask_async(request)
         except BaseException:
-            connection.close()
+            client.close()
             raise
-        self._idle.append(connection)
-        return reply
+        self._idle.append(client)
+        return self._checked(reply, request)
 
-    def _idle_connection(self) -> Connection | None:
-        """One that nobody uses, if there is one: each request that waits has its own."""
+    def _idle_client(self) -> Client | None:
+        """A connection that nobody uses, if there is one: each request that waits has its own."""
         if self._pid != os.getpid():  # forked: the connections are the parent's
             self._drop_connections()
             self._pid, self._end = os.getpid(), None
@@ -374,40 +360,32 @@ class Channel:
 
     def _drop_connections(self) -> None:
         idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
+        for client in idle:
+            client.close()
 
-    def _seconds(self, timeout: float | None) -> float:
-        seconds = self._timeout if timeout is None else timeout
-        if not 0 <= seconds < math.inf:
-            raise UserError(
-                "every wait has an end", key="timeout", value=timeout, expected="seconds, or None"
-            )
-        return seconds
-
-    def _check(self, reply: Reply, request: Request, key: Key) -> Reply:
-        if reply.outcome != Outcome.DONE:
-            self._fail(reply, request, key)
-        return reply
-
-    def _fail(self, reply: Reply, request: Request, key: Key) -> NoReturn:
+    def _checked(self, reply: ChannelReply, request: ChannelRequest) -> ChannelReply:
+        """The reply of a request that succeeded; else raises what became of it."""
+        if reply.outcome is Outcome.DONE:
+            return reply
+        key = request.key
         where = f"channel {self.name!r}" + ("" if key is None else f", key {key!r}")
-        if reply.outcome == Outcome.CLOSED:
-            if request.operation == Operation.PUT:
-                raise ChannelClosed(f"{where}: closed, it takes no more items")
-            raise ChannelClosed(f"{where}: closed, and nothing is left")
-        waited = f"after {reply.waited:.3g} s"
-        if request.operation == Operation.PEEK:
+        if reply.outcome is Outcome.CLOSED:
+            rest = (
+                "it takes no more items" if request.kind == Operation.PUT else "and nothing is left"
+            )
+            raise ChannelClosed(f"{where}: closed, {rest}")
+        if request.kind == Operation.PEEK:
             raise ChannelEmpty(f"{where}: nothing there")
-        stats, most = _stats(reply.note), self._address
+        stats, most = reply.stats, self._address
+        waited = f"after {reply.waited:.3g} s"
         held = (
             f"{stats.items} of {most.max_items} items, {stats.bytes:,} of {most.max_bytes:,} bytes"
         )
-        if reply.outcome == Outcome.FULL:
+        if reply.outcome is Outcome.FULL:
             raise ChannelFull(
-                f"{where}: no room for {request.num_bytes:,} bytes {waited}; the channel holds "
-                f"{held}; {stats.waiting_putters} other putters and {stats.waiting_getters} "
-                "getters wait"
+                f"{where}: no room for {sum(map(len, request.buffers)):,} bytes {waited}; the "
+                f"channel holds {held}; {stats.waiting_putters} other putters and "
+                f"{stats.waiting_getters} getters wait"
             )
         found = stats.keys.get(key, 0)
         missing = "no item" if not found else f"only {found} items, not a whole batch,"
@@ -417,27 +395,7 @@ class Channel:
         )
 
 
-def _items(reply: Reply) -> list[Any]:
-    return [payload.unpack(body) for body in reply.bodies]
-
-
-def _stats(note: memoryview) -> ChannelStats:
-    told = json.loads(bytes(note))
-    return ChannelStats(**{**told, "keys": dict(told["keys"])})
-
-
-def _encoded(key: Key) -> bytes:
-    if type(key) not in (str, int, type(None)):
-        raise UserError(
-            "no such key", key="key", value=key, expected="a string, an integer or None"
-        )
-    as_sent = encoded(key)
-    if len(as_sent) > LONGEST_KEY:
-        raise UserError(f"longer than {LONGEST_KEY} bytes", key="key", value=f"{str(key)[:40]}...")
-    return as_sent
-
-
-def _checked(name: str | None, max_items: int, max_bytes: int, timeout: float) -> str:
+def _checked_name(name: str | None, max_items: int, max_bytes: int, timeout: float) -> str:
     for key, value in (("max_items", max_items), ("max_bytes", max_bytes)):
         if value < 1:
             raise UserError("no such bound", key=key, value=value, expected="1 or more")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import select
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,8 +16,7 @@ from typing import Any
 
 from m2flow.errors import UserError
 from m2flow.runtime.transport.channel.errors import ChannelLost
-from m2flow.runtime.transport.channel.protocol import Address
-from m2flow.runtime.transport.channel.server import Host
+from m2flow.runtime.transport.channel.host import ChannelAddress, Host
 
 START_SECONDS = 60.0
 """Longest that a host may take to start."""
@@ -32,7 +32,7 @@ Ended = Callable[[], None]
 
 def in_thread(
     name: str, max_items: int, max_bytes: int, listen: str | None
-) -> tuple[Address, Ended]:
+) -> tuple[ChannelAddress, Ended]:
     """Serve from a thread of this process, until it ends."""
     host = Host(name, max_items, max_bytes, listen)
     host.start()
@@ -41,20 +41,23 @@ def in_thread(
 
 def in_process(
     name: str, max_items: int, max_bytes: int, listen: str | None
-) -> tuple[Address, Ended]:
+) -> tuple[ChannelAddress, Ended]:
     """Serve from a process that ends when this one does: when its standard input is closed."""
     code = "from m2flow.runtime.transport.channel.hosting import serve_here; serve_here()"
+    path = os.pathsep.join(path for path in sys.path if path)  # so that m2flow is found there too
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=_with_our_path(),
+        env={**os.environ, "PYTHONPATH": path},
     )
     assert process.stdin is not None
     assert process.stdout is not None
     pickle.dump((name, max_items, max_bytes, listen), process.stdin)
     process.stdin.flush()
     try:
+        if not select.select([process.stdout], [], [], START_SECONDS)[0]:
+            process.kill()
         address = pickle.load(process.stdout)
     except EOFError:
         raise ChannelLost(f"channel {name!r}: its process ended with {process.wait()}") from None
@@ -82,11 +85,12 @@ def serve_here() -> None:
 
 
 def node_address() -> str | None:
-    """This node's address in the Ray cluster, if this process is connected to one."""
+    """This node's address in the Ray cluster, if this process is in one of several nodes."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None
-    return str(ray.util.get_node_ip_address())
+    alive = sum(node["Alive"] for node in ray.nodes())
+    return str(ray.util.get_node_ip_address()) if alive > 1 else None
 
 
 class HostActor:
@@ -96,12 +100,12 @@ class HostActor:
         self._host = Host(name, max_items, max_bytes, node_address())
         self._host.start()
 
-    def address(self) -> Address:
+    def address(self) -> ChannelAddress:
         """Where it is."""
         return self._host.address
 
 
-def start_actor(name: str, max_items: int, max_bytes: int) -> Address:
+def start_actor(name: str, max_items: int, max_bytes: int) -> ChannelAddress:
     """Start an actor that outlives the job which starts it."""
     import ray
 
@@ -117,30 +121,15 @@ def start_actor(name: str, max_items: int, max_bytes: int) -> Address:
             value=name,
             hint="Channel.find(name) gives a handle to it",
         ) from None
-    return _answer(actor.address.remote())
+    return _address_of(actor)
 
 
-def find_actor(name: str) -> Address:
+def find_actor(name: str) -> ChannelAddress:
     """The address of a channel that `start_actor` has started."""
-    return _answer(_actor(name).address.remote())
-
-
-def end_actor(name: str) -> None:
-    """End the actor; it is no error if it has ended."""
     import ray
 
     try:
-        actor = ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
-        return
-    ray.kill(actor)
-
-
-def _actor(name: str) -> Any:
-    import ray
-
-    try:
-        return ray.get_actor(name, namespace=NAMESPACE)
+        return _address_of(ray.get_actor(name, namespace=NAMESPACE))
     except ValueError:
         raise UserError(
             "no channel of that name is on the cluster",
@@ -150,13 +139,18 @@ def _actor(name: str) -> Any:
         ) from None
 
 
-def _answer(reference: Any) -> Address:
+def end_actor(name: str) -> None:
+    """End the actor; it is no error if it has ended."""
     import ray
 
-    address: Address = ray.get(reference, timeout=START_SECONDS)
+    try:
+        ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+    except ValueError:
+        return
+
+
+def _address_of(actor: Any) -> ChannelAddress:
+    import ray
+
+    address: ChannelAddress = ray.get(actor.address.remote(), timeout=START_SECONDS)
     return address
-
-
-def _with_our_path() -> dict[str, str]:
-    """The environment, with this process's search path, so that m2flow is found there too."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

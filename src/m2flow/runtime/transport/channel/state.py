@@ -15,26 +15,54 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum
+from itertools import chain
 from typing import Any, NamedTuple
+
+Key = str | int | None
+"""What items may be filed under."""
 
 ROUNDING = 1e-9
 """Relative slack when weights are added up: ten items of 0.1 weigh 1."""
 
 
-class Outcome(IntEnum):
+@dataclass(frozen=True, slots=True)
+class ChannelStats:
+    """A channel at one moment.
+
+    Attributes:
+        items, bytes: what it holds.
+        put, taken: items that have come, and that have been taken for good.
+        most_items, most_bytes: the most that it has held.
+        waiting_putters, waiting_getters: requests that wait.
+        closed: whether it takes nothing more.
+        keys: items by key; keys without any are absent.
+    """
+
+    items: int
+    bytes: int
+    put: int
+    taken: int
+    most_items: int
+    most_bytes: int
+    waiting_putters: int
+    waiting_getters: int
+    closed: bool
+    keys: dict[Key, int]
+
+
+class Outcome(Enum):
     """What became of a request."""
 
-    DONE = 0
-    FULL = 1
-    EMPTY = 2
-    CLOSED = 3
+    DONE = "done"
+    FULL = "full"
+    EMPTY = "empty"
+    CLOSED = "closed"
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """An item as the channel sees it: opaque, with a weight and a size in bytes."""
 
     body: Any
@@ -42,7 +70,7 @@ class Item:
     num_bytes: int
 
 
-class Answer(NamedTuple):
+class Verdict(NamedTuple):
     """The end of a request, `waited` seconds after it came."""
 
     ticket: int
@@ -51,26 +79,22 @@ class Answer(NamedTuple):
     items: tuple[Item, ...] = ()
 
 
-@dataclass(slots=True)
-class _Put:
+class _Put(NamedTuple):
     ticket: int
-    key: Hashable
-    item: Item
+    key: Key
     began: float
     deadline: float
+    item: Item
 
 
-@dataclass(slots=True)
-class _Get:
+class _Get(NamedTuple):
     ticket: int
-    key: Hashable
+    key: Key
+    began: float
+    deadline: float
     weight: float
     max_items: int
-    began: float
-    deadline: float
     enough_at: float  # from then on, whatever is there will do
-    counted: int = 0  # of the stored items, how many are known to belong to the batch
-    total: float = 0.0
 
 
 class ChannelState:
@@ -86,230 +110,187 @@ class ChannelState:
         self.num_items = self.num_bytes = self.num_put = self.num_taken = 0
         self.most_items = self.most_bytes = 0
         self.closed = False
-        self._stored: dict[Hashable, deque[Item]] = {}
+        self.next_deadline = math.inf
+        self._stored: dict[Key, deque[Item]] = {}
         self._putters: dict[int, _Put] = {}
         self._getters: dict[int, _Get] = {}
-        self._getters_of: dict[Hashable, deque[_Get]] = {}
-        self._handed: dict[int, tuple[Hashable, tuple[Item, ...]]] = {}
-        self._earliest = math.inf  # no deadline is earlier
+        self._handed: dict[int, tuple[Key, tuple[Item, ...]]] = {}
 
-    # --- requests ---------------------------------------------------------------------------------
-
-    def put(
-        self, ticket: int, key: Hashable, item: Item, timeout: float, now: float
-    ) -> list[Answer]:
+    def put(self, ticket: int, key: Key, item: Item, timeout: float, now: float) -> list[Verdict]:
         """Store the item, at once or when there is room; `timeout` 0 does not wait."""
         assert item.num_bytes <= self.max_bytes, "an item that can never be stored"
         if self.closed:
-            return [Answer(ticket, Outcome.CLOSED, 0.0)]
-        self._putters[ticket] = _Put(ticket, key, item, now, now + timeout)
-        answers = self._settle([key], now)
-        if ticket in self._putters:
-            self._earliest = min(self._earliest, now + timeout)
-            answers += self.expire(now)
-        return answers
+            return [Verdict(ticket, Outcome.CLOSED, 0.0)]
+        self._putters[ticket] = _Put(ticket, key, now, now + timeout, item)
+        return self.expire(now)
 
     def get(
         self,
         ticket: int,
-        key: Hashable,
+        key: Key,
         timeout: float,
         now: float,
         *,
         weight: float = math.inf,
         max_items: int = 1,
         linger: float = math.inf,
-    ) -> list[Answer]:
+    ) -> list[Verdict]:
         """Take items until they weigh `weight` or are `max_items`; the first in any case.
 
         A batch goes as it is, with at least one item, after `linger` seconds, when the channel is
         closed, or when it is too full to take another item of the key.
         """
-        getter = _Get(ticket, key, weight, max_items, now, now + timeout, now + linger)
-        self._getters[ticket] = getter
-        self._getters_of.setdefault(key, deque()).append(getter)
-        answers = self._settle([key], now)
-        if ticket in self._getters:
-            self._earliest = min(self._earliest, getter.deadline, getter.enough_at)
-            answers += self.expire(now)
-        return answers
+        deadline, enough_at = now + timeout, now + linger
+        self._getters[ticket] = _Get(ticket, key, now, deadline, weight, max_items, enough_at)
+        return self.expire(now)
 
-    def acknowledge(self, ticket: int, now: float) -> list[Answer]:
+    def acknowledge(self, ticket: int, now: float) -> list[Verdict]:
         """The ticket's getter has what it was handed."""
-        handed = self._handed.pop(ticket, None)
-        if handed is None:
-            return []
-        self.num_taken += len(handed[1])
-        return self._settle([handed[0]], now) if self.closed else []
+        _, items = self._handed.pop(ticket, (None, ()))
+        self.num_taken += len(items)
+        return self.expire(now)
 
-    def drop(self, ticket: int, now: float) -> list[Answer]:
+    def drop(self, ticket: int, now: float) -> list[Verdict]:
         """The ticket's owner is gone: forget what it waits for, put back what it was handed."""
-        keys: list[Hashable] = []
-        putter = self._putters.pop(ticket, None)
-        if putter is not None:
-            keys.append(putter.key)
-        if ticket in self._getters:
-            keys.append(self._forget(self._getters[ticket]).key)
-        if ticket in self._handed:
-            key, items = self._handed.pop(ticket)
-            keys.append(key)
+        self._putters.pop(ticket, None)
+        self._getters.pop(ticket, None)
+        key, items = self._handed.pop(ticket, (None, ()))
+        if items:
             self._stored.setdefault(key, deque()).extendleft(reversed(items))
             self._count(items, 1)
-            for getter in self._getters_of.get(key, ()):
-                getter.counted, getter.total = 0, 0.0
-        return self._settle(keys, now)
+        return self.expire(now)
 
-    def close(self, now: float) -> list[Answer]:
+    def close(self, now: float) -> list[Verdict]:
         """Refuse putters from now on, the waiting ones too; getters drain what is stored."""
         self.closed = True
-        answers = [Answer(p.ticket, Outcome.CLOSED, now - p.began) for p in self._putters.values()]
+        refused = self._putters.values()
+        answers = [Verdict(one.ticket, Outcome.CLOSED, now - one.began) for one in refused]
         self._putters.clear()
-        return answers + self._settle(list(self._getters_of), now)
+        return answers + self.expire(now)
 
-    def expire(self, now: float) -> list[Answer]:
-        """Answer those whose deadline has come."""
-        if now < self._earliest:
-            return []
-        answers = []
-        keys: list[Hashable] = []
-        for putter in [p for p in self._putters.values() if p.deadline <= now]:
-            del self._putters[putter.ticket]
-            keys.append(putter.key)
-            answers.append(Answer(putter.ticket, Outcome.FULL, now - putter.began))
-        keys += [g.key for g in self._getters.values() if g.enough_at <= now]
-        answers += self._settle(keys, now)
-        late = [g for g in self._getters.values() if g.deadline <= now]
-        for getter in late:
-            self._forget(getter)
-            answers.append(Answer(getter.ticket, Outcome.EMPTY, now - getter.began))
-        answers += self._settle([getter.key for getter in late], now)
-        times = [p.deadline for p in self._putters.values()]
-        times += [g.deadline for g in self._getters.values()]
-        times += [g.enough_at for g in self._getters.values() if g.enough_at > now]
-        self._earliest = min(times, default=math.inf)
+    def expire(self, now: float) -> list[Verdict]:
+        """Let in whom there is room for, serve who can be served, and end waits that are over."""
+        answers = self._settled(now)
+        if not self._putters and not self._getters:
+            self.next_deadline = math.inf
+            return answers
+        while late := next((one for one in self._waits() if one.deadline <= now), None):
+            is_put = self._putters.pop(late.ticket, None) is not None
+            self._getters.pop(late.ticket, None)
+            outcome = Outcome.FULL if is_put else Outcome.EMPTY
+            answers += [Verdict(late.ticket, outcome, now - late.began), *self._settled(now)]
+        ends = [one.deadline for one in self._waits()]
+        ends += [one.enough_at for one in self._getters.values() if one.enough_at > now]
+        self.next_deadline = min(ends, default=math.inf)
         return answers
+
+    def _waits(self) -> list[_Put | _Get]:
+        return [*self._putters.values(), *self._getters.values()]
 
     # --- questions --------------------------------------------------------------------------------
 
-    @property
-    def next_deadline(self) -> float:
-        """Nothing is due before this time; infinite where nobody waits."""
-        return self._earliest
+    def stats(self) -> ChannelStats:
+        """What the channel holds, has seen, and who waits."""
+        return ChannelStats(
+            items=self.num_items,
+            bytes=self.num_bytes,
+            put=self.num_put,
+            taken=self.num_taken,
+            most_items=self.most_items,
+            most_bytes=self.most_bytes,
+            waiting_putters=len(self._putters),
+            waiting_getters=len(self._getters),
+            closed=self.closed,
+            keys=self.sizes(),
+        )
 
-    @property
-    def waiting(self) -> tuple[int, int]:
-        """How many putters and how many getters wait."""
-        return len(self._putters), len(self._getters)
-
-    def peek(self, key: Hashable) -> Item | None:
+    def peek(self, key: Key) -> Item | None:
         """The item that would be taken next."""
         stored = self._stored.get(key)
         return stored[0] if stored else None
 
-    def sizes(self) -> dict[Hashable, int]:
+    def sizes(self) -> dict[Key, int]:
         """How many items each key holds; keys that hold none are absent."""
         return {key: len(stored) for key, stored in self._stored.items() if stored}
 
     # --- the rules --------------------------------------------------------------------------------
 
-    def _settle(self, keys: Iterable[Hashable], now: float) -> list[Answer]:
-        """Let in whom there is room for and serve who can be served, until nothing moves."""
-        answers: list[Answer] = []
-        touched = dict.fromkeys(keys)
-        while True:
-            for putter in self._admissible():
-                self._stored.setdefault(putter.key, deque()).append(putter.item)
-                self._count((putter.item,), 1)
-                self._admit(putter, now, answers)
-                touched[putter.key] = None
-            served = [self._serve(key, now, answers) for key in touched]
-            if not any(served) or not self._putters:
-                return answers
+    def _settled(self, now: float) -> list[Verdict]:
+        answers: list[Verdict] = []
+        while self._admit_first(now, answers) or self._serve_first(now, answers):
+            pass
+        return answers
 
-    def _admissible(self) -> Iterator[_Put]:
-        """Putters in their order, as long as there is room for the next."""
-        while self._putters:
-            putter = next(iter(self._putters.values()))
-            num_bytes = self.num_bytes + putter.item.num_bytes
-            if self.num_items >= self.max_items or num_bytes > self.max_bytes:
-                return
-            yield putter
+    def _admit_first(self, now: float, answers: list[Verdict]) -> bool:
+        """Store the first putter's item if there is room."""
+        putter = next(iter(self._putters.values()), None)
+        if (
+            putter is None
+            or self.num_items >= self.max_items
+            or self.num_bytes + putter.item.num_bytes > self.max_bytes
+        ):
+            return False
+        self._stored.setdefault(putter.key, deque()).append(putter.item)
+        self._count((putter.item,), 1)
+        self._admit(putter, now, answers)
+        return True
 
-    def _admit(self, putter: _Put, now: float, answers: list[Answer]) -> None:
+    def _admit(self, putter: _Put, now: float, answers: list[Verdict]) -> None:
         del self._putters[putter.ticket]
         self.num_put += 1
-        answers.append(Answer(putter.ticket, Outcome.DONE, now - putter.began))
+        answers.append(Verdict(putter.ticket, Outcome.DONE, now - putter.began))
 
-    def _serve(self, key: Hashable, now: float, answers: list[Answer]) -> bool:
-        """Serve the getters of a key in their order; whether any got items."""
-        served = False
-        while getters := self._getters_of.get(key):
-            getter = getters[0]
+    def _serve_first(self, now: float, answers: list[Verdict]) -> bool:
+        """Serve the first getter that can be served; each key's getters in their order."""
+        seen: set[Key] = set()
+        for getter in self._getters.values():
+            ticket, key = getter.ticket, getter.key
+            if key in seen:
+                continue
+            seen.add(key)
             stored = self._stored.get(key, deque())
-            waiting = [p for p in self._putters.values() if p.key == key]
+            waiting = [one for one in self._putters.values() if one.key == key]
             count = self._ready(getter, stored, waiting, now)
-            if count:
-                items = [stored.popleft() for _ in range(min(count, len(stored)))]
-                self._count(items, -1)
-                for putter in waiting[: count - len(items)]:
-                    items.append(putter.item)
-                    self._admit(putter, now, answers)
-                if not stored:
-                    self._stored.pop(key, None)
-                self._handed[getter.ticket] = (key, tuple(items))
-                outcome, served = Outcome.DONE, True
-            elif self.closed and not stored and not self._given_out(key):
-                items, outcome = [], Outcome.CLOSED
-            else:
-                break
-            self._forget(getter)
-            answers.append(Answer(getter.ticket, outcome, now - getter.began, tuple(items)))
-        return served
+            over = self.closed and not stored and not self._given_out(key)
+            if not count and not over:
+                continue
+            del self._getters[ticket]
+            items = [stored.popleft() for _ in range(min(count, len(stored)))]
+            self._count(items, -1)
+            for putter in waiting[: count - len(items)]:
+                items.append(putter.item)
+                self._admit(putter, now, answers)
+            if items:
+                self._handed[ticket] = (key, tuple(items))
+            outcome = Outcome.DONE if items else Outcome.CLOSED
+            answers.append(Verdict(ticket, outcome, now - getter.began, tuple(items)))
+            return True
+        return False
 
-    def _ready(self, getter: _Get, stored: deque[Item], waiting: list[_Put], now: float) -> int:
+    def _ready(
+        self, getter: _Get, stored: Sequence[Item], waiting: Sequence[_Put], now: float
+    ) -> int:
         """How many items the getter takes now; 0 while it has to wait.
 
         Putters that wait are behind the stored items: there is no room, so a batch cannot grow
         beyond them.
         """
-        while getter.counted < len(stored):
-            verdict = _extend(getter, stored[getter.counted])
-            if verdict:
-                return getter.counted
-        count, total = getter.counted, getter.total
-        for putter in waiting:
-            if _extend(getter, putter.item):
-                break
-        taken = getter.counted
-        getter.counted, getter.total = count, total
-        as_it_is = waiting or self.closed or getter.enough_at <= now
-        return taken if as_it_is else 0
+        count, total, complete = 0, 0.0, False
+        for item in chain(stored, (putter.item for putter in waiting)):
+            if complete or (count and total + item.weight > getter.weight * (1 + ROUNDING)):
+                return count
+            count, total = count + 1, total + item.weight
+            enough = getter.weight * (1 - ROUNDING)
+            complete = total >= enough or count >= getter.max_items
+        as_it_is = complete or waiting or self.closed or getter.enough_at <= now
+        return count if as_it_is else 0
 
-    def _given_out(self, key: Hashable) -> bool:
+    def _given_out(self, key: Key) -> bool:
         """Whether items of the key may yet come back."""
         return any(handed_key == key for handed_key, _ in self._handed.values())
 
-    def _forget(self, getter: _Get) -> _Get:
-        del self._getters[getter.ticket]
-        others = self._getters_of[getter.key]
-        others.remove(getter)
-        if not others:
-            del self._getters_of[getter.key]
-        return getter
-
-    def _count(self, items: Iterable[Item], sign: int) -> None:
-        for item in items:
-            self.num_items += sign
-            self.num_bytes += sign * item.num_bytes
+    def _count(self, items: Sequence[Item], sign: int) -> None:
+        self.num_items += sign * len(items)
+        self.num_bytes += sign * sum(item.num_bytes for item in items)
         self.most_items = max(self.most_items, self.num_items)
         self.most_bytes = max(self.most_bytes, self.num_bytes)
-
-
-def _extend(getter: _Get, item: Item) -> bool:
-    """Add an item to the getter's batch if it belongs there; whether the batch is complete."""
-    total = getter.total + item.weight
-    if getter.counted and total > getter.weight * (1 + ROUNDING):
-        return True
-    getter.counted += 1
-    getter.total = total
-    return total >= getter.weight * (1 - ROUNDING) or getter.counted >= getter.max_items

@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +15,8 @@ KEY = b"k" * 32
 
 
 @pytest.fixture(params=["unix", "tcp"])
-def ends(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Line, LauncherLine]]:
-    waiting = Waiting(tmp_path / "line", "127.0.0.1", KEY)
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Line, LauncherLine]]:
+    waiting = Waiting("127.0.0.1", KEY)
     accepted: list[Line] = []
     thread = threading.Thread(target=lambda: accepted.append(waiting.accept(5.0)))
     thread.start()
@@ -89,14 +88,15 @@ def test_the_end_of_a_launcher_is_seen(ends: tuple[Line, LauncherLine]) -> None:
         lane.receive()
 
 
-def test_a_stranger_is_not_let_in(tmp_path: Path) -> None:
-    waiting = Waiting(tmp_path / "line", "127.0.0.1", KEY)
+def test_a_stranger_is_not_let_in() -> None:
+    waiting = Waiting("127.0.0.1", KEY)
     accepted: list[Line] = []
     thread = threading.Thread(target=lambda: accepted.append(waiting.accept(5.0)))
     thread.start()
     with pytest.raises((PermissionError, ConnectionError)):
         connect(waiting.address, b"w" * 32, same_node=True, seconds=5.0)
-    garbage = socket.create_connection((waiting.address.host, waiting.address.port))
+    assert waiting.address.tcp is not None
+    garbage = socket.create_connection(waiting.address.tcp)
     garbage.sendall(b"GET / HTTP/1.1\r\n\r\n" * 8)
     garbage.close()
     connect(waiting.address, KEY, same_node=True, seconds=5.0).close()
@@ -105,6 +105,6 @@ def test_a_stranger_is_not_let_in(tmp_path: Path) -> None:
     accepted[0].close()
 
 
-def test_a_lane_does_not_wait_for_a_launcher_for_ever(tmp_path: Path) -> None:
+def test_a_lane_does_not_wait_for_a_launcher_for_ever() -> None:
     with pytest.raises(TimeoutError):
-        Waiting(tmp_path / "line", "127.0.0.1", KEY).accept(0.05)
+        Waiting("127.0.0.1", KEY).accept(0.05)

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,15 @@ import torch
 
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch, Ragged
-from m2flow.runtime.transport.messages import Frame, Wire
-from m2flow.runtime.transport.peers import (
-    LinkUnavailable,
-    PayloadServer,
-    PeerAddress,
-    PeerLost,
-    Peers,
-    TestPayload,
-)
+from m2flow.runtime.transport.frame import Frame, FrameStream
+from m2flow.runtime.transport.handshake import KeyRefused
+from m2flow.runtime.transport.listening import Endpoint
+from m2flow.runtime.transport.objects import RayObjects
+from m2flow.runtime.transport.peering import LinkUnavailable, PeerAddress, PeerLost, TestPayload
+from m2flow.runtime.transport.peers import Peers
+from m2flow.runtime.transport.server import PayloadServer
 from m2flow.runtime.transport.shared_memory import SharedPool, sweep
-from m2flow.runtime.transport.table import LinkCost, LinkTable
+from m2flow.runtime.transport.table import LinkTable, TransferCost
 from m2flow.runtime.transport.wire import UnsendableError
 
 KEY = b"between us"
@@ -131,16 +128,8 @@ def test_the_answering_side_picks_the_link_by_size(
 
     assert (link(peers, 10), link(peers, 1_000_000)) == ("inline", "shared")
     assert (link(far, 10), link(far, 1_000_000)) == ("inline", "stream")
-    server.table = LinkTable({"node": {"stream": LinkCost(0), "shared": LinkCost(1)}})
+    server.table = LinkTable({"node": {"stream": TransferCost(0), "shared": TransferCost(1)}})
     assert link(peers, 1_000_000) == "stream"
-
-
-def test_a_hint_lets_the_asker_choose(server: PayloadServer) -> None:
-    table = LinkTable({"node": {"stream": LinkCost(0), "shared": LinkCost(1)}})
-    peers = Peers(None, KEY, table)
-    got = peers.receive(server.address, 1_000_000, timeout=5, nbytes_hint=8_000_000)
-    assert got.link == "stream"
-    peers.close()
 
 
 def test_shared_payloads_give_their_blocks_back(
@@ -221,7 +210,7 @@ def test_a_timeout_leaves_the_peer_usable_and_nothing_held(
 
 def test_a_peer_that_says_nothing_meets_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        silent = PeerAddress("nowhere", "", listener.getsockname())
+        silent = PeerAddress("nowhere", Endpoint("", listener.getsockname()))
         started = time.monotonic()
         with pytest.raises(TimeoutError, match="did not answer in"):
             Peers("elsewhere", KEY).fetch(silent, 1, timeout=0.2)
@@ -231,10 +220,10 @@ def test_a_peer_that_says_nothing_meets_the_timeout() -> None:
 def test_a_message_that_drips_meets_the_deadline() -> None:
     """Each byte comes in time, and the whole does not."""
     sending, inbox = socket.socketpair()
-    Wire(sending).send(Frame.of_object("answer", torch.ones(100)))
+    FrameStream(sending).send(Frame("answer", b"head", [bytes(400)]))
     whole = inbox.recv(4096)
     dripping, receiving = socket.socketpair()
-    receiver = Wire(receiving)
+    receiver = FrameStream(receiving)
     ended = threading.Event()
 
     def drip() -> None:
@@ -257,24 +246,21 @@ def test_a_message_that_drips_meets_the_deadline() -> None:
 
 
 def test_a_wrong_key_is_refused_on_both_sides(server: PayloadServer) -> None:
-    with pytest.raises(AuthenticationError):
+    with pytest.raises(KeyRefused):
         Peers(None, b"another").fetch(server.address, 1, timeout=5)
-    with pytest.raises(AuthenticationError):
+    with pytest.raises(KeyRefused):
         Peers("elsewhere", b"").fetch(server.address, 1, timeout=5)
 
 
-def test_a_closed_peer_is_lost_for_good_until_forgotten(
-    server: PayloadServer, peers: Peers
-) -> None:
+def test_a_closed_peer_is_lost_for_good(server: PayloadServer, peers: Peers) -> None:
     peers.fetch(server.address, 1, timeout=5)
     server.close()
     with pytest.raises(PeerLost):
         peers.fetch(server.address, 1, timeout=5)
     with pytest.raises(PeerLost, match="lost before"):
         peers.fetch(server.address, 1, timeout=5)
-    peers.forget(server.address)
-    with pytest.raises(PeerLost, match="No such file"):
-        peers.fetch(server.address, 1, timeout=5)
+    with pytest.raises(PeerLost, match="refused"):
+        Peers(None, KEY).fetch(server.address, 1, timeout=5)
 
 
 def test_many_threads_fetch_at_once(server: PayloadServer, peers: Peers, pool: SharedPool) -> None:
@@ -292,29 +278,54 @@ def test_many_threads_fetch_at_once(server: PayloadServer, peers: Peers, pool: S
     assert pool.blocks_in_use() == 0
 
 
-class Numbers:
-    """A further link: values stay here, tokens travel."""
+class Objects(RayObjects):
+    """Ray's way without Ray: the one process has both ends."""
 
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-
-    def put(self, value: Any) -> int:
-        self.values.append(value)
-        return len(self.values) - 1
-
-    def get(self, token: int, timeout: float) -> Any:
-        return self.values[token]
+    def get(self, token: tuple[int, int], timeout: float) -> Any:
+        return self.hand_over(token[1])
 
 
-def test_a_further_link(pool: SharedPool) -> None:
-    link = {"object": Numbers()}
-    table = LinkTable.assumed().merged(LinkTable({"cluster": {"object": LinkCost(0)}}))
-    server = PayloadServer(provide, pool, KEY, links=link, table=table)
-    far = Peers("elsewhere", KEY, links=link)
+@pytest.fixture
+def by_object(pool: SharedPool) -> Iterator[tuple[PayloadServer, Objects]]:
+    """A server that prefers Ray's way to other nodes, and its end of it."""
+    objects = Objects(1)
+    table = LinkTable.assumed().merged(LinkTable({"cluster": {"object": TransferCost(0)}}))
+    server = PayloadServer(provide, pool, KEY, objects=objects, table=table)
+    yield server, objects
+    server.close()
+
+
+def test_the_object_link(by_object: tuple[PayloadServer, Objects]) -> None:
+    server, objects = by_object
+    far = Peers("elsewhere", KEY, objects=objects)
     assert far.receive(server.address, "batch", timeout=5)[:2] == (BATCH, "object")
     assert far.receive(server.address, "batch", timeout=5, link="stream").link == "stream"
     far.close()
-    server.close()
+
+
+def test_the_65th_payload_that_waits_to_be_handed_over_is_still_there() -> None:
+    objects = Objects(1)
+    tokens = [objects.put(number) for number in range(70)]
+    assert [objects.hand_over(token[1]) for token in tokens] == list(range(70))
+
+
+def test_a_payload_that_nobody_fetched_is_let_go(by_object: tuple[PayloadServer, Objects]) -> None:
+    """Its asker gave up, or lost its way to the object store."""
+    server, objects = by_object
+
+    class Unable(Objects):
+        def get(self, token: tuple[int, int], timeout: float) -> Any:
+            raise TimeoutError("the object store does not answer")
+
+    far = Peers("elsewhere", KEY, objects=Unable(2))
+    with pytest.raises(TimeoutError):
+        far.fetch(server.address, "batch", timeout=5)
+    assert len(objects._kept) == 1
+    far.close()
+    deadline = time.monotonic() + 5
+    while objects._kept:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def _lane(connection: Any, hold: bool) -> None:

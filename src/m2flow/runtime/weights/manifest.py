@@ -1,8 +1,8 @@
 """Who holds what: `describe` reads off a worker's weights which part of which tensor a lane has.
 
-Values may be plain tensors (the lane holds all of it), DTensors on any mesh, or `Shard`s. A layout
-holds no tensor and can be sent anywhere. Two names of one tensor (tied embeddings) are one entry
-and an alias, so that the values travel once and arrive tied.
+Values may be plain tensors (the lane holds all of it), DTensors on any mesh, or `Shard`s. A
+manifest holds no tensor and can be sent anywhere. Two names of one tensor (tied embeddings) are one
+entry and an alias, so that the values travel once and arrive tied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from m2flow.errors import UserError, suggestion
 from m2flow.runtime.weights.boxes import Box
 
 
-class LayoutError(UserError):
+class ManifestError(UserError):
     """Weights that cannot be described, or cannot be sent as the target wants them."""
 
 
@@ -39,7 +39,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TensorPart:
     """What a lane has of one tensor.
 
     Attributes:
@@ -63,7 +63,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorManifest:
     """What a lane holds, by name.
 
     Attributes:
@@ -71,10 +71,10 @@ class Layout:
         tied: further names of these tensors -> the name in `held`.
     """
 
-    held: Mapping[str, Held]
+    held: Mapping[str, TensorPart]
     tied: Mapping[str, str] = field(default_factory=dict)
 
-    def get(self, name: str) -> Held | None:
+    def get(self, name: str) -> TensorPart | None:
         """The entry of a tensor under any of its names."""
         return self.held.get(self.tied.get(name, name))
 
@@ -84,17 +84,17 @@ class Layout:
         return sum(held.num_bytes for held in self.held.values())
 
 
-def describe(weights: Mapping[str, Any]) -> Layout:
+def describe(weights: Mapping[str, Any]) -> TensorManifest:
     """What a lane holds of the tensors that its worker's `weights()` names.
 
     Args:
         weights: name -> Tensor, DTensor or Shard.
 
     Raises:
-        LayoutError: a value is none of these, its shape is not its box's, or it is a DTensor whose
-            local values are partial sums or rows that do not lie side by side.
+        ManifestError: a value is none of these, its shape is not its box's, or it is a DTensor
+            whose local values are partial sums or rows that do not lie side by side.
     """
-    held: dict[str, Held] = {}
+    held: dict[str, TensorPart] = {}
     tied: dict[str, str] = {}
     names: dict[object, str] = {}
     for name, value in weights.items():
@@ -104,7 +104,7 @@ def describe(weights: Mapping[str, Any]) -> Layout:
             held[name] = entry
         else:
             tied[name] = first
-    return Layout(held, tied)
+    return TensorManifest(held, tied)
 
 
 def local_tensor(value: Any) -> Tensor:
@@ -126,23 +126,23 @@ def is_dtensor(value: object) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
-def merged(layouts: Mapping[int, Layout]) -> Layout:
+def merged(manifests: Mapping[int, TensorManifest]) -> TensorManifest:
     """What the lanes have between them: each entry's box is the whole tensor.
 
     Args:
-        layouts: lane -> what it holds.
+        manifests: lane -> what it holds.
 
     Raises:
-        LayoutError: lanes disagree about a tensor's shape or dtype.
+        ManifestError: lanes disagree about a tensor's shape or dtype.
     """
-    held: dict[str, Held] = {}
+    held: dict[str, TensorPart] = {}
     tied: dict[str, str] = {}
     said_by: dict[str, int] = {}
-    for lane, layout in layouts.items():
-        for name, here in layout.held.items():
+    for lane, manifest in manifests.items():
+        for name, here in manifest.held.items():
             there = held.get(name)
             if there is None:
-                held[name] = Held(
+                held[name] = TensorPart(
                     here.global_shape, here.dtype, here.itemsize, Box.whole(here.global_shape)
                 )
                 said_by[name] = lane
@@ -150,53 +150,53 @@ def merged(layouts: Mapping[int, Layout]) -> Layout:
             for what in ("global_shape", "dtype"):
                 a, b = getattr(there, what), getattr(here, what)
                 if a != b:
-                    raise LayoutError(
+                    raise ManifestError(
                         f"lane {said_by[name]} says {what} {a}, lane {lane} says {b}", key=name
                     )
-        tied.update(layout.tied)
+        tied.update(manifest.tied)
     # A lane that holds nothing of a tied tensor cannot see that it is tied.
-    return Layout({n: h for n, h in held.items() if n not in tied}, tied)
+    return TensorManifest({n: h for n, h in held.items() if n not in tied}, tied)
 
 
-def wanted_boxes(layout: Layout, boxes: Mapping[str, Box] | None) -> dict[str, Box]:
-    """What a target asks for, checked: name in `layout.held` -> box.
+def wanted_boxes(manifest: TensorManifest, boxes: Mapping[str, Box] | None) -> dict[str, Box]:
+    """What a target asks for, checked: name in `manifest.held` -> box.
 
     Args:
-        layout: of all lanes of the source together, from `merged`.
+        manifest: of all lanes of the source together, from `merged`.
         boxes: what the target's `weight_boxes` said: exactly what it wants to get, under any of a
             tensor's names. None for everything, whole.
 
     Raises:
-        LayoutError: a name that the source does not have, a box that does not fit its tensor, or
+        ManifestError: a name that the source does not have, a box that does not fit its tensor, or
             two boxes for one tied tensor.
     """
     if boxes is None:
-        return {name: held.box for name, held in layout.held.items()}
+        return {name: held.box for name, held in manifest.held.items()}
     wanted: dict[str, Box] = {}
     for name, box in boxes.items():
-        held = layout.get(name)
+        held = manifest.get(name)
         if held is None:
-            hint = suggestion(name, [*layout.held, *layout.tied])
-            raise LayoutError("the source has no weights of this name", key=name, hint=hint)
+            hint = suggestion(name, [*manifest.held, *manifest.tied])
+            raise ManifestError("the source has no weights of this name", key=name, hint=hint)
         if not box.fits(held.global_shape):
-            raise LayoutError(
+            raise ManifestError(
                 f"the box asked for does not fit the tensor's shape {held.global_shape}",
                 key=name,
                 value=box,
             )
-        first = layout.tied.get(name, name)
+        first = manifest.tied.get(name, name)
         if wanted.setdefault(first, box) != box:
-            raise LayoutError(f"is tied to {first!r}, of which another box is wanted", key=name)
+            raise ManifestError(f"is tied to {first!r}, of which another box is wanted", key=name)
     return wanted
 
 
-def _held(name: str, value: Any) -> Held:
+def _held(name: str, value: Any) -> TensorPart:
     tensor: Any = value
     if isinstance(value, Shard):
         tensor, box = value.tensor, value.box
         shape = tuple(value.global_shape)
         if tuple(tensor.shape) != box.shape or not box.fits(shape):
-            raise LayoutError(
+            raise ManifestError(
                 f"shard of shape {tuple(tensor.shape)} is not {box} of a tensor {shape}", key=name
             )
     elif is_dtensor(value):
@@ -204,11 +204,11 @@ def _held(name: str, value: Any) -> Held:
     elif isinstance(value, Tensor):
         shape, box = tuple(value.shape), Box.whole(value.shape)
     else:
-        raise LayoutError(
+        raise ManifestError(
             "weights must be tensors", key=name, value=type(value), expected="Tensor or Shard"
         )
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return Held(shape, dtype, tensor.element_size(), box, str(tensor.device))
+    return TensorPart(shape, dtype, tensor.element_size(), box, str(tensor.device))
 
 
 def _box_of(name: str, value: Any) -> Box:
@@ -218,7 +218,7 @@ def _box_of(name: str, value: Any) -> Box:
     shape, local = tuple(value.shape), tuple(value._local_tensor.shape)
     mesh, placements = value.device_mesh, value.placements
     if any(placement.is_partial() for placement in placements):
-        raise LayoutError(
+        raise ManifestError(
             "holds partial sums", key=name, hint="redistribute it before it is published"
         )
     coordinate = mesh.get_coordinate()
@@ -226,7 +226,7 @@ def _box_of(name: str, value: Any) -> Box:
         return Box((0,) * len(shape), (0,) * len(shape))
     expected, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     if tuple(expected) != local or not _consecutive(shape, mesh.shape, coordinate, placements):
-        raise LayoutError(
+        raise ManifestError(
             f"this rank's part {local} of {shape} is not one block under {placements}", key=name
         )
     return Box(tuple(int(x) for x in offsets), local)
@@ -253,7 +253,7 @@ def _consecutive(
     return True
 
 
-def _identity(name: str, tensor: Tensor, entry: Held) -> object:
+def _identity(name: str, tensor: Tensor, entry: TensorPart) -> object:
     """Equal for two names where they are one tensor.
 
     A tensor without elements has no address that could be told from another's.

@@ -6,13 +6,12 @@ import itertools
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from m2flow.runtime.transport.cuda_ipc import CudaIPC, Handle
-from m2flow.runtime.transport.devices import DeviceLink, Devices
+from m2flow.runtime.transport.devices import Devices
 
 
 class FakeDriver:
@@ -72,13 +71,11 @@ class FakeGPU:
     Args:
         gpu: its name.
         driver: the machine's.
-        links: further links by name.
     """
 
-    def __init__(self, gpu: str, driver: FakeDriver, **links: DeviceLink) -> None:
+    def __init__(self, gpu: str, driver: FakeDriver) -> None:
         self._storages: set[int] = set()
-        here: dict[str, Any] = {"cuda_ipc": CudaIPC(gpu, driver), **links}
-        self.devices = FakeDevices(gpu, "cpu", self.owns, here)
+        self.devices = FakeDevices(gpu, "cpu", self.owns, CudaIPC(gpu, driver))
 
     def owns(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._storages

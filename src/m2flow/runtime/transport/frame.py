@@ -1,0 +1,303 @@
+"""Frames: the one format of the messages that cross between processes, on any stream socket.
+
+A frame is a kind, a head and buffers. On the wire stand a fixed prefix, the sizes of the buffers,
+the head, and the buffers, each aligned to `ALIGNMENT`, so that what arrives can be viewed as
+elements of any type where it lies. `FrameStream` blocks, with a deadline for a whole message
+however slowly it comes in; `FrameQueue` never blocks and is for a selector.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+ALIGNMENT = 64
+LONGEST_KIND = 16
+JOINED_BYTES = 32 << 10
+"""A smaller frame goes out as one piece of memory: a copy costs less than a longer list."""
+
+_PREFIX = struct.Struct("<16sQQQ")  # kind, bytes of the head, number of buffers, bytes that follow
+_READ_AHEAD = 64 << 10
+_MOST_PIECES = 1000  # the system takes 1024 pieces in one call
+_PADDING = bytes(ALIGNMENT)
+
+
+class LineClosed(ConnectionError):
+    """The other end of a connection is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message.
+
+    Attributes:
+        kind: at most 16 ASCII letters.
+        head: bytes.
+        buffers: flat memory of bytes; what was received can be written to.
+    """
+
+    kind: str
+    head: Any = b""
+    buffers: Sequence[Any] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of head and buffers."""
+        return len(self.head) + sum(map(len, self.buffers))
+
+    def pieces(self) -> deque[memoryview]:
+        """What goes out, in order."""
+        kind, head = self.kind.encode(), self.head
+        assert len(kind) <= LONGEST_KIND, kind
+        if not self.buffers:
+            pieces = [_PREFIX.pack(kind, len(head), 0, len(head)), head]
+            total = len(head)
+        else:
+            sizes = [len(one) for one in self.buffers]
+            lead = 8 * len(sizes) + len(head)
+            total = _aligned(lead) + sum(map(_aligned, sizes))
+            prefix = _PREFIX.pack(kind, len(head), len(sizes), total)
+            pieces = [prefix, struct.pack(f"<{len(sizes)}Q", *sizes), head]
+            pieces.append(_PADDING[: _aligned(lead) - lead])
+            for size, memory in zip(sizes, self.buffers, strict=True):
+                pieces += (memory, _PADDING[: _aligned(size) - size])
+        if total <= JOINED_BYTES:
+            return deque([memoryview(b"".join(pieces))])
+        return deque(memoryview(piece) for piece in pieces if len(piece))
+
+
+def _frame(kind: bytes, head: int, count: int, memory: memoryview) -> Frame:
+    """The frame of a prefix and the memory that follows it."""
+    name = kind.rstrip(b"\0").decode()
+    if not count:
+        return Frame(name, memory)
+    sizes = struct.unpack_from(f"<{count}Q", memory)
+    starts = accumulate(map(_aligned, sizes), initial=_aligned(8 * count + head))
+    buffers = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    return Frame(name, memory[8 * count : 8 * count + head], buffers)
+
+
+class _Decoder:
+    """Puts frames together from the bytes of a stream; large ones are received where they stay."""
+
+    def __init__(self) -> None:
+        self._scratch = bytearray(_READ_AHEAD)
+        self._view = memoryview(self._scratch)
+        self._end = 0  # of what has come in: of the scratch, or of the large frame
+        self._large: tuple[bytes, int, int, memoryview] | None = None
+
+    def room(self) -> memoryview:
+        """Where the next bytes go; tell `add` how many came."""
+        return (self._view if self._large is None else self._large[3])[self._end :]
+
+    def add(self, count: int) -> list[Frame]:
+        """Take the bytes that came; the frames that are complete with them."""
+        self._end += count
+        if self._large is not None:
+            if self._end < len(self._large[3]):
+                return []
+            frame, self._large, self._end = _frame(*self._large), None, 0
+            return [frame]
+        frames: list[Frame] = []
+        start = 0
+        while (begin := start + _PREFIX.size) <= self._end:
+            kind, head, number, follows = _PREFIX.unpack_from(self._scratch, start)
+            stop = begin + follows
+            if stop <= self._end:
+                own = memoryview(self._scratch[begin:stop])
+                frames.append(_frame(kind, head, number, own))
+                start = stop
+            elif _PREFIX.size + follows <= _READ_AHEAD:
+                break
+            else:
+                memory = memoryview(np.empty(follows, np.uint8).data)
+                self._end -= begin
+                memory[: self._end] = self._view[begin : begin + self._end]
+                self._large = kind, head, number, memory
+                return frames
+        self._end -= start
+        if start and self._end:
+            self._view[: self._end] = self._view[start : start + self._end]
+        return frames
+
+
+class FrameStream:
+    """A connected socket on which frames are sent and received in order. Closes it in the end.
+
+    One thread at a time sends, and one at a time receives.
+
+    Attributes:
+        deadline: when sending and receiving give up with a TimeoutError, by `clock`; None: never.
+        closed: whether this side has closed it.
+    """
+
+    clock = staticmethod(time.monotonic)
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.settimeout(None)
+        self.deadline: float | None = None
+        self.closed = False
+        self._socket = connection
+        self._decoder = _Decoder()
+        self._frames: deque[Frame] = deque()
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame.
+
+        Raises:
+            LineClosed: the other end is gone.
+            TimeoutError: the deadline has passed.
+        """
+        pieces = frame.pieces()
+        while pieces:
+            self._arm()
+            try:
+                _drop(pieces, self._socket.sendmsg(_first(pieces)))
+            except OSError as error:
+                raise _meant(error) from error
+
+    def receive(self) -> Frame:
+        """The next frame; raises as `send` does."""
+        while not self._frames:
+            self._arm()
+            try:
+                count = self._socket.recv_into(self._decoder.room())
+            except OSError as error:
+                raise _meant(error) from error
+            if not count:
+                raise LineClosed("the connection has ended")
+            self._frames += self._decoder.add(count)
+        return self._frames.popleft()
+
+    def waiting(self, seconds: float = 0.0) -> bool:
+        """Whether a frame, or a part of one, has come in or comes within so many seconds."""
+        return bool(self._frames) or bool(self._poll.poll(1000 * seconds))
+
+    def await_end(self) -> None:
+        """Wait until the other end is closed, whatever is still to be received."""
+        end = select.poll()
+        end.register(self._socket, select.POLLRDHUP)
+        end.poll()
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.closed = True
+        self._socket.close()
+
+    def seconds(self) -> float:
+        """What is left until the deadline, not below 0; infinite without one."""
+        return math.inf if self.deadline is None else max(0.0, self.deadline - self.clock())
+
+    def _arm(self) -> None:
+        """Let the next system call end at the deadline."""
+        if self.deadline is None:
+            return
+        left = self.seconds()
+        if not left:
+            raise TimeoutError("the deadline has passed")
+        self._socket.settimeout(left)
+
+
+class FrameQueue:
+    """The end of a connection that never waits: what does not go out at once is queued.
+
+    Attributes:
+        unsent: whether something is queued; `flush` sends it when the socket can be written.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._pieces: deque[memoryview] = deque()
+        self._decoder = _Decoder()
+
+    def fileno(self) -> int:
+        """For a selector; -1 once it is closed."""
+        return self._socket.fileno()
+
+    @property
+    def unsent(self) -> bool:
+        return bool(self._pieces)
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame, now or as soon as there is room. Raises LineClosed: the other end is gone.
+
+        Its buffers must not change until then.
+        """
+        waits = self.unsent
+        self._pieces += frame.pieces()
+        if not waits:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what there is room for. Raises LineClosed: the other end is gone."""
+        while self._pieces:
+            try:
+                _drop(self._pieces, self._socket.sendmsg(_first(self._pieces)))
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise _meant(error) from error
+
+    def take(self) -> list[Frame]:
+        """The frames that have come in whole.
+
+        Raises:
+            LineClosed: the other end is gone, and nothing that it sent is left to be taken.
+        """
+        frames: list[Frame] = []
+        while not frames:
+            try:
+                count = self._socket.recv_into(self._decoder.room())
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise _meant(error) from error
+            if not count:
+                raise LineClosed("it closed its line")
+            frames += self._decoder.add(count)
+        return frames
+
+    def close(self) -> None:
+        """Close the socket; what is queued is lost."""
+        self._socket.close()
+
+
+def _aligned(size: int) -> int:
+    return size + -size % ALIGNMENT
+
+
+def _first(pieces: deque[memoryview]) -> list[memoryview]:
+    return [pieces[number] for number in range(min(len(pieces), _MOST_PIECES))]
+
+
+def _drop(pieces: deque[memoryview], sent: int) -> None:
+    """Remove what was sent."""
+    while pieces and sent >= len(pieces[0]):
+        sent -= len(pieces.popleft())
+    if sent:
+        pieces[0] = pieces[0][sent:]
+
+
+def _meant(error: OSError) -> OSError:
+    """What an error of the socket means: a deadline of ours, or the end of the connection.
+
+    The kernel reports a machine that answers no more as ETIMEDOUT, which Python makes the same
+    exception as a deadline.
+    """
+    if isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:
+        return error
+    return LineClosed(str(error) or type(error).__name__)

@@ -1,0 +1,73 @@
+"""What the launcher and the lanes say about a version of weights on its way. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+Method: TypeAlias = Literal["shared", "copy", "broadcast"]
+"""How weights travel: the target runs on memory that the source has written for all of the node's
+lanes; each target takes a copy of its own; or one collective reaches all targets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sends:
+    """How a lane is to lay a version of weights out.
+
+    Attributes:
+        readers: way -> how many installs will take it, each once.
+        oldest: versions before this one are needed by nobody any more.
+        group: of a broadcast the lanes, as positions.
+    """
+
+    readers: Mapping[Method, int]
+    oldest: int
+    group: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Where a lane has laid a version of weights out, for those who take it one way.
+
+    Attributes:
+        source, version: whose weights they are, and which.
+        lane: which lane.
+        method: which way.
+        manifest: hash of the lane's TensorManifest; whoever does not know that one asks for it.
+        num_bytes: size of what lies there.
+        handle: in shared memory of the node; None for those who are to ask.
+        reader: which of the handle's readers the addressee is.
+        group, rank: of a broadcast the lanes, as positions, and the sender's position.
+        on_gpu: whether the broadcast is of memory on accelerators.
+        via: the lane that brings it to the addressee's node; None if the addressee does itself.
+    """
+
+    source: str
+    version: int
+    lane: int
+    method: Method
+    manifest: int
+    num_bytes: int
+    handle: Any = None
+    reader: int = 0
+    group: tuple[int, ...] = ()
+    rank: int = 0
+    on_gpu: bool = False
+    via: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsKey:
+    """Asks a lane for a version of weights: a snapshot as one uint8 tensor."""
+
+    source: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestKey:
+    """Asks a lane for the TensorManifest of an export, by its hash."""
+
+    source: str
+    manifest: int

@@ -1,0 +1,192 @@
+"""Who is let in, and that nobody who is not holds up anybody else."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import queue
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from m2flow.runtime.transport import handshake, listening
+from m2flow.runtime.transport.frame import Frame, FrameStream, LineClosed
+from m2flow.runtime.transport.handshake import KeyRefused, prove
+from m2flow.runtime.transport.lines import SILENCE_SECONDS, LauncherLine
+from m2flow.runtime.transport.listening import LOOPBACK, SILENT_SECONDS, Listener, connect
+
+KEY = b"of this test"
+SOON = 5.0
+
+
+class Door:
+    """A listener, and the connections that it let in."""
+
+    def __init__(self, host: str | None = LOOPBACK) -> None:
+        self.came: queue.Queue[socket.socket] = queue.Queue()
+        self.listener = Listener(KEY, host, self.came.put)
+        self.endpoint = self.listener.endpoint
+
+    def connected(self, *, same_node: bool) -> tuple[FrameStream, FrameStream]:
+        """Both ends of a new connection."""
+        here = connect(self.endpoint, KEY, same_node=same_node, seconds=SOON)
+        return FrameStream(here), FrameStream(self.came.get(timeout=SOON))
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    door = Door()
+    yield door
+    door.listener.close()
+
+
+@pytest.mark.parametrize("same_node", [True, False])
+def test_both_ways_in(door: Door, same_node: bool) -> None:
+    here, there = door.connected(same_node=same_node)
+    here.send(Frame("question", b"?"))
+    assert there.receive().kind == "question"
+    here.close()
+    with pytest.raises(LineClosed):
+        there.receive()
+
+
+def test_a_wrong_key_is_refused_on_both_sides(door: Door) -> None:
+    with pytest.raises(KeyRefused):
+        connect(door.endpoint, b"another", same_node=True, seconds=SOON)
+    with pytest.raises(queue.Empty):
+        door.came.get(timeout=0.1)
+
+
+def test_a_caller_cannot_answer_with_what_it_was_sent(door: Door) -> None:
+    """Each proof names the side that gives it."""
+    one, other = (socket.create_connection(door.endpoint.tcp, SOON) for _ in range(2))
+    one.sendall(bytes(32))
+    nonce, _ = one.recv(32, socket.MSG_WAITALL), one.recv(32, socket.MSG_WAITALL)
+    other.sendall(nonce)  # have the listener itself prove something about it
+    other.recv(32, socket.MSG_WAITALL)
+    one.sendall(other.recv(32, socket.MSG_WAITALL))
+    assert one.recv(1) == b"", "turned away"
+    assert door.came.empty()
+
+
+def test_one_silent_stranger_does_not_block_an_accept(door: Door) -> None:
+    """It cost the next caller the whole time that a lane waits for its launcher."""
+    strangers = [socket.create_connection(door.endpoint.tcp) for _ in range(3)]
+    started = time.monotonic()
+    door.connected(same_node=False)
+    assert time.monotonic() - started < SOON / 2
+    for one in strangers:
+        one.close()
+
+
+def test_a_handshake_that_drips_meets_its_own_deadline() -> None:
+    """Each byte comes in time, and the whole does not."""
+    here, there = socket.socketpair()
+    ended = threading.Event()
+
+    def drip() -> None:
+        with contextlib.suppress(OSError):
+            while not ended.wait(0.01):
+                there.send(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        prove(here, KEY, accepting=False, seconds=0.2)
+    assert time.monotonic() - started < 2
+    ended.set()
+    thread.join()
+    assert handshake.HANDSHAKE_SECONDS <= 10
+
+
+def test_a_process_without_descriptors_accepts_again_when_it_has_some(door: Door) -> None:
+    """The thread that accepts had died of EMFILE, and nobody was let in any more."""
+    caller = socket.socket(socket.AF_UNIX)
+    caller.settimeout(SOON)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(0)
+        caller.connect("\0" + door.endpoint.unix)
+        time.sleep(3 * listening.RETRY_SECONDS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    prove(caller, KEY, accepting=False, seconds=SOON)
+    door.came.get(timeout=SOON).close()
+    caller.close()
+
+
+def test_on_one_machine_nothing_listens_to_others() -> None:
+    door = Door(None)
+    assert door.endpoint.tcp is None
+    assert [one.family for one in door.listener._sockets] == [socket.AF_UNIX]
+    with pytest.raises(ConnectionRefusedError, match="its own machine only"):
+        connect(door.endpoint, KEY, same_node=False)
+    door.connected(same_node=True)
+    door.listener.close()
+
+
+# --- machines that answer no more -----------------------------------------------------------------
+
+
+def test_a_half_open_tcp_connection_ends_long_before_the_deadline(door: Door) -> None:
+    """Both ends probe a machine that is silent, and give it up after `SILENT_SECONDS`."""
+    for stream in door.connected(same_node=False):
+
+        def option(name: int, of: FrameStream = stream) -> int:
+            return of._socket.getsockopt(socket.IPPROTO_TCP, name)
+
+        assert stream._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        probes = option(socket.TCP_KEEPINTVL) * option(socket.TCP_KEEPCNT)
+        assert option(socket.TCP_KEEPIDLE) + probes <= SILENT_SECONDS
+        assert option(socket.TCP_USER_TIMEOUT) == 1000 * SILENT_SECONDS
+        assert option(socket.TCP_NODELAY) == 1
+
+
+class Silenced:
+    """A socket after the kernel has given the other machine up."""
+
+    def recv_into(self, _: object) -> int:
+        raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+
+def test_a_machine_given_up_by_the_kernel_is_lost_and_not_late() -> None:
+    """Python makes one exception of both: ETIMEDOUT was taken for the deadline of a request."""
+    here, _there = socket.socketpair()
+    stream = FrameStream(here)
+    stream._socket = Silenced()  # type: ignore[assignment]
+    with pytest.raises(LineClosed, match="timed out"):
+        stream.receive()
+
+
+def test_a_silent_lane_is_asked_about() -> None:
+    here, there = socket.socketpair()
+    now = [0.0]
+    line, lane = LauncherLine(here, clock=lambda: now[0]), FrameStream(there)
+    answers: list[str | None] = [None, "the actor died: its machine is gone"]
+    line.on_silence = lambda: answers.pop(0)
+    now[0] += 0.9 * SILENCE_SECONDS
+    line.check()
+    lane.send(Frame("line", b"still here"))
+    assert [bytes(one) for one in line.take()] == [b"still here"]
+    now[0] += 0.9 * SILENCE_SECONDS
+    line.check()
+    assert len(answers) == 2, "it has spoken: nobody was asked"
+    now[0] += SILENCE_SECONDS
+    line.check()
+    line.check()
+    assert len(answers) == 1, "asked once, and again only after as long"
+    now[0] += SILENCE_SECONDS
+    with pytest.raises(LineClosed, match="its machine is gone"):
+        line.check()
+    line.close()
+    lane.close()
