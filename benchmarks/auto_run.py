@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import workloads
@@ -18,6 +19,7 @@ from workloads import Workload
 
 from m2flow.runtime.driver.launch import Auto, Run, launch
 from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.profiling import cached, keep
 
 MAKERS = {make.__name__: make for make in workloads.WORKLOADS}
 
@@ -44,15 +46,13 @@ def _launched(workload: Workload, pool: LanePool, mode: str, steps: int) -> Run:
     flow = workload.make_flow()
     if mode != "auto":
         return launch(flow, items_per_step=workload.items, mode=mode, lanes=pool)
-    from m2flow.runtime.profiling import obtain
-
-    profile, _ = obtain(
-        workload.make_flow,
-        [workload.batch(step) for step in range(4)],
-        pool,
-        {"model": {"workload": workload.name}, "shapes": {"items": workload.items}},
+    key = {"model": {"workload": workload.name}, "shapes": {"items": workload.items}}
+    auto = Auto(
+        profile=cached(key),
+        max_staleness=workload.max_staleness,
+        num_steps=steps,
+        keep=lambda profile: keep(replace(profile, key=key)),
     )
-    auto = Auto(profile=profile, num_steps=steps)
     return launch(flow, items_per_step=workload.items, mode=mode, lanes=pool, auto=auto)
 
 

@@ -41,21 +41,21 @@ from emulated_workers import (
     advantage,
     estimate,
 )
-from m2flow.plan.generating import generate, requests
-from m2flow.plan.lognormal import LogNormalLengths
 
 from m2flow import Batch, Flow, Ragged, Stream, loop
 from m2flow.engine.plan import LaneSpec
 from m2flow.flow.graph import FlowGraph
+from m2flow.models.lengths import LogNormalLengths
 from m2flow.plan.profile import (
     Piecewise,
     Profile,
     PublishCost,
     Quantiles,
-    StageLayout,
+    StageCost,
     StageProfile,
-    WorkerLayout,
+    WorkerCost,
 )
+from m2flow.plan.profile.streaming import finish_times
 from m2flow.plan.simulate_timing import LENGTH, drawn
 from m2flow.plan.units import Bytes, Seconds
 
@@ -247,7 +247,7 @@ class EmulatedEpisodes(Flow):
     trainer: EpisodeTrainer
 
     def step(self, episodes: Stream) -> Stream:
-        turning = loop(self.policy.act, self.world.move, until="", max_turns=TURNS)
+        turning = loop(self.world.move, self.policy.act, until="", max_turns=TURNS)
         return self.trainer.train(turning(episodes))
 
     def sync(self) -> None:
@@ -275,12 +275,11 @@ def openvla(count: int, scale: float = 40.0) -> Step:
         )
 
     def batch(step: int) -> Batch:
-        image = torch.ones((items, 3, 224, 224), dtype=torch.uint8)
-        return Batch({"image": image, "turn": torch.zeros(items)})
+        return Batch({"turn": torch.zeros(items), "action": torch.zeros((items, 7))})
 
     stages = {
-        "policy.act": _per_item(acting, turns=TURNS),
-        "world.move": _per_item(simulating),
+        "world.move": _per_item(simulating, turns=TURNS),
+        "policy.act": _per_item(acting),
         "trainer.train": _per_item(training, finish=finish),
     }
     profile = _profile(stages, states, [("trainer", "policy")])
@@ -308,21 +307,21 @@ def _prompts(count: int, group: int) -> Callable[[int], Batch]:
 def _generation(
     lengths: LogNormalLengths, price: Price, admit: float, limit: int, group: int
 ) -> StageProfile:
-    """By rounds; beyond the running limit all that wait slow each other down alike."""
-    counts = (1, 2, 4, 8, 16, 32, 64, 128)
+    """By rounds, of so many answers at once."""
     played = []
-    for prompts in counts:
-        wanted = requests(lengths.sample(prompts * group), 0.0, group)
-        made = generate(wanted, 1, lambda running, _: price.seconds(running), limit)
-        played.append((float(prompts), made.seconds + admit * prompts))
-    at_limit = price.seconds(limit)
-    pace = [(1.0, price.seconds(1)), (float(limit), at_limit), (16.0 * limit, 16 * at_limit)]
+    for prompts in (1, 2, 4, 8, 16, 32, 64, 128):
+        ends = finish_times(
+            lengths.sample(prompts * group), lambda running, _: price.seconds(running), limit
+        )
+        played.append((float(prompts), max(ends) + admit * prompts))
+    pace = [(1.0, price.seconds(1)), (float(limit), price.seconds(limit))]
     shares = [(n + 0.5) / 257 for n in range(257)]
     return StageProfile(
         (
-            StageLayout(
+            StageCost(
                 1,
                 _rising(played),
+                slots=limit,
                 round=Piecewise(tuple(pace)),
                 admit=Piecewise(((1.0, admit), (2.0, 2 * admit))),
             ),
@@ -347,13 +346,13 @@ def _per_token(lengths: LogNormalLengths, price: Price, finish: float = 0.0) -> 
     deviation = (sum((one - mean) ** 2 for one in sampled) / len(sampled)) ** 0.5
     curve = _line(price, mean)
     share = price.each * deviation / price.seconds(mean)
-    return StageProfile((StageLayout(1, curve, spread=share, **_finish(finish)),), Bytes(100_000))
+    return StageProfile((StageCost(1, curve, spread=share, **_finish(finish)),), Bytes(100_000))
 
 
 def _per_item(price: Price, finish: float = 0.0, turns: int | None = None) -> StageProfile:
-    layout = StageLayout(1, _line(price, 1.0), **_finish(finish))
+    cost = StageCost(1, _line(price, 1.0), **_finish(finish))
     return StageProfile(
-        (layout,), Bytes(150_528), turns=None if turns is None else Quantiles((float(turns),))
+        (cost,), Bytes(150_528), turns=None if turns is None else Quantiles((float(turns),))
     )
 
 
@@ -368,14 +367,14 @@ def _finish(seconds: float) -> dict[str, Any]:
 
 
 def _free() -> StageProfile:
-    return StageProfile((StageLayout(1, Piecewise(((1.0, 1e-4), (1024.0, 1e-3)))),))
+    return StageProfile((StageCost(1, Piecewise(((1.0, 1e-4), (1024.0, 1e-3)))),))
 
 
 def _profile(
     stages: dict[str, StageProfile], states: dict[str, State], edges: Sequence[tuple[str, str]]
 ) -> Profile:
     workers = {
-        name: (WorkerLayout(1, Bytes(one.num_bytes), Seconds(one.move), Seconds(one.move)),)
+        name: (WorkerCost(1, Bytes(one.num_bytes), Seconds(one.move), Seconds(one.move)),)
         for name, one in states.items()
     }
     publish = tuple(

@@ -338,7 +338,7 @@ class EmulatedPolicy(Waiting):
         """Adds an action of seven tokens."""
         deadline = time.perf_counter() + self.price.seconds(len(episodes))
         output = episodes.with_columns(
-            action=torch.ones((len(episodes), 7), dtype=torch.int32),
+            action=torch.ones((len(episodes), 7)),
         )
         until(deadline)
         return output

@@ -46,11 +46,7 @@ class Started:
 def run_auto(workload: Workload, pool: LanePool, steps: int) -> Started:
     """The first steps of a run in mode "auto"."""
     start = time.perf_counter()
-    auto = Auto(
-        sample=[workload.batch(step) for step in range(4)],
-        max_staleness=workload.max_staleness,
-        num_steps=WHOLE,
-    )
+    auto = Auto(max_staleness=workload.max_staleness, num_steps=WHOLE)
     with launch(
         workload.make_flow(), items_per_step=workload.items, mode="auto", lanes=pool, auto=auto
     ) as run:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from m2flow.reasoning.flow import recipe_flow
-from m2flow.reasoning.workers import Generator, ModelSource, Verifier
 from ray import cloudpickle
 from starting_point import quickstart
 
 from m2flow import Batch, Flow, Place
 from m2flow.engine.plan import LaneSpec
 from m2flow.plan import parse_lanes, with_memory
+from m2flow.workloads.reasoning.flow import recipe_flow
+from m2flow.workloads.reasoning.workers import Generator, ModelSource, Verifier
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this file
 
@@ -88,19 +88,12 @@ class Replaying(Generator):
         return replace(request, params=params)
 
 
-class Odd:
-    """Scores the share of odd digits: a reward that answers of any length can have."""
-
-    def score(
-        self,
-        answer: str,
-        completion: str,
-        *,
-        finished: bool = True,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> float:
-        digits = [character for character in completion if character.isdigit()]
-        return sum(int(digit) % 2 for digit in digits) / max(1, len(digits))
+def odd(
+    prompt: str, completion: str, completion_ids: Sequence[int], row: Mapping[str, Any]
+) -> float:
+    """The share of odd digits: a reward that answers of any length can have."""
+    digits = [character for character in completion if character.isdigit()]
+    return sum(int(digit) % 2 for digit in digits) / max(1, len(digits))
 
 
 def replayed(
@@ -112,7 +105,7 @@ def replayed(
     )
 
     def make_flow() -> Flow:
-        flow = recipe_flow(recipe, source, experiment.task)
+        flow = recipe_flow(recipe, source, experiment.rewards)
         flow.generator = Replaying(
             source,
             samples_per_prompt=recipe.samples_per_prompt,
@@ -123,6 +116,4 @@ def replayed(
         flow.verifier = scorer(source)
         return flow
 
-    return Workload(
-        name, make_flow, lambda step: experiment.batch(step, source), recipe.prompts_per_step
-    )
+    return Workload(name, make_flow, experiment.batch, recipe.prompts_per_step)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from m2flow import Batch, Place, stage
 from m2flow.runtime.lane.state import MovableState
+from m2flow.workloads.reasoning.workers import ModelSource, Verifier
 from workloads.common import Lengths, Workload, replayed
 from workloads.frozen import Judge
 

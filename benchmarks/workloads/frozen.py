@@ -20,16 +20,17 @@ import sys
 
 import torch
 from harness import ROOT
-from m2flow.cli.recipe import read_recipe
-from m2flow.reasoning.experiment import ReasoningExperiment
-from m2flow.reasoning.flow import recipe_flow
-from m2flow.reasoning.workers import ModelSource, Verifier
 from ray import cloudpickle
 from starting_point import quickstart
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from m2flow import Batch, Place, stage
-from workloads.common import LEARNING_RATE, Lengths, Odd, Workload, replayed
+from m2flow.rewards.reward import WeightedReward
+from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+from m2flow.workloads.reasoning.flow import recipe_flow
+from m2flow.workloads.reasoning.workers import ModelSource, Verifier
+from workloads.common import LEARNING_RATE, Lengths, Workload, odd, replayed
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this file
 
@@ -39,7 +40,7 @@ def long_tail() -> Workload:
     return replayed(
         "long_tail",
         Lengths(median=20, spread=1.0, limit=240),
-        lambda source: Verifier(source, Odd()),
+        lambda source: Verifier(source, (WeightedReward(odd),)),
         "prompts_per_step=28",
     )
 
@@ -91,10 +92,10 @@ def ppo() -> Workload:
     _, _, source = quickstart()
     rates = [f"{part}.learning_rate={LEARNING_RATE}" for part in ("optimizer", "critic")]
     recipe = read_recipe(ROOT / "recipes" / "ppo_quickstart.yaml", rates)
-    experiment = ReasoningExperiment(recipe)
+    experiment = ReasoningExperiment(recipe, source)
     return Workload(
         "ppo",
-        lambda: recipe_flow(recipe, source, experiment.task),
-        lambda step: experiment.batch(step, source),
+        lambda: recipe_flow(recipe, source, experiment.rewards),
+        experiment.batch,
         recipe.prompts_per_step,
     )

@@ -14,11 +14,11 @@ short while: what they answer does not matter, how long their answers are does n
 from __future__ import annotations
 
 from harness import ROOT
-from m2flow.cli.recipe import read_recipe
-from m2flow.reasoning.experiment import ReasoningExperiment
-from m2flow.reasoning.flow import recipe_flow
 from starting_point import quickstart
 
+from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+from m2flow.workloads.reasoning.flow import recipe_flow
 from workloads.common import LEARNING_RATE, Workload
 
 STILL = f"optimizer.learning_rate={LEARNING_RATE}"
@@ -29,11 +29,11 @@ def _of_recipe(name: str, *overrides: str, recipe_name: str = "quickstart") -> W
     model = [text for text in overrides if text.startswith(("model.", "warmup."))]
     _, _, source = quickstart(*model)
     recipe = read_recipe(ROOT / "recipes" / f"{recipe_name}.yaml", [STILL, *overrides])
-    experiment = ReasoningExperiment(recipe)
+    experiment = ReasoningExperiment(recipe, source)
     return Workload(
         name,
-        lambda: recipe_flow(recipe, source, experiment.task),
-        lambda step: experiment.batch(step, source),
+        lambda: recipe_flow(recipe, source, experiment.rewards),
+        experiment.batch,
         recipe.prompts_per_step,
         max_staleness=recipe.max_staleness,
     )

@@ -265,6 +265,36 @@ def test_steps_differ_as_lengths_do() -> None:
     assert simulate(GRPO, plan, grpo_profile(LONG_TAIL), 8, steps=8, seed=1).seconds != one.seconds
 
 
+def test_a_long_answer_takes_long_in_every_later_stage() -> None:
+    """Answers that differ in a trainer's price differ as their lengths do, not by another draw."""
+    profile = grpo_profile(LONG_TAIL)
+    trained = profile.stage("learner.train")
+    costs = tuple(replace(cost, spread=0.5) for cost in trained.costs)
+    stages = {**profile.stages, "learner.train": replace(trained, costs=costs)}
+    plan = build_plan("collocated", GRPO, LANES, 8)
+    timing = ProfileTiming(GRPO, plan, replace(profile, stages=stages))
+    generate, train = GRPO.node("gen.generate"), GRPO.node("learner.train")
+    lengths = [timing.length(generate, 0, item) for item in range(32)]
+    seconds = [timing.call(train, 0, (0,), ((item,),)) for item in range(32)]
+    longest, shortest = lengths.index(max(lengths)), lengths.index(min(lengths))
+    assert seconds[longest] == max(seconds)
+    assert seconds[shortest] == min(seconds)
+    above = (lengths[longest] - LONG_TAIL.mean) / LONG_TAIL.deviation
+    alone = costs[0].seconds.at(1)
+    assert seconds[longest] == pytest.approx(alone * (1 + 0.5 * above))
+
+
+def test_the_deviation_of_quantiles() -> None:
+    assert Quantiles((3.0,)).deviation == 0
+    assert Quantiles((2.0, 2.0)).deviation == 0
+    assert Quantiles((0.0, 1.0)).deviation == pytest.approx(12**-0.5)
+    values = [one for low, high in pairwise((0.0, 1.0, 5.0))
+              for one in (low + (high - low) * n / 5000 for n in range(5000))]  # fmt: skip
+    assert Quantiles((0.0, 1.0, 5.0)).deviation == pytest.approx(
+        statistics.pstdev(values), rel=1e-3
+    )
+
+
 class Told(Worker):
     @stage(streaming=True, length="budget")
     def generate(self, items):  # type: ignore[no-untyped-def]

@@ -93,6 +93,7 @@ class ProfileTiming:
             for layout in self._costs[node.index].values()
             if self._shares(node, layout)
         }
+        self._makers = [self._maker_of(node) for node in graph.nodes]
         self._visits: dict[tuple[int, int, int], int] = {}
         self._price = cache(self._publish_price)
 
@@ -153,8 +154,33 @@ class ProfileTiming:
         seconds, overhead = cost.call(Items(len(items))), self.profile.call_overhead
         if not cost.spread or not 0 < len(items) <= MANY_ITEMS:
             return seconds + overhead
-        above = sum(self._drawn(WEIGHT, node, step, item) - 0.5 for item in items) / len(items)
-        return seconds * max(LEAST_WEIGHT, 1.0 + cost.spread * UNIT_VARIANCE * above) + overhead
+        above = sum(self._deviation(node, step, item) for item in items) / len(items)
+        return seconds * max(LEAST_WEIGHT, 1.0 + cost.spread * above) + overhead
+
+    def _deviation(self, node: StageNode, step: int, item: int) -> float:
+        """By how many standard deviations an input item takes more than the mean item.
+
+        An item that descends from one with a length takes as much more as the item is longer: long
+        answers come late, and take long in every later stage too.
+        """
+        maker, expands = self._makers[node.index]
+        if maker is None:
+            return UNIT_VARIANCE * (self._drawn(WEIGHT, node, step, item) - 0.5)
+        lengths = self.profile.stage(maker.name).lengths
+        assert lengths is not None
+        return (self.length(maker, step, item // expands) - lengths.mean) / lengths.deviation
+
+    def _maker_of(self, node: StageNode) -> tuple[StageNode | None, int]:
+        """The stage that gave a stage's input items, or what they descend from, their lengths; and
+        how many of the input items descend from one of its items."""
+        expands, source = 1, node.inputs[0]
+        while source != SOURCE:
+            maker = self.graph.nodes[source]
+            lengths = self.profile.stage(maker.name).lengths
+            if lengths is not None:
+                return (maker if lengths.deviation else None), expands
+            expands, source = expands * maker.expands, maker.inputs[0]
+        return None, expands
 
     def admit(self, node: StageNode, step: int, lane: int, items: Sequence[int]) -> Admitted:
         layout, count = self.cost(node, lane), len(items)

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 from m2flow.errors import UserError, suggestion
 from m2flow.flow.worker import ONE_LANE
@@ -116,12 +117,19 @@ class Quantiles:
         high = min(low + 1, len(self.values) - 1)
         return self.values[low] + (self.values[high] - self.values[low]) * (position - low)
 
-    @property
+    @cached_property
     def mean(self) -> float:
         if len(self.values) == 1:
             return self.values[0]
         inner = sum(self.values[1:-1])
         return (inner + (self.values[0] + self.values[-1]) / 2) / (len(self.values) - 1)
+
+    @cached_property
+    def deviation(self) -> float:
+        """The standard deviation."""
+        pairs = list(pairwise(self.values))
+        squares = sum((a * a + a * b + b * b) / 3 for a, b in pairs) / max(1, len(pairs))
+        return math.sqrt(max(0.0, squares - self.mean**2)) if pairs else 0.0
 
     @property
     def largest(self) -> float:
