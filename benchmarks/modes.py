@@ -31,7 +31,7 @@ from workloads import Workload
 from m2flow.engine.plan import Plan
 from m2flow.flow.graph import FlowGraph
 from m2flow.plan import build_plan
-from m2flow.plan.decide import decide, sized
+from m2flow.plan.choose import choose, sized
 from m2flow.plan.profile import Profile
 from m2flow.plan.simulate import simulate
 from m2flow.runtime.driver.launch import launch
@@ -156,7 +156,7 @@ def _predict(
 ) -> None:
     """Add the planner's choice, if it has not chosen yet, and predict a step of every plan."""
     if AUTO not in records:
-        decision = decide(graph, profile, workloads.LANES, workload.items)
+        decision = choose(graph, profile, workloads.LANES, workload.items)
         chosen = decision.chosen
         print(f"chose {chosen.plan.mode} in {decision.seconds_to_decide:.1f} s", flush=True)
         records[AUTO] = Record(chosen.plan)

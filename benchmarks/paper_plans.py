@@ -1,10 +1,9 @@
 """What m2flow's own plan gains over the fixed modes in a row of the published tables.
 
-The row's workload as a flow, its analytic profile, and m2flow's decision: candidates of the search,
-the fixed modes, and variants with a switch point, all played through the engine on the same draws
-of lengths. The gain is the seconds of the best fixed mode over those of the chosen plan. Fixed
-modes are those of `--mode`, and the table's spatial and hybrid ones with several splits of the
-lanes.
+The row's workload as a flow, its analytic profile, and m2flow's decision: plans of its own and the
+fixed modes, all played through the engine on the same draws of lengths. The gain is the seconds of
+the best fixed mode over those of the chosen plan. Fixed modes are those of `--mode`, and the
+table's spatial and hybrid ones with several splits of the lanes.
 
 A lane here is as many accelerators as a replica of the row's generator spans: so the fixed modes
 generate as the row does, and m2flow's own plan may take several of them together. Of more than
@@ -35,16 +34,14 @@ from m2flow.models.work import (
     update,
 )
 from m2flow.plan.builders import build_plan
+from m2flow.plan.choose import choose
 from m2flow.plan.chunks import pipelined, spread
-from m2flow.plan.decide import decide
 from m2flow.plan.prediction import Prediction
 from m2flow.plan.profile import Profile, Quantiles
 from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import lane_specs, parse_cluster
 from m2flow.plan.profile.hardware import Device
 from m2flow.plan.profile.work import FlowWork, LayoutWork, Rounds, StageWork, WorkerWork, rising
-from m2flow.plan.search import candidates, problem, to_plan
-from m2flow.plan.simulate import simulate
 from m2flow.workloads.embodied.prices import acting, simulating, training
 
 RUNNING = 256
@@ -68,10 +65,10 @@ class Generator(Worker):
     def __init__(self, group: int) -> None:
         self.group = group
 
-    @stage(streaming=True, resumable=True, expands="group")
+    @stage(streaming=True, expands="group")
     def generate(self, prompts: Any) -> Any: ...
 
-    @stage(streaming=True, resumable=True, expands="group", length="expected")
+    @stage(streaming=True, expands="group", length="expected")
     def generate_known(self, prompts: Any) -> Any: ...
 
 
@@ -197,9 +194,7 @@ def reasoning_gain(work: Reasoning, lanes: int, rates: Rates, known: bool = Fals
         *collocated_plans(graph, profile, specs, prompts),
         *spatial_plans(graph, profile, specs, prompts),
     )
-    found = decide(
-        graph, profile, specs, prompts, layouts=layouts_of(profile, 1), beside=beside, keep=3
-    )
+    found = choose(graph, profile, specs, prompts, layouts=layouts_of(profile, 1), beside=beside)
     return _gain((one.plan, one.prediction) for one in (found.chosen, *found.others))
 
 
@@ -273,11 +268,9 @@ def embodied_gain(work: Embodied, lanes: int) -> Gain:
 
     profile = analytic_profile(graph, cluster, prices, work.envs)
     specs = lane_specs(cluster)
-    stated = problem(graph, profile, specs, work.envs)
-    plans = [to_plan(stated, found, specs) for found in candidates(stated, keep=3)]
-    plans += loop_plans(graph, specs, work.envs)
-    judged = [(plan, simulate(graph, plan, profile, work.envs, steps=1)) for plan in plans]
-    return _gain(sorted(judged, key=lambda one: one[1].seconds))
+    beside = list(loop_plans(graph, specs, work.envs))
+    found = choose(graph, profile, specs, work.envs, beside=beside)
+    return _gain((one.plan, one.prediction) for one in (found.chosen, *found.others))
 
 
 def bundled(profile: Profile, size: int) -> Profile:
@@ -331,14 +324,19 @@ def spatial_plans(
         rest = [lane.id for lane in lanes[cut:]]
         placements = {}
         for worker in graph.workers:
+            known = [Layout(one.layout, one.lanes) for one in profile.workers.get(worker, ())]
+            known = known or [Layout()]
             if worker == "generator":
-                placements[worker] = Placement(tuple((lane.id,) for lane in lanes[:cut]))
+                gangs = tuple((lane.id,) for lane in lanes[:cut])
+                name = min(known, key=lambda one: one.lanes).name
+                placements[worker] = Placement(gangs, layout=name)
                 continue
-            sizes = [one.lanes for one in profile.workers.get(worker, ())] or [1]
-            gang = max((size for size in sizes if len(rest) % size == 0), default=0)
-            if gang:
-                parts = range(0, len(rest), gang)
-                placements[worker] = Placement(tuple(tuple(rest[n : n + gang]) for n in parts))
+            fitting = [one for one in known if len(rest) % one.lanes == 0]
+            if fitting:
+                largest = max(fitting, key=lambda one: one.lanes)
+                parts = range(0, len(rest), largest.lanes)
+                gangs = tuple(tuple(rest[n : n + largest.lanes]) for n in parts)
+                placements[worker] = Placement(gangs, layout=largest.name)
         if len(placements) == len(graph.workers):
             order = tuple(node.name for node in reversed(graph.nodes))
             yield Plan(
@@ -356,7 +354,7 @@ def loop_plans(graph: FlowGraph, lanes: tuple[LaneSpec, ...], items: int) -> Ite
         placements = {
             "world": Placement(tuple((lane,) for lane in worlds)),
             "policy": Placement(tuple((lane,) for lane in policies)),
-            "actor": Placement((tuple(gpus),)),
+            "actor": Placement((tuple(gpus),), layout=f"fsdp{len(gpus)}"),
         }
         stages = spread(graph, placements, items)
         for name in ("world.move", "policy.act"):
@@ -375,12 +373,9 @@ def _gain(judged: Iterable[tuple[Plan, Prediction]]) -> Gain:
 
 
 def in_words(plan: Plan) -> str:
-    """Where the workers of a plan stand, and its switch point."""
+    """Where the workers of a plan stand."""
     parts = []
     for worker, spot in plan.placements.items():
         if spot.lanes and len(plan.lanes) > 1:
             parts.append(f"{worker} {len(spot.replicas)}x{len(spot.replicas[0])}")
-    for name, one in plan.stages.items():
-        if one.switch_at is not None:
-            parts.append(f"{name} hands on at {one.switch_at:.0%}, {one.keep} go on")
     return f"{plan.mode}: {', '.join(parts)} of {len(plan.lanes)} lanes"

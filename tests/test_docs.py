@@ -152,7 +152,7 @@ def check_command(words: list[str], where: object, *, complete: bool) -> None:
     if complete:
         context = command.make_context(words[0], list(words[1:]))
         if "overrides" in context.params:
-            recipe = PROJECT / context.params["recipe"]
+            recipe = PROJECT / (context.params["recipe"] or "")  # none beside --replay
             existing = recipe if recipe.is_file() else QUICKSTART  # one that the reader writes
             read_recipe(existing, context.params["overrides"] or [])
 

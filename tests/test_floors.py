@@ -44,13 +44,13 @@ HEAVY = frozenset({"torch", "ray", "transformers", "numpy", "math_verify", "reas
 
 
 def module_name(path: Path) -> str:
-    """`src/m2flow/plan/search.py` -> `m2flow.plan.search`; a package is named by its folder."""
+    """`src/m2flow/plan/choose.py` -> `m2flow.plan.choose`; a package is named by its folder."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def room(module: str) -> str:
-    """The part of the house a module of m2flow lies in: `m2flow.plan.search` -> `plan`."""
+    """The part of the house a module of m2flow lies in: `m2flow.plan.choose` -> `plan`."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
@@ -120,9 +120,9 @@ def test_no_import_runs_upward(path: Path) -> None:
         ("m2flow.engine.core", "from m2flow import plan"),
         ("m2flow.engine.core", "from ..plan import Plan"),
         ("m2flow.engine.core", "from m2flow.algorithms.sampling import derive_seed"),
-        ("m2flow.plan.search", "import importlib\nimportlib.import_module('torch.nn')"),
-        ("m2flow.plan.search", "from m2flow.algorithms import sampling"),
-        ("m2flow.plan.search", "from m2flow.runtime.lane.actor import Lane"),
+        ("m2flow.plan.choose", "import importlib\nimportlib.import_module('torch.nn')"),
+        ("m2flow.plan.choose", "from m2flow.algorithms import sampling"),
+        ("m2flow.plan.choose", "from m2flow.runtime.lane.actor import Lane"),
         ("m2flow.algorithms.gae", "import numpy"),
         ("m2flow.algorithms.gae", "from m2flow.flow.batch import Batch"),
         ("m2flow.training.packed", "from m2flow.workloads.reasoning import flow"),
@@ -139,7 +139,7 @@ def test_the_rules_find_what_breaks_them(module: str, source: str) -> None:
     [
         ("m2flow.flow.batch", "import json\nfrom m2flow.errors import FlowError"),
         ("m2flow.engine.core", "from .ledger import Ledger\nfrom m2flow.flow import Item"),
-        ("m2flow.plan.search", "from m2flow.engine import Engine\nfrom m2flow import flow"),
+        ("m2flow.plan.choose", "from m2flow.engine import Engine\nfrom m2flow import flow"),
         ("m2flow.algorithms.gae", "import torch.nn.functional as F"),
         ("m2flow.training.packed", "import torch\nfrom m2flow.algorithms import losses"),
         ("m2flow.cli.app", "from m2flow import Flow\nfrom m2flow.workloads.reasoning import grpo"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.observe.run_directory import RunDirectory
-from m2flow.plan.decide import decide
+from m2flow.plan.choose import choose
 from m2flow.plan.explain import Explanation, explained
 from m2flow.plan.file import from_json, read_profile
 from m2flow.plan.prediction import Decision
@@ -24,7 +24,7 @@ def decision() -> Decision:
     training = StageCost(1, Piecewise(((1.0, 1 / 16), (64.0, 4.0))))
     stages = {"gen.generate": generating, "learner.train": training}
     profile = Profile({name: StageProfile((layout,)) for name, layout in stages.items()})
-    return decide(TALKING, profile, LANES, 16)
+    return choose(TALKING, profile, LANES, 16)
 
 
 def test_a_run_keeps_why_its_plan_was_chosen(tmp_path: Path) -> None:

@@ -12,21 +12,17 @@ from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan import build_plan, isolated_workers, read_plan, validate
-from m2flow.plan.decide import decide
+from m2flow.plan.choose import check_fits, choose
 from m2flow.plan.prediction import Candidate, Decision
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import Cluster, lane_specs, parse_cluster
 from m2flow.plan.profile.work import Pricer
-from m2flow.plan.search import Limits, problem, search
 from m2flow.workloads.common.planning import flow_of, lanes_of, layouts_of, with_limit
 from m2flow.workloads.common.profile_key import profile_key
 from m2flow.workloads.common.recipe import AUTO_MODE, Recipe
 from m2flow.workloads.common.registry import workload_of
 from m2flow.workloads.common.workload import NOTHING_ASSUMED, Assumed
-
-BUDGET_SECONDS = 10.0
-"""About so long plans are simulated."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +70,10 @@ class Planning:
             workload = workload_of(self.recipe)
             self.prices = workload.prices(self.recipe, self.graph, asked.assumed)
 
-    @property
-    def limits(self) -> Limits | None:
-        """How many lanes share a machine."""
-        if self.cluster is None:
-            return None
-        return Limits(lanes_per_node=lanes_per_node(self.cluster))
-
     def decision(self) -> Decision:
         """What is chosen: by the planner, or by the person who named a mode or a plan."""
         mine = self._own_plan()
-        lanes = self._lanes(self.cluster)
-        decision = self.decided(lanes, [] if mine is None else [mine])
+        decision = self.decided(self._lanes(self.cluster), [] if mine is None else [mine])
         if mine is not None:
             return _of_plan(decision, mine)
         if self.asked.mode not in (None, AUTO_MODE):
@@ -104,17 +92,15 @@ class Planning:
         """The planner's choice for some lanes, with further plans judged beside its own."""
         try:
             profile = self._profile(self.cluster)
-            return decide(
+            return choose(
                 self.graph,
                 profile,
                 lanes,
                 self.recipe.items_per_step,
                 max_staleness=self.recipe.max_staleness,
                 isolated=self.isolated,
-                limits=self.limits,
                 layouts=self._layouts(profile),
                 beside=beside,
-                budget=BUDGET_SECONDS,
             )
         except UserError as error:
             if self.cluster is None or self.asked.profile_file or not self._refusal(self.cluster):
@@ -199,19 +185,13 @@ class Planning:
         return UserError(what, key="--cluster", hint=f"no number of such lanes would do: {reason}")
 
     def _refusal(self, cluster: Cluster) -> UserError | None:
-        """Why the search finds no plan there; None if it finds one."""
-        lanes, limits = self._lanes(cluster), Limits(lanes_per_node=lanes_per_node(cluster))
+        """Say why no plan keeps the limits there; None if one does."""
         try:
-            profile = self._profile(cluster)
-            search(problem(self.graph, profile, lanes, self.recipe.items_per_step, limits))
+            profile, lanes = self._profile(cluster), self._lanes(cluster)
+            check_fits(self.graph, profile, lanes, self.recipe.items_per_step)
         except UserError as error:
             return error
         return None
-
-
-def lanes_per_node(cluster: Cluster) -> int:
-    """Lanes of the smallest machine."""
-    return min(part.lanes_per_node for part in cluster.machines)
 
 
 def _of_plan(decision: Decision, plan: Plan) -> Decision:

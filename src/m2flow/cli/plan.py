@@ -10,7 +10,6 @@ import dataclasses
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +46,7 @@ def plan(
     profiled = asked.cluster is not None or asked.profile_file is not None
     planned_by_us = found.mode == AUTO_MODE and asked.plan_file is None
     if profiled or planned_by_us:
-        _print_decision(replace(asked, recipe=found, mode=wanted), explain, as_json)
+        _print_decision(dataclasses.replace(asked, recipe=found, mode=wanted), explain, as_json)
     else:
         _print_fixed(found, asked.plan_file, explain, as_json)
 
@@ -87,7 +86,7 @@ def _print_decision(asked: Question, explain: bool, as_json: bool) -> None:
     found = None
     if explain or as_json:
         found = flips(decision, planning.graph, planning.decided)
-    why = explained(decision, planning.graph, flips=found, assumptions=decision.profile.assumptions)
+    why = explained(decision, planning.graph, flips=found)
     if as_json:
         print(to_json({**dataclasses.asdict(decision.chosen.plan), "decision": why}), end="")
     if explain or not as_json:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
 from m2flow.plan.builders import (
     BUILDERS,
@@ -24,22 +22,15 @@ from m2flow.plan.memory import needs, with_sizes
 from m2flow.plan.sizes import parse_bytes
 from m2flow.plan.validate import validate
 
-if TYPE_CHECKING:
-    from m2flow.plan.search import Found, Limits, Problem, candidates, problem, to_plan
-
 __all__ = [
     "BUILDERS",
     "EdgePlan",
-    "Found",
     "LaneSpec",
-    "Limits",
     "Placement",
     "Plan",
-    "Problem",
     "StagePlan",
     "available_cores",
     "build_plan",
-    "candidates",
     "check_machine",
     "collocated",
     "companion",
@@ -54,21 +45,9 @@ __all__ = [
     "parse_lanes",
     "placed",
     "plan_from_json",
-    "problem",
     "read_plan",
     "to_json",
-    "to_plan",
     "validate",
     "with_memory",
     "with_sizes",
 ]
-
-SEARCHED = frozenset({"Found", "Limits", "Problem", "candidates", "problem", "to_plan"})
-
-
-def __getattr__(name: str) -> Any:
-    if name in SEARCHED:
-        from m2flow.plan import search
-
-        return getattr(search, name)
-    raise AttributeError(f"module 'm2flow.plan' has no attribute {name!r}")

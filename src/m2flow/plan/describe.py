@@ -57,10 +57,4 @@ def _calls(plan: Plan, node: StageNode, num_items: int) -> str:
         f"{-(-window // chunk) * node.minibatches} call(s) of {chunk} {node.unit}(s)"
     )
     text += f", {node.minibatches} mini-batches" if node.minibatches > 1 else ""
-    if stage.switch_at is not None:
-        kept = stage.kept(len(replicas))
-        text += (
-            f"; when {stage.switch_at:.0%} of its items are done, {kept} of {len(replicas)} "
-            "replicas go on with the rest"
-        )
     return text

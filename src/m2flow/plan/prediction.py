@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from m2flow.engine.plan import Plan, StagePlan
 from m2flow.engine.spans import Span
@@ -52,7 +51,6 @@ class Candidate:
 
     plan: Plan
     prediction: Prediction
-    found: Any = None
     measured: Seconds | None = None
 
 

@@ -179,20 +179,6 @@ class ProfileTiming:
             needs[n] = seconds * layout.done.at(max(place / len(outputs), piece))
         return Admitted(self.profile.call_overhead, needs)
 
-    def resume(
-        self,
-        node: StageNode,
-        step: int,
-        lane: int,
-        outputs: Sequence[int],
-        grown: Sequence[float],
-    ) -> float:
-        """Where that is not known, or nothing has grown, what so many items take that are new."""
-        layout, units = self.cost(node, lane), sum(grown)
-        if layout.resume is not None and units > 0 and self._shares(node, layout):
-            return layout.resume.at(units)
-        return layout.admit.at(len(outputs)) if layout.admit else 0.0
-
     def _shares(self, node: StageNode, layout: StageCost) -> bool:
         """Whether a streaming stage's items are at work by their lengths."""
         return layout.round is not None and self.profile.stage(node.name).lengths is not None

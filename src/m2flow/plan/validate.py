@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
+from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.engine.turns import whole_step_edges
 from m2flow.errors import PlanError, suggestion
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
@@ -56,8 +56,6 @@ def validate(
         _check_known("stages", name, names)
         _check_positive(f"stages.{name}.chunk", stage.chunk)
         _check_positive(f"stages.{name}.max_running", stage.max_running)
-        if stage.switch_at is not None or stage.keep is not None:
-            _check_switch_point(plan, graph.node(name), stage)
     for name in plan.order:
         _check_known("order", name, names)
     for node in graph.nodes:
@@ -165,48 +163,6 @@ def _check_minibatches(node: StageNode, num_items: int) -> None:
             key=node.name,
             value=node.minibatches,
             hint="change the items of a step or `minibatches`",
-        )
-
-
-def _check_switch_point(plan: Plan, node: StageNode, stage: StagePlan) -> None:
-    """Refuse a switch point that the stage, or its placement, has no use for.
-
-    Memory needs no look: a kept replica holds no more at the end than in any other call.
-
-    Raises:
-        PlanError: says why.
-    """
-    key, replicas = f"stages.{node.name}.switch_at", len(plan.placements[node.worker].replicas)
-    if stage.switch_at is None:
-        raise PlanError(
-            "says who goes on after a switch point, and there is none",
-            key=f"stages.{node.name}.keep",
-            value=stage.keep,
-            hint="give switch_at, or leave keep out",
-        )
-    if not 0 < stage.switch_at < 1:  # false of a NaN as well
-        raise PlanError(
-            "is a share of the items", key=key, value=stage.switch_at, expected="between 0 and 1"
-        )
-    if not (node.streaming and node.resumable):
-        raise PlanError(
-            "cannot give unfinished items back, so it has no switch point",
-            key=key,
-            value=stage.switch_at,
-            hint="declare @stage(streaming=True, resumable=True) where the stage can",
-        )
-    if replicas < 2:
-        raise PlanError(
-            f"{node.worker} has one replica, so nobody could go on with what it gives back",
-            key=key,
-            value=stage.switch_at,
-        )
-    if not 1 <= stage.kept(replicas) < replicas:
-        raise PlanError(
-            "leaves nobody to go on, or nobody to pass to other stages",
-            key=f"stages.{node.name}.keep",
-            value=stage.keep,
-            expected=f"1 to {replicas - 1} of its {replicas} replicas",
         )
 
 

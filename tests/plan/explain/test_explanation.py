@@ -10,7 +10,7 @@ import pytest
 
 from m2flow.engine.plan import StagePlan
 from m2flow.plan import plan_from_json
-from m2flow.plan.decide import decide
+from m2flow.plan.choose import choose
 from m2flow.plan.explain import Explanation, explained, flips, in_words, summary
 from m2flow.plan.explain.bottleneck import bottleneck
 from m2flow.plan.explain.differences import differences, title
@@ -24,7 +24,7 @@ from tests.plan.small_graphs import TALKING
 
 @pytest.fixture(scope="module")
 def decision() -> Decision:
-    return decide(TALKING, profile(), lanes(2), 16)
+    return choose(TALKING, profile(), lanes(2), 16)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_the_figures_add_up(why: Explanation) -> None:
 
 def test_the_frontier_is_told_where_staleness_was_allowed(why: Explanation) -> None:
     assert why.frontier == ()
-    found = decide(TALKING, profile(spread=True), lanes(2), 16, max_staleness=1)
+    found = choose(TALKING, profile(spread=True), lanes(2), 16, max_staleness=1)
     told = summary(explained(found, TALKING))
     (line,) = [n for n, text in enumerate(told) if text.startswith("throughput by staleness")]
     if len(found.frontier) > 1:

@@ -368,7 +368,7 @@ def test_a_simulated_plan_takes_what_was_played() -> None:
         graph,
         lane_specs(cluster),
         32,
-        layouts={"learner": workers.Layout("fsdp2", 2)},
+        layouts={"generator": workers.Layout("tp1"), "learner": workers.Layout("fsdp2", 2)},
     )
     simulated = simulate(graph, plan, profile, 32, steps=4)
     (alone,) = (one for one in profile.stage("generator.generate").costs if one.lanes == 1)

@@ -19,7 +19,7 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Layout
 from m2flow.plan.builders import BUILDERS, DEFAULT_LAYOUTS, build_plan
 from m2flow.plan.choose.descent import Descent
-from m2flow.plan.choose.draft import AUTO, Draft, to_plan
+from m2flow.plan.choose.draft import AUTO, Draft, obstacle, to_plan
 from m2flow.plan.choose.folding import fold_of, folded, unfolded
 from m2flow.plan.choose.judge import Judge, shape
 from m2flow.plan.choose.problem import Limits, Problem
@@ -214,6 +214,28 @@ def _frontier(ranked: Sequence[Candidate], max_staleness: int) -> tuple[Candidat
         if not kept or best.prediction.seconds < kept[-1].prediction.seconds * (1 - AS_GOOD):
             kept.append(best)
     return tuple(kept)
+
+
+def check_fits(
+    graph: FlowGraph,
+    profile: Profile,
+    lanes: Sequence[LaneSpec],
+    num_items: int,
+    limits: Limits | None = None,
+) -> None:
+    """Refuse lanes whose limits no plan keeps, without simulating any.
+
+    Raises:
+        UserError: no plan does, or the profile does not know a stage.
+    """
+    problem = Problem(graph, profile, lanes, num_items, limits)
+    small, reasons = folded(problem, fold_of(problem)), dict[str, str]()
+    for draft in starts(small):
+        reason = obstacle(small, draft)
+        if reason is None:
+            return
+        reasons.setdefault(reason, reason)
+    raise nothing_fits(problem, reasons)
 
 
 def nothing_fits(problem: Problem, reasons: Mapping[str, str]) -> UserError:

@@ -145,8 +145,6 @@ class StageCost:
             unit of `StageProfile.lengths`, by how many are at work on the replica; None where
             nothing is known of lengths.
         admit: beside the rounds, seconds to take in items, by how many come together; None: none.
-        resume: beside the rounds, seconds to take up output items that another call has begun, by
-            the units that those which come together have grown by, added up; None: not known.
         finish: seconds of a `finish`, by the number of replicas; None where there is none.
         working: bytes on each lane that a call takes beside the state, by items of the replica.
         cores: CPU cores of the machine that a replica keeps busy beside its lanes' own.
@@ -167,7 +165,6 @@ class StageCost:
     done: Piecewise | None = None
     round: Piecewise | None = None
     admit: Piecewise | None = None
-    resume: Piecewise | None = None
     finish: Piecewise | None = None
     working: Piecewise | None = None
     cores: float = 0.0
@@ -199,7 +196,6 @@ class StageCost:
             seconds=self.seconds.times(ratio),
             round=self.round and self.round.times(ratio),
             admit=self.admit and self.admit.times(ratio),
-            resume=self.resume and self.resume.times(ratio),
             finish=self.finish and self.finish.times(ratio),
         )
 
@@ -361,8 +357,6 @@ class Profile:
         key: what it depends on: for each of KEY_PARTS, names and values.
         source: "measured" or "analytic".
         assumptions: what the prices take for granted, to be told beside the plan.
-        cut_by: seconds of the budget that was used up before every trial had been run; None where
-            none is missing.
     """
 
     stages: Mapping[str, StageProfile]
@@ -376,7 +370,6 @@ class Profile:
     key: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     source: str = "measured"
     assumptions: tuple[str, ...] = ()
-    cut_by: Seconds | None = None
 
     def __post_init__(self) -> None:
         for place in self.links:
@@ -407,8 +400,9 @@ class Profile:
             UserError: the profile does not know the stage, or not in this layout.
         """
         costs = self.stage(stage).costs
-        fitting = [one for one in costs if (one.lanes, one.kind) == (lanes, kind)]
-        named = [one for one in fitting if one.layout == layout]
+        fitting = [
+            one for one in costs if (one.layout, one.lanes, one.kind) == (layout, lanes, kind)
+        ]
         if not fitting:
             raise UserError(
                 "the profile does not know this stage in this layout on lanes of this kind",
@@ -419,9 +413,7 @@ class Profile:
                 ),
             )
         wanted = 1 / (max_running or math.inf)
-        return min(
-            named or fitting, key=lambda one: abs(1 / (one.max_running or math.inf) - wanted)
-        )
+        return min(fitting, key=lambda one: abs(1 / (one.max_running or math.inf) - wanted))
 
     def worker(
         self, name: str, lanes: int, kind: str, layout: str | None = None

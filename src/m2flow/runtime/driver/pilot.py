@@ -11,16 +11,12 @@ from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Layout
 from m2flow.plan.builders import DEFAULT_LAYOUTS
-from m2flow.plan.decide import decide
+from m2flow.plan.choose import Limits, choose
 from m2flow.plan.prediction import Candidate
 from m2flow.plan.profile import Profile
-from m2flow.plan.search import Limits
 from m2flow.plan.units import Seconds
 from m2flow.plan.watching import Measured, Watch, pays
 from m2flow.runtime.driver.runner import StepResult
-
-DECIDING_SECONDS = 10.0
-"""About how long simulating plans may take."""
 
 NEGLIGIBLE_SECONDS = Seconds(0.05)
 """The pause in which no worker moves."""
@@ -59,7 +55,7 @@ class Pilot:
     """The planner beside a run.
 
     Args:
-        graph, profile, lanes, num_items, max_staleness, isolated, limits, layouts: as for `decide`.
+        graph, profile, lanes, num_items, max_staleness, isolated, limits, layouts: as for `choose`.
         num_steps: of the whole run; None where nobody knows: it is then taken to be half done.
         deadline_seconds: longest that a call may take, whatever the plan.
 
@@ -94,7 +90,7 @@ class Pilot:
 
     def _decide(self, profile: Profile, running: Sequence[Plan] = ()) -> None:
         self.profile = profile
-        self.decision = decide(
+        self.decision = choose(
             self._graph,
             profile,
             self._lanes,
@@ -104,7 +100,6 @@ class Pilot:
             limits=self._limits,
             layouts=self._layouts,
             beside=running,
-            budget=DECIDING_SECONDS,
         )
         self.watch = Watch(self.decision.chosen)
 

@@ -31,9 +31,9 @@ def check_model(recipe: ReasoningRecipe, model: str | None = None) -> None:
         return
     config = config_json(source)
     if config is None:
-        if model is None:
+        if model is None or not read_model(model).experts:
             return
-        config = {"model_type": read_model(model).kind}
+        config = {"model_type": "mixture of experts"}
     try:
         check_supported(config)
     except UserError as error:

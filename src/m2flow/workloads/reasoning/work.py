@@ -14,7 +14,6 @@ from pathlib import Path
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.flow.worker import Layout
-from m2flow.generation.supported import QK_NORM
 from m2flow.models.lengths import Answers, fit_lengths
 from m2flow.models.shape import ModelShape, model_from_config, read_model
 from m2flow.models.work import (
@@ -185,9 +184,6 @@ class _Recipe:
         workers = {worker: self._worker(worker, graph) for worker in graph.workers}
         if self.device.kind == "gpu":
             assumed += (_not_yet(DECODING),)
-        if self.model.kind not in QK_NORM:
-            known = ", ".join(QK_NORM)
-            assumed += (_not_yet(f"generating with {self.model.kind} (only {known})"),)
         return FlowWork(stages, workers, self.model.name, assumed)
 
     def _stage(self, node: StageNode) -> StageWork:

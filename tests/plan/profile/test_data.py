@@ -16,7 +16,7 @@ from m2flow.plan import units
 from m2flow.plan.file import profile_from_json, read_profile, to_json
 from m2flow.plan.profile import Piecewise, PublishCost, Quantiles, StageCost, differences
 from m2flow.plan.units import Items, Seconds
-from tests.plan.search.random_cases import draw
+from tests.plan.random_cases import draw
 
 
 @given(

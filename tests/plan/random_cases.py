@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
+from typing import NamedTuple
 
+from m2flow.engine.plan import LaneSpec
 from m2flow.flow import Flow, FlowGraph, Worker, loop, stage
+from m2flow.plan.choose import Limits
+from m2flow.plan.choose.problem import Problem
 from m2flow.plan.profile import (
     LinkCost,
     Piecewise,
@@ -17,7 +22,6 @@ from m2flow.plan.profile import (
     StageProfile,
     WorkerCost,
 )
-from m2flow.plan.search import Limits, Problem, problem
 from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
 
 
@@ -51,6 +55,20 @@ class Learner(Worker):
     @work.finish
     def update(self):
         return {}
+
+
+class Case(NamedTuple):
+    """What a plan is chosen for."""
+
+    graph: FlowGraph
+    profile: Profile
+    lanes: tuple[LaneSpec, ...]
+    num_items: int
+    limits: Limits
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(*self)
 
 
 SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -124,8 +142,8 @@ def draw(
     shapes: tuple[str, ...] = tuple(SHAPES),
     most_lanes: int = 8,
     two_kinds: bool = False,
-) -> Problem:
-    """The problem of a seed; `two_kinds` of lanes for sure."""
+) -> Case:
+    """The case of a seed; `two_kinds` of lanes for sure."""
     rng = Random(seed)
     shape = rng.choice(shapes)
     num = len(SHAPES[shape])
@@ -151,19 +169,29 @@ def draw(
         counts = {"cpu": rng.randint(1, 3), "gpu": rng.randint(1, 3)}
     limited = rng.random() < 0.5 and not many
     dispatch = Seconds(Random(-seed).choice([0.0, 0.0, 0.03]))
-    return problem(
+    profile = profile_of(rng, graph, num_items, counts, limited, many)
+    limits = Limits(
+        cores=None if many else rng.choice([None, None, None, 6.0]),
+        host_bytes=Bytes(400) if limited and rng.random() < 0.2 else None,
+    )
+    per_node = rng.choice([None, 4])
+    return Case(
         graph,
-        replace(profile_of(rng, graph, num_items, counts, limited, many), dispatch=dispatch),
-        counts,
+        replace(profile, dispatch=dispatch),
+        lanes_of(counts, 100 if limited else None, per_node),
         num_items,
-        limits=Limits(
-            cores=None if many else rng.choice([None, None, None, 6.0]),
-            host_bytes=Bytes(400) if limited and rng.random() < 0.2 else None,
-            lanes_per_node=rng.choice([None, 4]),
-        ),
-        memory=dict.fromkeys(counts, 100) if limited else None,
-        max_chunks=2 if small else rng.choice([2, 4]),
-        calls=(1, 2) if limited else (1,),
+        limits,
+    )
+
+
+def lanes_of(
+    counts: Mapping[str, int], memory: int | None = None, per_node: int | None = None
+) -> tuple[LaneSpec, ...]:
+    """So many lanes of each kind, so many on a machine."""
+    kinds = [kind for kind, count in counts.items() for _ in range(count)]
+    return tuple(
+        LaneSpec(n, kind, memory_bytes=memory, node=n // per_node if per_node else 0)
+        for n, kind in enumerate(kinds)
     )
 
 
