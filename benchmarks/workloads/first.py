@@ -17,7 +17,6 @@ from dataclasses import replace
 from zlib import crc32
 
 import torch
-from m2flow.reasoning.workers import ModelSource, Verifier
 from ray import cloudpickle
 from torch import Tensor, nn
 
