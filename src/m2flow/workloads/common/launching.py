@@ -17,7 +17,7 @@ from m2flow.runtime.driver.launch import launch
 from m2flow.workloads.common.planning import layouts_of
 from m2flow.workloads.common.profiling import profile_on
 from m2flow.workloads.common.recipe import AUTO_MODE
-from m2flow.workloads.common.workload import Experiment, Progress
+from m2flow.workloads.common.workload import Experiment, RunProgress
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.pool import LanePool
@@ -28,7 +28,7 @@ def launched(
     experiment: Experiment,
     plan: Plan | None,
     pool: LanePool | None,
-    progress: Progress,
+    progress: RunProgress,
     *,
     checkpoint: Path | None,
     first_step: int,
