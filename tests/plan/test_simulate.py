@@ -373,6 +373,41 @@ def test_the_terms_are_all_the_time_of_all_lanes(seed: int) -> None:
             assert not mine or 0 <= mine[0].start <= mine[-1].end <= one.seconds * 2 + 1e-9
 
 
+# --- what calls cost beside their stages ----------------------------------------------------------
+
+
+def test_a_generator_with_slots_works_on_no_more_at_once() -> None:
+    """Ten items of one unit, of which two are at work at once: five rounds, not one."""
+    stream = VirtualStream(GRPO.nodes[0], 0, 0, 0, 0.0, lambda running: 1.0, slots=2)
+    stream.take(0.0, range(10), range(10), [1.0] * 10, 0.0)
+    ends = []
+    while stream.running:
+        ends.append(stream.next_end())
+        stream.finish_next(ends[-1], together=True)
+        stream.say()
+    assert ends == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_overheads_of_lanes_and_of_the_controller_make_a_step_longer() -> None:
+    plan = build_plan("collocated", GRPO, LANES, 8)
+    free = simulate(GRPO, plan, grpo_profile(LONG_TAIL), 8, steps=1)
+    for field in ("call_overhead", "event_overhead", "item_overhead"):
+        dear = replace(grpo_profile(LONG_TAIL), **{field: Seconds(0.5)})
+        assert simulate(GRPO, plan, dear, 8, steps=1).seconds > free.seconds + 0.5
+
+
+def test_publishing_is_priced_with_the_kinds_at_both_ends() -> None:
+    """The kind of the first lane was taken for that of both ends."""
+    costs = [
+        PublishCost("a", "b", "node", Seconds(price), source_kind=one, target_kind=other)
+        for price, one, other in ((1.0, "gpu", "gpu"), (2.0, "gpu", "cpu"), (3.0, "cpu", "gpu"))
+    ]
+    profile = Profile({}, publish=tuple(costs))
+    for price, *kinds in ((1.0, "gpu", "gpu"), (2.0, "gpu", "cpu"), (3.0, "cpu", "gpu")):
+        ends = (kinds[0], kinds[1])
+        assert profile.publish_seconds("a", "b", "node", 1, 1, ends) == price
+
+
 # --- speed ----------------------------------------------------------------------------------------
 
 

@@ -32,10 +32,14 @@ from m2flow.plan.profile import Profile
 EFFORT = 100
 """Simulations of one step, for each staleness."""
 
+FEWER = (0.5, 0.99)
+"""Shares of the lanes to which a part of the effort goes: more lanes shall not lead to less."""
+
 FINALISTS = 6
 """So many of the best plans are simulated for STEPS steps, for each staleness."""
 
-STEPS = 3
+STEPS, MANY_EVENTS = 3, 2000
+"""Steps of such a simulation; one, where that has more events."""
 
 AS_GOOD = 0.01
 """Relative difference of predicted seconds up to which two plans count as equally fast."""
@@ -128,21 +132,24 @@ class _Choice:
     def candidates(self, staleness: int, effort: int) -> Iterator[Candidate]:
         """The best plans for a staleness, and those of the fixed modes."""
         fixed = list(self._fixed(staleness))
-        known = [draft_of(self.small, plan) for _, plan in fixed]
-        before = sorted(self._descent.seconds, key=self._descent.seconds.__getitem__)[:FINALISTS]
-        self._descent.search(
-            starts(self.small, staleness),
-            effort,
-            [*filter(None, known), *(replace(draft, staleness=staleness) for draft in before)],
-        )
+        known: list[Draft | None] = [draft_of(self.small, plan) for _, plan in fixed]
+        known += [replace(draft, staleness=staleness) for draft in self._descent.best(FINALISTS)]
+        fewer = FEWER if self.fold == 1 else ()
+        for share in fewer:
+            self._descent.search(starts(self.small, staleness, share), effort // 4)
+        known += self._descent.best(FINALISTS)
+        most = effort - len(fewer) * (effort // 4)
+        self._descent.search(starts(self.small, staleness), most, filter(None, known))
+        each = self.judge.num_events / max(1, self.judge.num_simulated)
+        steps = STEPS if each <= MANY_EVENTS else 1
         for mode, plan in fixed:
-            found = self.judge.candidate(plan, mode, STEPS)
+            found = self.judge.candidate(plan, mode, steps)
             if found is not None:
                 whole = replace(self._built(self.problem, mode), max_staleness=staleness)
                 yield self._unfolded(found, self._on_all_lanes(whole))
         for draft in self._finalists(staleness):
             small = isolate(to_plan(self.small, draft), self.isolated)
-            found = self.judge.candidate(small, AUTO, STEPS)
+            found = self.judge.candidate(small, AUTO, steps)
             if found is not None:
                 whole = to_plan(self.problem, draft.times(self.fold))
                 yield self._unfolded(found, self._on_all_lanes(whole))
@@ -173,7 +180,7 @@ class _Choice:
             try:
                 plan = self._built(self.small, mode)
             except UserError as error:
-                self.judge.ruled_out.setdefault(mode, str(error))
+                self.judge.ruled_out.setdefault(mode, f"{error}")
                 continue
             yield mode, isolate(replace(plan, max_staleness=staleness), self.isolated)
 
@@ -241,7 +248,8 @@ def check_fits(
 def nothing_fits(problem: Problem, reasons: Mapping[str, str]) -> UserError:
     """The error where no plan keeps the limits."""
     lanes = {kind: len(ids) for kind, ids in problem.ids.items()}
-    why = next(iter(reasons.values()), "no layout fits on a lane")
+    broken = (why for name, why in reasons.items() if name not in MODES)
+    why = next(broken, "no layout of a worker fits on them")
     return UserError(
         f"no plan keeps the limits of these lanes: {why}",
         key="lanes",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
-from itertools import count, islice
+from itertools import chain, count, islice
 from math import inf
 
 from m2flow.plan.choose.draft import Draft, key, obstacle, structure, to_plan
@@ -27,8 +27,9 @@ WORSE = 1.6
 NO_BETTER = 0.02
 """A draft that is not the best so far is changed as if it were so much slower, relatively."""
 
-MOST_EVENTS, FEWEST = 20_000, 16
-"""Events of all simulations of a search, if at least FEWEST changes have been simulated."""
+EVENTS, FEWEST = 150, 16
+"""A search ends when its simulations have had so many events for each that is allowed; but a
+FEWEST-th of them at least are carried out."""
 
 GAIN = 1e-4
 """Relative seconds that a change must save."""
@@ -59,16 +60,20 @@ class Descent:
             most: simulations from now on.
             known: further starts, which are simulated in any case.
         """
-        plans, events = self.judge.num_simulated + most, self.judge.num_events + MOST_EVENTS
+        plans, events = self.judge.num_simulated, self.judge.num_events
         self._best = inf
-        begun = [*filter(self._fits, known), *islice(self._unlike(starts), STARTS)]
-        order = count()
-        queue = [(self.judged(draft), next(order), draft, self._changes(draft)) for draft in begun]
+        order, queue = count(), list[tuple[float, int, Draft, Iterator[Draft]]]()
+
+        def goes_on() -> bool:
+            done = self.judge.num_simulated - plans
+            spent = self.judge.num_events - events
+            return done < most and (spent < EVENTS * most or done < most // FEWEST)
+
+        for draft in chain(filter(self._fits, known), islice(self._unlike(starts), STARTS)):
+            if goes_on():
+                queue.append((self.judged(draft), next(order), draft, self._changes(draft)))
         heapify(queue)
-        least = self.judge.num_simulated + FEWEST
-        while queue and self.judge.num_simulated < plans:
-            if self.judge.num_events > events and self.judge.num_simulated > least:
-                return
+        while queue and goes_on():
             hopes, _, draft, changes = heappop(queue)
             other = next(changes, None)
             if other is None:
@@ -77,6 +82,11 @@ class Descent:
             before, seconds = self._best, self.judged(other)
             hopes = seconds if seconds < before * (1 - GAIN) else seconds * (1 + NO_BETTER)
             heappush(queue, (hopes, next(order), other, self._changes(other)))
+
+    def best(self, most: int) -> list[Draft]:
+        """The fastest drafts so far."""
+        known = sorted(self.seconds, key=self.seconds.__getitem__)[:most]
+        return [draft for draft in known if self.seconds[draft] < inf]
 
     def _changes(self, draft: Draft) -> Iterator[Draft]:
         """Changes of a draft that may be the best of all, those that look best first."""

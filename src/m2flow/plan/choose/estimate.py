@@ -18,6 +18,10 @@ from m2flow.plan.choose.problem import Problem
 MANY = 24
 """Calls of a window that are laid out one by one."""
 
+DRAWN, LOOPS = 0.5, 0.2
+"""Shares of what a stage is taken for that it takes at least, where seconds are drawn, and in a
+loop, which items leave one after the other."""
+
 EARLY = 0.1
 """Share of a streaming call after which its first outputs are out, where nobody knows."""
 
@@ -171,7 +175,8 @@ def _worked_out(
     if rounds > lumps:  # calls one after another are taken for fewer longer ones
         calls = (sum(calls) / spot.replicas / lumps,) * (lumps * spot.replicas)
     finish = float(cost.finish_seconds(spot.replicas)) if node.has_finish else 0.0
-    doubt = 0.5 if cost.round is not None or cost.spread or cost.alone < 1 else 1.0
+    drawn = cost.round is not None or cost.spread or cost.alone < 1
+    doubt = LOOPS if node.loop is not None else DRAWN if drawn else 1.0
     shortest = min(seconds.values())
     even = max(sum(calls) / spot.replicas, rounds * shortest) + finish
     return _Work(

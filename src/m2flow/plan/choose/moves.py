@@ -15,6 +15,9 @@ from m2flow.plan.choose.structures import cut, running_limits
 PIECES = (0.125, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
 """Calls of a replica and window that are tried."""
 
+SIZES = 3
+"""So many smaller and so many larger sizes of calls are tried."""
+
 
 def moves(problem: Problem, draft: Draft) -> Iterator[Draft]:
     """Every draft that differs in one thing; some of them break a limit."""
@@ -66,19 +69,18 @@ def _calls(problem: Problem, draft: Draft, node: StageNode) -> Iterator[Draft]:
 
 
 def _next_pieces(problem: Problem, draft: Draft, node: StageNode) -> list[float]:
-    """The next smaller and the next larger numbers of calls that give calls of another size."""
-    mine, now = draft.pieces[node.index], chunk_of(problem, draft, node)
-    found = []
+    """Numbers of calls that give the next smaller and the next larger sizes of calls."""
+    mine, found = draft.pieces[node.index], list[float]()
     smaller, larger = PIECES[bisect_right(PIECES, mine) :], PIECES[: bisect_left(PIECES, mine)]
     for menu in (smaller, larger[::-1]):
-        last = now
+        sizes = {chunk_of(problem, draft, node)}
         for pieces in menu:
-            other = draft.with_calls(node.index, pieces, draft.running[node.index])
-            if (chunk := chunk_of(problem, other, node)) != last:
+            size = chunk_of(
+                problem, draft.with_calls(node.index, pieces, draft.running[node.index]), node
+            )
+            if size not in sizes and len(sizes) <= SIZES:
+                sizes.add(size)
                 found.append(pieces)
-                if last != now:
-                    break
-                last = chunk
     return found
 
 

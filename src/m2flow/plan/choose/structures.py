@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from math import ceil, inf
 
 from m2flow.flow.graph import SOURCE, StageNode
 from m2flow.plan.choose.draft import Draft, Spot
@@ -29,18 +30,30 @@ MOST_DEALS = 6
 """Ways to deal lanes out that are compared, for each structure."""
 
 FINENESS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-"""Calls a replica and window that are tried where the memory of a lane asks for small ones."""
+"""Calls a replica and window that are compared for a stage by itself."""
+
+CHEAPER = 0.03
+"""Relative seconds that more calls must save a stage by itself."""
 
 
-def starts(problem: Problem, staleness: int = 0) -> Iterator[Draft]:
-    """Drafts of every structure that memory allows."""
+def starts(problem: Problem, staleness: int = 0, share: float = 1.0) -> Iterator[Draft]:
+    """Drafts of every structure that memory allows.
+
+    Args:
+        problem: what is planned.
+        staleness: of the drafts.
+        share: of the lanes of each kind that is used, rounded down to at least one lane.
+    """
     for kinds in product(*(_kinds(problem, worker) for worker in problem.workers)):
         by_kind = {
             kind: [n for n, mine in enumerate(kinds) if mine == kind]
             for kind in problem.ids
             if kind in kinds
         }
-        parts = [list(_standing(problem, kind, mine)) for kind, mine in by_kind.items()]
+        parts = [
+            list(_standing(problem, kind, mine, max(1, int(share * len(problem.ids[kind])))))
+            for kind, mine in by_kind.items()
+        ]
         for chosen in product(*parts):
             spots = {worker: spot for part in chosen for worker, spot in part.items()}
             yield from cut(problem, tuple(spots[n] for n in range(len(kinds))), staleness)
@@ -50,9 +63,11 @@ def _kinds(problem: Problem, worker: str) -> list[str]:
     return sorted({option.kind for option in problem.options[worker]})
 
 
-def _standing(problem: Problem, kind: str, workers: Sequence[int]) -> Iterator[dict[int, Spot]]:
-    """Where the workers of a kind may stand."""
-    lanes, free = len(problem.ids[kind]), _heaviest(problem, kind, workers)
+def _standing(
+    problem: Problem, kind: str, workers: Sequence[int], lanes: int
+) -> Iterator[dict[int, Spot]]:
+    """Where the workers of a kind may stand, on so many lanes."""
+    free = _heaviest(problem, kind, workers)
     for blocks in _partitions(len(free)):
         block_of = dict(zip(free, blocks, strict=True))
         for worker in workers:  # in the order of the flow
@@ -265,13 +280,18 @@ def _next_to_other_lanes(problem: Problem, node: StageNode, spots: Sequence[Spot
 def _fine_enough(
     problem: Problem, node: StageNode, spot: Spot, running: int | None, calls: float
 ) -> float:
-    """So many calls a replica and window, or as many more as memory asks for."""
-    limit = problem.memory[spot.option.kind]
-    if limit is None:
-        return calls
+    """So many calls a replica and window, or more: as memory asks for, or as they are cheaper."""
+    limit, window = problem.memory[spot.option.kind], problem.windows[node.index]
+    best, least = FINENESS[-1], inf
     for finer in (calls, *(n for n in FINENESS if n > calls)):
-        chunk = max(1, -(-problem.windows[node.index] // max(1, round(spot.replicas * finer))))
+        number = max(1, round(spot.replicas * finer))
+        chunk = max(1, -(-window // number))
         size = problem.working_bytes(node, spot.option, running, chunk)
-        if spot.option.state_bytes + size <= limit:
-            return finer
-    return FINENESS[-1]
+        rounds = ceil(ceil(window / chunk) / spot.replicas)
+        seconds = rounds * problem.call_seconds(node, spot.option, running, chunk)
+        fits = limit is None or spot.option.state_bytes + size <= limit
+        if fits and seconds < least * (1 - CHEAPER):
+            best, least = finer, seconds
+        if number >= window:
+            break
+    return best

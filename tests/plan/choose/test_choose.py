@@ -1,0 +1,235 @@
+"""The choice against brute force, fixed modes, random plans and its own in finer calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from random import Random
+
+import pytest
+
+from m2flow.engine.plan import LaneSpec, Plan
+from m2flow.errors import UserError
+from m2flow.plan import build_plan
+from m2flow.plan.choose import Limits, check_fits, choose, sized
+from m2flow.plan.choose.choosing import EFFORT, MODES
+from m2flow.plan.choose.draft import Draft, obstacle, to_plan
+from m2flow.plan.choose.judge import Judge
+from m2flow.plan.choose.moves import moves
+from m2flow.plan.choose.sizes import draft_of
+from m2flow.plan.choose.structures import starts
+from m2flow.plan.profile import Piecewise, Profile, Quantiles, StageCost, StageProfile, WorkerCost
+from m2flow.plan.simulate import simulate
+from m2flow.plan.units import Bytes
+from tests.plan.choose.oracle import Oracle
+from tests.plan.random_cases import SHAPES, Case, draw, lanes_of
+from tests.plan.small_graphs import GRPO
+
+SMALL = tuple(shape for shape in SHAPES if len(SHAPES[shape]) <= 3)
+PROBLEMS = 60
+CASES = 500
+
+
+def seconds(case: Case, plan: Plan, steps: int = 3) -> float:
+    return float(simulate(case.graph, plan, case.profile, case.num_items, steps=steps).seconds)
+
+
+# --- against brute force --------------------------------------------------------------------------
+
+
+def gap(seed: int) -> float:
+    """How much longer the chosen plan takes than the best of all, as a share."""
+    case = draw(seed, SMALL, most_lanes=3)
+    case = case._replace(limits=Limits())
+    chosen = choose(case.graph, case.profile, case.lanes, case.num_items).chosen
+    mine = seconds(case, chosen.plan, 1)
+    oracle = Oracle(case.problem, best=mine * (1 + 1e-9), most=2000)
+    return mine / oracle.run(0.002) - 1
+
+
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_nearly_as_good_as_brute_force(first: int) -> None:
+    gaps = [gap(seed) for seed in range(first, first + 10)]
+    assert sum(gaps) / len(gaps) <= 0.01
+    assert max(gaps) <= 0.07
+
+
+@pytest.mark.slow
+def test_nearly_as_good_as_brute_force_in_all_cases() -> None:
+    gaps = [gap(seed) for seed in range(CASES)]
+    assert sum(gaps) / len(gaps) <= 0.01
+
+
+# --- against plans that are at hand ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", range(0, PROBLEMS, 10))
+def test_no_fixed_mode_random_plan_or_finer_plan_is_much_faster(first: int) -> None:
+    for seed in range(first, first + 10):
+        case = draw(10_000 + seed, most_lanes=8)
+        problem = case.problem
+        try:
+            chosen = choose(
+                case.graph, case.profile, case.lanes, case.num_items, limits=case.limits
+            )
+        except UserError:
+            continue
+        mine = seconds(case, chosen.chosen.plan)
+        judge = Judge(case.graph, case.profile, case.num_items)
+        for mode in MODES:
+            fixed = of_mode(case, mode)
+            found = judge.candidate(fixed, mode, 3) if fixed else None
+            assert found is None or mine <= found.prediction.seconds * 1.01, (seed, mode)
+        drafts = [*at_random(case, seed), *finer(case, chosen.chosen.plan)]
+        for draft in drafts:
+            if obstacle(problem, draft) is None:
+                found = judge.candidate(to_plan(problem, draft), "other", 3)
+                assert found is None or mine <= found.prediction.seconds * 1.05, seed
+
+
+def of_mode(case: Case, mode: str) -> Plan | None:
+    try:
+        plan = build_plan(mode, case.graph, case.lanes, case.num_items)
+    except UserError:
+        return None
+    return sized(plan, case.graph, case.profile, case.num_items)
+
+
+def at_random(case: Case, seed: int) -> list[Draft]:
+    """A few drafts, each some changes away from one of the starts."""
+    rng, problem = Random(seed), case.problem
+    found = []
+    for draft in rng.sample(pool := list(starts(problem)), min(4, len(pool))):
+        for _ in range(3):
+            draft = rng.choice(list(moves(problem, draft)))
+        found.append(draft)
+    return found
+
+
+def finer(case: Case, plan: Plan) -> list[Draft]:
+    """The plan with the calls of one stage, or of all, half as large."""
+    draft = draft_of(case.problem, plan)
+    if draft is None:
+        return []
+    halves = [
+        draft.with_calls(n, 2 * pieces, draft.running[n]) for n, pieces in enumerate(draft.pieces)
+    ]
+    return [*halves, replace(draft, pieces=tuple(2 * pieces for pieces in draft.pieces))]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_more_lanes_give_no_slower_plan(seed: int) -> None:
+    case, before = draw(20_000 + seed, most_lanes=2), float("inf")
+    for count in range(1, 6):
+        lanes = tuple(LaneSpec(n, case.lanes[0].kind) for n in range(count))
+        try:
+            chosen = choose(case.graph, case.profile, lanes, case.num_items).chosen
+        except UserError:  # two kinds are wanted, or more lanes for a replica
+            continue
+        now = float(chosen.prediction.seconds)
+        assert now <= before * 1.011, (count, now, before)
+        before = min(before, now)
+
+
+# --- what it promises beside ----------------------------------------------------------------------
+
+
+def waiting(items: int = 16, sequence: float = 0.05) -> Profile:
+    """Stages that wait: a call takes as long whoever else is at work; long tails of lengths."""
+
+    def cost(first: float, each: float) -> StageCost:
+        return StageCost(1, Piecewise(((1.0, first + each), (256.0, first + 256 * each))))
+
+    rounds = Piecewise(((1.0, 0.01), (8.0, 0.012), (64.0, 0.04)))
+    generate = replace(cost(0.1, 0.01), round=rounds, admit=Piecewise(((1.0, 0.01),)))
+    lengths = Quantiles((4.0, 8.0, 10.0, 14.0, 40.0))
+    return Profile(
+        {
+            "gen.generate": StageProfile((generate,), Bytes(10), lengths),
+            "score": StageProfile((cost(0.001, 0.001),), Bytes(10)),
+            "normalise": StageProfile((cost(0.001, 0.0),), Bytes(10)),
+            "learner.train": StageProfile(
+                (replace(cost(sequence, 0.01), finish=Piecewise(((1.0, 0.02), (8.0, 0.05)))),)
+            ),
+        }
+    )
+
+
+def test_the_choice_does_not_depend_on_the_speed_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lanes = lanes_of({"cpu": 4})
+    quick = choose(GRPO, waiting(), lanes, 16)
+    clock = iter(range(0, 10**9, 1000))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    slow = choose(GRPO, waiting(), lanes, 16)
+    assert (slow.chosen, slow.num_simulated) == (quick.chosen, quick.num_simulated)
+    assert slow.num_simulated <= EFFORT + 40
+
+
+def test_a_step_longer_than_the_deadline_of_plans_is_planned() -> None:
+    """Candidates were simulated under the deadline that real calls have, and the choice ended in
+    RunFailed."""
+    profile = waiting()
+    slow = {name: stage.times(20_000.0) for name, stage in profile.stages.items()}
+    found = choose(GRPO, replace(profile, stages=slow), lanes_of({"cpu": 2}), 16)
+    assert found.chosen.prediction.seconds > Plan("", (), {}).deadline_seconds
+    assert found.chosen.plan.deadline_seconds == Plan("", (), {}).deadline_seconds
+
+
+def test_what_is_ruled_out_is_told_with_the_reason() -> None:
+    case = draw(1, ("chain2",), most_lanes=1)
+    workers = {worker: (WorkerCost(1, Bytes(60)),) for worker in case.graph.workers}
+    profile = replace(case.profile, workers=workers)
+    edges = case.graph.weight_edges
+    lanes = lanes_of({"cpu": 2}, memory=100)
+    found = choose(case.graph, profile, lanes, case.num_items)
+    assert edges
+    assert "fit" in found.ruled_out["collocated"]
+    assert all(found.ruled_out.values())
+
+
+def test_nothing_fits_says_why() -> None:
+    case = draw(1, ("chain2",), most_lanes=1)
+    workers = {worker: (WorkerCost(1, Bytes(160)),) for worker in case.graph.workers}
+    profile = replace(case.profile, workers=workers)
+    lanes = lanes_of({"cpu": 2}, memory=100)
+    for ask in (choose, check_fits):
+        with pytest.raises(UserError, match=r"no plan keeps the limits of these lanes.*fit"):
+            ask(case.graph, profile, lanes, case.num_items)
+
+
+def test_smaller_calls_are_tried_where_all_stages_share_lanes() -> None:
+    """Only stages on other lanes than the ones before were tried in smaller calls."""
+    case = Case(GRPO, waiting(), lanes_of({"cpu": 8}), 64, Limits())
+    plan = of_mode(case, "collocated")
+    draft = draft_of(case.problem, plan) if plan else None
+    assert draft
+    near = [one for one in moves(case.problem, draft) if one.spots == draft.spots]
+    train = GRPO.node("learner.train").index
+    assert any(one.pieces[train] > draft.pieces[train] for one in near)
+    found = choose(*case[:4]).chosen
+    assert found.prediction.seconds <= seconds(case, to_plan(case.problem, draft)) * 1.001
+
+
+def test_generation_that_is_fed_is_found() -> None:
+    """Calls that hold few prompts and are fed share the long answers out."""
+    found = choose(GRPO, waiting(), lanes_of({"cpu": 8}), 64)
+    best = found.chosen.prediction.seconds
+    for limit in (1, 2, 4):
+        problem = Case(GRPO, waiting(), lanes_of({"cpu": 8}), 64, Limits()).problem
+        for draft in islice(starts(problem), 40):
+            fed = draft.with_calls(0, 1.0, limit)
+            one = simulate(GRPO, to_plan(problem, fed), waiting(), 64, steps=3)
+            assert best <= one.seconds * 1.05, (limit, fed)
+
+
+def test_the_shortlist_holds_different_plans_within_the_error() -> None:
+    found = choose(GRPO, waiting(), lanes_of({"cpu": 4}), 16)
+    short = found.shortlist(0.2, at_most=3)
+    assert short[0] is found.chosen
+    assert 1 <= len(short) <= 3
+    assert all(
+        one.prediction.seconds <= found.chosen.prediction.seconds * 1.2 * 1.01 for one in short
+    )
+    assert found.shortlist(0.0, at_most=1) == (found.chosen,)

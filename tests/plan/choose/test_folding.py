@@ -1,0 +1,40 @@
+"""Equal lanes folded: what a plan takes on a part of the lanes, and on all of them."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+
+from m2flow.plan.choose import choose
+from m2flow.plan.choose.draft import to_plan
+from m2flow.plan.choose.folding import fold_of, folded
+from m2flow.plan.choose.problem import Problem
+from m2flow.plan.choose.structures import starts
+from m2flow.plan.simulate import simulate
+from m2flow.plan.validate import validate
+from tests.plan.choose.test_choose import waiting
+from tests.plan.random_cases import lanes_of
+from tests.plan.small_graphs import GRPO
+
+
+@pytest.mark.parametrize(("count", "items", "fold"), [(16, 64, 1), (64, 128, 4), (66, 128, 4)])
+def test_a_folded_plan_takes_as_long_as_the_whole(count: int, items: int, fold: int) -> None:
+    problem = Problem(GRPO, waiting(), lanes_of({"cpu": count}), items)
+    assert fold_of(problem) == fold
+    small = folded(problem, fold)
+    for draft in islice(starts(small), 0, 30, 6):
+        part = simulate(GRPO, to_plan(small, draft), small.profile, small.num_items)
+        whole = simulate(GRPO, to_plan(problem, draft.times(fold)), problem.profile, items)
+        assert part.seconds == pytest.approx(whole.seconds, rel=0.05)
+
+
+def test_a_choice_on_many_lanes_is_a_plan_for_all_of_them() -> None:
+    lanes = lanes_of({"cpu": 256})
+    found = choose(GRPO, waiting(), lanes, 512, effort=20)
+    plan, prediction = found.chosen.plan, found.chosen.prediction
+    validate(plan, GRPO, 512)
+    assert plan.lanes == lanes
+    assert prediction.idle.keys() == {lane.id for lane in lanes}
+    total = prediction.seconds * len(lanes)
+    assert sum(prediction.terms.values()) == pytest.approx(total, rel=1e-6)
