@@ -291,7 +291,7 @@ def _default_of(field: dataclasses.Field[Any]) -> str:
 
 def test_metrics_reference_names_every_figure() -> None:
     """What a step gives, asked of the functions that give it, with every option on."""
-    from m2flow.algorithms.grpo import GRPO
+    from m2flow.algorithms.grpo import GRPOLoss
     from m2flow.flow import Batch
     from m2flow.training.policy import _TOTALS
     from m2flow.workloads.reasoning.experiment import sample_figures
@@ -306,7 +306,7 @@ def test_metrics_reference_names_every_figure() -> None:
     )
     figures = {*sample_figures(samples, 2)}
     totals = {name for name in _TOTALS if name.startswith(("tokens", "samples"))}
-    learner = {*GRPO(kl_coefficient=0.1, entropy_coefficient=0.1).figures, *totals}
+    learner = {*GRPOLoss(kl_coefficient=0.1, entropy_coefficient=0.1).figures, *totals}
     figures |= {f"train/{name}" for name in learner}
     page = (PROJECT / "docs" / "reference" / "metrics.md").read_text()
     missing = {name for name in figures if f"`{name}`" not in page}

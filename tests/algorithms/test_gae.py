@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from m2flow.algorithms.gae import generalised_advantages, rewards_at_end, whitened
-from m2flow.algorithms.ppo import Critic, explained_variance
+from m2flow.algorithms.ppo import CriticLoss, explained_variance
 from m2flow.algorithms.value_loss import clipped_value_loss
 from m2flow.errors import UserError
 
@@ -177,7 +177,7 @@ def test_what_is_masked_leaves_nothing_behind(bad: float) -> None:
     fine_T = torch.tensor([0.0, 1.0, 2.0, 0.0])
     values_T = fine_T.masked_fill(~mask_T, bad).requires_grad_()
     bad_T = (fine_T + 0.5).masked_fill(~mask_T, bad)
-    terms = Critic().loss(values_T, bad_T, bad_T, lengths_B, mask_T)
+    terms = CriticLoss().loss(values_T, bad_T, bad_T, lengths_B, mask_T)
     terms.loss.backward()
     assert values_T.grad is not None
     assert torch.isfinite(values_T.grad).all()
@@ -190,7 +190,7 @@ def test_what_is_masked_leaves_nothing_behind(bad: float) -> None:
 def test_a_loss_in_pieces_is_the_loss(cut: int) -> None:
     generator = torch.Generator().manual_seed(1)
     values, old, returns = torch.randn(3, 6, generator=generator, dtype=torch.float64)
-    critic, whole_B = Critic(), torch.tensor([1] * 6)
+    critic, whole_B = CriticLoss(), torch.tensor([1] * 6)
     whole = critic.loss(values, old, returns, whole_B)
     pieces = [
         critic.loss(values[part], old[part], returns[part], whole_B[part])
@@ -206,12 +206,12 @@ def test_explained_variance() -> None:
     lengths_B = torch.tensor([4])
 
     def of(values_T: Tensor) -> float:
-        sums = Critic().loss(values_T, values_T, returns_T, lengths_B).sums
+        sums = CriticLoss().loss(values_T, values_T, returns_T, lengths_B).sums
         return explained_variance({name: float(value) for name, value in sums.items()}, 4)
 
     assert of(returns_T) == 1
     assert of(torch.full((4,), 0.3, dtype=torch.float64)) == pytest.approx(0)
     assert of(1 - returns_T) < 0
-    assert explained_variance(dict.fromkeys(Critic.figures, 0.0), 0) == 0
+    assert explained_variance(dict.fromkeys(CriticLoss.figures, 0.0), 0) == 0
     returns_T = torch.ones(4, dtype=torch.float64)
     assert of(torch.zeros(4, dtype=torch.float64)) == 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from m2flow.algorithms.aggregation import denominator
-from m2flow.algorithms.grpo import GRPO
+from m2flow.algorithms.grpo import GRPOLoss
 from m2flow.algorithms.loss import TokenColumns
 
 
@@ -31,7 +31,7 @@ def columns(seed: int, lengths: list[int]) -> TokenColumns:
     )
 
 
-def loop_loss(grpo: GRPO, given: TokenColumns) -> float:
+def loop_loss(grpo: GRPOLoss, given: TokenColumns) -> float:
     """Token-mean GRPO with k3 and an entropy bonus, token by token."""
     assert given.mask_T is not None
     assert given.reference_logprobs_T is not None
@@ -56,7 +56,7 @@ def loop_loss(grpo: GRPO, given: TokenColumns) -> float:
     return total / counted
 
 
-FULL = GRPO(kl_coefficient=0.1, entropy_coefficient=0.01)
+FULL = GRPOLoss(kl_coefficient=0.1, entropy_coefficient=0.01)
 
 
 def test_agrees_with_a_loop() -> None:
@@ -74,7 +74,7 @@ def test_agrees_with_a_loop() -> None:
         replace(FULL, aggregation="sequence-mean-token-sum", dual_clip=3.0),
     ],
 )
-def test_pieces_give_the_gradient_of_the_whole(grpo: GRPO) -> None:
+def test_pieces_give_the_gradient_of_the_whole(grpo: GRPOLoss) -> None:
     whole = columns(1, [3, 5, 1, 4])
     (expected,) = torch.autograd.grad(grpo.loss(whole).loss, whole.logprobs_T)
 
@@ -112,16 +112,16 @@ def test_masked_garbage_reaches_neither_loss_nor_figures_nor_gradient() -> None:
 
 
 def test_reports_the_figures_it_names() -> None:
-    for grpo in (GRPO(), FULL):
+    for grpo in (GRPOLoss(), FULL):
         assert set(grpo.loss(columns(3, [2, 2])).sums) == set(grpo.figures)
 
 
 def test_sequences_without_advantage_idle_only_without_kl_and_entropy() -> None:
-    assert GRPO().zero_advantage_is_idle
-    assert not GRPO(kl_coefficient=0.1).zero_advantage_is_idle
-    assert not GRPO(entropy_coefficient=0.1).zero_advantage_is_idle
+    assert GRPOLoss().zero_advantage_is_idle
+    assert not GRPOLoss(kl_coefficient=0.1).zero_advantage_is_idle
+    assert not GRPOLoss(entropy_coefficient=0.1).zero_advantage_is_idle
 
 
 def test_without_normalisation_only_the_mean_is_taken_off() -> None:
-    advantages = GRPO(normalize_std=False).advantages(torch.tensor([2.0, 0.0]), 2)
+    advantages = GRPOLoss(normalize_std=False).advantages(torch.tensor([2.0, 0.0]), 2)
     assert advantages.tolist() == [1.0, -1.0]

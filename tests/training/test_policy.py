@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from m2flow.algorithms.grpo import GRPO
+from m2flow.algorithms.grpo import GRPOLoss
 from m2flow.errors import UserError
 from m2flow.flow import Place
 from m2flow.runtime.lane.state import MovableState
@@ -27,7 +27,7 @@ MakeModel = Callable[..., nn.Module]
 MakeRollouts = Callable[..., Rollouts]
 ADAMW = AdamWConfig(learning_rate=1e-2, betas=(0.9, 0.99), weight_decay=0.1, max_grad_norm=0.3)
 CONFIG = PolicyTrainerConfig(optimizer=ADAMW, tokens_per_microbatch=30)
-FULL = GRPO(kl_coefficient=0.05, entropy_coefficient=0.01)
+FULL = GRPOLoss(kl_coefficient=0.05, entropy_coefficient=0.01)
 
 
 def weights(trainer: PolicyTrainer) -> Tensor:
@@ -48,7 +48,7 @@ def test_two_steps_agree_with_a_plain_loop(
     plain_logprobs: Callable[[nn.Module, TokenPairs], Tensor],
 ) -> None:
     rollouts, plain = make_rollouts(), make_model()
-    trainer = PolicyTrainer(make_model(), GRPO(), CONFIG)
+    trainer = PolicyTrainer(make_model(), GRPOLoss(), CONFIG)
     adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
     for _ in range(2):
         trainer.fold(rollouts)
@@ -101,7 +101,7 @@ def test_dropping_samples_without_advantage_changes_no_gradient(
     gradients, figures = [], []
     for drop in (False, True):
         config = replace(CONFIG, drop_zero_advantage=drop)
-        trainer = PolicyTrainer(make_model(), GRPO(), config)
+        trainer = PolicyTrainer(make_model(), GRPOLoss(), config)
         trainer.fold(rollouts)
         gradients.append(gradient(trainer))
         figures.append(trainer.finish())
@@ -161,10 +161,10 @@ def test_replicas_with_unequal_shares_make_the_step_of_one(
 ) -> None:
     """One replica has 3 samples, one 9, one none at all: a mean of means would differ."""
     rollouts = make_rollouts()
-    alone = PolicyTrainer(make_model(), GRPO(), CONFIG)
+    alone = PolicyTrainer(make_model(), GRPOLoss(), CONFIG)
     alone.fold(rollouts)
     expected = alone.finish()
-    trainers = [PolicyTrainer(make_model(), GRPO(), CONFIG) for _ in range(3)]
+    trainers = [PolicyTrainer(make_model(), GRPOLoss(), CONFIG) for _ in range(3)]
     trainers[0].fold(rollouts.select(torch.tensor([4, 0, 11])))
     trainers[1].fold(rollouts.select(torch.tensor([1, 2, 3, 5, 6, 7, 8, 9, 10])))
     results = finish_together(trainers)
@@ -179,7 +179,7 @@ def test_replicas_with_unequal_shares_make_the_step_of_one(
 def test_nan_loss_stops_every_replica_before_the_step(
     make_model: MakeModel, make_rollouts: MakeRollouts, replicas: int
 ) -> None:
-    trainers = [PolicyTrainer(make_model(), GRPO(), CONFIG) for _ in range(replicas)]
+    trainers = [PolicyTrainer(make_model(), GRPOLoss(), CONFIG) for _ in range(replicas)]
     before = weights(trainers[0])
     model: Any = trainers[0].model
     norm_weight = model.model.norm.weight.detach()
@@ -201,7 +201,7 @@ def test_nan_loss_stops_every_replica_before_the_step(
 def test_goes_on_after_a_step_that_was_not_taken(
     make_model: MakeModel, make_rollouts: MakeRollouts
 ) -> None:
-    spoilt, fresh = (PolicyTrainer(make_model(), GRPO(), CONFIG) for _ in range(2))
+    spoilt, fresh = (PolicyTrainer(make_model(), GRPOLoss(), CONFIG) for _ in range(2))
     spoilt.fold(make_rollouts())
     parameter = next(spoilt.model.parameters())
     assert parameter.grad is not None
@@ -222,7 +222,7 @@ def test_columns_that_are_no_numbers_are_refused_unless_masked(
     values = getattr(rollouts, column).clone()
     values[3] = float("nan")
     rollouts = replace(rollouts, **{column: values})
-    trainer = PolicyTrainer(make_model(), GRPO(), CONFIG)
+    trainer = PolicyTrainer(make_model(), GRPOLoss(), CONFIG)
     with pytest.raises(UserError, match="completion token 3"):
         trainer.fold(rollouts)
     trainer.fold(replace(rollouts, mask_T=~values.isnan()))
@@ -239,7 +239,7 @@ def test_kl_without_reference_is_refused(
 def test_minibatch_in_which_no_token_counts_takes_no_step(
     make_model: MakeModel, make_rollouts: MakeRollouts
 ) -> None:
-    trainer = PolicyTrainer(make_model(), GRPO(), CONFIG)
+    trainer = PolicyTrainer(make_model(), GRPOLoss(), CONFIG)
     before = weights(trainer)
     rollouts = make_rollouts()
     trainer.fold(replace(rollouts, mask_T=torch.zeros_like(rollouts.advantages_T).bool()))
@@ -252,7 +252,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass(
     make_rollouts: MakeRollouts,
     plain_logprobs: Callable[[nn.Module, TokenPairs], Tensor],
 ) -> None:
-    trainer, rollouts = PolicyTrainer(make_model(), GRPO(), CONFIG), make_rollouts()
+    trainer, rollouts = PolicyTrainer(make_model(), GRPOLoss(), CONFIG), make_rollouts()
     found = trainer.logprobs(rollouts)
     assert not found.requires_grad
     torch.testing.assert_close(found, plain_logprobs(trainer.model, rollouts.pairs).detach())
@@ -262,7 +262,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass(
 def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(
     make_model: MakeModel, make_rollouts: MakeRollouts
 ) -> None:
-    trainer, rollouts = PolicyTrainer(make_model(), GRPO(), CONFIG), make_rollouts()
+    trainer, rollouts = PolicyTrainer(make_model(), GRPOLoss(), CONFIG), make_rollouts()
     trainer.fold(replace(rollouts, old_logprobs_T=trainer.logprobs(rollouts)))
     figures = trainer.finish()
     assert figures["ratio"] == pytest.approx(1)
@@ -273,10 +273,10 @@ def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(
 def test_resumed_trainer_goes_on_as_if_it_had_not_stopped(
     make_model: MakeModel, make_rollouts: MakeRollouts
 ) -> None:
-    through = PolicyTrainer(make_model(), GRPO(), CONFIG)
+    through = PolicyTrainer(make_model(), GRPOLoss(), CONFIG)
     through.fold(make_rollouts(0))
     through.finish()
-    resumed = PolicyTrainer(make_model(), GRPO(), CONFIG)
+    resumed = PolicyTrainer(make_model(), GRPOLoss(), CONFIG)
     resumed.model.load_state_dict(through.model.state_dict())
     resumed.load_state_dict(through.state_dict())
     for trainer in (through, resumed):
@@ -290,7 +290,7 @@ def test_learns_which_token_is_rewarded(make_model: MakeModel) -> None:
     """Sampled from the policy itself, rewarded for answering the prompt's own token."""
     trainer = PolicyTrainer(
         make_model(torch.float32),
-        grpo := GRPO(),
+        grpo := GRPOLoss(),
         replace(CONFIG, optimizer=AdamWConfig(learning_rate=1e-2, betas=(0.9, 0.99))),
     )
     generator = torch.Generator().manual_seed(0)
@@ -324,7 +324,7 @@ def test_state_may_leave_memory_between_any_two_calls(
     """Also in the middle of a mini-batch, when gradients are half accumulated."""
 
     def train(switching: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        trainer = PolicyTrainer(make_model(), GRPO(), CONFIG)
+        trainer = PolicyTrainer(make_model(), GRPOLoss(), CONFIG)
         state = MovableState(trainer.tensors, Place())
         for step in range(3):
             for seed in range(2):
@@ -351,7 +351,7 @@ def test_stale_rollouts_are_weighted_by_the_policy_that_drew_them(
 ) -> None:
     """Recomputed log-probabilities once replaced the behaviour policy's, whatever those were."""
     rollouts = make_rollouts()
-    trainers = [PolicyTrainer(make_model(), GRPO(), CONFIG) for _ in range(3)]
+    trainers = [PolicyTrainer(make_model(), GRPOLoss(), CONFIG) for _ in range(3)]
     old_T = trainers[0].logprobs(rollouts)
     drawn = {"same": old_T, "half as likely": old_T - math.log(2), "behaviour": None}
     losses = {}

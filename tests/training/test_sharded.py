@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from m2flow.algorithms.grpo import GRPO
+from m2flow.algorithms.grpo import GRPOLoss
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Batch, Gang, Place, Ragged
 from m2flow.models.causal_lm import TinySpec, build_tiny
@@ -47,7 +47,7 @@ ADAMW = AdamWConfig(
     schedule=Schedule("linear", 0, 10),
 )
 CONFIG = PolicyTrainerConfig(optimizer=ADAMW, tokens_per_microbatch=20)
-FULL = GRPO(kl_coefficient=0.05, entropy_coefficient=0.01)
+FULL = GRPOLoss(kl_coefficient=0.05, entropy_coefficient=0.01)
 
 SHARES = {
     PAIR: [
@@ -81,7 +81,7 @@ def gang_of(groups: LaneGroups, replicas: Any) -> Gang | None:
     return None
 
 
-def trainer_on(gang: Gang | None, algorithm: GRPO = FULL) -> PolicyTrainer:
+def trainer_on(gang: Gang | None, algorithm: GRPOLoss = FULL) -> PolicyTrainer:
     model, shards = make_model(), WHOLE if gang is None else Shards.of(gang)
     shards.shard(model)
     return PolicyTrainer(model, algorithm, CONFIG, shards)
@@ -99,7 +99,7 @@ def rows(rollouts: Rollouts, some: range) -> Rollouts:
 Run = tuple[list[dict[str, float]], list[Tensor], dict[str, Tensor], dict[str, Tensor]]
 
 
-def alone(algorithm: GRPO = FULL) -> Run:
+def alone(algorithm: GRPOLoss = FULL) -> Run:
     """Three steps on one lane: figures, log-probabilities before each, weights, trainer state."""
     trainer = trainer_on(None, algorithm)
     figures, logprobs = [], []
@@ -111,7 +111,7 @@ def alone(algorithm: GRPO = FULL) -> Run:
     return figures, logprobs, dict(whole_weights(trainer.model)), trainer.state_dict()
 
 
-def on_gangs(groups: LaneGroups, replicas: Any, algorithm: GRPO) -> Run | None:
+def on_gangs(groups: LaneGroups, replicas: Any, algorithm: GRPOLoss) -> Run | None:
     """The same, where each replica folds its lanes' shares; the lane's own log-probabilities."""
     gang = gang_of(groups, replicas)
     if gang is None:
@@ -131,9 +131,9 @@ def on_gangs(groups: LaneGroups, replicas: Any, algorithm: GRPO) -> Run | None:
 
 
 @pytest.mark.parametrize("replicas", [PAIR, TWO_PAIRS])
-@pytest.mark.parametrize("algorithm", [FULL, GRPO()], ids=["full", "dropping"])
+@pytest.mark.parametrize("algorithm", [FULL, GRPOLoss()], ids=["full", "dropping"])
 def test_gangs_with_unequal_shares_make_the_steps_of_one_lane(
-    lanes: LaneProcesses, replicas: Any, algorithm: GRPO
+    lanes: LaneProcesses, replicas: Any, algorithm: GRPOLoss
 ) -> None:
     figures, logprobs, weights, state = alone(algorithm)
     assert figures[0]["grad_norm"] > 0.3  # clipping is put to the test
@@ -159,7 +159,7 @@ def refusing(groups: LaneGroups) -> list[str]:
     gang = gang_of(groups, PAIR)
     if gang is None:
         return []
-    trainer = trainer_on(gang, GRPO())
+    trainer = trainer_on(gang, GRPOLoss())
     rollouts = make_rollouts()
     bad = replace(rollouts, advantages_T=rollouts.advantages_T / 0)
     with pytest.raises(UserError) as caught:
@@ -186,7 +186,7 @@ def test_what_one_lane_refuses_is_refused_on_all(lanes: LaneProcesses) -> None:
 def not_finite(groups: LaneGroups) -> tuple[str, bool] | None:
     gang = gang_of(groups, FOUR)
     assert gang is not None
-    trainer = trainer_on(gang, GRPO())
+    trainer = trainer_on(gang, GRPOLoss())
     before = dict(whole_weights(trainer.model))
     trainer.fold(make_rollouts())
     if gang.rank == 2:

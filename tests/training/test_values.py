@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from m2flow.algorithms.ppo import Critic
+from m2flow.algorithms.ppo import CriticLoss
 from m2flow.errors import UserError
 from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.models.critic import critic_of, load_critic
@@ -47,10 +47,10 @@ def critic(dtype: torch.dtype = torch.float64) -> Any:
     return model
 
 
-def trainer(model: Any = None, algorithm: Critic | None = None, **config: Any) -> ValueTrainer:
+def trainer(model: Any = None, algorithm: CriticLoss | None = None, **config: Any) -> ValueTrainer:
     return ValueTrainer(
         critic() if model is None else model,
-        algorithm or Critic(),
+        algorithm or CriticLoss(),
         PolicyTrainerConfig(optimizer=AdamWConfig(1e-2), **config),
     )
 
@@ -124,7 +124,7 @@ def test_pieces_change_nothing(pieces: list[list[int]]) -> None:
 
 def test_figures() -> None:
     wanted, model = targets(), critic()
-    some = trainer(model, Critic(value_clip=None))
+    some = trainer(model, CriticLoss(value_clip=None))
     values_T = slow_values(model).detach()
     wanted = replace(wanted, old_values_T=values_T)
     some.fold(wanted)
@@ -140,7 +140,7 @@ def test_figures() -> None:
 
 
 def test_a_critic_learns_what_it_is_told() -> None:
-    some = trainer(algorithm=Critic(value_clip=None))
+    some = trainer(algorithm=CriticLoss(value_clip=None))
     wanted = targets(torch.arange(12, dtype=torch.float64) / 12)
     losses = []
     for _ in range(150):

@@ -20,7 +20,7 @@ from m2flow.algorithms.policy_loss import RatioLevel, clipped_policy_loss
 
 
 @dataclass(frozen=True)
-class GRPO:
+class GRPOLoss:
     """Group-relative policy optimisation; an `m2flow.algorithms.loss.Algorithm`.
 
     Attributes:

@@ -19,7 +19,7 @@ from m2flow.algorithms.value_loss import clipped_value_loss
 
 
 @dataclass(frozen=True)
-class Critic:
+class CriticLoss:
     """How a critic learns.
 
     Attributes:
@@ -60,7 +60,7 @@ class Critic:
 
 
 def explained_variance(sums: dict[str, float], tokens: float) -> float:
-    """`1 - var(return - value) / var(return)` from the sums of `Critic.loss`.
+    """`1 - var(return - value) / var(return)` from the sums of `CriticLoss.loss`.
 
     1 for a critic that knows the returns, 0 for one that knows no more than their mean, less for
     one that misleads; 0 where all returns are the same.

@@ -166,7 +166,7 @@ def _rewards(part: WeightedReward, judged: Judged) -> list[float]:
     columns = (judged.prompts, judged.completions, judged.completion_ids, judged.rows)
     found: list[Any] = []
     if getattr(function, "batched", False):
-        with _named(part, f"samples {list(judged.items)}"):
+        with _named(part, judged):
             found += function(*columns)
         if len(found) != len(judged.items):
             raise RewardFailed(
@@ -174,18 +174,19 @@ def _rewards(part: WeightedReward, judged: Judged) -> list[float]:
             )
     else:
         for number, row in enumerate(zip(*columns, strict=True)):
-            with _named(part, _sample(judged, number)):
+            with _named(part, judged, number):
                 found.append(function(*row))
     return [_finite(value, part, judged, number) for number, value in enumerate(found)]
 
 
 @contextmanager
-def _named(part: WeightedReward, sample: str) -> Iterator[None]:
-    """Say which reward raised, and on which sample."""
+def _named(part: WeightedReward, judged: Judged, number: int | None = None) -> Iterator[None]:
+    """Say which reward raised, and on which sample, or samples if it judges them at once."""
     try:
         yield
     except Exception as error:
         reason = f"raised {type(error).__name__}: {error}"
+        sample = f"samples {list(judged.items)}" if number is None else _sample(judged, number)
         raise RewardFailed(f"reward {part.name} {reason}; {sample}") from error
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from m2flow.algorithms.aggregation import denominator, unmasked_tokens
-from m2flow.algorithms.ppo import Critic, explained_variance
+from m2flow.algorithms.ppo import CriticLoss, explained_variance
 from m2flow.training.attention import packed_attention_on
 from m2flow.training.optimizer import AllReduce
 from m2flow.training.packing import Pack, pack
@@ -86,7 +86,7 @@ class ValueTrainer(SummingTrainer):
     def __init__(
         self,
         model: nn.Module,
-        algorithm: Critic,
+        algorithm: CriticLoss,
         config: PolicyTrainerConfig,
         shards: Shards = WHOLE,
     ) -> None:

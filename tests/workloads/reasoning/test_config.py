@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from m2flow.algorithms.ppo import Critic
+from m2flow.algorithms.ppo import CriticLoss
 from m2flow.errors import UserError
 from m2flow.workloads.reasoning.config import (
     KEYS_OF_ALGORITHMS,
@@ -192,7 +192,7 @@ def test_every_setting_of_ppo_is_read() -> None:
     }
     recipe = ReasoningRecipe.model_validate(data)
     assert loss_of(recipe).clip_high == 0.1
-    assert critic_loss_of(recipe) == Critic(value_clip=None, aggregation="token-mean")
+    assert critic_loss_of(recipe) == CriticLoss(value_clip=None, aggregation="token-mean")
     of_critic, of_policy = critic_config(recipe).optimizer, trainer_config(recipe).optimizer
     assert (of_critic.learning_rate, of_policy.learning_rate) == (0.5, 0.25)
     assert of_critic == replace(of_policy, learning_rate=0.5)

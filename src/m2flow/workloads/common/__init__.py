@@ -14,7 +14,7 @@ from m2flow.workloads.common.workload import (
     Assumed,
     Examination,
     Experiment,
-    Progress,
+    RunProgress,
     Workload,
 )
 
@@ -22,8 +22,8 @@ __all__ = [
     "Assumed",
     "Examination",
     "Experiment",
-    "Progress",
     "Recipe",
+    "RunProgress",
     "Section",
     "Workload",
     "known_workloads",

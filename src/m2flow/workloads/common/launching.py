@@ -18,7 +18,7 @@ from m2flow.runtime.profiling.stored import cached, keep, stored_at
 from m2flow.workloads.common.planning import layouts_of
 from m2flow.workloads.common.profile_key import profile_key
 from m2flow.workloads.common.recipe import AUTO_MODE
-from m2flow.workloads.common.workload import Experiment, Progress
+from m2flow.workloads.common.workload import Experiment, RunProgress
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.pilot import Pilot
@@ -30,7 +30,7 @@ def launched(
     experiment: Experiment,
     plan: Plan | None,
     pool: LanePool | None,
-    progress: Progress,
+    progress: RunProgress,
     *,
     checkpoint: Path | None,
     first_step: int,

@@ -16,7 +16,7 @@ from m2flow.workloads.common.planning import flow_of, lanes_of
 from m2flow.workloads.common.profile_key import profile_key
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.registry import workload_of
-from m2flow.workloads.common.workload import Experiment, Progress
+from m2flow.workloads.common.workload import Experiment, RunProgress
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.pool import LanePool
@@ -29,7 +29,7 @@ SAMPLED_STEPS = 8
 
 
 def profile_of(
-    recipe: Recipe, progress: Progress, *, budget: float | None = None, again: bool = False
+    recipe: Recipe, progress: RunProgress, *, budget: float | None = None, again: bool = False
 ) -> tuple[Profile, str]:
     """A recipe's profile on its lanes, and in a few words where it comes from.
 
@@ -63,7 +63,11 @@ def profile_of(
 
 
 def profile_on(
-    pool: LanePool, experiment: Experiment, progress: Progress, budget: float, again: bool = False
+    pool: LanePool,
+    experiment: Experiment,
+    progress: RunProgress,
+    budget: float,
+    again: bool = False,
 ) -> tuple[Profile, str]:
     """The profile of an experiment's flow on lanes that are up; see `profile_of`."""
     from m2flow.runtime.profiling import obtain, profile_flow

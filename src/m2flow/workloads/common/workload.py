@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from m2flow.runtime.driver.runner import StepResult
 
 
-class Progress(Protocol):
+class RunProgress(Protocol):
     """Is told how far something has come, such as `m2flow.observe.progress.TrainProgress`."""
 
     def phase(self, name: str, total: int | None = None, completed: int = 0) -> None:
@@ -97,7 +97,7 @@ class Experiment(Protocol):
     def makes_model(self) -> bool:
         """Whether `prepare` builds or trains the starting model, and so writes it."""
 
-    def prepare(self, folder: Path, progress: Progress) -> None:
+    def prepare(self, folder: Path, progress: RunProgress) -> None:
         """Make the model that training starts from.
 
         Called once, before the methods below, if `makes_model`.

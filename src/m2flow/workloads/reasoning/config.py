@@ -182,7 +182,7 @@ class TrainingSection(Section):
     recompute_logprobs: Flag = False
 
 
-class EvaluationSection(common.EvaluationSection):
+class GreedyEvaluationSection(common.EvaluationSection):
     """Greedy accuracy on held-out problems, at step 0, every `every` steps, and at the end."""
 
     problems: Natural = 512
@@ -211,7 +211,7 @@ class ReasoningRecipe(common.Recipe):
     critic: CriticSection = CriticSection()
     optimizer: OptimizerSection = OptimizerSection()
     training: TrainingSection = TrainingSection()
-    evaluation: EvaluationSection = EvaluationSection()
+    evaluation: GreedyEvaluationSection = GreedyEvaluationSection()
 
     @property
     def items_per_step(self) -> int:

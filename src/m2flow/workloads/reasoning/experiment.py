@@ -25,7 +25,7 @@ from m2flow.runtime.driver.runner import StepResult
 from m2flow.training import checkpoint
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.supervised import SupervisedConfig, train_supervised
-from m2flow.workloads.common.workload import Progress
+from m2flow.workloads.common.workload import RunProgress
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.encoding import Names, context_of, encode, may_not_fit, token_rows
 from m2flow.workloads.reasoning.flow import GRPO, PPO, recipe_flow
@@ -181,7 +181,7 @@ class ReasoningExperiment:
         assert model.path is not None
         return load_model(model.path, getattr(torch, model.dtype))
 
-    def prepare(self, folder: Path, progress: Progress | None = None) -> ModelSource:
+    def prepare(self, folder: Path, progress: RunProgress | None = None) -> ModelSource:
         """The model that reinforcement starts from, in Hugging Face layout.
 
         Args:
@@ -196,7 +196,7 @@ class ReasoningExperiment:
                 self._make(folder, progress)
         return self.model
 
-    def _make(self, folder: Path, progress: Progress | None) -> None:
+    def _make(self, folder: Path, progress: RunProgress | None) -> None:
         recipe = self.recipe
         tokenizer = self._starting_tokenizer()
         if self._tiny is None:
@@ -222,7 +222,7 @@ class ReasoningExperiment:
             os.replace(file, folder / file.name)
         partial.rmdir()
 
-    def _warm_up(self, model: Any, tokenizer: Any, progress: Progress | None) -> None:
+    def _warm_up(self, model: Any, tokenizer: Any, progress: RunProgress | None) -> None:
         warmup = self.recipe.warmup
         if progress is not None:
             progress.phase("warm-up", warmup.steps)

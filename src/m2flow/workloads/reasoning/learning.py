@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from m2flow.algorithms.grpo import GRPO
-from m2flow.algorithms.ppo import Critic
+from m2flow.algorithms.grpo import GRPOLoss
+from m2flow.algorithms.ppo import CriticLoss
 from m2flow.training.optimizer import AdamWConfig
 from m2flow.training.policy import PolicyTrainerConfig
 from m2flow.training.schedule import Schedule
 from m2flow.workloads.reasoning.config import KEYS_OF_ALGORITHMS, ReasoningRecipe
 
 
-def loss_of(recipe: ReasoningRecipe) -> GRPO:
+def loss_of(recipe: ReasoningRecipe) -> GRPOLoss:
     """The policy's loss that `algorithm` describes.
 
     PPO's is GRPO's; they differ in where advantages come from.
@@ -20,12 +20,12 @@ def loss_of(recipe: ReasoningRecipe) -> GRPO:
     not_the_loss_s = {"name"} | {
         key for key, algorithm in KEYS_OF_ALGORITHMS.items() if algorithm != "grpo"
     }
-    return GRPO(**recipe.algorithm.model_dump(exclude=not_the_loss_s))
+    return GRPOLoss(**recipe.algorithm.model_dump(exclude=not_the_loss_s))
 
 
-def critic_loss_of(recipe: ReasoningRecipe) -> Critic:
+def critic_loss_of(recipe: ReasoningRecipe) -> CriticLoss:
     """The critic's loss that `critic` describes."""
-    return Critic(recipe.critic.value_clip, recipe.algorithm.aggregation)
+    return CriticLoss(recipe.critic.value_clip, recipe.algorithm.aggregation)
 
 
 def critic_config(recipe: ReasoningRecipe) -> PolicyTrainerConfig:
