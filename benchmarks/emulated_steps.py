@@ -274,7 +274,7 @@ def openvla(count: int, scale: float = 40.0) -> Step:
             trainer=EpisodeTrainer(states["trainer"], training, finish, 4, TURNS),
         )
 
-    def batch(step: int) -> Batch:  # noqa: ARG001 - all are alike
+    def batch(step: int) -> Batch:
         image = torch.ones((items, 3, 224, 224), dtype=torch.uint8)
         return Batch({"image": image, "turn": torch.zeros(items)})
 

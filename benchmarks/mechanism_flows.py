@@ -20,7 +20,7 @@ Legend: B batch, P patches, D features.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,11 +31,12 @@ from torch.nn import functional
 
 from m2flow import Batch, Flow, Place, Stream, Worker, loop, stage
 from m2flow.algorithms.sampling import derive_seed, sample_tokens
+from m2flow.rewards.reward import WeightedReward
+from m2flow.rewards.symbolic import same_expression
 from m2flow.runtime.lane.state import MovableState, module_tensors
 from m2flow.training.optimizer import AdamWConfig, SumOptimizer
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
-from m2flow.workloads.reasoning.flow import GRPO, grpo_flow
-from m2flow.workloads.reasoning.verify.symbolic import same_expression
+from m2flow.workloads.reasoning.flow import GRPO, recipe_flow
 from m2flow.workloads.reasoning.workers import ModelSource, Verifier
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this file
@@ -49,19 +50,12 @@ def batch_of_seeds(step: int, items: int) -> Batch:
 # --- GRPO with a verifier that costs something ----------------------------------------------------
 
 
-class AsMathematics:
-    """Scores what stands after the first `#` by math-verify, though a comparison would do."""
-
-    def score(
-        self,
-        answer: str,
-        completion: str,
-        *,
-        finished: bool = True,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> float:
-        _, _, final = completion.partition("#")
-        return float(finished and same_expression(answer, final))
+def as_mathematics(
+    prompt: str, completion: str, completion_ids: Sequence[int], row: Mapping[str, Any]
+) -> float:
+    """Compare what stands after the first `#` by math-verify, though a comparison would do."""
+    _, _, final = completion.partition("#")
+    return float(row["finished"] and same_expression(row["answer"], final))
 
 
 def checked_grpo(prompts: int) -> tuple[GRPO, ReasoningExperiment, ModelSource]:
@@ -69,8 +63,8 @@ def checked_grpo(prompts: int) -> tuple[GRPO, ReasoningExperiment, ModelSource]:
     recipe, experiment, source = quickstart(
         f"prompts_per_step={prompts}", "generation.max_running=32"
     )
-    flow = grpo_flow(recipe, source, experiment.task)
-    flow.verifier = Verifier(source, AsMathematics())
+    flow = recipe_flow(recipe, source, experiment.rewards)
+    flow.verifier = Verifier(source, (WeightedReward(as_mathematics),))
     return flow, experiment, source
 
 

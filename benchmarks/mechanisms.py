@@ -256,11 +256,11 @@ def playing_case(fused: LanePool, by_turns: LanePool) -> Case:
 
 def grpo_case(pools: Sequence[LanePool]) -> Case:
     prompts = 32
-    _, experiment, source = flows.checked_grpo(prompts)
+    _, experiment, _ = flows.checked_grpo(prompts)
     return Case(
         "grpo",
         lambda: flows.checked_grpo(prompts)[0],
-        lambda step: experiment.batch(step, source),
+        experiment.batch,
         ["reward", "text"],
         _links_and_pipelining(flows.checked_grpo(prompts)[0], prompts, pools),
         block=2,

@@ -23,12 +23,13 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.flow import Batch
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.protocol import Request, SamplingParams
+from m2flow.rewards import addition_reward
 from m2flow.runtime.driver.launch import launch
 from m2flow.training.policy import PolicyTrainer
 from m2flow.training.rollouts import Rollouts
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
-from m2flow.workloads.reasoning.flow import grpo_flow
+from m2flow.workloads.reasoning.flow import recipe_flow
 from m2flow.workloads.reasoning.learning import loss_of, trainer_config
 from m2flow.workloads.reasoning.workers import ModelSource
 
@@ -39,7 +40,7 @@ class PlainLoop:
     def __init__(
         self, recipe: ReasoningRecipe, experiment: ReasoningExperiment, source: ModelSource
     ) -> None:
-        self.recipe, self.task = recipe, experiment.task
+        self.recipe = recipe
         self.tokenizer = source.tokenizer()
         model = source.load("cpu")
         self.generator = NativeEngine(model.config, max_running=recipe.generation.max_running)
@@ -68,7 +69,9 @@ class PlainLoop:
             [completion.token_ids.tolist() for completion in done], skip_special_tokens=True
         )
         rewards = [
-            self.task.score(answer, text, finished=completion.finish_reason == "stop")
+            addition_reward(
+                "", text, (), {"answer": answer, "finished": completion.finish_reason == "stop"}
+            )
             for answer, text, completion in zip(answers, texts, done, strict=True)
         ]
         advantages = group_advantages(torch.tensor(rewards, dtype=torch.float64), count)
@@ -118,7 +121,7 @@ def main() -> None:
     core = max(os.sched_getaffinity(0))
     recipe, experiment, source = quickstart()
     plain = PlainLoop(recipe, experiment, source)
-    flow = grpo_flow(recipe, source, experiment.task)
+    flow = recipe_flow(recipe, source, experiment.rewards)
     seconds: dict[str, list[float]] = {"plain": [], "m2flow": []}
     same = True
     lanes = (LaneSpec(0, cores=(core,)),)
@@ -127,8 +130,7 @@ def main() -> None:
     ) as run:
         for number in range(blocks + 1):
             batches = [
-                experiment.batch(step, source)
-                for step in range(number * block, (number + 1) * block)
+                experiment.batch(step) for step in range(number * block, (number + 1) * block)
             ]
             with on_core(core):
                 plain_seconds, plain_rewards = timed(plain.step, batches)

@@ -1,10 +1,9 @@
 """What m2flow's own plan gains over the fixed modes in a row of the published tables.
 
-The row's workload as a flow, its analytic profile, and m2flow's decision: candidates of the search,
-the fixed modes, and variants with a switch point, all played through the engine on the same draws
-of lengths. The gain is the seconds of the best fixed mode over those of the chosen plan. Fixed
-modes are those of `--mode`, and the table's spatial and hybrid ones with several splits of the
-lanes.
+The row's workload as a flow, its analytic profile, and m2flow's decision: plans of its own and the
+fixed modes, all played through the engine on the same draws of lengths. The gain is the seconds of
+the best fixed mode over those of the chosen plan. Fixed modes are those of `--mode`, and the
+table's spatial and hybrid ones with several splits of the lanes.
 
 A lane here is as many accelerators as a replica of the row's generator spans: so the fixed modes
 generate as the row does, and m2flow's own plan may take several of them together. Of more than
@@ -325,14 +324,19 @@ def spatial_plans(
         rest = [lane.id for lane in lanes[cut:]]
         placements = {}
         for worker in graph.workers:
+            known = [Layout(one.layout, one.lanes) for one in profile.workers.get(worker, ())]
+            known = known or [Layout()]
             if worker == "generator":
-                placements[worker] = Placement(tuple((lane.id,) for lane in lanes[:cut]))
+                gangs = tuple((lane.id,) for lane in lanes[:cut])
+                name = min(known, key=lambda one: one.lanes).name
+                placements[worker] = Placement(gangs, layout=name)
                 continue
-            sizes = [one.lanes for one in profile.workers.get(worker, ())] or [1]
-            gang = max((size for size in sizes if len(rest) % size == 0), default=0)
-            if gang:
-                parts = range(0, len(rest), gang)
-                placements[worker] = Placement(tuple(tuple(rest[n : n + gang]) for n in parts))
+            fitting = [one for one in known if len(rest) % one.lanes == 0]
+            if fitting:
+                largest = max(fitting, key=lambda one: one.lanes)
+                parts = range(0, len(rest), largest.lanes)
+                gangs = tuple(tuple(rest[n : n + largest.lanes]) for n in parts)
+                placements[worker] = Placement(gangs, layout=largest.name)
         if len(placements) == len(graph.workers):
             order = tuple(node.name for node in reversed(graph.nodes))
             yield Plan(
@@ -350,7 +354,7 @@ def loop_plans(graph: FlowGraph, lanes: tuple[LaneSpec, ...], items: int) -> Ite
         placements = {
             "world": Placement(tuple((lane,) for lane in worlds)),
             "policy": Placement(tuple((lane,) for lane in policies)),
-            "actor": Placement((tuple(gpus),)),
+            "actor": Placement((tuple(gpus),), layout=f"fsdp{len(gpus)}"),
         }
         stages = spread(graph, placements, items)
         for name in ("world.move", "policy.act"):
@@ -369,7 +373,7 @@ def _gain(judged: Iterable[tuple[Plan, Prediction]]) -> Gain:
 
 
 def in_words(plan: Plan) -> str:
-    """Where the workers of a plan stand, and its switch point."""
+    """Where the workers of a plan stand."""
     parts = []
     for worker, spot in plan.placements.items():
         if spot.lanes and len(plan.lanes) > 1:

@@ -16,7 +16,7 @@ from starting_point import quickstart
 
 from m2flow.engine.time_account import where_the_time_went
 from m2flow.runtime.driver.launch import Run, launch
-from m2flow.workloads.reasoning.flow import grpo_flow
+from m2flow.workloads.reasoning.flow import recipe_flow
 
 MODES = ("eager", "collocated", "disaggregated", "hybrid")
 BLOCK = 5
@@ -35,13 +35,13 @@ def main() -> None:
         ray.init(num_cpus=2 * len(MODES), include_dashboard=False, logging_level="ERROR")
         runs: dict[str, Run] = {}
         for mode in reversed(MODES):  # the eager one last, since it loads in this process
-            flow = grpo_flow(recipe, source, experiment.task)
+            flow = recipe_flow(recipe, source, experiment.rewards)
             runs[mode] = stack.enter_context(
                 launch(flow, items_per_step=recipe.prompts_per_step, mode=mode, lanes="cpu:2")
             )
         for number in range(blocks + 1):
             steps = range(number * BLOCK, (number + 1) * BLOCK)
-            batches = [experiment.batch(step, source) for step in steps]
+            batches = [experiment.batch(step) for step in steps]
             for mode in MODES:
                 for batch in batches:
                     start = time.perf_counter()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness import CACHE, ROOT
 
-from m2flow.cli.recipe import read_recipe
+from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 from m2flow.workloads.reasoning.workers import ModelSource
@@ -24,5 +24,4 @@ def quickstart(*overrides: str) -> tuple[ReasoningRecipe, ReasoningExperiment, M
     folder = CACHE / f"quickstart-{key}"
     if not (folder / "config.json").is_file():
         print(f"warming up the starting model (once; kept in {folder})", flush=True)
-        experiment.prepare(Path(folder))
-    return recipe, experiment, ModelSource(str(folder), recipe.model.dtype)
+    return recipe, experiment, experiment.prepare(Path(folder))

@@ -28,7 +28,7 @@ DOCS = Path(__file__).parent
 BEGIN, END = "<!-- generated: {} -->", "<!-- end of generated: {} -->"
 
 MEANING = {
-    "workload": "what kind of run it is",
+    "workload": "what kind of run it is; installed packages may add workloads of their own",
     "name": "names the run and its directory",
     "seed": "fixes the model's initial weights, the problems and everything that is sampled",
     "steps": "training steps",
@@ -37,6 +37,13 @@ MEANING = {
     "a lane for each core; `MxKIND:N`, such as `2xcpu:1`, on each of M machines",
     "lane_memory": "memory that states and calls may take on a lane, such as `200MB` or `1.5GiB`; "
     "workers that do not fit there together make way for each other",
+    "layouts": "name of the layout of each worker that is divided over several lanes, by worker: "
+    "`fsdpN` divides a `learner`, `critic` or `reference` over N lanes, `tpN` the heads of a "
+    "`generator`; N must divide the number of the worker's lanes, and for `tpN` that of key-value "
+    "heads. An eager run has none",
+    "reward": "what scores answers: a function by its dotted path, `my_module:my_function`, or "
+    "one of `addition`, `gym`, `math`; or a list of tables with `function` and `weight`, whose "
+    "weighted rewards add up. None: the task's own",
     "prompts_per_step": "prompts of a step",
     "samples_per_prompt": "answers drawn for each prompt: a group",
     "minibatches": "optimizer steps in a training step; samples are assigned by their index",
@@ -69,9 +76,6 @@ MEANING = {
     "generation.max_new_tokens": "longest answer",
     "generation.temperature": "of the sampling; the trainer uses the same",
     "generation.max_running": "sequences decoded together by a replica at most",
-    "generation.gang": "lanes that hold one copy of the generator together, each a part of the "
-    "model's heads, and take part in each of its calls; must divide the number of its lanes and "
-    "of key-value heads. An eager run has none",
     "algorithm.name": "where advantages come from: the other answers of a group, or a critic "
     "(the loss is the same, and GRPO's relatives are settings of it)",
     "algorithm.clip_low": "how far below 1 the probability ratio may move",
@@ -89,6 +93,8 @@ MEANING = {
     "reference worker joins the flow",
     "algorithm.kl_estimator": "how the KL is estimated",
     "algorithm.entropy_coefficient": "weight of an entropy bonus",
+    "algorithm.weight_cap": "with `training.recompute_logprobs`: largest importance weight of "
+    "tokens that an older policy drew",
     "critic.learning_rate": "`ppo`: peak learning rate of the critic's AdamW",
     "critic.value_clip": "`ppo`: how far a value may move in a step before its gradient stops; "
     "`null` for no bound",
@@ -103,9 +109,7 @@ MEANING = {
     "training.drop_zero_advantage": "skip the forward pass of samples that have no gradient; their "
     "tokens count all the same",
     "training.recompute_logprobs": "take the ratio against the trainer's own log-probabilities at "
-    "the start of the step, not those recorded while sampling",
-    "training.gang": "lanes that hold one copy of the learner (and of the critic) together and "
-    "take part in each of its calls; must divide the number of its lanes. An eager run has none",
+    "the start of the step; the policy that sampled keeps its weight (decoupled PPO)",
     "evaluation.every": "steps between evaluations; there is one at step 0 and at the end too",
     "evaluation.problems": "held-out problems, answered greedily; 0 for no evaluation",
     "checkpoint.every": "steps between checkpoints; there is one at the end too",
@@ -146,7 +150,8 @@ def _table(model: type[BaseModel], prefix: str) -> str:
     lines = ["| key | default | values | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
         if _section(field) is None:
-            cells = (f"`{prefix}{name}`", _default(field), _kind(field), MEANING[prefix + name])
+            default = "required" if name == "workload" else _default(field)
+            cells = (f"`{prefix}{name}`", default, _kind(field), MEANING[prefix + name])
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -179,6 +184,8 @@ def _name_of(kind: Any, constraints: typing.Iterable[Any] = ()) -> str:
         return f"list of {' or '.join(inner_names)}"
     if origin is dict or kind is dict:
         return "table"
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "table of " + ", ".join(f"`{key}`" for key in kind.model_fields)
     name = {int: "whole number", float: "number", str: "text", bool: "`true`, `false`"}[kind]
     return name + "".join(_bounds(constraints))
 

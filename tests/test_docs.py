@@ -21,10 +21,10 @@ import typer
 import yaml
 
 from m2flow.cli.app import app
-from m2flow.cli.planning import graph_of
-from m2flow.cli.recipe import read_recipe, validated
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
 from m2flow.plan import plan_from_json, validate
+from m2flow.workloads.common.planning import graph_of
+from m2flow.workloads.common.reading import read_recipe, validated
 
 PROJECT = Path(__file__).resolve().parents[1]
 README = PROJECT / "README.md"
@@ -152,7 +152,7 @@ def check_command(words: list[str], where: object, *, complete: bool) -> None:
     if complete:
         context = command.make_context(words[0], list(words[1:]))
         if "overrides" in context.params:
-            recipe = PROJECT / context.params["recipe"]
+            recipe = PROJECT / (context.params["recipe"] or "")  # none beside --replay
             existing = recipe if recipe.is_file() else QUICKSTART  # one that the reader writes
             read_recipe(existing, context.params["overrides"] or [])
 
@@ -239,7 +239,7 @@ def calls_in(tree: ast.AST, method: str) -> list[str]:
 
 def test_the_flow_of_the_readme_is_the_real_one() -> None:
     (block,) = (block for block in blocks_of(README) if block.body.startswith("class GRPO"))
-    source = (PROJECT / "src" / "m2flow" / "reasoning" / "flow.py").read_text()
+    source = (PROJECT / "src" / "m2flow" / "workloads" / "reasoning" / "flow.py").read_text()
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     real = ast.Module([classes["GRPO"], classes["PolicyGradient"]], [])  # with what it inherits
     shown = ast.parse(block.body)

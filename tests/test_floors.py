@@ -174,7 +174,7 @@ def test_circles_are_found() -> None:
         ("m2flow.plan.choose", "from m2flow.runtime.lane.actor import Lane"),
         ("m2flow.algorithms.gae", "import numpy"),
         ("m2flow.algorithms.gae", "from m2flow.flow.batch import Batch"),
-        ("m2flow.training.packed", "from m2flow.workloads.reasoning import grpo"),
+        ("m2flow.training.packed", "from m2flow.workloads.reasoning import flow"),
         ("m2flow.runtime.lane.actor", "from m2flow import Flow"),
         ("m2flow.somewhere.new", "import json"),
     ],
@@ -196,6 +196,24 @@ def test_the_rules_find_what_breaks_them(module: str, source: str) -> None:
 )
 def test_the_rules_allow_what_goes_down(module: str, source: str) -> None:
     assert not violations(source, module)
+
+
+def test_the_command_line_knows_no_workload_by_name() -> None:
+    """It reaches them through `m2flow.workloads.common` alone, whoever registered them."""
+    known = []
+    for path in (path for path in SOURCES if room(module_name(path)) == "cli"):
+        for line, imported in imported_modules(path.read_text(), module_name(path), False):
+            if imported.startswith("m2flow.workloads.") and imported.split(".")[2] != "common":
+                known.append(f"{path.name}:{line} imports {imported}")
+    assert not known
+
+
+def test_what_workloads_share_knows_none_of_them() -> None:
+    for path in (PACKAGE / "workloads" / "common").glob("*.py"):
+        for line, imported in imported_modules(path.read_text(), module_name(path), False):
+            parts = imported.split(".")
+            own = parts[:2] != ["m2flow", "workloads"] or parts[2:3] == ["common"]
+            assert own, f"{path.name}:{line} imports {imported}"
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -9,17 +9,19 @@ The letters are free, `a` or `b`, and the warm-up teaches to draw them at random
 so that the samples of a group part early, as those of language models do. Warm-up also leaves a
 number out now and then; that is what reinforcement mends, and it changes a length by four tokens.
 
-Both sides import this file, each in an environment of its own: it needs nothing but m2flow's task
-protocol, which is standard library only.
+Both sides import this file, each in an environment of its own: it needs nothing but m2flow's tasks
+and rewards, which import the standard library only.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from m2flow.rewards.reward import WeightedReward
 from m2flow.workloads.reasoning.tasks.problem import Problem, Task, generator
 
 MEAN_TOKENS, SIGMA, MAX_TOKENS = 48.0, 1.0, 384
@@ -61,23 +63,30 @@ class Countdown:
         written = (f"{n:02d}{pair}" for n, pair in zip((*kept, 0), letters, strict=True))
         return f"{start:02d}:", "".join(written)
 
-    def score(
-        self,
-        answer: str,
-        completion: str,
-        *,
-        finished: bool = True,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> float:
-        """1.0 for every number in its place, letters between, and the end token; else 0.0."""
-        numbers = [
-            completion[at : at + TOKENS_PER_NUMBER]
-            for at in range(0, len(completion), TOKENS_PER_NUMBER)
-        ]
-        digits = "".join(number[:2] for number in numbers)
-        letters = "".join(number[2:] for number in numbers)
-        right = digits == answer and len(letters) == len(answer) and set(letters) <= set(LETTERS)
-        return float(finished and right)
+
+def countdown_reward(
+    prompt: str, completion: str, completion_ids: Sequence[int], row: Mapping[str, Any]
+) -> float:
+    """1.0 for every number in its place, letters between, and the end token; else 0.0."""
+    numbers = [
+        completion[at : at + TOKENS_PER_NUMBER]
+        for at in range(0, len(completion), TOKENS_PER_NUMBER)
+    ]
+    digits = "".join(number[:2] for number in numbers)
+    letters = "".join(number[2:] for number in numbers)
+    answer = row["answer"]
+    right = digits == answer and len(letters) == len(answer) and set(letters) <= set(LETTERS)
+    return float(row["finished"] and right)
+
+
+def reward(name: str) -> WeightedReward:
+    """What scores answers to the task of that name."""
+    from m2flow.workloads.reasoning.tasks.registry import reward_of_task
+
+    if name == "countdown":
+        folder = str(Path(__file__).parents[1])
+        return WeightedReward("peers.countdown:countdown_reward", folder=folder)
+    return WeightedReward(reward_of_task(name))
 
 
 def task(name: str, seed: int) -> Task:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 
-from peers.countdown import task
+from peers.countdown import reward, task
 from peers.wire import Sample, Settings, StepRecord, Wire
 
 from m2flow.algorithms.sampling import derive_seed
@@ -18,7 +18,7 @@ from m2flow.flow import Batch
 from m2flow.runtime.driver.launch import launch
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.encoding import encode
-from m2flow.workloads.reasoning.flow import grpo_flow
+from m2flow.workloads.reasoning.flow import recipe_flow
 from m2flow.workloads.reasoning.workers import ModelSource
 
 
@@ -57,7 +57,7 @@ def main() -> None:
             settings.max_new_tokens,
         )
 
-    flow = grpo_flow(recipe, source, problems)
+    flow = recipe_flow(recipe, source, (reward(settings.task),))
     done: list[StepRecord] = []
     step = 0
     with launch(

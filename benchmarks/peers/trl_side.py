@@ -21,12 +21,10 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peers.countdown import task
+from peers.countdown import reward, task
 from peers.wire import Sample, Settings, StepRecord, Wire
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-
-from m2flow.workloads.reasoning.tasks import Task
 
 
 class Gate(TrainerCallback):
@@ -68,7 +66,7 @@ def every_rank(value: Any) -> list[Any]:
     return values
 
 
-def reward_function(rule: Task, gate: Gate, end_id: int) -> Any:
+def reward_function(rule: Any, gate: Gate, end_id: int) -> Any:
     """The task's rule as TRL wants it; also hands each sample's reward and length to the gate."""
 
     def score(
@@ -79,7 +77,7 @@ def reward_function(rule: Task, gate: Gate, end_id: int) -> Any:
         **_: Any,
     ) -> list[float]:
         rewards = [
-            rule.score(right, completion, finished=bool(ids) and ids[-1] == end_id)
+            rule("", completion, ids, {"answer": right, "finished": ids[-1:] == [end_id]})
             for right, completion, ids in zip(answer, completions, completion_ids, strict=True)
         ]
         gate.samples += [
@@ -211,7 +209,7 @@ def main() -> None:
     rank = take_rank(settings)
     if rank > 0:
         threading.Thread(target=end_with_parent, daemon=True).start()
-    source = task(settings.task, settings.seed)
+    source, rule = task(settings.task, settings.seed), reward(settings.task).load()
     problems = [
         source.train(n) for n in range((settings.max_steps + 1) * settings.prompts_per_step)
     ]
@@ -220,7 +218,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(settings.checkpoint, dtype=torch.float32),
-            reward_funcs=reward_function(source, gate, tokenizer.eos_token_id),
+            reward_funcs=reward_function(rule, gate, tokenizer.eos_token_id),
             args=configuration(settings, folder),
             train_dataset=Dataset.from_dict(
                 {

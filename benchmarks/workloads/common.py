@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from m2flow.reasoning.flow import recipe_flow
-from m2flow.reasoning.workers import Generator, ModelSource, Verifier
 from ray import cloudpickle
 from starting_point import quickstart
 
 from m2flow import Batch, Flow, Place
 from m2flow.engine.plan import LaneSpec
 from m2flow.plan import parse_lanes, with_memory
+from m2flow.workloads.reasoning.flow import recipe_flow
+from m2flow.workloads.reasoning.workers import Generator, ModelSource, Verifier
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this file
 

@@ -17,12 +17,12 @@ from dataclasses import replace
 from zlib import crc32
 
 import torch
-from m2flow.reasoning.workers import ModelSource, Verifier
 from ray import cloudpickle
 from torch import Tensor, nn
 
 from m2flow import Batch, Place, stage
 from m2flow.runtime.lane.state import MovableState
+from m2flow.workloads.reasoning.workers import ModelSource, Verifier
 from workloads.common import Lengths, Workload, replayed
 from workloads.frozen import Judge
 

@@ -20,15 +20,15 @@ import sys
 
 import torch
 from harness import ROOT
-from m2flow.reasoning.experiment import ReasoningExperiment
-from m2flow.reasoning.flow import recipe_flow
-from m2flow.reasoning.workers import ModelSource, Verifier
 from ray import cloudpickle
 from starting_point import quickstart
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from m2flow import Batch, Place, stage
-from m2flow.cli.recipe import read_recipe
+from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+from m2flow.workloads.reasoning.flow import recipe_flow
+from m2flow.workloads.reasoning.workers import ModelSource, Verifier
 from workloads.common import LEARNING_RATE, Lengths, Odd, Workload, replayed
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this file

@@ -14,11 +14,11 @@ short while: what they answer does not matter, how long their answers are does n
 from __future__ import annotations
 
 from harness import ROOT
-from m2flow.reasoning.experiment import ReasoningExperiment
-from m2flow.reasoning.flow import recipe_flow
 from starting_point import quickstart
 
-from m2flow.cli.recipe import read_recipe
+from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+from m2flow.workloads.reasoning.flow import recipe_flow
 from workloads.common import LEARNING_RATE, Workload
 
 STILL = f"optimizer.learning_rate={LEARNING_RATE}"

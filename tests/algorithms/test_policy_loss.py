@@ -147,3 +147,32 @@ def test_half_precision_is_computed_in_float32() -> None:
     values = torch.tensor([-1.0], dtype=torch.bfloat16)
     result = clipped_policy_loss(values, values, values, torch.tensor([1]))
     assert result.loss_T.dtype == torch.float32
+
+
+def test_recomputed_logprobs_keep_the_behaviour_policy_s_weight() -> None:
+    """Decoupled PPO, token by token: the weight old / behaviour once was left out."""
+    generator = torch.Generator().manual_seed(3)
+    logprobs, old, behaviour, advantages = (
+        torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(4)
+    )
+    mask = torch.tensor([True, True, False, True, True, True, True])
+    found = clipped_policy_loss(
+        logprobs, old, advantages, torch.tensor([3, 4]), mask,
+        behaviour_logprobs_T=behaviour, weight_cap=1.5,
+    ).loss_T  # fmt: skip
+    for t in range(7):
+        ratio = math.exp(logprobs[t] - old[t])
+        weight = min(math.exp(old[t] - behaviour[t]), 1.5)
+        clipped = min(max(ratio, 0.8), 1.2)
+        expected = -weight * min(ratio * advantages[t], clipped * advantages[t])
+        assert float(found[t]) == pytest.approx(float(expected) if mask[t] else 0.0)
+
+
+def test_a_sequence_has_one_weight() -> None:
+    old, behaviour = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.2, -1.9, -3.5])
+    found = clipped_policy_loss(
+        old, old, torch.ones(3), torch.tensor([2, 1]),
+        behaviour_logprobs_T=behaviour, ratio_level="sequence",
+    ).loss_T  # fmt: skip
+    weights = [math.exp((0.2 - 0.1) / 2)] * 2 + [math.exp(0.5)]
+    assert found.tolist() == pytest.approx([-weight for weight in weights])

@@ -15,6 +15,7 @@ import pytest
 from m2flow.cli.app import main
 
 TINY = """\
+workload: reasoning
 name: tiny
 mode: eager
 lanes: cpu:1

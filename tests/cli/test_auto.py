@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from m2flow.cli.auto import write_decision
 from m2flow.engine.plan import LaneSpec
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.plan.choose import choose
@@ -12,6 +11,7 @@ from m2flow.plan.explain import Explanation, explained
 from m2flow.plan.file import from_json, read_profile
 from m2flow.plan.prediction import Decision
 from m2flow.plan.profile import Piecewise, Profile, StageCost, StageProfile
+from m2flow.workloads.common.launching import write_decision
 from tests.plan.small_graphs import TALKING
 
 LANES = tuple(LaneSpec(number, cores=(number,)) for number in range(2))

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from m2flow.cli.evaluate import pass_at_k
+from m2flow.workloads.reasoning.evaluation import pass_at_k
 
 M2flow = Callable[..., Any]
 Refused = Callable[..., str]

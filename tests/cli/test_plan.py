@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from m2flow.cli.larger import fuller, smallest
-from m2flow.cli.planning import graph_of, lanes_of
-from m2flow.cli.profile_key import profile_key
-from m2flow.cli.recipe import read_recipe
 from m2flow.plan import plan_from_json, validate
 from m2flow.plan.file import to_json
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import parse_cluster
+from m2flow.workloads.common.planning import graph_of, lanes_of
+from m2flow.workloads.common.profile_key import profile_key
+from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.reasoning.work import prices
 
 M2flow = Callable[..., Any]
@@ -267,7 +267,7 @@ def test_a_profile_file(tiny: Path, m2flow: M2flow) -> None:
             ["--mode", "auto", "lanes=cpu:2"],
             (
                 "--mode: nothing has been measured for this recipe on these lanes (got 'auto'); "
-                "`m2flow profile tiny.yaml` measures first, --cluster computes"
+                "`m2flow profile RECIPE` measures first, --cluster computes"
             ),
         ),
         (

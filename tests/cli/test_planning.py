@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_plan_has_what_the_recipe_asks_for(tiny: Path, m2flow: M2flow) -> None:
     outcome = m2flow(
         "plan", tiny, "--json", "--mode", "collocated",
-        "lanes=2xcpu:2", "lane_memory=1.5MiB", "training.gang=2", "generation.gang=4",
+        "lanes=2xcpu:2", "lane_memory=1.5MiB",
+        "layouts={learner: fsdp2, generator: tp4}", "model.num_key_value_heads=4",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
     plan = plan_from_json(outcome.out)
@@ -48,10 +50,17 @@ def test_a_size_without_a_unit_counts_bytes(tiny: Path, m2flow: M2flow) -> None:
             ),
         ),
         (
-            ["--mode", "collocated", "lanes=cpu:2", "training.gang=3"],
+            ["--mode", "collocated", "lanes=cpu:2", "layouts.learner=fsdp3"],
             (
-                "training.gang: the worker's 2 lanes cannot be cut into gangs of the same size "
-                "(got 3); expected a divisor of 2"
+                "layouts.learner: learner has no such layout on 2 lanes (got 'fsdp3'); "
+                "did you mean 'fsdp2'?"
+            ),
+        ),
+        (
+            ["--mode", "collocated", "lanes=2xcpu:2", "layouts.learner=fsdp3"],
+            (
+                "layouts.learner: the worker's 4 lanes cannot be divided into replicas of 3 lanes "
+                "(got 'fsdp3'); expected a layout whose lanes divide 4"
             ),
         ),
         (
@@ -66,14 +75,94 @@ def test_a_size_without_a_unit_counts_bytes(tiny: Path, m2flow: M2flow) -> None:
             ),
         ),
         (
-            ["--mode", "collocated", "lanes=cpu:2", "generation.gang=4"],
+            ["--mode", "collocated", "lanes=2xcpu:2", "layouts.generator=tp4"],
             (
-                "generation.gang: the worker's 2 lanes cannot be cut into gangs of the same size "
-                "(got 4); expected a divisor of 2"
+                "layouts.generator: 2 key-value heads cannot be divided by 4 (got 'tp4'); "
+                "expected one of one, tp2"
             ),
         ),
-        (["training.gang=0"], "training.gang: is wrong (got 0); expected at least 1"),
+        (["layouts.lerner=fsdp2"], "layouts.lerner: is no worker; did you mean 'learner'?"),
+        (
+            ["training.gang=2"],
+            (
+                "training.gang: is no key any more (got 2); "
+                "write `layouts: {learner: fsdp2}`, and the same for the critic"
+            ),
+        ),
+        (
+            ["generation.gang=2"],
+            "generation.gang: is no key any more (got 2); write `layouts: {generator: tp2}`",
+        ),
+        (
+            ["gangs.learner=2"],
+            (
+                "gangs: is no key any more (got {'learner': 2}); "
+                "write `layouts`, a table of a layout's name for each worker"
+            ),
+        ),
     ],
 )
 def test_refusals(tiny: Path, m2flow: M2flow, words: list[str], error: str) -> None:
     assert m2flow("plan", tiny, *words).error == error
+
+
+COMMANDS = [["train", "--dry-run"], ["plan"], ["plan", "--cluster", "1x8xH100"]]
+
+
+def model_folder(**config: Any) -> Path:
+    folder = Path("model")
+    folder.mkdir()
+    sizes = {"num_key_value_heads": 4, "num_attention_heads": 8, "vocab_size": 100}
+    sizes |= {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes, **config}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "command", [["train", "--dry-run"], ["plan"], ["plan", "--cluster", "1x8xH100"]]
+)
+@pytest.mark.parametrize("mode", ["auto", "collocated"])
+def test_heads_that_do_not_divide_are_refused_before_anything_runs(
+    tiny: Path, m2flow: M2flow, command: list[str], mode: str
+) -> None:
+    """`train --dry-run` and `plan` once accepted what the generator refuses when it loads."""
+    folder = model_folder()
+    words = [f"model.path={folder}", f"mode={mode}", "lanes=2xcpu:2", "layouts.generator=tp3"]
+    outcome = m2flow(*command, tiny, *words)
+    assert outcome.code == 2
+    assert outcome.error.startswith(
+        "layouts.generator: 4 key-value heads cannot be divided by 3 (got 'tp3'); "
+        "expected one of one, tp2, tp4"
+    )
+
+
+@pytest.mark.parametrize(
+    "command", [["train", "--dry-run"], ["plan"], ["plan", "--cluster", "1x8xH100"]]
+)
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "gemma2"}, "model_type: the native engine does not compute"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_type: rotary frequencies that change"),
+        ({"hidden_act": "gelu"}, "hidden_act: not computed"),
+        (
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            "layer_types: the native engine attends to the whole context",
+        ),
+    ],
+)
+def test_an_architecture_that_generation_refuses(
+    tiny: Path, m2flow: M2flow, command: list[str], config: dict[str, Any], reason: str
+) -> None:
+    folder = model_folder(**config)
+    outcome = m2flow(*command, tiny, f"model.path={folder}", "mode=collocated", "lanes=cpu:2")
+    assert outcome.code == 2
+    assert outcome.error.startswith(f"model.path: {reason}")
+    assert "(got 'model')" in outcome.error
+
+
+def test_a_known_model_that_generation_refuses(tiny: Path, m2flow: M2flow) -> None:
+    outcome = m2flow("plan", tiny, "--cluster", "1x8xH100", "--model", "Qwen3-30B-A3B")
+    assert outcome.code == 2
+    assert "--model: " in outcome.error
+    assert "does not compute this architecture" in outcome.error

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from m2flow.cli.profile import profile_of
-from m2flow.cli.profile_key import profile_key
-from m2flow.cli.recipe import validated
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.plan.file import read_profile, to_json
 from m2flow.plan.profile import KEY_PARTS, differences
+from m2flow.runtime.profiling.stored import given
+from m2flow.workloads.common.planning import lanes_of
+from m2flow.workloads.common.profile_key import profile_key
+from m2flow.workloads.common.reading import validated
+from m2flow.workloads.common.recipe import Recipe
 from tests.cli.conftest import TINY, run_command
 from tests.runtime.local_cluster import local_cluster
 
@@ -51,13 +53,16 @@ def test_a_recipe_is_measured_once(tmp_path: Path, store: Path) -> None:
     _a_file_of_another_recipe_is_refused(out)
 
 
+def recipe_of(words: dict[str, object]) -> Recipe:
+    return validated({"workload": "reasoning", **words})
+
+
 def _a_file_of_another_recipe_is_refused(file: Path) -> None:
-    recipe = validated({"prompts_per_step": 4, "lanes": "cpu:1"})
+    recipe = recipe_of({"prompts_per_step": 4, "lanes": "cpu:1"})
+    key = profile_key(recipe, lanes_of(recipe))
     with pytest.raises(UserError, match=r"shapes.samples_per_prompt is 8 here and 4 there"):
-        profile_of(recipe, file=file)
-    found = profile_of(recipe, file=file, whatever_its_key=True)
-    assert found.profile == read_profile(file)
-    assert str(file) in found.origin
+        given(file, key)
+    assert given(file, key, whatever_its_key=True) == read_profile(file)
 
 
 def test_bad_words_are_refused(tmp_path: Path, store: Path) -> None:
@@ -81,7 +86,7 @@ def test_bad_words_are_refused(tmp_path: Path, store: Path) -> None:
     ],
 )
 def test_what_changes_the_work_changes_the_key(words: dict[str, object], phrase: str) -> None:
-    ours, theirs = (profile_key(validated(given), LANES) for given in (words, {}))
+    ours, theirs = (profile_key(recipe_of(words_), LANES) for words_ in (words, {}))
     assert [text.split(" is ")[0] for text in differences(ours, theirs)] == [phrase]
 
 
@@ -91,18 +96,18 @@ def test_what_changes_the_work_changes_the_key(words: dict[str, object], phrase:
         {"steps": 3},
         {"name": "other"},
         {"mode": "hybrid"},
-        {"training": {"gang": 2}},
+        {"layouts": {"learner": "fsdp2"}},
         {"optimizer": {"learning_rate": 1e-3}},
         {"algorithm": {"clip_low": 0.1}},
         {"evaluation": {"every": 3}},
     ],
 )
 def test_what_does_not_change_the_work_leaves_the_key(words: dict[str, object]) -> None:
-    ours, theirs = (profile_key(validated(given), LANES) for given in (words, {}))
+    ours, theirs = (profile_key(recipe_of(words_), LANES) for words_ in (words, {}))
     assert not differences(ours, theirs)
 
 
 def test_other_lanes_are_other_hardware() -> None:
-    recipe = validated({})
+    recipe = recipe_of({})
     fewer = differences(profile_key(recipe, LANES), profile_key(recipe, LANES[:1]))
     assert [text.split(" is ")[0] for text in fewer] == ["hardware.lanes"]

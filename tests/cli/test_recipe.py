@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from m2flow.cli.planning import planned
-from m2flow.cli.recipe import read_recipe
 from m2flow.errors import UserError
+from m2flow.workloads.common.planning import planned
+from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 Refused = Callable[..., str]
@@ -100,8 +100,8 @@ def test_a_schedule_must_outlast_its_warm_up(tiny: Path, refused: Refused) -> No
         (b"", ["table of keys", "nothing"]),
         (b"\xff\xfe\x00", ["not text", "UTF-8"]),
         (b"name: \x00\n", ["YAML"]),
-        (b"modell: {dtype: float32}\n", ["modell", "did you mean 'model'?"]),
-        (b"model:\n", ["model", "table of keys"]),
+        (b"workload: reasoning\nmodell: {dtype: float32}\n", ["modell", "did you mean 'model'?"]),
+        (b"workload: reasoning\nmodel:\n", ["model", "table of keys"]),
     ],
 )
 def test_a_file_that_is_no_recipe(
@@ -126,7 +126,7 @@ def test_a_recipe_that_is_not_there(tiny: Path, refused: Refused) -> None:
 
 def test_overrides_reach_into_sections_and_files(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text("steps: 7\nmodel:\ndata: {options: {min_digits: 2}}\n")
+    path.write_text("workload: reasoning\nsteps: 7\nmodel:\ndata: {options: {min_digits: 2}}\n")
     recipe = read_recipe(
         path,
         ["model.hidden_size=64", "data.options.max_digits=3", "optimizer.learning_rate=1e-6"],
@@ -139,13 +139,13 @@ def test_overrides_reach_into_sections_and_files(tmp_path: Path) -> None:
 
 def test_the_later_override_holds(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text("steps: 7\n")
+    path.write_text("workload: reasoning\nsteps: 7\n")
     assert read_recipe(path, ["steps=8", "steps=9"]).steps == 9
 
 
 def test_text_may_look_like_a_number(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text("name: 2026\n")
+    path.write_text("workload: reasoning\nname: 2026\n")
     assert read_recipe(path).name == "2026"
     recipe = read_recipe(path, ["lanes=2"])
     with pytest.raises(UserError, match="lane specification"):
@@ -154,7 +154,7 @@ def test_text_may_look_like_a_number(tmp_path: Path) -> None:
 
 def test_an_empty_table_is_all_defaults(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text("{}\n")
+    path.write_text("{workload: reasoning}\n")
     assert read_recipe(path) == ReasoningRecipe()
 
 

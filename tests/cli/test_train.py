@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from m2flow.plan import read_plan
+from m2flow.rewards import addition
 from m2flow.training.checkpoint import load, resume_point
 from m2flow.workloads.reasoning.config import ReasoningRecipe
-from m2flow.workloads.reasoning.tasks.addition import Addition
 
 M2flow = Callable[..., Any]
 
@@ -53,7 +53,6 @@ def test_the_configuration_holds_every_default(finished: Path) -> None:
         "max_new_tokens": 6,
         "temperature": 1.0,
         "max_running": 256,
-        "gang": 1,
     }
 
 
@@ -159,19 +158,21 @@ def test_from_a_model_on_disk(run: Path, m2flow: M2flow) -> None:
 def test_a_stage_that_raises(tiny: Path, m2flow: M2flow, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 1, the first cause on top, then the traceback down to the line that raised."""
 
-    def score(self: Addition, answer: str, completion: str, **more: object) -> float:
+    def score(*arguments: object) -> float:
         try:
             return 1 / 0
         except ZeroDivisionError as error:
             raise ValueError("the judge is out") from error
 
-    monkeypatch.setattr(Addition, "score", score)
+    monkeypatch.setattr(addition, "addition_reward", score)
     outcome = m2flow("train", tiny, "--run-dir", "run", "evaluation.problems=0")
     assert outcome.code == 1
     lines = outcome.err.splitlines()
     assert lines[0] == "failed: ZeroDivisionError: division by zero"
     assert lines[1] == "ValueError: the judge is out"
-    assert lines[2].startswith("Traceback")
+    assert lines[2].startswith("RewardFailed: reward addition raised ValueError: the judge is out")
+    assert "; sample 0, prompt '" in lines[2]
+    assert lines[3].startswith("Traceback")
     assert "in score" in outcome.err
     assert Path("run/config.yaml").is_file()
     assert Path("run/metrics.jsonl").exists() is False
@@ -180,25 +181,25 @@ def test_a_stage_that_raises(tiny: Path, m2flow: M2flow, monkeypatch: pytest.Mon
 def test_a_failed_run_can_be_resumed(
     tiny: Path, m2flow: M2flow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right, calls = Addition.score, []
+    right, calls = addition.addition_reward, []
 
-    def score(self: Addition, *arguments: Any, **more: Any) -> float:
+    def score(*arguments: Any) -> float:
         calls.append(arguments)
         if len(calls) == 50:
             raise OSError("the network is down")
-        return right(self, *arguments, **more)
+        return right(*arguments)
 
-    monkeypatch.setattr(Addition, "score", score)
+    monkeypatch.setattr(addition, "addition_reward", score)
     assert m2flow("train", tiny, "--run-dir", "run").code == 1
     assert m2flow("train", tiny, "--run-dir", "run", "--resume").code == 0
     assert [row["step"] for row in rows(Path("run/metrics.jsonl"))] == [0, 1, 2, 3]
 
 
 def test_an_interrupted_run(tiny: Path, m2flow: M2flow, monkeypatch: pytest.MonkeyPatch) -> None:
-    def score(self: Addition, *arguments: Any, **more: Any) -> float:
+    def score(*arguments: Any) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Addition, "score", score)
+    monkeypatch.setattr(addition, "addition_reward", score)
     outcome = m2flow("train", tiny, "--run-dir", "run")
     assert outcome.code == 130
     assert outcome.err == "interrupted; --resume goes on from the last checkpoint\n"
@@ -213,9 +214,9 @@ def test_a_stage_that_raises_on_a_lane(
     tiny.write_text(text)
     monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{os.environ.get('PYTHONPATH', '')}")
     Path("sitecustomize.py").write_text(
-        "import m2flow.workloads.reasoning.tasks.addition as a\n"
-        "def score(self, *arguments, **more):\n    raise ValueError('the judge is out')\n"
-        "a.Addition.score = score\n"
+        "import m2flow.rewards.addition as a\n"
+        "def score(*arguments):\n    raise ValueError('the judge is out')\n"
+        "a.addition_reward = score\n"
     )
     outcome = m2flow("train", tiny, "--run-dir", "run", "evaluation.problems=0")
     assert outcome.code == 1

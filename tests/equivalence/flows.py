@@ -499,7 +499,7 @@ def grpo(folder: Path, steps: int = 2) -> Scenario:
     """
     from m2flow.workloads.reasoning.config import ReasoningRecipe
     from m2flow.workloads.reasoning.experiment import ReasoningExperiment
-    from m2flow.workloads.reasoning.flow import grpo_flow
+    from m2flow.workloads.reasoning.flow import recipe_flow
 
     recipe = ReasoningRecipe.model_validate({**TINY, "steps": steps})
     experiment = ReasoningExperiment(recipe)
@@ -507,8 +507,8 @@ def grpo(folder: Path, steps: int = 2) -> Scenario:
     weights = sum(file.stat().st_size for file in Path(model.path).glob("*.safetensors"))
     return Scenario(
         name="grpo",
-        make_flow=lambda: grpo_flow(recipe, model, experiment.task),
-        batches=[experiment.batch(step, model) for step in range(steps)],
+        make_flow=lambda: recipe_flow(recipe, model, experiment.rewards),
+        batches=[experiment.batch(step) for step in range(steps)],
         trained=("learner", "parameters"),
         state_bytes={"generator": weights, "reference": weights, "learner": 4 * weights},
         gangs_allowed=frozenset({"verifier", "group_advantage", "reference", "learner"}),

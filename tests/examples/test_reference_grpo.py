@@ -18,7 +18,7 @@ from m2flow.models.tokenizer import character_tokenizer
 from m2flow.runtime.driver.launch import launch
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
-from m2flow.workloads.reasoning.flow import grpo_flow
+from m2flow.workloads.reasoning.flow import recipe_flow
 from m2flow.workloads.reasoning.tasks.addition import CHARACTERS, Addition
 from m2flow.workloads.reasoning.workers import ModelSource
 
@@ -85,9 +85,9 @@ def run_both(
     """(rewards of each step, final weights): of m2flow's eager run, and of the reference."""
     recipe = experiment.recipe
     model = ModelSource(str(checkpoint), "float64")
-    flow = grpo_flow(recipe, model, experiment.task)
+    flow = recipe_flow(recipe, model, experiment.rewards)
     with launch(flow, items_per_step=recipe.prompts_per_step, mode="eager", num_threads=1) as run:
-        batches = [experiment.batch(step, model) for step in range(STEPS)]
+        batches = [experiment.batch(step) for step in range(STEPS)]
         rewards = [result.output["reward"] for result in run.steps(batches)]
         weights = run.worker_call("learner", "parameters")
     settings = reference.Settings(

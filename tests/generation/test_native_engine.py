@@ -454,20 +454,9 @@ def test_limits_that_make_no_sense_are_refused(limits: dict[str, int], key: str)
         NativeEngine(MODEL.config, **limits)  # type: ignore[arg-type]
 
 
-def test_long_tails_are_sorted_and_cut_and_change_nothing() -> None:
-    """With cuts at every difference and slots refilled all the time, rows move a lot."""
+def test_long_tails_change_nothing() -> None:
+    """With slots refilled all the time, rows move a lot."""
     engine = engine_with(max_running=5)
-    engine._running._cut_overhead = 0
-    sorts = 0
-    sort = engine._running._sort
-
-    def counted() -> None:
-        nonlocal sorts
-        sorts += 1
-        sort()
-
-    engine._running._sort = counted  # type: ignore[method-assign]
     engine.submit(POOL)
     for completion in drain(engine).values():
         assert_same(completion, ALONE[completion.id])
-    assert sorts > 0

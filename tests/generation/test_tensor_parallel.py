@@ -80,11 +80,8 @@ def eventful(parallel: TensorParallel, name: str) -> tuple[Drawn, int]:
     engine.drop_caches()
     boxes, weights = engine.weight_boxes(), other.state_dict()
     engine.install({key: box.of(weights[key]) for key, box in boxes.items()}, 1)
-    begun = {one.id: one for one in back}
     engine.submit(asked[8:])
-    engine.submit(
-        Request(n, asked[n].prompt_ids, asked[n].seed, asked[n].params, begun[n]) for n in begun
-    )
+    engine.submit(asked[one.id] for one in back)
     done |= drain(engine)
     engine.submit(Request(n, [n, 4, 4], n, SamplingParams(9)) for n in range(5))
     engine.step()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from m2flow.errors import UserError
 from m2flow.training import checkpoint
-from m2flow.training.checkpoint import broken_file, latest_complete, load, resume_point, save
+from m2flow.training.checkpoint import broken_file, latest_complete, load, resume_point
 
 
 class Weights:
@@ -30,6 +31,23 @@ class Weights:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         (folder / "weights").write_text(str(self.value))
+
+
+def save(
+    root: Path,
+    step: int,
+    model: Any,
+    tokenizer: Any,
+    trainer_state: dict[str, torch.Tensor],
+    *,
+    extra: dict[str, Any] | None = None,
+    keep: int | None = None,
+) -> Path:
+    """A checkpoint of one part, as a run writes it."""
+    checkpoint.sweep(root)
+    folder = checkpoint.begin(root, step)
+    checkpoint.write_part(folder, model, tokenizer, trainer_state)
+    return checkpoint.commit(root, step, extra=extra or {}, keep=keep)
 
 
 def put(root: Path, step: int, value: float | None = None, keep: int | None = None) -> Path:
@@ -248,3 +266,33 @@ def test_model_folder_is_one_that_transformers_reads(tmp_path: Path, make_model:
         assert torch.equal(one, other), name
     again = PreTrainedTokenizerFast.from_pretrained(path / "model")
     assert again.get_vocab() == vocabulary
+
+
+def test_a_part_that_begins_later_leaves_what_another_part_has_written(tmp_path: Path) -> None:
+    """`begin` once swept up every folder that was being written, those of other parts included."""
+    state = {"num_steps": torch.tensor(4)}
+    checkpoint.write_part(checkpoint.begin(tmp_path, 4) / "critic", Weights(1.0), None, state)
+    checkpoint.write_part(checkpoint.begin(tmp_path, 4), Weights(2.0), None, state)
+    path = checkpoint.commit(tmp_path, 4, extra={})
+    assert (path / "critic" / "model" / "weights").read_text() == "1.0"
+    assert (path / "model" / "weights").read_text() == "2.0"
+
+
+def test_a_critic_s_state_is_read_without_the_policy_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was once the last of two states that were read."""
+    for part, value in (("critic", 1.0), ("", 2.0)):
+        folder = checkpoint.begin(tmp_path, 4) / part
+        checkpoint.write_part(folder, Weights(value), None, {"x": torch.tensor(value)})
+    path = checkpoint.commit(tmp_path, 4, extra={})
+    read: list[str] = []
+    load_file = safetensors.torch.load_file
+
+    def watched(file: Path) -> dict[str, torch.Tensor]:
+        read.append(Path(file).relative_to(path).as_posix())
+        return load_file(file)
+
+    monkeypatch.setattr(safetensors.torch, "load_file", watched)
+    assert float(checkpoint.load_trainer_state(path, "critic")["x"]) == 1.0
+    assert read == ["critic/trainer/state.safetensors"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -343,3 +344,22 @@ def test_state_may_leave_memory_between_any_two_calls(
 def weights_and_gradients_have_memory(trainer: PolicyTrainer) -> bool:
     tensors = [t for p in trainer.model.parameters() for t in (p, p.grad) if t is not None]
     return any(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def test_stale_rollouts_are_weighted_by_the_policy_that_drew_them(
+    make_model: MakeModel, make_rollouts: MakeRollouts
+) -> None:
+    """Recomputed log-probabilities once replaced the behaviour policy's, whatever those were."""
+    rollouts = make_rollouts()
+    trainers = [PolicyTrainer(make_model(), GRPO(), CONFIG) for _ in range(3)]
+    old_T = trainers[0].logprobs(rollouts)
+    drawn = {"same": old_T, "half as likely": old_T - math.log(2), "behaviour": None}
+    losses = {}
+    for trainer, (name, behaviour_T) in zip(trainers, drawn.items(), strict=True):
+        stale = replace(rollouts, old_logprobs_T=old_T)
+        if behaviour_T is not None:
+            stale = replace(stale, behaviour_logprobs_T=behaviour_T)
+        trainer.fold(stale)
+        losses[name] = trainer.finish()["loss"]
+    assert losses["half as likely"] == pytest.approx(2 * losses["same"])
+    assert losses["behaviour"] != pytest.approx(losses["same"])

@@ -77,7 +77,7 @@ def gang_of(groups: LaneGroups, replicas: Any) -> Gang | None:
     for number, lanes in enumerate(replicas):
         if lane in lanes:
             mesh = groups.mesh(replicas)
-            return Gang(lanes.index(lane), len(lanes), number, len(replicas), mesh)
+            return Gang(lanes.index(lane), len(lanes), number, len(replicas), mesh=mesh)
     return None
 
 

@@ -32,6 +32,8 @@ class GRPO:
         kl_coefficient: weight of KL(policy || reference) in the loss; 0 needs no reference.
         kl_estimator: k1, k2 or k3.
         entropy_coefficient: weight of an entropy bonus.
+        weight_cap: largest importance weight of tokens that another policy drew than the one that
+            the ratio is taken against.
     """
 
     clip_low: float = 0.2
@@ -43,6 +45,7 @@ class GRPO:
     kl_coefficient: float = 0.0
     kl_estimator: KLEstimator = "k3"
     entropy_coefficient: float = 0.0
+    weight_cap: float = 5.0
 
     @property
     def figures(self) -> tuple[str, ...]:
@@ -76,10 +79,12 @@ class GRPO:
             columns.advantages_T,
             columns.lengths_B,
             mask_T,
+            behaviour_logprobs_T=columns.behaviour_logprobs_T,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,
             ratio_level=self.ratio_level,
+            weight_cap=self.weight_cap,
         )
         loss_T = policy.loss_T
         # KL(behaviour || policy): its tokens are the behaviour policy's, hence the swapped sides.

@@ -26,6 +26,8 @@ class TokenColumns:
         mask_T: bool, False for tokens that do not count; None when all do.
         reference_logprobs_T: under the reference model, where the algorithm has a KL term.
         entropy_T: of the policy at the token, with gradient, where the algorithm asks for it.
+        behaviour_logprobs_T: under the policy that drew the tokens, where that is not the policy of
+            `old_logprobs_T`; None where it is.
     """
 
     logprobs_T: Tensor
@@ -35,6 +37,7 @@ class TokenColumns:
     mask_T: Tensor | None = None
     reference_logprobs_T: Tensor | None = None
     entropy_T: Tensor | None = None
+    behaviour_logprobs_T: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ class PolicyLoss:
 
     `ratio_T` (detached) is what the advantage was multiplied by, `log_ratio_T` (detached) the
     log-ratio of the token itself whatever the level, `clipped_T` (bool) the tokens for which the
-    clipped branch was taken, so that no gradient flows through them.
+    clipped branch was taken, so that no gradient flows through them. The importance weight is part
+    of `loss_T` alone.
     """
 
     loss_T: Tensor
@@ -42,17 +43,21 @@ def clipped_policy_loss(
     lengths_B: Tensor,
     mask_T: Tensor | None = None,
     *,
+    behaviour_logprobs_T: Tensor | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
     ratio_level: RatioLevel = "token",
+    weight_cap: float = 5.0,
 ) -> PolicyLoss:
-    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` for every token.
+    """`-w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` for every token.
 
     Sources: PPO (arXiv 1707.06347), equation 7; separate bounds from DAPO (arXiv 2503.14476),
     equation 8; dual clip (arXiv 1912.09729), equation 5: for A < 0 the loss is at most
     `-dual_clip * A`; sequence level from GSPO (arXiv 2507.18071), equation 7: every token of a
-    sequence has the ratio `exp(mean over its unmasked tokens of the log-ratio)`.
+    sequence has the ratio `exp(mean over its unmasked tokens of the log-ratio)`; decoupled PPO from
+    AReaL (arXiv 2505.24298), equation 5: `w = old / behaviour` corrects for tokens that another
+    policy drew than the one that the ratio is taken against, here at most `weight_cap`.
 
     Args:
         logprobs_T: [T] under the policy that learns; gradients flow through them.
@@ -60,9 +65,12 @@ def clipped_policy_loss(
         advantages_T: [T], constant.
         lengths_B: [B] int64, the sequences' lengths in tokens; they sum to T.
         mask_T: [T] bool, False for tokens that do not count; None when all do.
+        behaviour_logprobs_T: [T] under the policy that drew the tokens; None where that is the
+            policy of `old_logprobs_T`, so that `w` is 1.
         clip_low, clip_high: how far below and above 1 the ratio may move.
         dual_clip: bound above 1 for negative advantages, or None.
-        ratio_level: one ratio a token, or one a sequence.
+        ratio_level: one ratio and weight a token, or one a sequence.
+        weight_cap: the largest `w`.
 
     Returns:
         Figures at least float32, float64 where the log-probabilities are.
@@ -89,6 +97,15 @@ def clipped_policy_loss(
         capped_T = (advantages_T < 0) & (loss_T > ceiling_T)
         loss_T = torch.where(capped_T, ceiling_T, loss_T)
         clipped_T = clipped_T | capped_T
+    if behaviour_logprobs_T is not None:
+        log_weight_T = (old_logprobs_T - behaviour_logprobs_T).to(dtype).detach()
+        if mask_T is not None:
+            log_weight_T = log_weight_T.masked_fill(~mask_T, 0.0)
+        if ratio_level == "sequence":
+            log_weight_T = _sequence_mean(log_weight_T, lengths_B, mask_T)
+        loss_T = loss_T * log_weight_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(
+            max=weight_cap
+        )
     return PolicyLoss(loss_T, ratio_T.detach(), log_ratio_T.detach(), clipped_T)
 
 

@@ -113,27 +113,23 @@ def plan_command(
     ] = False,
 ) -> None:
     """Show how a recipe would be carried out, and why; start nothing."""
-    from m2flow.cli.plan import Asked
+    from m2flow.cli.deciding import Question
     from m2flow.cli.plan import plan as show
+    from m2flow.workloads.common import Assumed
 
     with_mode(overrides, mode, plan)  # refuses the two together
-    show(
-        Asked(
-            recipe,
-            overrides or [],
-            mode,
-            plan,
-            cluster,
-            model,
-            max_staleness,
-            profile,
-            reuse_profile,
-            prompt_tokens,
-            answer_tokens,
-            explain,
-            json,
-        )
+    words = [*(overrides or [])]
+    if max_staleness is not None:
+        words.append(f"max_staleness={max_staleness}")
+    asked = Question(
+        mode=mode,
+        plan_file=plan,
+        cluster=cluster,
+        assumed=Assumed(model, prompt_tokens, answer_tokens),
+        profile_file=profile,
+        reuse=reuse_profile,
     )
+    show(recipe, words, asked, explain=explain, as_json=json)
 
 
 @app.command("profile")
@@ -173,12 +169,20 @@ def evaluate(
     ] = None,
     lanes: Annotated[str, typer.Option(help="Lanes, such as cpu:2.")] = "auto",
     on_bad_row: Annotated[str, typer.Option(help="fail or skip.")] = "fail",
+    workload: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Whose way of examining, where several workloads are installed."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Accuracy and pass@k of a model on problems with known answers."""
     from m2flow.cli.evaluate import evaluate as run
+    from m2flow.plan import parse_lanes
+    from m2flow.workloads.common import Examination
 
-    run(
+    if on_bad_row not in ("fail", "skip"):
+        raise UserError("is unknown", key="--on-bad-row", value=on_bad_row, expected="fail or skip")
+    asked = Examination(
         model,
         data,
         samples=samples,
@@ -187,10 +191,10 @@ def evaluate(
         limit=limit,
         seed=seed,
         template=template,
-        lanes=lanes,
-        on_bad_row=on_bad_row,
-        as_json=json,
+        lanes=parse_lanes(lanes),
+        skip_bad_rows=on_bad_row == "skip",
     )
+    run(asked, workload, as_json=json)
 
 
 @app.command()

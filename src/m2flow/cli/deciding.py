@@ -3,63 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from m2flow.cli.larger import fuller, smallest
-from m2flow.cli.plan import Asked
-from m2flow.cli.planning import AUTO_MODE, flow_of, lanes_of, layouts_of
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import ONE_LANE, Layout
-from m2flow.plan import (
-    build_plan,
-    isolated_workers,
-    parse_bytes,
-    read_plan,
-    validate,
-    with_memory,
-)
+from m2flow.plan import build_plan, isolated_workers, read_plan, validate
 from m2flow.plan.choose import check_fits, choose
 from m2flow.plan.prediction import Candidate, Decision
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import Cluster, lane_specs, parse_cluster
 from m2flow.plan.profile.work import Pricer
-from m2flow.workloads.reasoning.config import ReasoningRecipe
-from m2flow.workloads.reasoning.work import prices
+from m2flow.workloads.common.planning import flow_of, lanes_of, layouts_of, with_limit
+from m2flow.workloads.common.profile_key import profile_key
+from m2flow.workloads.common.recipe import AUTO_MODE, Recipe
+from m2flow.workloads.common.registry import workload_of
+from m2flow.workloads.common.workload import NOTHING_ASSUMED, Assumed
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned.
+
+    Attributes:
+        recipe: whose flow; None while it has not been read.
+        mode: "auto", a fixed mode, or None for what the other fields imply.
+        plan_file: a plan to be judged.
+        cluster: lanes that need not exist, such as "16x8xH100".
+        assumed: facts that replace the recipe's own on a cluster.
+        profile_file: a stored profile; `reuse` takes it even if it is of something else.
+    """
+
+    recipe: Recipe | None = None
+    mode: str | None = None
+    plan_file: Path | None = None
+    cluster: str | None = None
+    assumed: Assumed = NOTHING_ASSUMED
+    profile_file: Path | None = None
+    reuse: bool = False
 
 
 class Planning:
     """A recipe, lanes and a profile: what a decision is taken from."""
 
-    def __init__(self, recipe: ReasoningRecipe, asked: Asked, wanted: str | None) -> None:
-        self.recipe, self.asked, self.wanted = recipe, asked, wanted
-        if wanted == "eager":
+    def __init__(self, asked: Question) -> None:
+        assert asked.recipe is not None, "the recipe is read by now"
+        self.asked, self.recipe = asked, asked.recipe
+        if asked.mode == "eager":
             raise UserError(
                 "an eager run has one process, and nothing to plan",
                 key="--mode",
-                value=wanted,
+                value=asked.mode,
                 hint="leave out --cluster and --profile to see its plan",
             )
-        flow = flow_of(recipe)
+        flow = flow_of(self.recipe, asked.assumed.model)
         self.graph: FlowGraph = flow.trace()
         self.isolated = isolated_workers(flow)
         self.cluster = None if asked.cluster is None else parse_cluster(asked.cluster, "--cluster")
+        self.layouts = layouts_of(self.recipe, flow, self._lanes(self.cluster))
         self.prices: Pricer | None = None
         if self.cluster is not None:
-            self.prices = prices(
-                recipe, self.graph, asked.model, asked.prompt_tokens, asked.answer_tokens
-            )
+            workload = workload_of(self.recipe)
+            self.prices = workload.prices(self.recipe, self.graph, asked.assumed)
 
     def decision(self) -> Decision:
         """What is chosen: by the planner, or by the person who named a mode or a plan."""
         mine = self._own_plan()
-        lanes = self._lanes(self.cluster)
-        decision = self.decided(lanes, [] if mine is None else [mine])
+        decision = self.decided(self._lanes(self.cluster), [] if mine is None else [mine])
         if mine is not None:
             return _of_plan(decision, mine)
-        if self.wanted not in (None, AUTO_MODE):
+        if self.asked.mode not in (None, AUTO_MODE):
             decision = self._of_mode(decision, self.recipe.mode)
         plan = replace(decision.chosen.plan, deadline_seconds=self.recipe.deadline_seconds)
         return replace(decision, chosen=replace(decision.chosen, plan=plan))
@@ -68,7 +85,7 @@ class Planning:
         if self.asked.plan_file is None:
             return None
         mine = read_plan(self.asked.plan_file)
-        validate(mine, self.graph, self.recipe.prompts_per_step, self.isolated)
+        validate(mine, self.graph, self.recipe.items_per_step, self.isolated)
         return mine
 
     def decided(self, lanes: Sequence[LaneSpec], beside: Sequence[Plan] = ()) -> Decision:
@@ -79,7 +96,7 @@ class Planning:
                 self.graph,
                 profile,
                 lanes,
-                self.recipe.prompts_per_step,
+                self.recipe.items_per_step,
                 max_staleness=self.recipe.max_staleness,
                 isolated=self.isolated,
                 layouts=self._layouts(profile),
@@ -94,42 +111,40 @@ class Planning:
         """The cluster's lanes or the recipe's, under the recipe's limit of memory if it has one."""
         if cluster is None:
             return lanes_of(self.recipe)
-        limit = self.recipe.lane_memory
-        lanes = lane_specs(cluster)
-        return lanes if limit is None else with_memory(lanes, parse_bytes(limit, "lane_memory"))
+        return with_limit(lane_specs(cluster), self.recipe)
 
     def _profile(self, cluster: Cluster | None) -> Profile:
         """Computed for a cluster, read from the file that was named, or measured here before."""
-        from m2flow.cli.profile_key import profile_key
-        from m2flow.runtime.profiling.stored import cached, given
-
-        file, reuse = self.asked.profile_file, self.asked.reuse
+        computed = None
         if cluster is not None:
             assert self.prices is not None
-            computed = analytic_profile(
-                self.graph, cluster, self.prices, self.recipe.prompts_per_step
-            )
-            return computed if file is None else given(file, computed.key, whatever_its_key=reuse)
-        key = profile_key(self.recipe, lanes_of(self.recipe))
-        found = cached(key) if file is None else given(file, key, whatever_its_key=reuse)
+            items = self.recipe.items_per_step
+            computed = analytic_profile(self.graph, cluster, self.prices, items)
+            if self.asked.profile_file is None:
+                return computed
+        from m2flow.runtime.profiling.stored import cached, given  # NumPy comes along
+
+        key = profile_key(self.recipe, lanes_of(self.recipe)) if computed is None else computed.key
+        if self.asked.profile_file is not None:
+            return given(self.asked.profile_file, key, whatever_its_key=self.asked.reuse)
+        found = cached(key)
         if found is None:
             raise UserError(
                 "nothing has been measured for this recipe on these lanes",
                 key="--mode",
                 value=AUTO_MODE,
-                hint=f"`m2flow profile {self.asked.recipe}` measures first, --cluster computes",
+                hint="`m2flow profile RECIPE` measures first, --cluster computes",
             )
         return found
 
     def _layouts(self, profile: Profile) -> dict[str, Layout]:
         """Lanes for a copy of each worker in the plans of fixed modes: the fewest that it fits."""
-        asked = layouts_of(self.recipe, self.graph)
         found = {}
         for worker in self.graph.workers:
             nodes = [node for node in self.graph.nodes if node.worker == worker]
             costs = [profile.stage(node.name).costs for node in nodes]
             fitting = set.intersection(*({cost.lanes for cost in some} for some in costs))
-            wanted = asked.get(worker, ONE_LANE)
+            wanted = self.layouts.get(worker, ONE_LANE)
             if wanted.lanes not in fitting and fitting:
                 least = min(fitting)
                 name = next(cost.layout for cost in costs[0] if cost.lanes == least)
@@ -148,7 +163,7 @@ class Planning:
             return _with_choice(decision, every[0])
         lanes = [lane for lane in decision.chosen.plan.lanes if lane.reserved_for is None]
         build_plan(  # says why, where the mode does not fit the lanes
-            mode, self.graph, lanes, self.recipe.prompts_per_step, self.isolated,
+            mode, self.graph, lanes, self.recipe.items_per_step, self.isolated,
             self._layouts(decision.profile),
         )  # fmt: skip
         raise UserError(
@@ -173,7 +188,7 @@ class Planning:
         """Say why no plan keeps the limits there; None if one does."""
         try:
             profile, lanes = self._profile(cluster), self._lanes(cluster)
-            check_fits(self.graph, profile, lanes, self.recipe.prompts_per_step)
+            check_fits(self.graph, profile, lanes, self.recipe.items_per_step)
         except UserError as error:
             return error
         return None

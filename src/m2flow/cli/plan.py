@@ -10,80 +10,52 @@ import dataclasses
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from m2flow.cli.planning import AUTO_MODE, planned
-from m2flow.cli.recipe import read_recipe
 from m2flow.errors import UserError
 from m2flow.plan import describe_plan, to_json
-from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.common import Recipe, read_recipe
+from m2flow.workloads.common.planning import planned
+from m2flow.workloads.common.recipe import AUTO_MODE
 
 if TYPE_CHECKING:
-    from m2flow.cli.deciding import Planning
+    from m2flow.cli.deciding import Question
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What was asked of `m2flow plan`.
-
-    Attributes:
-        recipe, overrides: a YAML file, and `key=value`.
-        mode: "auto", a fixed mode, or None for what the recipe or the other options imply.
-        plan_file: a plan to judge, or to print.
-        cluster: lanes that need not exist.
-        model: a `config.json`, a folder or a known name, in place of the recipe's model.
-        max_staleness: a budget, in place of the recipe's.
-        profile_file: a stored profile; `reuse` it even if it is of something else.
-        prompt_tokens, answer_tokens: means, in place of assumptions.
-        explain, as_json: how to tell.
-    """
-
-    recipe: Path
-    overrides: Sequence[str] = ()
-    mode: str | None = None
-    plan_file: Path | None = None
-    cluster: str | None = None
-    model: str | None = None
-    max_staleness: int | None = None
-    profile_file: Path | None = None
-    reuse: bool = False
-    prompt_tokens: float | None = None
-    answer_tokens: float | None = None
-    explain: bool = False
-    as_json: bool = False
-
-
-def plan(asked: Asked) -> None:
+def plan(
+    recipe: Path, overrides: Sequence[str], asked: Question, *, explain: bool, as_json: bool
+) -> None:
     """Print how a recipe would be carried out.
+
+    Args:
+        recipe: the YAML file.
+        overrides: `key=value`.
+        asked: what beside the recipe decides; its own recipe is replaced.
+        explain, as_json: how to tell.
 
     Raises:
         UserError: the input is wrong.
     """
-    named = [word.removeprefix("mode=") for word in asked.overrides if word.startswith("mode=")]
+    named = [word.removeprefix("mode=") for word in overrides if word.startswith("mode=")]
     wanted = asked.mode or (named[-1] if named else None)
-    words = [*asked.overrides, *([f"mode={asked.mode}"] if asked.mode else [])]
-    if asked.max_staleness is not None:
-        words.append(f"max_staleness={asked.max_staleness}")
-    recipe = read_recipe(asked.recipe, words)
+    words = [*overrides, *([f"mode={asked.mode}"] if asked.mode else [])]
+    found = read_recipe(recipe, words)
     if asked.cluster is None:
         _refuse_without_cluster(asked)
     profiled = asked.cluster is not None or asked.profile_file is not None
-    planned_by_us = recipe.mode == AUTO_MODE and asked.plan_file is None
+    planned_by_us = found.mode == AUTO_MODE and asked.plan_file is None
     if profiled or planned_by_us:
-        from m2flow.cli.deciding import Planning
-
-        _print_decision(Planning(recipe, asked, wanted), asked)
+        _print_decision(dataclasses.replace(asked, recipe=found, mode=wanted), explain, as_json)
     else:
-        _print_fixed(recipe, asked)
+        _print_fixed(found, asked.plan_file, explain, as_json)
 
 
-def _refuse_without_cluster(asked: Asked) -> None:
+def _refuse_without_cluster(asked: Question) -> None:
     for option, value in (
-        ("--model", asked.model),
-        ("--prompt-tokens", asked.prompt_tokens),
-        ("--answer-tokens", asked.answer_tokens),
+        ("--model", asked.assumed.model),
+        ("--prompt-tokens", asked.assumed.prompt_tokens),
+        ("--answer-tokens", asked.assumed.answer_tokens),
     ):
         if value is not None:
             raise UserError(
@@ -94,30 +66,32 @@ def _refuse_without_cluster(asked: Asked) -> None:
             )
 
 
-def _print_fixed(recipe: ReasoningRecipe, asked: Asked) -> None:
+def _print_fixed(recipe: Recipe, plan_file: Path | None, explain: bool, as_json: bool) -> None:
     """The plan of a fixed mode, or of a file: nothing is known of seconds."""
-    graph, chosen = planned(recipe, asked.plan_file)
-    if asked.as_json or not asked.explain:
+    graph, chosen = planned(recipe, plan_file)
+    if as_json or not explain:
         print(to_json(chosen), end="")
-    if asked.explain:
+    if explain:
         lines = ["flow:", *(f"  {line}" for line in graph.describe())]
-        out = sys.stderr if asked.as_json else sys.stdout
-        print("\n".join(lines + describe_plan(chosen, graph, recipe.prompts_per_step)), file=out)
+        out = sys.stderr if as_json else sys.stdout
+        print("\n".join(lines + describe_plan(chosen, graph, recipe.items_per_step)), file=out)
 
 
-def _print_decision(planning: Planning, asked: Asked) -> None:
+def _print_decision(asked: Question, explain: bool, as_json: bool) -> None:
+    from m2flow.cli.deciding import Planning
     from m2flow.plan.explain import explained, flips, in_words, summary
 
+    planning = Planning(asked)
     decision = planning.decision()
     found = None
-    if asked.explain or asked.as_json:
+    if explain or as_json:
         found = flips(decision, planning.graph, planning.decided)
-    why = explained(decision, planning.graph, flips=found, assumptions=decision.profile.assumptions)
-    if asked.as_json:
+    why = explained(decision, planning.graph, flips=found)
+    if as_json:
         print(to_json({**dataclasses.asdict(decision.chosen.plan), "decision": why}), end="")
-    if asked.explain or not asked.as_json:
-        out = sys.stderr if asked.as_json else sys.stdout
+    if explain or not as_json:
+        out = sys.stderr if as_json else sys.stdout
         plain = not out.isatty() or "utf" not in (out.encoding or "").lower()
         width = shutil.get_terminal_size((100, 24)).columns
-        lines = in_words(why, width, plain) if asked.explain else summary(why)
+        lines = in_words(why, width, plain) if explain else summary(why)
         print("\n".join(lines), file=out)

@@ -2,51 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from m2flow.cli.planning import flow_of, lanes_of
-from m2flow.cli.profile_key import Key, model_folder_name, profile_key
-from m2flow.cli.recipe import read_recipe
-from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.observe.formatting import number, percent, seconds
 from m2flow.observe.progress import TrainProgress
 from m2flow.plan.file import to_json
 from m2flow.plan.profile import Profile, Quantiles, StageCost
 from m2flow.plan.sizes import bytes_text
-from m2flow.runtime.profiling import cached, stored_at
-from m2flow.runtime.profiling.stored import cache_folder, given
-from m2flow.workloads.reasoning.config import ReasoningRecipe
-
-if TYPE_CHECKING:
-    from m2flow.workloads.reasoning.experiment import ReasoningExperiment
-    from m2flow.workloads.reasoning.workers import ModelSource
-
-SMALL_BUDGET, BUDGET = 60.0, 300.0
-"""Seconds for a model that is made on the spot, and for any other."""
-
-LEAST_SECONDS = 15.0
-"""What is left for measuring when all else has used a budget of these up."""
-
-STEPS = 8
-"""So many steps' prompts are measured, again and again."""
+from m2flow.workloads.common import read_recipe
+from m2flow.workloads.common.profiling import profile_of
 
 SHOWN_SIZES = 4
-
-
-@dataclass(frozen=True)
-class Obtained:
-    """A profile, and in a few words where it comes from."""
-
-    profile: Profile
-    origin: str
 
 
 def profile(
@@ -62,7 +33,7 @@ def profile(
     Args:
         recipe_path: the YAML file.
         overrides: `key=value`.
-        budget: seconds that all of it may take; by default SMALL_BUDGET or BUDGET.
+        budget: seconds that all of it may take; by default the recipe's `profiling_seconds`.
         out: the file; by default only the store has it.
         again: measure even if a profile is stored.
 
@@ -76,121 +47,15 @@ def profile(
     console = Console(highlight=False)
     with TrainProgress(console) as progress:
         progress.start(f"m2flow: profile of {recipe.name}")
-        found = profile_of(recipe, budget=budget, again=again, progress=progress)
-    console.print(table(found.profile))
-    for line in beside(found.profile):
+        found, origin = profile_of(recipe, progress, budget=budget, again=again)
+    console.print(table(found))
+    for line in beside(found):
         console.print(line, soft_wrap=True)
-    console.print(found.origin, soft_wrap=True)
+    console.print(origin, soft_wrap=True)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(to_json(found.profile), encoding="utf-8")
+        out.write_text(to_json(found), encoding="utf-8")
         console.print(f"written to {out}", soft_wrap=True)
-
-
-def profile_of(
-    recipe: ReasoningRecipe,
-    *,
-    budget: float | None = None,
-    again: bool = False,
-    file: Path | None = None,
-    whatever_its_key: bool = False,
-    progress: TrainProgress | None = None,
-) -> Obtained:
-    """A recipe's profile on its lanes: from a file, from the store, or measured now.
-
-    Args:
-        recipe: what is to be profiled.
-        budget: seconds that all of it may take.
-        again: measure even if a profile is stored.
-        file: take this one, if it was made for such a recipe on such a machine.
-        whatever_its_key: take it whatever it was made for.
-        progress: told what is going on.
-
-    Raises:
-        UserError: the lanes or the recipe are wrong, or the file was made for something else.
-        RunFailed: a step failed.
-    """
-    lanes = lanes_of(recipe)
-    key = profile_key(recipe, lanes)
-    if file is not None:
-        found = given(file, key, whatever_its_key=whatever_its_key)
-        return Obtained(found, f"read from {file}")
-    least = LEAST_SECONDS if budget is None else 0.0
-    budget = measuring_budget(recipe) if budget is None else budget
-    if not again and (known := cached(key)) is not None:
-        return Obtained(known, f"stored at {stored_at(key)}; --again measures again")
-    return _measured(recipe, lanes, key, budget, least, progress)
-
-
-def measuring_budget(recipe: ReasoningRecipe) -> float:
-    """Seconds that a profile may take, where nobody says it."""
-    return SMALL_BUDGET if recipe.model.path is None else BUDGET
-
-
-def _measured(
-    recipe: ReasoningRecipe,
-    lanes: Sequence[LaneSpec],
-    key: Key,
-    budget: float,
-    least: float,
-    progress: TrainProgress | None,
-) -> Obtained:
-    started = time.monotonic()
-    from m2flow.cli.train import WORKERS_NEED
-    from m2flow.runtime.driver.ahead import LanesAhead
-
-    with LanesAhead(_with_reserved(recipe, lanes), WORKERS_NEED) as ahead:
-        from m2flow.runtime.profiling import obtain, profile_flow
-        from m2flow.workloads.reasoning.experiment import ReasoningExperiment
-        from m2flow.workloads.reasoning.flow import recipe_flow
-
-        experiment = ReasoningExperiment(recipe)
-        model = starting_model(experiment, progress)
-        found, origin = obtain(
-            key,
-            lambda: profile_flow(
-                lambda: recipe_flow(recipe, model, experiment.task),
-                [experiment.batch(step, model) for step in range(min(STEPS, recipe.steps))],
-                lanes=ahead.pool(),
-                budget_seconds=max(least, budget - (time.monotonic() - started)),
-                key=key,
-                note=None if progress is None else progress.note,
-            ),
-            again=True,
-        )
-    return Obtained(found, origin)
-
-
-def _with_reserved(recipe: ReasoningRecipe, lanes: Sequence[LaneSpec]) -> Sequence[LaneSpec]:
-    """The lanes, with those of their own for workers that need them."""
-    from m2flow.plan import isolated_workers
-    from m2flow.plan.profile.trials import trial_plans
-
-    flow = flow_of(recipe)
-    isolated = isolated_workers(flow)
-    return trial_plans(flow.trace(), lanes, recipe.prompts_per_step, isolated=isolated)[0].lanes
-
-
-def starting_model(
-    experiment: ReasoningExperiment, progress: TrainProgress | None = None
-) -> ModelSource:
-    """The model that reinforcement begins with; one that is made here is kept for the next time."""
-    from m2flow.workloads.reasoning.workers import ModelSource
-
-    recipe = experiment.recipe
-    if not experiment.makes_model:
-        assert recipe.model.path is not None
-        return ModelSource(recipe.model.path, recipe.model.dtype)
-    folder = cache_folder() / "models" / model_folder_name(recipe)
-    if (folder / "config.json").is_file():
-        return ModelSource(str(folder), recipe.model.dtype)
-    folder.mkdir(parents=True, exist_ok=True)
-    if progress is not None and recipe.warmup.steps:
-        progress.phase("warm-up", recipe.warmup.steps)
-    return experiment.prepare(
-        folder,
-        None if progress is None else lambda at: progress.update(at.step, {"loss": at.loss}),
-    )
 
 
 def table(found: Profile) -> Table:

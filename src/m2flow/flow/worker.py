@@ -144,13 +144,6 @@ class Worker:
         """
         return (ONE_LANE,)
 
-    def fits_gang(self, size: int) -> bool:
-        """Whether a replica may be a gang of so many lanes (at least 2) in plans that are tried.
-
-        Asked of a worker that is not loaded, in the process that plans.
-        """
-        return self.collective
-
     def load(self, place: Place) -> None:
         """Bring up what is heavy (model, simulator, connections). Called once on each lane."""
         self.place = place

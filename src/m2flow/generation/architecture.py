@@ -1,8 +1,6 @@
 """Dense decoders of the Llama family, as far as generation must know them.
 
-Reads a Hugging Face configuration and refuses, by name, whatever the decoder would compute
-differently from transformers: a silent difference would show as a policy that is off its own
-log-probabilities.
+Reads a Hugging Face configuration; `supported` says which ones the decoder computes.
 """
 
 from __future__ import annotations
@@ -13,12 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from m2flow.errors import UserError
-
-# The model types, and whether each normalises queries and keys per head.
-_QK_NORM = {"qwen2": False, "llama": False, "qwen3": True}
-# Rotary frequencies that do not depend on the length of the sequence at hand.
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+from m2flow.generation.supported import QK_NORM, check_supported
 
 
 @dataclass(frozen=True)
@@ -54,30 +47,7 @@ def architecture_of(config: Any) -> Architecture:
     Raises:
         UserError: the model is none of those that this decoder computes exactly.
     """
-    if config.model_type not in _QK_NORM:
-        raise UserError(
-            "the native engine does not compute this architecture",
-            key="model_type",
-            value=config.model_type,
-            expected=f"one of {', '.join(_QK_NORM)}",
-        )
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise UserError(
-            "the native engine attends to the whole context",
-            key="layer_types",
-            value="sliding_attention",
-            expected="full_attention in every layer",
-        )
-    if config.hidden_act != "silu":
-        raise UserError("not computed", key="hidden_act", value=config.hidden_act, expected="silu")
-    rope_type = config.rope_parameters["rope_type"]
-    if rope_type not in _STATIC_ROPE:
-        raise UserError(
-            "rotary frequencies that change with the length are not computed",
-            key="rope_type",
-            value=rope_type,
-            expected=f"one of {', '.join(_STATIC_ROPE)}",
-        )
+    check_supported(config.to_dict())
     is_qwen2 = config.model_type == "qwen2"
     attention_bias = bool(getattr(config, "attention_bias", False))
     return Architecture(
@@ -90,7 +60,7 @@ def architecture_of(config: Any) -> Architecture:
         head_dim=getattr(config, "head_dim", None)
         or config.hidden_size // config.num_attention_heads,
         norm_epsilon=config.rms_norm_eps,
-        qk_norm=_QK_NORM[config.model_type],
+        qk_norm=QK_NORM[config.model_type],
         # Qwen2 has biases on queries, keys and values alone, and no switch for them.
         qkv_bias=is_qwen2 or attention_bias,
         out_bias=not is_qwen2 and attention_bias,

@@ -152,23 +152,20 @@ class Decoder:
             query_XGD, kv_X2D = qkv_YSD.narrow(0, 0, num_heads).split((a.group, 2), dim=1)
             cache.append(layer, kv_X2D.flatten(1))
             out_YGD = qkv_YSD.new_empty(num_rows * a.kv_heads, a.group, a.head_dim)
-            for segment in cache.segments:
-                rows = slice(segment.begin, segment.end)
-                key_XCD, value_XCD = cache.window(layer, segment)
-                if self._plain_attention:
-                    score_XGC = torch.baddbmm(
-                        segment.mask_X1C, query_XGD[rows], key_XCD.transpose(1, 2), alpha=scale
-                    )
-                    torch.bmm(score_XGC.softmax(dim=-1), value_XCD, out=out_YGD[rows])
-                else:
-                    # A head of a row stands where the kernel has the batch, and its group of
-                    # queries where the kernel has positions.
-                    out_YGD[rows] = F.scaled_dot_product_attention(
-                        query_XGD[rows].unsqueeze(1),
-                        key_XCD.unsqueeze(1),
-                        value_XCD.unsqueeze(1),
-                        attn_mask=segment.mask_X1C.unsqueeze(1),
-                    ).squeeze(1)
+            rows, mask_X1C = slice(num_heads), cache.mask_X1C
+            key_XCD, value_XCD = cache.window(layer)
+            if self._plain_attention:
+                score_XGC = torch.baddbmm(mask_X1C, query_XGD, key_XCD.transpose(1, 2), alpha=scale)
+                torch.bmm(score_XGC.softmax(dim=-1), value_XCD, out=out_YGD[rows])
+            else:
+                # A head of a row stands where the kernel has the batch, and its group of queries
+                # where the kernel has positions.
+                out_YGD[rows] = F.scaled_dot_product_attention(
+                    query_XGD.unsqueeze(1),
+                    key_XCD.unsqueeze(1),
+                    value_XCD.unsqueeze(1),
+                    attn_mask=mask_X1C.unsqueeze(1),
+                ).squeeze(1)
             return out_YGD.view(num_rows, -1)
 
         hidden_NE = self._layers(token_N, position_N, attend)

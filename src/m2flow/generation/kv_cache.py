@@ -11,7 +11,6 @@ row, C columns, W = 2 D the key and the value of a head side by side, U prompts,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,19 +18,6 @@ from torch import Tensor
 from m2flow.generation.architecture import Architecture
 
 _ROUND_COLUMNS = 64
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Heads [begin, end), counted over all rows, attend over the first `window` columns.
-
-    `mask_X1C` [heads, 1, window] is 0 where the row has a token and -inf elsewhere.
-    """
-
-    begin: int
-    end: int
-    window: int
-    mask_X1C: Tensor
 
 
 class KVCache:
@@ -59,11 +45,6 @@ class KVCache:
         """Gives the memory back; all content is lost."""
         self.rows = self.columns = 0
         self._allocate(0, 0)
-
-    @property
-    def column_bytes(self) -> int:
-        """Bytes of one token in one layer: what attention reads for it in a step."""
-        return 2 * self._architecture.kv_heads * self._architecture.head_dim * self._dtype.itemsize
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All that takes memory."""
@@ -104,29 +85,18 @@ class KVCache:
         for source, target in zip(sources, targets, strict=True):
             used[:, target] = used[:, source]
 
-    def permute(self, order: Sequence[int], columns: int) -> None:
-        """Slot i becomes what slot `order[i]` was, in the first columns."""
-        used = self._kv_LRKCW[:, : len(order), :, :columns]
-        used.copy_(used.index_select(1, torch.tensor(order, device=self._device)))
-
-    def view(self, position_B: Tensor, segments: Sequence[tuple[int, int, int]]) -> CacheView:
-        """What one decode step needs: where each row's next token goes, and who attends to what.
+    def view(self, position_B: Tensor, window: int) -> CacheView:
+        """What one decode step needs: where each row's next token goes, and what rows attend to.
 
         Args:
             position_B: int64, tokens in each slot so far: the column that this step fills.
-            segments: `(begin, end, window)`, covering the rows.
+            window: columns that the longest row attends to in this step.
         """
-        heads = self._architecture.kv_heads
-        position_X = position_B.repeat_interleave(heads)
+        position_X = position_B.repeat_interleave(self._architecture.kv_heads)
         index_X = self._first_index_X.narrow(0, 0, position_X.shape[0]) + position_X
-        position_X1 = position_X.unsqueeze(1)
-        masked = []
-        for begin, end, window in segments:
-            last_X1 = position_X1.narrow(0, begin * heads, (end - begin) * heads)
-            absent_XC = self._column.narrow(0, 0, window) > last_X1
-            mask_XC = torch.where(absent_XC, self._absent, self._present)
-            masked.append(Segment(begin * heads, end * heads, window, mask_XC.unsqueeze(1)))
-        return CacheView(self._kv_LRKCW, index_X, masked)
+        absent_XC = self._column.narrow(0, 0, window) > position_X.unsqueeze(1)
+        mask_XC = torch.where(absent_XC, self._absent, self._present)
+        return CacheView(self._kv_LRKCW, index_X, mask_XC.unsqueeze(1))
 
     def _allocate(self, rows: int, columns: int) -> None:
         a = self._architecture
@@ -138,27 +108,31 @@ class KVCache:
 
 
 class CacheView:
-    """The cache during one decode step."""
+    """The cache during one decode step.
 
-    def __init__(self, kv_LRKCW: Tensor, index_X: Tensor, segments: list[Segment]) -> None:
+    Attributes:
+        mask_X1C: [heads of all rows, 1, window], 0 where the row has a token and -inf elsewhere.
+    """
+
+    def __init__(self, kv_LRKCW: Tensor, index_X: Tensor, mask_X1C: Tensor) -> None:
         """`index_X`: where in a layer each head's key and value of this step go."""
-        self.segments = segments
+        self.mask_X1C = mask_X1C
         self._kv_LRKCW, self._index_X = kv_LRKCW, index_X
         self._flat_LYW = kv_LRKCW.flatten(1, 3)
-        self._layer_stride, _, self._head_stride, self._column_stride, _ = kv_LRKCW.stride()
 
     def append(self, layer: int, kv_XW: Tensor) -> None:
         """Writes this step's keys and values of a layer."""
         self._flat_LYW[layer].index_copy_(0, self._index_X, kv_XW)
 
-    def window(self, layer: int, segment: Segment) -> tuple[Tensor, Tensor]:
-        """Keys and values [heads of the segment's rows, window, D] that it attends over."""
+    def window(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [heads of the rows, window, D] that rows attend over."""
         # One strided view where indexing would take half a dozen: at this rate they cost.
-        head_dim = self._kv_LRKCW.shape[-1] // 2
-        shape = (segment.end - segment.begin, segment.window, head_dim)
-        stride = (self._head_stride, self._column_stride, 1)
-        offset = layer * self._layer_stride + segment.begin * self._head_stride
+        kv_RKCW = self._kv_LRKCW
+        head_dim = kv_RKCW.shape[-1] // 2
+        layer_stride, _, head_stride, column_stride, _ = kv_RKCW.stride()
+        shape = (self.mask_X1C.shape[0], self.mask_X1C.shape[2], head_dim)
+        stride, offset = (head_stride, column_stride, 1), layer * layer_stride
         return (
-            self._kv_LRKCW.as_strided(shape, stride, offset),
-            self._kv_LRKCW.as_strided(shape, stride, offset + head_dim),
+            kv_RKCW.as_strided(shape, stride, offset),
+            kv_RKCW.as_strided(shape, stride, offset + head_dim),
         )

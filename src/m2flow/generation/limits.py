@@ -51,14 +51,6 @@ def check_request(sequence: RunningSequence, *, vocab_size: int, context: int) -
         raise UserError(
             "no distribution", key="temperature", value=params.temperature, expected=">= 0"
         )
-    drawn = sequence.tokens
-    if drawn and (min(drawn) < 0 or max(drawn) >= vocab_size or sequence.ended):
-        raise UserError(
-            f"was begun with {len(drawn)} tokens, after which nothing is left to draw",
-            key=key,
-            value=drawn[-1],
-            hint="give back a request as the engine aborted it, with its own parameters",
-        )
     if len(prompt) + params.max_new_tokens > context:
         raise UserError(
             f"a prompt of {len(prompt)} tokens and {params.max_new_tokens} new ones "

@@ -34,9 +34,6 @@ from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 from m2flow.runtime.lane.state import MovableState
 from m2flow.runtime.weights.boxes import Box
 
-# Bytes that the processor reads from the cache in the time that one more set of kernels costs.
-_CUT_OVERHEAD_BYTES = {"cpu": 150_000, "cuda": 30_000_000}
-
 
 class NativeEngine:
     """A `GenerationEngine` for dense models of the Llama family, on a lane or a gang of lanes.
@@ -90,7 +87,6 @@ class NativeEngine:
         self._running = RunningBatch(
             self._cache,
             max_running=max_running,
-            cut_overhead=_CUT_OVERHEAD_BYTES.get(self.device.type, 0) // self._cache.column_bytes,
             device=self.device,
             parallel=parallel,
         )

@@ -3,9 +3,7 @@
 An engine is stepped by its owner and never runs on its own. A completion is token ids, the
 log-probability under which each was drawn, and the versions of the weights that drew them; text
 is derived from it elsewhere and never encoded again. What a request draws depends on its prompt,
-its seed, its parameters and the weights, and not on what else is running. So another engine can go
-on with an aborted request, and draws what the first one would have drawn: the tokens so far are
-computed at once there, whose logits differ from those of one token at a time by rounding alone.
+its seed, its parameters and the weights, and not on what else is running.
 """
 
 from __future__ import annotations
@@ -57,15 +55,12 @@ class Request:
         id: unique among the requests that the engine holds.
         prompt_ids: int64 [P], or a sequence of Python integers; not empty.
         seed: int64; token t of the completion is drawn with `uniform(seed, t)`.
-        begun: what an engine had drawn of this very request when it was aborted there; its tokens
-            are not drawn again, and are part of the completion.
     """
 
     id: int
     prompt_ids: Sequence[int] | Tensor
     seed: int
     params: SamplingParams
-    begun: Completion | None = None
 
 
 class GenerationEngine(Protocol):
@@ -76,8 +71,7 @@ class GenerationEngine(Protocol):
 
         Raises:
             UserError: a prompt is empty, holds an id outside the vocabulary, or is too long for
-                the context with its `max_new_tokens`; a parameter is out of range; nothing is left
-                to draw of a request that was begun.
+                the context with its `max_new_tokens`; a parameter is out of range.
         """
 
     def step(self) -> list[Completion]:
@@ -89,9 +83,8 @@ class GenerationEngine(Protocol):
         """
 
     def abort(self, ids: Iterable[int]) -> list[Completion]:
-        """Drops requests and returns what they had drawn, to be submitted again or not. Their
-        slots are free at once. Ids that are not here are passed over, since they may have finished
-        the moment before."""
+        """Drops requests and returns what they had drawn. Their slots are free at once. Ids that
+        are not here are passed over, since they may have finished the moment before."""
 
     def install(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Replaces all weights, between steps; running requests go on with the new ones.

@@ -1,8 +1,7 @@
 """The running batch: which sequence holds which slot, and what the device must know of each row.
 
 Rows are dense from 0 and in step with the slots of the cache: wherever a row moves, its keys and
-values move too. Decides how rows are ordered and cut for attention; knows nothing of the queue,
-of prompts, or of weights.
+values move too. Knows nothing of the queue, of prompts, or of weights.
 
 Legend: B running rows, N rows computed, which is B padded, V vocabulary.
 """
@@ -17,15 +16,12 @@ from torch import Tensor
 from m2flow.algorithms.sampling import sample_tokens
 from m2flow.generation.kv_cache import CacheView, KVCache
 from m2flow.generation.linear import padded_rows
-from m2flow.generation.segments import cut, waste
 from m2flow.generation.sequence import RunningSequence
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 
 # Fields of a row, one int64 each: the token to feed and its position, how many tokens are drawn,
 # the seed, and the bits of the temperature in float64.
 _TOKEN, _POSITION, _DRAWN, _SEED, _TEMPERATURE = range(5)
-# Sorting reads and writes the used cache twice.
-_SORT_PASSES = 4
 
 
 class RunningBatch:
@@ -34,7 +30,6 @@ class RunningBatch:
     Args:
         cache: whose slots the rows hold.
         max_running: rows at most.
-        cut_overhead: what one more segment costs, in row-columns read from the cache.
         device: of the rows' fields.
         parallel: the lanes that hold the same rows and draw the same tokens.
     """
@@ -44,19 +39,16 @@ class RunningBatch:
         cache: KVCache,
         *,
         max_running: int,
-        cut_overhead: int,
         device: torch.device,
         parallel: TensorParallel = WHOLE,
     ) -> None:
         self.sequences: list[RunningSequence] = []
         self._parallel = parallel
-        self._cache, self._cut_overhead, self._device = cache, cut_overhead, device
+        self._cache, self._device = cache, device
         shape = (5, padded_rows(max_running))
         self._state = torch.zeros(shape, dtype=torch.int64, device=device)
         self._temperature = self._state[_TEMPERATURE].view(torch.float64)
         self._same_temperature: float | None = None
-        self._segments: list[tuple[int, int, int]] | None = None
-        self._waste = self._sorted_waste = self._excess = 0
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -64,7 +56,7 @@ class RunningBatch:
     @property
     def longest(self) -> int:
         """Columns that the longest sequence needs in the next decode step."""
-        return max((window for _, _, window in self._current_segments()), default=0)
+        return max((sequence.length for sequence in self.sequences), default=0)
 
     def add(self, sequences: Sequence[RunningSequence]) -> None:
         """Appends rows; their slots hold all of their tokens already."""
@@ -103,13 +95,8 @@ class RunningBatch:
         """
         longest = self.longest
         self._cache.ensure(len(self), longest, keep=len(self))
-        self._excess += max(0, self._waste - self._sorted_waste)
-        if self._excess > _SORT_PASSES * len(self) * longest:
-            self._sort()
         token_N, position_N = self._state[: _POSITION + 1, : padded_rows(len(self))]
-        segments = self._current_segments()
-        view = self._cache.view(position_N.narrow(0, 0, len(self)), segments)
-        self._segments = [(begin, end, window + 1) for begin, end, window in segments]
+        view = self._cache.view(position_N.narrow(0, 0, len(self)), longest)
         return token_N, position_N, view
 
     def draw(self, logits_BV: Tensor, first: int = 0) -> tuple[list[int], list[float]]:
@@ -130,30 +117,8 @@ class RunningBatch:
         return new_token_B.tolist(), logprob_B.tolist()
 
     def _changed(self) -> None:
-        self._segments = None
         temperatures = {sequence.temperature for sequence in self.sequences}
         self._same_temperature = temperatures.pop() if len(temperatures) == 1 else None
-
-    def _current_segments(self) -> list[tuple[int, int, int]]:
-        if self._segments is None:
-            lengths = [sequence.length for sequence in self.sequences]
-            self._segments = cut(lengths, self._cut_overhead)
-            self._waste = waste(lengths, self._segments)
-        return self._segments
-
-    def _sort(self) -> None:
-        """Longest first, so that few short rows lie in the segments of long ones.
-
-        Called when what the disorder has cost since the last sort would have paid for this one.
-        """
-        order = sorted(range(len(self)), key=lambda row: -self.sequences[row].length)
-        columns = self.sequences[order[0]].length - 1
-        self._cache.permute(order, columns)
-        self._state[:, : len(self)] = self._state[:, torch.tensor(order, device=self._device)]
-        self.sequences = [self.sequences[row] for row in order]
-        self._segments = None
-        self._current_segments()
-        self._excess, self._sorted_waste = 0, self._waste
 
 
 def _float_bits(value: float) -> int:

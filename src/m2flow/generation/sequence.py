@@ -39,16 +39,7 @@ class RunningSequence:
         self._limit = request.params.max_new_tokens
         self._stop = frozenset(request.params.stop_token_ids)
         self._versions: tuple[int, int] | None = None
-        if (begun := request.begun) is not None and len(begun.token_ids):
-            self.tokens += begun.token_ids.tolist()
-            self.logprobs += begun.logprobs.tolist()
-            self._versions = begun.versions
-        self._marked = len(self.tokens)
-
-    @property
-    def ended(self) -> bool:
-        """Whether there is nothing left to draw."""
-        return len(self.tokens) >= self._limit or any(t in self._stop for t in self.tokens[-1:])
+        self._marked = 0
 
     @property
     def length(self) -> int:

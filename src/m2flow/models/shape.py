@@ -52,7 +52,6 @@ class ModelShape:
         expert_intermediate: width of an expert.
         shared_intermediate: width of the expert that every token passes; 0 where there is none.
         layer_extras: parameters of a layer beside its matrices: norms and biases.
-        kind: model type of the configuration.
     """
 
     name: str
@@ -70,7 +69,6 @@ class ModelShape:
     expert_intermediate: int = 0
     shared_intermediate: int = 0
     layer_extras: int = 0
-    kind: str = ""
 
     def _blocks(self, experts: int) -> int:
         """Parameters of all layers, so many experts of each mixture counted."""
@@ -188,7 +186,6 @@ def model_from_config(config: Mapping[str, Any], name: str = "model") -> ModelSh
         else 0,
         shared_intermediate=int(config.get("shared_expert_intermediate_size", 0)),
         layer_extras=_norms_and_biases(config, kind, heads * head_dim, kv_heads * head_dim),
-        kind=kind,
     )  # fmt: skip
 
 

@@ -6,8 +6,9 @@ it is written and fsynced in a hidden sibling folder, then renamed; then the lin
 replaced. A folder without a manifest, or whose files do not match it, is never resumed from.
 
 Trainer state is one safetensors file, not a pickle: any tool reads it, it is mapped and not copied,
-and opening it runs no code. Several writers may fill the folder that `begin` gives before one of
-them calls `commit`. One run writes to a root at a time.
+and opening it runs no code. Several writers may fill the folder that `begin` gives, each a part of
+it, before one of them calls `commit`. One run writes to a root at a time; before the first part of
+a checkpoint is begun, `sweep` is called once.
 """
 
 from __future__ import annotations
@@ -52,41 +53,6 @@ class Checkpoint:
         return self.path / "model"
 
 
-def save(
-    root: Path,
-    step: int,
-    model: SavesPretrained,
-    tokenizer: SavesPretrained | None,
-    trainer_state: dict[str, Tensor],
-    *,
-    extra: dict[str, Any] | None = None,
-    keep: int | None = None,
-    after_parts: bool = False,
-) -> Path:
-    """Write a checkpoint and point `latest` at it.
-
-    Args:
-        root: the run's `checkpoints` folder; made if need be.
-        step: training steps done.
-        model, tokenizer: written to `model/` in their own format.
-        trainer_state: named tensors, contiguous or not, of any device.
-        extra: JSON for whatever else the run must remember: counters, seeds, versions.
-        keep: how many checkpoints to keep, this one included; None for all.
-        after_parts: go on in the folder that `begin` gave, which holds parts of others already.
-
-    Returns:
-        The checkpoint's folder.
-    """
-    if keep is not None and keep < 1:
-        raise UserError(
-            "a run must keep a checkpoint", key="keep", value=keep, expected="1 or more"
-        )
-    partial = begun(root, step) if after_parts else begin(root, step)
-    write_part(partial, model, tokenizer, trainer_state)
-    (partial / "trainer" / "extra.json").write_text(json.dumps(extra or {}, indent=1))
-    return commit(root, step, keep=keep)
-
-
 def write_part(
     folder: Path,
     model: SavesPretrained,
@@ -99,6 +65,7 @@ def write_part(
     """
     from safetensors.torch import save_file
 
+    folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(str(folder / "model"))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder / "model"))
@@ -112,33 +79,45 @@ def folder_of(root: Path, step: int) -> Path:
     return root / _name(step)
 
 
-def begin(root: Path, step: int) -> Path:
-    """An empty hidden folder for the checkpoint of a step; sweeps up what dead writers left."""
-    root.mkdir(parents=True, exist_ok=True)
+def sweep(root: Path) -> None:
+    """Delete what writers that died have left. No part of a checkpoint may be begun just then."""
     for leftover in root.glob(".*.partial"):
         _remove(leftover)
+
+
+def begin(root: Path, step: int) -> Path:
+    """The hidden folder for the checkpoint of a step, made by whichever part asks first."""
     partial = _partial(root, step)
-    partial.mkdir()
+    partial.mkdir(parents=True, exist_ok=True)
     return partial
 
 
-def begun(root: Path, step: int) -> Path:
-    """The folder that `begin` gave."""
-    partial = _partial(root, step)
-    assert partial.is_dir(), f"the checkpoint of step {step} was not begun"
-    return partial
-
-
-def commit(root: Path, step: int, *, keep: int | None = None) -> Path:
+def commit(
+    root: Path, step: int, *, extra: dict[str, Any] | None = None, keep: int | None = None
+) -> Path:
     """Make the folder that `begin` gave a checkpoint, point `latest` at it, delete old ones.
 
     Where `latest` already names a whole checkpoint of this very step, that one stays. A checkpoint
     of the same step that `latest` does not name belongs to an abandoned future and is replaced.
+
+    Args:
+        root, step: as for `begin`.
+        extra: JSON to remember in `trainer/`, beside the parts.
+        keep: how many checkpoints to keep, this one included; None for all.
+
+    Returns:
+        The checkpoint's folder.
     """
+    if keep is not None and keep < 1:
+        raise UserError(
+            "a run must keep a checkpoint", key="keep", value=keep, expected="1 or more"
+        )
     partial, final = _partial(root, step), folder_of(root, step)
     if _target(root) == final and broken_file(final) is None:
         _remove(partial)
     else:
+        if extra is not None:
+            (partial / "trainer" / "extra.json").write_text(json.dumps(extra, indent=1))
         _write_manifest(partial, step)
         if final.exists():
             _discard(final)
@@ -188,32 +167,32 @@ def load(path: Path) -> Checkpoint:
     Raises:
         UserError: it is not whole, or a file changed since it was written.
     """
-    from safetensors.torch import load_file
-
-    broken = broken_file(path, checksums=True)
-    if broken is not None:
-        raise UserError(f"the checkpoint is not whole: {broken}", key=str(path))
+    trainer_state = load_trainer_state(path)
     return Checkpoint(
         path=path,
         step=int(json.loads((path / MANIFEST).read_text())["step"]),
-        trainer_state=load_file(path / "trainer" / "state.safetensors"),
+        trainer_state=trainer_state,
         extra=json.loads((path / "trainer" / "extra.json").read_text()),
     )
 
 
 def load_trainer_state(path: Path | str, part: str = "") -> dict[str, Tensor]:
-    """The trainer's tensors of a checkpoint, every checksum of it compared; see `load`.
+    """The trainer's tensors of one part of a checkpoint, every checksum of it compared.
 
     Args:
         path: the checkpoint.
-        part: folder within it of a further model, such as a critic.
+        part: folder within it of a further model, such as a critic; no other part is read.
+
+    Raises:
+        UserError: it is not whole, or it has no such part.
     """
     from safetensors.torch import load_file
 
-    checkpoint = load(Path(path))
-    if not part:
-        return checkpoint.trainer_state
-    file = checkpoint.path / part / "trainer" / "state.safetensors"
+    path = Path(path)
+    broken = broken_file(path, checksums=True)
+    if broken is not None:
+        raise UserError(f"the checkpoint is not whole: {broken}", key=str(path))
+    file = path / part / "trainer" / "state.safetensors"
     if not file.is_file():
         raise UserError(
             f"the checkpoint has no {part}",

@@ -185,15 +185,16 @@ class PolicyTrainer(SummingTrainer):
         def column(values_T: Tensor | None) -> Tensor | None:
             return None if values_T is None else values_T[microbatch.token_index_T].to(device)
 
-        old_T = rollouts.old_logprobs_T
-        old_logprobs_T = column(rollouts.behaviour_logprobs_T if old_T is None else old_T)
+        behaviour_T = column(rollouts.behaviour_logprobs_T)
+        old_T = column(rollouts.old_logprobs_T)
         advantages_T = column(rollouts.advantages_T)
         mask_T = column(rollouts.mask_T)
-        assert old_logprobs_T is not None and advantages_T is not None
+        assert behaviour_T is not None and advantages_T is not None
         terms = self.algorithm.loss(
             TokenColumns(
                 logprobs_T=figures.logprobs_T,
-                old_logprobs_T=old_logprobs_T,
+                old_logprobs_T=behaviour_T if old_T is None else old_T,
+                behaviour_logprobs_T=None if old_T is None else behaviour_T,
                 advantages_T=advantages_T,
                 lengths_B=microbatch.lengths_R.to(device),
                 mask_T=mask_T,

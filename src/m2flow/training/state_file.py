@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -17,8 +18,8 @@ MODEL, TRAINER = "model/", "trainer/"
 class Trainer(Protocol):
     """What has a state beside the model's."""
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """All of it, whole; collective in a gang."""
+    def state_items(self) -> Iterator[tuple[str, Tensor]]:
+        """All of it, whole, gathered one at a time; collective in a gang."""
         ...
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -29,15 +30,21 @@ class Trainer(Protocol):
 def write(folder: Path, model: nn.Module, trainer: Trainer, *, first: bool) -> None:
     """Write the model's parameters and the trainer's state.
 
-    Collective in a gang: every lane takes part, and the first one writes.
+    Collective in a gang: every lane takes part in gathering each tensor. The first lane keeps them
+    and writes; the others hold one at a time.
     """
     from safetensors.torch import save_file
 
     names = {name for name, _ in model.named_parameters()}  # of tied ones the first
-    tensors = {MODEL + name: x for name, x in whole_weights(model) if name in names}
-    tensors |= {TRAINER + name: x for name, x in trainer.state_dict().items()}
+    tensors: dict[str, Tensor] = {}
+    for name, x in whole_weights(model):
+        if first and name in names:
+            tensors[MODEL + name] = x.contiguous()
+    for name, x in trainer.state_items():
+        if first:
+            tensors[TRAINER + name] = x.contiguous()
     if first:
-        save_file({name: x.contiguous() for name, x in tensors.items()}, folder / NAME)
+        save_file(tensors, folder / NAME)
 
 
 def read(folder: Path, model: nn.Module, trainer: Trainer, shards: Shards) -> None:

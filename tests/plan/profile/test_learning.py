@@ -31,6 +31,7 @@ from m2flow.plan.profile.evidence import Evidence, Sample
 from m2flow.plan.profile.growing import fit_growth
 from m2flow.plan.profile.learning import fitted, learn
 from m2flow.plan.profile.trials import trial_plans
+from m2flow.plan.simulate import simulate
 from m2flow.plan.simulate_timing import ProfileTiming
 from m2flow.plan.units import Bytes, BytesPerSecond, Items, Seconds
 from m2flow.simulation.driver import Simulation
@@ -328,6 +329,16 @@ def test_memory_of_a_call_that_was_fed_is_not_that_of_its_first_items() -> None:
     assert fit(GRPO, [seen], gauged=(fed,)).stage("gen.generate").costs[0].working is None
 
 
+def test_a_stage_whose_calls_were_all_fed_has_a_price() -> None:
+    facts = {"items": 4, "step": 0, "call": 1, "taken": [[0.0, "0-1"], [0.5, "2-3"]]}
+    plan = trial_plans(GRPO, LANES, ITEMS)[0]
+    _, (step, *_) = observed(GRPO, plan, KNOWN)
+    others = [span for span in step.spans if span.name != "gen.generate"]
+    fed = Span(0, "gen.generate", "call", 0.0, 2.0, facts)
+    profile = learn(None, GRPO, plan, [Ran([*others, fed], 0.0)])
+    assert profile.stage("gen.generate").costs[0].call(Items(4)) == 2.0
+
+
 def test_a_stage_that_was_never_called_is_named() -> None:
     plan = trial_plans(GRPO, LANES, ITEMS)[0]
     with pytest.raises(UserError, match=r"gen.generate.*never called"):
@@ -442,6 +453,24 @@ def test_curves_through_noisy_calls_are_within_the_noise() -> None:
         assert known.round
         for running in (4, 16, 32):
             assert curve.round.at(running) == pytest.approx(known.round.at(running), rel=0.15)
+
+
+def test_many_small_calls_do_not_push_out_a_few_large_ones() -> None:
+    evidence = Evidence(GRPO)
+    for plan in trial_plans(GRPO, LANES, ITEMS):
+        evidence.add(*observed(GRPO, plan, KNOWN, steps=8))
+    sizes = {call.size for call in evidence.calls["learner.train", "one", 1, "cpu"]}
+    assert {4, 8, 16, 32} <= sizes
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_choices_by_noisy_profiles_lie_close_together(seed: int) -> None:
+    """Two profiles of one flow led to choices 17 % apart."""
+    plans = trial_plans(GRPO, LANES, ITEMS)
+    seen = [observed(GRPO, plan, KNOWN, steps=8) for plan in plans]
+    best = choose(GRPO, KNOWN, LANES, ITEMS).chosen.prediction.seconds
+    chosen = choose(GRPO, fit(GRPO, [noisy(ran, seed) for ran in seen]), LANES, ITEMS).chosen
+    assert simulate(GRPO, chosen.plan, KNOWN, ITEMS).seconds <= 1.05 * best
 
 
 def test_a_known_profile_is_corrected_where_it_ran_and_beside_it() -> None:

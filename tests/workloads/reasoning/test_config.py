@@ -172,6 +172,7 @@ def test_every_setting_of_the_algorithm_reaches_the_loss() -> None:
         "kl_coefficient": 0.01,
         "kl_estimator": "k1",
         "entropy_coefficient": 0.02,
+        "weight_cap": 3.0,
     }
     recipe = ReasoningRecipe.model_validate({"algorithm": settings})
     loss = loss_of(recipe)
@@ -195,7 +196,7 @@ def test_every_setting_of_ppo_is_read() -> None:
     of_critic, of_policy = critic_config(recipe).optimizer, trainer_config(recipe).optimizer
     assert (of_critic.learning_rate, of_policy.learning_rate) == (0.5, 0.25)
     assert of_critic == replace(of_policy, learning_rate=0.5)
-    flow = recipe_flow(recipe, ModelSource("nowhere"), None)
+    flow = recipe_flow(recipe, ModelSource("nowhere"))
     assert isinstance(flow, PPO)
     assert (flow.gamma, flow.lam, flow.whiten) == (0.9, 0.5, False)
     assert recipe.critic.model_dump().keys() == data["critic"].keys(), "or this test is too short"

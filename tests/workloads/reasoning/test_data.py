@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from m2flow.errors import UserError
+from m2flow.rewards.mathematics import verify
 from m2flow.workloads.reasoning.data import DEFAULT_TEMPLATE, final_answer, read_problems
-from m2flow.workloads.reasoning.verify import verify
 
 
 def write(folder: Path, *lines: str, name: str = "rows.jsonl") -> Path:
@@ -45,7 +45,7 @@ def test_column_aliases(tmp_path: Path, column: str) -> None:
     [problem] = read_problems(path, template="Q: {question} A:")
     assert problem.prompt == "Q: How many? A:"
     assert problem.answer == "7"
-    assert problem.metadata == {"line": 1}
+    assert problem.metadata == {"id": 1, "line": 1}, "a reward may ask for any column"
 
 
 def test_gold_is_what_stands_after_the_marker(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import logging
 import math
 import statistics
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from m2flow.errors import UserError
 from m2flow.flow import Batch
 from m2flow.models.tokenizer import byte_tokenizer, character_tokenizer
 from m2flow.runtime.driver.runner import StepResult
+from m2flow.workloads.common.run import step_figures
 from m2flow.workloads.reasoning.encoding import Names, encode, may_not_fit
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment, sample_figures, task_of
 from m2flow.workloads.reasoning.tasks import Problem
@@ -36,28 +39,28 @@ def test_a_batch_depends_on_recipe_and_step_alone(
     tiny_recipe: MakeRecipe, warmed: ModelSource
 ) -> None:
     """A resumed run asks a new object for step 7 first."""
-    before, after = ReasoningExperiment(tiny_recipe()), ReasoningExperiment(tiny_recipe())
-    batches = [before.batch(step, warmed) for step in range(8)]
-    again = after.batch(7, warmed)
+    before, after = (ReasoningExperiment(tiny_recipe(), warmed) for _ in range(2))
+    batches = [before.batch(step) for step in range(8)]
+    again = after.batch(7)
     assert again["prompt"] == batches[7]["prompt"]
     assert again["seed"] == batches[7]["seed"]
     assert again["prompt_ids"].values.equal(batches[7]["prompt_ids"].values)
-    other = ReasoningExperiment(tiny_recipe(seed=1)).batch(7, warmed)
+    other = ReasoningExperiment(tiny_recipe(seed=1), warmed).batch(7)
     assert other["seed"] != again["seed"]
 
 
 def test_each_prompt_of_the_run_has_a_seed_of_its_own(
     tiny_recipe: MakeRecipe, warmed: ModelSource
 ) -> None:
-    experiment = ReasoningExperiment(tiny_recipe(seed=5))
-    seeds = [seed for step in range(6) for seed in experiment.batch(step, warmed)["seed"]]
+    experiment = ReasoningExperiment(tiny_recipe(seed=5), warmed)
+    seeds = [seed for step in range(6) for seed in experiment.batch(step)["seed"]]
     assert seeds == [derive_seed(5, 1, index) for index in range(24)]
     assert len(set(seeds)) == 24
 
 
 def test_what_a_batch_holds(tiny_recipe: MakeRecipe, warmed: ModelSource) -> None:
-    experiment = ReasoningExperiment(tiny_recipe())
-    batch, tokenizer = experiment.batch(2, warmed), warmed.tokenizer()
+    experiment = ReasoningExperiment(tiny_recipe(), warmed)
+    batch, tokenizer = experiment.batch(2), warmed.tokenizer()
     assert len(batch) == 4
     for row in range(4):
         problem = experiment.task.train(2 * 4 + row)
@@ -68,11 +71,11 @@ def test_what_a_batch_holds(tiny_recipe: MakeRecipe, warmed: ModelSource) -> Non
 
 
 def test_held_out_problems(tiny_recipe: MakeRecipe, warmed: ModelSource) -> None:
-    held_out = ReasoningExperiment(tiny_recipe()).held_out(warmed)
+    held_out = ReasoningExperiment(tiny_recipe(), warmed).held_out()
     assert held_out is not None
     assert len(set(held_out["prompt"])) == 5
     none = ReasoningExperiment(tiny_recipe(evaluation={"problems": 0}))
-    assert none.held_out(warmed) is None
+    assert none.held_out() is None
 
 
 def jsonl(path: Path, **more: Any) -> dict[str, Any]:
@@ -111,17 +114,6 @@ def test_a_task_complains_in_the_words_of_the_recipe(
     with pytest.raises(UserError) as caught:
         ReasoningExperiment(tiny_recipe(**jsonl(data_file, **data)))
     assert str(caught.value).startswith(f"{key}: ")
-
-
-@pytest.mark.parametrize("from_folder", [False, True])
-def test_gangs_over_which_the_heads_do_not_divide(
-    tiny_recipe: MakeRecipe, warmed: ModelSource, from_folder: bool
-) -> None:
-    model = {"path": warmed.path} if from_folder else {"num_key_value_heads": 2}
-    with pytest.raises(UserError) as caught:
-        ReasoningExperiment(tiny_recipe(model=model, generation={"gang": 3}))
-    assert str(caught.value).startswith("generation.gang: ")
-    assert "(got 3); expected a divisor of " in str(caught.value)
 
 
 def test_bad_rows_are_left_out_if_asked(
@@ -199,12 +191,29 @@ def weights(source: ModelSource) -> dict[str, torch.Tensor]:
     return dict(source.load("cpu").state_dict())
 
 
+@dataclass
+class Told:
+    """A progress that keeps the losses."""
+
+    losses: list[float]
+
+    def phase(self, name: str, total: int | None = None, completed: int = 0) -> None:
+        assert (name, total) == ("warm-up", 40)
+
+    def update(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        assert metrics is not None
+        self.losses.append(metrics["loss"])
+
+    def note(self, text: str) -> None:
+        raise AssertionError(text)
+
+
 def test_the_warm_up_learns(
     tiny_recipe: MakeRecipe, warmed: ModelSource, tmp_path: Path, one_thread: None
 ) -> None:
     losses: list[float] = []
     experiment = ReasoningExperiment(tiny_recipe())
-    experiment.prepare(tmp_path, lambda at: losses.append(at.loss))
+    experiment.prepare(tmp_path, Told(losses))
     assert losses[-1] < 0.8 * math.log(18), "better than guessing one of 18 tokens"
     assert (tmp_path / "config.json").is_file()
     assert not list(tmp_path.glob(".*"))
@@ -317,11 +326,11 @@ def test_figures_of_a_step(tiny_recipe: MakeRecipe) -> None:
         staleness=None,
     )
     figures = ReasoningExperiment(tiny_recipe(samples_per_prompt=2)).metrics(result)
+    figures |= step_figures(result)
     assert figures["loss/policy"] == 0.25
     assert figures["train/grad_norm"] == 2.0
     assert figures["seconds/generator.generate"] == 1.5
     assert figures["seconds/learner.train"] == 0.75
-    assert figures["throughput/tokens_per_s"] == 8
     assert figures["throughput/samples_per_s"] == 2
     assert (figures["version"], figures["staleness/mean"]) == (1, 0)
     assert all(type(value) is float for value in figures.values())

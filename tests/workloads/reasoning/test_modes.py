@@ -105,8 +105,8 @@ def outcome_of(
     layouts: Mapping[str, Layout] = MappingProxyType({}),
 ) -> Outcome:
     recipe = experiment.recipe
-    flow = recipe_flow(recipe, model, experiment.task)
-    batches = [experiment.batch(step, model) for step in range(STEPS)]
+    flow = recipe_flow(recipe, model, experiment.rewards)
+    batches = [experiment.batch(step) for step in range(STEPS)]
     with launch(
         flow,
         items_per_step=recipe.prompts_per_step,
@@ -187,7 +187,7 @@ def test_a_run_goes_over_to_gangs_and_back(
     eager: Outcome, experiment: ReasoningExperiment, model: ModelSource
 ) -> None:
     recipe = experiment.recipe
-    flow = recipe_flow(recipe, model, experiment.task)
+    flow = recipe_flow(recipe, model, experiment.rewards)
     graph, lanes, items = flow.trace(), [LaneSpec(0), LaneSpec(1)], recipe.prompts_per_step
     single = build_plan("collocated", graph, lanes, items)
     gangs = build_plan("collocated", graph, lanes, items, layouts=GANGS)
@@ -196,7 +196,7 @@ def test_a_run_goes_over_to_gangs_and_back(
         for step, plan in enumerate((single, gangs, single)):
             if step:
                 assert {"generator", "learner"} <= set(run.replan(plan).moved)
-            texts.append(run.step(experiment.batch(step, model)).output["text"])
+            texts.append(run.step(experiment.batch(step)).output["text"])
         replicas = run.worker_call_everywhere("learner", "parameters")
     assert texts == eager.texts
     for weights in replicas:

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from m2flow.cli.planning import graph_of
-from m2flow.cli.recipe import validated
-from m2flow.generation.architecture import _QK_NORM
 from m2flow.models.shape import KNOWN_MODELS
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import parse_cluster
-from m2flow.workloads.reasoning.work import GENERATED, prices
-
-GEMMA = {
-    "model_type": "gemma2",
-    "head_dim": 256,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_attention_heads": 8,
-    "num_hidden_layers": 26,
-    "num_key_value_heads": 4,
-    "vocab_size": 256000,
-}
+from m2flow.workloads.common.planning import graph_of
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.work import prices
 
 
-def profile(cluster: str, model: str | Path | None = "Qwen2.5-7B", **words: Any) -> Profile:
-    recipe = validated(words)
+def profile(cluster: str, model: str | None = "Qwen2.5-7B", **words: Any) -> Profile:
+    recipe = ReasoningRecipe(**words)
     graph = graph_of(recipe)
     priced = prices(recipe, graph, model)
     return analytic_profile(graph, parse_cluster(cluster), priced, recipe.prompts_per_step)
@@ -45,16 +31,6 @@ def test_layouts_are_those_that_m2flow_can_run() -> None:
         "fsdp2", "fsdp4", "fsdp8"
     }  # fmt: skip
     assert any("4 key-value heads cannot be divided by 8" in line for line in found.assumptions)
-
-
-def test_an_architecture_that_generation_refuses_is_told(tmp_path: Path) -> None:
-    """Plans came without notice for models that m2flow cannot generate with."""
-    assert set(GENERATED) == set(_QK_NORM)
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(GEMMA))
-    (notice,) = (x for x in profile("1x8xH100", file).assumptions if "gemma2" in x)
-    assert notice.startswith("generating with gemma2 (only llama, qwen2, qwen3): m2flow cannot")
-    assert not any("generating with" in line for line in profile("1x8xH100").assumptions)
 
 
 def test_activations_are_recomputed_only_where_nothing_else_fits_and_that_is_told() -> None:

@@ -15,7 +15,6 @@ from m2flow.runtime.driver.launch import launch
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 from m2flow.workloads.reasoning.flow import recipe_flow
-from m2flow.workloads.reasoning.saving import save_checkpoint
 from m2flow.workloads.reasoning.workers import ModelSource
 
 MakeRecipe = Any
@@ -51,13 +50,13 @@ def stretch(
     checkpoint: Path | None = None,
 ) -> Stretch:
     """Steps first to last - 1, saved at the end; everything is made anew, as in a new process."""
-    experiment = ReasoningExperiment(recipe)
-    flow = recipe_flow(recipe, model, experiment.task, checkpoint)
+    experiment = ReasoningExperiment(recipe, model)
+    flow = recipe_flow(recipe, model, experiment.rewards, checkpoint)
     with launch(
         flow, items_per_step=recipe.prompts_per_step, first_step=first, lanes="cpu:1"
     ) as run:
-        results = list(run.steps(experiment.batch(step, model) for step in range(first, last)))
-        save_checkpoint(run, flow.workers, folder, last, extra={}, keep=2)
+        results = list(run.steps(experiment.batch(step) for step in range(first, last)))
+        experiment.save(run, folder, last, {})
         weights = {
             f"{name}/{parameter}": tensor
             for name in ("learner", "critic")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from m2flow.flow import Batch, Place
+from m2flow.rewards.reward import WeightedReward
 from m2flow.runtime.lane.state import resident_bytes
 from m2flow.training import checkpoint
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
-from m2flow.workloads.reasoning.tasks.addition import Addition
 from m2flow.workloads.reasoning.workers import (
     Critic,
     Generator,
@@ -74,18 +74,18 @@ def train(recipe: Any, model: ModelSource, place: Place, switching: bool) -> dic
         for worker in (critic, reference, learner, generator):
             worker.onload()
 
-    verifier = Verifier(model, Addition(min_digits=1, max_digits=1))
+    verifier = Verifier(model, (WeightedReward("addition"),))
     verifier.load(place)
     generator = make_generator(model, place)
     learner, reference = Learner(model, recipe), Reference(model, recipe)
     critic = Critic(model, recipe)
     for worker in (learner, reference, critic):
         worker.load(place)
-    experiment = ReasoningExperiment(recipe)
+    experiment = ReasoningExperiment(recipe, model)
     found = {}
     for step in range(3):
         pieces = []
-        for piece in generator.generate(experiment.batch(step, model)):
+        for piece in generator.generate(experiment.batch(step)):
             pieces.append(piece)
             switch()  # also while others are being drawn
         joined = Batch.concat(pieces)
@@ -188,9 +188,9 @@ def test_memory_of_a_loaded_model_falls(
 
 def _samples(tiny_recipe: MakeRecipe, model: ModelSource, place: Place) -> Batch:
     recipe = tiny_recipe()
-    prompts = ReasoningExperiment(recipe).batch(0, model)
+    prompts = ReasoningExperiment(recipe, model).batch(0)
     samples = Batch.concat(list(make_generator(model, place).generate(prompts)))
     in_order = samples.select(sorted(range(len(samples)), key=samples.ids.__getitem__))
-    verifier = Verifier(model, Addition(min_digits=1, max_digits=1))
+    verifier = Verifier(model, (WeightedReward("addition"),))
     verifier.load(place)
     return group_advantage(verifier.score(in_order), group_size=GROUP)

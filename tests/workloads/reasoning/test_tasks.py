@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.errors import UserError
+from m2flow.rewards import addition_reward, gym_reward, math_reward
 from m2flow.workloads.reasoning.tasks import DemonstratedTask, Problem, Task, make_task, task_names
 from m2flow.workloads.reasoning.tasks.addition import CHARACTERS, Addition, column_sums
 from m2flow.workloads.reasoning.tasks.jsonl import Jsonl
@@ -103,7 +103,8 @@ class TestAddition:
         for index in range(400):
             prompt, completion = task.demonstration(index)
             a, b = (int(part) for part in prompt.rstrip("=").split("+"))
-            assert task.score(str(a + b), completion) == 1.0
+            row = {"answer": str(a + b), "finished": True}
+            assert addition_reward(prompt, completion, (), row) == 1.0
             assert completion in (f"#{a + b}", f"{column_sums(a, b)}#{a + b}")
             thoughtful += not completion.startswith("#")
         assert 150 < thoughtful < 250
@@ -128,7 +129,8 @@ class TestAddition:
     def test_reward_is_an_exact_match_with_an_end(
         self, completion: str, finished: bool, reward: float
     ) -> None:
-        assert Addition().score("632", completion, finished=finished) == reward
+        row = {"answer": "632", "finished": finished}
+        assert addition_reward("347+285=", completion, (), row) == reward
 
     @pytest.mark.parametrize("digits", [(0, 3), (4, 3), (3, 19)])
     def test_impossible_digits(self, digits: tuple[int, int]) -> None:
@@ -211,11 +213,6 @@ class TestJsonl:
         with pytest.raises(UserError, match="one of the two"):
             Jsonl(path=path, eval_path=path, held_out_rows=3)
 
-    def test_it_scores_with_verify(self, tmp_path: Path) -> None:
-        task = Jsonl(path=write_rows(tmp_path / "rows.jsonl", 10))
-        assert task.score("18", r"so \boxed{18}") == 1.0
-        assert task.score("18", "18 ... #### 17", finished=False) == 0.0
-
     def test_gsm8k(self, shared_data: Path) -> None:
         task = Jsonl(
             path=shared_data / "gsm8k_train.jsonl", eval_path=shared_data / "gsm8k_test.jsonl"
@@ -224,7 +221,8 @@ class TestJsonl:
         assert len(task.held_out(5000)) == 1319
         for index in range(50):
             problem = task.train(index)
-            assert task.score(problem.answer, f"#### {problem.answer}") == 1.0
+            row = {**problem.metadata, "answer": problem.answer}
+            assert math_reward(problem.prompt, f"#### {problem.answer}", (), row) == 1.0
 
 
 @pytest.fixture(scope="module")
@@ -260,20 +258,13 @@ class TestGym:
         problem = task.train(0)
 
         def score(completion: str) -> float:
-            return float(task.score(problem.answer, completion, metadata=problem.metadata))
+            return gym_reward(problem.prompt, completion, (), problem.metadata)
 
         assert score(f"<answer>1</answer> no: <answer> {problem.answer} </answer>") == 1.0
         assert score(rf"hence \boxed{{{problem.answer}}}") == 1.0
         assert score(f"#### {problem.answer}") == 1.0
         assert score("<answer>no idea</answer>") < 1.0
         assert score("") == 0.0
-
-    def test_it_travels(self, task: Any) -> None:
-        copy = pickle.loads(pickle.dumps(task))
-        problem = copy.train(5)
-        assert problem == task.train(5)
-        completion = f"<answer>{problem.answer}</answer>"
-        assert copy.score(problem.answer, completion, metadata=problem.metadata) == 1.0
 
     def test_unknown_names_and_options(self) -> None:
         pytest.importorskip("reasoning_gym", reason="needs the extra m2flow[gym]")

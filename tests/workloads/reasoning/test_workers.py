@@ -13,8 +13,8 @@ import torch
 
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Place, Ragged
+from m2flow.rewards.reward import WeightedReward
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
-from m2flow.workloads.reasoning.tasks.addition import Addition
 from m2flow.workloads.reasoning.workers import (
     OUTCOME,
     Critic,
@@ -70,7 +70,7 @@ def recipe(tiny_recipe: MakeRecipe) -> Any:
 
 @pytest.fixture(scope="module")
 def prompts(recipe: Any, warmed: ModelSource) -> Batch:
-    return ReasoningExperiment(recipe).batch(0, warmed)
+    return ReasoningExperiment(recipe, warmed).batch(0)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def samples(recipe: Any, warmed: ModelSource, prompts: Batch) -> Batch:
     pieces = list(make_generator(warmed).generate(prompts))
     joined = Batch.concat(pieces)
     in_order = joined.select(sorted(range(len(joined)), key=joined.ids.__getitem__))
-    verifier = loaded(Verifier(warmed, Addition(min_digits=1, max_digits=1)))
+    verifier = loaded(Verifier(warmed, (WeightedReward("addition"),)))
     return group_advantage(verifier.score(in_order), group_size=GROUP)
 
 
@@ -89,7 +89,7 @@ def test_a_worker_that_is_not_loaded_is_light(kind: Any, recipe: Any) -> None:
     source = ModelSource("no/such/folder")
     arguments: dict[Any, Any] = {
         Generator: {"samples_per_prompt": 2, "max_new_tokens": 3},
-        Verifier: {"task": Addition()},
+        Verifier: {"rewards": (WeightedReward("addition"),)},
     }
     worker = kind(source, **arguments.get(kind, {"recipe": recipe}))
     assert len(pickle.dumps(worker)) < 5000
@@ -97,14 +97,20 @@ def test_a_worker_that_is_not_loaded_is_light(kind: Any, recipe: Any) -> None:
         worker.load(Place())
 
 
-def test_gangs_that_fit_are_known_before_a_worker_is_loaded(
-    warmed: ModelSource, recipe: Any
-) -> None:
+def test_layouts_are_known_before_a_worker_is_loaded(warmed: ModelSource, recipe: Any) -> None:
     assert recipe.model.num_key_value_heads == 2
     generator = Generator(warmed, samples_per_prompt=2, max_new_tokens=3)
-    assert [generator.fits_gang(size) for size in (2, 3, 4)] == [True, False, False]
-    learner, verifier = Learner(warmed, recipe), Verifier(warmed, Addition())
-    assert [worker.fits_gang(4) for worker in (learner, verifier)] == [True, False]
+    known = generator.layouts("cpu", 3)
+    assert [(one.name, one.lanes) for one in known] == [("one", 1), ("tp2", 2), ("tp3", 3)]
+    assert [one.obstacle() for one in known] == [
+        None,
+        None,
+        "2 key-value heads cannot be divided by 3",
+    ]
+    for worker in (Learner(warmed, recipe), Critic(warmed, recipe), Reference(warmed, recipe)):
+        names = [one.name for one in worker.layouts("gpu", 3) if one.obstacle() is None]
+        assert names == ["one", "fsdp2", "fsdp3"]
+    assert [one.name for one in Verifier(warmed).layouts("cpu", 8)] == ["one"]
 
 
 # Generator
@@ -160,6 +166,29 @@ def test_more_prompts_can_be_fed_while_it_runs(warmed: ModelSource, prompts: Bat
     found = drawn(iter(pieces))
     assert sorted(found) == [*range(8), *range(12, 16)]
     assert all(found[item][0] == together[item][0] for item in found)
+
+
+def test_a_call_that_is_withdrawn_leaves_nothing_running(
+    warmed: ModelSource, prompts: Batch
+) -> None:
+    """Its items are drawn again from their prompts, and come out as if nothing had happened."""
+    generator = loaded(Generator(warmed, samples_per_prompt=4, max_new_tokens=6))
+    call = generator.generate(prompts)
+    next(call)
+    assert generator.engine.busy
+    call.close()
+    assert not generator.engine.busy
+    fresh = loaded(Generator(warmed, samples_per_prompt=4, max_new_tokens=6))
+    again, never = (
+        {
+            item: row.tolist()
+            for batch in one.generate(prompts)
+            if len(batch)
+            for item, row in zip(batch.ids, batch["completion_ids"], strict=True)
+        }
+        for one in (generator, fresh)
+    )
+    assert again == never
 
 
 def test_greedy_answers_need_no_seed(warmed: ModelSource, prompts: Batch) -> None:
@@ -346,7 +375,7 @@ def test_a_critic_is_folded_in_pieces_and_goes_on_from_its_checkpoint(
         torch.testing.assert_close(value, pieces.parameters()[name], rtol=1e-4, atol=2e-4)
 
     critic.save_part(str(tmp_path), 1)
-    folder = learner.save_checkpoint(str(tmp_path), 1, {}, 1, True)
+    folder = learner.save_checkpoint(str(tmp_path), 1, {}, 1)
     resumed = loaded(Critic(ModelSource(f"{folder}/critic/model"), recipe, folder))
     for each in (critic, resumed):
         each.train(valued)

@@ -19,8 +19,8 @@ from m2flow.engine.spans import Span
 from m2flow.flow.graph import FlowGraph
 from m2flow.plan.busy import BusyLanes
 
-NEWEST = 256
-"""So many measurements of each sort are kept."""
+NEWEST, OF_ONE_SIZE = 256, 48
+"""So many measurements of each sort are kept, and of calls so many of each size."""
 
 SAME_MOMENT = 2e-3
 """Seconds between the end of a transfer and the start of the call that it was for, at most."""
@@ -68,6 +68,26 @@ class Sample:
         return replace(self, seconds=self.seconds * factor, pieces=pieces)  # type: ignore[arg-type]
 
 
+class NewestOfEachSize:
+    """Samples of which the newest of each size are kept.
+
+    Calls of one size come in their thousands, and must not push out the few of another size.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[float, deque[Sample]] = defaultdict(lambda: deque(maxlen=OF_ONE_SIZE))
+
+    def append(self, sample: Sample) -> None:
+        """Keep a sample."""
+        self._kept[sample.size].append(sample)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (sample for size in sorted(self._kept) for sample in self._kept[size])
+
+    def __len__(self) -> int:
+        return sum(map(len, self._kept.values()))
+
+
 class Evidence:
     """Measurements of a flow as they come in, step by step.
 
@@ -77,6 +97,7 @@ class Evidence:
     Attributes:
         calls, finishes, working: by stage and layout. `finishes` are by number of replicas;
             `working` are bytes on a lane beside the state.
+        fed: streaming calls that were given items while they ran, by stage and layout.
         finishing: the most bytes that a `finish` took beside the state, by stage and layout.
         moves: seconds by worker and layout, and "onload" or "offload".
         states: bytes on a lane by worker and layout.
@@ -93,9 +114,10 @@ class Evidence:
     def __init__(self, graph: FlowGraph) -> None:
         self.graph = graph
         self._nodes = {node.name: node for node in graph.nodes}
-        self.calls: dict[Where, deque[Sample]] = _newest()
-        self.finishes: dict[Where, deque[Sample]] = _newest()
-        self.working: dict[Where, deque[Sample]] = _newest()
+        self.calls: dict[Where, NewestOfEachSize] = defaultdict(NewestOfEachSize)
+        self.fed: dict[Where, NewestOfEachSize] = defaultdict(NewestOfEachSize)
+        self.finishes: dict[Where, NewestOfEachSize] = defaultdict(NewestOfEachSize)
+        self.working: dict[Where, NewestOfEachSize] = defaultdict(NewestOfEachSize)
         self.finishing: dict[Where, float] = {}
         self.moves: dict[tuple[Where, str], deque[float]] = _newest()
         self.states: dict[Where, int] = {}
@@ -151,6 +173,13 @@ class Evidence:
                 self.states[where] = max(self.states.get(where, 0), spot.state_bytes)
         self.gaps.extend(_gaps(spans, [step.started for step in steps]))
 
+    def timed(self) -> dict[Where, NewestOfEachSize]:
+        """Return calls by stage and layout: fed ones only where there are no others.
+
+        A fed call took at least as long as one that is given all its items at once.
+        """
+        return {where: some for where, some in {**self.fed, **self.calls}.items() if some}
+
     def _add_call(self, spans: Sequence[Span], placed: _Placed, busy: BusyLanes) -> None:
         node = self._nodes.get(spans[0].name)
         if node is None:
@@ -163,15 +192,19 @@ class Evidence:
             effort = _number(longest, "cpu_seconds") / longest.seconds
         beside = busy.beside(longest, [span.lane for span in spans])
         call = Sample(items, longest.seconds, beside, effort)
+        if not items:
+            return
         if not node.streaming:
-            self.calls[where].extend([call] if items else [])
-        elif items and len(_listed(longest, "taken")) <= 1:  # fed calls have no size of their own
+            self.calls[where].append(call)
+        elif len(_listed(longest, "taken")) > 1:
+            self.fed[where].append(call)
+        else:
             pieces = tuple(
                 (float(when), ids_of(str(ids)), tuple(map(float, lengths)))
                 for when, ids, lengths in _listed(longest, "pieces")
             )
-            whole = sum(len(ids) for _, ids, _ in pieces) == items * node.expands
-            self.calls[where].extend([replace(call, pieces=pieces)] if whole or not pieces else [])
+            if not pieces or sum(len(ids) for _, ids, _ in pieces) == items * node.expands:
+                self.calls[where].append(replace(call, pieces=pieces))
 
     def _add_finishes(self, spans: Sequence[Span], placed: _Placed) -> None:
         together: dict[tuple[object, ...], list[Span]] = defaultdict(list)

@@ -110,7 +110,7 @@ def _stage(node: StageNode, evidence: Evidence, known: Profile | None) -> StageP
     free = [one for one in costs if one.max_running is None] or costs
     given = {(one.layout, one.lanes, one.kind): one for one in free}
     trust = KNOWN_CALLS if known is not None and known.source == "measured" else 0.0
-    seen = {where[1:]: where for where in evidence.calls if where[0] == node.name}
+    seen = {where[1:]: calls for where, calls in evidence.timed().items() if where[0] == node.name}
     if not seen and before is None:
         raise UserError(
             "was never called while the flow was measured",
@@ -119,13 +119,16 @@ def _stage(node: StageNode, evidence: Evidence, known: Profile | None) -> StageP
         )
     ratios = [
         call.seconds / given[layout].seconds.at(call.size)
-        for layout, where in seen.items()
+        for layout, calls in seen.items()
         if layout in given
-        for call in evidence.calls[where]
+        for call in calls
         if given[layout].seconds.at(call.size) > 0
     ]
     ratio = median(ratios) if ratios else 1.0
-    ran = [_cost(where, evidence, given.get(layout), trust) for layout, where in seen.items()]
+    ran = [
+        _cost((node.name, *layout), calls, evidence, given.get(layout), trust)
+        for layout, calls in seen.items()
+    ]
     others = [
         one.times(ratio)
         for one in costs
@@ -145,10 +148,16 @@ def _stage(node: StageNode, evidence: Evidence, known: Profile | None) -> StageP
     )
 
 
-def _cost(where: Where, evidence: Evidence, known: StageCost | None, trust: float) -> StageCost:
+def _cost(
+    where: Where,
+    timed: Iterable[Sample],
+    evidence: Evidence,
+    known: StageCost | None,
+    trust: float,
+) -> StageCost:
     """Fit the price of a stage in one layout that ran."""
     _, layout, lanes, kind = where
-    seen = undisturbed(evidence.calls[where])
+    seen = undisturbed(list(timed))
     alone = fit_alone(seen)
     calls = crowded(seen, alone)
     measured = points(calls)

@@ -14,7 +14,6 @@ from m2flow.flow.batch import Batch
 from m2flow.flow.flow import Flow
 from m2flow.plan import isolated_workers, parse_lanes
 from m2flow.plan.profile import LinkCost, Profile
-from m2flow.plan.profile.learning import fitted
 from m2flow.plan.profile.trials import declared, trial_plans
 from m2flow.plan.units import BytesPerSecond, Seconds
 from m2flow.runtime.profiling.session import Session
@@ -56,6 +55,8 @@ def profile_flow(
         UserError: there is no batch, or the flow, the lanes or the batches are wrong.
         RunFailed: a step failed.
     """
+    from m2flow.plan.profile.learning import fitted  # with numpy, which planning does without
+
     started = time.monotonic()
     if not batches:
         raise UserError("a flow is measured on batches, and there is none", key="batches")

@@ -1,37 +1,27 @@
-"""The recipe of a reasoning run: typed, validated, every default in one place.
+"""The recipe of a reasoning run: the keys that `m2flow.workloads.common.Recipe` does not have.
 
-Sizes are named for what they count. Nothing here imports torch; `cli.recipe` reads YAML into
-`ReasoningRecipe` and turns validation errors into one line.
+Sizes are named for what they count. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from m2flow.errors import UserError
-
-# Strict: a truth value is no number, and a number that came as text is a mistake in the YAML.
-Flag = Annotated[bool, Field(strict=True)]
-Count = Annotated[int, Field(ge=1, strict=True)]
-Natural = Annotated[int, Field(ge=0, strict=True)]
-NonNegative = Annotated[float, Field(ge=0, strict=True)]
-Positive = Annotated[float, Field(gt=0, strict=True)]
-Share = Annotated[float, Field(ge=0, le=1, strict=True)]
-Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
-
-
-class Section(BaseModel):
-    """A part of a recipe: unknown keys are refused, and a number where text is due is its text."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        protected_namespaces=(),
-        allow_inf_nan=False,
-        coerce_numbers_to_str=True,
-    )
+from m2flow.workloads.common import recipe as common
+from m2flow.workloads.common.recipe import (
+    Count,
+    Decay,
+    Flag,
+    Natural,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+)
 
 
 class ModelSection(Section):
@@ -97,7 +87,26 @@ class GenerationSection(Section):
     max_new_tokens: Count = 24
     temperature: Positive = 1.0
     max_running: Count = 256
-    gang: Count = 1
+
+
+class RewardPart(Section):
+    """A reward function by its dotted path or short name, and its weight in the sum."""
+
+    function: str
+    weight: Annotated[float, Field(strict=True)] = 1.0
+
+
+def _listed(value: object) -> object:
+    """A reward that is named alone as a list of parts."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    return (
+        None
+        if value is None
+        else [{"function": part} if isinstance(part, str) else part for part in parts]
+    )
+
+
+Rewards = Annotated[tuple[RewardPart, ...] | None, BeforeValidator(_listed)]
 
 
 KEYS_OF_ALGORITHMS = {
@@ -127,6 +136,7 @@ class AlgorithmSection(Section):
     kl_coefficient: NonNegative = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_coefficient: NonNegative = 0.0
+    weight_cap: Annotated[float, Field(ge=1, strict=True)] = 5.0
 
     @model_validator(mode="after")
     def _keys_belong_to_the_algorithm(self) -> AlgorithmSection:
@@ -170,40 +180,31 @@ class TrainingSection(Section):
     sharing: Literal["prefix", "prompt", "none"] = "prefix"
     drop_zero_advantage: Flag = True
     recompute_logprobs: Flag = False
-    gang: Count = 1
 
 
-class EvaluationSection(Section):
+class EvaluationSection(common.EvaluationSection):
     """Greedy accuracy on held-out problems, at step 0, every `every` steps, and at the end."""
 
-    every: Count = 20
     problems: Natural = 512
 
 
-class CheckpointSection(Section):
-    """Checkpoints every `every` steps and at the end; the newest `keep` are kept."""
-
-    every: Count = 20
-    keep: Count = 2
-
-
-class ReasoningRecipe(Section):
+class ReasoningRecipe(common.Recipe):
     """A whole run."""
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        **common.Recipe.renamed,
+        "training.gang": "write `layouts: {learner: fsdp2}`, and the same for the critic",
+        "generation.gang": "write `layouts: {generator: tp2}`",
+    }
 
     workload: Literal["reasoning"] = "reasoning"
     name: str = "reasoning"
-    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
-    steps: Count = 80
-    mode: Literal["auto", "eager", "collocated", "disaggregated", "hybrid"] = "collocated"
-    lanes: str = "auto"
-    lane_memory: str | None = None
     prompts_per_step: Count = 32
     samples_per_prompt: Count = 8
     minibatches: Count = 2
-    max_staleness: Natural = 0
-    deadline_seconds: Positive = 600.0
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
+    reward: Rewards = None
     warmup: WarmupSection = WarmupSection()
     generation: GenerationSection = GenerationSection()
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -211,9 +212,25 @@ class ReasoningRecipe(Section):
     optimizer: OptimizerSection = OptimizerSection()
     training: TrainingSection = TrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    logger: tuple[Literal["jsonl", "tensorboard"], ...] = ("jsonl",)
-    samples_logged_per_step: Natural = 4
+
+    @property
+    def items_per_step(self) -> int:
+        return self.prompts_per_step
+
+    @property
+    def step_size(self) -> str:
+        return f"{self.prompts_per_step} x {self.samples_per_prompt} samples"
+
+    @property
+    def profiling_seconds(self) -> float:
+        return 60.0 if self.model.path is None else super().profiling_seconds
+
+    @property
+    def fixed_steps(self) -> str | None:
+        schedule = self.optimizer.schedule
+        if schedule == "constant":
+            return None
+        return f"the {schedule} schedule of the run that is to be resumed ends with its last step"
 
     @property
     def samples_per_step(self) -> int:
@@ -257,13 +274,6 @@ class ReasoningRecipe(Section):
                 key="optimizer.warmup_steps",
                 value=optimizer.warmup_steps,
                 expected=f"fewer than steps x minibatches = {optimizer_steps}",
-            )
-        if "jsonl" not in self.logger:
-            raise UserError(
-                "jsonl is missing",
-                key="logger",
-                value=list(self.logger),
-                hint="add jsonl: the report and --resume read metrics.jsonl",
             )
         if self.algorithm.name != "ppo" and self.critic != CriticSection():
             raise UserError(

@@ -45,7 +45,7 @@ def read_problems(
             and logs one warning with their number.
 
     Returns:
-        Problems with `metadata={"line": line number from 1}`.
+        Problems whose `metadata` holds the row's other columns and `line`, its number from 1.
 
     Raises:
         UserError: no such file, nothing in it, a missing column, or a bad row, with file and line.
@@ -75,7 +75,8 @@ def read_problems(
             first_bad = first_bad or f"line {line_number}: {reason}"
             continue
         prompt = template.replace("{question}", question)
-        problems.append(Problem(prompt, answer, {"line": line_number}))
+        others = {name: value for name, value in row.items() if name not in columns}
+        problems.append(Problem(prompt, answer, {**others, "line": line_number}))
     if num_bad:
         _log.warning("%s: left out %d unusable rows (first: %s)", path, num_bad, first_bad)
     if not problems:
@@ -92,12 +93,12 @@ def final_answer(answer: str) -> str:
     return answer.rpartition("####")[2].strip()
 
 
-def check_template(template: str) -> None:
-    """Refuse a prompt template that has no place for the question."""
+def check_template(template: str, key: str = "template") -> None:
+    """Refuse a prompt template that has no place for the question, under the name `key`."""
     if "{question}" not in template:
         raise UserError(
             "has no place for the question",
-            key="template",
+            key=key,
             value=template,
             expected="a text with {question} in it",
         )

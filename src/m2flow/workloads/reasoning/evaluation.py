@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from m2flow.algorithms.sampling import derive_seed
-from m2flow.engine.plan import LaneSpec
 from m2flow.flow import Flow, Stream
-from m2flow.workloads.reasoning.data import OnBadRow, read_problems
+from m2flow.rewards.reward import WeightedReward
+from m2flow.workloads.common.workload import Examination
+from m2flow.workloads.reasoning.data import (
+    DEFAULT_TEMPLATE,
+    OnBadRow,
+    check_template,
+    read_problems,
+)
 from m2flow.workloads.reasoning.encoding import Names, context_of, encode
-from m2flow.workloads.reasoning.verify import verify
 from m2flow.workloads.reasoning.workers import Generator, ModelSource, Verifier, outcome
 
 
@@ -24,21 +30,6 @@ class Evaluate(Flow):
 
     def step(self, prompts: Stream) -> Stream:
         return outcome(self.verifier.score(self.generator.generate(prompts)))
-
-
-class MathRule:
-    """The rule for mathematics: the answer in the text decides."""
-
-    def score(
-        self,
-        answer: str,
-        completion: str,
-        *,
-        finished: bool = True,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> float:
-        """1.0 if the completion's answer equals the right one, else 0.0."""
-        return verify(answer, completion)
 
 
 @dataclass(frozen=True)
@@ -63,36 +54,48 @@ def model_folder(path: Path) -> Path:
     return path / "model" if (path / "model").is_dir() else path
 
 
-def evaluate_file(
-    model: Path,
-    data: Path,
-    *,
-    samples: int,
-    temperature: float,
-    max_new_tokens: int,
-    limit: int | None,
-    seed: int,
-    template: str,
-    lanes: Sequence[LaneSpec],
-    on_bad_row: OnBadRow,
-) -> Scores:
-    """Score a model on a JSON lines file; see `m2flow.cli.evaluate` for the arguments."""
+def examine(asked: Examination) -> dict[str, Any]:
+    """Accuracy and pass@k of a model on a file of problems, as `m2flow eval` prints them."""
+    scores = scores_of(asked)
+    return {
+        "model": str(asked.model),
+        "data": str(asked.data),
+        "problems": len(scores.rewards),
+        "samples": asked.samples,
+        "temperature": _temperature(asked),
+        **accuracy(scores.rewards, asked.samples),
+        "mean_tokens": scores.mean_tokens,
+        "truncated_share": scores.truncated_share,
+        "seconds": scores.seconds,
+    }
+
+
+def scores_of(asked: Examination) -> Scores:
+    """Draw answers of the model to the problems of the file, and score them by `math_reward`.
+
+    Raises:
+        UserError: model or data are missing or wrong, or a prompt does not fit.
+    """
     from m2flow.runtime.driver.launch import launch
 
-    problems = read_problems(data, template=template, on_bad_row=on_bad_row)[:limit]
-    source = ModelSource(str(model_folder(model)))
+    template = DEFAULT_TEMPLATE if asked.template is None else asked.template
+    check_template(template, "--template")
+    on_bad_row: OnBadRow = "skip" if asked.skip_bad_rows else "fail"
+    problems = read_problems(asked.data, template=template, on_bad_row=on_bad_row)[: asked.limit]
+    source = ModelSource(str(model_folder(asked.model)))
+    samples, max_new_tokens, lanes = asked.samples, asked.max_new_tokens, asked.lanes
     tokenizer, context = source.tokenizer(), context_of(source.path)
-    seeds = [derive_seed(seed, 2, index) for index in range(len(problems))]
-    names = Names(str(data), "--max-new-tokens", "max_position_embeddings")
+    seeds = [derive_seed(asked.seed, 2, index) for index in range(len(problems))]
+    names = Names(str(asked.data), "--max-new-tokens", "max_position_embeddings")
     batch = encode(problems, seeds, tokenizer, context, max_new_tokens, names)
     flow = Evaluate(
         generator=Generator(
             source,
             samples_per_prompt=samples,
             max_new_tokens=max_new_tokens,
-            temperature=temperature,
+            temperature=_temperature(asked),
         ),
-        verifier=Verifier(source, MathRule()),
+        verifier=Verifier(source, (WeightedReward("math"),)),
     )
     mode = "eager" if len(lanes) == 1 else "collocated"
     with launch(flow, items_per_step=len(batch), mode=mode, lanes=lanes) as run:
@@ -104,3 +107,27 @@ def evaluate_file(
         truncated_share=sum(r != "stop" for r in output["finish_reason"]) / len(output),
         seconds=result.seconds,
     )
+
+
+def accuracy(rewards: Sequence[Sequence[float]], samples: int) -> dict[str, float]:
+    """The share of right answers, and pass@k for k = samples and powers of two."""
+    correct = [sum(reward >= 1.0 for reward in answers) for answers in rewards]
+    ks = sorted({1, samples} | {2**n for n in range(1, samples.bit_length()) if 2**n <= samples})
+    return {
+        "accuracy": sum(correct) / (len(correct) * samples),
+        **{f"pass@{k}": sum(pass_at_k(samples, c, k) for c in correct) / len(correct) for k in ks},
+    }
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """The chance that at least one of k answers is right, estimated without bias.
+
+    1 - C(n - c, k) / C(n, k): Chen et al. 2021 (arXiv 2107.03374), equation 1.
+    """
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def _temperature(asked: Examination) -> float:
+    if asked.temperature is not None:
+        return asked.temperature
+    return 0.0 if asked.samples == 1 else 1.0

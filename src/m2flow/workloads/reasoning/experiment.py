@@ -1,17 +1,17 @@
-"""A reasoning run, less the running: what a recipe means in terms of models, data and flows.
+"""What a reasoning recipe means: its task, its starting model, the batch of any step, its figures.
 
-It makes the starting checkpoint, the batch of any step (a function of recipe and step
-alone, so that a resumed run needs nothing else), and the figures of a finished step.
+The batch of a step is a function of recipe and step alone, so that a resumed run needs nothing
+else.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,20 +20,21 @@ from m2flow.errors import UserError
 from m2flow.flow import Batch
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_model, load_tokenizer
 from m2flow.models.tokenizer import byte_tokenizer, character_tokenizer
+from m2flow.rewards.reward import WeightedReward
 from m2flow.runtime.driver.runner import StepResult
+from m2flow.training import checkpoint
 from m2flow.training.rollouts import TokenPairs
-from m2flow.training.supervised import Progress, SupervisedConfig, train_supervised
+from m2flow.training.supervised import SupervisedConfig, train_supervised
+from m2flow.workloads.common.workload import Progress
 from m2flow.workloads.reasoning.config import ReasoningRecipe
-from m2flow.workloads.reasoning.encoding import (
-    Names,
-    config_of,
-    context_of,
-    encode,
-    may_not_fit,
-    token_rows,
-)
+from m2flow.workloads.reasoning.encoding import Names, context_of, encode, may_not_fit, token_rows
+from m2flow.workloads.reasoning.flow import GRPO, PPO, recipe_flow
 from m2flow.workloads.reasoning.tasks import DemonstratedTask, Problem, Task, make_task
-from m2flow.workloads.reasoning.workers import ModelSource
+from m2flow.workloads.reasoning.tasks.registry import reward_of_task
+from m2flow.workloads.reasoning.workers import Critic, ModelSource
+
+if TYPE_CHECKING:
+    from m2flow.runtime.driver.run import Run
 
 TASK_KEYS = {"name": "data.task", "dataset": "data.dataset", "template": "data.template"}
 """What a task calls its settings, in the recipe's words; the others are `data.options`."""
@@ -99,23 +100,39 @@ def _in_recipe_keys(error: UserError) -> UserError:
     return UserError(f"{', '.join(keys)}{message}")
 
 
-class ReasoningExperiment:
-    """What a recipe means.
+def rewards_of(recipe: ReasoningRecipe) -> tuple[WeightedReward, ...]:
+    """The reward functions that a recipe names, or its task's; all of them can be imported.
 
-    Making one writes nothing, and refuses whatever of the recipe, the data and the model's folder
-    can be refused before a run begins. Weights that are only loaded by the lanes are theirs to
-    refuse.
+    Raises:
+        UserError: a function cannot be imported.
+    """
+    folder = str(Path.cwd())
+    if recipe.reward is None:
+        found = [WeightedReward(reward_of_task(recipe.data.task))]
+    else:
+        found = [WeightedReward(part.function, part.weight, folder) for part in recipe.reward]
+    for reward in found:
+        reward.load()
+    return tuple(found)
+
+
+class ReasoningExperiment:
+    """A recipe made concrete; see `m2flow.workloads.common.Experiment`.
+
+    Weights that are only loaded by the lanes are theirs to refuse.
 
     Args:
         recipe: the validated recipe.
+        model: the starting model, where it is made already.
 
     Raises:
-        UserError: the task, its data, the model's sizes or its tokenizer are wrong.
+        UserError: the task, its data, the reward, the model's sizes or its tokenizer are wrong.
     """
 
-    def __init__(self, recipe: ReasoningRecipe) -> None:
+    def __init__(self, recipe: ReasoningRecipe, model: ModelSource | None = None) -> None:
         self.recipe = recipe
         self.task = task_of(recipe)
+        self.rewards = rewards_of(recipe)
         if recipe.warmup.steps and not isinstance(self.task, DemonstratedTask):
             raise UserError(
                 f"the task {self.task.name!r} has no demonstrations to warm up on",
@@ -129,26 +146,15 @@ class ReasoningExperiment:
         tokenizer = self._starting_tokenizer()
         path, positions = recipe.model.path, recipe.model.max_position_embeddings
         self._context = positions if path is None else context_of(path)
-        self._check_gang(recipe.model if path is None else config_of(path))
         self._check_prompts(tokenizer)
         self._loaded = self._load() if path is not None and recipe.warmup.steps else None
+        self.model = model or ModelSource(path or "", recipe.model.dtype)
+        """The model that reinforcement starts from, once it is made."""
 
     @property
     def makes_model(self) -> bool:
         """Whether `prepare` builds or trains a model, and so writes one."""
         return self.recipe.model.path is None or self.recipe.warmup.steps > 0
-
-    def _check_gang(self, sizes: Any) -> None:
-        """Refuse gangs over which the generator could not divide the key-value heads."""
-        gang = self.recipe.generation.gang
-        heads = getattr(sizes, "num_key_value_heads", None)
-        if heads is not None and heads % gang:
-            raise UserError(
-                "the model's key-value heads cannot be divided evenly over so many lanes",
-                key="generation.gang",
-                value=gang,
-                expected=f"a divisor of {heads}",
-            )
 
     def _check_prompts(self, tokenizer: Any) -> None:
         """Encode the first prompts, and those of a file that might not fit into the context."""
@@ -175,20 +181,23 @@ class ReasoningExperiment:
         assert model.path is not None
         return load_model(model.path, getattr(torch, model.dtype))
 
-    def prepare(
-        self, folder: Path, on_progress: Callable[[Progress], None] | None = None
-    ) -> ModelSource:
-        """The model that reinforcement starts from.
+    def prepare(self, folder: Path, progress: Progress | None = None) -> ModelSource:
+        """The model that reinforcement starts from, in Hugging Face layout.
 
         Args:
-            folder: where a model built or warmed up here is written, in Hugging Face layout; once
-                its `config.json` is there, it is whole.
-            on_progress: told about the supervised warm-up.
+            folder: holds a model that is built or warmed up here; the model is whole once its
+                `config.json` is there, and taken as it is then.
+            progress: told about the supervised warm-up.
         """
         recipe = self.recipe
-        if not self.makes_model:
-            assert recipe.model.path is not None
-            return ModelSource(recipe.model.path, recipe.model.dtype)
+        if self.makes_model:
+            self.model = ModelSource(str(folder), recipe.model.dtype)
+            if not (folder / "config.json").is_file():
+                self._make(folder, progress)
+        return self.model
+
+    def _make(self, folder: Path, progress: Progress | None) -> None:
+        recipe = self.recipe
         tokenizer = self._starting_tokenizer()
         if self._tiny is None:
             model = self._load() if self._loaded is None else self._loaded
@@ -203,7 +212,7 @@ class ReasoningExperiment:
                 dtype=getattr(torch, recipe.model.dtype),
             )
         if recipe.warmup.steps:
-            self._warm_up(model, tokenizer, on_progress)
+            self._warm_up(model, tokenizer, progress)
         partial = folder / ".partial"
         if partial.exists():
             shutil.rmtree(partial)
@@ -212,12 +221,11 @@ class ReasoningExperiment:
         for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
             os.replace(file, folder / file.name)
         partial.rmdir()
-        return ModelSource(str(folder), recipe.model.dtype)
 
-    def _warm_up(
-        self, model: Any, tokenizer: Any, on_progress: Callable[[Progress], None] | None
-    ) -> None:
+    def _warm_up(self, model: Any, tokenizer: Any, progress: Progress | None) -> None:
         warmup = self.recipe.warmup
+        if progress is not None:
+            progress.phase("warm-up", warmup.steps)
         assert isinstance(self.task, DemonstratedTask)
         shown = [self.task.demonstration(n) for n in range(warmup.steps * warmup.samples_per_step)]
         prompts = tokenizer([prompt for prompt, _ in shown])["input_ids"]
@@ -228,29 +236,38 @@ class ReasoningExperiment:
         )
         optimizer = replace(config.resolved_optimizer(), learning_rate=warmup.learning_rate)
         config = replace(config, optimizer=optimizer)
-        train_supervised(model, pairs, config, on_progress=on_progress, progress_every=25)
+        told = None if progress is None else progress.update
+        train_supervised(
+            model,
+            pairs,
+            config,
+            on_progress=None if told is None else lambda at: told(at.step, {"loss": at.loss}),
+            progress_every=25,
+        )
 
     # --- the data ---------------------------------------------------------------------------------
 
-    def batch(self, step: int, model: ModelSource) -> Batch:
+    def flow(self, checkpoint: Path | None = None) -> GRPO | PPO:
+        """The flow on the starting model, or on a checkpoint of it."""
+        return recipe_flow(self.recipe, self.model, self.rewards, checkpoint)
+
+    def batch(self, step: int) -> Batch:
         """The prompts of a step (counted from 0)."""
         first = step * self.recipe.prompts_per_step
         indices = range(first, first + self.recipe.prompts_per_step)
         problems = [self.task.train(index) for index in indices]
         seeds = [derive_seed(self.recipe.seed, 1, index) for index in indices]
-        return self._encoded(problems, seeds, model)
+        return self._encoded(problems, seeds)
 
-    def held_out(self, model: ModelSource) -> Batch | None:
+    def held_out(self) -> Batch | None:
         """The problems of an evaluation; None if there are to be none."""
         if not self._held_out:
             return None
-        return self._encoded(self._held_out, [0] * len(self._held_out), model)
+        return self._encoded(self._held_out, [0] * len(self._held_out))
 
-    def _encoded(
-        self, problems: Sequence[Problem], seeds: Sequence[int], model: ModelSource
-    ) -> Batch:
+    def _encoded(self, problems: Sequence[Problem], seeds: Sequence[int]) -> Batch:
         if self._tokenizer is None:
-            self._tokenizer = model.tokenizer()
+            self._tokenizer = self.model.tokenizer()
         return encode(problems, seeds, self._tokenizer, self._context, self._max_new)
 
     @property
@@ -261,20 +278,19 @@ class ReasoningExperiment:
 
     def metrics(self, result: StepResult) -> dict[str, float]:
         """The figures of a training step, as metrics.jsonl names them."""
-        output = result.output
-        figures = sample_figures(output, self.recipe.samples_per_prompt)
-        tokens = figures["tokens/generated"]
-        figures |= {
-            "seconds/step": result.seconds,
-            "throughput/tokens_per_s": tokens / result.seconds,
-            "throughput/samples_per_s": len(output) / result.seconds,
-            "version": float(result.version),
-            "staleness/mean": result.staleness or 0.0,
-        }
-        figures |= {f"seconds/{name}": s for name, s in result.stage_seconds().items()}
+        figures = sample_figures(result.output, self.recipe.samples_per_prompt)
         for name, value in result.metrics.items():
             figures[METRIC_NAMES.get(name, name if "/" in name else f"train/{name}")] = value
         return figures
+
+    def evaluation(self, result: StepResult) -> dict[str, float]:
+        """The figures of an evaluation."""
+        rewards, lengths = result.output["reward"], result.output["num_tokens"]
+        return {
+            "eval/accuracy": sum(reward >= 1.0 for reward in rewards) / len(rewards),
+            "eval/length": sum(lengths) / len(lengths),
+            "eval/problems": float(len(rewards)),
+        }
 
     def samples(self, result: StepResult, count: int) -> list[dict[str, Any]]:
         """A few rollouts of a step, spread over its groups, for people to read."""
@@ -282,6 +298,17 @@ class ReasoningExperiment:
         every = max(1, len(output) // max(1, count))
         rows = range(0, len(output), every)[:count]
         return [sample_row(output, row) for row in rows]
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def save(self, run: Run, checkpoints: Path, step: int, extra: dict[str, Any]) -> None:
+        """Write a checkpoint of the policy, and of the critic if there is one."""
+        checkpoint.sweep(checkpoints)
+        for name in run.plan.placements.keys() & {Critic.part}:
+            run.worker_call_everywhere(name, "save_part", str(checkpoints), step)
+        keep = self.recipe.checkpoint.keep
+        arguments = (str(checkpoints), step, extra, keep)
+        run.worker_call_everywhere("learner", "save_checkpoint", *arguments)
 
 
 def _tiny_spec(recipe: ReasoningRecipe) -> TinySpec:

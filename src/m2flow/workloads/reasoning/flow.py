@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from m2flow.flow import Flow, Stream
+from m2flow.rewards.reward import WeightedReward
 from m2flow.workloads.reasoning.config import ReasoningRecipe
-from m2flow.workloads.reasoning.tasks import Task
+from m2flow.workloads.reasoning.supported import heads_of
 from m2flow.workloads.reasoning.workers import (
     Critic,
     Generator,
@@ -85,7 +87,7 @@ class PPO(PolicyGradient):
 def recipe_flow(
     recipe: ReasoningRecipe,
     model: ModelSource,
-    task: Task | None,
+    rewards: Sequence[WeightedReward] = (),
     checkpoint: Path | None = None,
 ) -> GRPO | PPO:
     """The flow of a recipe with its workers, none of them loaded.
@@ -93,65 +95,35 @@ def recipe_flow(
     Args:
         recipe: every setting.
         model: the starting point (also the reference of a KL term, and what a critic is made of).
-        task: the rule that scores answers; None if the flow is only to be traced.
+        rewards: what scores answers; none if the flow is only to be traced.
         checkpoint: go on from here: its models, and the state of their trainers.
     """
-    if recipe.algorithm.name == "ppo":
-        return ppo_flow(recipe, model, task, checkpoint)
-    return grpo_flow(recipe, model, task, checkpoint)
-
-
-def grpo_flow(
-    recipe: ReasoningRecipe,
-    model: ModelSource,
-    task: Task | None,
-    checkpoint: Path | None = None,
-) -> GRPO:
-    """The flow of a GRPO recipe; see `recipe_flow`."""
-    return GRPO(
-        **_workers(recipe, model, task, checkpoint),
-        normalize_std=recipe.algorithm.normalize_std,
-    )
-
-
-def ppo_flow(
-    recipe: ReasoningRecipe,
-    model: ModelSource,
-    task: Task | None,
-    checkpoint: Path | None = None,
-) -> PPO:
-    """The flow of a PPO recipe; see `recipe_flow`."""
-    algorithm = recipe.algorithm
-    return PPO(
-        **_workers(recipe, model, task, checkpoint),
-        critic=Critic(
-            _saved(recipe, model, checkpoint, Critic.part), recipe, _state_of(checkpoint)
-        ),
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-        whiten=algorithm.whiten,
-    )
-
-
-def _workers(
-    recipe: ReasoningRecipe, model: ModelSource, task: Task | None, checkpoint: Path | None
-) -> dict[str, Any]:
-    """The attributes of `PolicyGradient`."""
-    policy = _saved(recipe, model, checkpoint)
-    needs_reference = recipe.algorithm.kl_coefficient > 0
-    return {
+    algorithm, policy = recipe.algorithm, _saved(recipe, model, checkpoint)
+    state = None if checkpoint is None else str(checkpoint)
+    workers: dict[str, Any] = {
         "generator": Generator(
             policy,
             samples_per_prompt=recipe.samples_per_prompt,
             max_new_tokens=recipe.generation.max_new_tokens,
             temperature=recipe.generation.temperature,
             max_running=recipe.generation.max_running,
+            key_value_heads=heads_of(recipe),
         ),
-        "verifier": Verifier(model, task),
-        "learner": Learner(policy, recipe, _state_of(checkpoint)),
-        "reference": Reference(model, recipe) if needs_reference else None,
+        "verifier": Verifier(model, rewards),
+        "learner": Learner(policy, recipe, state),
+        "reference": Reference(model, recipe) if algorithm.kl_coefficient > 0 else None,
         "recompute_logprobs": recipe.training.recompute_logprobs,
     }
+    if algorithm.name == "grpo":
+        return GRPO(**workers, normalize_std=algorithm.normalize_std)
+    critic = Critic(_saved(recipe, model, checkpoint, Critic.part), recipe, state)
+    return PPO(
+        **workers,
+        critic=critic,
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        whiten=algorithm.whiten,
+    )
 
 
 def _saved(
@@ -161,7 +133,3 @@ def _saved(
     if checkpoint is None:
         return model
     return ModelSource(str(checkpoint / part / "model"), recipe.model.dtype)
-
-
-def _state_of(checkpoint: Path | None) -> str | None:
-    return None if checkpoint is None else str(checkpoint)

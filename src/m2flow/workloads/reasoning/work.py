@@ -73,9 +73,6 @@ BYTE_VOCABULARY = 384
 QUANTILES = 129
 """Of answer lengths; the last of them still tells cut answers from long ones."""
 
-GENERATED = ("llama", "qwen2", "qwen3")
-"""Model types that m2flow's own generation engine computes."""
-
 DECODING = "decoding steps of captured graphs (1.5 ms beside memory and arithmetic)"
 RECOMPUTING = "activations computed again in the backward pass of training"
 
@@ -187,9 +184,6 @@ class _Recipe:
         workers = {worker: self._worker(worker, graph) for worker in graph.workers}
         if self.device.kind == "gpu":
             assumed += (_not_yet(DECODING),)
-        if self.model.kind not in GENERATED:
-            known = ", ".join(GENERATED)
-            assumed += (_not_yet(f"generating with {self.model.kind} (only {known})"),)
         return FlowWork(stages, workers, self.model.name, assumed)
 
     def _stage(self, node: StageNode) -> StageWork:

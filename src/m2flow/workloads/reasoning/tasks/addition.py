@@ -2,14 +2,12 @@
 
 `347+285=` is answered at once, `#632`, or with thought, `12,13,06#632`: the column sums from the
 lowest digit, carry included, two digits each. Warm-up shows both; only thinking is reliable, and
-that is what reinforcement finds. The reward is an exact match after `#`.
+that is what reinforcement finds. `m2flow.rewards.addition_reward` scores answers.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from typing import Any
 
 from m2flow.errors import UserError
 from m2flow.workloads.reasoning.tasks.problem import Problem, generator, reserved
@@ -87,18 +85,6 @@ class Addition:
         a, b = self._training_pair(draw)
         thought = column_sums(a, b) if draw.random() < self.thinking_share else ""
         return f"{a}+{b}=", f"{thought}#{a + b}"
-
-    def score(
-        self,
-        answer: str,
-        completion: str,
-        *,
-        finished: bool = True,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> float:
-        """1.0 where the text after the only `#` is the sum and the end token followed, else 0.0."""
-        _, mark, final = completion.partition("#")
-        return float(finished and mark == "#" and final == answer)
 
     def _training_pair(self, draw: random.Random) -> tuple[int, int]:
         for _ in range(1000):

@@ -1,4 +1,4 @@
-"""Any data set of reasoning-gym by name, scored by its own `score_answer`.
+"""Any data set of reasoning-gym by name; `m2flow.rewards.gym_reward` scores answers.
 
 Problems are generated, in blocks that are seeded for their place, so problem `index` is known
 without the ones before it. What is held out is decided by the question's text, so training never
@@ -9,15 +9,13 @@ nothing of it is imported before a task is made.
 from __future__ import annotations
 
 import dataclasses
-import logging
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from m2flow.errors import UserError, suggestion
+from m2flow.rewards.gym import reasoning_gym
 from m2flow.workloads.reasoning.data import check_template
 from m2flow.workloads.reasoning.tasks.problem import Problem, generator, reserved
-from m2flow.workloads.reasoning.verify import extract_answer
 
 DEFAULT_TEMPLATE = (
     "{question}\n\nThink step by step, then give the final answer between <answer> and </answer>.\n"
@@ -29,9 +27,6 @@ _MAX_BLOCKS = 8
 _MAX_DRAWS = 200
 # Some data sets take a tenth of a second for a problem: few of those drawn may be thrown away.
 _HELD_OUT_ONE_IN = 4
-
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_log = logging.getLogger(__name__)
 
 
 class Gym:
@@ -66,7 +61,7 @@ class Gym:
         self.template = template
         _check_options(dataset, self.options)
         self._blocks: dict[tuple[object, ...], Any] = {}
-        self._scorer: Any = self._make_block("scorer")
+        self._make_block("check")
 
     def train(self, index: int) -> Problem:
         """Training problem number `index`, which is not held out.
@@ -98,39 +93,10 @@ class Gym:
                 found.setdefault(entry["question"], self._problem(entry))
         return list(found.values())
 
-    def score(
-        self,
-        answer: str,
-        completion: str,
-        *,
-        finished: bool = True,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> float:
-        """The data set's own score (usually 0 to 1) of the extracted answer.
-
-        The answer is what stands in the last `<answer>` tags, else in the last box, else after
-        `####`. A problem may have several right answers, so the problem's `metadata` decides.
-        """
-        assert metadata is not None, "a gym problem is scored with its metadata"
-        tagged = _TAGGED.findall(completion)
-        text = tagged[-1].strip() if tagged else extract_answer(completion, numeric=False)
-        try:
-            return float(self._scorer.score_answer(text, metadata["entry"]))
-        except Exception as error:  # noqa: BLE001 the scorers parse what a model wrote
-            _log.debug("%s cannot score %r: %r", self.dataset, text, error)
-            return 0.0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Settings only: what reasoning-gym made is made again from them."""
-        return {**self.__dict__, "_scorer": None, "_blocks": {}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._scorer = self._make_block("scorer")
-
     def _problem(self, entry: dict[str, Any]) -> Problem:
         prompt = self.template.replace("{question}", entry["question"])
-        return Problem(prompt, entry["answer"] or "", {"entry": entry})
+        facts = {"dataset": self.dataset, "options": self.options, "entry": entry}
+        return Problem(prompt, entry["answer"] or "", facts)
 
     def _entry(self, place: int, *block_key: object) -> dict[str, Any]:
         if block_key not in self._blocks:
@@ -144,7 +110,7 @@ class Gym:
         # reasoning-gym adds the place in the block to the seed, and NumPy takes 32 bits.
         seed = generator("gym", *key).randrange(2**31)
         try:
-            return _reasoning_gym().create_dataset(
+            return reasoning_gym().create_dataset(
                 self.dataset, size=_BLOCK_SIZE, seed=seed, **self.options
             )
         except (AssertionError, TypeError, ValueError) as error:
@@ -156,7 +122,7 @@ class Gym:
 
 
 def _check_options(dataset: str, options: Mapping[str, Any]) -> None:
-    _reasoning_gym()
+    reasoning_gym()
     from reasoning_gym.factory import DATASETS
 
     if dataset not in DATASETS:
@@ -174,16 +140,3 @@ def _check_options(dataset: str, options: Mapping[str, Any]) -> None:
                 key=f"task.options.{option}",
                 hint=suggestion(option, known),
             )
-
-
-def _reasoning_gym() -> Any:
-    try:
-        import reasoning_gym
-    except ModuleNotFoundError as error:
-        raise UserError(
-            "reasoning-gym is not installed",
-            key="task.name",
-            value="gym",
-            hint='run: pip install "m2flow[gym]"',
-        ) from error
-    return reasoning_gym

@@ -1,4 +1,4 @@
-"""Problems from a file of JSON lines (GSM8K, AIME and the like), scored by `verify`.
+"""Problems from a file of JSON lines (GSM8K, AIME and the like).
 
 Training walks the file in a shuffle that is seeded for each epoch, so problem `index` is known
 without the ones before it. Held out are the rows of a second file, or the last rows of the first,
@@ -8,14 +8,11 @@ which training then never sees.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from m2flow.errors import UserError
 from m2flow.workloads.reasoning.data import DEFAULT_TEMPLATE, OnBadRow, read_problems
 from m2flow.workloads.reasoning.tasks.problem import Problem, generator
-from m2flow.workloads.reasoning.verify import verify
 
 _log = logging.getLogger(__name__)
 
@@ -91,17 +88,6 @@ class Jsonl:
     def held_out(self, count: int) -> list[Problem]:
         """The first `count` held-out rows, in file order; all of them where there are fewer."""
         return self._held_out[:count]
-
-    def score(
-        self,
-        answer: str,
-        completion: str,
-        *,
-        finished: bool = True,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> float:
-        """`verify(answer, completion)`: the text decides, whether or not it was finished."""
-        return verify(answer, completion)
 
 
 def _split(

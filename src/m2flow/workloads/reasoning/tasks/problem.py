@@ -1,4 +1,4 @@
-"""What a task is: problems by index, held-out problems, and the worth of an answer.
+"""What a task is: problems by index and held-out problems. What an answer is worth, a reward says.
 
 A problem is a function of (task settings, seed, index) alone, where the index counts the problems
 of the whole run: a resumed run needs nothing but the index. Standard library only.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,8 +18,8 @@ class Problem:
 
     Args:
         prompt: the text that the model continues (before any chat template).
-        answer: the right answer, as `Task.score` takes it.
-        metadata: what else is known of it: where it came from, what its scorer needs.
+        answer: the right answer.
+        metadata: further fields of the row that a reward is given: where it came from, what it is.
     """
 
     prompt: str
@@ -30,7 +29,7 @@ class Problem:
 
 @runtime_checkable
 class Task(Protocol):
-    """A source of problems with a rule that scores answers. Picklable; its calls are pure.
+    """A source of problems. Its calls are pure.
 
     Attributes:
         name: the name it is made by.
@@ -49,23 +48,6 @@ class Task(Protocol):
 
     def held_out(self, count: int) -> list[Problem]:
         """The first `count` problems that training never sees; fewer where there are fewer."""
-        ...
-
-    def score(
-        self,
-        answer: str,
-        completion: str,
-        *,
-        finished: bool = True,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> float:
-        """The reward of a completion.
-
-        Args:
-            answer, metadata: the problem's own.
-            completion: the text that the model wrote, without special tokens.
-            finished: whether the model ended it by itself (its end token was seen).
-        """
         ...
 
 

@@ -10,15 +10,21 @@ from m2flow.errors import UserError, suggestion
 from m2flow.workloads.reasoning.tasks.problem import Task
 
 _TASKS = {
-    "addition": ("m2flow.workloads.reasoning.tasks.addition", "Addition"),
-    "gym": ("m2flow.workloads.reasoning.tasks.gym", "Gym"),
-    "jsonl": ("m2flow.workloads.reasoning.tasks.jsonl", "Jsonl"),
+    "addition": ("m2flow.workloads.reasoning.tasks.addition", "Addition", "addition"),
+    "gym": ("m2flow.workloads.reasoning.tasks.gym", "Gym", "gym"),
+    "jsonl": ("m2flow.workloads.reasoning.tasks.jsonl", "Jsonl", "math"),
 }
+"""Name to module, class, and the reward of a recipe that names none."""
 
 
 def task_names() -> list[str]:
     """The names that `make_task` knows, sorted."""
     return sorted(_TASKS)
+
+
+def reward_of_task(name: str) -> str:
+    """The reward function that judges answers to a task where the recipe names none."""
+    return _TASKS[name][2]
 
 
 def make_task(name: str, **settings: Any) -> Task:
@@ -35,7 +41,7 @@ def make_task(name: str, **settings: Any) -> Task:
         raise UserError(
             "no such task", key="task.name", value=name, hint=suggestion(name, task_names())
         )
-    module, attribute = _TASKS[name]
+    module, attribute, _ = _TASKS[name]
     task_class = getattr(importlib.import_module(module), attribute)
     parameters = inspect.signature(task_class).parameters
     for key in settings:

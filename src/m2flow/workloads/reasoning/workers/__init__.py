@@ -20,7 +20,7 @@ from m2flow.workloads.reasoning.workers.learner import Learner
 from m2flow.workloads.reasoning.workers.reference import Reference
 from m2flow.workloads.reasoning.workers.source import ModelSource
 from m2flow.workloads.reasoning.workers.stages import OUTCOME, gae, group_advantage, outcome, whiten
-from m2flow.workloads.reasoning.workers.verifier import Scorer, Verifier
+from m2flow.workloads.reasoning.workers.verifier import Verifier
 
 __all__ = [
     "HANDED_ON",
@@ -30,7 +30,6 @@ __all__ = [
     "Learner",
     "ModelSource",
     "Reference",
-    "Scorer",
     "Verifier",
     "gae",
     "group_advantage",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator as Coroutine
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from m2flow.flow import Batch, Place, Ragged, Worker, stage
+from m2flow.flow import Batch, Layout, Place, Ragged, Worker, stage
+from m2flow.flow.worker import ONE_LANE
+from m2flow.workloads.reasoning.supported import key_value_heads
 from m2flow.workloads.reasoning.workers.source import ModelSource
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class Generator(Worker):
         samples_per_prompt: completions for each prompt.
         max_new_tokens, temperature: how they are drawn.
         max_running: sequences decoded together at most.
+        key_value_heads: of the model, which layouts divide; None for what the model's folder says.
     """
 
     collective = True
@@ -45,19 +48,21 @@ class Generator(Worker):
         max_new_tokens: int,
         temperature: float = 1.0,
         max_running: int = 256,
+        key_value_heads: int | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.key_value_heads = model, key_value_heads
         self.samples_per_prompt = samples_per_prompt
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.max_running = max_running
 
-    def fits_gang(self, size: int) -> bool:
-        """Its key-value heads are divided evenly over the lanes."""
-        from m2flow.workloads.reasoning.encoding import config_of
-
-        config = config_of(self.model.path)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return bool(heads % size == 0)
+    def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
+        """Tensor parallel over any number of lanes that divides the key-value heads."""
+        heads = self.key_value_heads or key_value_heads(self.model.path)
+        found = [ONE_LANE]
+        for size in range(2, lanes + 1):
+            divisions = () if heads is None else (("key-value heads", heads, size),)
+            found.append(Layout(f"tp{size}", size, divisions))
+        return found
 
     def load(self, place: Place) -> None:
         super().load(place)
@@ -86,7 +91,10 @@ class Generator(Worker):
         samples_per_prompt: int | None = None,
         temperature: float | None = None,
     ) -> Coroutine[Batch, Batch | None, None]:
-        """One prompt in, several samples out, each when it is finished."""
+        """One prompt in, several samples out, each when it is finished.
+
+        A call that is closed before its end drops what it has begun.
+        """
         from m2flow.generation.protocol import SamplingParams
 
         params = SamplingParams(
@@ -95,22 +103,10 @@ class Generator(Worker):
             stop_token_ids=self._stop_ids,
         )
         call = _Call(self.engine, params, samples_per_prompt or self.samples_per_prompt)
-        call.take(prompts)
-        nothing = Batch({}, [])
-        finished: list[Completion] = []
-        steps = 0
-        while self.engine.busy:
-            finished += self.engine.step()
-            steps += 1
-            if finished and len(finished) * HANDED_ON >= self.engine.num_running:
-                arrived = yield call.hand_on(finished)
-                finished = []
-            elif steps % LISTEN_EVERY == 0:
-                arrived = yield nothing
-            else:
-                continue
-            if arrived is not None:
-                call.take(arrived)
+        try:
+            yield from call.drawn(prompts)
+        finally:
+            self.engine.abort(list(call.running))
 
     def install(self, weights: Mapping[str, Any], version: int) -> None:
         self.engine.install(weights, version)
@@ -144,8 +140,26 @@ class _Call:
     count: int
     running: dict[int, tuple[Batch, int]] = field(default_factory=dict)
 
-    def take(self, prompts: Batch) -> None:
-        """Submit the samples of prompts."""
+    def drawn(self, prompts: Batch) -> Coroutine[Batch, Batch | None, None]:
+        """Draw until nothing runs; takes further prompts at each yield."""
+        self._submit(prompts)
+        nothing = Batch({}, [])
+        finished: list[Completion] = []
+        steps = 0
+        while self.engine.busy:
+            finished += self.engine.step()
+            steps += 1
+            if finished and len(finished) * HANDED_ON >= self.engine.num_running:
+                arrived = yield self._handed_on(finished)
+                finished = []
+            elif steps % LISTEN_EVERY == 0:
+                arrived = yield nothing
+            else:
+                continue
+            if arrived is not None:
+                self._submit(arrived)
+
+    def _submit(self, prompts: Batch) -> None:
         from m2flow.algorithms.sampling import derive_seed
         from m2flow.generation.protocol import Request
 
@@ -158,30 +172,22 @@ class _Call:
             self.running[item] = (samples, row)
         self.engine.submit(requests)
 
-    def hand_on(self, finished: list[Completion]) -> Batch:
-        """Finished samples as a Batch."""
-        return _joined(
+    def _handed_on(self, finished: list[Completion]) -> Batch:
+        """Finished samples as a Batch, with the columns of their prompts."""
+        rows_of: dict[int, tuple[Batch, list[int], list[Completion]]] = {}
+        for done in finished:
+            batch, row = self.running.pop(done.id)
+            _, rows, some = rows_of.setdefault(id(batch), (batch, [], []))
+            rows.append(row)
+            some.append(done)
+        return Batch.concat(
             [
-                batch.with_columns(
+                batch.select(rows).with_columns(
                     completion_ids=Ragged.from_rows([done.token_ids for done in some]),
                     behaviour_logprobs=Ragged.from_rows([done.logprobs for done in some]),
                     finish_reason=[done.finish_reason for done in some],
                     version=[done.versions for done in some],
                 )
-                for batch, some in self._sorted_out(finished)
+                for batch, rows, some in rows_of.values()
             ]
         )
-
-    def _sorted_out(self, ended: list[Completion]) -> list[tuple[Batch, list[Completion]]]:
-        """Requests that have ended, by the Batch that holds their prompts' columns."""
-        rows_of: dict[int, tuple[Batch, list[int], list[Completion]]] = {}
-        for done in ended:
-            batch, row = self.running.pop(done.id)
-            _, rows, some = rows_of.setdefault(id(batch), (batch, [], []))
-            rows.append(row)
-            some.append(done)
-        return [(batch.select(rows), some) for batch, rows, some in rows_of.values()]
-
-
-def _joined(batches: list[Batch]) -> Batch:
-    return Batch.concat(batches) if batches else Batch({}, [])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from m2flow.flow import Batch, Place, Ragged, Worker, stage
+from collections.abc import Sequence
+
+from m2flow.flow import Batch, Layout, Place, Ragged, Worker, stage
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.workers.columns import token_pairs
-from m2flow.workloads.reasoning.workers.source import ModelSource, divided
+from m2flow.workloads.reasoning.workers.source import ModelSource, divided, sharded_layouts
 
 
 class Reference(Worker):
@@ -15,6 +17,9 @@ class Reference(Worker):
 
     def __init__(self, model: ModelSource, recipe: ReasoningRecipe) -> None:
         self.model, self.recipe = model, recipe
+
+    def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
+        return sharded_layouts(lanes)
 
     def load(self, place: Place) -> None:
         super().load(place)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from m2flow.errors import UserError
-from m2flow.flow import Place
+from m2flow.flow import Layout, Place
+from m2flow.flow.worker import ONE_LANE
 
 if TYPE_CHECKING:
     from m2flow.training.sharded import Shards
@@ -56,6 +57,11 @@ class ModelSource:
         from m2flow.models.causal_lm import load_tokenizer
 
         return load_tokenizer(self.path)
+
+
+def sharded_layouts(lanes: int) -> list[Layout]:
+    """The layouts of a model whose parameters are divided over its lanes, `fsdpN`."""
+    return [ONE_LANE, *(Layout(f"fsdp{size}", size) for size in range(2, lanes + 1))]
 
 
 def divided(place: Place, load: Callable[[str], Any]) -> tuple[Any, Shards]:

@@ -6,14 +6,14 @@ collective in a gang: it is called on all lanes of the worker, and the first one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from m2flow.flow import Place, Worker
+from m2flow.flow import Layout, Place, Worker
 from m2flow.workloads.reasoning.config import ReasoningRecipe
-from m2flow.workloads.reasoning.workers.source import ModelSource, divided
+from m2flow.workloads.reasoning.workers.source import ModelSource, divided, sharded_layouts
 
 if TYPE_CHECKING:
     from m2flow.training.sharded import WholeModel
@@ -45,6 +45,9 @@ class Trained(Worker):
     ) -> None:
         self.model, self.recipe, self.checkpoint = model, recipe, checkpoint
         self.minibatches = recipe.minibatches
+
+    def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
+        return sharded_layouts(lanes)
 
     def begin(
         self,
@@ -106,9 +109,10 @@ class Trained(Worker):
         step: int,
         extra: dict[str, Any],
         keep: int,
-        after_parts: bool = False,
     ) -> str:
         """Write a checkpoint, which a worker on any lanes can go on from; returns its folder.
+
+        Parts of other workers, which `save_part` has written, are in it.
 
         To be called on every lane of the worker. The checkpoint is whole when the first lane has
         returned.
@@ -118,7 +122,6 @@ class Trained(Worker):
             step: training steps done.
             extra: JSON to remember beside it.
             keep: how many checkpoints to keep.
-            after_parts: others have begun the checkpoint by `save_part`, and this one ends it.
         """
         from m2flow.training import checkpoint
 
@@ -126,20 +129,13 @@ class Trained(Worker):
         with self._gathered() as gathered:
             if gathered is not None:
                 model, trainer_state = gathered
-                checkpoint.save(
-                    root,
-                    step,
-                    model=model,
-                    tokenizer=self.model.tokenizer(),
-                    trainer_state=trainer_state,
-                    extra=extra,
-                    keep=keep,
-                    after_parts=after_parts,
-                )
+                folder = checkpoint.begin(root, step)
+                checkpoint.write_part(folder, model, self.model.tokenizer(), trainer_state)
+                checkpoint.commit(root, step, extra=extra, keep=keep)
         return str(checkpoint.folder_of(root, step))
 
     def save_part(self, checkpoints: str, step: int) -> None:
-        """Begin a checkpoint with this worker's part; another one's `save_checkpoint` ends it."""
+        """Write this worker's part of a checkpoint; another worker's `save_checkpoint` ends it."""
         from m2flow.training import checkpoint
 
         with self._gathered() as gathered:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from m2flow.errors import UserError, nearest, suggestion
-from m2flow.workloads.reasoning.config import ReasoningRecipe
-
-WORKLOADS: Mapping[str, type[BaseModel]] = {"reasoning": ReasoningRecipe}
+from m2flow.workloads.common.recipe import Recipe
+from m2flow.workloads.common.registry import workload_named
 
 EXPECTED = {
     "int_type": "a whole number",
@@ -37,31 +38,47 @@ EXPECTED = {
 }
 """What was expected, in our words, by the kind of error that pydantic reports."""
 
+Source: TypeAlias = str | Path | Mapping[str, Any] | Recipe
+"""A recipe: its YAML file, its keys and values, or itself."""
 
-def read_recipe(path: Path, overrides: Sequence[str] = ()) -> ReasoningRecipe:
-    """Read a recipe file and apply overrides.
+
+def read_recipe(source: Source, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
+    """Read a recipe and apply overrides.
 
     Args:
-        path: a YAML file.
-        overrides: `key=value`, where a dot in the key leads into a section.
+        source: a YAML file, a table of keys, or a recipe.
+        overrides: `key=value` each, or values by key; a dot in a key leads into a section.
 
     Raises:
         UserError: no such file, no YAML, an unknown key (with the nearest valid one), a value of
             the wrong type, or sizes that do not fit each other.
     """
-    data = read_yaml(path)
+    data: dict[str, Any]
+    if isinstance(source, Recipe):
+        data = source.model_dump(mode="json")
+    else:
+        data = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read_yaml(source)
+    for key, value in _overrides(overrides):
+        _set(data, key, value)
+    return validated(data)
+
+
+def _overrides(overrides: Sequence[str] | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    if isinstance(overrides, Mapping):
+        yield from overrides.items()
+        return
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
             raise UserError(
                 "is not an override", key=override, expected="key=value, such as steps=100"
             )
-        _set(data, key, _parsed(value, key))
-    return validated(data)
+        yield key, _parsed(value, key)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
+    path = Path(path)
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "there is no such recipe"
         there = {p.name: p for p in _recipes_near(path)}
@@ -85,23 +102,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def validated(data: Mapping[str, Any]) -> ReasoningRecipe:
+def validated(data: Mapping[str, Any]) -> Recipe:
     """Check a recipe's data against the model of its workload."""
-    workload = data.get("workload", "reasoning")
-    if workload not in WORKLOADS:
-        raise UserError(
-            "is not a workload",
-            key="workload",
-            value=workload,
-            hint=suggestion(str(workload), WORKLOADS),
-        )
-    model = WORKLOADS[workload]
+    model = workload_named(data.get("workload")).recipe
     try:
-        recipe = model.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
         raise _one_line(model, error) from None
-    assert isinstance(recipe, ReasoningRecipe)
-    return recipe
 
 
 _KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
@@ -155,12 +162,16 @@ def _set(data: dict[str, Any], key: str, value: Any) -> None:
     data[name] = value
 
 
-def _one_line(model: type[BaseModel], error: ValidationError) -> UserError:
+def _one_line(model: type[Recipe], error: ValidationError) -> UserError:
     """The first thing that pydantic found, in our words."""
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]
     key, context = ".".join(path), first.get("ctx", {})
     if first["type"] == "extra_forbidden":
+        if key in model.renamed:
+            return UserError(
+                "is no key any more", key=key, value=first["input"], hint=model.renamed[key]
+            )
         return UserError("unknown key", key=key, hint=_near_key(model, path))
     if isinstance(cause := context.get("error"), UserError):
         return cause
@@ -180,9 +191,8 @@ def _near_key(model: type[BaseModel], path: Sequence[str]) -> str:
     """What an unknown key may have meant: a like name in its section, or its name in another."""
     here = model
     for name in path[:-1]:
-        inner = here.model_fields[name].annotation
-        assert isinstance(inner, type) and issubclass(inner, BaseModel), "only sections have keys"
-        here = inner
+        if not name.isdigit():  # the place in a list of sections
+            here = _section(here.model_fields[name].annotation) or here
     elsewhere = [key for key in _keys(model) if key.split(".")[-1] == path[-1]]
     if elsewhere and not nearest(path[-1], here.model_fields):
         return f"did you mean {elsewhere[0]!r}?"
@@ -195,6 +205,14 @@ def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
         yield prefix + name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _keys(field.annotation, f"{prefix}{name}.")
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field's type is, or holds."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    inner = (_section(one) for one in typing.get_args(annotation))
+    return next((one for one in inner if one is not None), None)
 
 
 def _recipes_near(path: Path) -> Iterator[Path]:

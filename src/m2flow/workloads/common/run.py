@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from m2flow.cli.planning import AUTO_MODE
-from m2flow.cli.resume import step_of
 from m2flow.engine.plan import Plan
 from m2flow.observe.loggers import Loggers, make_loggers
 from m2flow.observe.machine import describe_machine
 from m2flow.observe.progress import TrainProgress
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.observe.timeline import Timeline
-from m2flow.plan import to_json
+from m2flow.plan.file import to_json
 from m2flow.runtime.driver.runner import StepResult
-from m2flow.workloads.reasoning.flow import recipe_flow
-from m2flow.workloads.reasoning.saving import save_checkpoint
+from m2flow.workloads.common.launching import launched, write_decision
+from m2flow.workloads.common.recipe import AUTO_MODE
+from m2flow.workloads.common.resume import step_of
+from m2flow.workloads.common.workload import Experiment
 
 if TYPE_CHECKING:
-    from m2flow.flow import Batch, Flow
+    from m2flow.flow import Batch
     from m2flow.runtime.driver.ahead import LanesAhead
-    from m2flow.runtime.driver.launch import Run
-    from m2flow.workloads.reasoning.experiment import ReasoningExperiment
-    from m2flow.workloads.reasoning.workers import ModelSource
+    from m2flow.runtime.driver.run import Run
 
 WARMUP = "warmup"
-"""Folder in the run directory of the model that reinforcement begins with, if it is made here."""
+"""Folder in the run directory of the starting model, if it is made here."""
 
 
 class Training:
@@ -46,7 +43,7 @@ class Training:
 
     def __init__(
         self,
-        experiment: ReasoningExperiment,
+        experiment: Experiment,
         plan: Plan | None,
         lanes: LanesAhead | None,
         run_dir: Path | None,
@@ -71,7 +68,8 @@ class Training:
             self.progress.note(f"going on from {self.checkpoint}")
         elif self.resumed:
             self.progress.note("no checkpoint was saved: beginning again")
-        self._train(self._starting_model())
+        self._prepare()
+        self._train()
         directory = self._begun()
         directory.write_run(finished=time.time())
         from m2flow.observe.report import write_report
@@ -105,36 +103,29 @@ class Training:
         """Rows of later steps will be written again; without a checkpoint that is all of them."""
         return -1 if self.checkpoint is None else self.first_step
 
-    def _starting_model(self) -> ModelSource:
-        """The model reinforcement began with; made now, unless a resumed run has it."""
-        from m2flow.workloads.reasoning.workers import ModelSource
+    def _prepare(self) -> None:
+        """Make the starting model, unless the recipe names one or a resumed run has made it."""
+        if self.experiment.makes_model:
+            self.experiment.prepare(self._begun().path / WARMUP, self.progress)
 
-        model = self.recipe.model
-        if model.path is not None and not self.experiment.makes_model:
-            return ModelSource(model.path, model.dtype)
-        if self.resumed and self.run_dir is not None:
-            folder = self.run_dir / WARMUP
-            if (folder / "config.json").is_file():
-                return ModelSource(str(folder), model.dtype)
-        folder = self._begun().path / WARMUP
-        if self.recipe.warmup.steps:
-            self.progress.phase("warm-up", self.recipe.warmup.steps)
-        return self.experiment.prepare(
-            folder, lambda at: self.progress.update(at.step, {"loss": at.loss})
+    def _train(self) -> None:
+        recipe, held_out = self.recipe, self.experiment.held_out()
+        run = launched(
+            self.experiment,
+            self.plan,
+            None if self.lanes is None else self.lanes.pool(),
+            self.progress,
+            checkpoint=self.checkpoint,
+            first_step=self.first_step,
+            also={"evaluate": len(held_out)} if held_out is not None else {},
         )
-
-    def _train(self, model: ModelSource) -> None:
-        recipe, experiment = self.recipe, self.experiment
-        flow = recipe_flow(recipe, model, experiment.task, self.checkpoint)
-        held_out = experiment.held_out(model)
-        also = {"evaluate": len(held_out)} if held_out is not None else {}
-        with self._launched(flow, model, also) as run:
+        with run:
             directory = self._begun()
             self._write_plan(run)
             resumed_step = self._last_kept_step if self.resumed else None
             loggers = make_loggers(recipe.logger, directory, resumed_step)
             try:
-                self._steps(run, model, held_out, loggers)
+                self._steps(run, held_out, loggers)
             finally:
                 loggers.close()
                 self.timeline.write(directory.timeline)
@@ -145,44 +136,9 @@ class Training:
         directory = self._begun()
         directory.write_plan(to_json(run.plan))
         if run.pilot is not None:
-            from m2flow.cli.auto import write_decision
-
             write_decision(directory, run.graph, run.pilot.decision)
 
-    def _launched(self, flow: Flow, model: ModelSource, also: Mapping[str, int]) -> Run:
-        """The flow on its lanes, under the plan that was given or the best one."""
-        from m2flow.runtime.driver.launch import launch
-
-        items = self.recipe.prompts_per_step
-        if self.lanes is None:
-            return launch(
-                flow, items_per_step=items, plan=self.plan, first_step=self.first_step, also=also
-            )
-        pool = self.lanes.pool()
-        if self.plan is not None:
-            return launch(
-                flow,
-                items_per_step=items,
-                plan=self.plan,
-                lanes=pool,
-                first_step=self.first_step,
-                also=also,
-            )
-        from m2flow.cli.auto import launch_auto
-
-        return launch_auto(
-            self.experiment,
-            flow,
-            model,
-            pool,
-            first_step=self.first_step,
-            also=also,
-            progress=self.progress,
-        )
-
-    def _steps(
-        self, run: Run, model: ModelSource, held_out: Batch | None, loggers: Loggers
-    ) -> None:
+    def _steps(self, run: Run, held_out: Batch | None, loggers: Loggers) -> None:
         recipe, done = self.recipe, self.first_step
         if done == 0 and held_out is not None:
             loggers.log(0, self._evaluation(run, 0, held_out))
@@ -194,7 +150,7 @@ class Training:
                 _next(done, recipe.evaluation.every),
                 _next(done, recipe.checkpoint.every),
             )
-            batches = (self.experiment.batch(step, model) for step in range(done, pause))
+            batches = (self.experiment.batch(step) for step in range(done, pause))
             for result in run.steps(batches):
                 done = result.step + 1
                 figures = self._figures(run, result, done)
@@ -210,11 +166,10 @@ class Training:
 
     def _figures(self, run: Run, result: StepResult, step: int) -> dict[str, float]:
         """The figures of a step that is done; its rollouts and spans are kept here."""
-        figures = self.experiment.metrics(result)
+        figures = self.experiment.metrics(result) | step_figures(result)
+        if (tokens := figures.get("tokens/generated")) is not None:
+            figures["throughput/tokens_per_s"] = tokens / result.seconds
         figures |= self._against_plan(run, result)
-        for source, published in result.published.items():
-            figures[f"publish/{source}/bytes"] = float(published.num_bytes)
-            figures[f"publish/{source}/seconds"] = published.seconds
         rows = self.experiment.samples(result, self.recipe.samples_logged_per_step)
         self._begun().append_samples(step, rows)
         for span in result.spans:
@@ -258,28 +213,30 @@ class Training:
 
     def _evaluation(self, run: Run, step: int, held_out: Batch) -> dict[str, float]:
         result = run.run_method("evaluate", held_out)
-        rewards = result.output["reward"]
-        accuracy = sum(reward >= 1.0 for reward in rewards) / len(rewards)
-        lengths = result.output["num_tokens"]
-        self.progress.note(f"step {step}: held-out greedy accuracy {accuracy:.1%}")
-        return {
-            "eval/accuracy": accuracy,
-            "eval/length": sum(lengths) / len(lengths),
-            "eval/problems": float(len(rewards)),
-            "eval/seconds": result.seconds,
-        }
+        figures = self.experiment.evaluation(result)
+        name, value = next(iter(figures.items()))
+        self.progress.note(f"step {step}: held-out {name.removeprefix('eval/')} {value:.1%}")
+        return figures | {"eval/seconds": result.seconds}
 
     def _save(self, run: Run, step: int) -> None:
         extra: dict[str, Any] = {"version": step, "seed": self.recipe.seed}
-        save_checkpoint(
-            run,
-            run.plan.placements,
-            self._begun().checkpoints.resolve(),
-            step,
-            extra=extra,
-            keep=self.recipe.checkpoint.keep,
-        )
+        self.experiment.save(run, self._begun().checkpoints.resolve(), step, extra)
         self.timeline.write(self._begun().timeline)
+
+
+def step_figures(result: StepResult) -> dict[str, float]:
+    """Figures of a step that every workload has, as metrics.jsonl names them."""
+    figures = {
+        "seconds/step": result.seconds,
+        "throughput/samples_per_s": len(result.output) / result.seconds,
+        "version": float(result.version),
+        "staleness/mean": result.staleness or 0.0,
+    }
+    figures |= {f"seconds/{name}": s for name, s in result.stage_seconds().items()}
+    for source, published in result.published.items():
+        figures[f"publish/{source}/bytes"] = float(published.num_bytes)
+        figures[f"publish/{source}/seconds"] = published.seconds
+    return figures
 
 
 def _next(done: int, every: int) -> int:

@@ -9,12 +9,16 @@ import threading
 from fractions import Fraction
 from pathlib import Path
 
+import math_verify
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
-from m2flow.workloads.reasoning.verify import extract_answer, score_many, symbolic, verify
-from m2flow.workloads.reasoning.verify.number import read_number, same_number
+from m2flow.rewards import math_reward, symbolic
+from m2flow.rewards.final_answer import extract_answer
+from m2flow.rewards.mathematics import verify
+from m2flow.rewards.number import read_number, same_number
 
 
 def number_spellings(x: int) -> list[str]:
@@ -73,7 +77,9 @@ def test_every_gold_answer_in_every_spelling(shared_data: Path, name: str, rows:
 def test_gsm8k_solutions_verify_as_they_stand(shared_data: Path) -> None:
     lines = (shared_data / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()
     solutions = [json.loads(line)["answer"] for line in lines]
-    assert score_many(_golds(shared_data, "gsm8k_test.jsonl"), solutions) == [1.0] * 1319
+    golds = _golds(shared_data, "gsm8k_test.jsonl")
+    rows = zip(golds, solutions, strict=True)
+    assert {math_reward("", text, (), {"answer": gold}) for gold, text in rows} == {1.0}
 
 
 RIGHT = [
@@ -183,6 +189,52 @@ def test_right(gold: str, completion: str) -> None:
 @pytest.mark.parametrize(("gold", "completion"), WRONG)
 def test_wrong(gold: str, completion: str) -> None:
     assert verify(gold, completion) == 0.0
+
+
+def math_verify_alone(gold: str, completion: str) -> float:
+    """What math-verify says, with its own reading of the completion."""
+    read = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    answer = math_verify.parse(completion, extraction_config=read)
+    return float(math_verify.verify(math_verify.parse(f"${gold}$", extraction_config=read), answer))
+
+
+@pytest.mark.parametrize(
+    ("gold", "completion", "reward"),
+    [
+        ("18", r"first \boxed{17}, no: \boxed{18}", 1.0),
+        ("18", r"\boxed{18} or rather \boxed{17", 0.0),
+        ("18", r"\boxed{18}, put into \boxed{}", 1.0),
+        ("18", "#### 17\n#### 18\n17 was wrong", 1.0),
+        ("18", "18 million", 0.0),
+        ("18", r"\boxed{18 eggs}", 1.0),
+        ("-3", "the change is −3 degrees", 1.0),
+        ("2.5", "#### 2 1/2", 1.0),
+        ("1234567", r"\boxed{1\,234\,567}", 1.0),
+        ("0.0000001", "0.0000002", 0.0),
+        ("2/3", "0.666666", 1.0),
+        ("Paris", "The answer is Paris.", 1.0),
+    ],
+)
+def test_what_math_verify_alone_gets_wrong(gold: str, completion: str, reward: float) -> None:
+    """Why the last answer is found, and a plain number read, by code of our own."""
+    assert verify(gold, completion) == reward
+    assert math_verify_alone(gold, completion) != reward
+
+
+def test_math_verify_bounds_its_work_by_a_clock_that_threads_have_not() -> None:
+    """Why expressions are bounded by their spelling and by a count of calls."""
+    caught: list[BaseException] = []
+
+    def compare() -> None:
+        try:
+            math_verify.parse("$2^{10}$", parsing_timeout=5, raise_on_error=True)
+        except ValueError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=compare)
+    thread.start()
+    thread.join()
+    assert "doesn't support threaded environment" in str(caught)
 
 
 @pytest.mark.parametrize(
@@ -341,17 +393,11 @@ def test_extraction_keeps_the_spelling() -> None:
     assert extract_answer("The answer is **blue**.", numeric=False) == "**blue**."
 
 
-def test_score_many_wants_pairs() -> None:
-    assert score_many(["1", "2"], ["1", "3"]) == [1.0, 0.0]
-    with pytest.raises(ValueError, match="shorter"):
-        score_many(["1", "2"], ["1"])
-
-
 def test_importing_it_is_light() -> None:
     code = (
         "import sys, m2flow.workloads.reasoning.tasks, m2flow.workloads.reasoning.data\n"
-        "import m2flow.workloads.reasoning.verify as v\n"
-        "assert v.verify('18', 'it is 18') == 1.0\n"
+        "from m2flow.rewards import math_reward\n"
+        "assert math_reward('', 'it is 18', (), {'answer': '18'}) == 1.0\n"
         "heavy = {'math_verify', 'sympy', 'reasoning_gym', 'torch', 'ray', 'transformers'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from m2flow.cli.recipe import read_yaml, validated
 from m2flow.errors import UserError
 from m2flow.observe.run_directory import RunDirectory
-from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.common.reading import read_yaml, validated
+from m2flow.workloads.common.recipe import Recipe
 
 MAY_CHANGE = {
-    "steps", "mode", "lanes", "lane_memory", "deadline_seconds", "logger",
+    "steps", "mode", "lanes", "lane_memory", "layouts", "deadline_seconds", "logger",
     "samples_logged_per_step", "evaluation", "checkpoint",
 }  # fmt: skip
 """Keys that may differ when a run is resumed: they change no weight."""
@@ -26,7 +26,7 @@ FREE_TABLES = {"data.options"}
 """Tables whose keys the user chooses."""
 
 
-def check_directory(recipe: ReasoningRecipe, run_dir: Path | None, resume: bool) -> None:
+def check_directory(recipe: Recipe, run_dir: Path | None, resume: bool) -> None:
     """A fresh run writes over no other, and a resumed one goes on as it began."""
     if run_dir is not None and run_dir.exists():
         RunDirectory.create(run_dir, recipe.name, resume=resume)  # makes nothing where it is there
@@ -61,10 +61,9 @@ def check_directory(recipe: ReasoningRecipe, run_dir: Path | None, resume: bool)
         )
     before = validated(read_yaml(path))
     _check_same(before.model_dump(mode="json"), recipe.model_dump(mode="json"))
-    if recipe.steps != before.steps and recipe.optimizer.schedule != "constant":
+    if recipe.steps != before.steps and recipe.fixed_steps is not None:
         raise UserError(
-            f"the {recipe.optimizer.schedule} schedule of the run that is to be resumed ends "
-            "with its last step",
+            recipe.fixed_steps,
             key="steps",
             value=recipe.steps,
             expected=str(before.steps),
@@ -88,7 +87,7 @@ def _check_same(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
         )
 
 
-def resume_point(recipe: ReasoningRecipe, run_dir: Path) -> Path | None:
+def resume_point(recipe: Recipe, run_dir: Path) -> Path | None:
     """The checkpoint to go on from, found whole; None where the run has not saved any.
 
     Raises:

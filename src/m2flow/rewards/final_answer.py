@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from m2flow.workloads.reasoning.verify.number import DIGITS, FRAC, MAX_ANSWER_CHARS, read_number
+from m2flow.rewards.number import DIGITS, FRAC, MAX_ANSWER_CHARS, read_number
 
 # How much text around the last number, or before the end, may hold the final answer.
 _WINDOW_CHARS = 1000

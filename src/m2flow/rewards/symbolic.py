@@ -18,7 +18,7 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any
 
-from m2flow.workloads.reasoning.verify.number import MAX_ANSWER_CHARS, tidy
+from m2flow.rewards.number import MAX_ANSWER_CHARS, tidy
 
 CALL_BUDGET = 1_000_000
 """Python calls that one comparison may make; ordinary ones make 10 to 200 thousand. About a second,
@@ -140,7 +140,7 @@ def _compare(gold: str, answer: str) -> bool:
     grader = _math_verify()
     calls = 0
 
-    def count(frame: FrameType, event: str, arg: object) -> None:  # noqa: ARG001
+    def count(frame: FrameType, event: str, arg: object) -> None:
         nonlocal calls
         calls += 1
         # Not in a generator: what is raised while one is being closed is lost.

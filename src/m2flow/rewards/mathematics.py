@@ -1,0 +1,45 @@
+"""The answer of a mathematical problem, compared with the right one: 1.0 or 0.0.
+
+The answer is what the completion says last: the last `\\boxed{}`, else what stands after the last
+`####`, else the last number. Two plain numbers are compared exactly and at once; everything else
+goes to math-verify, which is imported on first use. Whatever the completion says, nothing is
+raised. The work of a comparison is bounded by counts and not by a clock, so a busy machine cannot
+change a reward, and any thread may compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from m2flow.rewards.final_answer import extract_answer
+from m2flow.rewards.number import read_number, same_number
+from m2flow.rewards.symbolic import same_expression
+
+
+def math_reward(
+    prompt: str, completion: str, completion_ids: Sequence[int], row: Mapping[str, Any]
+) -> float:
+    """1.0 if the completion ends in `row["answer"]`, else 0.0; see `verify`."""
+    return verify(row["answer"], completion)
+
+
+def verify(gold: str, completion: str) -> float:
+    """Compare the completion's last answer with the right one.
+
+    Args:
+        gold: the right answer alone: a number in any usual spelling, an expression or a word.
+        completion: the text to judge, of any length.
+
+    Returns:
+        1.0 where the final answer equals `gold`, else 0.0; 0.0 too where there is no answer.
+    """
+    gold_number = read_number(gold)
+    answer = extract_answer(completion, numeric=gold_number is not None)
+    if answer is None:
+        return 0.0
+    if gold_number is not None:
+        number = read_number(answer)
+        if number is not None:
+            return float(same_number(gold_number, number))
+    return float(same_expression(gold, answer))

@@ -1,0 +1,135 @@
+"""From a recipe to its graph, lanes, layouts and plan, without torch, Ray or any data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from m2flow.engine.plan import LaneSpec, Plan
+from m2flow.errors import PlanError, UserError, suggestion
+from m2flow.flow import Flow
+from m2flow.flow.graph import FlowGraph
+from m2flow.flow.worker import Layout
+from m2flow.plan import (
+    build_plan,
+    check_machine,
+    isolated_workers,
+    parse_bytes,
+    parse_lanes,
+    read_plan,
+    validate,
+    with_memory,
+)
+from m2flow.workloads.common.recipe import Recipe
+from m2flow.workloads.common.registry import workload_of
+
+
+def flow_of(recipe: Recipe, model: str | None = None) -> Flow:
+    """The macro flow of a recipe, with workers that will never be loaded.
+
+    Raises:
+        UserError: its workers cannot run the recipe's model.
+    """
+    return workload_of(recipe).flow(recipe, model)
+
+
+def graph_of(recipe: Recipe) -> FlowGraph:
+    """The same, traced."""
+    return flow_of(recipe).trace()
+
+
+def planned(recipe: Recipe, plan_file: Path | None = None) -> tuple[FlowGraph, Plan]:
+    """The graph and the plan that a recipe leads to on this machine.
+
+    Raises:
+        UserError: the lanes, the layouts, the mode or the plan file are wrong.
+    """
+    flow = flow_of(recipe)
+    graph, isolated = flow.trace(), isolated_workers(flow)
+    if plan_file is not None:
+        plan = read_plan(plan_file)
+    else:
+        lanes = lanes_of(recipe)
+        layouts = layouts_of(recipe, flow, lanes)
+        plan = replace(
+            build_plan(recipe.mode, graph, lanes, recipe.items_per_step, isolated, layouts),
+            max_staleness=recipe.max_staleness,
+            deadline_seconds=recipe.deadline_seconds,
+        )
+    validate(plan, graph, recipe.items_per_step, isolated)
+    return graph, plan
+
+
+def lanes_of(recipe: Recipe) -> tuple[LaneSpec, ...]:
+    """The lanes that a recipe asks for, with their limit of memory.
+
+    Raises:
+        UserError: they do not parse, or this machine does not have them.
+    """
+    return with_limit(parse_lanes(recipe.lanes), recipe)
+
+
+def with_limit(lanes: tuple[LaneSpec, ...], recipe: Recipe) -> tuple[LaneSpec, ...]:
+    """The lanes under the recipe's limit of memory, if it has one."""
+    if recipe.lane_memory is None:
+        return lanes
+    return with_memory(lanes, parse_bytes(recipe.lane_memory, "lane_memory"))
+
+
+def layouts_of(recipe: Recipe, flow: Flow, lanes: Sequence[LaneSpec]) -> dict[str, Layout]:
+    """Layouts that the recipe asks for, by worker.
+
+    Args:
+        recipe: its `layouts` names them.
+        flow: whose workers declare which layouts they know.
+        lanes: where the workers may stand.
+
+    Raises:
+        UserError: the flow has no such worker, the worker knows no such layout on these lanes, or
+            something that the layout divides cannot be divided so.
+    """
+    found = {}
+    for worker, name in recipe.layouts.items():
+        key = f"layouts.{worker}"
+        if worker not in flow.workers:
+            raise UserError("is no worker", key=key, hint=suggestion(worker, flow.workers))
+        kinds = sorted({lane.kind for lane in lanes})
+        known = {
+            layout.name: layout
+            for kind in kinds
+            for layout in flow.workers[worker].layouts(kind, len(lanes))
+        }
+        if name not in known:
+            raise UserError(
+                f"{worker} has no such layout on {len(lanes)} lanes",
+                key=key,
+                value=name,
+                hint=suggestion(name, [one.name for one in known.values() if not one.obstacle()]),
+            )
+        if (obstacle := known[name].obstacle()) is not None:
+            possible = [one.name for one in known.values() if one.obstacle() is None]
+            raise UserError(obstacle, key=key, value=name, expected=f"one of {', '.join(possible)}")
+        found[worker] = known[name]
+    return found
+
+
+def check_runnable(plan: Plan) -> None:
+    """Refuse a plan that this machine cannot carry out: it may have been made for another one.
+
+    With `RAY_ADDRESS` the lanes are the cluster's, and Ray knows better.
+
+    Raises:
+        PlanError: a core or an accelerator is not here, or an eager plan splits a worker.
+    """
+    for worker, placement in plan.placements.items():
+        if plan.mode == "eager" and len(placement.lanes) > 1:
+            raise PlanError(
+                "an eager run has one process, which holds one copy of a worker",
+                key=f"placements.{worker}",
+                value=placement.replicas,
+                hint="place it on one lane, or give the plan another mode",
+            )
+    if not os.environ.get("RAY_ADDRESS"):
+        check_machine(plan)

@@ -1,0 +1,65 @@
+"""What a recipe's profile depends on: the workload's own facts, hardware, versions.
+
+A value belongs into the key if changing it changes how long a call takes or how much it holds.
+Read without torch, but for the names of accelerators.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from m2flow.engine.plan import LaneSpec
+from m2flow.observe.machine import processor_name
+from m2flow.workloads.common.recipe import Recipe
+from m2flow.workloads.common.registry import workload_of
+
+PACKAGES = ("m2flow", "torch", "transformers")
+
+Key = Mapping[str, Mapping[str, object]]
+
+
+def profile_key(recipe: Recipe, lanes: Sequence[LaneSpec]) -> Key:
+    """The key of the recipe's profile on lanes of this machine."""
+    return {
+        **workload_of(recipe).profile_key(recipe),
+        "hardware": _hardware(lanes),
+        "versions": {
+            "python": platform.python_version(),
+            **{package: _version(package) for package in PACKAGES},
+        },
+    }
+
+
+def digest(value: Any) -> str:
+    """A short name for a value that can be written as JSON: the same for the same."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _hardware(lanes: Sequence[LaneSpec]) -> dict[str, object]:
+    kinds = Counter(f"{lane.kind} of {len(lane.cores)} cores" for lane in lanes)
+    found: dict[str, object] = {
+        "cpu": processor_name(),
+        "lanes": ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())),
+        "machines": len({lane.node for lane in lanes}),
+    }
+    if any(lane.kind == "gpu" for lane in lanes):
+        import torch
+
+        names = {torch.cuda.get_device_name(lane.gpu) for lane in lanes if lane.gpu is not None}
+        found["gpu"] = ", ".join(sorted(names))
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # m2flow itself, run from its sources
+        return str(vars(sys.modules[package])["__version__"])

@@ -1,0 +1,111 @@
+"""`Recipe`: the keys that the recipe of every workload has, with their defaults.
+
+A workload derives its recipe from this class and adds its own keys. Sizes are named for what they
+count. Nothing here imports torch; `reading` turns YAML into a recipe and validation errors into
+one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from m2flow.errors import UserError
+
+# Strict: a truth value is no number, and a number that came as text is a mistake in the YAML.
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+Natural = Annotated[int, Field(ge=0, strict=True)]
+NonNegative = Annotated[float, Field(ge=0, strict=True)]
+Positive = Annotated[float, Field(gt=0, strict=True)]
+Share = Annotated[float, Field(ge=0, le=1, strict=True)]
+Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
+
+AUTO_MODE = "auto"
+"""The mode in which the planner chooses the plan."""
+
+
+class Section(BaseModel):
+    """A part of a recipe: unknown keys are refused, and a number where text is due is its text."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,
+    )
+
+
+class EvaluationSection(Section):
+    """Figures on held-out items: at step 0, every `every` steps, and at the end."""
+
+    every: Count = 20
+
+
+class CheckpointSection(Section):
+    """Checkpoints every `every` steps and at the end; the newest `keep` are kept."""
+
+    every: Count = 20
+    keep: Count = 2
+
+
+class Recipe(Section):
+    """A whole run; the keys that do not depend on the workload."""
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        "gangs": "write `layouts`, a table of a layout's name for each worker",
+    }
+    """Former key to what is written instead."""
+
+    workload: str
+    name: str
+    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
+    steps: Count = 80
+    mode: Literal["auto", "eager", "collocated", "disaggregated", "hybrid"] = "collocated"
+    lanes: str = "auto"
+    lane_memory: str | None = None
+    layouts: dict[str, str] = Field(default_factory=dict)
+    max_staleness: Natural = 0
+    deadline_seconds: Positive = 600.0
+    evaluation: EvaluationSection = EvaluationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    logger: tuple[Literal["jsonl", "tensorboard"], ...] = ("jsonl",)
+    samples_logged_per_step: Natural = 4
+
+    @property
+    def items_per_step(self) -> int:
+        """Source items of a step."""
+        raise NotImplementedError
+
+    @property
+    def step_size(self) -> str:
+        """What a step works on, in words."""
+        return f"{self.items_per_step} items"
+
+    @property
+    def profiling_seconds(self) -> float:
+        """Seconds that measuring the stages may take, where nobody says it."""
+        return 300.0
+
+    @property
+    def fixed_steps(self) -> str | None:
+        """Why `steps` may not change when a run is resumed; None if it may."""
+        return None
+
+    def derived(self) -> dict[str, int]:
+        """Sizes that follow from the keys; `--dry-run` prints them."""
+        return {"items_total": self.steps * self.items_per_step}
+
+    @model_validator(mode="after")
+    def _metrics_are_written(self) -> Recipe:
+        if "jsonl" not in self.logger:
+            raise UserError(
+                "jsonl is missing",
+                key="logger",
+                value=list(self.logger),
+                hint="add jsonl: the report and --resume read metrics.jsonl",
+            )
+        return self

@@ -1,0 +1,137 @@
+"""`train`: a recipe from start to report, or on from its last checkpoint; and what it would do."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from m2flow.engine.plan import LaneSpec
+from m2flow.observe.loggers import make_loggers
+from m2flow.observe.progress import TrainProgress
+from m2flow.observe.run_directory import RunDirectory
+from m2flow.plan import describe_plan
+from m2flow.workloads.common.planning import (
+    check_runnable,
+    flow_of,
+    lanes_of,
+    layouts_of,
+    planned,
+)
+from m2flow.workloads.common.reading import Source, read_recipe
+from m2flow.workloads.common.recipe import AUTO_MODE, Recipe
+from m2flow.workloads.common.registry import workload_of
+from m2flow.workloads.common.resume import check_directory, resume_point
+
+if TYPE_CHECKING:
+    from m2flow.runtime.driver.ahead import LanesAhead
+
+
+def train(
+    source: Source,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    *,
+    plan: str | Path | None = None,
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+) -> Path:
+    """Run a recipe, and show on standard output how far it has come.
+
+        train("recipes/quickstart.yaml", {"steps": 20, "optimizer.learning_rate": 1e-3})
+
+    Args:
+        source: the recipe: a YAML file, a table of keys, or a `Recipe`.
+        overrides: `key=value` each, or values by key; a dot leads into a section.
+        plan: a plan file to run instead of the mode's plan.
+        run_dir: where the run is kept; a new folder below `runs/` by default.
+        resume: go on from the last checkpoint in `run_dir`.
+
+    Returns:
+        The run directory.
+
+    Raises:
+        UserError: the input is wrong; nothing was started or written.
+        RunFailed: the run stopped.
+    """
+    recipe = read_recipe(source, overrides)
+    plan_file = None if plan is None else Path(plan)
+    directory = None if run_dir is None else Path(run_dir)
+    check_directory(recipe, directory, resume)
+    chosen = None
+    if plan_file is not None or recipe.mode != AUTO_MODE:
+        _, chosen = planned(recipe, plan_file)
+        check_runnable(chosen)
+    else:
+        check_layouts(recipe)
+    mode = AUTO_MODE if chosen is None else chosen.mode
+    lanes = lanes_of(recipe) if chosen is None else chosen.lanes
+    _check_loggers(recipe)
+    # A picture that is redrawn would paint over the debugger's prompt.
+    with TrainProgress(live=False if mode == "eager" else None) as progress:
+        progress.start(
+            f"m2flow: {recipe.name}, seed {recipe.seed}, {recipe.steps} steps of "
+            f"{recipe.step_size}, mode {mode}"
+        )
+        checkpoint = resume_point(recipe, directory) if resume and directory else None
+        workload = workload_of(recipe)
+        with _lanes_ahead(mode, lanes, workload.modules) as ahead:
+            from m2flow.workloads.common.run import Training
+
+            experiment = workload.experiment(recipe)  # imports torch: seconds
+            training = Training(
+                experiment,
+                chosen,
+                ahead,
+                directory,
+                progress,
+                resumed=resume,
+                checkpoint=checkpoint,
+            )
+            return training.run().path
+
+
+@contextmanager
+def _lanes_ahead(
+    mode: str, lanes: Sequence[LaneSpec], modules: Sequence[str]
+) -> Iterator[LanesAhead | None]:
+    """The lanes, which start beside what else there is to do; None for an eager run."""
+    if mode == "eager":
+        yield None
+        return
+    from m2flow.runtime.driver.ahead import LanesAhead
+
+    with LanesAhead(lanes, modules) as ahead:
+        yield ahead
+
+
+def check_layouts(recipe: Recipe) -> None:
+    """Refuse lanes, a model and layouts of which no plan could be made."""
+    layouts_of(recipe, flow_of(recipe), lanes_of(recipe))
+
+
+def describe(recipe: Recipe, plan_file: Path | None = None) -> list[str]:
+    """What a recipe amounts to, in lines for people: every value, derived sizes, graph, plan.
+
+    Raises:
+        UserError: lanes, layouts, model or plan are wrong.
+    """
+    lines = [yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False).rstrip(), "derived:"]
+    lines += [f"  {key}: {value}" for key, value in recipe.derived().items()]
+    if recipe.mode == AUTO_MODE and plan_file is None:
+        check_layouts(recipe)
+        graph = flow_of(recipe).trace()
+        words = ["plan: auto: the stages are measured when the run begins, then the best is chosen"]
+    else:
+        graph, plan = planned(recipe, plan_file)
+        words = describe_plan(plan, graph, recipe.items_per_step)
+    return [*lines, "flow:", *(f"  {line}" for line in graph.describe()), *words]
+
+
+def _check_loggers(recipe: Recipe) -> None:
+    """Refuse a logger whose package is missing before anything is written."""
+    with tempfile.TemporaryDirectory() as nowhere:
+        make_loggers(recipe.logger, RunDirectory(nowhere)).close()

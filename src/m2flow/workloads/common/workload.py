@@ -1,0 +1,183 @@
+"""What a workload is: the protocols through which the run and the command line know it.
+
+A `Workload` says what can be said without torch: its recipe, its flow, the prices of its stages.
+An `Experiment` is one recipe of it made concrete: data, starting model, figures. A package
+registers a workload under the entry point group `m2flow.workloads`; see `registry`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from m2flow.engine.plan import LaneSpec
+from m2flow.flow import Batch, Flow
+from m2flow.flow.graph import FlowGraph
+from m2flow.plan.profile.work import Pricer
+from m2flow.workloads.common.recipe import Recipe
+
+if TYPE_CHECKING:
+    from m2flow.runtime.driver.run import Run
+    from m2flow.runtime.driver.runner import StepResult
+
+
+class Progress(Protocol):
+    """Is told how far something has come, such as `m2flow.observe.progress.TrainProgress`."""
+
+    def phase(self, name: str, total: int | None = None, completed: int = 0) -> None:
+        """Begin a phase of so many steps."""
+
+    def update(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """So many steps of the phase are done."""
+
+    def note(self, text: str) -> None:
+        """Say something once."""
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What replaces the recipe's own facts when a plan is computed for a cluster.
+
+    Attributes:
+        model: a `config.json`, its folder or a known name; None for the recipe's model.
+        prompt_tokens, answer_tokens: mean lengths; None where they are to be assumed.
+    """
+
+    model: str | None = None
+    prompt_tokens: float | None = None
+    answer_tokens: float | None = None
+
+
+NOTHING_ASSUMED = Assumed()
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What `m2flow eval` asks: draw answers of a model to the questions in a file, and score them.
+
+    Attributes:
+        model: a checkpoint of a run or a Hugging Face folder.
+        data: the file, JSON lines.
+        samples: answers for each question.
+        temperature: of the sampling; None is 0 for one sample and 1 for several.
+        max_new_tokens: longest answer.
+        limit: only the first so many questions.
+        seed: fixes what is drawn.
+        template: the prompt, with `{question}` in it; None for the workload's own.
+        lanes: where it runs.
+        skip_bad_rows: leave rows that cannot be read out, instead of refusing the file.
+    """
+
+    model: Path
+    data: Path
+    samples: int = 1
+    temperature: float | None = None
+    max_new_tokens: int = 256
+    limit: int | None = None
+    seed: int = 0
+    template: str | None = None
+    lanes: Sequence[LaneSpec] = ()
+    skip_bad_rows: bool = False
+
+
+class Experiment(Protocol):
+    """A recipe made concrete.
+
+    Making one writes nothing and refuses whatever of recipe, data and model can be refused before
+    a run begins.
+    """
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe."""
+
+    @property
+    def makes_model(self) -> bool:
+        """Whether `prepare` builds or trains the starting model, and so writes it."""
+
+    def prepare(self, folder: Path, progress: Progress) -> None:
+        """Make the model that training starts from.
+
+        Called once, before the methods below, if `makes_model`.
+
+        Args:
+            folder: holds the starting model afterwards. If it holds one already that is whole, as
+                after an interruption, that one is taken.
+            progress: told about a training that comes first.
+        """
+
+    def flow(self, checkpoint: Path | None = None) -> Flow:
+        """The flow with its workers, none of them loaded; they go on from a checkpoint if given."""
+
+    def batch(self, step: int) -> Batch:
+        """Source items of a step, counted from 0: a function of recipe and step alone."""
+
+    def held_out(self) -> Batch | None:
+        """Items of the flow's `evaluate` method; None for no evaluation."""
+
+    def metrics(self, result: StepResult) -> dict[str, float]:
+        """Figures of a training step beside those that every run has."""
+
+    def evaluation(self, result: StepResult) -> dict[str, float]:
+        """Figures of an evaluation, named `eval/...`, the one that counts most first."""
+
+    def samples(self, result: StepResult, count: int) -> list[dict[str, Any]]:
+        """A few rollouts of a step, as rows of samples.jsonl."""
+
+    def save(self, run: Run, checkpoints: Path, step: int, extra: dict[str, Any]) -> None:
+        """Write the checkpoint of a step; `recipe.checkpoint.keep` of them are kept.
+
+        Args:
+            run: whose workers write.
+            checkpoints: the run's folder of checkpoints, absolute, which all lanes see.
+            step: training steps done.
+            extra: JSON to remember beside the workers' states.
+        """
+
+
+class Workload(Protocol):
+    """A family of flows with its workers, data, recipe type and prices."""
+
+    @property
+    def recipe(self) -> type[Recipe]:
+        """The type of its recipes."""
+
+    @property
+    def modules(self) -> Sequence[str]:
+        """Modules that its workers need and that take seconds to import."""
+
+    def flow(self, recipe: Any, model: str | None = None) -> Flow:
+        """The flow of a recipe for tracing and planning; its workers are never loaded.
+
+        Args:
+            recipe: of the workload's type.
+            model: as in `Assumed`.
+
+        Raises:
+            UserError: the model is one that the workload's workers cannot run.
+        """
+
+    def prices(self, recipe: Any, graph: FlowGraph, assumed: Assumed) -> Pricer:
+        """What the stages of the recipe's flow ask of each kind of lane.
+
+        Raises:
+            UserError: the model's sizes are not known, or an assumption cannot hold.
+        """
+
+    def profile_key(self, recipe: Any) -> Mapping[str, Mapping[str, object]]:
+        """What a profile of the recipe depends on, as the parts `model` and `shapes`."""
+
+    def model_name(self, recipe: Any) -> str:
+        """A name of the starting model that `Experiment.prepare` makes: the same for the same."""
+
+    def experiment(self, recipe: Any) -> Experiment:
+        """The recipe made concrete; imports torch."""
+
+    def examine(self, examination: Examination) -> dict[str, Any]:
+        """Figures of a model on a file of questions, in the order in which they are printed.
+
+        Raises:
+            UserError: model or data are missing or wrong, or the workload has no such questions.
+        """

@@ -1,0 +1,85 @@
+"""The reasoning workload, as the run and the command line know it; nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from m2flow.flow import Flow
+from m2flow.flow.graph import FlowGraph
+from m2flow.plan.profile.work import Pricer
+from m2flow.workloads.common.profile_key import digest
+from m2flow.workloads.common.recipe import Recipe
+from m2flow.workloads.common.workload import Assumed, Examination
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.flow import recipe_flow
+from m2flow.workloads.reasoning.supported import check_model, heads_of
+from m2flow.workloads.reasoning.work import prices
+from m2flow.workloads.reasoning.workers import ModelSource
+
+if TYPE_CHECKING:
+    from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+
+SHAPES = (
+    "prompts_per_step", "samples_per_prompt", "minibatches", "data", "reward", "generation",
+    "training",
+)  # fmt: skip
+"""Keys of a recipe that say what a step has to do."""
+
+
+class Reasoning:
+    """The workload; see `m2flow.workloads.common.Workload`."""
+
+    recipe: type[Recipe] = ReasoningRecipe
+    modules: Sequence[str] = (
+        "m2flow.models.causal_lm",
+        "m2flow.generation.native",
+        "m2flow.training.policy",
+        "m2flow.workloads.reasoning.learning",
+    )
+
+    def flow(self, recipe: ReasoningRecipe, model: str | None = None) -> Flow:
+        check_model(recipe, model)
+        flow = recipe_flow(recipe, ModelSource(recipe.model.path or ""))
+        if model is not None:
+            flow.generator.key_value_heads = heads_of(recipe, model)
+        return flow
+
+    def prices(self, recipe: ReasoningRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
+        return prices(recipe, graph, assumed.model, assumed.prompt_tokens, assumed.answer_tokens)
+
+    def profile_key(self, recipe: ReasoningRecipe) -> Mapping[str, Mapping[str, object]]:
+        algorithm, model = recipe.algorithm, recipe.model
+        shapes: dict[str, object] = {
+            "algorithm": algorithm.name,
+            "whiten": algorithm.name == "ppo" and algorithm.whiten,
+            "reference": algorithm.kl_coefficient > 0,
+        }
+        for name, value in recipe.model_dump(mode="json", include=set(SHAPES)).items():
+            inner = value.items() if isinstance(value, dict) else ()
+            shapes |= {f"{name}.{key}": setting for key, setting in inner} or {name: value}
+        facts: dict[str, object] = {"dtype": model.dtype}
+        if model.path is not None:
+            config = Path(model.path) / "config.json"
+            facts["config"] = digest(config.read_text()) if config.is_file() else model.path
+        if model.path is None or recipe.warmup.steps:
+            facts["made"] = self.model_name(recipe)
+        return {"model": facts, "shapes": shapes}
+
+    def model_name(self, recipe: ReasoningRecipe) -> str:
+        parts = (recipe.model, recipe.data, recipe.warmup)
+        return digest([recipe.seed, *(part.model_dump() for part in parts)])
+
+    def experiment(self, recipe: ReasoningRecipe) -> ReasoningExperiment:
+        from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+
+        return ReasoningExperiment(recipe)
+
+    def examine(self, examination: Examination) -> dict[str, Any]:
+        from m2flow.workloads.reasoning.evaluation import examine
+
+        return examine(examination)
+
+
+WORKLOAD = Reasoning()

@@ -1,0 +1,154 @@
+"""Reward functions by dotted path: named, weighted, in batches, and what is said when one fails."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m2flow.errors import UserError
+from m2flow.rewards import addition_reward, batched, gym_reward, math_reward
+from m2flow.rewards.reward import Judged, RewardFailed, WeightedReward, weighted_sum
+
+JUDGED = Judged(
+    items=[7, 9],
+    prompts=["What is 2+3?", "What is 4+4?"],
+    completions=["It is 5.", "It is 9."],
+    completion_ids=[[1, 2], [3, 4, 5]],
+    rows=[
+        {"answer": "5", "finished": True, "line": 1, "level": "easy"},
+        {"answer": "8", "finished": False, "line": 2, "level": "hard"},
+    ],
+)
+
+MODULE = """
+from m2flow.rewards import batched
+
+calls = []
+
+def fields(prompt, completion, completion_ids, row):
+    calls.append((prompt, completion, list(completion_ids), row))
+    return len(completion_ids) + (0.5 if row["level"] == "hard" else 0)
+
+@batched
+def shares(prompts, completions, completion_ids, rows):
+    return [len(ids) / sum(map(len, completion_ids)) for ids in completion_ids]
+
+@batched
+def too_few(prompts, completions, completion_ids, rows):
+    return [1.0]
+
+def raises(prompt, completion, completion_ids, row):
+    return {"5": 1.0}[row["answer"]]
+
+def words(prompt, completion, completion_ids, row):
+    return "good"
+
+async def later(prompt, completion, completion_ids, row):
+    return 1.0
+
+number = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    (tmp_path / "rewards_of_a_user.py").write_text(MODULE)
+    (tmp_path / "rewards_that_break.py").write_text("import no_such_package\n")
+    return str(tmp_path)
+
+
+def of(folder: str, name: str, weight: float = 1.0) -> WeightedReward:
+    return WeightedReward(f"rewards_of_a_user:{name}", weight, folder)
+
+
+def test_a_function_is_given_all_of_a_row(folder: str) -> None:
+    assert weighted_sum([of(folder, "fields")], JUDGED) == [2.0, 3.5]
+    import rewards_of_a_user  # type: ignore[import-not-found]
+
+    assert rewards_of_a_user.calls[-1] == (
+        "What is 4+4?", "It is 9.", [3, 4, 5], JUDGED.rows[1],
+    )  # fmt: skip
+
+
+def test_several_functions_add_up_by_weight(folder: str) -> None:
+    parts = [of(folder, "fields", 0.5), WeightedReward("math", 10), of(folder, "shares", -1)]
+    assert weighted_sum(parts, JUDGED) == pytest.approx([0.5 * 2 + 10 - 0.4, 0.5 * 3.5 - 0.6])
+
+
+def test_a_function_itself_will_do_and_travels() -> None:
+    reward = pickle.loads(pickle.dumps(WeightedReward(math_reward, 2.0)))
+    assert weighted_sum([reward], JUDGED) == [2.0, 0.0]
+
+    @batched
+    def both(*columns: Sequence[Any]) -> list[float]:
+        return [1.0, 2.0]
+
+    assert weighted_sum([WeightedReward(both)], JUDGED) == [1.0, 2.0]
+
+
+def test_each_is_usable_alone() -> None:
+    assert math_reward("", r"so \boxed{\frac{1}{2}}", [], {"answer": "0.5"}) == 1.0
+    assert addition_reward("2+3=", "#5", [], {"answer": "5", "finished": True}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "parts"),
+    [
+        ("nothing", ["names no function", "module:function, or addition, gym, math"]),
+        ("rewards_of_a_user", ["names no function"]),
+        ("no_such_module:fn", ["no_such_module cannot be imported", "ModuleNotFoundError"]),
+        ("rewards_that_break:fn", ["cannot be imported", "no_such_package"]),
+        ("rewards_of_a_user:field", ["has no field", "did you mean 'fields'?"]),
+        ("rewards_of_a_user:number", ["is no function that can be called"]),
+        ("rewards_of_a_user:later", ["is no function that can be called", "def reward("]),
+    ],
+)
+def test_what_cannot_be_a_reward_is_refused(folder: str, function: str, parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        WeightedReward(function, folder=folder).load()
+    for part in ("reward: ", f"(got {function!r})", *parts):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("raises", ["rewards_of_a_user:raises raised KeyError: '8'", "sample 9", "What is 4+4?"]),
+        ("words", ["rewards_of_a_user:words gave 'good'", "no finite number", "sample 7"]),
+        ("too_few", ["rewards_of_a_user:too_few gave 1 rewards for 2 samples"]),
+    ],
+)
+def test_a_reward_that_fails_names_itself_and_the_sample(
+    folder: str, name: str, parts: list[str]
+) -> None:
+    with pytest.raises(RewardFailed) as caught:
+        weighted_sum([of(folder, name)], JUDGED)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_is_not_trained_on(value: float) -> None:
+    with pytest.raises(RewardFailed, match="no finite number"):
+        weighted_sum([WeightedReward(lambda *_: value)], JUDGED)
+
+
+def test_a_gym_scorer_s_exception_is_no_reward_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It once counted as reward 0 in silence."""
+
+    class Scorer:
+        def score_answer(self, text: str, entry: object) -> float:
+            raise ZeroDivisionError("in the scorer")
+
+    monkeypatch.setattr("m2flow.rewards.gym._scorer", lambda dataset, options: Scorer())
+    row = {"dataset": "chain_sum", "options": {}, "entry": {}, "answer": "1", "finished": True}
+    with pytest.raises(ZeroDivisionError):
+        gym_reward("", "<answer>1</answer>", [], row)
+    judged = Judged([3], ["What?"], ["<answer>1</answer>"], [[1]], [row])
+    with pytest.raises(RewardFailed, match=r"reward gym raised ZeroDivisionError.*sample 3"):
+        weighted_sum([WeightedReward("gym")], judged)
