@@ -14,7 +14,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -108,6 +109,54 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
 @pytest.mark.parametrize("path", SOURCES, ids=[str(p.relative_to(PACKAGE)) for p in SOURCES])
 def test_no_import_runs_upward(path: Path) -> None:
     assert not violations(path.read_text(), module_name(path), path.name == "__init__.py")
+
+
+def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Module to the modules of the package that it imports, wherever in its file it does."""
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        known: set[str] = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                known.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
+                    known.add(name if name in sources else node.module)
+        graph[module] = {name for name in known if name in sources and name != module}
+    return graph
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, directly or through others."""
+    sorter = TopologicalSorter(graph)
+    found: list[list[str]] = []
+    left = {module: set(known) for module, known in graph.items()}
+    while True:
+        try:
+            sorter.prepare()
+            return found
+        except CycleError as error:
+            circle = list(error.args[1])
+            found.append(circle)
+            left[circle[1]].discard(circle[0])
+            sorter = TopologicalSorter(left)
+
+
+def test_no_import_runs_in_a_circle() -> None:
+    """Those inside functions and under `TYPE_CHECKING` included."""
+    assert not circles(import_graph({module_name(path): path.read_text() for path in SOURCES}))
+
+
+def test_circles_are_found() -> None:
+    sources = {
+        "m2flow.a": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n  from m2flow.b import B",
+        "m2flow.b": "def f():\n    from m2flow import c",
+        "m2flow.c": "import m2flow.a",
+        "m2flow.d": "import m2flow.a",
+    }
+    (circle,) = circles(import_graph(sources))
+    assert set(circle) == {"m2flow.a", "m2flow.b", "m2flow.c"}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import pytest
 from m2flow.engine import EdgePlan, Engine, LaneSpec, Placement, Plan, StagePlan
 from m2flow.engine.messages import (
     LAUNCHER,
+    AbortCall,
+    CallAborted,
     CallFailed,
     CallFinished,
     Command,
@@ -21,6 +23,7 @@ from m2flow.engine.messages import (
     InstallWeights,
     ItemsProduced,
     LaneLost,
+    LaneRestarted,
     MoveFailed,
     MoveState,
     Part,
@@ -281,6 +284,96 @@ def test_what_an_engine_may_not_be_told() -> None:
         engine.handle(made(call, 7))
     with pytest.raises(AssertionError, match="step 0 was submitted twice"):
         engine.handle(StepSubmitted(0, 2))
+
+
+# --- events that come twice or late, withdrawn calls, lanes that come back ----------------------
+
+
+def test_a_failed_fetch_of_a_call_that_has_ended_changes_nothing() -> None:
+    """The items it was fed with go to another call; that they could not be read is old news."""
+    engine = Engine(STREAM, streaming(max_running=1))
+    first, _ = all_of(RunCall, engine.handle(StepSubmitted(0, 3)))
+    only(FeedCall, engine.handle(made(first, 0, 1)))
+    only(RunCall, engine.handle(CallFinished(first.call, 0)))
+    assert engine.handle(CallFailed(first.call, 0, OSError("no such payload"))) == []
+    assert not engine.failed
+
+
+def test_an_event_that_is_told_twice_changes_nothing() -> None:
+    engine = Engine(CHAIN, APART)
+    call = only(RunCall, engine.handle(StepSubmitted(0, 2)))
+    second = only(RunCall, engine.handle(made(call, 0, 1), made(call, 0, 1)))
+    assert items_of(second) == (0, 1)
+    assert engine.handle(made(call, 0, 1)) == []
+    ended = CallFinished(call.call, 0)
+    assert engine.handle(ended, ended) == [ReleaseItems(0, SOURCE, (0, 1), (0,))]
+    assert engine.handle(made(call, 0, 1), ended) == []
+    assert only(CompleteStep, finish(engine, second)).step == 0
+
+
+HEALING = plan_of({"a": [0, 1], "b": [2]}, stages={"a.score": StagePlan(chunk=1)})
+
+
+def test_the_units_of_a_lost_lane_are_pending_again_and_its_late_words_are_dropped() -> None:
+    engine = Engine(CHAIN, HEALING, heal=True)
+    first, second = all_of(RunCall, engine.handle(StepSubmitted(0, 2)))
+    assert not all_of(RunCall, engine.handle(LaneLost(0, "gone")))
+    assert engine.handle(made(first, 0), CallFinished(first.call, 0)) == []
+    again = only(RunCall, finish(engine, second))
+    assert (again.lanes, items_of(again)) == ((1,), (0,))
+    assert engine.handle(LaneRestarted(0, 1), LaneLost(0, "gone")) == []
+    fold = only(RunCall, finish(engine, again))
+    assert (fold.lanes, items_of(fold)) == ((2,), (0, 1))
+    assert only(CompleteStep, finish(engine, fold)).step == 0
+
+
+def test_items_that_were_only_on_a_lost_lane_are_made_again() -> None:
+    engine = Engine(CHAIN, plan_of({"a": [0, 1], "b": [2]}), heal=True)
+    call = only(RunCall, engine.handle(StepSubmitted(0, 2)))
+    read = only(RunCall, finish(engine, call))
+    assert read.inputs == (((Part(0, (0, 1), 0),),),)
+    engine.handle(LaneLost(0, "gone"))
+    again = only(RunCall, engine.handle(CallFailed(read.call, 2, OSError("lane 0 is gone"))))
+    assert (again.node, again.lanes, items_of(again)) == (0, (1,), (0, 1))
+    read = only(RunCall, finish(engine, again))
+    assert read.inputs == (((Part(0, (0, 1), 1),),),)
+    assert only(CompleteStep, finish(engine, read)).step == 0
+
+
+def test_a_call_is_withdrawn_from_the_survivors_of_a_gang() -> None:
+    graph = graph_of(lambda a, x: a.score(x), "a")
+    engine = Engine(graph, plan_of({"a": [(0, 1)]}), heal=True)
+    call = only(RunCall, engine.handle(StepSubmitted(0, 2)))
+    assert engine.handle(LaneLost(0, "gone")) == [AbortCall(call.call, (1,))]
+    assert engine.handle(LaneRestarted(0, 1)) == [], "lane 1 is still at it"
+    again = only(RunCall, engine.handle(CallAborted(call.call, 1)))
+    assert again.call != call.call
+    step = [ItemsProduced(again.call, 0, (0,), epoch=1), ItemsProduced(again.call, 1, (1,))]
+    step += [CallFinished(again.call, 0, epoch=1), CallFinished(again.call, 1)]  # type: ignore[list-item]
+    assert only(CompleteStep, engine.handle(*step)).step == 0
+
+
+def test_what_a_streaming_call_has_handed_on_stays_when_it_is_withdrawn() -> None:
+    engine = Engine(STREAM, plan_of({"a": [(0, 1)]}), heal=True)
+    call = only(RunCall, engine.handle(StepSubmitted(0, 1)))
+    engine.handle(made(call, 1))
+    assert engine.handle(LaneLost(1, "gone")) == [AbortCall(call.call, (0,))]
+    engine.handle(LaneRestarted(1, 1))
+    again = only(RunCall, engine.handle(CallAborted(call.call, 0)))
+    engine.handle(ItemsProduced(again.call, 0, (0, 1)))
+    done = engine.handle(CallFinished(again.call, 0), CallFinished(again.call, 1, epoch=1))
+    assert [item for part in only(CompleteStep, done).output for item in part.items] == [0, 1]
+
+
+def test_what_cannot_be_made_again_stops_the_run() -> None:
+    """Its mini-batch is over: to fold it in once more would count it twice."""
+    graph = graph_of(lambda a, b, x: b.score(a.train(x)), "a", "b")
+    plan = plan_of({"a": [0], "b": [1]}, stages={"b.score": StagePlan(chunk=4)})
+    engine = Engine(graph, plan, heal=True)
+    fold = only(RunCall, engine.handle(StepSubmitted(0, 4)))
+    finish(engine, only(RunFinish, finish(engine, fold)))
+    (message, *_) = lines_of(engine.handle(LaneLost(0, "gone")))
+    assert message == "items of a.train are gone and cannot be made again: its mini-batch is over"
 
 
 # --- streaming calls ----------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from m2flow.engine.messages import (
     StepSubmitted,
 )
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
+from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Batch, Flow, Stream, Worker, stage
 from m2flow.runtime.driver import runner
 from m2flow.runtime.driver.runner import Runner
@@ -139,3 +140,87 @@ def test_seconds_of_steps_that_overlap_add_up_to_the_time_of_the_run(
     assert sum(result.seconds for result in results) == now - 100.0
     for before, after in pairwise(results):
         assert after.started == before.started + before.seconds
+
+
+# --- what must not go wrong -----------------------------------------------------------------------
+
+
+def test_a_batch_that_is_refused_leaves_the_runner_usable() -> None:
+    """The steps before it come to their end, and further ones can be run."""
+    steps = Runner("step", GRAPH, replace(PLAN, max_staleness=1), Echo())
+    good = Batch({"x": list(range(ITEMS))})
+    results = steps.run([good, Batch({"x": [1, 2, 3]}), good])
+    assert next(results).step == 0
+    with pytest.raises(UserError, match="cannot cut 3 items"):
+        next(results)
+    assert not steps.busy
+    assert [result.step for result in steps.run([good, good])] == [1, 2]
+
+
+class Slowly(Echo):
+    """Gives the output of a step when nothing else happens any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Future[Batch]] = []
+
+    def collect(self, flow: str, command: CompleteStep) -> Future[Batch]:
+        self.outputs.append(Future())
+        self.carried_out.append(f"collect {command.step}")
+        return self.outputs[-1]
+
+    def wait(self, seconds: float) -> list[Report]:
+        reports = super().wait(seconds)
+        while not reports and self.outputs:
+            self.outputs.pop(0).set_result(Batch({"x": list(range(ITEMS))}))
+        return reports
+
+
+def test_reading_what_a_step_returns_does_not_hold_up_the_step_after_it() -> None:
+    carrier = Slowly()
+    good = Batch({"x": list(range(ITEMS))})
+    steps = Runner("step", GRAPH, replace(PLAN, max_staleness=1), carrier)
+    assert len(next(steps.run([good, good])).output) == ITEMS
+    after = carrier.carried_out.index("collect 0")
+    assert "finish" in carrier.carried_out[after:], "the second step went on meanwhile"
+
+
+class Talkative(Echo):
+    """One lane says all the time that it is alive; the other one is silent."""
+
+    def __init__(self, clock: list[float]) -> None:
+        super().__init__()
+        self.clock, self.calls = clock, dict[int, RunCall]()
+
+    def carry_out(self, flow: str, command: Command) -> None:
+        if isinstance(command, RunCall):
+            self.calls[command.lanes[0]] = command
+
+    def wait(self, seconds: float) -> list[Report]:
+        self.clock[0] += 1.0
+        return [Report(None)]
+
+
+def test_the_silence_of_one_lane_is_judged_while_others_talk() -> None:
+    clock = [0.0]
+    limited = replace(PLAN, deadline_seconds=5.0)
+    runner = Runner("step", GRAPH, limited, Talkative(clock), clock=lambda: clock[0])
+    with pytest.raises(RunFailed, match="has not finished within its deadline of 5 s"):
+        runner.step(Batch({"x": list(range(ITEMS))}))
+    assert clock[0] <= 7
+
+
+def test_nobody_is_judged_for_a_silence_in_which_nobody_listened() -> None:
+    """A breakpoint, or a long evaluation between two steps."""
+    clock = [0.0]
+
+    class Away(Echo):
+        def wait(self, seconds: float) -> list[Report]:
+            if not self.carried_out[3:]:
+                clock[0] += 1000.0
+            return super().wait(seconds)
+
+    limited = replace(PLAN, deadline_seconds=50.0)
+    runner = Runner("step", GRAPH, limited, Away(), clock=lambda: clock[0])
+    clock[0] += 1000.0
+    assert len(runner.step(Batch({"x": list(range(ITEMS))})).output) == ITEMS

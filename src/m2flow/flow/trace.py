@@ -10,12 +10,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from m2flow.errors import FlowError
 
-if TYPE_CHECKING:
-    from m2flow.flow.stage import BoundStage, Stage
+
+class TracedStage(Protocol):
+    """What tracing knows of a stage that is called (`m2flow.flow.stage.BoundStage`)."""
+
+    @property
+    def spec(self) -> Any: ...
+    @property
+    def owner(self) -> Any: ...
+    @property
+    def stage(self) -> Any: ...
+    def resolve(self, declared: int | str, options: dict[str, Any], what: str) -> int: ...
 
 
 class Stream:
@@ -62,7 +71,7 @@ class CallRecord:
         loop: number of the loop it is part of, or None.
     """
 
-    stage: BoundStage
+    stage: TracedStage
     inputs: list[int | None]
     options: dict[str, Any]
     loop: int | None = None
@@ -88,10 +97,10 @@ class Trace:
     weight_edges: list[tuple[str, str]] = field(default_factory=list)
     in_sync: bool = False
 
-    def label(self, stage: BoundStage) -> str:
+    def label(self, stage: TracedStage) -> str:
         """`worker.method`, or the function's name."""
         if stage.owner is None:
-            return stage.spec.name
+            return str(stage.spec.name)
         return f"{self.worker_name(stage.owner)}.{stage.spec.name}"
 
     def worker_name(self, worker: Any) -> str:
@@ -109,7 +118,7 @@ class Trace:
             return f"the input of {self.flow_name}.step"
         return self.label(self.calls[stream.producer].stage)
 
-    def add(self, stage: BoundStage, inputs: list[int | None], options: dict[str, Any]) -> int:
+    def add(self, stage: TracedStage, inputs: list[int | None], options: dict[str, Any]) -> int:
         self.label(stage)  # refuses a stranger's worker at the call that names it
         self.calls.append(CallRecord(stage, inputs, options))
         return len(self.calls) - 1
@@ -133,7 +142,7 @@ def current_trace() -> Trace | None:
     return _current.get()
 
 
-def record_call(stage: BoundStage, args: tuple[Any, ...], options: dict[str, Any]) -> Stream:
+def record_call(stage: TracedStage, args: tuple[Any, ...], options: dict[str, Any]) -> Stream:
     """Record a stage call whose positional arguments are Streams; returns its output."""
     values = (*args, *options.values())
     trace = next(value.trace for value in values if isinstance(value, Stream))
@@ -145,94 +154,21 @@ def record_call(stage: BoundStage, args: tuple[Any, ...], options: dict[str, Any
                 key=name,
                 value=arg,
             )
-        _check_same_trace(trace, arg, name)
+        check_same_trace(trace, arg, name)
     for key, value in options.items():
         if isinstance(value, Stream):
             raise FlowError(f"keyword {key!r} is a Stream", key=name, hint="pass it by position")
     return Stream(trace, trace.add(stage, [arg.producer for arg in args], dict(options)))
 
 
-def _check_same_trace(trace: Trace, stream: Stream, name: str) -> None:
+def check_same_trace(trace: Trace, stream: Stream, name: str) -> None:
+    """Refuse a Stream that was made outside the step that is traced."""
     if stream.trace is not trace or current_trace() is not trace:
         raise FlowError(
             "was given a Stream that was made outside this step",
             key=name,
             hint="a Stream lives only while its step is traced; do not store it",
         )
-
-
-class Loop:
-    """Stages that items pass through in turn, as often as it takes; see `loop`."""
-
-    def __init__(self, stages: tuple[BoundStage, ...], until: str, max_turns: int | None) -> None:
-        self.stages, self.until, self.max_turns = stages, until, max_turns
-
-    def __call__(self, items: Stream) -> Stream:
-        """Send `items` around the loop; the stream of items that have left it."""
-        if not isinstance(items, Stream):
-            raise FlowError("takes one Stream", key="loop", value=type(items).__name__)
-        trace = items.trace
-        _check_same_trace(trace, items, "loop")
-        members: list[int] = []
-        producer = items.producer
-        for stage in self.stages:
-            producer = trace.add(stage, [producer], {})
-            trace.calls[producer].loop = len(trace.loops)
-            members.append(producer)
-        trace.loops.append(LoopRecord(members, self.until, self.max_turns))
-        return Stream(trace, members[-1])
-
-
-def loop(*stages: BoundStage | Stage, until: str = "done", max_turns: int | None = None) -> Loop:
-    """A cycle of stages, such as environment and policy; apply it to the stream that enters it.
-
-        trajectories = loop(self.env.step, self.policy.act, until="done")(observations)
-
-    Args:
-        stages: the stages an item passes through in turn; none may expand or accumulate.
-        until: a column; an item leaves after the first stage whose output holds a true value in it.
-            Without `max_turns` some stage must give it in every turn, or the run stops.
-        max_turns: the most often an item may pass through the loop (then it leaves after the last
-            stage); None for no bound.
-
-    Raises:
-        FlowError: no stages, no exit, or a member that cannot stand in a loop.
-    """
-    if not stages:
-        raise FlowError("a loop needs at least one stage", key="loop")
-    if not until and max_turns is None:
-        raise FlowError(
-            "a loop without an exit never ends", key="loop", hint="give `until` or `max_turns`"
-        )
-    if max_turns is not None and max_turns < 1:
-        raise FlowError("max_turns must be at least 1", key="loop", value=max_turns)
-    members = tuple(_bound(member) for member in stages)
-    for member in members:
-        spec = member.spec
-        if spec.expands != 1 or spec.accumulates or spec.streaming or spec.unit != "item":
-            raise FlowError(
-                "only plain stages on single items can stand in a loop "
-                "(not expanding, accumulating, streaming, or on groups)",
-                key=spec.name,
-            )
-        if spec.length is not None:
-            raise FlowError(
-                "declares a length, but in a loop items are taken in the order of their turns",
-                key=spec.name,
-                hint="leave `length` out",
-            )
-    return Loop(members, until, max_turns)
-
-
-def _bound(member: BoundStage | Stage) -> BoundStage:
-    """A member of a loop; a pure function belongs to no Worker."""
-    from m2flow.flow.stage import BoundStage, Stage  # that module stands on this one
-
-    if isinstance(member, Stage):
-        return BoundStage(member, None)
-    if not isinstance(member, BoundStage):
-        raise FlowError("is not a stage", key="loop", value=member, hint="declare it with @stage")
-    return member
 
 
 def record_publish(source: Any, targets: tuple[Any, ...]) -> None:

@@ -37,7 +37,7 @@ from m2flow.engine.plan import Plan, StagePlan
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.flow.worker import Worker
-from m2flow.runtime.driver.loading import LOAD_SECONDS, Moved, load_workers
+from m2flow.runtime.driver.loading import Moved, load_workers
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.lane.exchange import ItemsKey
 from m2flow.runtime.lane.host import joined_exits, share_of
@@ -88,8 +88,8 @@ class RayCarrier:
         plan: Plan,
         workers: Mapping[str, Worker],
         plans: Mapping[str, Plan],
-        version: int = 0,
-        load_seconds: float = LOAD_SECONDS,
+        version: int,
+        load_seconds: float,
         publish: str | None = None,
         moved: Moved | None = None,
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -12,11 +13,23 @@ from pathlib import Path
 from m2flow.engine.plan import LaneSpec
 
 
+def require_token() -> None:
+    """Have the clusters that this process starts refuse whoever does not know a secret.
+
+    What the user has set counts. The secret stays the same as long as the process lives, because
+    Ray reads it once.
+    """
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
 class Cluster:
     """A connection to Ray.
 
     `RAY_ADDRESS`, or a connection that exists already, is used as it is. Otherwise a cluster is
-    started on this machine, with a temporary directory of its own, and shut down by `close`.
+    started on this machine, with a temporary directory and a secret of its own, and shut down by
+    `close`.
     """
 
     def __init__(self, lanes: Sequence[LaneSpec]) -> None:
@@ -31,6 +44,7 @@ class Cluster:
         if os.environ.get("RAY_ADDRESS"):
             ray.init(logging_level=logging.ERROR)
             return
+        require_token()
         self._folder = Path(tempfile.mkdtemp(prefix="m2flow-ray-"))
         ray.init(
             address="local",

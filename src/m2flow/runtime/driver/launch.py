@@ -9,26 +9,28 @@ The driver follows from the plan: one process for `eager`, Ray for everything el
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from m2flow.engine.plan import LaneSpec, Plan
-from m2flow.errors import RunFailed
 from m2flow.flow.flow import Flow
 from m2flow.flow.worker import Layout
-from m2flow.plan import build_plan, isolated_workers, parse_lanes, with_memory
-from m2flow.runtime.driver.auto import AUTO, Auto
-from m2flow.runtime.driver.inline import InlineCarrier
-from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
+from m2flow.plan import build_plan, parse_lanes, with_memory
+from m2flow.runtime.driver.auto import AUTO, GUESS, Auto
+from m2flow.runtime.driver.methods import STEP
 from m2flow.runtime.driver.run import Run
+from m2flow.runtime.driver.starting import (
+    LOAD_SECONDS,
+    in_this_process,
+    lanes_of,
+    methods_of,
+    on_lanes,
+)
 
 __all__ = ["Auto", "Run", "launch"]
 
 if TYPE_CHECKING:
-    from m2flow.runtime.driver.pilot import Pilot
     from m2flow.runtime.driver.pool import LanePool
 
 
@@ -46,7 +48,7 @@ def launch(
     layouts: Mapping[str, Layout] = MappingProxyType({}),
     publish: str | None = None,
     auto: Auto = AUTO,
-    load_deadline_seconds: float = 1800.0,
+    load_deadline_seconds: float = LOAD_SECONDS,
 ) -> Run:
     """Start a flow's workers on lanes.
 
@@ -77,117 +79,27 @@ def launch(
             unless what is wrong is that the workers' states do not fit: that is known once they
             are loaded.
     """
-    graphs = {STEP: flow.trace(), **{method: flow.trace(method) for method in also}}
-    collective = frozenset(name for name, worker in flow.workers.items() if worker.collective)
-    methods = Methods(graphs, {STEP: items_per_step, **also}, isolated_workers(flow), collective)
+    methods = methods_of(flow, items_per_step, also)
+    graphs = methods.graphs
     if mode == "auto" and plan is None:
         specs = _specs(lanes, lane_memory)
         free = [lane for lane in specs if lane.reserved_for is None]
-        guess = build_plan(
-            "collocated", graphs[STEP], free, items_per_step, methods.isolated, layouts
-        )
+        guess = build_plan(GUESS, graphs[STEP], free, items_per_step, methods.isolated, layouts)
         reserved = [lane for lane in specs if lane.reserved_for is not None]
         pilot = auto.pilot(methods, (*free, *reserved) if reserved else guess.lanes, layouts)
-        with _lanes(lanes, methods.planned(guess).everything.lanes, methods, flow) as pool:
-            return _on_lanes(
-                methods,
-                methods.planned(pilot.plan),
-                flow,
-                first_step,
-                pool,
-                publish,
-                load_deadline_seconds,
-                pilot,
+        plans = methods.planned(pilot.plan)
+        with lanes_of(lanes, methods.planned(guess).everything.lanes, methods, flow) as pool:
+            return on_lanes(
+                methods, plans, flow, first_step, pool, publish, load_deadline_seconds, pilot
             )
     if plan is None:
         specs = _specs(lanes, lane_memory)
         plan = build_plan(mode, graphs[STEP], specs, items_per_step, methods.isolated, layouts)
     plans = methods.planned(plan)
     if plan.mode == "eager":
-        return _eager(methods, plans, flow, first_step, num_threads)
-    with _lanes(lanes, plans.everything.lanes, methods, flow) as pool:
-        return _on_lanes(methods, plans, flow, first_step, pool, publish, load_deadline_seconds)
-
-
-def _eager(
-    methods: Methods, plans: Plans, flow: Flow, first_step: int, num_threads: int | None
-) -> Run:
-    """The run of an eager plan: everything in this process."""
-    lane = plans.by_method[STEP].lanes[0]
-    threads = num_threads or max(1, len(lane.cores))
-    device = "cpu" if lane.kind == "cpu" else "cuda:0"
-    _set_num_threads(threads)
-    graphs, workers = methods.graphs, plans.placed(flow.workers)
-    carrier = InlineCarrier(graphs, plans.everything, workers, threads, device, first_step)
-    try:
-        sized = plans.sized(carrier.state_bytes, graphs)
-    except BaseException:
-        carrier.close()
-        raise
-    return Run(methods, sized, workers, carrier, first_step)
-
-
-@contextmanager
-def _lanes(
-    given: object, wanted: Sequence[LaneSpec], methods: Methods, flow: Flow
-) -> Iterator[tuple[LanePool, bool]]:
-    """A pool that is given, or one of one's own, which is closed if what follows fails."""
-    from m2flow.runtime.driver.pool import FAILED_SECONDS, LanePool
-
-    if isinstance(given, LanePool):
-        yield given, False
-        return
-    workers = {name: flow.workers[name] for name in methods.isolated if name in flow.workers}
-    isolation = {name: one for name, worker in workers.items() if (one := worker.isolation)}
-    pool = LanePool(wanted, isolation)
-    try:
-        yield pool, True
-    except BaseException:
-        pool.close(FAILED_SECONDS)
-        raise
-
-
-def _on_lanes(
-    methods: Methods,
-    plans: Plans,
-    flow: Flow,
-    first_step: int,
-    lanes: tuple[LanePool, bool],
-    publish: str | None,
-    load_deadline_seconds: float,
-    pilot: Pilot | None = None,
-) -> Run:
-    """The run of a plan on the lanes of a pool, which may be its own."""
-    from m2flow.runtime.driver.carrier import RayCarrier
-
-    pool, owns_pool = lanes
-    check_lanes(plans.everything, pool)
-    if pool.spoiled is not None:
-        raise RunFailed(f"no run can be started on these lanes any more: {pool.spoiled}")
-    workers, start = plans.placed(flow.workers), time.perf_counter()
-    carrier = RayCarrier(
-        pool,
-        methods.graphs,
-        plans.everything,
-        workers,
-        plans.by_method,
-        first_step,
-        load_seconds=load_deadline_seconds,
-        publish=publish,
-    )
-    return Run(
-        methods,
-        plans.sized(carrier.state_bytes, methods.graphs),
-        workers,
-        carrier,
-        first_step,
-        pool=pool,
-        owns_pool=owns_pool,
-        publish=publish,
-        load_seconds=time.perf_counter() - start,
-        load_deadline_seconds=load_deadline_seconds,
-        pilot=pilot,
-    )
+        return in_this_process(methods, plans, flow, first_step, num_threads)
+    with lanes_of(lanes, plans.everything.lanes, methods, flow) as pool:
+        return on_lanes(methods, plans, flow, first_step, pool, publish, load_deadline_seconds)
 
 
 def _specs(
@@ -200,9 +112,3 @@ def _specs(
     else:
         specs = lanes.lanes if hasattr(lanes, "lanes") else lanes
     return specs if lane_memory is None else with_memory(specs, lane_memory)
-
-
-def _set_num_threads(count: int) -> None:
-    import torch
-
-    torch.set_num_threads(count)

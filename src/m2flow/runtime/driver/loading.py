@@ -25,9 +25,6 @@ from m2flow.runtime.lane.orders import (
 )
 from m2flow.runtime.transport.groups import lane_sets_of
 
-LOAD_SECONDS = 1800.0
-"""Longest that a lane may take to bring one worker up, unless it is said otherwise."""
-
 SETTLE_SECONDS = 5.0
 """How long to wait for lanes that were still loading when another one had failed to."""
 

@@ -19,7 +19,7 @@ from m2flow.flow.batch import Batch
 from m2flow.flow.flow import Flow
 from m2flow.flow.graph import FlowGraph
 from m2flow.plan.profile.evidence import Evidence
-from m2flow.runtime.driver.launch import launch
+from m2flow.runtime.driver.starting import run_on
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.pool import LanePool
@@ -85,7 +85,7 @@ class Session:
     def _visit(self, plan: Plan, left: float, *, gauges: bool) -> None:
         """Bring fresh workers up under a plan, warm them up, and run a few steps."""
         num_items = len(self.batches[0])
-        with launch(self.make_flow(), items_per_step=num_items, plan=plan, lanes=self.pool) as run:
+        with run_on(self.make_flow(), num_items, plan, self.pool) as run:
             forever = cycle(self.batches)
             loaded = time.monotonic()
             first = list(run.steps(islice(forever, 1)))

@@ -1,0 +1,126 @@
+"""Starting a plan: in this process, or on the lanes of a pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from m2flow.engine.plan import LaneSpec, Plan
+from m2flow.errors import RunFailed
+from m2flow.flow.flow import Flow
+from m2flow.plan import isolated_workers
+from m2flow.runtime.driver.inline import InlineCarrier
+from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
+from m2flow.runtime.driver.run import Run
+
+if TYPE_CHECKING:  # an eager run does without Ray
+    from m2flow.runtime.driver.pilot import Pilot
+    from m2flow.runtime.driver.pool import LanePool
+
+LOAD_SECONDS = 1800.0
+"""Longest that a lane may take to bring one worker up, unless it is said otherwise."""
+
+
+def methods_of(
+    flow: Flow, items_per_step: int, also: Mapping[str, int] = MappingProxyType({})
+) -> Methods:
+    """What a run of a flow can do; `also` as for `launch`."""
+    graphs = {STEP: flow.trace(), **{method: flow.trace(method) for method in also}}
+    collective = frozenset(name for name, worker in flow.workers.items() if worker.collective)
+    return Methods(graphs, {STEP: items_per_step, **also}, isolated_workers(flow), collective)
+
+
+def run_on(flow: Flow, items_per_step: int, plan: Plan, pool: LanePool) -> Run:
+    """The run of a plan on lanes that are up."""
+    methods = methods_of(flow, items_per_step)
+    return on_lanes(methods, methods.planned(plan), flow, 0, (pool, False), None, LOAD_SECONDS)
+
+
+def in_this_process(
+    methods: Methods, plans: Plans, flow: Flow, first_step: int, num_threads: int | None
+) -> Run:
+    """The run of an eager plan: everything in this process."""
+    lane = plans.by_method[STEP].lanes[0]
+    threads = num_threads or max(1, len(lane.cores))
+    device = "cpu" if lane.kind == "cpu" else "cuda:0"
+    _set_num_threads(threads)
+    graphs, workers = methods.graphs, plans.placed(flow.workers)
+    carrier = InlineCarrier(graphs, plans.everything, workers, threads, device, first_step)
+    try:
+        sized = plans.sized(carrier.state_bytes, graphs)
+    except BaseException:
+        carrier.close()
+        raise
+    return Run(methods, sized, workers, carrier, first_step)
+
+
+@contextmanager
+def lanes_of(
+    given: object, wanted: Sequence[LaneSpec], methods: Methods, flow: Flow
+) -> Iterator[tuple[LanePool, bool]]:
+    """A pool that is given, or one of one's own, which is closed if what follows fails."""
+    from m2flow.runtime.driver.pool import FAILED_SECONDS, LanePool
+
+    if isinstance(given, LanePool):
+        yield given, False
+        return
+    workers = {name: flow.workers[name] for name in methods.isolated if name in flow.workers}
+    isolation = {name: one for name, worker in workers.items() if (one := worker.isolation)}
+    pool = LanePool(wanted, isolation)
+    try:
+        yield pool, True
+    except BaseException:
+        pool.close(FAILED_SECONDS)
+        raise
+
+
+def on_lanes(
+    methods: Methods,
+    plans: Plans,
+    flow: Flow,
+    first_step: int,
+    lanes: tuple[LanePool, bool],
+    publish: str | None,
+    load_deadline_seconds: float,
+    pilot: Pilot | None = None,
+) -> Run:
+    """The run of a plan on the lanes of a pool, which may be its own."""
+    from m2flow.runtime.driver.carrier import RayCarrier
+
+    pool, owns_pool = lanes
+    check_lanes(plans.everything, pool)
+    if pool.spoiled is not None:
+        raise RunFailed(f"no run can be started on these lanes any more: {pool.spoiled}")
+    workers, start = plans.placed(flow.workers), time.perf_counter()
+    carrier = RayCarrier(
+        pool,
+        methods.graphs,
+        plans.everything,
+        workers,
+        plans.by_method,
+        first_step,
+        load_seconds=load_deadline_seconds,
+        publish=publish,
+    )
+    return Run(
+        methods,
+        plans.sized(carrier.state_bytes, methods.graphs),
+        workers,
+        carrier,
+        first_step,
+        pool=pool,
+        owns_pool=owns_pool,
+        publish=publish,
+        load_seconds=time.perf_counter() - start,
+        load_deadline_seconds=load_deadline_seconds,
+        pilot=pilot,
+    )
+
+
+def _set_num_threads(count: int) -> None:
+    import torch
+
+    torch.set_num_threads(count)

@@ -1,0 +1,68 @@
+"""The carrier and the pool without Ray: first causes, the last words of a lane."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections import deque
+from typing import Any
+
+from m2flow.engine.messages import CallFailed, CallFinished, ItemsProduced, LaneLost
+from m2flow.runtime.driver.carrier import first_cause_first
+from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.lane.orders import LaneEnded, Reports, to_bytes
+from m2flow.runtime.lane.reports import Report
+from m2flow.runtime.transport.lines import LauncherLine, Line
+
+
+def test_of_a_gang_the_lane_that_failed_first_in_time_is_the_cause() -> None:
+    """Its peers fail in a collective that it has left, and may be heard of before it."""
+    echo = Report(CallFailed(4, 1, RuntimeError("connection closed by peer")), at=2.0)
+    cause = Report(CallFailed(4, 0, ValueError("no such token")), at=1.0)
+    before = Report(CallFinished(3, 2), at=3.0)
+    assert first_cause_first([echo, before, cause]) == [before, cause, echo]
+
+
+def test_a_lane_that_is_lost_comes_before_what_others_missed_of_it() -> None:
+    echo = Report(CallFailed(4, 1, RuntimeError("connection closed by peer")), at=1.0)
+    lost = Report(LaneLost(0, "killed"), at=2.0)
+    produced = Report(ItemsProduced(4, 1, (0,)), at=3.0)
+    assert first_cause_first([echo, produced, lost]) == [produced, lost, echo]
+
+
+def pool_of(*lanes: int) -> tuple[Any, dict[int, Line]]:
+    """A pool of lanes that are ends of sockets here."""
+    pool: Any = LanePool.__new__(LanePool)
+    pool._inbox, pool._lines, pool._selector = deque(), {}, selectors.DefaultSelector()
+    pool._woken, pool._waker = socket.socketpair()
+    pool._selector.register(pool._woken, selectors.EVENT_READ, None)
+    pool.spoiled, pool._known_end = None, lambda lane, seconds=0.0: None
+    ends = {}
+    for lane in lanes:
+        here, there = socket.socketpair()
+        here.setblocking(False)
+        pool._lines[lane], ends[lane] = LauncherLine(here), Line(there)
+        pool._selector.register(pool._lines[lane], selectors.EVENT_READ, lane)
+    return pool, ends
+
+
+def test_nothing_that_was_said_is_dropped_when_a_lane_goes() -> None:
+    pool, ends = pool_of(0, 1)
+    words = {lane: Reports("step", [Report(CallFinished(lane, lane), at=0.0)]) for lane in (0, 1)}
+    for lane, end in ends.items():
+        end.send(to_bytes(words[lane]))
+    ends[0].close()
+    said: list[Any] = []
+    while not any(isinstance(message, LaneEnded) for _, message in said):
+        said += pool.receive(1.0)
+    heard = [(lane, message) for lane, message in said if isinstance(message, Reports)]
+    assert sorted(heard, key=lambda one: one[0]) == [(0, words[0]), (1, words[1])]
+    assert [lane for lane, message in said if isinstance(message, LaneEnded)] == [0]
+    assert pool.receive(0.0) == [], "an end is told once"
+    assert "lane 0 was lost" in pool.spoiled
+
+
+def test_whoever_has_fetched_something_wakes_the_control_loop() -> None:
+    pool, _ = pool_of(0)
+    pool.wake()
+    assert pool.receive(60.0) == []

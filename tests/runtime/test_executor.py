@@ -1,0 +1,96 @@
+"""A lane's executor without Ray: signs of life, and calls that are withdrawn."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from m2flow.engine.messages import (
+    LAUNCHER,
+    AbortCall,
+    CallAborted,
+    CallFinished,
+    ItemsProduced,
+    Part,
+    RunCall,
+)
+from m2flow.flow import SOURCE, Batch, Flow, Stream, Worker, stage
+from m2flow.runtime.lane import executor
+from m2flow.runtime.lane.executor import LaneExecutor
+from m2flow.runtime.lane.host import LaneHost
+from m2flow.runtime.lane.orders import Execute, from_bytes, to_bytes
+
+
+class Patient(Worker):
+    @stage(streaming=True)
+    def think(self, batch: Batch) -> Generator[Batch, Batch | None, None]:
+        """One item after the other, with a pause before each."""
+        for row in range(len(batch)):
+            yield Batch({}, [])
+            yield batch.select([row])
+
+
+class Thinking(Flow):
+    worker: Patient
+
+    def step(self, items: Stream) -> Stream:
+        return self.worker.think(items)
+
+
+class PlayedLine:
+    """The launcher's end: orders that come after so many looks, and what the lane says."""
+
+    def __init__(self, *later: tuple[int, Execute]) -> None:
+        self.later, self.looks = deque(later), 0
+        self.said: list[Any] = []
+
+    def send(self, frame: bytes) -> None:
+        self.said += [report.event for report in from_bytes(frame).reports]
+
+    def waiting(self) -> bool:
+        self.looks += 1
+        return bool(self.later) and self.later[0][0] <= self.looks
+
+    def receive(self) -> bytes:
+        return to_bytes(self.later.popleft()[1])
+
+
+def carried_out(line: PlayedLine, *, in_pieces: bool) -> list[Any]:
+    """What a lane says of a call on three items."""
+    lane: Any = LaneExecutor(0, line, None, None)  # type: ignore[arg-type]
+    flow = Thinking(worker=Patient())
+    lane._host = LaneHost(0, {"step": flow.trace()}, {"worker": flow.worker})
+    lane._exchange = type("Here", (), {"bring": lambda *_: Batch({"x": [1, 2, 3]})})()
+    call = RunCall(1, 0, 0, (0,), (((Part(SOURCE, (0, 1, 2), LAUNCHER),),),))
+    lane._execute(Execute("step", call, in_pieces=in_pieces))
+    return line.said
+
+
+def test_a_streaming_call_on_one_lane_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for its items, but its deadline counts from the last of them."""
+    monkeypatch.setattr(executor, "SILENCE_SECONDS", -1.0)
+    said = carried_out(PlayedLine(), in_pieces=False)
+    made = [event.items for event in said if isinstance(event, ItemsProduced)]
+    assert made == [(), (0,), (), (1,), (), (2,)]
+
+
+def test_where_nobody_waits_items_are_told_of_together() -> None:
+    said = carried_out(PlayedLine(), in_pieces=False)
+    assert [type(event) for event in said] == [ItemsProduced] * 3 + [CallFinished]
+
+
+def test_a_streaming_call_that_is_withdrawn_stops_between_two_items() -> None:
+    line = PlayedLine((4, Execute("step", AbortCall(1, (0,)))))
+    said = carried_out(line, in_pieces=True)
+    assert [event.items for event in said[:-1]] == [(0,), (1,)]
+    assert said[-1] == CallAborted(1, 0)
+
+
+def test_the_withdrawal_of_a_call_that_has_ended_is_answered() -> None:
+    line = PlayedLine()
+    lane: Any = LaneExecutor(0, line, None, None)  # type: ignore[arg-type]
+    lane._execute(Execute("step", AbortCall(1, (0,))))
+    assert line.said == [CallAborted(1, 0)]
