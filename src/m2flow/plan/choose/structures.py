@@ -78,9 +78,11 @@ def _standing(
             for block in range(max(blocks, default=0) + 1)
         ]
         rest = [worker for worker in workers if block_of[worker] == EVERYWHERE]
-        for deal in _deals(problem, kind, [part for part in parts if part], lanes):
-            spots = _spots(problem, kind, [part for part in parts if part], deal)
-            everywhere = _spots(problem, kind, [rest], [lanes]) if rest else {}
+        blocks_with_work = [part for part in parts if part]
+        leanest = (False,) if problem.memory[kind] is None else (False, True)
+        for deal, lean in product(_deals(problem, kind, blocks_with_work, lanes), leanest):
+            spots = _spots(problem, kind, blocks_with_work, deal, lean)
+            everywhere = _spots(problem, kind, [rest], [lanes], lean) if rest else {}
             if spots is not None and everywhere is not None:
                 yield spots | everywhere
 
@@ -194,13 +196,22 @@ def _by_work(work: Sequence[float], least: Sequence[int], lanes: int) -> list[in
 
 
 def _spots(
-    problem: Problem, kind: str, parts: Sequence[Sequence[int]], deal: Sequence[int]
+    problem: Problem,
+    kind: str,
+    parts: Sequence[Sequence[int]],
+    deal: Sequence[int],
+    lean: bool,
 ) -> dict[int, Spot] | None:
-    """Each worker in its best layout on the lanes of its block; None if one has none there."""
+    """Each worker in its best layout on the lanes of its block; None if one has none there.
+
+    Args:
+        problem, kind, parts, deal: the blocks of a kind, and the lanes of each.
+        lean: whether the best layout is that with the smallest state, not the fastest.
+    """
     found, first = {}, 0
     for part, lanes in zip(parts, deal, strict=True):
         for worker in part:
-            option = best_option(problem, worker, kind, lanes)
+            option = best_option(problem, worker, kind, lanes, lean)
             if option is None:
                 return None
             found[worker] = Spot(option, first, lanes // option.lanes)
@@ -208,13 +219,19 @@ def _spots(
     return found
 
 
-def best_option(problem: Problem, worker: int, kind: str, lanes: int) -> Option | None:
-    """The layout in which a worker is done first on so many lanes, among those that fit there."""
+def best_option(problem: Problem, worker: int, kind: str, lanes: int, lean: bool) -> Option | None:
+    """The layout in which a worker is done first on so many lanes, among those that fit there.
+
+    With `lean`, among those whose state is smallest.
+    """
     fitting = [
         option
         for option in problem.options[problem.workers[worker]]
         if option.kind == kind and option.lanes <= lanes and fits_alone(problem, worker, option)
     ]
+    if lean and fitting:
+        least = min(option.state_bytes for option in fitting)
+        fitting = [option for option in fitting if option.state_bytes == least]
     return min(
         fitting,
         key=lambda x: _lane_seconds(problem, worker, x, lanes // x.lanes) / (lanes // x.lanes),
