@@ -135,11 +135,17 @@ def _compared(workload: Workload, options: argparse.Namespace) -> Result:
 
 
 def _profiled(workload: Workload, pool: LanePool, budget: float) -> Profile:
-    from m2flow.runtime.profiling import profile_flow
+    from m2flow.runtime.profiling import obtain
 
-    batches = [workload.batch(PROFILED + step) for step in range(4)]
-    profile = profile_flow(workload.make_flow, batches, lanes=pool, budget_seconds=budget)
-    print(f"{workload.name}: profiled", flush=True)
+    profile, source = obtain(
+        workload.make_flow,
+        [workload.batch(PROFILED + step) for step in range(4)],
+        pool,
+        {"model": {"workload": workload.name}, "shapes": {"items": workload.items}},
+        budget=budget,
+        cache=False,
+    )
+    print(f"{workload.name}: profile {source}", flush=True)
     return profile
 
 

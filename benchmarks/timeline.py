@@ -17,9 +17,8 @@ from m2flow.engine.messages import CallFinished, Part, RunCall
 from m2flow.engine.spans import Span
 from m2flow.flow import Batch, Flow, Stream, stage
 from m2flow.observe.trace import StepSpans, Trace, write_trace
-from m2flow.runtime.driver.inline import call_span
-from m2flow.runtime.driver.runner import Report
 from m2flow.runtime.lane.orders import Said, from_bytes, to_bytes
+from m2flow.runtime.lane.reports import Report, call_span
 
 
 @stage
@@ -39,7 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     count = 5_000 if options.quick else 50_000
     graph = Looking().trace()
-    call = RunCall(1, 0, 0, (0,), (((Part(-1, tuple(range(32))),),),))
+    call = RunCall(1, 0, 0, (0,), (((Part(-1, tuple(range(32)), -1),),),))
     bare = Report(CallFinished(1, 0))
     spans: list[Span] = []
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from m2flow.engine.messages import (
+    LAUNCHER,
     CallFinished,
     Command,
     CompleteStep,
@@ -69,6 +70,8 @@ class _Call:
     items: set[int] = field(default_factory=set)
     """Input items of the call that are not done."""
     open_outputs: set[int] = field(default_factory=set)
+    fetched: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """Input item to (producer, lane) for each lane that has read it."""
 
 
 class Books:
@@ -91,6 +94,8 @@ class Books:
         self.staleness: Counter[tuple[int, int]] = Counter()
         self.there: dict[tuple[int, int], set[int]] = {}
         """(step, producer) to payloads that exist: made and not released."""
+        self.at: dict[tuple[int, int, int], set[int]] = {}
+        """(step, producer, item) to the lanes that hold the payload."""
         self.released: dict[tuple[int, int], set[int]] = {}
         self.leased: dict[tuple[int, int], set[int]] = {}
         """(step, node) to input items with a call."""
@@ -109,7 +114,6 @@ class Books:
         self.largest: dict[int, int] = {node.index: 0 for node in nodes}
         self.lengths: dict[tuple[int, int, int], float] = {}
         """(step, producer, item) to what was said of its length."""
-        self.newest: Any = None
         self.fused: set[int] = set()
         """Loops that a call has run fused."""
         limits = {
@@ -128,6 +132,8 @@ class Books:
                 case StepSubmitted(step=step, num_items=num_items):
                     self.steps.add(step)
                     self.there[step, SOURCE] = set(range(num_items))
+                    for item in range(num_items):
+                        self.at[step, SOURCE, item] = {LAUNCHER}
                     for item, length in zip(range(num_items), event.lengths, strict=False):
                         self.lengths[step, SOURCE, item] = length
                 case ItemsProduced():
@@ -145,6 +151,9 @@ class Books:
         node, step = self.graph.nodes[command.node], command.step
         assert set(event.items) <= call.open_outputs
         call.open_outputs -= set(event.items)
+        assert event.lane in command.lanes
+        for item in event.items:
+            self.at.setdefault((step, node.index, item), set()).add(event.lane)
         if node.loop is None:
             made = self.made.setdefault((step, node.index), set())
             assert not made & set(event.items), "made twice"
@@ -185,6 +194,8 @@ class Books:
 
     def _item_done(self, step: int, node: StageNode, item: int, call: _Call) -> None:
         call.items.remove(item)
+        for producer, lane in call.fetched.pop(item):
+            self.at[step, producer, item].add(lane)
         if node.loop is None:
             self.done.setdefault((step, node.index), set()).add(item)
         else:
@@ -207,6 +218,7 @@ class Books:
                         assert outputs <= call.open_outputs
                         self.leased[step, index].remove(item)
                         self.work[step, index, item] -= 1
+                        del call.fetched[item]
                     else:
                         self._item_done(step, node, item, call)
             case RunFinish(node=index, step=step):
@@ -225,11 +237,13 @@ class Books:
             case RunCall():
                 self._start(command)
                 self._run_call(command)
+                self._move_early(command)
             case FeedCall():
                 self._feed(command)
             case RunFinish():
                 self._start(command)
                 self._run_finish(command)
+                self._move_early(command)
             case ExportWeights(source=source, lanes=lanes):
                 self._start(command)
                 self._check_settled(source, command.version - 1)
@@ -245,26 +259,44 @@ class Books:
                     self._check_resident(source, lane)
                 else:
                     assert self.exported[source, command.version]
-            case MoveState(what=what, worker=worker, lane=lane, early=early):
-                if early:  # right after the call that it goes on beside
-                    assert what == "onload"
-                    assert self.lane_runs[lane] == self.newest.call
-                    assert worker not in self._workers_of(self.newest)
-                else:
-                    assert lane not in self.lane_runs
-                    assert self.plan.placements[worker].state_bytes or what == "onload"
-                assert (worker in self.resident[lane]) == (what == "offload")
-                self.resident[lane] ^= {worker}
-                self._check_memory()
-            case ReleaseItems(step=step, producer=producer, items=items):
-                there = self.there[step, producer]
-                assert set(items) <= there, "released what is not there"
-                assert len(set(items)) == len(items)
-                there -= set(items)
+            case MoveState(what=what, worker=worker, lane=lane):
+                assert lane not in self.lane_runs
+                assert self.plan.placements[worker].state_bytes or what == "onload"
+                self._move(worker, what, lane)
+            case ReleaseItems():
+                self._release(command)
             case CompleteStep():
                 self._complete(command)
             case FailRun(message=message):
                 raise AssertionError(message)
+
+    def _move_early(self, command: RunCall | RunFinish) -> None:
+        """Onloads that go on beside a call."""
+        assert len({move.lane for move in command.early}) == len(command.early)
+        for move in command.early:
+            assert move.what == "onload"
+            assert move.lane in command.lanes
+            assert move.worker not in self._workers_of(command)
+            self._move(move.worker, move.what, move.lane)
+
+    def _move(self, worker: str, what: str, lane: int) -> None:
+        assert (worker in self.resident[lane]) == (what == "offload")
+        self.resident[lane] ^= {worker}
+        self._check_memory()
+
+    def _release(self, command: ReleaseItems) -> None:
+        """Each lane that holds the items lets them go; an item of a loop may be made anew."""
+        step, producer, items = command.step, command.producer, command.items
+        there = self.there[step, producer]
+        assert set(items) <= there, "released what is not there"
+        assert len(set(items)) == len(items)
+        assert command.lanes
+        for item in items:
+            at = self.at[step, producer, item]
+            assert at >= set(command.lanes), f"{item} of {producer} is not there: {at}"
+            at -= set(command.lanes)
+            if producer == SOURCE or not at:
+                there.remove(item)
 
     def _workers_of(self, command: Any) -> list[str]:
         nodes = [self.graph.nodes[command.node]]
@@ -275,7 +307,6 @@ class Books:
 
     def _start(self, command: Any) -> None:
         """A lane runs one call at a time."""
-        self.newest = command
         assert command.call not in self.calls
         for lane in command.lanes:
             assert lane not in self.lane_runs, f"lane {lane} runs two calls"
@@ -298,13 +329,21 @@ class Books:
                     used += max(spot.working_bytes for spot in spots)
             assert lane.memory_bytes is None or used <= lane.memory_bytes
 
-    def _items_of(self, step: int, inputs: Inputs) -> list[int]:
-        """The items of a call, which every one of its input streams must hold."""
+    def _items_of(self, step: int, lane: int, inputs: Inputs, call: _Call) -> list[int]:
+        """The items of a call on a lane, which every one of its input streams must hold.
+
+        Each is read from a lane that has it, from the reading lane itself if that has it.
+        """
         streams = []
         for parts in inputs:
             for part in parts:
                 there = self.there.get((step, part.producer), set())
                 assert set(part.items) <= there, f"not there: {set(part.items) - there}"
+                for item in part.items:
+                    at = self.at[step, part.producer, item]
+                    assert part.lane in at, f"{item} of {part.producer} is on {at}"
+                    assert part.lane == lane or lane not in at, "it is there already"
+                    call.fetched.setdefault(item, []).append((part.producer, lane))
             items = [item for part in parts for item in part.items]
             assert len(set(items)) == len(items)
             streams.append(sorted(items))
@@ -314,9 +353,13 @@ class Books:
     def _run_call(self, command: RunCall) -> None:
         node, step = self.graph.nodes[command.node], command.step
         assert command.lanes in self.plan.placements[node.worker].replicas
-        shares = [self._items_of(step, inputs) for inputs in command.inputs]
+        call = self.calls[command.call]
+        shares = [
+            self._items_of(step, lane, inputs, call)
+            for lane, inputs in zip(command.lanes, command.inputs, strict=True)
+        ]
         if node.streaming:  # all lanes of a gang work on each item together
-            assert all(inputs == command.inputs[0] for inputs in command.inputs)
+            assert all(share == shares[0] for share in shares)
             del shares[1:]
         items = [item for share in shares for item in share]
         size = unit_items(node, self.case.num_items)
@@ -335,7 +378,7 @@ class Books:
             for member in members:
                 self._check_resident(member.worker, lane)
         self._check_longest_first(node, step, items)
-        self._lease(node, step, command.lanes, items, self.calls[command.call])
+        self._lease(node, step, command.lanes, items, call)
         for member in members:
             if member is not node:
                 self._check_fresh(member, step, command.lanes, items)
@@ -401,8 +444,13 @@ class Books:
         assert set(command.lanes) == call.running == set(call.command.lanes)
         assert call.command.step == command.step
         assert call.command.node == command.node
-        items = self._items_of(command.step, command.inputs)
+        shares = [
+            self._items_of(command.step, lane, inputs, call)
+            for lane, inputs in zip(command.lanes, command.inputs, strict=True)
+        ]
+        items = shares[0]
         assert items
+        assert all(share == items for share in shares)
         self._lease(node, command.step, command.lanes, items, call)
         self._check_homes(node, command.step, command.lanes[0], items)
 
@@ -612,6 +660,14 @@ class Books:
         total *= self.graph.nodes[self.graph.output].expands
         kept = set().union(*(self.there.get((step, n), set()) for n in outputs))
         assert kept == set(range(total)), "the output of the step is not all there"
+        collected = [(part.producer, item) for part in command.output for item in part.items]
+        assert sorted(item for _, item in collected) == list(range(total))
+        for part in command.output:
+            assert all(part.lane in self.at[step, part.producer, item] for item in part.items)
+        for key in [key for key in self.at if key[0] == step]:
+            if self.at.pop(key) and key[1] != SOURCE:
+                read = bool(self.readers[key[1]]) and self.graph.nodes[key[1]].loop is None
+                assert not read or key[1] in outputs, f"a lane still holds {key}"
         for key in [key for key in self.there if key[0] == step]:
             del self.there[key]
         self.steps.remove(step)

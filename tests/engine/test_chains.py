@@ -15,6 +15,7 @@ from m2flow.flow import Flow, FlowGraph, Worker
 from m2flow.flow.stage import Stage, StageSpec
 from tests.engine.audit import simulate
 from tests.engine.random_cases import Case, SeededCosts
+from tests.engine.test_engine import items_of
 
 Started = tuple[int, int, tuple[int, ...]]
 """Stage, lane and items of a call."""
@@ -129,7 +130,7 @@ def chains(draw: Any) -> Chain:
 @settings(max_examples=300, deadline=None)
 def test_calls_are_those_that_the_rules_say(chain: Chain) -> None:
     calls = [
-        (command.node, command.lanes[0], command.inputs[0][0][0].items)
+        (command.node, command.lanes[0], items_of(command))
         for _, commands in simulate(chain)[2]
         for command in commands
         if isinstance(command, RunCall)

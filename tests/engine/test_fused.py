@@ -13,6 +13,7 @@ from m2flow import Batch, Flow, Stream, Worker, loop, stage
 from m2flow.engine import Engine, LaneSpec, Placement, Plan, StagePlan
 from m2flow.engine.fusing import fused_loops
 from m2flow.engine.messages import (
+    LAUNCHER,
     CallFinished,
     CompleteStep,
     FailRun,
@@ -65,11 +66,13 @@ def test_a_fused_call_holds_its_items_until_they_leave() -> None:
     first, second = all_of(RunCall, engine.handle(StepSubmitted(0, 5)))
     assert first.fused
     assert (items_of(first), items_of(second)) == ((0, 1, 2), (3, 4))  # no more will come
-    out = only(RunCall, engine.handle(ItemsProduced(first.call, (1,), 0, (1,))))
+    out = only(RunCall, engine.handle(ItemsProduced(first.call, first.lanes[0], (1,), 0, (1,))))
     assert (out.node, items_of(out)) == (2, (1,))
-    assert not all_of(RunCall, engine.handle(ItemsProduced(first.call, (0, 2), 0, (0, 2))))
+    assert not all_of(
+        RunCall, engine.handle(ItemsProduced(first.call, first.lanes[0], (0, 2), 0, (0, 2)))
+    )
     engine.handle(CallFinished(first.call, 0))
-    commands = engine.handle(ItemsProduced(second.call, (3, 4), 0, (3, 4)))
+    commands = engine.handle(ItemsProduced(second.call, second.lanes[0], (3, 4), 0, (3, 4)))
     commands += engine.handle(CallFinished(second.call, 1))
     while engine.calls:
         commands += finish(engine, next(iter(engine.calls.values())).command)
@@ -153,8 +156,8 @@ def test_a_long_loop_gives_signs_of_life() -> None:
     graph, seconds = Counting(counter=Counter()).trace(), iter(range(1000))
     host = LaneHost(0, {"step": graph}, {"counter": Counter()}, clock=lambda: float(next(seconds)))
     host.store.put("step", 0, SOURCE, Batch({"x": [9]}))
-    call = RunCall(1, 0, 0, (0,), (((Part(SOURCE, (0,)),),),), fused=True)
-    pieces = [piece.event(1) for piece in host.call("step", call)]
+    call = RunCall(1, 0, 0, (0,), (((Part(SOURCE, (0,), LAUNCHER),),),), fused=True)
+    pieces = list(host.call("step", call))
     assert [piece.items for piece in pieces] == [()] * 8 + [(0,)]
     engine = Engine(graph, replace(plan_of({"counter": [0]}), deadline_seconds=10.0))
     engine.handle(Tick(0.0))

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from m2flow.engine.messages import FeedCall, Part, RunCall
+from m2flow.engine.messages import LAUNCHER, FeedCall, ItemsProduced, Part, RunCall
 from m2flow.flow import SOURCE, Batch, Flow, Stream, Worker, stage
-from m2flow.runtime.lane.host import LaneHost, Produced
+from m2flow.runtime.lane.host import LaneHost
 from tests.engine.test_streams import Meeting
 
 FLOW, STEP, CALL = "step", 0, 7
@@ -38,7 +38,7 @@ GRAPH = Doubling(doubler=Doubler()).trace()
 
 
 def inputs(*items: int) -> tuple[tuple[Part, ...], ...]:
-    return ((Part(SOURCE, items),),)
+    return ((Part(SOURCE, items, LAUNCHER),),)
 
 
 def gang() -> list[LaneHost]:
@@ -75,7 +75,7 @@ def together(hosts: list[LaneHost], *orders: dict[int, Any]) -> list[list[Any]]:
 
 
 def fed(*items: int) -> FeedCall:
-    return FeedCall(CALL, 0, STEP, LANES, inputs(*items))
+    return FeedCall(CALL, 0, STEP, LANES, (inputs(*items),) * len(LANES))
 
 
 def items_of(pieces: list[Any]) -> list[int]:
@@ -85,7 +85,7 @@ def items_of(pieces: list[Any]) -> list[int]:
 def test_the_first_lane_hands_on_what_all_have_made() -> None:
     hosts = gang()
     first, second = together(hosts, {1: fed(4)}, {2: fed(4)})
-    assert all(isinstance(piece, Produced) for piece in first)
+    assert all(isinstance(piece, ItemsProduced) for piece in first)
     assert items_of(first) == [0, 1, 4]
     assert second == [None] * 3
     assert hosts[0].store.gather(FLOW, STEP, [(0, (0, 1, 4))])["y"] == [0, 2, 8]

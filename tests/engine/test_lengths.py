@@ -80,7 +80,7 @@ def test_the_longest_are_started_and_fed_first() -> None:
     engine = Engine(Rolling(model=Model()).trace(), plan(roll=StagePlan(chunk=2, max_running=2)))
     roll = only(RunCall, engine.handle(StepSubmitted(0, 5, (1.0, 5.0, 3.0, 9.0, 3.0))))
     assert items_of(roll) == (1, 3)
-    fed = [items_of(only(FeedCall, engine.handle(ItemsProduced(roll.call, (done,)))))
+    fed = [items_of(only(FeedCall, engine.handle(ItemsProduced(roll.call, roll.lanes[0], (done,)))))
            for done in (3, 1, 2)]  # fmt: skip
     assert fed == [(2,), (4,), (0,)]
 

@@ -253,7 +253,6 @@ class Slow(Worker):
 def test_a_call_that_has_ended_is_not_past_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an hour at a breakpoint: in one process nobody can tell the time meanwhile."""
     clock = [0.0]
-    monkeypatch.setattr("m2flow.runtime.driver.runner.time.monotonic", lambda: clock[0])
     with m2flow.launch(SlowFlow(slow=Slow(clock)), items_per_step=2, lanes="cpu:1") as run:
         assert run.plan.deadline_seconds < 1000
         assert len(run.step(Batch({"x": [1, 2]})).output) == 2
@@ -274,15 +273,15 @@ class Silent:
         return []
 
 
-def test_a_run_that_has_stopped_does_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_has_stopped_does_not_go_on() -> None:
     from m2flow.runtime.driver.runner import Runner
 
     clock = [0.0]
-    monkeypatch.setattr("m2flow.runtime.driver.runner.time.monotonic", lambda: clock[0])
     graph = FailingFlow(failing=Failing()).trace()
     plan = build_plan("eager", graph, parse_lanes("cpu:1"), 2)
     carrier: Any = Silent(clock)
-    runner = Runner("step", graph, replace(plan, deadline_seconds=5.0), carrier)
+    limited = replace(plan, deadline_seconds=5.0)
+    runner = Runner("step", graph, limited, carrier, clock=lambda: clock[0])
     with pytest.raises(RunFailed, match=r"failing\.score .* has not finished within its deadline"):
         runner.step(Batch({"x": [1, 2]}))
     assert clock[0] <= 6

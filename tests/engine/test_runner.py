@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -12,6 +13,7 @@ from m2flow.engine.core import Engine
 from m2flow.engine.messages import (
     CallFinished,
     Command,
+    CompleteStep,
     ItemsProduced,
     ReleaseItems,
     RunCall,
@@ -21,7 +23,8 @@ from m2flow.engine.messages import (
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
 from m2flow.flow import Batch, Flow, Stream, Worker, stage
 from m2flow.runtime.driver import runner
-from m2flow.runtime.driver.runner import Report, Runner
+from m2flow.runtime.driver.runner import Runner
+from m2flow.runtime.lane.reports import Report
 
 ITEMS = 4
 
@@ -59,7 +62,7 @@ PLAN = Plan(
 def ends(call: RunCall) -> tuple[ItemsProduced, CallFinished]:
     """A call hands its items on, and ends."""
     items = tuple(item for part in call.inputs[0][0] for item in part.items)
-    return ItemsProduced(call.call, items), CallFinished(call.call, call.lanes[0])
+    return ItemsProduced(call.call, call.lanes[0], items), CallFinished(call.call, call.lanes[0])
 
 
 def test_the_end_of_a_call_comes_before_what_its_last_items_start() -> None:
@@ -99,8 +102,12 @@ class Echo:
         self._open = []
         return reports
 
-    def collect(self, flow: str, step: int) -> Batch:
-        return Batch({"x": list(range(ITEMS))})
+    def collect(self, flow: str, command: CompleteStep) -> Future[Batch]:
+        output: Future[Batch] = Future()
+        output.set_result(Batch({"x": list(range(ITEMS))}))
+        return output
+
+    def drop(self, flow: str, step: int) -> None: ...
 
 
 def test_all_reports_of_a_wait_are_taken_in_before_anything_starts() -> None:

@@ -134,10 +134,7 @@ def test_random_plans_of_one_process_give_the_same(
             worker: replace(spot, replicas=spot.replicas[:1])
             for worker, spot in plan.placements.items()
         }
-        stages = {
-            name: replace(stage, switch_at=None, keep=None) for name, stage in plan.stages.items()
-        }
-        plan = replace(plan, mode="eager", placements=single, stages=stages)
+        plan = replace(plan, mode="eager", placements=single)
         there = outcome_of(scenario, plan=plan)
         check_same(there, eager, scenario)
         switches += there.num_switches

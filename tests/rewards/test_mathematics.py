@@ -9,9 +9,11 @@ import threading
 from fractions import Fraction
 from pathlib import Path
 
+import math_verify
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from math_verify import ExprExtractionConfig, LatexExtractionConfig
 
 from m2flow.rewards import math_reward, symbolic
 from m2flow.rewards.final_answer import extract_answer
@@ -187,6 +189,52 @@ def test_right(gold: str, completion: str) -> None:
 @pytest.mark.parametrize(("gold", "completion"), WRONG)
 def test_wrong(gold: str, completion: str) -> None:
     assert verify(gold, completion) == 0.0
+
+
+def math_verify_alone(gold: str, completion: str) -> float:
+    """What math-verify says, with its own reading of the completion."""
+    read = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    answer = math_verify.parse(completion, extraction_config=read)
+    return float(math_verify.verify(math_verify.parse(f"${gold}$", extraction_config=read), answer))
+
+
+@pytest.mark.parametrize(
+    ("gold", "completion", "reward"),
+    [
+        ("18", r"first \boxed{17}, no: \boxed{18}", 1.0),
+        ("18", r"\boxed{18} or rather \boxed{17", 0.0),
+        ("18", r"\boxed{18}, put into \boxed{}", 1.0),
+        ("18", "#### 17\n#### 18\n17 was wrong", 1.0),
+        ("18", "18 million", 0.0),
+        ("18", r"\boxed{18 eggs}", 1.0),
+        ("-3", "the change is −3 degrees", 1.0),
+        ("2.5", "#### 2 1/2", 1.0),
+        ("1234567", r"\boxed{1\,234\,567}", 1.0),
+        ("0.0000001", "0.0000002", 0.0),
+        ("2/3", "0.666666", 1.0),
+        ("Paris", "The answer is Paris.", 1.0),
+    ],
+)
+def test_what_math_verify_alone_gets_wrong(gold: str, completion: str, reward: float) -> None:
+    """Why the last answer is found, and a plain number read, by code of our own."""
+    assert verify(gold, completion) == reward
+    assert math_verify_alone(gold, completion) != reward
+
+
+def test_math_verify_bounds_its_work_by_a_clock_that_threads_have_not() -> None:
+    """Why expressions are bounded by their spelling and by a count of calls."""
+    caught: list[BaseException] = []
+
+    def compare() -> None:
+        try:
+            math_verify.parse("$2^{10}$", parsing_timeout=5, raise_on_error=True)
+        except ValueError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=compare)
+    thread.start()
+    thread.join()
+    assert "doesn't support threaded environment" in str(caught)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,7 @@ from m2flow.plan.profile import Profile
 from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import Cluster, lane_specs, parse_cluster
 from m2flow.plan.profile.work import Pricer
-from m2flow.workloads.common.planning import (
-    flow_of,
-    lanes_of,
-    layouts_of,
-    with_limit,
-)
+from m2flow.workloads.common.planning import flow_of, lanes_of, layouts_of, with_limit
 from m2flow.workloads.common.profile_key import profile_key
 from m2flow.workloads.common.recipe import AUTO_MODE, Recipe
 from m2flow.workloads.common.registry import workload_of

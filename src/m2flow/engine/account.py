@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from m2flow.engine.messages import ExportWeights, InstallWeights, RunCall, RunFinish
+from m2flow.engine.calls import Call
+from m2flow.engine.messages import (
+    CallCommand,
+    ExportWeights,
+    InstallWeights,
+    RunCall,
+    RunFinish,
+)
 from m2flow.engine.steps import StepState
 from m2flow.errors import FlowError
 from m2flow.flow.graph import FlowGraph
-
-if TYPE_CHECKING:
-    from m2flow.engine.calls import Call, CallCommand
 
 
 def call_name(graph: FlowGraph, command: CallCommand) -> str:

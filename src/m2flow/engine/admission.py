@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from m2flow.engine.ledger import LoopLedger
+from m2flow.engine.loops import LoopLedger
 from m2flow.engine.plan import EdgePlan, Plan
 from m2flow.engine.steps import StepState
 from m2flow.engine.turns import whole_step_edges

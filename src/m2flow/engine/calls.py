@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
-from m2flow.engine.messages import ExportWeights, InstallWeights, RunCall, RunFinish
-
-CallCommand: TypeAlias = RunCall | RunFinish | ExportWeights | InstallWeights
+from m2flow.engine.messages import CallCommand
 
 
 @dataclass(slots=True)
@@ -15,11 +13,17 @@ class Call:
     """A call in progress.
 
     Attributes:
+        command: what was started.
         running: lanes that have not finished their part.
         heard: when it was started or last gave, or was given, items, in seconds of the engine's
             clock.
-        units: units of a stage leased to it (what a streaming call was started with).
-        unfinished: for a streaming call, unit to the number of output items still to come.
+        step: of which step it is.
+        units: units of a stage leased to it (of a streaming call those that it was started with).
+        left: for a call of a streaming stage or of a loop, unit to the outputs that are still to
+            come, as a bit set.
+        epochs: lanes on which it runs or from which it reads, and their epochs at that time; noted
+            by an engine that heals.
+        withdrawn: its items are no longer its own; its lanes are still to answer.
     """
 
     command: CallCommand
@@ -27,4 +31,29 @@ class Call:
     heard: float
     step: int
     units: list[int] = field(default_factory=list)
-    unfinished: dict[int, int] = field(default_factory=dict)
+    left: dict[int, int] = field(default_factory=dict)
+    epochs: dict[int, int] = field(default_factory=dict)
+    withdrawn: bool = False
+
+    def take(self, units: Sequence[int], expands: int) -> None:
+        """Owe all outputs of further units."""
+        self.left.update(dict.fromkeys(units, (1 << expands) - 1))
+
+    def hand_on(self, outputs: Sequence[int], expands: int) -> tuple[list[int], list[int]]:
+        """Count outputs that have come.
+
+        Returns:
+            Those that had not come before, and the units of which the last output has come.
+        """
+        new, done = [], []
+        for item in outputs:
+            unit, place = divmod(item, expands)
+            left, bit = self.left.get(unit, 0), 1 << place
+            if left & bit:
+                new.append(item)
+                if left == bit:
+                    del self.left[unit]
+                    done.append(unit)
+                else:
+                    self.left[unit] = left ^ bit
+        return new, done

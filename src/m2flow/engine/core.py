@@ -1,9 +1,13 @@
 """`Engine`: the pure state machine that carries a Plan out.
 
 `handle(*events)` returns commands. There are no threads, clocks, sockets or tensors here, and no
-randomness: the same events, heard together alike, give the same commands. This file says what
-events change: items arrive, calls and mini-batches end, weights go out, steps are complete. What
-can start then is the `Dispatcher`'s to say.
+randomness: the same events, heard together alike, give the same commands. All state is in one
+`EngineState`. This file says what events change: items arrive, calls and mini-batches end, weights
+go out, steps are complete. What can start then is the `Scheduler`'s to say, and what is to be done
+again when a lane is lost the `Healer`'s.
+
+An event may be told twice, and the events of different lanes in any order: what is known already,
+or comes from an earlier process of a lane or from a call that has ended, changes nothing.
 """
 
 from __future__ import annotations
@@ -11,13 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from m2flow.engine.account import call_name, unjudged, who_waits
-from m2flow.engine.admission import Admission
 from m2flow.engine.calls import Call
-from m2flow.engine.dispatch import Dispatcher
-from m2flow.engine.fusing import fused_loops
-from m2flow.engine.homes import ANYWHERE
+from m2flow.engine.healing import Healer
 from m2flow.engine.lanes import Barrier
 from m2flow.engine.messages import (
+    CallAborted,
     CallFailed,
     CallFinished,
     Command,
@@ -28,9 +30,9 @@ from m2flow.engine.messages import (
     InstallWeights,
     ItemsProduced,
     LaneLost,
+    LaneReport,
+    LaneRestarted,
     MoveFailed,
-    Part,
-    ReleaseItems,
     RunCall,
     RunFinish,
     StepSubmitted,
@@ -38,8 +40,10 @@ from m2flow.engine.messages import (
 )
 from m2flow.engine.plan import Plan
 from m2flow.engine.residency import Residency
+from m2flow.engine.scheduler import Scheduler, shares_of
+from m2flow.engine.state import EngineState
 from m2flow.engine.steps import StepState
-from m2flow.engine.turns import Turns
+from m2flow.errors import RunFailed
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 
 
@@ -53,11 +57,8 @@ class Engine:
             were loaded with have this version.
         residency: who is resident on which lane, shared by the engines of one run, whose steps
             alternate; a new one by default.
-
-    Attributes:
-        steps: the steps in flight.
-        fused: numbers of the loops that run fused.
-        failed: whether the run was stopped; every later event is ignored then.
+        heal: go on when a lane is lost, and wait for it to be restarted; without this the run is
+            stopped.
     """
 
     def __init__(
@@ -66,34 +67,33 @@ class Engine:
         plan: Plan,
         first_step: int = 0,
         residency: Residency | None = None,
+        *,
+        heal: bool = False,
     ) -> None:
         self.graph, self.plan = graph, plan
-        self.fused = fused_loops(graph, plan)
-        self.failed = False
-        self.steps: dict[int, StepState] = {}
-        self._admission = Admission(graph, plan, first_step)
-        self._turns = Turns(graph)
-        self._dispatcher = Dispatcher(
-            graph,
-            plan,
-            self._admission,
-            self._turns,
-            self.steps,
-            residency or Residency(plan),
-            self.fused,
-        )
-        self._nodes_of = {w: [n for n in graph.nodes if n.worker == w] for w in graph.workers}
-        streams = range(SOURCE, len(graph.nodes))
-        self._readers = {
-            stream: [node.index for node in graph.nodes if stream in node.inputs]
-            for stream in streams
-        }
-        self._length_columns = {stream: graph.length_column(stream) for stream in streams}
+        self._state = EngineState(graph, plan, first_step, residency, heal)
+        self._scheduler = Scheduler(self._state)
+        self._healer = Healer(self._state)
+
+    @property
+    def steps(self) -> dict[int, StepState]:
+        """The steps in flight."""
+        return self._state.steps
 
     @property
     def calls(self) -> dict[int, Call]:
         """The calls in progress by number, those that have been silent longest first."""
-        return self._dispatcher.calls
+        return self._state.calls
+
+    @property
+    def fused(self) -> frozenset[int]:
+        """Numbers of the loops that run fused."""
+        return self._state.fused
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run was stopped; every later event is ignored then."""
+        return self._state.failed
 
     def handle(self, *events: Event) -> list[Command]:
         """Take events in; the commands they lead to, in the order they are to be carried out.
@@ -101,42 +101,66 @@ class Engine:
         What is heard together is taken in together, and only then is anything started: the last
         items of a call do not make others busy on lanes that its end would have asked for.
         """
-        self._dispatcher.out = []
+        engine = self._state
+        engine.out = []
+        any_news = False  # or whatever could start has started
         for event in events:
-            if self.failed:
+            if engine.failed:
                 break
-            self._take_in(event)
-        ticks = all(isinstance(event, Tick) for event in events)  # whatever could start has started
-        if not ticks and not self.failed and not self._dispatcher.start_what_can():
+            if isinstance(event, Tick):
+                self._tick(event)
+                continue
+            any_news = True
+            try:
+                self._take_in(event)
+            except RunFailed as error:  # what a lost lane held cannot be made again
+                self._fail(str(error))
+        may_start = any_news and not engine.failed
+        if may_start and not self._scheduler.start_what_can() and not engine.lost:
             self._fail("nothing runs and nothing can start")
-        return self._dispatcher.out
+        return engine.out
+
+    def _is_late(self, event: LaneReport) -> bool:
+        """Whether a report does not come from the process that the lane has now."""
+        engine = self._state
+        return event.epoch != engine.epochs.get(event.lane, 0) or event.lane in engine.lost
+
+    def _call(self, number: int) -> Call | None:
+        """A call that has not ended."""
+        assert 0 < number <= self._state.last_call, f"there has been no call {number}"
+        return self._state.calls.get(number)
 
     # --- what events change -------------------------------------------------------------------
 
-    def _take_in(self, event: Event) -> None:
+    def _take_in(self, event: LaneReport | StepSubmitted | LaneRestarted) -> None:
         match event:
-            case Tick():
-                self._tick(event)
-            case ItemsProduced():
-                self._items_produced(event)
-            case CallFinished():
-                self._call_finished(event)
             case StepSubmitted():
                 self._step_submitted(event)
+            case LaneRestarted(lane=lane, epoch=epoch):
+                self._healer.restarted(lane, epoch)
+            case _ if self._is_late(event):
+                pass
+            case ItemsProduced():
+                self._items_produced(event)
+            case CallFinished() | CallAborted():
+                self._part_ended(event)
             case CallFailed():
-                name = call_name(self.graph, self.calls[event.call].command)
-                self._fail(f"{name} failed on lane {event.lane}", event.error)
+                self._call_failed(event)
             case MoveFailed(what=what, worker=worker, lane=lane):
                 self._fail(f"{what} of {worker} failed on lane {lane}", event.error)
             case LaneLost():
-                self._fail(f"lane {event.lane} was lost: {event.reason}")
+                self._lane_lost(event)
 
     def _step_submitted(self, event: StepSubmitted) -> None:
+        engine = self._state
         assert event.step not in self.steps, f"step {event.step} was submitted twice"
-        state = StepState(self.graph, event.step, event.num_items, self.fused)
+        state = StepState(self.graph, event.step, event.num_items, engine.fused)
         self.steps[event.step] = state
-        items, readers = range(event.num_items), self._readers[SOURCE]
-        self._arrive(state, SOURCE, items, readers, lengths=event.lengths)
+        items, readers = range(event.num_items), engine.readers[SOURCE]
+        self._arrive(state, SOURCE, items, readers, event.lengths)
+        for node in self.graph.nodes:
+            if node.has_finish:
+                self._close_window(state, node)
 
     def _arrive(
         self,
@@ -144,57 +168,81 @@ class Engine:
         producer: int,
         items: Sequence[int],
         at: Sequence[int],
-        lane: int = ANYWHERE,
         lengths: Sequence[float] = (),
+        *,
+        stream: int | None = None,
     ) -> None:
-        column = self._length_columns[producer]
+        column = self._state.length_columns[producer]
         for consumer in at:
             heard = lengths if self.graph.nodes[consumer].length == column else ()
-            state.ledgers[consumer].arrive(items, lane, heard)
-            self._dispatcher.wake(state.step, consumer)
+            state.ledgers[consumer].arrive(producer if stream is None else stream, items, heard)
+            self._state.wake(state.step, consumer)
+
+    # --- items --------------------------------------------------------------------------------
 
     def _items_produced(self, event: ItemsProduced) -> None:
-        call = self.calls[event.call]
-        assert isinstance(call.command, RunCall)
-        state, node = self.steps[call.step], self.graph.nodes[call.command.node]
-        self._admission.observe_bytes(node.index, len(event.items), event.num_bytes)
-        lane = call.command.lanes[0]
-        if node.loop is None:
-            readers = self._readers[node.index]
-            self._arrive(state, node.index, event.items, readers, lane, event.lengths)
-        elif call.command.fused:
-            self._dispatcher.alive(call)
-            if event.items:
-                self._come_out(state, node, event, lane)
-        else:
-            self._go_around(state, node, event, lane)
+        call, engine = self._call(event.call), self._state
+        if call is None:
+            return
+        command = call.command
+        assert isinstance(command, RunCall)
+        state, node = self.steps[call.step], self.graph.nodes[command.node]
+        if call.withdrawn:  # another call makes them again
+            self._state.discard(state, node.index, event.items, event.lane)
+            return
+        engine.admission.observe_bytes(node.index, len(event.items), event.num_bytes)
         if node.streaming:
-            self._dispatcher.alive(call)
-            self._dispatcher.hungry(call, node)
-            self._units_done(state, node, _count_down(call, node, event.items))
+            engine.heard_of(call)
+            engine.may_have_room(call, node)
+            new, done = call.hand_on(event.items, node.expands)
+            self._put(state, node, event, new)
+            self._units_done(state, node, done, command.lanes)
             self._close_window(state, node)
-            self._dispatcher.wake(call.step, node.index)
+            engine.wake(call.step, node.index)
+        elif node.loop is None:
+            self._put(state, node, event, event.items)
+        else:
+            items, _ = call.hand_on(event.items, 1)
+            if command.fused:
+                engine.heard_of(call)
+                if items:
+                    self._come_out(state, node, event, items)
+            elif items:
+                self._go_around(state, node, event, items)
+
+    def _put(
+        self, state: StepState, node: StageNode, event: ItemsProduced, items: Sequence[int]
+    ) -> None:
+        """Items of a stage outside of loops are there: those that were not before arrive."""
+        index = node.index
+        new = state.directory.add(index, items, event.lane)
+        if len(new) < len(items):  # made again together with others of their unit, or told twice
+            self._state.discard(state, index, items, event.lane)
+        lengths = _of_items(event, new) if event.lengths else ()
+        self._arrive(state, index, new, self._state.readers[index], lengths)
 
     def _go_around(
-        self, state: StepState, node: StageNode, event: ItemsProduced, lane: int
+        self, state: StepState, node: StageNode, event: ItemsProduced, items: Sequence[int]
     ) -> None:
         """Send items on to the next member of their loop, or out of it."""
         assert node.loop is not None
-        spec, loop = self.graph.loops[node.loop], state.loops[node.loop]
+        spec, loop, lane = self.graph.loops[node.loop], state.loops[node.loop], event.lane
         place = spec.members.index(node.index)
         at_the_end = place == len(spec.members) - 1
         loop.judged |= event.judged
-        lengths = dict(zip(event.items, event.lengths, strict=True)) if event.lengths else {}
-        leaving, staying = [], []
-        asked_to_leave = set(event.leaving)
-        self._release(state, state.moved_on(node, event.items))
+        for producer, some in state.moved_on(node, items, (lane,)):
+            replaced = (lane,) if producer == node.index else ()
+            self._state.release(state, producer, some, also=(lane,), but=replaced)
         if at_the_end and spec.max_turns is None and not loop.judged:
             error = unjudged(self.graph, node.loop)
             self._fail(str(error), error)
             return
+        state.directory.put(node.index, items, lane)
         # Done already, and not when the call has ended: by then an item may be back here.
-        self._units_done(state, node, event.items)
-        for item in event.items:
+        self._finish_units(state, node, items)
+        leaving, staying = [], []
+        asked_to_leave = set(event.leaving)
+        for item in items:
             loop.came_from[item] = node.index
             turn = loop.turns.get(item, 0) + at_the_end
             if item in asked_to_leave or (at_the_end and turn == spec.max_turns):
@@ -203,39 +251,70 @@ class Engine:
             else:
                 loop.turns[item] = turn
                 staying.append(item)
-        self._leave(state, node.loop, leaving, lane, [lengths[item] for item in leaving if lengths])
+        self._leave(state, node.loop, leaving, _of_items(event, leaving))
         following = spec.members[(place + 1) % len(spec.members)]
-        self._arrive(state, node.index, staying, [following], lane)
+        self._arrive(state, node.index, staying, [following])
 
     def _come_out(
-        self, state: StepState, first: StageNode, event: ItemsProduced, lane: int
+        self, state: StepState, first: StageNode, event: ItemsProduced, items: Sequence[int]
     ) -> None:
         """Items have been around a fused loop and have left it."""
         assert first.loop is not None
-        self._release(state, state.consumed(first, event.items))
-        self._units_done(state, first, event.items)
-        state.loops[first.loop].came_from.update(dict.fromkeys(event.items, first.index))
-        self._leave(state, first.loop, event.items, lane, event.lengths)
+        for producer, some in state.consumed(first, items, (event.lane,)):
+            self._state.release(state, producer, some, also=(event.lane,))
+        state.directory.put(first.index, items, event.lane)
+        self._finish_units(state, first, items)
+        state.loops[first.loop].came_from.update(dict.fromkeys(items, first.index))
+        self._leave(state, first.loop, items, _of_items(event, items))
 
     def _leave(
-        self,
-        state: StepState,
-        loop: int,
-        items: Sequence[int],
-        lane: int,
-        lengths: Sequence[float],
+        self, state: StepState, loop: int, items: Sequence[int], lengths: Sequence[float]
     ) -> None:
         members = self.graph.loops[loop].members
         state.loops[loop].left += len(items)
-        outside = [c for c in self._readers[members[-1]] if c not in members]
-        self._arrive(state, members[-1], items, outside, lane, lengths)
+        outside = [c for c in self._state.readers[members[-1]] if c not in members]
+        self._arrive(state, members[-1], items, outside, lengths)
 
-    def _call_finished(self, event: CallFinished) -> None:
-        call = self._dispatcher.finished(event.call, event.lane)
-        if call is None:
+    # --- ends of calls ------------------------------------------------------------------------
+
+    def _part_ended(self, event: CallFinished | CallAborted) -> None:
+        """A lane has finished, or stopped, its part of a call."""
+        call, engine = self._call(event.call), self._state
+        if call is None or event.lane not in call.running:
             return
+        if isinstance(event, CallAborted) and not call.withdrawn:
+            self._fail(f"lane {event.lane} stopped a call unasked", None)
+            return
+        call.running.discard(event.lane)
+        command = call.command
+        if isinstance(command, RunCall) and self.graph.nodes[command.node].streaming:
+            engine.takes_no_more(call)
+        if not call.running:
+            self._call_ended(call)
+
+    def _call_failed(self, event: CallFailed) -> None:
+        """A call has raised: the first cause of a run's end, unless a lost lane is the reason."""
+        call = self._call(event.call)
+        if call is None or event.lane not in call.running:
+            return
+        if call.withdrawn or self._healer.explains(call):
+            self._healer.withdraw(call, without=(event.lane,))
+            if not call.running:
+                self._call_ended(call)
+            return
+        name = call_name(self.graph, call.command)
+        self._fail(f"{name} failed on lane {event.lane}", event.error)
+
+    def _call_ended(self, call: Call) -> None:
+        """All lanes of a call have answered."""
+        engine = self._state
+        engine.forget_call(call)
+        if not call.withdrawn:
+            self._carried_out(call)
+        self._complete_steps()
+
+    def _carried_out(self, call: Call) -> None:
         state = self.steps[call.step]
-        state.active_calls -= 1
         match call.command:
             case RunCall(node=index):
                 self._stage_call_finished(call, self.graph.nodes[index])
@@ -245,10 +324,9 @@ class Engine:
             case ExportWeights(source=source):
                 self._ask_installs(state, source)
             case InstallWeights(source=source, target=target, version=version, lanes=lanes):
-                self._admission.installed(source, target, lanes[0], version)
+                self._state.admission.installed(source, target, lanes[0], version)
                 state.installs -= 1
                 self._wake_worker(target)
-        self._complete_steps()
 
     def _complete_steps(self) -> None:
         """Steps are complete in order: one that has overtaken an older one waits for it."""
@@ -256,39 +334,48 @@ class Engine:
             if state.open_nodes or state.installs or state.active_calls:
                 return
             del self.steps[state.step]
-            self._dispatcher.out.append(
-                CompleteStep(state.step, state.step + 1, dict(state.staleness))
+            self._state.out.append(
+                CompleteStep(state.step, state.step + 1, dict(state.staleness), state.output())
             )
 
     def _wake_worker(self, worker: str) -> None:
-        for node in self._nodes_of.get(worker, ()):  # none where it only takes weights
-            self._dispatcher.wake_in_all_steps(node.index)
+        for node in self._state.nodes_of.get(worker, ()):  # none where it only takes weights
+            self._state.wake_in_all_steps(node.index)
 
     def _stage_call_finished(self, call: Call, node: StageNode) -> None:
-        state = self.steps[call.step]
+        state, command = self.steps[call.step], call.command
         if node.streaming:
-            for unit in call.unfinished:  # fed when the call had already run dry: never started
-                state.ledgers[node.index].give_back(unit)
+            for unit in call.left:  # fed when the call had already run dry: never started
+                self._healer.give_back(state, node, unit)
         elif node.loop is None:
-            self._units_done(state, node, call.units)
+            shares = shares_of(call.units, len(command.lanes))
+            for lane, share in zip(command.lanes, shares, strict=True):
+                self._units_done(state, node, share, (lane,))
         members = (node.index,) if node.loop is None else self.graph.loops[node.loop].members
         for member in members:
             self._close_window(state, self.graph.nodes[member])
-            self._dispatcher.wake(call.step, member)
+            self._state.wake(call.step, member)
 
-    def _units_done(self, state: StepState, node: StageNode, units: Sequence[int]) -> None:
-        """All outputs of units are there: inputs may go, and producers may have room again."""
-        ledger = state.ledgers[node.index]
-        if node.loop is None and units:
-            items = ledger.items_of(units)
-            self._release(state, state.consumed(node, items))
-        ledger.finish(units)
-        for producer in self._admission.bounded_producers(node.index):
-            self._dispatcher.wake_in_all_steps(producer)
+    def _units_done(
+        self, state: StepState, node: StageNode, units: Sequence[int], lanes: Sequence[int]
+    ) -> None:
+        """Lanes have made all outputs of units, so that the inputs may go."""
+        if not units:
+            return
+        items = state.ledgers[node.index].items_of(units)
+        self._finish_units(state, node, units)
+        for producer, some in state.consumed(node, items, lanes):
+            self._state.release(state, producer, some, also=lanes)
+        if self._state.heals:
+            self._healer.check_outputs(state, node, units)
 
-    def _release(self, state: StepState, parts: list[Part]) -> None:
-        for part in parts:
-            self._dispatcher.out.append(ReleaseItems(state.step, part.producer, part.items))
+    def _finish_units(self, state: StepState, node: StageNode, units: Sequence[int]) -> None:
+        """Units are done: their producers may have room again."""
+        state.ledgers[node.index].finish(units)
+        for producer in self._state.admission.bounded_producers(node.index):
+            self._state.wake_in_all_steps(producer)
+
+    # --- mini-batches and weights -------------------------------------------------------------
 
     def _close_window(self, state: StepState, node: StageNode) -> None:
         """Where a mini-batch (or the stage's step) is done, run `finish`, or go on."""
@@ -296,12 +383,12 @@ class Engine:
         if not ledger.window_complete or node.index in state.finishing:
             return
         if node.has_finish:
-            if not self._turns.may_finish(state, node):
+            if not self._state.turns.may_finish(state, node):
                 return
             state.finishing.add(node.index)
             lanes = self.plan.placements[node.worker].lanes
             finish = RunFinish(0, node.index, state.step, ledger.window, lanes)
-            self._dispatcher.ask(Barrier(lanes, state.step, node.index, command=finish))
+            self._state.board.ask(Barrier(lanes, state.step, node.index, command=finish))
         else:
             self._next_window(state, node)
 
@@ -309,12 +396,12 @@ class Engine:
         """A window was closed; if it was the last one, others may have waited for this stage."""
         ledger = state.ledgers[node.index]
         ledger.next_window()
-        self._dispatcher.wake(state.step, node.index)
+        self._state.wake(state.step, node.index)
         if not ledger.complete:
             return
         state.node_done(node)
-        for other in self._nodes_of[node.worker]:
-            self._dispatcher.wake(state.step, other.index)
+        for other in self._state.nodes_of[node.worker]:
+            self._state.wake(state.step, other.index)
             if other.has_finish:
                 self._close_window(state, other)
         if state.worker_done(node.worker):
@@ -325,7 +412,8 @@ class Engine:
     def _settle(self, state: StepState, worker: str) -> None:
         """Send a worker's weights out once it, and those who run on them, have done the step."""
         targets = [edge.target for edge in self.graph.weight_edges if edge.source == worker]
-        if all(state.worker_done(one) for one in (worker, *targets)):
+        done = all(state.worker_done(one) for one in (worker, *targets))
+        if done and worker not in state.settled:
             state.settled.add(worker)
             self._wake_worker(worker)
             self._publish(state, worker, targets)
@@ -338,7 +426,7 @@ class Engine:
         else:
             gang = self.plan.placements[source].replicas[0]
             export = ExportWeights(0, source, state.step + 1, gang)
-            self._dispatcher.ask(Barrier(gang, state.step, SOURCE, command=export))
+            self._state.board.ask(Barrier(gang, state.step, SOURCE, command=export))
 
     def _whole_copies(self, worker: str) -> tuple[int, ...]:
         """Lanes that hold all of a worker's weights, and not a shard of them."""
@@ -353,30 +441,41 @@ class Engine:
                     install = InstallWeights(
                         0, source, edge.target, version, (lane,), local=lane in home
                     )
-                    self._dispatcher.ask(Barrier((lane,), state.step, SOURCE, command=install))
+                    self._state.board.ask(Barrier((lane,), state.step, SOURCE, command=install))
+
+    # --- lanes, time and the end --------------------------------------------------------------
+
+    def _lane_lost(self, event: LaneLost) -> None:
+        if not self._state.heals:
+            self._fail(f"lane {event.lane} was lost: {event.reason}")
+            return
+        for call in self._healer.lost(event.lane):
+            self._call_ended(call)
+        for state in list(self.steps.values()):
+            for node in self.graph.nodes:
+                self._close_window(state, node)
 
     def _tick(self, event: Tick) -> None:
-        self._dispatcher.now = event.now
-        call = self._dispatcher.overdue() if event.judge else None
-        if call is not None:
-            self._fail(
-                f"{call_name(self.graph, call.command)} has not finished within its deadline of "
-                f"{self.plan.deadline_seconds:g} s"
-            )
+        self._state.now = event.now
+        if not event.judge or not self._state.calls:
+            return
+        deadline = self.plan.deadline_seconds
+        call = next(iter(self._state.calls.values()))  # silent longest; all have one deadline
+        if call.heard + deadline <= event.now:
+            name = call_name(self.graph, call.command)
+            self._fail(f"{name} has not finished within its deadline of {deadline:g} s")
 
     def _fail(self, message: str, cause: BaseException | None = None) -> None:
-        self.failed = True
+        self._state.failed = True
         account = who_waits(self.graph, self.calls.values(), self.steps.values())
-        self._dispatcher.out.append(FailRun("\n".join([message, *account]), cause))
+        self._state.out.append(FailRun("\n".join([message, *account]), cause))
 
 
-def _count_down(call: Call, node: StageNode, outputs: Sequence[int]) -> list[int]:
-    """Outputs of a streaming call have come; the units of which they were the last."""
-    done = []
-    for item in outputs:
-        unit = item // node.expands
-        call.unfinished[unit] -= 1
-        if call.unfinished[unit] == 0:
-            del call.unfinished[unit]
-            done.append(unit)
-    return done
+def _of_items(event: ItemsProduced, items: Sequence[int]) -> list[float]:
+    """The lengths of some of the items of an event, where it says any."""
+    if not event.lengths:
+        return []
+    if len(items) == len(event.items):
+        return list(event.lengths)
+    lengths = dict(zip(event.items, event.lengths, strict=True))
+    return [lengths[item] for item in items]

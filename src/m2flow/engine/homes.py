@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 ANYWHERE = -1
-"""Stands for a lane where a unit's payload may be anywhere."""
+"""Stands for a lane where a unit may be leased to any lane alike."""
 
 
 class Homes:

@@ -66,6 +66,7 @@ class LaneBoard:
         return any(self._held[lane] for lane in lanes)
 
     def occupy(self, lanes: Sequence[int]) -> None:
+        """These lanes run a call, or are down."""
         self._idle_lanes.difference_update(lanes)
 
     def free(self, lane: int) -> None:
@@ -93,10 +94,11 @@ class LaneBoard:
         self._listed[worker].add(replica)
         heappush(self._idle[worker], replica)
 
-    def ask(self, barrier: Barrier) -> None:
-        """Hold the barrier's lanes from now on."""
+    def ask(self, barrier: Barrier, *, first: bool = False) -> None:
+        """Hold the barrier's lanes from now on; `first`: before those that hold them already."""
         for lane in barrier.lanes:
-            self._held[lane].append(barrier)
+            queue = self._held[lane]
+            queue.appendleft(barrier) if first else queue.append(barrier)
             self._to_check[lane] = None
 
     def due(self) -> Barrier | None:
@@ -115,8 +117,3 @@ class LaneBoard:
                 return barrier
             del self._to_check[lane]
         return None
-
-    def release(self, lanes: Sequence[int]) -> None:
-        """A due barrier found nothing to do after all."""
-        for lane in lanes:
-            self.free(lane)

@@ -1,20 +1,25 @@
-"""`StageLedger`: the record of every item of one stage in one step.
+"""`StageLedger`: the record of every unit of one stage in one step.
 
-An item arrives (once from each input stream), becomes ready with its unit, is leased to a call and
-is done. A replica prefers units whose payload its lane holds, and then helps itself to those of the
-others; a unit that is bound to a lane (sticky) is leased to that lane only. Where lengths are known
-the longest unit goes first, wherever its payload is. Every move is checked, so that delivery is
-exactly-once by construction. Memory is linear in the items in flight: what is done and below the
-low-water mark is a number, not a set.
+A unit waits for its input items, is ready once all of them have arrived, is leased to a call and
+is done. An item that arrives twice on an input changes nothing. A replica prefers units whose
+payload its lane holds, and then helps itself to those of the others; a unit that is bound to a lane
+(sticky) is leased to that lane only. Where lengths are known the longest unit goes first, wherever
+its payload is. What a lost lane takes with it is undone by `depart` (inputs) and `reopen` (units).
+
+Memory is a byte for each unit, and where a unit needs several arrivals one for each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Collection, Sequence
 
 from m2flow.engine.homes import ANYWHERE, Homes
 from m2flow.engine.ready import LongestFirst, LowestFirst
 from m2flow.flow.graph import StageNode
+
+WAITING, READY, LEASED, DONE = range(4)
+"""What a unit can be."""
 
 
 class StageLedger:
@@ -26,6 +31,7 @@ class StageLedger:
     Args:
         node: the stage.
         num_items: how many items the step brings to it.
+        place: the lane that holds an input item (the directory's word), where units are queued.
         homes: the lanes that hold the states of a sticky stage's items.
         sticky: whether items are bound to lanes: the stage is sticky, or heads a fused loop with a
             member that is.
@@ -40,14 +46,15 @@ class StageLedger:
 
     __slots__ = (
         "_arrived",
-        "_done_ahead",
+        "_doers",
         "_homes",
         "_homes_seen",
-        "_inputs",
-        "_leased_units",
         "_lengths",
+        "_missing",
+        "_num_ready",
+        "_place",
         "_ready",
-        "_waiting",
+        "_status",
         "_window_done",
         "_window_units",
         "leased",
@@ -61,7 +68,13 @@ class StageLedger:
     )
 
     def __init__(
-        self, node: StageNode, num_items: int, homes: Homes, *, sticky: bool = False
+        self,
+        node: StageNode,
+        num_items: int,
+        place: Callable[[int], int],
+        homes: Homes,
+        *,
+        sticky: bool = False,
     ) -> None:
         self.node = node
         self.sticky = sticky
@@ -71,48 +84,59 @@ class StageLedger:
         self.window = 0
         self.leased = 0
         self.low = 0
+        self._doers = array("i", [-1] * self.num_units if node.accumulates else ())
         self._window_units = self.num_units // node.minibatches
         self._window_done = 0
-        self._inputs = len(node.inputs)
-        self._arrived: dict[int, int] = {}
+        self._status = bytearray(self.num_units)
+        needed = self.unit_items * len(node.inputs)
+        several = needed > 1  # or the unit's status says whether its one item has arrived
+        self._arrived = [bytearray(num_items) for _ in node.inputs] if several else []
+        self._missing = array("i", [needed]) * self.num_units if several else array("i")
         self._lengths: dict[int, float] = {}
         self._ready: dict[int, dict[int, LowestFirst]] = {}
-        self._waiting: dict[int, int] = {}
-        self._leased_units: dict[int, int] = {}
-        self._done_ahead: set[int] = set()
-        self._homes = homes
-        self._homes_seen = 0
+        self._num_ready: dict[int, int] = {}
+        self._place, self._homes, self._homes_seen = place, homes, 0
 
-    def arrive(
-        self, items: Sequence[int], lane: int = ANYWHERE, lengths: Sequence[float] = ()
-    ) -> None:
-        """Input items are there; `lane` holds their payload, and each may have a length.
+    # --- arrivals -----------------------------------------------------------------------------
+
+    def arrive(self, stream: int, items: Sequence[int], lengths: Sequence[float] = ()) -> None:
+        """Items of an input stream are there; each may have a length.
 
         A unit is as long as its items together.
         """
-        needed = self.unit_items * self._inputs
-        for item, length in zip(items, lengths, strict=True) if lengths else ():
-            unit = item // self.unit_items
-            self._lengths[unit] = self._lengths.get(unit, 0.0) + length
-        for item in items:
+        status, size = self._status, self.unit_items
+        if not self._arrived:
+            for place, item in enumerate(items):
+                assert 0 <= item < self.num_items, f"{self.node.name} has no item {item}"
+                if status[item] == WAITING:
+                    if lengths:
+                        self._lengths[item] = lengths[place]
+                    self._make_ready(item)
+            return
+        arrived, missing = self._arrived[self.node.inputs.index(stream)], self._missing
+        for place, item in enumerate(items):
             assert 0 <= item < self.num_items, f"{self.node.name} has no item {item}"
-            unit = item // self.unit_items
-            if needed > 1:
-                arrived = self._arrived.get(unit, 0) + 1
-                if arrived < needed:
-                    self._arrived[unit] = arrived
-                    continue
-                self._arrived.pop(unit, None)
-            self._make_ready(unit, lane)
+            unit = item // size
+            if arrived[item] or status[unit] == DONE:
+                continue
+            arrived[item] = 1
+            missing[unit] -= 1
+            if lengths:
+                self._lengths[unit] = self._lengths.get(unit, 0.0) + lengths[place]
+            if not missing[unit] and status[unit] == WAITING:
+                self._make_ready(unit)
 
-    def _make_ready(self, unit: int, lane: int) -> None:
+    def _make_ready(self, unit: int) -> None:
         if self.sticky:
             lane = self._homes.of(unit)
         elif self.node.length is not None:
             lane = ANYWHERE
+        else:
+            lane = self._place(unit * self.unit_items)
         window = unit // self._window_units
+        self._status[unit] = READY
         self._queue(self._ready.setdefault(window, {}), lane).push(unit)
-        self._waiting[window] = self._waiting.get(window, 0) + 1
+        self._num_ready[window] = self._num_ready.get(window, 0) + 1
 
     def _queue(self, queues: dict[int, LowestFirst], lane: int) -> LowestFirst:
         queue = queues.get(lane)
@@ -124,7 +148,7 @@ class StageLedger:
     def ready(self, lane: int = ANYWHERE) -> int:
         """Units of the current window that wait for a call on this lane."""
         if not self.sticky:
-            return self._waiting.get(self.window, 0)
+            return self._num_ready.get(self.window, 0)
         self._send_home()
         queues = self._ready.get(self.window, {})
         return sum(len(queues.get(place, ())) for place in {ANYWHERE, lane})
@@ -134,10 +158,16 @@ class StageLedger:
         if len(self._homes) == self._homes_seen:
             return
         self._homes_seen = len(self._homes)
+        self._queue_again(ANYWHERE)
+
+    def _queue_again(self, lane: int) -> None:
+        """Queue the units that wait for a lane where their homes say now."""
         for queues in self._ready.values():
-            unbound = queues.pop(ANYWHERE, None)
-            for unit in unbound.drain() if unbound is not None else ():
+            old = queues.pop(lane, None)
+            for unit in old.drain() if old is not None else ():
                 self._queue(queues, self._homes.of(unit)).push(unit)
+
+    # --- leases -------------------------------------------------------------------------------
 
     def lease(self, lane: int, amount: int, end: int) -> list[int]:
         """Lease units that wait for a call on this lane: its own first, in the order of the queue.
@@ -156,53 +186,120 @@ class StageLedger:
             queue = queues.get(place)
             if queue is None:
                 continue
-            for unit in queue.take(amount - len(units), end):
-                assert unit not in self._leased_units, f"{self.node.name}: {unit} was leased twice"
-                self._leased_units[unit] = place
-                units.append(unit)
+            units += queue.take(amount - len(units), end)
             if not queue:
                 del queues[place]
             if len(units) == amount:
                 break
+        for unit in units:
+            assert self._status[unit] == READY, f"{self.node.name}: {unit} was leased twice"
+            self._status[unit] = LEASED
         if self.sticky:
             for unit in units:
                 self._homes.bind(unit, lane)
             self._homes_seen = len(self._homes)
         if units:
-            self._waiting[self.window] -= len(units)
+            self._num_ready[self.window] -= len(units)
         self.leased += len(units)
         return sorted(units)
 
     def give_back(self, unit: int) -> None:
-        """A leased unit was not worked on after all: it is ready again, where it was."""
-        self.leased -= 1
-        self._make_ready(unit, self._leased_units.pop(unit))
+        """A leased unit was not worked on after all: it is ready again."""
+        self._end_lease((unit,), WAITING)
+        self._make_ready(unit)
 
     def finish(self, units: Sequence[int]) -> None:
         """Leased units are done."""
-        self._end_lease(units)
+        self._end_lease(units, DONE)
         self._window_done += len(units)
-        for unit in units:
-            self._mark_done(unit)
-            if self._lengths:
+        status = self._status
+        while self.low < self.num_units and status[self.low] == DONE:
+            self.low += 1
+        if self._lengths:
+            for unit in units:
                 self._lengths.pop(unit, None)
 
-    def _end_lease(self, units: Sequence[int]) -> None:
+    def _end_lease(self, units: Sequence[int], then: int) -> None:
+        status = self._status
         for unit in units:
-            del self._leased_units[unit]
+            assert status[unit] == LEASED, f"{self.node.name}: {unit} is not leased"
+            status[unit] = then
         self.leased -= len(units)
 
-    def _mark_done(self, unit: int) -> None:
-        self._done_ahead.add(unit)
-        while self.low in self._done_ahead:
-            self._done_ahead.remove(self.low)
-            self.low += 1
+    def note_doers(self, units: Sequence[int], replica: int) -> None:
+        """A replica folds these units of an accumulating stage into its state."""
+        for unit in units:
+            self._doers[unit] = replica
+
+    def folded_by(self, replicas: Collection[int]) -> list[int]:
+        """Units of the current window that are done, and that these replicas have folded."""
+        first = self.window * self._window_units
+        return [
+            unit
+            for unit in range(first, min(first + self._window_units, len(self._doers)))
+            if self._status[unit] == DONE and self._doers[unit] in replicas
+        ]
+
+    @property
+    def has_folded(self) -> bool:
+        """Whether any unit was worked on, or is."""
+        return self.leased > 0 or self.window > 0 or self._window_done > 0
+
+    # --- when a lane is lost ------------------------------------------------------------------
+
+    def depart(self, stream: int, items: Collection[int]) -> None:
+        """Input items are gone: units that wait for a call, or for more items, wait for them."""
+        gone = {item // self.unit_items for item in items}
+        if self._arrived:
+            arrived = self._arrived[self.node.inputs.index(stream)]
+            for item in items:
+                self._missing[item // self.unit_items] += arrived[item]
+                arrived[item] = 0
+        self._withdraw({unit for unit in gone if self._status[unit] == READY})
+
+    def _withdraw(self, units: Collection[int]) -> None:
+        """Take ready units out of the queues."""
+        for unit in units:
+            self._status[unit] = WAITING
+            self._num_ready[unit // self._window_units] -= 1
+        for queues in self._ready.values() if units else ():
+            for queue in queues.values():
+                queue.remove(units)
+
+    def can_reopen(self, unit: int) -> bool:
+        """Whether nothing has been done yet with what a window has folded in."""
+        return not self.node.accumulates or unit // self._window_units == self.window
+
+    def reopen(self, unit: int) -> bool:
+        """A unit that was done is to be done again, from the inputs that are there still.
+
+        Returns:
+            Whether the stage was complete.
+        """
+        assert self._status[unit] == DONE
+        assert self.can_reopen(unit)
+        was_complete = self.complete
+        if was_complete:
+            self.window, self._window_done = unit // self._window_units, self._window_units
+        self._window_done -= 1
+        self._status[unit] = WAITING
+        self.low = min(self.low, unit)
+        if not self._arrived or not self._missing[unit]:
+            self._make_ready(unit)
+        return was_complete
+
+    def unbind(self, lane: int) -> None:
+        """The states of items on a lane are gone, and `Homes` says so."""
+        self._homes_seen = len(self._homes)
+        self._queue_again(lane)
+
+    # --- windows ------------------------------------------------------------------------------
 
     @property
     def nothing_more_comes(self) -> bool:
         """Whether every unit of the current window is ready, leased or done."""
-        waiting = self._waiting.get(self.window, 0)
-        return waiting + self.leased + self._window_done == self._window_units
+        ready = self._num_ready.get(self.window, 0)
+        return ready + self.leased + self._window_done == self._window_units
 
     @property
     def window_complete(self) -> bool:
@@ -212,7 +309,7 @@ class StageLedger:
         """Go on to the next mini-batch."""
         assert self.window_complete
         self._ready.pop(self.window, None)
-        self._waiting.pop(self.window, None)
+        self._num_ready.pop(self.window, None)
         self.window += 1
         self._window_done = 0
 
@@ -229,6 +326,14 @@ class StageLedger:
         over = self.window * self._window_units + self._window_done + self.leased
         return over < self.num_units or self.node.has_finish
 
+    def status(self, unit: int) -> int:
+        """WAITING, READY, LEASED or DONE."""
+        return self._status[unit]
+
+    def has_read(self, item: int) -> bool:
+        """Whether the stage will not read an input item again."""
+        return self._status[item // self.unit_items] == DONE
+
     @property
     def low_item(self) -> int:
         """Every input item below this one is done."""
@@ -236,10 +341,12 @@ class StageLedger:
 
     @property
     def in_flight(self) -> int:
-        """Entries this ledger keeps; what its memory is linear in."""
-        return (
-            sum(self._waiting.values()) + len(self._arrived) + self.leased + len(self._done_ahead)
-        )
+        """Items that have arrived and are not done, and units done out of turn."""
+        status = self._status
+        most = self.unit_items * len(self._arrived)
+        partly = sum(map(most.__gt__, self._missing)) - sum(map((0).__eq__, self._missing))
+        kept = len(status) - status.count(WAITING) - self.low
+        return max(0, kept) + partly
 
     def items_of(self, units: Sequence[int]) -> Sequence[int]:
         """The items of some units, in the order of these."""
@@ -247,95 +354,3 @@ class StageLedger:
         if size == 1:
             return units
         return [item for unit in units for item in range(unit * size, (unit + 1) * size)]
-
-
-class LoopState:
-    """What the members of one loop share in one step.
-
-    Attributes:
-        total: items that will enter.
-        waiting: items that wait at some member for a call.
-        left: items that have left.
-        leased: items that a member, or the whole loop where it is fused, is working on.
-        fused: whether a call takes an item all the way to where it leaves.
-        judged: whether a member has said of its items which of them leave.
-        turns: for an item inside, how often it has gone around.
-        came_from: the stage whose output an item last was (kept until the step ends, because it
-            also says where an item that has left is to be read).
-    """
-
-    __slots__ = ("came_from", "fused", "judged", "leased", "left", "total", "turns", "waiting")
-
-    def __init__(self, total: int, *, fused: bool = False) -> None:
-        self.total = total
-        self.fused = fused
-        self.judged = False
-        self.waiting = 0
-        self.left = 0
-        self.leased = 0
-        self.turns: dict[int, int] = {}
-        self.came_from: dict[int, int] = {}
-
-
-class LoopLedger(StageLedger):
-    """Items of one member of a loop, where an item comes back until it leaves.
-
-    A unit is an item and there is one window, complete when every item has left the loop. `low`
-    counts items that have passed this member at least once: the bound on the edge that leads in.
-    """
-
-    __slots__ = ("loop",)
-
-    def __init__(
-        self,
-        node: StageNode,
-        num_items: int,
-        homes: Homes,
-        loop: LoopState,
-        *,
-        sticky: bool = False,
-    ) -> None:
-        super().__init__(node, num_items, homes, sticky=sticky)
-        self.loop = loop
-
-    def arrive(
-        self, items: Sequence[int], lane: int = ANYWHERE, lengths: Sequence[float] = ()
-    ) -> None:
-        self.loop.waiting += len(items)
-        for item in items:
-            self._make_ready(item, lane)
-
-    def lease(self, lane: int, amount: int, end: int) -> list[int]:
-        units = super().lease(lane, amount, end)
-        self.loop.waiting -= len(units)
-        self.loop.leased += len(units)
-        return units
-
-    def give_back(self, unit: int) -> None:
-        super().give_back(unit)
-        self.loop.waiting += 1
-        self.loop.leased -= 1
-
-    def finish(self, units: Sequence[int]) -> None:
-        self._end_lease(units)
-        self.loop.leased -= len(units)
-        for unit in units:
-            if unit >= self.low and unit not in self._done_ahead:
-                self._mark_done(unit)
-
-    @property
-    def nothing_more_comes(self) -> bool:
-        """Whether every item that is still in the loop, or will be, waits at some member.
-
-        In a fused loop those that are worked on do not come back.
-        """
-        loop = self.loop
-        return loop.waiting + loop.left + (loop.leased if loop.fused else 0) == loop.total
-
-    @property
-    def work_left(self) -> bool:
-        return not self.complete and self.loop.left < self.loop.total
-
-    @property
-    def window_complete(self) -> bool:
-        return not self.complete and self.loop.left == self.loop.total

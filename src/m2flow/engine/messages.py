@@ -1,7 +1,11 @@
 """What goes into the engine (events) and what comes out of it (commands).
 
 Items are integers: an item's index within its step. Payloads never pass through here; a `Part`
-says which stage made the items that a call is to read.
+says which stage made the items that a call is to read, and which lane holds them.
+
+What a lane reports carries the lane's epoch, which counts the processes that the lane has had. The
+engine drops reports of an earlier epoch, and those of a call that has ended: call numbers are never
+used twice. The reports of one lane must come in the order in which the lane made them.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ class ItemsProduced:
     """A call has handed on finished output items; without any it is a sign of life.
 
     Attributes:
+        call: number of the call.
+        lane: the lane that holds the items.
         items: indices in the item space of the stage's output.
         num_bytes: their size, all together.
         leaving: those that leave the loop the stage stands in.
@@ -36,11 +42,13 @@ class ItemsProduced:
     """
 
     call: int
+    lane: int
     items: tuple[int, ...]
     num_bytes: int = 0
     leaving: tuple[int, ...] = ()
     lengths: tuple[float, ...] = ()
     judged: bool = True
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,7 @@ class CallFinished:
 
     call: int
     lane: int
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,16 @@ class CallFailed:
     call: int
     lane: int
     error: BaseException
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallAborted:
+    """One lane has stopped its part of a call that was withdrawn."""
+
+    call: int
+    lane: int
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +87,28 @@ class MoveFailed:
     worker: str
     what: Literal["offload", "onload"]
     error: BaseException
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LaneLost:
-    """A lane's process is gone."""
+    """A lane's process is gone, and with it all payloads that it held."""
 
     lane: int
     reason: str
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LaneRestarted:
+    """A lost lane is up again, with its workers as they were when the last mini-batch ended.
+
+    Attributes:
+        epoch: of the new process; larger than those of the processes before it.
+    """
+
+    lane: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +125,32 @@ class Tick:
     judge: bool = True
 
 
-Event: TypeAlias = (
-    StepSubmitted | ItemsProduced | CallFinished | CallFailed | MoveFailed | LaneLost | Tick
+LaneReport: TypeAlias = (
+    ItemsProduced | CallFinished | CallFailed | CallAborted | MoveFailed | LaneLost
 )
+"""What is said of a lane in one of its epochs."""
+
+Event: TypeAlias = StepSubmitted | LaneReport | LaneRestarted | Tick
 
 # --- commands ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Items to read from the output of one stage (or SOURCE)."""
+    """Items to read from the output of one stage (or SOURCE).
+
+    Attributes:
+        lane: the lane that holds them; LAUNCHER for source items, which come with the command.
+            Where it is the reading lane, they are there already.
+    """
 
     producer: int
     items: tuple[int, ...]
+    lane: int
 
+
+LAUNCHER = -1
+"""Stands for a lane where the launcher holds the items: those of the step's source."""
 
 Inputs: TypeAlias = tuple[tuple[Part, ...], ...]
 """For each input stream of a stage, the parts that make up its items, aligned by item."""
@@ -122,6 +167,8 @@ class RunCall:
         fused: the stage is the first member of a loop whose members all stand on this lane: run
             the whole loop there, until each of the items has left it. What leaves it counts as
             made by this first member.
+        early: onloads for calls to come, at most one on each lane: they run beside the call, after
+            those of earlier calls. A later call of such a worker waits for its onload.
     """
 
     call: int
@@ -130,31 +177,49 @@ class RunCall:
     lanes: tuple[int, ...]
     inputs: tuple[Inputs, ...]
     fused: bool = False
+    early: tuple[MoveState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class FeedCall:
-    """Give more items to a streaming call while it runs.
+    """Give more items to a streaming call while it runs; lane k reads them from `inputs[k]`.
 
-    All lanes of the call get them. Its orders come to each of its lanes in the same sequence.
+    All lanes of the call get all of them, and the commands of a call in the same sequence.
     """
 
     call: int
     node: int
     step: int
     lanes: tuple[int, ...]
-    inputs: Inputs
+    inputs: tuple[Inputs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortCall:
+    """Withdraw a call: each of these lanes stops its part and answers with CallAborted.
+
+    A lane that has answered CallFinished or CallFailed meanwhile need not answer again. A `finish`
+    that is withdrawn must leave the worker as it was before.
+    """
+
+    call: int
+    lanes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RunFinish:
-    """Every item of a mini-batch has been folded in: run `finish` on all lanes of the worker."""
+    """Every item of a mini-batch has been folded in: run `finish` on all lanes of the worker.
+
+    Attributes:
+        early: as in RunCall.
+    """
 
     call: int
     node: int
     step: int
     minibatch: int
     lanes: tuple[int, ...]
+    early: tuple[MoveState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,26 +249,21 @@ class InstallWeights:
 
 @dataclass(frozen=True, slots=True)
 class MoveState:
-    """Offload or onload a worker on a lane; done before any later command to that lane.
-
-    Attributes:
-        early: an onload for a call to come: it runs beside the call in progress, after early ones
-            before it; a later call of the worker, or an offload of it, waits for it.
-    """
+    """Offload or onload a worker on a lane; done before any later command to that lane."""
 
     what: Literal["offload", "onload"]
     worker: str
     lane: int
-    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseItems:
-    """No stage will read these outputs any more; their payload may go."""
+    """No stage will read these items any more; their payload may go from these lanes."""
 
     step: int
     producer: int
     items: tuple[int, ...]
+    lanes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +273,13 @@ class CompleteStep:
     Attributes:
         staleness: for each version lag, how many items were leased to a stage that runs on
             published weights with that lag.
+        output: where the items lie that the step returns; their payloads may go once they are read.
     """
 
     step: int
     version: int
     staleness: Mapping[int, int] = field(default_factory=dict)
+    output: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,5 +290,6 @@ class FailRun:
     cause: BaseException | None = None
 
 
-LaneCommand: TypeAlias = RunCall | FeedCall | RunFinish | ExportWeights | InstallWeights | MoveState
+CallCommand: TypeAlias = RunCall | RunFinish | ExportWeights | InstallWeights
+LaneCommand: TypeAlias = CallCommand | FeedCall | AbortCall | MoveState
 Command: TypeAlias = LaneCommand | ReleaseItems | CompleteStep | FailRun

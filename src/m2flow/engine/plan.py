@@ -67,20 +67,10 @@ class StagePlan:
     Attributes:
         chunk: units a call takes; None for all that its window (mini-batch or step) has.
         max_running: for a streaming stage, the most input items a call may hold at once.
-        switch_at: for a resumable stage, the share of a step's output items that are done when its
-            tail begins: some replicas go on with what is unfinished, the lanes of the others pass
-            to other stages. None for no such moment.
-        keep: how many replicas, the first ones, go on with the tail; None for half of them.
     """
 
     chunk: int | None = None
     max_running: int | None = None
-    switch_at: float | None = None
-    keep: int | None = None
-
-    def kept(self, replicas: int) -> int:
-        """How many of the stage's replicas go on with the tail."""
-        return max(1, replicas // 2) if self.keep is None else self.keep
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from heapq import heappop, heappush
+from collections.abc import Collection, Mapping
+from heapq import heapify, heappop, heappush
 
 
 class LowestFirst:
@@ -32,6 +32,11 @@ class LowestFirst:
         """Take all of them out."""
         units, self._heap = self._heap, []
         return units
+
+    def remove(self, units: Collection[int]) -> None:
+        """Take these out, where they are in."""
+        self._heap = [unit for unit in self._heap if unit not in units]
+        heapify(self._heap)
 
 
 class LongestFirst(LowestFirst):
@@ -70,3 +75,8 @@ class LongestFirst(LowestFirst):
         units = super().drain() + [unit for _, unit in self._admitted]
         self._admitted.clear()
         return units
+
+    def remove(self, units: Collection[int]) -> None:
+        super().remove(units)
+        self._admitted = [entry for entry in self._admitted if entry[1] not in units]
+        heapify(self._admitted)

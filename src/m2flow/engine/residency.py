@@ -91,7 +91,11 @@ class Residency:
             del resident[other]
         moves = self._evict(lane, left)
         resident.update(dict.fromkeys((*beside, worker)))
-        return [*moves, MoveState("onload", worker, lane, early=True)]
+        return [*moves, MoveState("onload", worker, lane)]
+
+    def lost(self, lane: int) -> None:
+        """A lane comes up anew: nobody is resident there."""
+        self._resident[lane].clear()
 
     def put_away(self, lane: int) -> list[MoveState]:
         """Moves after which nobody with a state is resident, as at the start; none if unlimited."""

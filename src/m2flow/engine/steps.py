@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from m2flow.engine.directory import Directory
 from m2flow.engine.fusing import sticky_member
 from m2flow.engine.homes import Homes
-from m2flow.engine.ledger import LoopLedger, LoopState, StageLedger
+from m2flow.engine.ledger import StageLedger
+from m2flow.engine.loops import LoopLedger, LoopState
 from m2flow.engine.messages import Inputs, Part
 from m2flow.errors import UserError
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 
 
 class StepState:
-    """Ledgers of all stages in one step, and who still needs which payload.
+    """Ledgers of all stages in one step, and where its payloads are.
 
     Args:
         graph: the flow.
@@ -22,12 +24,16 @@ class StepState:
         fused: numbers of the loops that run fused.
 
     Attributes:
+        directory: which lanes hold what.
+        ledgers: by stage.
+        loops: by loop.
         open_nodes: stages that are not complete.
         active_calls: calls of this step in progress.
         installs: weight installs that this step's publish still waits for.
         finishing: stages whose `finish` has been asked for.
         settled: workers that have done the step and whose weights are on their way.
         staleness: version lag to the number of items leased with it.
+        homes: for each worker (fanout, item) to the lane that holds the state of a sticky item.
 
     Raises:
         UserError: the number of items cannot be cut into a stage's mini-batches.
@@ -36,14 +42,16 @@ class StepState:
     def __init__(
         self, graph: FlowGraph, step: int, num_items: int, fused: frozenset[int] = frozenset()
     ) -> None:
+        check_items(graph, num_items)
         self.graph, self.step, self.num_items = graph, step, num_items
+        self.directory = Directory(graph, num_items)
         self.open_nodes = len(graph.nodes)
         self.active_calls = 0
         self.installs = 0
         self.finishing: set[int] = set()
         self.settled: set[str] = set()
         self.staleness: dict[int, int] = {}
-        self._lanes_of_items: dict[str, dict[tuple[int, int], int]] = {w: {} for w in graph.workers}
+        self.homes: dict[str, dict[tuple[int, int], int]] = {w: {} for w in graph.workers}
         self.loops = [
             LoopState(num_items * graph.nodes[loop.members[0]].fanout, fused=number in fused)
             for number, loop in enumerate(graph.loops)
@@ -52,8 +60,10 @@ class StepState:
         self._open_of_worker = {
             worker: sum(node.worker == worker for node in graph.nodes) for worker in graph.workers
         }
-        self._readers = _readers(graph)
-        self._reads_left: dict[tuple[int, int], int] = {}
+        self._readers = {
+            stream: [self.ledgers[node.index] for node in graph.nodes if stream in node.inputs]
+            for stream in range(SOURCE, len(graph.nodes))
+        }
 
     def _ledger(self, node: StageNode) -> StageLedger:
         total = self.num_items * node.fanout
@@ -63,80 +73,165 @@ class StepState:
             assert node.loop is not None
             binding = sticky_member(self.graph, node.loop)
         owner = binding or node
-        homes = Homes(self._lanes_of_items[owner.worker], _fanouts(self.graph, owner))
+        homes = Homes(self.homes[owner.worker], _fanouts(self.graph, owner))
         sticky = binding is not None
-        ledger = (
-            StageLedger(node, total, homes, sticky=sticky)
-            if loop is None
-            else LoopLedger(node, total, homes, loop, sticky=sticky)
-        )
-        if ledger.num_units % node.minibatches:
-            raise UserError(
-                f"cannot cut {ledger.num_units} {node.unit}s of a step into "
-                f"{node.minibatches} mini-batches of the same size",
-                key=node.name,
-                hint="change the items of a step or `minibatches`",
-            )
-        return ledger
+        place = self._place(node)
+        if loop is None:
+            return StageLedger(node, total, place, homes, sticky=sticky)
+        return LoopLedger(node, total, place, homes, loop, sticky=sticky)
+
+    def _place(self, node: StageNode) -> Callable[[int], int]:
+        """What tells a stage's ledger which lane holds an item of the stage's last input."""
+        stream = node.inputs[-1]
+        if not self._loops_behind(node, stream):
+            return self.directory.homes(stream)
+        return lambda item: self.directory.home(self.maker(node, stream, item), item)
+
+    # --- completeness -------------------------------------------------------------------------
 
     def node_done(self, node: StageNode) -> None:
         """Count a stage as complete."""
         self.open_nodes -= 1
         self._open_of_worker[node.worker] -= 1
 
+    def node_reopened(self, node: StageNode) -> None:
+        """A stage that was complete is to do some of its items again."""
+        self.open_nodes += 1
+        self._open_of_worker[node.worker] += 1
+        self.settled.discard(node.worker)
+
     def worker_done(self, worker: str) -> bool:
         """Whether all stages of a worker are complete."""
         return not self._open_of_worker.get(worker)
 
-    def inputs(self, node: StageNode, ledger: StageLedger, units: Sequence[int]) -> Inputs:
-        """Where a call on these units reads its items, for each input stream."""
-        items = tuple(ledger.items_of(units))
-        return tuple(self._parts(node, stream, items) for stream in node.inputs)
+    # --- payloads -----------------------------------------------------------------------------
 
-    def _parts(self, node: StageNode, stream: int, items: tuple[int, ...]) -> tuple[Part, ...]:
-        """Who made the items of a stream: its stage, or for a loop the members they came from."""
+    def inputs(
+        self, node: StageNode, ledger: StageLedger, units: Sequence[int], lane: int
+    ) -> Inputs:
+        """Where a lane reads the items of units, for each input stream."""
+        items = tuple(ledger.items_of(units))
+        return tuple(
+            tuple(
+                part
+                for producer, some in self._made_by(node, stream, items)
+                for part in self.directory.parts(producer, some, lane)
+            )
+            for stream in node.inputs
+        )
+
+    def maker(self, node: StageNode, stream: int, item: int) -> int:
+        """Who made an item of a stream: its stage, or for a loop the member it came from."""
         loops = self._loops_behind(node, stream)
-        if not loops:
-            return (Part(stream, items),)
+        made_by = (loop.came_from[item] for loop in loops if item in loop.came_from)
+        return next(made_by, stream)
+
+    def _made_by(
+        self, node: StageNode, stream: int, items: Sequence[int]
+    ) -> list[tuple[int, Sequence[int]]]:
+        """(producer, items) of a stream."""
+        if not self._loops_behind(node, stream):
+            return [(stream, items)]
         by_producer: dict[int, list[int]] = {}
         for item in items:
-            made_by = (loop.came_from[item] for loop in loops if item in loop.came_from)
-            by_producer.setdefault(next(made_by, stream), []).append(item)
-        return tuple(Part(producer, tuple(some)) for producer, some in by_producer.items())
+            by_producer.setdefault(self.maker(node, stream, item), []).append(item)
+        return list(by_producer.items())
 
     def _loops_behind(self, node: StageNode, stream: int) -> list[LoopState]:
         """The loop that the stage stands in, and another one whose items it takes in."""
         made_in = None if stream == SOURCE else self.graph.nodes[stream].loop
+        if node.loop is None and made_in is None:
+            return []
         loops = dict.fromkeys((node.loop, made_in))
         return [self.loops[loop] for loop in loops if loop is not None]
 
-    def consumed(self, node: StageNode, items: Sequence[int]) -> list[Part]:
-        """`node` has read these inputs: the payloads that nobody needs any more."""
-        free: list[Part] = []
+    def consumed(
+        self, node: StageNode, items: Sequence[int], lanes: Sequence[int]
+    ) -> list[tuple[int, Sequence[int]]]:
+        """Lanes have read these items for `node`, whose ledger says so.
+
+        Returns:
+            (producer, items) that no stage will read any more.
+        """
+        free: list[tuple[int, Sequence[int]]] = []
         for stream in node.inputs:
             readers = self._readers[stream]
-            if readers == 1:
-                free += self._parts(node, stream, tuple(items))
-            elif last := tuple(item for item in items if self._last_read(stream, item, readers)):
-                free += self._parts(node, stream, last)
+            others = [x for x in readers if x.node is not node] if len(readers) > 1 else ()
+            last: Sequence[int] = items
+            if stream == self.graph.output:
+                last = ()
+            elif others:
+                last = [i for i in items if all(other.has_read(i) for other in others)]
+            free += self._made_by(node, stream, last)
+            if len(last) < len(items):
+                kept = sorted(set(items).difference(last)) if last else items
+                for producer, some in self._made_by(node, stream, kept):
+                    self.directory.copied(producer, some, lanes)
         return free
 
-    def moved_on(self, node: StageNode, items: Sequence[int]) -> list[Part]:
-        """A loop's member has made these items: what they were before may go."""
+    def moved_on(
+        self, node: StageNode, items: Sequence[int], lanes: Sequence[int]
+    ) -> list[tuple[int, Sequence[int]]]:
+        """A loop's member has made these items: (producer, items) of what they were before."""
         assert node.loop is not None
         came_from = self.loops[node.loop].came_from
         entering = [item for item in items if item not in came_from]
-        earlier = [item for item in items if came_from.get(item, node.index) != node.index]
-        free = self._parts(node, SOURCE, tuple(earlier)) if earlier else ()
-        return [*self.consumed(node, entering), *free] if entering else list(free)
+        free = self.consumed(node, entering, lanes) if entering else []
+        earlier: dict[int, list[int]] = {}
+        for item in items:
+            if (before := came_from.get(item)) is not None:
+                earlier.setdefault(before, []).append(item)
+        return [*free, *earlier.items()]
 
-    def _last_read(self, stream: int, item: int, readers: int) -> bool:
-        left = self._reads_left.get((stream, item), readers) - 1
-        if left:
-            self._reads_left[stream, item] = left
-        else:
-            self._reads_left.pop((stream, item), None)
-        return left == 0
+    def output(self) -> tuple[Part, ...]:
+        """Where the items lie that the step returns."""
+        return tuple(
+            part
+            for producer in self.graph.output_nodes
+            for part in self.directory.parts(
+                producer,
+                [
+                    item
+                    for item in range(self.directory.size(producer))
+                    if self.directory.holds(producer, item)
+                ],
+                reader=SOURCE,
+            )
+        )
+
+    def unread(self, producer: int, items: Iterable[int]) -> list[int]:
+        """Those of a stage's output items that a stage, or the launcher, is still to read."""
+        if producer in self.graph.output_nodes:
+            return list(items)
+        readers = self._readers[self.stream_of(producer)]
+        return [item for item in items if not all(one.has_read(item) for one in readers)]
+
+    def stream_of(self, producer: int) -> int:
+        """The stream that readers outside of a loop name where a member of it has made an item."""
+        loop = None if producer == SOURCE else self.graph.nodes[producer].loop
+        return producer if loop is None else self.graph.loops[loop].members[-1]
+
+    def readers(self, stream: int) -> list[StageLedger]:
+        """Ledgers of the stages that read a stream."""
+        return self._readers[stream]
+
+
+def check_items(graph: FlowGraph, num_items: int) -> None:
+    """Refuse a step that cannot be cut into a stage's mini-batches.
+
+    Raises:
+        UserError: names the stage.
+    """
+    for node in graph.nodes:
+        total = num_items * node.fanout
+        units = total // {"item": 1, "group": node.group_size, "step": total}[node.unit]
+        if units % node.minibatches:
+            raise UserError(
+                f"cannot cut {units} {node.unit}s of a step into {node.minibatches} mini-batches "
+                "of the same size",
+                key=node.name,
+                hint="change the items of a step or `minibatches`",
+            )
 
 
 def _fanouts(graph: FlowGraph, node: StageNode) -> list[int]:
@@ -148,13 +243,3 @@ def _fanouts(graph: FlowGraph, node: StageNode) -> list[int]:
         if graph.between(other.index, node.index)
     ]
     return list(dict.fromkeys([node.fanout, *upstream]))
-
-
-def _readers(graph: FlowGraph) -> dict[int, int]:
-    """For each stream how many stages read it; the step's output has one reader more."""
-    readers = dict.fromkeys(range(SOURCE, len(graph.nodes)), 0)
-    for node in graph.nodes:
-        for stream in node.inputs:
-            readers[stream] += 1
-    readers[graph.output] += 1
-    return readers

@@ -4,15 +4,12 @@ from m2flow.flow.batch import Batch, Ragged
 from m2flow.flow.flow import Flow
 from m2flow.flow.graph import SOURCE, FlowGraph, LoopSpec, StageNode, WeightEdge
 from m2flow.flow.stage import BoundStage, Stage, StageSpec, stage
-from m2flow.flow.streaming import GIVE_BACK, Arrived, Unfinished
 from m2flow.flow.trace import Stream, loop
 from m2flow.flow.worker import ONE_LANE, Gang, Isolation, Layout, Place, Worker
 
 __all__ = [
-    "GIVE_BACK",
     "ONE_LANE",
     "SOURCE",
-    "Arrived",
     "Batch",
     "BoundStage",
     "Flow",
@@ -27,7 +24,6 @@ __all__ = [
     "StageNode",
     "StageSpec",
     "Stream",
-    "Unfinished",
     "WeightEdge",
     "Worker",
     "loop",

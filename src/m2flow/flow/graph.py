@@ -34,7 +34,6 @@ class StageNode:
         loop: index in `FlowGraph.loops`, or None.
         options: keyword arguments of the call, constant over the run.
         length: the input column that says how long an item takes, or None.
-        resumable: gives unfinished items back, and goes on with them elsewhere.
     """
 
     index: int
@@ -54,7 +53,6 @@ class StageNode:
     loop: int | None
     options: Mapping[str, Any]
     length: str | None = None
-    resumable: bool = False
 
     @property
     def is_function(self) -> bool:
@@ -161,9 +159,7 @@ class FlowGraph:
             )
             traits = [f"unit={node.unit}"] if node.unit != "item" else []
             traits += [
-                name
-                for name in ("streaming", "resumable", "accumulates", "sticky")
-                if getattr(node, name)
+                name for name in ("streaming", "accumulates", "sticky") if getattr(node, name)
             ]
             traits += [f"expands={node.expands}"] if node.expands > 1 else []
             traits += [f"minibatches={node.minibatches}"] if node.minibatches > 1 else []
@@ -269,7 +265,6 @@ def _node(
         loop=call.loop,
         options=dict(call.options),
         length=spec.length,
-        resumable=spec.resumable,
     )
     # Declared, not counted: what makes sense with n items of one makes sense with one.
     return node, (*chain, expands) if spec.expands != 1 else chain

@@ -34,8 +34,6 @@ class StageSpec:
         length: a column of the input that says how long an item is expected to take, in any
             measure (a ragged column counts by the lengths of its rows); whose items wait are then
             taken longest first. None where nothing is known.
-        resumable: can give unfinished items back while it runs, and go on with those that another
-            call of it gave back (streaming stages only).
     """
 
     name: str
@@ -46,7 +44,6 @@ class StageSpec:
     sticky: bool = False
     minibatches: int | str = 1
     length: str | None = None
-    resumable: bool = False
 
 
 class Stage:
@@ -128,7 +125,6 @@ def stage(
     sticky: bool = ...,
     minibatches: int | str = ...,
     length: str | None = ...,
-    resumable: bool = ...,
 ) -> Callable[[Callable[..., Any]], Stage]: ...
 
 
@@ -143,7 +139,6 @@ def stage(
     sticky: bool = False,
     minibatches: int | str = 1,
     length: str | None = None,
-    resumable: bool = False,
 ) -> Stage | Callable[[Callable[..., Any]], Stage]:
     """Declare a Worker method, or a plain function, as a stage; see `StageSpec` for the promises.
 
@@ -153,8 +148,7 @@ def stage(
 
     A streaming stage is a generator function. It yields Batches of finished items, whose `ids` say
     which they are, and receives from each `yield` either None or a Batch of items that have
-    arrived meanwhile. It returns when it has nothing left to do. A resumable one may receive
-    `GIVE_BACK` or an `Unfinished` as well, or begin with the latter; see `m2flow.flow.streaming`.
+    arrived meanwhile. It returns when it has nothing left to do.
 
     Raises:
         FlowError: the declarations contradict each other.
@@ -170,7 +164,6 @@ def stage(
             sticky,
             minibatches,
             length,
-            resumable,
         )
         _check(spec)
         return Stage(function, spec)
@@ -190,10 +183,6 @@ def _check(spec: StageSpec) -> None:
         refuse("a stage cannot both stream its items on and fold them into state")
     if spec.sticky and spec.unit != "item":
         refuse("a sticky stage works on single items, so its unit must be 'item'")
-    if spec.resumable and not spec.streaming:
-        refuse("only a streaming stage gives items back while it runs, and this one is resumable")
-    if spec.resumable and spec.sticky:
-        refuse("a sticky stage's items cannot go on elsewhere, so it is not resumable")
     if spec.accumulates and spec.expands != 1:
         refuse("a stage that accumulates cannot expand its items")
     if spec.length is not None and (not isinstance(spec.length, str) or not spec.length):

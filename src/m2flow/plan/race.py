@@ -22,6 +22,8 @@ CLEARLY = 1.25
 FIRST_ROUND = 1
 """Steps of each entrant in the first round."""
 
+WON = "won"
+
 
 @dataclass
 class Entrant:
@@ -32,7 +34,7 @@ class Entrant:
         plan: what is run.
         predicted: seconds of a step, as the simulation has them.
         measured: seconds of the steps that it has run.
-        verdict: "" while the entrant races; then why it has dropped out, or that it has won.
+        verdict: "" while the entrant races, WON, or why it has dropped out.
     """
 
     name: str
@@ -63,6 +65,11 @@ class Race:
         self._steps_each = FIRST_ROUND
         self._queue: list[Entrant] = []
         self._start_round()
+
+    @property
+    def open(self) -> bool:
+        """Whether any plan is left."""
+        return bool(self._racing)
 
     @property
     def over(self) -> bool:
@@ -106,7 +113,7 @@ class Race:
 
     @property
     def _racing(self) -> list[Entrant]:
-        return [one for one in self.entrants if not one.verdict]
+        return [one for one in self.entrants if one.verdict in ("", WON)]
 
     def _drop(self, entrant: Entrant, verdict: str) -> None:
         entrant.verdict = verdict

@@ -1,11 +1,12 @@
-"""What a simulation gives, and the book of a virtual lane's memory."""
+"""What a simulation gives, and the counts of items that it keeps on the way."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from m2flow.engine.spans import Span
+from m2flow.flow.graph import SOURCE, StageNode
 
 
 @dataclass(slots=True)
@@ -35,17 +36,36 @@ class SimulatedRun:
     peak_bytes: dict[int, int] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class LaneMemory:
-    """What a lane's memory is taken by: resident states by their changes, and calls."""
+class ItemCounts:
+    """How many items of each stage there are at a time.
 
-    changes: list[tuple[float, int]] = field(default_factory=list)
-    calls: list[tuple[float, float, int]] = field(default_factory=list)
+    Args:
+        record: learns how often items are worked on, and the most that there are of each stage.
+    """
 
-    def peak(self) -> int:
-        """The most at any moment; what goes at a moment goes before what comes."""
-        changes = list(self.changes)
-        for start, end, room in self.calls:
-            if start < end:
-                changes += [(start, room), (end, -room)]
-        return max(accumulate((change for _, change in sorted(changes)), initial=0))
+    def __init__(self, record: SimulatedRun) -> None:
+        self._record = record
+        self._held: dict[tuple[int, int], int] = {}  # (step, stage) to items
+
+    def work_on(self, node: StageNode, step: int, items: Sequence[int]) -> None:
+        """A call has begun that makes outputs of these: they count from now on."""
+        worked_on = self._record.worked_on
+        for item in items:
+            key = (node.index, step, item)
+            worked_on[key] = worked_on.get(key, 0) + 1
+        if node.loop is None:
+            here = (step, node.index)
+            self._held[here] = self._held.get(here, 0) + len(items) * node.expands
+            held = sum(n for (_, index), n in self._held.items() if index == node.index)
+            peak = self._record.peak_items.get(node.index, 0)
+            self._record.peak_items[node.index] = max(peak, held)
+
+    def release(self, step: int, producer: int, num_items: int) -> None:
+        """Nobody will read so many items."""
+        if producer != SOURCE and (step, producer) in self._held:
+            self._held[step, producer] -= num_items
+
+    def forget(self, step: int) -> None:
+        """A step is complete: what is left of it goes."""
+        for key in [key for key in self._held if key[0] == step]:
+            del self._held[key]

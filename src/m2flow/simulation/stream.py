@@ -54,7 +54,7 @@ class VirtualStream:
         self.log_pieces: list[list[object]] = []
         self.ticket = 0
         self._pace, self._slots = pace, slots
-        self._waiting: deque[tuple[int, float]] = deque()
+        self._waiting: deque[tuple[int, float]] = deque()  # item; units that it needs
         self._grown = 0.0
         self._heap: list[tuple[float, int, int]] = []  # units grown at its end; order; item
         self._order = 0
@@ -68,11 +68,6 @@ class VirtualStream:
     def idle(self) -> bool:
         """Nothing is at work, and nothing waits to be handed on."""
         return not self._heap and not self.unsaid
-
-    @property
-    def unfinished(self) -> list[int]:
-        """Output items at work."""
-        return sorted([item for _, _, item in self._heap] + [item for item, _ in self._waiting])
 
     def play(self, now: float) -> None:
         """Let all grow up to a moment."""

@@ -1,28 +1,32 @@
 """`RayCarrier`: carries out the engine's commands on the lanes of a pool.
 
-It keeps which lane holds which payload; its `Publisher` keeps where weights lie. Payloads go from
-lane to lane; only the source items and the items that a step returns pass through here.
+It keeps the source items of the steps in flight, and what lanes are to let go of with their next
+order; its `Publisher` keeps where weights are. Where payloads are the commands say. Payloads go
+from lane to lane; only the source items and the items that a step returns pass through here.
 """
 
 from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from threading import Lock
 from typing import Any
 
 from ray import cloudpickle
 
 from m2flow.engine.messages import (
+    LAUNCHER,
+    AbortCall,
     CallFailed,
     CallFinished,
     Command,
+    CompleteStep,
     ExportWeights,
     FeedCall,
-    Inputs,
     InstallWeights,
-    ItemsProduced,
     LaneLost,
     MoveState,
     ReleaseItems,
@@ -30,48 +34,29 @@ from m2flow.engine.messages import (
     RunFinish,
 )
 from m2flow.engine.plan import Plan, StagePlan
-from m2flow.errors import RunFailed
 from m2flow.flow.batch import Batch
-from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
+from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.flow.worker import Worker
-from m2flow.runtime.driver.pool import START_SECONDS, LaneGone, LanePool
-from m2flow.runtime.driver.runner import Report
+from m2flow.runtime.driver.loading import LOAD_SECONDS, Moved, load_workers
+from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.lane.exchange import ItemsKey
 from m2flow.runtime.lane.host import joined_exits, share_of
 from m2flow.runtime.lane.orders import (
     Answer,
-    Ask,
-    Do,
+    CallMethod,
     DropStep,
-    Fetch,
+    Execute,
     FromLane,
-    Load,
-    Loaded,
-    Meeting,
-    Order,
-    Placed,
+    LaneEnded,
     Release,
-    Said,
+    Reports,
 )
-from m2flow.runtime.transport.groups import lane_sets_of
+from m2flow.runtime.lane.reports import Report
 from m2flow.runtime.transport.peering import PeerLost
 from m2flow.runtime.weights.publisher import Publisher
 
 PEER_SECONDS = 1.0
-"""How long to wait for the end of a lane to be known, when another one misses it."""
-
-
-@dataclass(frozen=True)
-class Moved:
-    """What becomes of the workers of a run that goes on under another plan.
-
-    Attributes:
-        kept: workers that stand where they stood, and stay as they are.
-        states: where the states of others lie.
-    """
-
-    kept: frozenset[str]
-    states: Mapping[str, Fetch]
+"""How long to wait for the first cause, when a lane fails as it does when another one has."""
 
 
 class RayCarrier:
@@ -84,8 +69,8 @@ class RayCarrier:
         workers: the flow's workers; each lane gets copies of those placed on it.
         plans: the plan of each of the graphs.
         version: number of the weights that the run begins with.
-        load_seconds: longest that loading the workers may take.
-        publish: the one way to send weights; by default it follows from where workers stand.
+        load_seconds: longest that a lane may take to bring one worker up.
+        publish: the one way to send weights; None for what the rule says.
         moved: what is known of the run that this one goes on with on the same lanes, if any.
 
     Attributes:
@@ -104,86 +89,20 @@ class RayCarrier:
         workers: Mapping[str, Worker],
         plans: Mapping[str, Plan],
         version: int = 0,
-        load_seconds: float = START_SECONDS,
+        load_seconds: float = LOAD_SECONDS,
         publish: str | None = None,
         moved: Moved | None = None,
     ) -> None:
         self.pool, self.graphs, self.plan, self._plans = pool, graphs, plan, plans
         self._sources: dict[tuple[str, int], Batch] = {}
-        self._holders: dict[tuple[str, int, int], dict[int, int]] = {}
-        self._copied_to: dict[tuple[str, int, int], set[int]] = {}
-        self._to_release: dict[tuple[str, int, int], list[tuple[int, Sequence[int]]]] = {}
-        self._calls: dict[int, tuple[str, Command]] = {}
-        self._held: dict[int, Do] = {}
-        self._limited = {lane.id for lane in plan.lanes if lane.memory_bytes is not None}
+        self._released: dict[int, list[Release]] = {lane.id: [] for lane in pool.lanes}
+        self._gang_calls: set[int] = set()
         self._collective = {name for name, worker in workers.items() if worker.collective}
         order = [lane.id for lane in pool.lanes]
         self.publisher = Publisher(pool, plan, graphs, order, publish, pool.exchange.link)
-        self.state_bytes = self._load(workers, version, load_seconds, moved)
-
-    def _load(
-        self, workers: Mapping[str, Worker], version: int, seconds: float, moved: Moved | None
-    ) -> dict[str, int]:
-        """Bring the workers up on their lanes; the most that each one's state takes on one."""
-        order = [lane.id for lane in self.pool.lanes]
-        placements = {name: spot for name, spot in self.plan.placements.items() if name in workers}
-        positions = {
-            name: [tuple(order.index(x) for x in gang) for gang in spot.replicas]
-            for name, spot in placements.items()
-        }
-        lane_sets = {lanes for gangs in positions.values() for lanes in lane_sets_of(gangs)}
-        broadcasts = tuple(self.publisher.groups().items())
-        number = self.pool.new_number()
-        sent = {name: cloudpickle.dumps(workers[name]) for name in placements}
-        graphs = cloudpickle.dumps(dict(self.graphs))
-        for lane in self.pool.lanes:
-            placed = {
-                name: Placed(
-                    sent[name],
-                    tuple(positions[name]),
-                    tuple(order.index(x) for x in spot.lanes),
-                    None if moved is None else moved.states.get(name),
-                )
-                for name, spot in placements.items()
-                if lane.id in spot.lanes
-            }
-            load = Load(
-                number,
-                graphs,
-                placed,
-                version,
-                next((x.memory_bytes for x in self.plan.lanes if x.id == lane.id), None),
-                self.plan.deadline_seconds,
-                self._meeting() if lane_sets or broadcasts else None,
-                tuple(sorted(lane_sets)),
-                broadcasts,
-                None if moved is None else tuple(set(placed) & moved.kept),
-            )
-            self.pool.send(lane.id, load)
-        return self._loaded(number, seconds)
-
-    def _meeting(self) -> Meeting:
-        first = self.pool.addresses[self.pool.lanes[0].id]
-        nodes = {address.node for address in self.pool.addresses.values()}
-        return Meeting(first.host, first.meeting_port, len(nodes) == 1, self.plan.deadline_seconds)
-
-    def _loaded(self, number: int, seconds: float) -> dict[str, int]:
-        missing = {lane.id for lane in self.pool.lanes}
-        state_bytes: dict[str, int] = {}
-        deadline = time.monotonic() + seconds
-        while missing:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise RunFailed(f"lanes {sorted(missing)} have not loaded within {seconds:g} s")
-            for lane, message in self.pool.receive(left):
-                if not isinstance(message, Loaded) or message.number != number:
-                    continue  # the last words of an earlier run
-                if message.error is not None:
-                    raise pickle.loads(message.error)
-                missing.discard(lane)
-                for name, size in message.state_bytes.items():
-                    state_bytes[name] = max(size, state_bytes.get(name, 0))
-        return state_bytes
+        self.state_bytes = load_workers(
+            pool, graphs, plan, workers, self.publisher.groups(), version, load_seconds, moved
+        )
 
     # --- carrier ----------------------------------------------------------------------------------
 
@@ -192,196 +111,135 @@ class RayCarrier:
 
     def carry_out(self, flow: str, command: Command) -> None:
         match command:
-            case RunCall(node=index, lanes=lanes, step=step):
-                self._calls[command.call] = (flow, command)
+            case RunCall(node=index, lanes=lanes):
                 node = self.graphs[flow].nodes[index]
+                if len(lanes) > 1:
+                    self._gang_calls.add(command.call)
                 for lane in lanes:
-                    inputs = share_of(command, lane, collective=node.worker in self._collective)
-                    fetches = self._fetches(flow, step, lane, inputs)
-                    released = self._to_release.pop((flow, step, lane), [])
-                    in_pieces = command.fused or (
-                        node.streaming and self._wanted_early(flow, node, lane)
-                    )
-                    self._hold(lane, Do(flow, command, fetches, released, in_pieces))
-            case FeedCall(lanes=lanes, step=step):
+                    source = self._source(flow, command, lane)
+                    in_pieces = command.fused or self._wanted_early(flow, node, lane)
+                    self._send(lane, Execute(flow, command, source, in_pieces=in_pieces))
+            case FeedCall(lanes=lanes):
                 for lane in lanes:
-                    fetches = self._fetches(flow, step, lane, command.inputs)
-                    self._order(lane, Do(flow, command, fetches))
+                    self._send(lane, Execute(flow, command, self._source(flow, command, lane)))
             case RunFinish(lanes=lanes):
+                if len(lanes) > 1:
+                    self._gang_calls.add(command.call)
                 for lane in lanes:
-                    self._hold(lane, Do(flow, command))
-            case ExportWeights(source=source, version=version, lanes=lanes):
-                for lane, sends in self.publisher.export(source, version, lanes).items():
-                    self._order(lane, Do(flow, command, sends=sends))
+                    self._send(lane, Execute(flow, command))
+            case AbortCall(lanes=lanes):
+                for lane in lanes:
+                    self._send(lane, Execute(flow, command))
+            case ExportWeights(source=worker, version=version, lanes=lanes):
+                for lane, sends in self.publisher.export(worker, version, lanes).items():
+                    self._send(lane, Execute(flow, command, sends=sends))
             case InstallWeights(lanes=(lane,), local=local):
                 exports = [] if local else self.publisher.install(command)
-                self._order(lane, Do(flow, command, exports=exports))
-            case MoveState(lane=lane, early=True) if lane in self._held:
-                self._order(lane, replace(self._held.pop(lane), early=command))
+                self._send(lane, Execute(flow, command, exports=exports))
             case MoveState(lane=lane):
-                self._order(lane, Do(flow, command))
-            case ReleaseItems(step=step, producer=producer, items=items):
-                self._release(flow, step, producer, items)
+                self._send(lane, Execute(flow, command))
+            case ReleaseItems(step=step, producer=producer, items=items, lanes=lanes):
+                for lane in lanes:
+                    self._released[lane].append(Release(flow, step, producer, items))
             case _:
                 raise AssertionError(f"no lane carries out {command}")
 
-    def _hold(self, lane: int, order: Do) -> None:
-        """Give a call to a lane; under a memory limit with the early move that may come next.
-
-        A lane that works on a call takes up nothing else, so what is to go on beside it comes
-        along with it.
-        """
-        if lane in self._limited:
-            self._let_go(lane)
-            self._held[lane] = order
-        else:
-            self._order(lane, order)
-
-    def _order(self, lane: int, order: Order) -> None:
-        self._let_go(lane)
+    def _send(self, lane: int, order: Execute) -> None:
+        """Give a lane an order; with it goes what the lane is to let go of before."""
+        if self._released[lane]:
+            order = replace(order, released=self._released[lane])
+            self._released[lane] = []
         self.pool.send(lane, order)
 
-    def _let_go(self, lane: int) -> None:
-        held = self._held.pop(lane, None)
-        if held is not None:
-            self.pool.send(lane, held)
-
-    def _fetches(self, flow: str, step: int, lane: int, inputs: Inputs) -> list[Fetch]:
-        """What a call reads that is not on its lane."""
-        fetches = []
-        for parts in inputs:
-            for part in parts:
-                if not part.items:
-                    continue
-                if part.producer == SOURCE:
-                    batch = self._sources[flow, step].take(part.items)
-                    same_node = self.pool.is_here(lane)
-                    packed = self.pool.exchange.wrap(batch, lane, same_node=same_node)
-                    fetches.append(Fetch(step, SOURCE, part.items, packed=packed))
-                    continue
-                elsewhere: dict[int, list[int]] = {}
-                holders = self._holders[flow, step, part.producer]
-                for item in part.items:
-                    if holders[item] != lane:
-                        elsewhere.setdefault(holders[item], []).append(item)
-                if elsewhere:
-                    self._copied_to.setdefault((flow, step, part.producer), set()).add(lane)
-                for holder, items in elsewhere.items():
-                    fetches.append(Fetch(step, part.producer, tuple(items), lane=holder))
-        return fetches
-
-    def _release(self, flow: str, step: int, producer: int, items: Sequence[int]) -> None:
-        if producer == SOURCE:
-            return
-        key = (flow, step, producer)
-        lanes = {self._holders[key].pop(item) for item in items if item in self._holders[key]}
-        lanes |= self._copied_to.get(key, set())
-        if self.graphs[flow].nodes[producer].loop is not None:
-            for lane in lanes:
-                self._order(lane, Release(flow, step, producer, tuple(items)))
-            return
-        for lane in lanes:
-            self._to_release.setdefault((flow, step, lane), []).append((producer, items))
+    def _source(self, flow: str, command: RunCall | FeedCall, lane: int) -> Any:
+        """The source items that a call reads on a lane, packed; None if it reads none."""
+        worker = self.graphs[flow].nodes[command.node].worker
+        inputs = share_of(command, lane, collective=worker in self._collective)
+        for part in (part for parts in inputs for part in parts):
+            if part.lane == LAUNCHER and part.items:  # of one input only: streams differ
+                batch = self._sources[flow, command.step].take(part.items)
+                same_node = self.pool.is_here(lane)
+                return self.pool.exchange.wrap(batch, lane, same_node=same_node)
+        return None
 
     def _wanted_early(self, flow: str, node: StageNode, lane: int) -> bool:
         """Whether anybody can use a call's first items before its last: another lane, or the
         engine, which feeds the call by what it has finished."""
+        if not node.streaming:
+            return False
         stage = self._plans[flow].stages.get(node.name, StagePlan())
         readers = [other for other in self.graphs[flow].nodes if node.index in other.inputs]
         lanes = {x for other in readers for x in self.plan.placements[other.worker].lanes}
         return stage.max_running is not None or not lanes <= {lane}
 
+    # --- what lanes report ------------------------------------------------------------------------
+
     def wait(self, seconds: float) -> list[Report]:
         """Reports of the lanes that have answered; waits for the first one, but no longer."""
-        for lane in list(self._held):
-            self._let_go(lane)
-        try:
-            said = self.pool.receive(seconds)
-            if any(self._missed_another(message) for _, message in said):
-                said += self._look_for_the_lost()
-        except LaneGone as error:
-            self.pool.exchange.forget(error.lane)
-            return [Report(LaneLost(error.lane, self._end_of(error)))]
+        reports = self._taken(self.pool.receive(seconds))
+        if any(self._may_be_an_echo(report) for report in reports):
+            deadline = time.monotonic() + PEER_SECONDS
+            while (left := deadline - time.monotonic()) > 0:
+                reports += self._taken(self.pool.receive(left))
+            reports = first_cause_first(reports)
+        return reports
+
+    def _taken(self, said: Sequence[tuple[int, FromLane]]) -> list[Report]:
+        """The reports among what lanes have said; where weights were laid out is noted."""
         reports: list[Report] = []
         for lane, message in said:
-            if isinstance(message, Said):
-                self._note(lane, message)
+            if isinstance(message, LaneEnded):
+                self.pool.exchange.forget(lane)
+                reports.append(Report(LaneLost(lane, self._end_of(lane, message.reason))))
+            elif isinstance(message, Reports):
+                if message.exports:
+                    self.publisher.laid_out(message.exports)
+                for report in message.reports:
+                    if isinstance(report.event, CallFinished):
+                        self.publisher.finished(report.event.call)
+                        self._gang_calls.discard(report.event.call)
                 reports += message.reports
         return reports
 
-    def _missed_another(self, message: FromLane) -> bool:
-        """Whether a call failed as it does when another lane is gone."""
-        if not isinstance(message, Said):
+    def _may_be_an_echo(self, report: Report) -> bool:
+        """Whether a call has failed as it does when another lane has failed, or is gone."""
+        event = report.event
+        if not isinstance(event, CallFailed):
             return False
-        for report in message.reports:
-            if isinstance(report.event, CallFailed):
-                _, command = self._calls.get(report.event.call, ("", None))
-                if isinstance(report.event.error, PeerLost) or (
-                    isinstance(command, RunCall | RunFinish) and len(command.lanes) > 1
-                ):
-                    return True
-        return False
+        return isinstance(event.error, PeerLost) or event.call in self._gang_calls
 
-    def _look_for_the_lost(self) -> list[tuple[int, FromLane]]:
-        """What else is said for a while; a lane that was lost itself is the first cause.
-
-        Raises:
-            LaneGone: there is one.
-        """
-        said: list[tuple[int, FromLane]] = []
-        deadline = time.monotonic() + PEER_SECONDS
-        while (left := deadline - time.monotonic()) > 0:
-            said += self.pool.receive(left)
-        return said
-
-    def _end_of(self, error: LaneGone) -> str:
+    def _end_of(self, lane: int, reason: str) -> str:
         spots = self.plan.placements.items()
-        there = ", ".join(worker for worker, spot in spots if error.lane in spot.lanes)
-        return f"{error.reason} (it held {there or 'nothing'})"
+        there = ", ".join(worker for worker, spot in spots if lane in spot.lanes)
+        return f"{reason} (it held {there or 'nothing'})"
 
-    def _note(self, lane: int, said: Said) -> None:
-        """Remember where payloads and weights lie."""
-        for report in said.reports:
-            match report.event:
-                case ItemsProduced(call=number, items=items):
-                    flow, command = self._calls[number]
-                    assert isinstance(command, RunCall)
-                    key = (flow, command.step, command.node)
-                    self._holders.setdefault(key, {}).update(dict.fromkeys(items, lane))
-                case CallFinished(call=number):
-                    self.publisher.finished(number)
-        if said.exports:
-            self.publisher.laid_out(said.exports)
-
-    def collect(self, flow: str, step: int) -> Batch:
+    def collect(self, flow: str, command: CompleteStep) -> Future[Batch]:
         """The items that the step returned; then every lane lets the step's payloads go."""
-        pieces = []
-        for producer in self.graphs[flow].output_nodes:
-            by_lane: dict[int, list[int]] = {}
-            for item, lane in self._holders.get((flow, step, producer), {}).items():
-                by_lane.setdefault(lane, []).append(item)
-            for lane, items in by_lane.items():
-                key = ItemsKey(flow, step, producer, tuple(items))
-                pieces.append(self._fetched(lane, key))
+        step = command.step
+        del self._sources[flow, step]
+        for lane, released in self._released.items():
+            self._released[lane] = [r for r in released if (r.flow, r.step) != (flow, step)]
+        pieces = [
+            self.pool.exchange.fetch_later(
+                part.lane,
+                ItemsKey(flow, step, part.producer, part.items),
+                self.plan.deadline_seconds,
+            )
+            for part in command.output
+        ]
+        return _when_all(pieces, lambda: self._joined(flow, step, pieces), self.pool.wake)
+
+    def _joined(self, flow: str, step: int, pieces: Sequence[Future[Batch]]) -> Batch:
         graph = self.graphs[flow]
-        joined = joined_exits(graph, graph.output_nodes, lambda: Batch.concat(pieces))
-        for spec in self.pool.lanes:
-            self._order(spec.id, DropStep(flow, step))
-        self._sources.pop((flow, step))
-        for table in (self._holders, self._copied_to, self._to_release):
-            for done in [key for key in table if key[:2] == (flow, step)]:
-                del table[done]
-        for number, (name, command) in list(self._calls.items()):
-            if name == flow and getattr(command, "step", None) == step:
-                del self._calls[number]
+        joined = joined_exits(
+            graph, graph.output_nodes, lambda: Batch.concat([piece.result() for piece in pieces])
+        )
         return joined.select(sorted(range(len(joined)), key=joined.ids.__getitem__))
 
-    def _fetched(self, lane: int, key: ItemsKey) -> Batch:
-        try:
-            return self.pool.exchange.ask(lane, key, self.plan.deadline_seconds)
-        except PeerLost:
-            self._look_for_the_lost()
-            raise
+    def drop(self, flow: str, step: int) -> None:
+        """What a step returned was collected: every lane lets the step's payloads go."""
+        for spec in self.pool.lanes:
+            self.pool.send(spec.id, DropStep(flow, step))
 
     # --- beside the steps -------------------------------------------------------------------------
 
@@ -398,13 +256,55 @@ class RayCarrier:
     ) -> list[Any]:
         arguments = cloudpickle.dumps(args)
         answers = self.pool.ask_all(
-            dict.fromkeys(lanes, lambda number: Ask(number, worker, method, arguments)),
+            dict.fromkeys(lanes, lambda number: CallMethod(number, worker, method, arguments)),
             self.plan.deadline_seconds,
         )
         return [_value(answers[lane]) for lane in lanes]
 
     def close(self) -> None:
         """Nothing: the workers end with the pool, or make way for those of the next run."""
+
+
+def first_cause_first(reports: Sequence[Report]) -> list[Report]:
+    """Order reports so that the first cause of a failure is heard first.
+
+    A lane that was lost comes before what others missed of it; of calls that failed, the one that
+    failed first in time does: its peers fail in a collective that it has left. What lanes reported
+    before keeps its order.
+    """
+
+    def rank(report: Report) -> tuple[int, float]:
+        match report.event:
+            case LaneLost():
+                return 1, report.at
+            case CallFailed():
+                return 2, report.at
+        return 0, 0.0
+
+    return sorted(reports, key=rank)
+
+
+def _when_all(
+    pieces: Sequence[Future[Batch]], join: Callable[[], Batch], then: Callable[[], None]
+) -> Future[Batch]:
+    """A future of what `join` makes once all pieces are there; `then` is called after it."""
+    joined: Future[Batch] = Future()
+    left, lock = set(pieces), Lock()
+
+    def one_is_there(piece: Future[Batch]) -> None:
+        with lock:
+            left.discard(piece)
+            if left:
+                return
+        try:
+            joined.set_result(join())
+        except BaseException as error:  # noqa: BLE001 - raised by the future
+            joined.set_exception(error)
+        then()
+
+    for piece in pieces:
+        piece.add_done_callback(one_is_there)
+    return joined
 
 
 def _value(answer: Answer) -> Any:

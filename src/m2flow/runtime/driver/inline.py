@@ -10,17 +10,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
-from m2flow.engine.facts import ids_text
 from m2flow.engine.messages import (
     CallFinished,
     Command,
+    CompleteStep,
     ExportWeights,
     FeedCall,
     InstallWeights,
+    ItemsProduced,
     MoveState,
     ReleaseItems,
     RunCall,
@@ -28,14 +29,12 @@ from m2flow.engine.messages import (
 )
 from m2flow.engine.plan import Plan
 from m2flow.engine.spans import Span
-from m2flow.errors import PlanError
+from m2flow.errors import PlanError, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import SOURCE, FlowGraph
 from m2flow.flow.worker import Place, Worker
-from m2flow.runtime.driver.runner import Published, Report
-from m2flow.runtime.lane.host import LaneHost, Produced, joined_exits
-
-NO_FACTS: Mapping[str, object] = MappingProxyType({})
+from m2flow.runtime.lane.host import LaneHost, joined_exits
+from m2flow.runtime.lane.reports import Published, Report, call_span
 
 
 class InlineCarrier:
@@ -76,7 +75,7 @@ class InlineCarrier:
         self.state_bytes: dict[str, int] = {}
         self._queue: deque[tuple[str, Command]] = deque()
         self._said: list[Report] = []
-        self._streams: deque[tuple[RunCall, str, Iterator[Produced | None], float]] = deque()
+        self._streams: deque[tuple[RunCall, str, Iterator[ItemsProduced | None], float]] = deque()
         for name, worker in workers.items():
             if name in plan.placements:
                 lane = plan.placements[name].lanes[0]
@@ -110,14 +109,15 @@ class InlineCarrier:
         start = time.time()
         match command:
             case RunCall():
+                self._move_early(command)
                 host = self._on(command.lanes[0])
                 if self.graphs[flow].nodes[command.node].streaming:
                     self._streams.append((command, flow, host.call(flow, command), start))
                     return []
                 pieces = [piece for piece in host.call(flow, command) if piece is not None]
-                produced = [piece.event(command.call) for piece in pieces]
-                return [*map(Report, produced), self._finished(flow, command, start)]
+                return [*map(Report, pieces), self._finished(flow, command, start)]
             case RunFinish():
+                self._move_early(command)
                 metrics = self._on(command.lanes[0]).finish(flow, command)
                 return [self._finished(flow, command, start, metrics)]
             case ExportWeights():
@@ -128,14 +128,23 @@ class InlineCarrier:
                 published = Published(source, _bytes_of(weights), time.time() - start)
                 return [replace(self._finished(flow, command, start), published=published)]
             case MoveState():
-                self._host.move(command)
-                facts = {"worker": command.worker, "what": command.what, "early": command.early}
-                span = Span(command.lane, command.worker, "switch", start, time.time(), facts)
-                return [Report(None, (span,))]
+                return [self._move(command, early=False)]
             case FeedCall():
+                self._on(command.lanes[0])
                 self._host.feed(flow, command)
                 return [Report(None)]
         raise AssertionError(f"no lane carries out {command}")
+
+    def _move_early(self, command: RunCall | RunFinish) -> None:
+        """Moves beside a call: here they come before it, on the one thread that there is."""
+        self._said += [self._move(move, early=True) for move in command.early]
+
+    def _move(self, command: MoveState, *, early: bool) -> Report:
+        start = time.time()
+        self._host.move(command)
+        facts = {"worker": command.worker, "what": command.what, "early": early}
+        span = Span(command.lane, command.worker, "switch", start, time.time(), facts)
+        return Report(None, (span,))
 
     def _on(self, lane: int) -> LaneHost:
         self._host.lane = lane
@@ -148,7 +157,7 @@ class InlineCarrier:
             self._streams.append((command, flow, stream, start))
             if piece is None:
                 return [Report(None)]
-            return [Report(piece.event(command.call))]
+            return [Report(piece)]
         return [self._finished(flow, command, start)]
 
     def _finished(
@@ -171,13 +180,24 @@ class InlineCarrier:
         )
         return Report(CallFinished(command.call, lane), spans, metrics)
 
-    def collect(self, flow: str, step: int) -> Batch:
-        nodes = self.graphs[flow].output_nodes
-        output = joined_exits(
-            self.graphs[flow], nodes, lambda: self._host.store.all_of(flow, step, nodes)
-        )
-        self._host.store.drop_step(flow, step)
+    def collect(self, flow: str, command: CompleteStep) -> Future[Batch]:
+        graph = self.graphs[flow]
+        wanted = [(part.producer, part.items) for part in command.output]
+        output: Future[Batch] = Future()
+        try:
+            output.set_result(
+                joined_exits(
+                    graph,
+                    graph.output_nodes,
+                    lambda: self._host.store.gather(flow, command.step, wanted),
+                )
+            )
+        except UserError as error:
+            output.set_exception(error)
         return output
+
+    def drop(self, flow: str, step: int) -> None:
+        self._host.store.drop_step(flow, step)
 
     def worker_call(self, worker: str, method: str, *args: Any) -> Any:
         """Call a method of a worker that is no stage, after the moves that were asked for."""
@@ -196,32 +216,3 @@ class InlineCarrier:
 
 def _bytes_of(weights: Mapping[str, Any]) -> int:
     return sum(getattr(tensor, "nbytes", 0) for tensor in weights.values())
-
-
-def call_span(
-    graph: FlowGraph,
-    command: RunCall | RunFinish | ExportWeights | InstallWeights,
-    lane: int,
-    start: float,
-    end: float,
-    further: Mapping[str, object] = NO_FACTS,
-) -> Span:
-    """The span of a call that a lane has finished, with its facts."""
-    facts: dict[str, object]
-    match command:
-        case RunCall(node=node, step=step):
-            share = command.inputs[command.lanes.index(lane)]
-            ids = [item for part in share[0] for item in part.items]
-            name = graph.nodes[node].name
-            facts = {"step": step, "items": len(ids), "ids": ids_text(ids), "call": command.call}
-            return Span(lane, name, "call", start, end, {**facts, **further})
-        case RunFinish(node=node, step=step, minibatch=minibatch):
-            name = graph.nodes[node].name
-            facts = {"step": step, "minibatch": minibatch, "call": command.call}
-            return Span(lane, name, "finish", start, end, {**facts, **further})
-        case ExportWeights(source=worker, version=version):
-            facts = {"version": version, "what": "export", "source": worker}
-            return Span(lane, worker, "publish", start, end, facts)
-        case InstallWeights(source=source, target=worker, version=version, local=local):
-            facts = {"version": version, "what": "install", "source": source, "local": local}
-            return Span(lane, worker, "publish", start, end, facts)

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from m2flow.engine.plan import LaneSpec, Plan
+from m2flow.errors import RunFailed
 from m2flow.flow.flow import Flow
 from m2flow.flow.worker import Layout
 from m2flow.plan import build_plan, isolated_workers, parse_lanes, with_memory
@@ -45,6 +46,7 @@ def launch(
     layouts: Mapping[str, Layout] = MappingProxyType({}),
     publish: str | None = None,
     auto: Auto = AUTO,
+    load_deadline_seconds: float = 1800.0,
 ) -> Run:
     """Start a flow's workers on lanes.
 
@@ -67,6 +69,8 @@ def launch(
         publish: the one way to send weights to other lanes, "shared", "copy" or "broadcast"; by
             default it follows from where the workers stand (see `Run.explain_publishing`).
         auto: how mode "auto" goes about it.
+        load_deadline_seconds: longest that a lane may take to bring one worker up. A lane that goes
+            on to its next worker has made progress, and gets as long again.
 
     Raises:
         UserError: the flow, the mode, the lanes or the plan are wrong. Nothing was started then,
@@ -86,7 +90,14 @@ def launch(
         pilot = auto.pilot(methods, (*free, *reserved) if reserved else guess.lanes, layouts)
         with _lanes(lanes, methods.planned(guess).everything.lanes, methods, flow) as pool:
             return _on_lanes(
-                methods, methods.planned(pilot.plan), flow, first_step, pool, publish, pilot
+                methods,
+                methods.planned(pilot.plan),
+                flow,
+                first_step,
+                pool,
+                publish,
+                load_deadline_seconds,
+                pilot,
             )
     if plan is None:
         specs = _specs(lanes, lane_memory)
@@ -95,7 +106,7 @@ def launch(
     if plan.mode == "eager":
         return _eager(methods, plans, flow, first_step, num_threads)
     with _lanes(lanes, plans.everything.lanes, methods, flow) as pool:
-        return _on_lanes(methods, plans, flow, first_step, pool, publish)
+        return _on_lanes(methods, plans, flow, first_step, pool, publish, load_deadline_seconds)
 
 
 def _eager(
@@ -143,6 +154,7 @@ def _on_lanes(
     first_step: int,
     lanes: tuple[LanePool, bool],
     publish: str | None,
+    load_deadline_seconds: float,
     pilot: Pilot | None = None,
 ) -> Run:
     """The run of a plan on the lanes of a pool, which may be its own."""
@@ -150,6 +162,8 @@ def _on_lanes(
 
     pool, owns_pool = lanes
     check_lanes(plans.everything, pool)
+    if pool.spoiled is not None:
+        raise RunFailed(f"no run can be started on these lanes any more: {pool.spoiled}")
     workers, start = plans.placed(flow.workers), time.perf_counter()
     carrier = RayCarrier(
         pool,
@@ -158,6 +172,7 @@ def _on_lanes(
         workers,
         plans.by_method,
         first_step,
+        load_seconds=load_deadline_seconds,
         publish=publish,
     )
     return Run(
@@ -170,6 +185,7 @@ def _on_lanes(
         owns_pool=owns_pool,
         publish=publish,
         load_seconds=time.perf_counter() - start,
+        load_deadline_seconds=load_deadline_seconds,
         pilot=pilot,
     )
 

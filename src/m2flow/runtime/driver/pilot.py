@@ -24,7 +24,7 @@ from m2flow.plan.prediction import Candidate, Decision
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.evidence import Evidence
 from m2flow.plan.profile.learning import fitted
-from m2flow.plan.race import Entrant, Race
+from m2flow.plan.race import WON, Entrant, Race
 from m2flow.plan.units import Seconds
 from m2flow.plan.watching import Measured, Watch, pays
 from m2flow.runtime.driver.auto import GUESS, nowhere
@@ -45,15 +45,14 @@ RACING_SHARE = 0.25
 EFFORT = 40
 """Simulations for each staleness: lanes wait while plans are chosen."""
 
-NEGLIGIBLE_SECONDS = Seconds(0.02)
-"""Pause between two plans under which every worker stands in the same places."""
+HOPEFUL = 1.01
+"""A plan races if its predicted seconds are at most so many times those of the plan that runs."""
 
 
 class Movers(Protocol):
     """What a run says of going over to another plan."""
 
-    load_seconds: float
-
+    def pause_seconds(self, plan: Plan) -> float: ...
     def movers(self, plan: Plan) -> tuple[str, ...]: ...
     def movable(self, worker: str) -> bool: ...
 
@@ -186,7 +185,7 @@ class Pilot:
         if self.race is None or self.watch is not None:
             return False
         self.race.rule_out(self._entrant(self.plan), reason)
-        return any(not one.verdict for one in self.race.entrants)
+        return self.race.open
 
     # --- choosing -------------------------------------------------------------------------------
 
@@ -229,11 +228,11 @@ class Pilot:
         for one in decision.shortlist(error, ENTRANTS):
             if shape(one.plan) == shape(running):
                 continue
-            moved = run.movers(one.plan)
-            pause = Seconds(run.load_seconds) if moved else NEGLIGIBLE_SECONDS
+            hopeful = one.prediction.seconds <= HOPEFUL * expected
             hoped = Seconds(one.prediction.seconds * (1 - error))
-            possible = all(run.movable(worker) for worker in moved)
-            if possible and pays(expected, hoped, pause, self._steps_left):
+            pause = Seconds(run.pause_seconds(one.plan))
+            possible = all(run.movable(worker) for worker in run.movers(one.plan))
+            if hopeful and possible and pays(expected, hoped, pause, self._steps_left):
                 plan, name = self._as_run(one.plan), f"{one.plan.mode} {len(entrants)}"
                 entrants.append(Entrant(name, plan, float(one.prediction.seconds)))
         most = max(1, round(RACING_SHARE * self._steps_left))
@@ -242,7 +241,7 @@ class Pilot:
     def _settle(self, race: Race) -> None:
         """Store what the race has taught, and watch the winner."""
         winner = race.leader
-        winner.verdict = winner.verdict or "won"
+        winner.verdict = WON
         self.profile = self._learn()
         assert self.decision is not None
         found = _simulated(self.decision, winner.plan) or self.decision.chosen

@@ -12,6 +12,7 @@ from __future__ import annotations
 import pickle
 import selectors
 import shutil
+import socket
 import tempfile
 import time
 import uuid
@@ -35,6 +36,7 @@ from m2flow.runtime.lane.orders import (
     Answer,
     Close,
     FromLane,
+    LaneEnded,
     Order,
     Prepare,
     Probe,
@@ -54,7 +56,7 @@ from m2flow.runtime.transport.sweeping import sweep
 from m2flow.runtime.transport.table import LinkTable
 
 START_SECONDS = 120.0
-"""Longest that lanes may take to start, or workers to load."""
+"""Longest that lanes may take to start."""
 
 CLOSE_SECONDS = 5.0
 """Longest that lanes may take to close before they are ended."""
@@ -67,18 +69,6 @@ CLEAR_SECONDS = 5.0
 
 ROOM_SECONDS = 3.0
 """Longest that the cluster may take to know that the lanes of an earlier run have ended."""
-
-
-class LaneGone(RunFailed):
-    """A lane's process has ended.
-
-    Attributes:
-        lane: which.
-    """
-
-    def __init__(self, lane: int, reason: str) -> None:
-        super().__init__(f"lane {lane} was lost: {reason}")
-        self.lane, self.reason = lane, reason
 
 
 class LanePool:
@@ -99,6 +89,9 @@ class LanePool:
         addresses: of each lane, by number.
         links: the ways between lanes: what was measured, and assumptions for the rest.
         measured_links: what was measured.
+        spoiled: why no run can be started on the lanes any more, or None.
+        unsettled: lanes that were still loading when another one failed to, and the number of the
+            answer that they owe.
 
     Raises:
         UserError: the cluster has no room for the lanes.
@@ -125,6 +118,11 @@ class LanePool:
         self._serving: dict[int, Any] = {}
         self._inbox: deque[tuple[int, FromLane]] = deque()
         self._next_number = 0
+        self.spoiled: str | None = None
+        self.unsettled: dict[int, int] = {}
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
         try:
             self._start(isolated or {})
         except BaseException:
@@ -230,6 +228,8 @@ class LanePool:
 
     def send(self, lane: int, order: Order) -> None:
         """Give a lane an order. One that is gone is heard of by `receive`."""
+        if lane not in self._lines:
+            return
         try:
             self._lines[lane].send(to_bytes(order))
         except LineClosed:
@@ -242,15 +242,18 @@ class LanePool:
     def receive(self, seconds: float) -> list[tuple[int, FromLane]]:
         """What lanes have said; waits for the first word, but no longer than this.
 
-        Raises:
-            LaneGone: a lane has ended.
+        The last that is heard of a lane is `LaneEnded`, after all that it has said before.
         """
         if self._inbox:
             said, self._inbox = list(self._inbox), deque()
             return said
-        said = []
-        self._check_silent()
+        said = self._ended_in_silence()
+        if said:
+            return said
         for key, events in self._selector.select(min(seconds, SILENCE_SECONDS)):
+            if key.data is None:
+                self._woken.recv(4096)
+                continue
             lane, line = key.data, self._lines[key.data]
             try:
                 if events & selectors.EVENT_WRITE:
@@ -259,18 +262,40 @@ class LanePool:
                         self._selector.modify(line, selectors.EVENT_READ, lane)
                 said += [(lane, from_bytes(frame)) for frame in line.take()]
             except LineClosed as error:
-                if said:
-                    break  # first what the others said; the line stays closed
-                raise LaneGone(lane, self._why_gone(lane, str(error))) from None
+                said.append((lane, self._ended(lane, str(error))))
         return said
 
-    def _check_silent(self) -> None:
-        """Ask Ray about lanes that have said nothing for long; raises LaneGone."""
-        for lane, line in self._lines.items():
+    def wake(self) -> None:
+        """Have `receive` return; may be called on any thread."""
+        self._waker.send(b"!")
+
+    def _ended_in_silence(self) -> list[tuple[int, FromLane]]:
+        """Ask Ray about lanes that have said nothing for long; those that have ended."""
+        ended: list[tuple[int, FromLane]] = []
+        for lane, line in list(self._lines.items()):
             try:
                 line.check()
             except LineClosed as error:
-                raise LaneGone(lane, str(error)) from None
+                ended.append((lane, self._ended(lane, str(error))))
+        return ended
+
+    def _ended(self, lane: int, reason: str) -> LaneEnded:
+        """A lane's line is closed: nothing more is heard of the lane."""
+        line = self._lines.pop(lane)
+        self._selector.unregister(line)
+        line.close()
+        ended = LaneEnded(self._known_end(lane, seconds=2.0) or reason)
+        self.spoil(f"lane {lane} was lost: {ended.reason}")
+        return ended
+
+    def spoil(self, reason: str) -> None:
+        """No run can be started on the lanes any more; the first reason counts."""
+        self.spoiled = self.spoiled or reason
+
+    def positions(self, lanes: Sequence[int]) -> tuple[int, ...]:
+        """The ranks of lanes in the world of all lanes of the pool."""
+        order = [lane.id for lane in self.lanes]
+        return tuple(order.index(lane) for lane in lanes)
 
     def new_number(self) -> int:
         """A number by which an answer is known."""
@@ -284,7 +309,11 @@ class LanePool:
     def ask_all(
         self, orders: Mapping[int, Callable[[int], Order]], seconds: float = START_SECONDS
     ) -> dict[int, Answer]:
-        """The same for several lanes at once; what they say meanwhile is kept for `receive`."""
+        """The same for several lanes at once; what they say meanwhile is kept for `receive`.
+
+        Raises:
+            RunFailed: a lane has not answered in time, or was lost.
+        """
         numbers = {lane: self.new_number() for lane in orders}
         for lane, order in orders.items():
             self.send(lane, order(numbers[lane]))
@@ -300,12 +329,11 @@ class LanePool:
                     answers[lane] = message
                 else:
                     kept.append((lane, message))
+                if isinstance(message, LaneEnded) and lane in orders:
+                    self._inbox.extend(kept)
+                    raise RunFailed(f"lane {lane} was lost: {message.reason}")
         self._inbox.extend(kept)
         return answers
-
-    def _why_gone(self, lane: int, otherwise: str) -> str:
-        """Why a lane that is gone has ended, as far as Ray knows."""
-        return self._known_end(lane, seconds=2.0) or otherwise
 
     def _known_end(self, lane: int, seconds: float = 0.0) -> str | None:
         """What Ray knows of a lane's end; None if it knows of none."""
@@ -369,6 +397,8 @@ class LanePool:
             ray.kill(actor)
         self._lines, self._actors, self._serving = {}, {}, {}
         self._selector.close()
+        self._woken.close()
+        self._waker.close()
         if hasattr(self, "exchange"):
             self.exchange.close()
         _clear_machine(str(self._folder))  # of what lanes left that were ended, or lost

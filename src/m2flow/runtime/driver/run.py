@@ -14,11 +14,11 @@ from m2flow.engine.residency import Residency
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
-from m2flow.runtime.driver import moving
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
 from m2flow.runtime.driver.runner import Runner, StepResult
+from m2flow.runtime.lane.state_files import saves
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a run in one process does without Ray
     from m2flow.runtime.driver.pilot import Pilot
     from m2flow.runtime.driver.pool import LanePool
     from m2flow.runtime.lane.orders import Fetch
@@ -59,11 +59,13 @@ class Run:
         owns_pool: bool = False,
         publish: str | None = None,
         load_seconds: float = 0.0,
+        load_deadline_seconds: float = 0.0,
         pilot: Pilot | None = None,
     ) -> None:
         self.graph = methods.graphs[STEP]
         self.load_seconds, self.pilot = load_seconds, pilot
         self._methods, self._workers, self._publish = methods, workers, publish
+        self._load_deadline = load_deadline_seconds
         self._pool, self._owns_pool = pool, owns_pool
         self._take_up(plans, carrier, dict.fromkeys(methods.graphs, first_step))
 
@@ -205,7 +207,9 @@ class Run:
         self._check_idle("replan")
         if self._pool is None:
             raise UserError("an eager run has one process and one plan", key="mode", value="eager")
-        from m2flow.runtime.driver.carrier import Moved, RayCarrier
+        from m2flow.runtime.driver import moving
+        from m2flow.runtime.driver.carrier import RayCarrier
+        from m2flow.runtime.driver.loading import Moved
 
         plans = self._methods.planned(plan)
         check_lanes(plans.everything, self._pool)
@@ -226,6 +230,7 @@ class Run:
             self._workers,
             plans.by_method,
             next_steps[STEP],
+            load_seconds=self._load_deadline,
             publish=self._publish,
             moved=Moved(frozenset(self._placements) - set(moved), fetches),
         )
@@ -244,6 +249,11 @@ class Run:
             if worker not in here or here[worker].replicas != spot.replicas
         )
 
+    def pause_seconds(self, plan: Plan) -> float:
+        """Estimate for how long no step could run if the run went over to a plan."""
+        loaded = any(worker in self._workers for worker in self.movers(plan))
+        return self.load_seconds if loaded else 0.0
+
     def movable(self, worker: str) -> bool:
         """Whether a worker can be brought up elsewhere without losing what it has learnt."""
         learns = {edge.source for edge in self.graph.weight_edges}
@@ -251,10 +261,12 @@ class Run:
         return worker not in learns or worker not in self._workers or self._saves(worker)
 
     def _saves(self, worker: str) -> bool:
-        return worker in self._workers and moving.saves(self._workers[worker])
+        return worker in self._workers and saves(self._workers[worker])
 
     def _saved(self, moved: Sequence[str]) -> dict[str, Fetch]:
         """Have workers that are to move save their states; then nobody is resident any more."""
+        from m2flow.runtime.driver import moving
+
         assert self._pool is not None
         savers = [name for name in moved if name in self._placements and self._saves(name)]
         fetches = {}
@@ -269,6 +281,8 @@ class Run:
 
     def _publish_to(self, moved: Sequence[str], version: int) -> None:
         """Bring workers that were moved to the weights on which they are to run."""
+        from m2flow.runtime.driver import moving
+
         edges = self.graph.weight_edges
         for source in sorted({edge.source for edge in edges if edge.target in moved}):
             targets = [edge.target for edge in edges if edge.source == source]

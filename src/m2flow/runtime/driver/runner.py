@@ -7,7 +7,9 @@ and no payload. Every wait has a deadline, because the engine is told the time.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,41 +26,14 @@ from m2flow.engine.messages import (
 from m2flow.engine.plan import Plan
 from m2flow.engine.residency import Residency
 from m2flow.engine.spans import Span
+from m2flow.engine.steps import check_items
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import SOURCE, FlowGraph
+from m2flow.runtime.lane.reports import Published, Report
 
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """What sending or installing weights has taken.
-
-    Attributes:
-        source: the worker whose weights they are.
-        num_bytes: bytes that were moved, or copied, for it.
-        seconds: how long the lane was busy with it.
-    """
-
-    source: str
-    num_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What a carrier says: an event for the engine, and facts for people.
-
-    Attributes:
-        event: what happened; None for facts alone.
-        spans: what a lane did meanwhile.
-        metrics: what a `finish` returned (by the first lane of its gang).
-        published: what an export or an install of weights has taken.
-    """
-
-    event: Event | None
-    spans: tuple[Span, ...] = ()
-    metrics: Mapping[str, float] | None = None
-    published: Published | None = None
+AWAY_SECONDS = 5.0
+"""If nobody has asked for the lanes' reports for so long, their silence is not judged at once."""
 
 
 class Carrier(Protocol):
@@ -76,8 +51,12 @@ class Carrier(Protocol):
         """What has happened; waits for the first report, but no longer than this."""
         ...
 
-    def collect(self, flow: str, step: int) -> Batch:
-        """The items that the step returned; its payloads may go after this."""
+    def collect(self, flow: str, command: CompleteStep) -> Future[Batch]:
+        """The items that a step returned, as soon as they are here; `wait` returns then."""
+        ...
+
+    def drop(self, flow: str, step: int) -> None:
+        """What a step returned was read: its payloads may go."""
         ...
 
 
@@ -141,6 +120,7 @@ class Runner:
         carrier: carries out the commands.
         first_step: number of the first step.
         residency: shared by the runners of one run; see `Engine`.
+        clock: seconds, by which deadlines are judged.
     """
 
     def __init__(
@@ -151,14 +131,16 @@ class Runner:
         carrier: Carrier,
         first_step: int = 0,
         residency: Residency | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self.graph, self.plan, self.carrier = name, graph, plan, carrier
         self.engine = Engine(graph, plan, first_step, residency)
         self.next_step = first_step
+        self._clock, self._attended = clock, clock()
         self._open: dict[int, _Open] = {}
         self._spans: list[Span] = []
-        self._done: list[StepResult] = []
         self._last_end = 0.0
+        self._collecting: deque[tuple[StepResult, Future[Batch]]] = deque()
 
     def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
         """Run one step for each batch of source items, in order.
@@ -167,7 +149,8 @@ class Runner:
 
         Raises:
             RunFailed: the run stopped; the first cause is chained.
-            UserError: a stage or the input was wrong, or steps of an earlier call are still in
+            UserError: a stage was wrong; or a batch, once the results of the steps before it have
+                been taken, and further steps can be run; or steps of an earlier call are still in
                 flight, because their results have not been taken.
         """
         if self.engine.failed:
@@ -176,46 +159,69 @@ class Runner:
             raise UserError(
                 "steps of an earlier call are still in flight",
                 key=self.name,
-                value=sorted([*self._open, *(result.step for result in self._done)]),
+                value=sorted([*self._open, *(result.step for result, _ in self._collecting)]),
                 hint="take all of its results before you start another one",
             )
-        source = iter(batches)
-        exhausted = False
+        source: Iterator[Batch] | None = iter(batches)
+        refused: UserError | None = None
         while True:
-            while not exhausted and len(self._open) <= self.plan.max_staleness:
+            while source is not None and len(self._open) <= self.plan.max_staleness:
                 batch = next(source, None)
                 if batch is None:
-                    exhausted = True
-                else:
+                    source = None
+                    continue
+                try:
                     self._submit(batch)
-            if not self._open and not self._done:
+                except _Refused as error:
+                    source, refused = None, error.cause
+            if not self.busy:
+                if refused is not None:
+                    raise refused
                 return
-            while not self._done:
+            while not self._collecting or not self._collecting[0][1].done():
                 self._advance()
-            yield self._done.pop(0)
+            yield self._take_result()
 
     @property
     def busy(self) -> bool:
         """Whether steps are in flight, or results have not been taken."""
-        return bool(self._open or self._done)
+        return bool(self._open or self._collecting)
 
     def step(self, batch: Batch) -> StepResult:
         """Run a single step to its end."""
         return next(self.run([batch]))
 
     def _submit(self, batch: Batch) -> None:
+        """Begin a step.
+
+        Raises:
+            _Refused: the batch cannot be run; nothing has changed.
+        """
         batch = Batch(batch.columns)  # items are named by their position in the step
-        if not len(batch):
-            raise UserError("a step needs at least one item", key=f"step {self.next_step}")
-        step, self.next_step = self.next_step, self.next_step + 1
-        self._open[step] = _Open(time.time())
+        step = self.next_step
+        try:
+            if not len(batch):
+                raise UserError("a step needs at least one item", key=f"step {step}")
+            lengths = item_lengths(self.graph, SOURCE, batch)
+            check_items(self.graph, len(batch))
+        except UserError as error:
+            raise _Refused(error) from error
         self.carrier.submit(self.name, step, batch)
-        self._handle(Tick(time.monotonic(), judge=False))
-        self._handle(StepSubmitted(step, len(batch), item_lengths(self.graph, SOURCE, batch)))
+        self.next_step += 1
+        self._open[step] = _Open(time.time())
+        self._handle(Tick(self._clock(), judge=False))
+        self._handle(StepSubmitted(step, len(batch), lengths))
 
     def _advance(self) -> None:
+        """Hear what the lanes have to say, and judge their silence.
+
+        Whoever was not attended to for long may have spoken meanwhile: it is judged the next time.
+        """
+        begin = self._clock()
+        attentive = begin - self._attended < AWAY_SECONDS
         reports = self.carrier.wait(seconds=1.0)
-        self._handle(Tick(time.monotonic(), judge=not reports))
+        self._attended = self._clock()
+        self._handle(Tick(self._attended, judge=False))
         for report in reports:
             self._spans += report.spans
             if self._open and (report.metrics is not None or report.published is not None):
@@ -225,6 +231,7 @@ class Runner:
                 if report.published is not None:
                     self._open[step].add(report.published)
         self._handle(*(report.event for report in reports if report.event is not None))
+        self._handle(Tick(self._attended, judge=attentive))
 
     def _step_of(self, report: Report) -> int:
         call = getattr(report.event, "call", None)
@@ -243,24 +250,45 @@ class Runner:
                     self.carrier.carry_out(self.name, command)
 
     def _complete(self, command: CompleteStep) -> None:
+        """A step is done; its output comes while the lanes go on."""
         opened, now = self._open.pop(command.step), time.time()
         started, self._last_end = max(opened.started, self._last_end), now
         items = sum(command.staleness.values())
         lag = sum(lag * count for lag, count in command.staleness.items())
         spans, self._spans = self._spans, []
-        self._done.append(
-            StepResult(
-                step=command.step,
-                output=self.carrier.collect(self.name, command.step),
-                metrics=_mean(opened.metrics),
-                spans=spans,
-                started=started,
-                seconds=now - started,
-                version=command.version,
-                staleness=lag / items if items else None,
-                published=opened.published,
-            )
+        result = StepResult(
+            step=command.step,
+            output=Batch({}),
+            metrics=_mean(opened.metrics),
+            spans=spans,
+            started=started,
+            seconds=now - started,
+            version=command.version,
+            staleness=lag / items if items else None,
+            published=opened.published,
         )
+        self._collecting.append((result, self.carrier.collect(self.name, command)))
+
+    def _take_result(self) -> StepResult:
+        result, output = self._collecting.popleft()
+        try:
+            result.output = output.result()
+        except UserError:
+            raise
+        except Exception as error:
+            reports = self.carrier.wait(seconds=0.0)  # a lane that was lost is the first cause
+            self._handle(*(report.event for report in reports if report.event is not None))
+            raise RunFailed(f"the output of step {result.step} cannot be read") from error
+        self.carrier.drop(self.name, result.step)
+        return result
+
+
+class _Refused(Exception):
+    """A batch that no step was begun for."""
+
+    def __init__(self, cause: UserError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 def _mean(rows: list[Mapping[str, float]]) -> dict[str, float]:

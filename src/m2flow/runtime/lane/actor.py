@@ -161,8 +161,8 @@ class LaneProcess:
         self._bind()
         import torch
 
+        from m2flow.runtime.lane.context import LaneContext
         from m2flow.runtime.lane.executor import LaneExecutor
-        from m2flow.runtime.lane.standing import Standing
 
         torch.set_num_threads(self.num_threads)  # a setting of the thread
         self._exchange.introduce(peers, actors)
@@ -171,10 +171,10 @@ class LaneProcess:
         self._opened(line)
         device = "cpu" if self.lane.gpu is None else "cuda:0"
         host = str(ray.util.get_node_ip_address())
-        standing = Standing(
+        context = LaneContext(
             self.lane.id, self.position, device, self.num_threads, groups, host, self.folder
         )
-        executor = LaneExecutor(self.lane.id, line, self._exchange, standing)
+        executor = LaneExecutor(self.lane.id, line, self._exchange, context)
         over = threading.Event()
         watch = threading.Thread(target=self._end_with_launcher, args=(line, over), daemon=True)
         watch.start()

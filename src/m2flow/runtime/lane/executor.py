@@ -1,9 +1,9 @@
 """`LaneExecutor`: carries out a lane's orders, one after the other, on one thread.
 
 While a streaming call runs, the orders that have come in are looked at between the pieces that it
-hands on, so that it can be fed. Early onloads run on a thread of their own
-beside the call; whoever needs the worker waits for them. Payloads for other lanes are handed out by
-the payload server's threads, which read the same store.
+hands on, so that it can be fed, or withdrawn. Early onloads run on a thread of their own beside the
+call; whoever needs the worker waits for them. Payloads for other lanes are handed out by the
+payload server's threads, which read the same store.
 """
 
 from __future__ import annotations
@@ -15,16 +15,22 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ray import cloudpickle
 
 from m2flow.engine.messages import (
+    LAUNCHER,
+    AbortCall,
+    CallAborted,
+    CallCommand,
     CallFailed,
     CallFinished,
     ExportWeights,
     FeedCall,
     InstallWeights,
+    ItemsProduced,
     LaneCommand,
     MoveFailed,
     MoveState,
@@ -33,38 +39,41 @@ from m2flow.engine.messages import (
 )
 from m2flow.engine.spans import Span
 from m2flow.errors import RunFailed
-from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph
-from m2flow.flow.worker import Worker
-from m2flow.runtime.driver.inline import NO_FACTS, call_span
-from m2flow.runtime.driver.moving import files_of, write_files
-from m2flow.runtime.driver.runner import Published, Report
+from m2flow.runtime.lane.context import LaneContext
 from m2flow.runtime.lane.exchange import Exchange
-from m2flow.runtime.lane.host import LaneHost
+from m2flow.runtime.lane.host import LaneHost, share_of
+from m2flow.runtime.lane.loading import Loader, close_workers, save
 from m2flow.runtime.lane.orders import (
-    STATES,
     Answer,
-    Ask,
+    CallMethod,
     Close,
-    Do,
     DropStep,
+    Execute,
     Fetch,
     GaugeMemory,
     Load,
     Loaded,
+    Loading,
     Order,
     Prepare,
     Probe,
-    Release,
-    Said,
+    Reports,
     Save,
     UseLinks,
     from_bytes,
     to_bytes,
 )
-from m2flow.runtime.lane.standing import Standing
+from m2flow.runtime.lane.reports import NO_FACTS, Published, Report, call_span
 from m2flow.runtime.lane.state.gauge import MemoryGauge
 from m2flow.runtime.transport.lines import Line
+
+SILENCE_SECONDS = 2.0
+"""Longest that a streaming call goes on without a word, also where nobody waits for its items."""
+
+
+class _Withdrawn(Exception):
+    """The call at hand was withdrawn."""
 
 
 class LaneExecutor:
@@ -74,19 +83,19 @@ class LaneExecutor:
         lane: the lane's number.
         line: to the launcher.
         exchange: brings payloads here and hands them out.
-        standing: tells workers where they stand, and with whom.
+        context: tells workers where they are, and with whom.
     """
 
-    def __init__(self, lane: int, line: Line, exchange: Exchange, standing: Standing) -> None:
-        self.lane, self._standing = lane, standing
+    def __init__(self, lane: int, line: Line, exchange: Exchange, context: LaneContext) -> None:
+        self.lane, self._context = lane, context
         self._line, self._exchange = line, exchange
         self._sending = threading.Lock()
         self._orders: deque[Order] = deque()
         self._moves: dict[str, threading.Thread] = {}
         self._stuck: dict[str, BaseException] = {}
         self._host = LaneHost(lane, {}, {})
+        self._loader = Loader(context, exchange, lambda *begun: self._say(Loading(*begun)))
         self._deadline_seconds = 600.0
-        self._limited = False
         self._gauge: MemoryGauge | None = None
 
     def run(self) -> None:
@@ -94,26 +103,23 @@ class LaneExecutor:
         while True:
             order = self._orders.popleft() if self._orders else from_bytes(self._line.receive())
             match order:
-                case Do():
-                    self._do(order)
-                case Release():
-                    self._host.store.release(order.flow, order.step, order.producer, order.items)
+                case Execute():
+                    self._execute(order)
                 case DropStep():
                     self._host.store.drop_step(order.flow, order.step)
-                case Ask():
-                    self._answer(order)
+                case CallMethod():
+                    self._answer(order.number, partial(self._called, order))
                 case Load():
                     self._load(order)
                 case Save():
-                    self._save(order)
+                    self._answer(order.number, partial(self._saved, order))
                 case Probe():
-                    self._say(
-                        Answer(order.number, pickle.dumps(self._exchange.measure(order.peers)))
-                    )
+                    found = self._exchange.measure(order.peers)
+                    self._say(Answer(order.number, pickle.dumps(found)))
                 case UseLinks():
                     self._exchange.use(order.table)
                 case GaugeMemory():
-                    self._gauge = MemoryGauge(self._standing.device) if order.on else None
+                    self._gauge = MemoryGauge(self._context.device) if order.on else None
                 case Prepare():
                     for module in order.modules:
                         importlib.import_module(module)
@@ -121,7 +127,7 @@ class LaneExecutor:
                     self._close_workers()
                     return
 
-    def _say(self, message: Loaded | Answer | Said) -> None:
+    def _say(self, message: Loading | Loaded | Answer | Reports) -> None:
         frame = to_bytes(message)
         with self._sending:
             self._line.send(frame)
@@ -129,93 +135,55 @@ class LaneExecutor:
     # --- workers ----------------------------------------------------------------------------------
 
     def _load(self, order: Load) -> None:
-        """Bring up the workers; under a memory limit one at a time, each put away again.
-
-        Workers that the order keeps stay as they are, and so do the payloads here.
-        """
         state_bytes: dict[str, int] = {}
+        raised = None
         try:
-            store = None if order.keep is None else self._host.store
-            workers = self._close_workers(order.keep or ())
-            limited, self._limited = self._limited, order.memory_bytes is not None
-            if limited != self._limited:  # under a limit everybody is away at the start
-                for worker in workers.values():
-                    (worker.offload if self._limited else worker.onload)()
+            self._close_workers(order.keep or ())
             self._deadline_seconds = order.deadline_seconds
-            self._standing.meet(order)
-            agree = self._standing.agreements(order.placed)
-            graphs = pickle.loads(order.graphs)
-            self._host = LaneHost(self.lane, graphs, workers, store=store, agree=agree)
-            self._exchange.serve(self._host.store)
-            for name, placed in order.placed.items():
-                if name in workers:
-                    continue
-                worker = pickle.loads(placed.worker)
-                worker.load(self._standing.place(placed, order.version))
-                if placed.state is not None:
-                    self._restore(worker, placed.state)
-                workers[name] = worker
-                state_bytes[name] = worker.state_bytes()
-                if order.memory_bytes is not None:
-                    worker.offload()
+            self._host = self._loader.load(order, self._host, state_bytes)
         except BaseException as error:
             raised = cloudpickle.dumps(self._portable(error))
-            self._say(Loaded(order.number, state_bytes, raised))
-            return
-        self._say(Loaded(order.number, state_bytes))
+        self._say(Loaded(order.number, state_bytes, raised, time.time()))
 
-    def _save(self, order: Save) -> None:
-        """Keep what a worker saves; its other lanes may have to take part."""
-        try:
-            self._await_moves([order.worker])
-            files = files_of(self._host.workers[order.worker])
-            self._host.store.put("", STATES, order.producer, Batch({"files": [files]}))
-        except BaseException as error:
-            raised = cloudpickle.dumps(self._portable(error))
-            self._say(Answer(order.number, raised, raised=True))
-            return
-        self._say(Answer(order.number, pickle.dumps(None)))
-
-    def _restore(self, worker: Worker, fetch: Fetch) -> None:
-        if fetch.lane == self.lane:
-            wanted = [(fetch.producer, fetch.items)]
-            batch = self._host.store.gather("", fetch.step, wanted)
-        else:
-            batch = self._exchange.bring("", fetch, self._deadline_seconds)
-        write_files(batch["files"][0], worker)
-
-    def _close_workers(self, keep: Sequence[str] = ()) -> dict[str, Worker]:
-        """Close the workers that are here, but for some; those."""
+    def _close_workers(self, keep: Sequence[str] = ()) -> None:
+        """Close the workers that are here, but for some."""
         for thread in self._moves.values():
             thread.join(self._deadline_seconds)
         self._moves, self._stuck = {}, {}
-        kept = {name: one for name, one in self._host.workers.items() if name in keep}
-        for name, worker in self._host.workers.items():
-            if name not in kept:
-                worker.close()
-        self._host = LaneHost(self.lane, {}, {})
         self._exchange.drop_weights()
-        return kept
+        self._host = close_workers(self._host, keep)
 
-    def _answer(self, order: Ask) -> None:
+    def _answer(self, number: int, work: Callable[[], Any]) -> None:
+        """Do something that is no call of the engine; say what it gave, or raised."""
         try:
-            self._await_moves([order.worker])
-            method = getattr(self._host.workers[order.worker], order.method)
-            value = cloudpickle.dumps(method(*pickle.loads(order.arguments)))
+            answer = Answer(number, cloudpickle.dumps(work()))
         except BaseException as error:
-            raised = cloudpickle.dumps(self._portable(error))
-            self._say(Answer(order.number, raised, raised=True))
-            return
-        self._say(Answer(order.number, value))
+            answer = Answer(number, cloudpickle.dumps(self._portable(error)), raised=True)
+        self._say(answer)
+
+    def _called(self, order: CallMethod) -> Any:
+        self._await_moves([order.worker])
+        method = getattr(self._host.workers[order.worker], order.method)
+        return method(*pickle.loads(order.arguments))
+
+    def _saved(self, order: Save) -> None:
+        self._await_moves([order.worker])
+        save(order, self._host)
 
     # --- commands ---------------------------------------------------------------------------------
 
-    def _do(self, order: Do) -> None:
+    def _execute(self, order: Execute) -> None:
+        for released in order.released:
+            some = released.flow, released.step, released.producer, released.items
+            self._host.store.release(*some)
         match order.command:
             case FeedCall():
                 self._feed(order)
+            case AbortCall(call=call):  # it has ended already, and its last word is on its way
+                self._say(Reports(order.flow, [Report(CallAborted(call, self.lane))]))
             case MoveState():
-                self._move(order.command)
+                self._await_moves([order.command.worker])
+                self._move(order.command, early=False)
             case RunCall() as command:
                 self._answering(order, command, self._call)
             case RunFinish() as command:
@@ -225,49 +193,60 @@ class LaneExecutor:
             case InstallWeights() as command:
                 self._answering(order, command, self._install)
 
-    def _answering(self, order: Do, command: Any, carry_out: Callable[[Do, Any], None]) -> None:
+    def _answering(self, order: Execute, command: Any, carry_out: Callable[..., None]) -> None:
         """Carry out a call; what it raises is reported as its failure."""
-        for producer, items in order.released:
-            self._host.store.release(order.flow, command.step, producer, items)
         try:
             self._await_moves(_workers_of(self._host.graphs[order.flow], command))
-            if order.early is not None:
-                self._move(order.early)
+            for move in getattr(command, "early", ()):
+                if move.lane == self.lane:
+                    self._move_beside(move)
             if self._gauge is not None:
                 self._await_moves(list(self._moves))
                 self._gauge.begin()
             carry_out(order, command)
+        except _Withdrawn:
+            self._say(Reports(order.flow, [Report(CallAborted(command.call, self.lane))]))
         except BaseException as error:
             failed = CallFailed(command.call, self.lane, self._portable(error))
-            self._say(Said(order.flow, [Report(failed)]))
+            self._say(Reports(order.flow, [Report(failed)]))
 
-    def _call(self, order: Do, command: RunCall) -> None:
+    def _call(self, order: Execute, command: RunCall) -> None:
         """Run a stage. A piece is reported when it is finished, if anybody can use it by then."""
         reports = self._fetch(order)
         start, worked, num_bytes = time.time(), time.process_time(), 0
+        heard = time.monotonic()
         for piece in self._host.call(order.flow, command):
             if piece is not None:
                 num_bytes += piece.num_bytes
-                reports.append(Report(piece.event(command.call)))
-            if order.in_pieces and reports:
-                self._say(Said(order.flow, reports))
-                reports = []
-            self._look_for_orders()
+                reports.append(Report(piece))
+            silent = time.monotonic() - heard > SILENCE_SECONDS
+            if silent and not reports:
+                reports.append(Report(ItemsProduced(command.call, self.lane, ())))
+            if reports and (order.in_pieces or silent):
+                self._say(Reports(order.flow, reports))
+                reports, heard = [], time.monotonic()
+            self._look_for_orders(command.call)
         facts = {"bytes": num_bytes, "cpu_seconds": time.process_time() - worked}
         reports.append(self._finished(order, command, start, facts=facts))
-        self._say(Said(order.flow, reports))
+        self._say(Reports(order.flow, reports))
 
-    def _look_for_orders(self) -> None:
-        """Take in what has come while a call runs; feeding happens at once."""
+    def _look_for_orders(self, call: int) -> None:
+        """Take in what has come while a call runs; it is fed, or withdrawn, at once.
+
+        Raises:
+            _Withdrawn: the call is to stop.
+        """
         while self._line.waiting():
             order: Order = from_bytes(self._line.receive())
             match order:
-                case Do(command=FeedCall()):
-                    self._do(order)
+                case Execute(command=FeedCall()):
+                    self._execute(order)
+                case Execute(command=AbortCall(call=number)) if number == call:
+                    raise _Withdrawn
                 case _:
                     self._orders.append(order)
 
-    def _feed(self, order: Do) -> None:
+    def _feed(self, order: Execute) -> None:
         """Hand more items to a streaming call; one that has ended leaves them to the engine."""
         assert isinstance(order.command, FeedCall)
         try:
@@ -277,18 +256,17 @@ class LaneExecutor:
             failed = CallFailed(order.command.call, self.lane, self._portable(error))
             reports = [Report(failed)]
         if reports:
-            self._say(Said(order.flow, reports))
+            self._say(Reports(order.flow, reports))
 
-    def _finish(self, order: Do, command: RunFinish) -> None:
+    def _finish(self, order: Execute, command: RunFinish) -> None:
         """Run the `finish` of an accumulating stage; the first lane gives the metrics."""
         start = time.time()
         metrics = self._host.finish(order.flow, command)
         first = command.lanes[0] == self.lane
-        self._say(
-            Said(order.flow, [self._finished(order, command, start, metrics if first else None)])
-        )
+        finished = self._finished(order, command, start, metrics if first else None)
+        self._say(Reports(order.flow, [finished]))
 
-    def _export(self, order: Do, command: ExportWeights) -> None:
+    def _export(self, order: Execute, command: ExportWeights) -> None:
         """Lay a worker's weights out for other lanes."""
         start = time.time()
         out, sends = self._exchange.weights_out, order.sends
@@ -299,9 +277,9 @@ class LaneExecutor:
         num_bytes = sum(export.num_bytes for export in exports)
         published = Published(command.source, num_bytes, time.time() - start)
         finished = self._finished(order, command, start, published=published)
-        self._say(Said(order.flow, [finished], exports))
+        self._say(Reports(order.flow, [finished], exports))
 
-    def _install(self, order: Do, command: InstallWeights) -> None:
+    def _install(self, order: Execute, command: InstallWeights) -> None:
         """Install weights: those laid out elsewhere, or those of the source worker here."""
         start = time.time()
         target = self._host.workers[command.target]
@@ -324,36 +302,35 @@ class LaneExecutor:
             raise
         published = Published(command.source, num_bytes, time.time() - start)
         finished = self._finished(order, command, start, published=published)
-        self._say(Said(order.flow, [finished]))
+        self._say(Reports(order.flow, [finished]))
 
     def _broadcast_group(self, source: str, lanes: tuple[int, ...]) -> Any:
-        return self._standing.groups.group(lanes, f"broadcast of {source}")
+        return self._context.groups.group(lanes, f"broadcast of {source}")
 
     # --- context switches -------------------------------------------------------------------------
 
-    def _move(self, command: MoveState) -> None:
-        """Offload or onload a worker; early ones run beside the call at hand."""
-        if not command.early:
-            self._await_moves([command.worker])
-            self._move_now(command)
-            return
-        thread = threading.Thread(target=self._move_now, args=(command,), daemon=True)
+    def _move_beside(self, command: MoveState) -> None:
+        """Onload a worker on a thread of its own, beside the call at hand."""
+        thread = threading.Thread(
+            target=self._move, args=(command,), kwargs={"early": True}, daemon=True
+        )
         self._moves[command.worker] = thread
         thread.start()
 
-    def _move_now(self, command: MoveState) -> None:
+    def _move(self, command: MoveState, *, early: bool) -> None:
+        """Offload or onload a worker."""
         start = time.time()
         try:
             self._host.move(command)
         except BaseException as error:
             self._stuck[command.worker] = error
             failed = MoveFailed(self.lane, command.worker, command.what, self._portable(error))
-            self._say(Said("", [Report(failed)]))
+            self._say(Reports("", [Report(failed)]))
             return
         name = f"{command.what} {command.worker}"
-        facts = {"worker": command.worker, "what": command.what, "early": command.early}
+        facts = {"worker": command.worker, "what": command.what, "early": early}
         span = Span(self.lane, name, "switch", start, time.time(), facts)
-        self._say(Said("", [Report(None, (span,))]))
+        self._say(Reports("", [Report(None, (span,))]))
 
     def _await_moves(self, workers: Sequence[str]) -> None:
         """Wait until early moves of these workers are done.
@@ -372,25 +349,38 @@ class LaneExecutor:
 
     # --- payloads and reports ---------------------------------------------------------------------
 
-    def _fetch(self, order: Do) -> list[Report]:
-        """Bring an order's payloads to this lane."""
-        if not order.fetches:
-            return []
-        start = time.time()
-        items = num_bytes = 0
-        for fetch in order.fetches:
+    def _fetch(self, order: Execute) -> list[Report]:
+        """Bring the payloads that a call reads to this lane."""
+        command, start = order.command, time.time()
+        assert isinstance(command, RunCall | FeedCall)
+        worker = self._host.workers.get(self._host.graphs[order.flow].nodes[command.node].worker)
+        collective = worker is not None and worker.collective
+        num_items = num_bytes = 0
+        producers = set()
+        for part in (
+            part
+            for parts in share_of(command, self.lane, collective=collective)
+            for part in parts
+            if part.items
+        ):
+            if part.lane == self.lane:
+                continue
+            if part.lane == LAUNCHER:
+                fetch = Fetch(command.step, part.producer, part.items, packed=order.source)
+            else:
+                fetch = Fetch(command.step, part.producer, part.items, lane=part.lane)
             batch = self._exchange.bring(order.flow, fetch, self._deadline_seconds)
-            self._host.store.put(order.flow, fetch.step, fetch.producer, batch)
-            if fetch.lane is not None:
-                items += len(fetch.items)
+            self._host.store.put(order.flow, command.step, part.producer, batch)
+            if part.lane != LAUNCHER:
+                producers.add(part.producer)
+                num_items += len(part.items)
                 num_bytes += batch.nbytes
-        if not items:
+        if not num_items:
             return []
-        producers = {fetch.producer for fetch in order.fetches if fetch.lane is not None}
         nodes = self._host.graphs[order.flow].nodes
         facts = {
-            "step": order.fetches[0].step,
-            "items": items,
+            "step": command.step,
+            "items": num_items,
             "bytes": num_bytes,
             "made_by": [nodes[n].name for n in sorted(producers)],
         }
@@ -398,8 +388,8 @@ class LaneExecutor:
 
     def _finished(
         self,
-        order: Do,
-        command: RunCall | RunFinish | ExportWeights | InstallWeights,
+        order: Execute,
+        command: CallCommand,
         start: float,
         metrics: Mapping[str, float] | None = None,
         published: Published | None = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -39,29 +39,6 @@ SILENCE_SECONDS = 2.0
 
 NOTHING_TAKEN: Mapping[str, object] = MappingProxyType({"items": 0, "ids": ""})
 """What the spans of a streaming call say on lanes of its gang beside the first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Produced:
-    """Items that a call has handed on, or none as a sign of life; the payload stays on the lane.
-
-    Attributes:
-        items: indices in the item space of the stage's output.
-        num_bytes: their size.
-        leaving, lengths, judged: as in `ItemsProduced`.
-    """
-
-    items: tuple[int, ...]
-    num_bytes: int
-    leaving: tuple[int, ...] = ()
-    lengths: tuple[float, ...] = ()
-    judged: bool = True
-
-    def event(self, call: int) -> ItemsProduced:
-        """What the engine is told of it."""
-        return ItemsProduced(
-            call, self.items, self.num_bytes, self.leaving, self.lengths, self.judged
-        )
 
 
 class LaneHost:
@@ -94,7 +71,7 @@ class LaneHost:
         self._streams: dict[int, StageStream] = {}
         self._logs: dict[int, Mapping[str, object]] = {}
 
-    def call(self, flow: str, command: RunCall) -> Iterator[Produced | None]:
+    def call(self, flow: str, command: RunCall) -> Iterator[ItemsProduced | None]:
         """Run a stage on this lane's share of a call; gives what is finished, as it is.
 
         Of a streaming stage also None where it has stopped for a moment to hear if anything has
@@ -120,7 +97,7 @@ class LaneHost:
             self._run(flow, node, [batch.select([]) for batch in batches])
             return iter(())
         output = self._run(flow, node, batches)
-        return iter((self._keep(flow, command.step, node, _named(node, batches[0], output)),))
+        return iter((self._keep(flow, command, node, _named(node, batches[0], output)),))
 
     def _run(self, flow: str, node: StageNode, batches: Sequence[Batch]) -> object:
         """Call a stage; what it says of a column or a setting gets the stage's name."""
@@ -131,16 +108,16 @@ class LaneHost:
 
     def _go_around(
         self, flow: str, command: RunCall, node: StageNode, parts: Sequence[Part]
-    ) -> Iterator[Produced]:
+    ) -> Iterator[ItemsProduced]:
         """Work on items of a loop, those with the same columns together: they differ by turn."""
         wanted = [(part.producer, part.items) for part in parts]
         for batch in self.store.gather_alike(flow, command.step, wanted):
             output = self._run(flow, node, [batch])
-            yield self._keep(flow, command.step, node, _named(node, batch, output))
+            yield self._keep(flow, command, node, _named(node, batch, output))
 
     def _run_loop(
         self, flow: str, command: RunCall, first: StageNode, parts: Sequence[Part]
-    ) -> Iterator[Produced]:
+    ) -> Iterator[ItemsProduced]:
         """Send items around a loop that stands here until each has left; only those are kept.
 
         Where none has left for long, an empty piece says that the call is alive.
@@ -165,7 +142,9 @@ class LaneHost:
                         self.store.put(flow, command.step, first.index, left)
                         lengths = item_lengths(graph, first.index, left)
                         heard = self.clock()
-                        yield Produced(left.ids, left.nbytes, left.ids, lengths)
+                        yield ItemsProduced(
+                            command.call, self.lane, left.ids, left.nbytes, left.ids, lengths
+                        )
                         batch = batch.take(item for item in batch.ids if item not in set(gone))
                     if not len(batch):
                         break
@@ -173,7 +152,7 @@ class LaneHost:
                     raise unjudged(graph, first.loop)
                 if self.clock() - heard > SILENCE_SECONDS:
                     heard = self.clock()
-                    yield Produced((), 0)
+                    yield ItemsProduced(command.call, self.lane, ())
 
     def _turn(self, flow: str, step: int, node: StageNode, batch: Batch) -> Batch:
         """One member's part of a turn of a fused loop, with a span of its own."""
@@ -210,14 +189,16 @@ class LaneHost:
         stage: Callable[..., Any] = getattr(self.workers[node.worker], node.method)
         return stage
 
-    def _stream(self, flow: str, command: RunCall, node: StageNode) -> Iterator[Produced | None]:
+    def _stream(
+        self, flow: str, command: RunCall, node: StageNode
+    ) -> Iterator[ItemsProduced | None]:
         stream, first = self._streams[command.call], command.lanes[0] == self.lane
         try:
             for piece in stream.run():
                 if piece is None or not first:
                     yield None
                 else:
-                    yield self._keep(flow, command.step, node, piece)
+                    yield self._keep(flow, command, node, piece)
         finally:
             del self._streams[command.call]
             self._logs[command.call] = stream.log.facts() if first else NOTHING_TAKEN
@@ -227,18 +208,24 @@ class LaneHost:
         stream = self._streams.get(command.call)
         if stream is None:
             return False
-        stream.feed(self._gather(flow, command.step, command.inputs))
+        inputs = command.inputs[command.lanes.index(self.lane)]
+        stream.feed(self._gather(flow, command.step, inputs))
         return True
 
-    def _keep(self, flow: str, step: int, node: StageNode, output: Batch) -> Produced:
-        self.store.put(flow, step, node.index, output)
+    def _keep(self, flow: str, command: RunCall, node: StageNode, output: Batch) -> ItemsProduced:
+        """Keep items that a call has made; what the engine is told of them."""
+        self.store.put(flow, command.step, node.index, output)
         graph = self.graphs[flow]
         lengths = item_lengths(graph, node.index, output)
         if node.loop is None:
-            return Produced(output.ids, output.nbytes, lengths=lengths)
+            return ItemsProduced(
+                command.call, self.lane, output.ids, output.nbytes, lengths=lengths
+            )
         until = graph.loops[node.loop].until
         leaving = _leaving(output, until)
-        return Produced(output.ids, output.nbytes, leaving, lengths, until in output)
+        return ItemsProduced(
+            command.call, self.lane, output.ids, output.nbytes, leaving, lengths, until in output
+        )
 
     def finish(self, flow: str, command: RunFinish) -> dict[str, float]:
         """Run the `finish` of an accumulating stage; the metrics it returns."""
@@ -263,7 +250,7 @@ class LaneHost:
         self.versions[target] = version
 
 
-def share_of(command: RunCall, lane: int, *, collective: bool) -> Inputs:
+def share_of(command: RunCall | FeedCall, lane: int, *, collective: bool) -> Inputs:
     """What a lane reads for its part of a call; nothing, if it has no part in it.
 
     A gang may have more lanes than there are items. Where its lanes communicate in a call, those
@@ -275,7 +262,7 @@ def share_of(command: RunCall, lane: int, *, collective: bool) -> Inputs:
     if not collective:
         return ()
     return tuple(
-        tuple(Part(part.producer, part.items[:1]) for part in parts if part.items)[:1]
+        tuple(replace(part, items=part.items[:1]) for part in parts if part.items)[:1]
         for parts in command.inputs[0]
     )
 

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from m2flow.engine.messages import LaneCommand, MoveState
-from m2flow.flow.graph import FlowGraph
-from m2flow.runtime.driver.runner import Report
+from m2flow.engine.messages import LaneCommand
+from m2flow.runtime.lane.reports import Report
 from m2flow.runtime.transport.table import LinkTable
 from m2flow.runtime.weights.exports import Export, Sends
 
@@ -28,17 +27,19 @@ class Placed:
         worker: the pickled Worker.
         replicas: its gangs, as positions of lanes.
         positions: all of its lanes, in order of rank.
+        layout: name of the layout in which each replica lies on its lanes.
         state: where the files lie that it is to `restore` after it has been loaded, or None.
     """
 
     worker: bytes
     replicas: tuple[tuple[int, ...], ...]
     positions: tuple[int, ...]
+    layout: str = "one"
     state: Fetch | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Where lanes meet for collectives: `host` and `port` of the store that the first one keeps."""
 
     host: str
@@ -72,7 +73,7 @@ class Load:
     version: int
     memory_bytes: int | None
     deadline_seconds: float
-    meeting: Meeting | None = None
+    meeting: Rendezvous | None = None
     lane_sets: tuple[tuple[int, ...], ...] = ()
     broadcasts: tuple[tuple[str, tuple[int, ...]], ...] = ()
     keep: tuple[str, ...] | None = None
@@ -111,33 +112,31 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Do:
+class Execute:
     """Carry out a command of the engine.
 
     Attributes:
         flow: name of the traced method.
         command: what to do.
-        fetches: payloads to bring here first.
-        released: (producer, items) of the command's step that nobody needs any more.
+        source: the source items that it reads, packed; None if it reads none.
+        released: payloads to let go of before: no stage will read them.
         in_pieces: report what a streaming call has finished at once, not at its end.
         sends: for an export, how it is to be laid out.
         exports: for an install, where the weights lie; empty if the source stands here.
-        early: a move of another worker that may go on beside this call.
     """
 
     flow: str
     command: LaneCommand
-    fetches: Sequence[Fetch] = ()
-    released: Sequence[tuple[int, Sequence[int]]] = ()
+    source: Any = None
+    released: Sequence[Release] = ()
     in_pieces: bool = True
     sends: Sends | None = None
     exports: Sequence[Export] = ()
-    early: MoveState | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Let payloads of a loop go before a later call makes the same items anew."""
+    """Payloads that a lane is to let go of."""
 
     flow: str
     step: int
@@ -154,7 +153,7 @@ class DropStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CallMethod:
     """Call a method of a worker that is no stage.
 
     Attributes:
@@ -208,7 +207,7 @@ STATES = -1
 """The step to which files of states belong."""
 
 Order: TypeAlias = (
-    Load | Save | Do | Release | DropStep | Ask | Probe | UseLinks | GaugeMemory | Prepare | Close
+    Load | Save | Execute | DropStep | CallMethod | Probe | UseLinks | GaugeMemory | Prepare | Close
 )
 
 # --- answers --------------------------------------------------------------------------------------
@@ -222,11 +221,13 @@ class Loaded:
         number: of the `Load`.
         state_bytes: what each worker's state takes, by name.
         error: what a worker raised, pickled, or None.
+        at: when this was said, in seconds since the epoch.
     """
 
     number: int
     state_bytes: Mapping[str, int]
     error: bytes | None = None
+    at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +240,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Reports:
     """Reports for the engine; `exports` says where an ExportWeights has laid its weights."""
 
     flow: str
@@ -247,7 +248,27 @@ class Said:
     exports: tuple[Export, ...] = ()
 
 
-FromLane: TypeAlias = Loaded | Answer | Said
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """A worker is about to be brought up: a sign of progress.
+
+    Attributes:
+        number: of the `Load`.
+        worker: which worker.
+    """
+
+    number: int
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaneEnded:
+    """The lane's process is gone: the last that is heard of it. Made by the launcher's side."""
+
+    reason: str
+
+
+FromLane: TypeAlias = Loading | Loaded | Answer | Reports | LaneEnded
 
 
 def to_bytes(message: Order | FromLane) -> bytes:
@@ -263,9 +284,3 @@ def to_bytes(message: Order | FromLane) -> bytes:
 def from_bytes(frame: bytes | memoryview) -> Any:
     """The message of a frame that `to_bytes` made."""
     return pickle.loads(frame)
-
-
-def graphs_from(pickled: bytes) -> dict[str, FlowGraph]:
-    """The graphs of a `Load`."""
-    graphs: dict[str, FlowGraph] = pickle.loads(pickled)
-    return graphs

@@ -31,10 +31,9 @@ def check_model(recipe: ReasoningRecipe, model: str | None = None) -> None:
         return
     config = config_json(source)
     if config is None:
-        if model is not None and read_model(model).experts:
-            config = {"model_type": "mixture of experts"}
-        else:
+        if model is None or not read_model(model).experts:
             return
+        config = {"model_type": "mixture of experts"}
     try:
         check_supported(config)
     except UserError as error:

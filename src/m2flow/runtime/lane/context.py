@@ -1,4 +1,4 @@
-"""`Standing`: where a lane's workers stand, and with whom they may speak."""
+"""`LaneContext`: what a lane tells its workers about itself and the lanes beside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from m2flow.runtime.transport.groups import LaneGroups
 
 
 @dataclass(frozen=True)
-class Standing:
+class LaneContext:
     """A lane as its workers are told of it.
 
     Attributes:
@@ -76,6 +76,7 @@ class Standing:
                 len(placed.replicas[replica]),
                 replica,
                 len(placed.replicas),
+                layout=placed.layout,
             ),
             spill=self.spill,
         )

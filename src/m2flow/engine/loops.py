@@ -1,0 +1,125 @@
+"""`LoopState` and `LoopLedger`: items that go around the members of a loop until they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from m2flow.engine.homes import Homes
+from m2flow.engine.ledger import LEASED, READY, WAITING, StageLedger
+from m2flow.flow.graph import StageNode
+
+
+class LoopState:
+    """What the members of one loop share in one step.
+
+    Attributes:
+        total: items that will enter.
+        ready: items that wait at some member for a call.
+        left: items that have left.
+        leased: items that a member, or the whole loop where it is fused, is working on.
+        fused: whether a call takes an item all the way to where it leaves.
+        judged: whether a member has said of its items which of them leave.
+        turns: for an item inside, how often it has gone around.
+        came_from: the stage whose output an item last was (kept until the step ends, because it
+            also says where an item that has left is to be read).
+    """
+
+    __slots__ = ("came_from", "fused", "judged", "leased", "left", "ready", "total", "turns")
+
+    def __init__(self, total: int, *, fused: bool = False) -> None:
+        self.total = total
+        self.fused = fused
+        self.judged = False
+        self.ready = 0
+        self.left = 0
+        self.leased = 0
+        self.turns: dict[int, int] = {}
+        self.came_from: dict[int, int] = {}
+
+
+class LoopLedger(StageLedger):
+    """Items of one member of a loop, where an item comes back until it leaves.
+
+    A unit is an item and there is one window, complete when every item has left the loop. `low`
+    counts items that have passed this member at least once: the bound on the edge that leads in.
+    """
+
+    __slots__ = ("_passed", "loop")
+
+    def __init__(
+        self,
+        node: StageNode,
+        num_items: int,
+        place: Callable[[int], int],
+        homes: Homes,
+        loop: LoopState,
+        *,
+        sticky: bool = False,
+    ) -> None:
+        super().__init__(node, num_items, place, homes, sticky=sticky)
+        self.loop = loop
+        self._passed = bytearray(num_items)
+
+    def _make_ready(self, unit: int) -> None:
+        super()._make_ready(unit)
+        self.loop.ready += 1
+
+    def lease(self, lane: int, amount: int, end: int) -> list[int]:
+        units = super().lease(lane, amount, end)
+        self.loop.ready -= len(units)
+        self.loop.leased += len(units)
+        return units
+
+    def _end_lease(self, units: Sequence[int], then: int) -> None:
+        super()._end_lease(units, then)
+        self.loop.leased -= len(units)
+
+    def finish(self, units: Sequence[int]) -> None:
+        self._end_lease(units, WAITING)
+        for unit in units:
+            self._passed[unit] = 1
+        while self.low < self.num_units and self._passed[self.low]:
+            self.low += 1
+
+    def _withdraw(self, units: Collection[int]) -> None:
+        super()._withdraw(units)
+        self.loop.ready -= len(units)
+
+    def take_out(self, item: int) -> None:
+        """An item begins anew at the loop's entry, wherever it was."""
+        if self._status[item] == READY:
+            self._withdraw((item,))
+        elif self._status[item] == LEASED:
+            self._end_lease((item,), WAITING)
+        self._passed[item] = 0
+        self.low = min(self.low, item)
+
+    def reenter(self, item: int) -> None:
+        """An item is at the loop's entry again, where it can be read."""
+        self._make_ready(item)
+
+    def reopen_loop(self) -> bool:
+        """An item that had left is inside again. Whether the member was complete."""
+        was_complete = self.complete
+        self.window = 0
+        return was_complete
+
+    @property
+    def nothing_more_comes(self) -> bool:
+        """Whether every item that is still in the loop, or will be, waits at some member.
+
+        In a fused loop those that are worked on do not come back.
+        """
+        loop = self.loop
+        return loop.ready + loop.left + (loop.leased if loop.fused else 0) == loop.total
+
+    @property
+    def work_left(self) -> bool:
+        return not self.complete and self.loop.left < self.loop.total
+
+    @property
+    def window_complete(self) -> bool:
+        return not self.complete and self.loop.left == self.loop.total
+
+    def has_read(self, item: int) -> bool:
+        return bool(self._passed[item])

@@ -1,0 +1,167 @@
+"""Bringing a flow's workers up on the lanes of a pool: the launcher's side."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ray import cloudpickle
+
+from m2flow.engine.plan import Plan
+from m2flow.errors import RunFailed
+from m2flow.flow.graph import FlowGraph
+from m2flow.flow.worker import Worker
+from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.lane.orders import (
+    Fetch,
+    LaneEnded,
+    Load,
+    Loaded,
+    Loading,
+    Placed,
+    Rendezvous,
+)
+from m2flow.runtime.transport.groups import lane_sets_of
+
+LOAD_SECONDS = 1800.0
+"""Longest that a lane may take to bring one worker up, unless it is said otherwise."""
+
+SETTLE_SECONDS = 5.0
+"""How long to wait for lanes that were still loading when another one had failed to."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What becomes of the workers of a run that goes on under another plan.
+
+    Attributes:
+        kept: workers that stand where they stood, and stay as they are.
+        states: where the states of others lie.
+    """
+
+    kept: frozenset[str]
+    states: Mapping[str, Fetch]
+
+
+def load_workers(
+    pool: LanePool,
+    graphs: Mapping[str, FlowGraph],
+    plan: Plan,
+    workers: Mapping[str, Worker],
+    broadcasts: Mapping[str, tuple[int, ...]],
+    version: int,
+    seconds: float,
+    moved: Moved | None = None,
+) -> dict[str, int]:
+    """Bring workers up on their lanes; the most that each one's state takes on one.
+
+    Args:
+        pool: the lanes.
+        graphs: the flow's traced methods by name.
+        plan: gives the placement of all workers.
+        workers: the flow's workers; each lane gets copies of those placed on it.
+        broadcasts: source of weights to positions of the lanes that need a process group for it.
+        version: number of the weights that the run begins with.
+        seconds: longest that a lane may take to bring one worker up.
+        moved: what is known of the run that goes on on the same lanes, if any.
+
+    Raises:
+        RunFailed: a lane made no progress for so long, or was lost.
+        Exception: what a worker raised while it was loaded, the first one in time.
+    """
+    _settle(pool)
+    placements = {name: spot for name, spot in plan.placements.items() if name in workers}
+    gangs = {name: [pool.positions(gang) for gang in s.replicas] for name, s in placements.items()}
+    lane_sets = {lanes for replicas in gangs.values() for lanes in lane_sets_of(replicas)}
+    sent = {name: cloudpickle.dumps(workers[name]) for name in placements}
+    flow = cloudpickle.dumps(dict(graphs))
+    number = pool.new_number()
+    memory = {lane.id: lane.memory_bytes for lane in plan.lanes}
+    for lane in pool.lanes:
+        placed = {
+            name: Placed(
+                sent[name],
+                tuple(gangs[name]),
+                pool.positions(spot.lanes),
+                spot.layout,
+                None if moved is None else moved.states.get(name),
+            )
+            for name, spot in placements.items()
+            if lane.id in spot.lanes
+        }
+        load = Load(
+            number,
+            flow,
+            placed,
+            version,
+            memory.get(lane.id),
+            plan.deadline_seconds,
+            _rendezvous(pool, plan) if lane_sets or broadcasts else None,
+            tuple(sorted(lane_sets)),
+            tuple(broadcasts.items()),
+            None if moved is None else tuple(set(placed) & moved.kept),
+        )
+        pool.send(lane.id, load)
+    return _loaded(pool, number, seconds)
+
+
+def _rendezvous(pool: LanePool, plan: Plan) -> Rendezvous:
+    first = pool.addresses[pool.lanes[0].id]
+    nodes = {address.node for address in pool.addresses.values()}
+    return Rendezvous(first.host, first.meeting_port, len(nodes) == 1, plan.deadline_seconds)
+
+
+def _loaded(pool: LanePool, number: int, seconds: float) -> dict[str, int]:
+    """Wait until all lanes have loaded. Each worker that one begins with is a sign of progress."""
+    heard = {lane.id: time.monotonic() for lane in pool.lanes}
+    busy_with: dict[int, str] = {}
+    state_bytes: dict[str, int] = {}
+    errors: list[Loaded] = []
+    while heard and not errors:
+        left = min(heard.values()) + seconds - time.monotonic()
+        if left <= 0:
+            waiting = ", ".join(f"lane {x} ({busy_with.get(x, 'begins')})" for x in sorted(heard))
+            what = f"no progress with loading for {seconds:g} s: {waiting}"
+            pool.spoil(what)
+            raise RunFailed(what)
+        for lane, message in pool.receive(left):
+            match message:
+                case Loading(worker=worker) if message.number == number:
+                    heard[lane], busy_with[lane] = time.monotonic(), worker
+                case Loaded() if message.number == number:
+                    heard.pop(lane, None)
+                    for name, size in message.state_bytes.items():
+                        state_bytes[name] = max(size, state_bytes.get(name, 0))
+                    errors += [message] if message.error is not None else []
+                case LaneEnded(reason=reason):
+                    raise RunFailed(f"lane {lane} was lost while it loaded: {reason}")
+                case _:  # the last words of an earlier run
+                    pass
+    first = min(errors, key=lambda message: message.at, default=None)
+    if first is not None and first.error is not None:
+        pool.unsettled = dict.fromkeys(heard, number)
+        raise pickle.loads(first.error)
+    return state_bytes
+
+
+def _settle(pool: LanePool) -> None:
+    """Wait for lanes that were still loading when another one failed to.
+
+    Raises:
+        RunFailed: they do not come to an end: they may wait for the one that has failed.
+    """
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while pool.unsettled:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            pool.spoil(
+                f"lanes {sorted(pool.unsettled)} still load the workers of a run that failed"
+            )
+            raise RunFailed(f"no run can be started on these lanes any more: {pool.spoiled}")
+        for lane, message in pool.receive(left):
+            if isinstance(message, Loaded) and message.number == pool.unsettled.get(lane):
+                del pool.unsettled[lane]
+            elif isinstance(message, LaneEnded):
+                raise RunFailed(f"lane {lane} was lost: {message.reason}")

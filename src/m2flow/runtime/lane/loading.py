@@ -1,0 +1,106 @@
+"""Bringing a lane's workers up, from one run or plan to the next, and closing them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Collection
+
+from m2flow.flow.batch import Batch
+from m2flow.flow.worker import Worker
+from m2flow.runtime.lane.context import LaneContext
+from m2flow.runtime.lane.exchange import Exchange
+from m2flow.runtime.lane.host import LaneHost
+from m2flow.runtime.lane.orders import STATES, Fetch, Load, Placed, Save
+from m2flow.runtime.lane.state_files import files_of, write_files
+
+
+class Loader:
+    """Brings workers up on one lane.
+
+    Args:
+        context: tells workers where they are, and with whom.
+        exchange: brings their states here.
+        begin: called with the name of each worker that is about to be brought up.
+
+    Attributes:
+        limited: whether the lane has a memory limit, under which everybody is away at the start.
+    """
+
+    def __init__(
+        self, context: LaneContext, exchange: Exchange, begin: Callable[[int, str], None]
+    ) -> None:
+        self._context, self._exchange, self._begin = context, exchange, begin
+        self.limited = False
+
+    def load(self, order: Load, old: LaneHost, state_bytes: dict[str, int]) -> LaneHost:
+        """Bring up the workers; under a memory limit one at a time, each put away again.
+
+        Workers that the order keeps stay as they are, and so do the payloads here.
+
+        Args:
+            order: what is to be there.
+            old: what was there; all but what the order keeps was closed.
+            state_bytes: learns what the state of each worker that is brought up takes.
+        """
+        keep = order.keep is not None
+        workers = dict(old.workers) if keep else {}
+        limited, self.limited = self.limited, order.memory_bytes is not None
+        if limited != self.limited:
+            for worker in workers.values():
+                (worker.offload if self.limited else worker.onload)()
+        self._context.meet(order)
+        host = LaneHost(
+            self._context.lane,
+            pickle.loads(order.graphs),
+            workers,
+            store=old.store if keep else None,
+            agree=self._context.agreements(order.placed),
+        )
+        self._exchange.serve(host.store)
+        for name, placed in order.placed.items():
+            if name not in workers:
+                self._begin(order.number, name)
+                workers[name] = self._loaded(placed, order, host)
+                state_bytes[name] = workers[name].state_bytes()
+                if self.limited:
+                    workers[name].offload()
+        return host
+
+    def _loaded(self, placed: Placed, order: Load, host: LaneHost) -> Worker:
+        worker: Worker = pickle.loads(placed.worker)
+        worker.load(self._context.place(placed, order.version))
+        if placed.state is not None:
+            files = self._fetched(placed.state, host, order.deadline_seconds)
+            write_files(files["files"][0], worker)
+        return worker
+
+    def _fetched(self, fetch: Fetch, host: LaneHost, seconds: float) -> Batch:
+        if fetch.lane == self._context.lane:
+            return host.store.gather("", fetch.step, [(fetch.producer, fetch.items)])
+        return self._exchange.bring("", fetch, seconds)
+
+
+def save(order: Save, host: LaneHost) -> None:
+    """Keep what a worker saves; its other lanes may have to take part."""
+    files = files_of(host.workers[order.worker])
+    host.store.put("", STATES, order.producer, Batch({"files": [files]}))
+
+
+def close_workers(host: LaneHost, keep: Collection[str] = ()) -> LaneHost:
+    """Close the workers of a host, but for some; a host of these.
+
+    Raises:
+        Exception: the first that a worker raised; all have been closed by then.
+    """
+    kept = {name: one for name, one in host.workers.items() if name in keep}
+    others = [one for name, one in host.workers.items() if name not in keep]
+    host.workers = kept
+    errors: list[BaseException] = []
+    for worker in others:
+        try:
+            worker.close()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return LaneHost(host.lane, {}, kept, store=host.store)

@@ -1,0 +1,40 @@
+"""Events that come twice, late, in any order, from lanes that are lost: thousands of schedules.
+
+Each schedule is drawn from a seed. What must hold stands in `chaos.py`: every item is done exactly
+once, every payload is read from a lane that holds it, and the step ends with all of its output.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.engine.chaos import Toy, Wishes, without_memory
+from tests.engine.random_cases import Case, cases
+
+ordinary = settings(
+    deadline=None, suppress_health_check=tuple(HealthCheck), report_multiple_bugs=False
+)
+
+
+@given(cases(), st.integers(0, 2**32))
+@settings(ordinary, max_examples=300)
+def test_events_in_any_order_twice_and_late_change_nothing(case: Case, seed: int) -> None:
+    wishes = Wishes(twice=0.4, late=0.1)
+    assert Toy(without_memory(case), wishes, seed).run() is None
+
+
+@given(cases(), st.integers(0, 2**32))
+@settings(ordinary, max_examples=300)
+def test_a_step_ends_right_although_lanes_are_lost(case: Case, seed: int) -> None:
+    wishes = Wishes(twice=0.2, late=0.1, lose=0.03)
+    Toy(without_memory(case), wishes, seed).run()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@given(cases(max_calls=9, max_steps=4), st.integers(0, 2**32), st.sampled_from([0.0, 0.01, 0.1]))
+@settings(ordinary, max_examples=5_000)
+def test_many_schedules_end_right(case: Case, seed: int, lose: float) -> None:
+    Toy(without_memory(case), Wishes(twice=0.3, late=0.1, lose=lose), seed).run()
