@@ -7,7 +7,8 @@ it was predicted, and what the control plane costs; not how fast any model train
 
 On each number of lanes each step of `emulated_steps.py` runs under every fixed mode, under the plan
 that `auto` chooses, and under further plans by hand and at random (`emulated_plans.py`). What is
-predicted is a step of the lengths that are measured; the planner chooses by other ones. Seconds are
+predicted is a step of the lengths that are measured; the planner chooses by other ones. What calls
+cost beside their stages is learned from two collocated steps, as a run learns it. Seconds are
 from the end of one step to the end of the next. The control plane's seconds are CPU seconds of the
 launcher's thread, which carries engine, lines and hand-over of results. What the processes of the
 lanes take beside waiting is told too: it is the emulation's own price, and where it comes near to
@@ -22,19 +23,21 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 from emulated_plans import at_random, by_hand
-from emulated_steps import SEED, STEPS, Step
+from emulated_steps import SEED, STEPS, Step, lanes_of
 from harness import CACHE, Target, arguments, conclude, table
 
 from m2flow.engine.plan import Plan
 from m2flow.errors import UserError
 from m2flow.plan import build_plan
 from m2flow.plan.choose import choose, sized
+from m2flow.plan.profile.evidence import Evidence
+from m2flow.plan.profile.learning import fitted
 from m2flow.plan.simulate import simulate
 from m2flow.runtime.driver.launch import launch
 from m2flow.runtime.driver.pool import LanePool
@@ -44,8 +47,14 @@ AUTO = "auto"
 PROCESSES = 2
 """That share the lanes."""
 
+PROFILED = 1000
+"""The first step of those that overheads are learned from."""
+
 MEASURED = 2
 """Steps of a plan that count, after one that does not."""
+
+FASTER = 3.0
+"""In the short version everything takes so many times less."""
 
 OTHERS = 12
 """Plans by hand and at random beside the modes, at least."""
@@ -93,7 +102,7 @@ def main() -> None:
     for count in map(int, options.lanes.split(",")):
         with _pool(count) as pool:
             for name in options.steps.split(","):
-                step = STEPS[name](count)
+                step = STEPS[name](count, FASTER if options.quick else 1.0)
                 key = f"{name} on {count}"
                 results[key] = _compared(step, pool, options)
                 _report(key, step, results[key])
@@ -104,7 +113,7 @@ def _options() -> argparse.Namespace:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--lanes", help="how many, several by commas")
     parser.add_argument("--steps", help="some of them, by name")
-    parser.add_argument("--plans", help="only plans with one of these names, besides the modes")
+    parser.add_argument("--plans", help="only these beside the modes; names are parted by ;")
     options = parser.parse_args()
     options.lanes = options.lanes or ("16" if options.quick else "16,64,128")
     options.steps = options.steps or ("ppo_7b" if options.quick else ",".join(STEPS))
@@ -115,14 +124,14 @@ def _options() -> argparse.Namespace:
 def _pool(count: int) -> Iterator[LanePool]:
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
     try:
-        lanes = STEPS["grpo_7b"](count).lanes
-        with closing(LanePool(lanes, lanes_per_process=-(-count // PROCESSES))) as pool:
+        with closing(LanePool(lanes_of(count), lanes_per_process=-(-count // PROCESSES))) as pool:
             yield pool
     finally:
         ray.shutdown()
 
 
 def _compared(step: Step, pool: LanePool, options: argparse.Namespace) -> dict[str, Record]:
+    step = _with_overheads(step, pool)
     records = {}
     for name, plan in _plans(step, options).items():
         plan = sized(plan, step.graph, step.profile, step.items)
@@ -130,6 +139,26 @@ def _compared(step: Step, pool: LanePool, options: argparse.Namespace) -> dict[s
         _measure(step, record, pool, 1 if options.quick else MEASURED)
         print(f"  {name}: {record.predicted:.2f} s predicted, {record.mean:.2f} s", flush=True)
     return records
+
+
+def _with_overheads(step: Step, pool: LanePool) -> Step:
+    """The step with a profile that knows what a call costs beside its stage on these lanes."""
+    plan = build_plan(FIXED[0], step.graph, step.lanes, step.items)
+    evidence = Evidence(step.graph)
+    with launch(step.make_flow(), items_per_step=step.items, plan=plan, lanes=pool) as run:
+        evidence.add(plan, run.steps(step.batch(PROFILED + n) for n in range(2)), warm=False)
+    learned = fitted(evidence, step.profile)
+    profile = replace(
+        step.profile,
+        dispatch=learned.dispatch,
+        event_overhead=learned.event_overhead,
+        item_overhead=learned.item_overhead,
+        links=learned.links,
+    )
+    costs = (profile.dispatch, profile.event_overhead, profile.item_overhead)
+    print(f"{step.name} on {len(step.lanes)}: beside a call {1e3 * costs[0]:.2f} ms, of an event "
+          f"{1e6 * costs[1]:.0f} us, of an item {1e6 * costs[2]:.1f} us", flush=True)  # fmt: skip
+    return replace(step, profile=profile)
 
 
 def _plans(step: Step, options: argparse.Namespace) -> dict[str, Plan]:
@@ -150,7 +179,7 @@ def _plans(step: Step, options: argparse.Namespace) -> dict[str, Plan]:
     missing = max(RANDOM, OTHERS - len(others))
     others |= at_random(graph, step.lanes, step.items, missing)
     if options.plans is not None:
-        others = {name: plan for name, plan in others.items() if name in options.plans.split(",")}
+        others = {name: plan for name, plan in others.items() if name in options.plans.split(";")}
     elif options.quick:
         others = dict(list(others.items())[:2])
     return plans | others

@@ -137,8 +137,9 @@ class EmulatedGrpo(Flow):
         self.learner.publish(self.generator, self.scorer)
 
 
-def grpo(count: int, scale: float = 100.0) -> Step:
+def grpo(count: int, faster: float) -> Step:
     """32 emulated answers a lane, in groups of 8."""
+    scale = 100.0 * faster
     group, limit = 32 // FOLD, 64 // FOLD
     folded = Price(ROUND.call, ROUND.each * FOLD)
     round_price, passing, training = _scaled(
@@ -194,8 +195,9 @@ class EmulatedPpo(Flow):
         self.critic.publish(self.valuer)
 
 
-def ppo(count: int, scale: float = 15.0) -> Step:
+def ppo(count: int, faster: float) -> Step:
     """Eight answers a lane."""
+    scale = 15.0 * faster
     lengths, limit = LENGTHS.cut(12_288 - 512), 64
     round_price, passing, training = _scaled(
         scale, ROUND, Price(0.3, PASS_PER_TOKEN), Price(0.5, TRAIN_PER_TOKEN)
@@ -254,8 +256,9 @@ class EmulatedEpisodes(Flow):
         self.trainer.publish(self.policy)
 
 
-def openvla(count: int, scale: float = 40.0) -> Step:
+def openvla(count: int, faster: float) -> Step:
     """Eight emulated environments a lane."""
+    scale = 40.0 * faster
     simulating, acting, training = _scaled(
         scale,
         Price(FOLD * 0.775, FOLD * 0.002 * FOLD),
@@ -385,4 +388,9 @@ def _profile(
     return Profile(stages, workers, publish)
 
 
-STEPS: dict[str, Callable[[int], Step]] = {"grpo_7b": grpo, "ppo_7b": ppo, "openvla": openvla}
+STEPS: dict[str, Callable[[int, float], Step]] = {
+    "grpo_7b": grpo,
+    "ppo_7b": ppo,
+    "openvla": openvla,
+}
+"""By name: makes the step for a number of lanes, so many times as fast as its scale says."""

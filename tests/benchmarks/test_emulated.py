@@ -55,7 +55,7 @@ def test_what_comes_while_a_round_runs_is_taken_in_after_it() -> None:
 @pytest.mark.parametrize("name", STEPS)
 def test_plans_beside_the_modes_are_valid_and_enough(steps: Any, name: str) -> None:
     plans, emulated = importlib.import_module("emulated_plans"), importlib.import_module("emulated")
-    step = steps[name](16)
+    step = steps[name](16, 1.0)
     found = plans.by_hand(step.graph, step.lanes, step.items)
     missing = max(emulated.RANDOM, emulated.OTHERS - len(found))
     found |= plans.at_random(step.graph, step.lanes, step.items, missing)
@@ -66,7 +66,7 @@ def test_plans_beside_the_modes_are_valid_and_enough(steps: Any, name: str) -> N
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_profile_knows_every_stage_and_worker(steps: Any, name: str) -> None:
-    step = steps[name](16)
+    step = steps[name](16, 1.0)
     assert {node.name for node in step.graph.nodes} == set(step.profile.stages)
     assert set(step.profile.workers) <= set(step.graph.workers)
     assert len(step.batch(0)) == step.items
