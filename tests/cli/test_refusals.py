@@ -162,7 +162,7 @@ def test_a_plan_file_that_is_none(tiny: Path, refused: Refused) -> None:
     assert "text.json" in line
     assert "not JSON" in line
     Path("list.json").write_text("[]")
-    assert "must be a table" in refused("plan", tiny, "--plan", "list.json")
+    assert "expected an object" in refused("plan", tiny, "--plan", "list.json")
 
 
 def test_a_plan_of_a_larger_machine(tiny: Path, m2flow: M2flow, refused: Refused) -> None:

@@ -13,6 +13,7 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan import build_plan, isolated_workers, read_plan, validate
 from m2flow.plan.choose import check_fits, choose
+from m2flow.plan.choose.judge import shape
 from m2flow.plan.prediction import Candidate, Decision
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.analytic import analytic_profile
@@ -198,7 +199,7 @@ def _of_plan(decision: Decision, plan: Plan) -> Decision:
     """The decision for a plan that was judged beside the others."""
     every = (decision.chosen, *decision.others)
     for one in every:
-        if replace(one.plan, predicted_seconds=plan.predicted_seconds) == plan:
+        if shape(one.plan) == shape(plan):
             return _with_choice(decision, one)
     raise UserError("the profile has no price for this plan", key="--plan")
 

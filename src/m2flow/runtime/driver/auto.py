@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from m2flow.engine.plan import LaneSpec
-from m2flow.flow.worker import Layout
 from m2flow.plan.profile import Profile
-from m2flow.runtime.driver.methods import STEP, Methods
-
-if TYPE_CHECKING:
-    from m2flow.runtime.driver.pilot import Pilot
 
 GUESS = "collocated"
 """Mode of the first steps where nothing is known: it needs no knowledge, and it shows every stage
@@ -41,25 +34,6 @@ class Auto:
     num_steps: int | None = None
     deadline_seconds: float | None = None
     keep: Callable[[Profile], object] = nowhere
-
-    def pilot(
-        self, methods: Methods, lanes: Sequence[LaneSpec], layouts: Mapping[str, Layout]
-    ) -> Pilot:
-        """Return the pilot of a run on these lanes, with the plan to begin with."""
-        from m2flow.runtime.driver.pilot import Pilot
-
-        return Pilot(
-            methods.graphs[STEP],
-            lanes,
-            methods.num_items[STEP],
-            known=self.profile,
-            max_staleness=self.max_staleness,
-            isolated=methods.isolated,
-            layouts=layouts,
-            num_steps=self.num_steps,
-            deadline_seconds=self.deadline_seconds,
-            keep=self.keep,
-        )
 
 
 AUTO = Auto()

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from m2flow.engine.plan import LaneSpec
 
@@ -16,12 +17,17 @@ from m2flow.engine.plan import LaneSpec
 def require_token() -> None:
     """Have the clusters that this process starts refuse whoever does not know a secret.
 
-    What the user has set counts. The secret stays the same as long as the process lives, because
-    Ray reads it once.
+    What the user has set counts. The secret stays the same as long as the process lives. Ray reads
+    the mode and the secret once, when it is imported or first used, so it is told to read again.
     """
+    import ray._raylet
+
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    raylet: Any = ray._raylet  # what Ray's own tests use; there is no public way
+    raylet.Config.initialize("")
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 class Cluster:

@@ -18,7 +18,7 @@ from m2flow.flow.flow import Flow
 from m2flow.flow.worker import Layout
 from m2flow.plan import build_plan, parse_lanes, with_memory
 from m2flow.runtime.driver.auto import AUTO, GUESS, Auto
-from m2flow.runtime.driver.methods import STEP
+from m2flow.runtime.driver.methods import STEP, Methods
 from m2flow.runtime.driver.run import Run
 from m2flow.runtime.driver.starting import (
     LOAD_SECONDS,
@@ -31,6 +31,7 @@ from m2flow.runtime.driver.starting import (
 __all__ = ["Auto", "Run", "launch"]
 
 if TYPE_CHECKING:
+    from m2flow.runtime.driver.pilot import Pilot
     from m2flow.runtime.driver.pool import LanePool
 
 
@@ -86,7 +87,7 @@ def launch(
         free = [lane for lane in specs if lane.reserved_for is None]
         guess = build_plan(GUESS, graphs[STEP], free, items_per_step, methods.isolated, layouts)
         reserved = [lane for lane in specs if lane.reserved_for is not None]
-        pilot = auto.pilot(methods, (*free, *reserved) if reserved else guess.lanes, layouts)
+        pilot = _pilot(auto, methods, (*free, *reserved) if reserved else guess.lanes, layouts)
         plans = methods.planned(pilot.plan)
         with lanes_of(lanes, methods.planned(guess).everything.lanes, methods, flow) as pool:
             return on_lanes(
@@ -100,6 +101,26 @@ def launch(
         return in_this_process(methods, plans, flow, first_step, num_threads)
     with lanes_of(lanes, plans.everything.lanes, methods, flow) as pool:
         return on_lanes(methods, plans, flow, first_step, pool, publish, load_deadline_seconds)
+
+
+def _pilot(
+    auto: Auto, methods: Methods, lanes: Sequence[LaneSpec], layouts: Mapping[str, Layout]
+) -> Pilot:
+    """The pilot of a run on these lanes, with the plan to begin with."""
+    from m2flow.runtime.driver.pilot import Pilot  # NumPy comes along
+
+    return Pilot(
+        methods.graphs[STEP],
+        lanes,
+        methods.num_items[STEP],
+        known=auto.profile,
+        max_staleness=auto.max_staleness,
+        isolated=methods.isolated,
+        layouts=layouts,
+        num_steps=auto.num_steps,
+        deadline_seconds=auto.deadline_seconds,
+        keep=auto.keep,
+    )
 
 
 def _specs(
