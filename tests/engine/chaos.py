@@ -180,6 +180,7 @@ class Toy:
         return any(
             isinstance(call.command, RunFinish)
             and (call.command.node, call.step) == (fold.node, fold.step)
+            and not call.withdrawn
             and len(call.running) < len(call.command.lanes)
             for call in self.engine.calls.values()
         )
@@ -215,7 +216,7 @@ class Toy:
         """A lane takes up an order, or goes on with its streaming call."""
         if toy.orders and (toy.stream is None or self.dice.random() < 0.5):
             self.take_up(lane, toy, toy.orders.popleft())
-        elif toy.stream is not None and self.gang_is_there(toy.stream):
+        elif toy.stream is not None and self.gang_is_there(toy, toy.stream):
             call = toy.stream
             if toy.owed:
                 self.hand_on(lane, toy, call)
@@ -223,8 +224,14 @@ class Toy:
                 toy.stream = None
                 toy.said.append(CallFinished(call.call, lane, toy.epoch))
 
-    def gang_is_there(self, call: RunCall) -> bool:
-        """Whether all lanes of a streaming call have taken up what came; they agree on it."""
+    def gang_is_there(self, toy: ToyLane, call: RunCall) -> bool:
+        """Whether all lanes of a streaming call have taken up what came; they agree on it.
+
+        They end together, too: the first one first.
+        """
+        first = self.lanes[call.lanes[0]]
+        if first is not toy and (not first.up or first.stream is call):
+            return False
         return not any(
             getattr(order, "call", None) == call.call
             for lane in call.lanes

@@ -339,17 +339,18 @@ class Healer:
                 assert isinstance(ledger, LoopLedger)
                 if ledger.reopen_loop():
                     state.node_reopened(node)
+        made_by = book.came_from.pop(item, None)
+        book.turns.pop(item, None)
+        if made_by is not None and state.directory.holds(made_by, item):
+            engine.release(state, made_by, [item])
         for node in members:
             ledger = state.ledgers[node.index]
             assert isinstance(ledger, LoopLedger)
             if ledger.status(item) == LEASED:
                 self._drop(state, node, item)
             ledger.take_out(item)
+            state.directory.forget(node.index, item)
             state.homes[node.worker].pop((node.fanout, item), None)
-        made_by = book.came_from.pop(item, None)
-        book.turns.pop(item, None)
-        if made_by is not None and state.directory.holds(made_by, item):
-            engine.release(state, made_by, [item])
         first = state.ledgers[members[0].index]
         assert isinstance(first, LoopLedger)
         for reader in state.readers(members[-1].index):
