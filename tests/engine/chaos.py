@@ -121,22 +121,26 @@ class Toy:
         toy = self.lanes[lane]
         if not toy.up:
             if toy.said:
-                return self.tell(toy.said.popleft())
+                return self.hear(toy.said.popleft())
             toy.up = True
             toy.epoch += 1
             again = LaneRestarted(lane, toy.epoch)
             return self.tell(*[again] * self.dice.choice((1, 2)))
         if toy.said and self.dice.random() < 0.5:
             event = toy.said.popleft()
-            if isinstance(event, CallFailed):  # a driver looks for lanes that are lost first
-                for other in self.lanes.values():
-                    while not other.up and other.said:
-                        if (reason := self.tell(other.said.popleft())) is not None:
-                            return reason
             self.old.append(event)
-            return self.tell(*[event] * (2 if self.dice.random() < self.wishes.twice else 1))
+            return self.hear(event)
         self.work(lane, toy)
         return None
+
+    def hear(self, event: Event) -> str | None:
+        """Tell the engine what a lane has said, once or twice."""
+        if isinstance(event, CallFailed):  # a driver looks for lanes that are lost first
+            for lane, other in self.lanes.items():
+                while not other.up and other.said and lane != event.lane:
+                    if (reason := self.hear(other.said.popleft())) is not None:
+                        return reason
+        return self.tell(*[event] * (2 if self.dice.random() < self.wishes.twice else 1))
 
     def lose(self, lane: int) -> str | None:
         """A process ends; what it has said before is heard first, and then its end."""
@@ -171,6 +175,16 @@ class Toy:
                     self.order_all(command.lanes, command)
         return None
 
+    def is_committed(self, fold: RunCall) -> bool:
+        """Whether a lane has ended its part of the `finish` that a call's items are part of."""
+        return any(
+            isinstance(call.command, RunFinish)
+            and (call.command.node, call.step) == (fold.node, fold.step)
+            and not call.withdrawn
+            and len(call.running) < len(call.command.lanes)
+            for call in self.engine.calls.values()
+        )
+
     def order_all(self, lanes: tuple[int, ...], command: Command) -> None:
         for lane in lanes:
             self.order(lane, command)
@@ -189,7 +203,9 @@ class Toy:
             return
         for fold in self.folds:
             state = self.engine.steps.get(fold.call.step)
-            if state is not None and event.lane in fold.call.lanes:
+            if state is None or self.is_committed(fold.call):
+                continue
+            if event.lane in fold.call.lanes:
                 ledger = state.ledgers[fold.call.node]
                 size = ledger.num_items // ledger.node.minibatches
                 fold.items = [i for i in fold.items if i // size < ledger.window]
@@ -200,7 +216,7 @@ class Toy:
         """A lane takes up an order, or goes on with its streaming call."""
         if toy.orders and (toy.stream is None or self.dice.random() < 0.5):
             self.take_up(lane, toy, toy.orders.popleft())
-        elif toy.stream is not None and self.gang_is_there(toy.stream):
+        elif toy.stream is not None and self.gang_is_there(toy, toy.stream):
             call = toy.stream
             if toy.owed:
                 self.hand_on(lane, toy, call)
@@ -208,8 +224,14 @@ class Toy:
                 toy.stream = None
                 toy.said.append(CallFinished(call.call, lane, toy.epoch))
 
-    def gang_is_there(self, call: RunCall) -> bool:
-        """Whether all lanes of a streaming call have taken up what came; they agree on it."""
+    def gang_is_there(self, toy: ToyLane, call: RunCall) -> bool:
+        """Whether all lanes of a streaming call have taken up what came; they agree on it.
+
+        They end together, too: the first one first.
+        """
+        first = self.lanes[call.lanes[0]]
+        if first is not toy and (not first.up or first.stream is call):
+            return False
         return not any(
             getattr(order, "call", None) == call.call
             for lane in call.lanes
@@ -230,13 +252,13 @@ class Toy:
                     try:
                         items = self.read(lane, toy, order, order.inputs)
                     except Missing as error:
-                        toy.stream = None
+                        toy.stream, toy.owed = None, []
                         toy.said.append(CallFailed(order.call, lane, error, toy.epoch))
                         return
                     self.owe(toy, self.graph.nodes[order.node], items)
             case AbortCall(call=call):
                 if toy.stream is not None and toy.stream.call == call:
-                    toy.stream = None
+                    toy.stream, toy.owed = None, []
                 toy.said.append(CallAborted(call, lane, toy.epoch))
             case RunFinish():
                 self.finish(lane, toy, order)

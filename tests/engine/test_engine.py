@@ -373,7 +373,7 @@ def test_what_cannot_be_made_again_stops_the_run() -> None:
     fold = only(RunCall, engine.handle(StepSubmitted(0, 4)))
     finish(engine, only(RunFinish, finish(engine, fold)))
     (message, *_) = lines_of(engine.handle(LaneLost(0, "gone")))
-    assert message == "items of a.train are gone and cannot be made again: its mini-batch is over"
+    assert message == "items of a.train are gone and cannot be made again: they have been folded in"
 
 
 # --- streaming calls ----------------------------------------------------------------------------

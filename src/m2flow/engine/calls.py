@@ -23,6 +23,10 @@ class Call:
             come, as a bit set.
         epochs: lanes on which it runs or from which it reads, and their epochs at that time; noted
             by an engine that heals.
+        disturbed: units of the stage are done again, or items of a loop begin anew, that it works
+            on: it is fed no more, lest it get a unit twice, and may fail.
+        void: outputs of the stage that the call's lanes were told to let go of while it ran: if it
+            makes them again, nobody knows whether they are still there.
         withdrawn: its items are no longer its own; its lanes are still to answer.
     """
 
@@ -33,6 +37,8 @@ class Call:
     units: list[int] = field(default_factory=list)
     left: dict[int, int] = field(default_factory=dict)
     epochs: dict[int, int] = field(default_factory=dict)
+    disturbed: bool = False
+    void: set[int] = field(default_factory=set)
     withdrawn: bool = False
 
     def take(self, units: Sequence[int], expands: int) -> None:

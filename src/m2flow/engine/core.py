@@ -12,7 +12,7 @@ or comes from an earlier process of a lane or from a call that has ended, change
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from m2flow.engine.account import call_name, unjudged, who_waits
 from m2flow.engine.calls import Call
@@ -195,12 +195,12 @@ class Engine:
             engine.heard_of(call)
             engine.may_have_room(call, node)
             new, done = call.hand_on(event.items, node.expands)
-            self._put(state, node, event, new)
+            self._put(state, node, event, _without(new, call.void))
             self._units_done(state, node, done, command.lanes)
             self._close_window(state, node)
             engine.wake(call.step, node.index)
         elif node.loop is None:
-            self._put(state, node, event, event.items)
+            self._put(state, node, event, _without(event.items, call.void))
         else:
             items, _ = call.hand_on(event.items, 1)
             if command.fused:
@@ -216,8 +216,8 @@ class Engine:
         """Items of a stage outside of loops are there: those that were not before arrive."""
         index = node.index
         new = state.directory.add(index, items, event.lane)
-        if len(new) < len(items):  # made again together with others of their unit, or told twice
-            self._state.discard(state, index, items, event.lane)
+        if len(new) < len(event.items):  # made again beside others of their unit, or told twice
+            self._state.discard(state, index, event.items, event.lane)
         lengths = _of_items(event, new) if event.lengths else ()
         self._arrive(state, index, new, self._state.readers[index], lengths)
 
@@ -469,6 +469,10 @@ class Engine:
         self._state.failed = True
         account = who_waits(self.graph, self.calls.values(), self.steps.values())
         self._state.out.append(FailRun("\n".join([message, *account]), cause))
+
+
+def _without(items: Sequence[int], others: Collection[int]) -> Sequence[int]:
+    return [item for item in items if item not in others] if others else items
 
 
 def _of_items(event: ItemsProduced, items: Sequence[int]) -> list[float]:

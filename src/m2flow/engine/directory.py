@@ -32,7 +32,7 @@ class Directory:
         num_items: source items of the step.
     """
 
-    __slots__ = ("_copies", "_homes")
+    __slots__ = ("_again", "_copies", "_homes")
 
     def __init__(self, graph: FlowGraph, num_items: int) -> None:
         self._homes = [
@@ -40,6 +40,7 @@ class Directory:
             for node in graph.nodes
         ]
         self._homes.append(array("i", [LAUNCHER]) * num_items)  # at index SOURCE
+        self._again: set[tuple[int, int]] = set()
         self._copies: list[dict[int, tuple[int, ...]]] = [{} for _ in self._homes]
         assert SOURCE == -1
 
@@ -83,6 +84,8 @@ class Directory:
         """Lanes have read items, and hold copies of those that they have not made."""
         homes, copies = self._homes[producer], self._copies[producer]
         for item in items:
+            if self._again and (producer, item) in self._again:
+                continue
             new = [x for x in lanes if x != homes[item] and x not in copies.get(item, ())]
             if new:
                 copies[item] = (*copies.get(item, ()), *new)
@@ -153,6 +156,10 @@ class Directory:
         return gone
 
     def forget(self, producer: int, item: int) -> None:
-        """An item that no lane holds is to be made again."""
-        assert not self.holds(producer, item)
-        self._homes[producer][item] = NOT_MADE
+        """An item that no lane holds is to be made again.
+
+        From then on no copies of it are entered: who has read it may have read what was lost.
+        """
+        self._again.add((producer, item))
+        if not self.holds(producer, item):
+            self._homes[producer][item] = NOT_MADE

@@ -78,9 +78,9 @@ class Healer:
             engine.free(lane)
 
     def explains(self, call: Call) -> bool:
-        """Whether a call may have failed because a lane on which it depends was lost."""
+        """Whether a call may have failed because of a lane that was lost."""
         engine = self._engine
-        return any(
+        return call.disturbed or any(
             lane in engine.lost or engine.epochs.get(lane, 0) != epoch
             for lane, epoch in call.epochs.items()
         )
@@ -200,15 +200,25 @@ class Healer:
         if ledger.status(unit) == DONE:
             self._do_again(state, node, [unit])
 
-    def _do_again(self, state: StepState, node: StageNode, units: Sequence[int]) -> None:
-        """Units that are done are pending again, and wait for inputs that no lane holds."""
+    def _do_again(
+        self, state: StepState, node: StageNode, units: Sequence[int], *, unfolded: bool = False
+    ) -> None:
+        """Units that are done are pending again, and wait for inputs that no lane holds.
+
+        Args:
+            unfolded: what an accumulating stage has folded in of them is gone.
+        """
         ledger = state.ledgers[node.index]
         self._check_state(state, node)
+        if node.accumulates and not unfolded:
+            raise self._unsavable(node, "they have been folded in")
         for unit in units:
-            if not ledger.can_reopen(unit) or self._finishes(state, node):
-                raise self._unsavable(node, "its mini-batch is over")
             if ledger.reopen(unit):
                 state.node_reopened(node)
+        for call in self._engine.calls.values() if node.streaming else ():
+            if isinstance(call.command, RunCall) and call.command.node == node.index:
+                call.disturbed = True
+                self._engine.takes_no_more(call)
         self._wait_for_inputs(state, node, units)
         self._engine.wake(state.step, node.index)
 
@@ -252,7 +262,7 @@ class Healer:
             lost = {replica for replica, gang in enumerate(gangs) if lane in gang}
             units = state.ledgers[node.index].folded_by(lost)
             if units:
-                self._do_again(state, node, units)
+                self._do_again(state, node, units, unfolded=True)
 
     # --- sticky items -------------------------------------------------------------------------
 
@@ -329,17 +339,18 @@ class Healer:
                 assert isinstance(ledger, LoopLedger)
                 if ledger.reopen_loop():
                     state.node_reopened(node)
+        made_by = book.came_from.pop(item, None)
+        book.turns.pop(item, None)
+        if made_by is not None and state.directory.holds(made_by, item):
+            engine.release(state, made_by, [item])
         for node in members:
             ledger = state.ledgers[node.index]
             assert isinstance(ledger, LoopLedger)
             if ledger.status(item) == LEASED:
                 self._drop(state, node, item)
             ledger.take_out(item)
+            state.directory.forget(node.index, item)
             state.homes[node.worker].pop((node.fanout, item), None)
-        made_by = book.came_from.pop(item, None)
-        book.turns.pop(item, None)
-        if made_by is not None and state.directory.holds(made_by, item):
-            engine.release(state, made_by, [item])
         first = state.ledgers[members[0].index]
         assert isinstance(first, LoopLedger)
         for reader in state.readers(members[-1].index):
@@ -362,3 +373,4 @@ class Healer:
                 and item in call.left
             ):
                 del call.left[item]
+                call.disturbed = True

@@ -266,10 +266,6 @@ class StageLedger:
             for queue in queues.values():
                 queue.remove(units)
 
-    def can_reopen(self, unit: int) -> bool:
-        """Whether nothing has been done yet with what a window has folded in."""
-        return not self.node.accumulates or unit // self._window_units == self.window
-
     def reopen(self, unit: int) -> bool:
         """A unit that was done is to be done again, from the inputs that are there still.
 
@@ -277,7 +273,6 @@ class StageLedger:
             Whether the stage was complete.
         """
         assert self._status[unit] == DONE
-        assert self.can_reopen(unit)
         was_complete = self.complete
         if was_complete:
             self.window, self._window_done = unit // self._window_units, self._window_units

@@ -148,7 +148,7 @@ class EngineState:
     def may_have_room(self, call: Call, node: StageNode) -> None:
         """A streaming call may have room for more items, unless a lane of it has ended already."""
         fed = self.stage_plans[node.index].max_running is not None
-        if fed and len(call.running) == len(call.command.lanes):
+        if fed and not call.disturbed and len(call.running) == len(call.command.lanes):
             self.hungry.setdefault((call.step, node.index), {})[call.command.call] = call
 
     def takes_no_more(self, call: Call) -> None:
@@ -183,14 +183,23 @@ class EngineState:
             if but or self.lost:
                 lanes = tuple(x for x in lanes if x not in but and x not in self.lost)
             if lanes:
-                self.out.append(ReleaseItems(state.step, producer, tuple(some), lanes))
+                self._let_go(state, producer, some, lanes)
+
+    def _let_go(
+        self, state: StepState, producer: int, items: Sequence[int], lanes: tuple[int, ...]
+    ) -> None:
+        self.out.append(ReleaseItems(state.step, producer, tuple(items), lanes))
+        for call in self.calls.values() if self.heals else ():
+            made_by = call.command.node if isinstance(call.command, RunCall) else SOURCE
+            if (made_by, call.step) == (producer, state.step) and set(lanes) & call.running:
+                call.void.update(items)
 
     def discard(self, state: StepState, producer: int, items: Sequence[int], lane: int) -> None:
         """A lane has made items in vain: have it let them go where it is not to hold them."""
         there = state.directory
         some = tuple(item for item in items if not there.is_at(producer, item, lane))
         if some:
-            self.out.append(ReleaseItems(state.step, producer, some, (lane,)))
+            self._let_go(state, producer, some, (lane,))
 
 
 def _members_of_call(
