@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class LaneSpec:
     reserved_for: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Placement:
     """Where a worker stands.
 
@@ -54,7 +55,7 @@ class Placement:
     working_bytes: int = 0
     layout: str = "one"
 
-    @property
+    @cached_property
     def lanes(self) -> tuple[int, ...]:
         """Every lane that holds the worker, in order of rank."""
         return tuple(dict.fromkeys(lane for gang in self.replicas for lane in gang))

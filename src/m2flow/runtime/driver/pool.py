@@ -71,6 +71,10 @@ ROOM_SECONDS = 3.0
 """Longest that the cluster may take to know that the lanes of an earlier run have ended."""
 
 
+CHECK_SECONDS = 0.5
+"""How often the lines are asked which lanes have said nothing for long."""
+
+
 class LanePool:
     """Lanes that are up, and the lines to them.
 
@@ -118,6 +122,7 @@ class LanePool:
         self._serving: dict[int, Any] = {}
         self._inbox: deque[tuple[int, FromLane]] = deque()
         self._next_number = 0
+        self._checked = time.monotonic()
         self.spoiled: str | None = None
         self.unsettled: dict[int, int] = {}
         self._woken, self._waker = socket.socketpair()
@@ -272,6 +277,10 @@ class LanePool:
     def _ended_in_silence(self) -> list[tuple[int, FromLane]]:
         """Ask Ray about lanes that have said nothing for long; those that have ended."""
         ended: list[tuple[int, FromLane]] = []
+        now = time.monotonic()
+        if now - self._checked < CHECK_SECONDS:
+            return ended
+        self._checked = now
         for lane, line in list(self._lines.items()):
             try:
                 line.check()
