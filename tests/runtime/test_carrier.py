@@ -36,7 +36,7 @@ def pool_of(*lanes: int) -> tuple[Any, dict[int, Line]]:
     pool._inbox, pool._lines, pool._selector = deque(), {}, selectors.DefaultSelector()
     pool._woken, pool._waker = socket.socketpair()
     pool._selector.register(pool._woken, selectors.EVENT_READ, None)
-    pool.spoiled, pool._known_end = None, lambda lane, seconds=0.0: None
+    pool.spoiled, pool._known_end, pool._checked = None, lambda lane, seconds=0.0: None, 0.0
     ends = {}
     for lane in lanes:
         here, there = socket.socketpair()

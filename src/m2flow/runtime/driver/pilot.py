@@ -14,24 +14,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from m2flow.engine.plan import LaneSpec, Plan
+from m2flow.engine.plan import LaneSpec, Plan, StagePlan
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Layout
 from m2flow.plan.builders import DEFAULT_LAYOUTS, build_plan
 from m2flow.plan.choose import Limits, choose
 from m2flow.plan.choose.judge import shape
+from m2flow.plan.chunks import window_units
 from m2flow.plan.prediction import Candidate, Decision
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.evidence import Evidence
 from m2flow.plan.profile.learning import fitted
 from m2flow.plan.race import WON, Entrant, Race
 from m2flow.plan.units import Seconds
-from m2flow.plan.watching import Measured, Watch, pays
+from m2flow.plan.watching import TOLERANCE, Measured, Watch, pays
 from m2flow.runtime.driver.auto import GUESS, nowhere
 from m2flow.runtime.driver.runner import StepResult
-
-LEARNING_STEPS = 3
-"""Steps under a guess before plans are chosen by what they took. The first one warms up."""
 
 LEARNED_ERROR, KNOWN_ERROR = 0.10, 0.03
 """Relative error of predictions from a few steps, and from a stored profile."""
@@ -117,7 +115,8 @@ class Pilot:
         self._num_steps, self._deadline, self._keep = num_steps, deadline_seconds, keep
         self._evidence = Evidence(graph)
         self._uncounted, self._seconds = 1, list[float]()
-        self._done, self._since, self._last_end = 0, 0, 0.0
+        self._done, self._since, self._finer = 0, 0, False
+        self._tried: list[tuple[Plan, list[float]]] = []
         self.profile = known
         self.decision: Decision | None = None
         self.race: Race | None = None
@@ -139,6 +138,8 @@ class Pilot:
             self._uncounted -= 1
             return
         self._seconds.append(result.seconds)
+        if self.race is None:
+            self._note_trial(result.seconds)
         if self.race is not None and not self.race.over:
             self.race.note(result.seconds)
         elif self.watch is not None:
@@ -151,10 +152,13 @@ class Pilot:
             return self.race.over or self.race.current.plan is not self.plan
         if self.watch is not None:
             return self.watch.drift() is not None
-        return self._since >= (LEARNING_STEPS if self.decision is None else 1)
+        return bool(self._tried)
 
     def next_plan(self, run: Movers) -> Plan:
         """The plan of the next step. To be asked when `wants_to_look`."""
+        if self.race is None and not self._finer and not self._as_known():
+            self._finer = True
+            return finer(self.plan, self._graph, self._num_items)
         if self.race is None:
             self._begin_race(run, LEARNED_ERROR if self.decision is None else KNOWN_ERROR)
         elif self.watch is not None:
@@ -166,10 +170,9 @@ class Pilot:
 
     def gone_over(self, plan: Plan, moved: tuple[str, ...], pause: float) -> Change:
         """Note that the run has gone over to a plan."""
-        entrant = self._entrant(plan)
         was = Seconds(statistics.median(self._seconds[-5:]) if self._seconds else 0.0)
         why = "won" if self.watch is not None else "race"
-        becomes = Seconds(entrant.seconds)
+        becomes = was if self.race is None else Seconds(self._entrant(plan).seconds)
         change = Change(self._done, why, was, becomes, moved, Seconds(pause))
         self.changes.append(change)
         self.plan, self._since = plan, 0
@@ -210,6 +213,13 @@ class Pilot:
             effort=EFFORT,
         )
 
+    def _as_known(self) -> bool:
+        """Whether the first steps took what the known profile says."""
+        predicted = self.plan.predicted_seconds
+        if predicted is None:
+            return False
+        return abs(self._seconds[-1] / predicted - 1) <= TOLERANCE
+
     def _learn(self) -> Profile:
         profile = fitted(self._evidence, self.profile)
         self._keep(profile)
@@ -217,18 +227,15 @@ class Pilot:
 
     def _begin_race(self, run: Movers, error: float) -> None:
         """Choose by what is known by now, and let the plans race that are close to the best."""
-        running = replace(self.plan, predicted_seconds=None)
-        decision = self.decision = self._choose(self._learn(), [running])
-        now = _simulated(decision, running)
-        seen = Seconds(statistics.median(self._seconds)) if self._seconds else None
-        expected = now.prediction.seconds if now else seen or decision.chosen.prediction.seconds
-        entrants = [Entrant(running.mode, self.plan, float(expected))]
-        if seen is not None:
-            entrants[0].measured.append(float(seen))
+        tried = [plan for plan, _ in self._tried]
+        decision = self.decision = self._choose(self._learn(), tried)
+        entrants = [self._entrant_of(decision, *one) for one in self._tried]
+        best = min(entrants, key=lambda one: one.seconds)
+        expected = Seconds(min(best.predicted, best.seconds))
         for one in decision.shortlist(error, ENTRANTS):
-            if shape(one.plan) == shape(running):
+            if any(shape(one.plan) == shape(plan) for plan in tried):
                 continue
-            hopeful = one.prediction.seconds <= HOPEFUL * expected
+            hopeful = one.prediction.seconds <= HOPEFUL * best.predicted
             hoped = Seconds(one.prediction.seconds * (1 - error))
             pause = Seconds(run.pause_seconds(one.plan))
             possible = all(run.movable(worker) for worker in run.movers(one.plan))
@@ -257,8 +264,21 @@ class Pilot:
         assert self.watch is not None
         measured = Seconds(statistics.median(self._seconds[-self.watch.patience :]))
         self.race, self.watch = None, None
-        self._seconds = [float(measured)]
+        self._tried, self._seconds = [(self.plan, [float(measured)])], [float(measured)]
         self._begin_race(run, LEARNED_ERROR)
+
+    def _note_trial(self, seconds: float) -> None:
+        """Keep what a step took under a plan that was run before any race."""
+        if not self._tried or self._tried[-1][0] is not self.plan:
+            self._tried.append((self.plan, []))
+        self._tried[-1][1].append(seconds)
+
+    @staticmethod
+    def _entrant_of(decision: Decision, plan: Plan, seconds: list[float]) -> Entrant:
+        """Return an entrant that has run already."""
+        found = _simulated(decision, plan)
+        predicted = found.prediction.seconds if found else statistics.median(seconds)
+        return Entrant(plan.mode, plan, float(predicted), [statistics.median(seconds)])
 
     def _entrant(self, plan: Plan) -> Entrant:
         assert self.race is not None
@@ -273,7 +293,7 @@ class Pilot:
     @property
     def _steps_left(self) -> int:
         if self._num_steps is None:
-            return max(self._done, LEARNING_STEPS)
+            return max(self._done, 1)
         return self._num_steps - self._done
 
 
@@ -281,3 +301,12 @@ def _simulated(decision: Decision, plan: Plan) -> Candidate | None:
     """What was predicted of a plan; None if it was ruled out."""
     every = (decision.chosen, *decision.others)
     return next((one for one in every if shape(one.plan) == shape(plan)), None)
+
+
+def finer(plan: Plan, graph: FlowGraph, num_items: int) -> Plan:
+    """The plan with calls half as large, of whatever stage takes several units."""
+    stages = dict(plan.stages)
+    for node in graph.nodes:
+        stage, whole = stages.get(node.name, StagePlan()), window_units(node, num_items)
+        stages[node.name] = replace(stage, chunk=max(1, -(-min(stage.chunk or whole, whole) // 2)))
+    return replace(plan, mode=f"{plan.mode} in smaller calls", stages=stages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -121,6 +121,8 @@ class Run:
         if plan is not pilot.plan:
             done = self.replan(plan)
             pilot.gone_over(plan, done.moved, done.seconds)
+        else:  # what is expected of the same plan may have changed
+            self.plan = replace(self.plan, predicted_seconds=plan.predicted_seconds)
 
     def _checked(self, batch: Batch) -> Batch:
         if len(batch) != self._methods.num_items[STEP]:
