@@ -21,6 +21,7 @@ from m2flow.engine.messages import (
     CallFinished,
     Command,
     CompleteStep,
+    DropFolded,
     Event,
     ExportWeights,
     FailRun,
@@ -47,6 +48,7 @@ UNSAVABLE = "cannot be made again"
 class Fold:
     """Items that a call has folded in on one lane, and that are not lost."""
 
+    lane: int
     call: RunCall
     items: list[int]
 
@@ -94,7 +96,6 @@ class Toy:
         self.old: list[Event] = []
         self.num_lost = 0
         self.folds: list[Fold] = []
-        self.withdrawn: set[int] = set()
 
     def run(self) -> str | None:
         submitted = 0
@@ -157,8 +158,8 @@ class Toy:
 
     def tell(self, *events: Event) -> str | None:
         for event in events:
-            if isinstance(event, LaneLost):
-                self.void(event)
+            if isinstance(event, LaneLost) and not self.engine._is_late(event):
+                self.void(event.lane)
         for command in self.engine.handle(Tick(0.0, judge=False), *events):
             match command:
                 case FailRun(message=message):
@@ -168,12 +169,28 @@ class Toy:
                     self.complete(command)
                 case InstallWeights(lanes=(lane,)):
                     self.order(lane, command)
-                case AbortCall(call=call, lanes=lanes):
-                    self.withdrawn.add(call)
-                    self.order_all(lanes, command)
-                case ReleaseItems() | RunCall() | FeedCall() | RunFinish() | ExportWeights():
+                case (
+                    AbortCall()
+                    | DropFolded()
+                    | ReleaseItems()
+                    | RunCall()
+                    | FeedCall()
+                    | RunFinish()
+                    | ExportWeights()
+                ):
                     self.order_all(command.lanes, command)
         return None
+
+    def void(self, lane: int, only: tuple[int, int] | None = None) -> None:
+        """What a lane has folded in since the last mini-batch is gone; of one stage, or of all."""
+        for fold in self.folds:
+            state = self.engine.steps.get(fold.call.step)
+            if state is None or fold.lane != lane or self.is_committed(fold.call):
+                continue
+            if only is None or only == (fold.call.step, fold.call.node):
+                ledger = state.ledgers[fold.call.node]
+                size = ledger.num_items // ledger.node.minibatches
+                fold.items = [i for i in fold.items if i // size < ledger.window]
 
     def is_committed(self, fold: RunCall) -> bool:
         """Whether a lane has ended its part of the `finish` that a call's items are part of."""
@@ -194,21 +211,6 @@ class Toy:
         assert lane not in self.engine._state.lost, "an order for a lost lane"
         if self.lanes[lane].up:
             self.lanes[lane].orders.append(command)
-
-    def void(self, event: LaneLost) -> None:
-        """What a replica has folded in since the last mini-batch is gone with one of its lanes."""
-        if event.epoch != self.engine._state.epochs.get(event.lane, 0):
-            return  # told late
-        if event.lane in self.engine._state.lost:
-            return
-        for fold in self.folds:
-            state = self.engine.steps.get(fold.call.step)
-            if state is None or self.is_committed(fold.call):
-                continue
-            if event.lane in fold.call.lanes:
-                ledger = state.ledgers[fold.call.node]
-                size = ledger.num_items // ledger.node.minibatches
-                fold.items = [i for i in fold.items if i // size < ledger.window]
 
     # --- lanes ------------------------------------------------------------------------------------
 
@@ -247,6 +249,8 @@ class Toy:
                     self.run_call(lane, toy, order)
                 except Missing as error:
                     toy.said.append(CallFailed(order.call, lane, error, toy.epoch))
+            case DropFolded(node=node, step=step):
+                self.void(lane, (step, node))
             case FeedCall():
                 if toy.stream is not None and toy.stream.call == order.call:
                     try:
@@ -296,7 +300,7 @@ class Toy:
         if node.loop is not None:
             leaving = tuple(i for i in outputs if command.fused or self.leaves(node, step, i))
         if node.accumulates:
-            self.folds.append(Fold(command, items))
+            self.folds.append(Fold(lane, command, items))
         size = self.costs.item_bytes(node) * len(outputs)
         if outputs:
             made = ItemsProduced(command.call, lane, tuple(outputs), size, leaving, epoch=toy.epoch)
@@ -343,7 +347,6 @@ class Toy:
                     item
                     for fold in self.folds
                     if (fold.call.step, fold.call.node) == (step, node.index)
-                    if fold.call.call not in self.withdrawn
                     for item in fold.items
                 )
                 wanted = dict.fromkeys(range(self.case.num_items * node.fanout), 1)

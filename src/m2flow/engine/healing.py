@@ -22,7 +22,7 @@ from m2flow.engine.directory import NOT_MADE
 from m2flow.engine.lanes import Barrier
 from m2flow.engine.ledger import DONE, LEASED, READY, WAITING
 from m2flow.engine.loops import LoopLedger
-from m2flow.engine.messages import AbortCall, RunCall, RunFinish
+from m2flow.engine.messages import AbortCall, DropFolded, RunCall, RunFinish
 from m2flow.engine.state import EngineState
 from m2flow.engine.steps import StepState
 from m2flow.errors import RunFailed
@@ -112,6 +112,8 @@ class Healer:
             call.left.clear()
             for unit in units:
                 self.give_back(state, node, unit)
+            if node.accumulates:
+                self._unfold(state, node, command.lanes)
         elif isinstance(command, RunFinish):
             state.finishing.discard(command.node)
         else:
@@ -192,13 +194,18 @@ class Healer:
             return
         if state.directory.home(stream, item) != NOT_MADE:
             state.directory.forget(stream, item)
-        for reader in state.readers(stream):
-            if reader.status(item // reader.unit_items) in (WAITING, READY):
-                reader.depart(stream, [item])
+        self._depart(state, stream, item)
         ledger = state.ledgers[node.index]
         unit = item // node.expands // ledger.unit_items
         if ledger.status(unit) == DONE:
             self._do_again(state, node, [unit])
+
+    def _depart(self, state: StepState, stream: int, item: int) -> None:
+        """Have all that are still to read an item, and have not begun to, wait for it."""
+        for reader in state.readers(stream):
+            waits = reader.status(item // reader.unit_items) in (WAITING, READY)
+            if waits and not reader.has_read(item):
+                reader.depart(stream, [item])
 
     def _do_again(
         self, state: StepState, node: StageNode, units: Sequence[int], *, unfolded: bool = False
@@ -258,11 +265,19 @@ class Healer:
         for node in self._engine.graph.nodes:
             if self._finishes(state, node):
                 continue
-            gangs = self._engine.replicas[node.worker]
-            lost = {replica for replica, gang in enumerate(gangs) if lane in gang}
-            units = state.ledgers[node.index].folded_by(lost)
-            if units:
-                self._do_again(state, node, units, unfolded=True)
+            for gang in self._engine.replicas[node.worker]:
+                if lane in gang and node.accumulates:
+                    self._unfold(state, node, gang)
+
+    def _unfold(self, state: StepState, node: StageNode, gang: tuple[int, ...]) -> None:
+        """A replica has lost a part of what it has folded in since the last mini-batch."""
+        replica = self._engine.replicas[node.worker].index(gang)
+        others = tuple(lane for lane in gang if lane not in self._engine.lost)
+        if others:
+            self._engine.out.append(DropFolded(node.index, state.step, others))
+        units = state.ledgers[node.index].folded_by({replica})
+        if units:
+            self._do_again(state, node, units, unfolded=True)
 
     # --- sticky items -------------------------------------------------------------------------
 
@@ -353,12 +368,7 @@ class Healer:
             state.homes[node.worker].pop((node.fanout, item), None)
         first = state.ledgers[members[0].index]
         assert isinstance(first, LoopLedger)
-        for reader in state.readers(members[-1].index):
-            if reader.node.loop != loop and reader.status(item // reader.unit_items) in (
-                WAITING,
-                READY,
-            ):
-                reader.depart(members[-1].index, [item])
+        self._depart(state, members[-1].index, item)
         first.reenter(item)
         self._wait_for_inputs(state, members[0], [item])
         engine.wake(state.step, members[0].index)

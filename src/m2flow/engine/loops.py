@@ -13,6 +13,7 @@ class LoopState:
     """What the members of one loop share in one step.
 
     Attributes:
+        entry: the first member, and the stream from which items enter.
         total: items that will enter.
         ready: items that wait at some member for a call.
         left: items that have left.
@@ -24,9 +25,20 @@ class LoopState:
             also says where an item that has left is to be read).
     """
 
-    __slots__ = ("came_from", "fused", "judged", "leased", "left", "ready", "total", "turns")
+    __slots__ = (
+        "came_from",
+        "entry",
+        "fused",
+        "judged",
+        "leased",
+        "left",
+        "ready",
+        "total",
+        "turns",
+    )
 
-    def __init__(self, total: int, *, fused: bool = False) -> None:
+    def __init__(self, first: StageNode, total: int, *, fused: bool = False) -> None:
+        self.entry = first.index, first.inputs[0]
         self.total = total
         self.fused = fused
         self.judged = False
@@ -59,6 +71,11 @@ class LoopLedger(StageLedger):
         super().__init__(node, num_items, place, homes, sticky=sticky)
         self.loop = loop
         self._passed = bytearray(num_items)
+
+    def arrive(self, stream: int, items: Sequence[int], lengths: Sequence[float] = ()) -> None:
+        if self.loop.entry == (self.node.index, stream):  # some may have entered long ago
+            items = [item for item in items if not self._passed[item]]
+        super().arrive(stream, items, lengths)
 
     def _make_ready(self, unit: int) -> None:
         super()._make_ready(unit)

@@ -207,6 +207,19 @@ class AbortCall:
 
 
 @dataclass(frozen=True, slots=True)
+class DropFolded:
+    """What these lanes have folded into a stage since its last mini-batch is void: drop it.
+
+    It belongs to units that another lane of the replica has lost its part of, and that are folded
+    in once more.
+    """
+
+    node: int
+    step: int
+    lanes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RunFinish:
     """Every item of a mini-batch has been folded in: run `finish` on all lanes of the worker.
 
@@ -291,5 +304,5 @@ class FailRun:
 
 
 CallCommand: TypeAlias = RunCall | RunFinish | ExportWeights | InstallWeights
-LaneCommand: TypeAlias = CallCommand | FeedCall | AbortCall | MoveState
+LaneCommand: TypeAlias = CallCommand | FeedCall | AbortCall | DropFolded | MoveState
 Command: TypeAlias = LaneCommand | ReleaseItems | CompleteStep | FailRun

@@ -52,9 +52,10 @@ class StepState:
         self.settled: set[str] = set()
         self.staleness: dict[int, int] = {}
         self.homes: dict[str, dict[tuple[int, int], int]] = {w: {} for w in graph.workers}
+        firsts = [graph.nodes[loop.members[0]] for loop in graph.loops]
         self.loops = [
-            LoopState(num_items * graph.nodes[loop.members[0]].fanout, fused=number in fused)
-            for number, loop in enumerate(graph.loops)
+            LoopState(first, num_items * first.fanout, fused=number in fused)
+            for number, first in enumerate(firsts)
         ]
         self.ledgers = [self._ledger(node) for node in graph.nodes]
         self._open_of_worker = {
