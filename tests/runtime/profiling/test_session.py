@@ -27,7 +27,7 @@ def visited(monkeypatch: pytest.MonkeyPatch, budget: float) -> list[Plan]:
     launches: list[Plan] = []
 
     @contextmanager
-    def launched(_flow: Any, *, plan: Plan, **_: Any) -> Iterator[Any]:
+    def launched(_flow: Any, _items: int, plan: Plan, _pool: Any) -> Iterator[Any]:
         launches.append(plan)
 
         def step(_batch: Batch) -> StepResult:
@@ -41,7 +41,7 @@ def visited(monkeypatch: pytest.MonkeyPatch, budget: float) -> list[Plan]:
             worker_call_everywhere=lambda worker, method: None,
         )
 
-    monkeypatch.setattr(session_file, "launch", launched)
+    monkeypatch.setattr(session_file, "run_on", launched)
     pool: Any = SimpleNamespace(lanes=())
     deadline = time.monotonic() + budget
     session = Session(GRPO, pool, lambda: None, [Batch({"x": [0] * 8})], PLANS, deadline)
