@@ -17,7 +17,7 @@ from m2flow.engine.messages import CallFinished, Part, RunCall
 from m2flow.engine.spans import Span
 from m2flow.flow import Batch, Flow, Stream, stage
 from m2flow.observe.trace import StepSpans, Trace, write_trace
-from m2flow.runtime.lane.orders import Said, from_bytes, to_bytes
+from m2flow.runtime.lane.orders import Reports, from_bytes, to_bytes
 from m2flow.runtime.lane.reports import Report, call_span
 
 
@@ -47,7 +47,7 @@ def main() -> None:
         spans.append(call_span(graph, call, 0, start, time.time()))
 
     def send(report: Report) -> Callable[[], None]:
-        return lambda: from_bytes(to_bytes(Said("step", [report])))
+        return lambda: from_bytes(to_bytes(Reports("step", [report])))
 
     made = _seconds(make, count)
     sent = _seconds(send(Report(bare.event, (spans[0],))), count) - _seconds(send(bare), count)

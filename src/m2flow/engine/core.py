@@ -133,6 +133,10 @@ class Engine:
     # --- what events change -------------------------------------------------------------------
 
     def _take_in(self, event: LaneReport | StepSubmitted | LaneRestarted) -> None:
+        if isinstance(event, ItemsProduced):  # nearly always
+            if not self._is_late(event):
+                self._items_produced(event)
+            return
         match event:
             case StepSubmitted():
                 self._step_submitted(event)
@@ -140,8 +144,6 @@ class Engine:
                 self._healer.restarted(lane, epoch)
             case _ if self._is_late(event):
                 pass
-            case ItemsProduced():
-                self._items_produced(event)
             case CallFinished() | CallAborted():
                 self._part_ended(event)
             case CallFailed():

@@ -118,6 +118,12 @@ class Directory:
             The lanes that hold them, and which of them each group of lanes holds.
         """
         homes, copies = self._homes[producer], self._copies[producer]
+        if len(items) == 1 and not copies:  # nearly always, where items are finished one by one
+            home = homes[items[0]]
+            if producer != SOURCE:
+                homes[items[0]] = RELEASED
+            lanes = (*also,) if home in also or home < 0 else (home, *also)
+            return {lanes: list(items)} if lanes else {}
         found = [homes[item] for item in items]
         if producer != SOURCE:
             for item in items:

@@ -300,6 +300,8 @@ def _least_busy(call: Call) -> tuple[int, int]:
 
 def shares_of(units: Sequence[int], parts: int) -> list[Sequence[int]]:
     """Contiguous shares, as even as possible, one for each lane of a gang."""
+    if parts == 1:
+        return [units]
     base, extra = divmod(len(units), parts)
     bounds = [part * base + min(part, extra) for part in range(parts + 1)]
     return [units[start:end] for start, end in pairwise(bounds)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from m2flow.engine.directory import Directory
 from m2flow.engine.fusing import sticky_member
@@ -45,6 +45,11 @@ class StepState:
         check_items(graph, num_items)
         self.graph, self.step, self.num_items = graph, step, num_items
         self.directory = Directory(graph, num_items)
+        self._looped = [
+            any(stream != SOURCE and graph.nodes[stream].loop is not None for stream in node.inputs)
+            or node.loop is not None
+            for node in graph.nodes
+        ]
         self.open_nodes = len(graph.nodes)
         self.active_calls = 0
         self.installs = 0
@@ -65,6 +70,10 @@ class StepState:
             stream: [self.ledgers[node.index] for node in graph.nodes if stream in node.inputs]
             for stream in range(SOURCE, len(graph.nodes))
         }
+        self._reads = [
+            [(x, [one for one in self._readers[x] if one.node is not node]) for x in node.inputs]
+            for node in graph.nodes
+        ]
 
     def _ledger(self, node: StageNode) -> StageLedger:
         total = self.num_items * node.fanout
@@ -112,6 +121,9 @@ class StepState:
     ) -> Inputs:
         """Where a lane reads the items of units, for each input stream."""
         items = tuple(ledger.items_of(units))
+        if not self._looped[node.index]:
+            parts = self.directory.parts
+            return tuple([tuple(parts(stream, items, lane)) for stream in node.inputs])
         return tuple(
             tuple(
                 part
@@ -131,7 +143,7 @@ class StepState:
         self, node: StageNode, stream: int, items: Sequence[int]
     ) -> list[tuple[int, Sequence[int]]]:
         """(producer, items) of a stream."""
-        if not self._loops_behind(node, stream):
+        if not self._looped[node.index]:
             return [(stream, items)]
         by_producer: dict[int, list[int]] = {}
         for item in items:
@@ -155,15 +167,14 @@ class StepState:
             (producer, items) that no stage will read any more.
         """
         free: list[tuple[int, Sequence[int]]] = []
-        for stream in node.inputs:
-            readers = self._readers[stream]
-            others = [x for x in readers if x.node is not node] if len(readers) > 1 else ()
+        for stream, others in self._reads[node.index]:
             last: Sequence[int] = items
             if stream == self.graph.output:
                 last = ()
             elif others:
                 last = [i for i in items if all(other.has_read(i) for other in others)]
-            free += self._made_by(node, stream, last)
+            if last:
+                free += self._made_by(node, stream, last)
             if len(last) < len(items):
                 kept = sorted(set(items).difference(last)) if last else items
                 for producer, some in self._made_by(node, stream, kept):
@@ -199,18 +210,6 @@ class StepState:
                 reader=SOURCE,
             )
         )
-
-    def unread(self, producer: int, items: Iterable[int]) -> list[int]:
-        """Those of a stage's output items that a stage, or the launcher, is still to read."""
-        if producer in self.graph.output_nodes:
-            return list(items)
-        readers = self._readers[self.stream_of(producer)]
-        return [item for item in items if not all(one.has_read(item) for one in readers)]
-
-    def stream_of(self, producer: int) -> int:
-        """The stream that readers outside of a loop name where a member of it has made an item."""
-        loop = None if producer == SOURCE else self.graph.nodes[producer].loop
-        return producer if loop is None else self.graph.loops[loop].members[-1]
 
     def readers(self, stream: int) -> list[StageLedger]:
         """Ledgers of the stages that read a stream."""

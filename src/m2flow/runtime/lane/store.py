@@ -61,11 +61,6 @@ class Store:
                 rows_of.setdefault(chunk, []).append(chunk.rows[item])
         return [chunk.batch.select(rows) for chunk, rows in rows_of.items()]
 
-    def all_of(self, flow: str, step: int, producers: Iterable[int]) -> Batch:
-        """Every item that is here of the named stages, in ascending order of item."""
-        here = [(producer, self._chunks.get((flow, step, producer), {})) for producer in producers]
-        return self.gather(flow, step, [(producer, tuple(some)) for producer, some in here if some])
-
     def release(self, flow: str, step: int, producer: int, items: Iterable[int]) -> None:
         """Let payloads go; items that are not here are no error."""
         chunks = self._chunks.get((flow, step, producer))
