@@ -22,6 +22,7 @@ class VirtualRun:
 
     Attributes:
         truth: what things really take.
+        plans: those of the steps.
         load_seconds: pause where workers move.
         fails: names a plan that cannot run, and why.
     """
@@ -34,9 +35,10 @@ class VirtualRun:
     now: float = 0.0
     seconds: list[float] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
+    _here: Plan = field(init=False)
 
     def movers(self, plan: Plan) -> tuple[str, ...]:
-        here = self.plans[-1].placements
+        here = self._here.placements
         return tuple(w for w, s in plan.placements.items() if s.replicas != here[w].replicas)
 
     def pause_seconds(self, plan: Plan) -> float:
@@ -48,10 +50,12 @@ class VirtualRun:
     def steps(self, pilot: Pilot, num_steps: int) -> None:
         """Run steps, and go over to the plans that the pilot wants."""
         while len(self.seconds) < num_steps:
-            self.plans.append(pilot.plan)
+            self._here = pilot.plan
             while (reason := self.fails(pilot.plan)) is not None:
-                assert pilot.rule_out(reason), "no plan is left"
-                self._look(pilot)
+                plan = pilot.instead(reason)
+                assert plan is not None, "no plan is left"
+                self._go_over(pilot, plan)
+            self.plans.append(pilot.plan)
             pilot.note(self._step(pilot.plan), pilot.plan)
             if pilot.wants_to_look:
                 self._look(pilot)
@@ -59,11 +63,13 @@ class VirtualRun:
     def _look(self, pilot: Pilot) -> None:
         plan = pilot.next_plan(self)
         if plan is not pilot.plan:
-            moved = self.movers(plan)
-            pause = self.pause_seconds(plan)
-            self.now += pause
-            pilot.gone_over(plan, moved, pause)
-            self.plans[-1] = plan
+            self._go_over(pilot, plan)
+
+    def _go_over(self, pilot: Pilot, plan: Plan) -> None:
+        moved, pause = self.movers(plan), self.pause_seconds(plan)
+        self.now += pause
+        pilot.gone_over(plan, moved, pause)
+        self._here = plan
 
     def _step(self, plan: Plan) -> StepResult:
         number = len(self.seconds)

@@ -465,7 +465,8 @@ class Engine:
         call = next(iter(self._state.calls.values()))  # silent longest; all have one deadline
         if call.heard + deadline <= event.now:
             name = call_name(self.graph, call.command)
-            self._fail(f"{name} has not finished within its deadline of {deadline:g} s")
+            late = f"{name} has not finished within its deadline of {deadline:g} s"
+            self._fail(late, TimeoutError(late))
 
     def _fail(self, message: str, cause: BaseException | None = None) -> None:
         self._state.failed = True

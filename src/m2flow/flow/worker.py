@@ -148,6 +148,12 @@ class Worker:
         """Bring up what is heavy (model, simulator, connections). Called once on each lane."""
         self.place = place
 
+    def discard(self) -> None:
+        """Drop what was folded in since the last `finish`: those items will come again.
+
+        A worker that accumulates and does not define this cannot take a step again that has failed.
+        """
+
     def offload(self) -> None:
         """Give up the accelerator's memory, keeping the state elsewhere."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from m2flow.engine.plan import Plan, StagePlan
 from m2flow.engine.spans import Span
 from m2flow.plan.profile import Profile
 from m2flow.plan.units import Bytes, Seconds
+
+MINOR = 0.01
+"""A stage that takes a smaller share of the lanes' work makes no difference between plans."""
 
 
 @dataclass(frozen=True)
@@ -87,23 +90,55 @@ class Decision:
         """
         most = min(one.prediction.seconds for one in (self.chosen, *self.others)) * (1 + error)
         kept = [self.chosen]
+        stages = self.chosen.prediction.stages
+        least = MINOR * sum(stages.values())
+        minor = {name for name, seconds in stages.items() if seconds < least}
         for other in self.others:
             near = other.prediction.seconds <= most and len(kept) < at_most
-            if near and all(differ(other.plan, one.plan) for one in kept):
+            if near and all(differ(other.plan, one.plan, minor) for one in kept):
                 kept.append(other)
         return tuple(kept)
 
 
-def differ(one: Plan, other: Plan) -> bool:
-    """Whether it is worth trying both plans: not if only sizes of calls differ, by less than 2."""
-    if one.max_staleness != other.max_staleness or one.placements.keys() != other.placements.keys():
+def differ(one: Plan, other: Plan, minor: Collection[str] = ()) -> bool:
+    """Whether it is worth trying both plans.
+
+    It is not if equal lanes have changed places, or if only the sizes of calls differ, by less than
+    a factor of 2.
+
+    Args:
+        one, other: plans of one flow on the same lanes.
+        minor: stages that take next to nothing; how they are run makes no difference.
+    """
+    if one.max_staleness != other.max_staleness:
         return True
-    for worker, spot in one.placements.items():
-        if spot.replicas != other.placements[worker].replicas:
-            return True
+    if _standing(one, minor) != _standing(other, minor):
+        return True
     for name, stage in one.stages.items():
+        if name in minor:
+            continue
         there = other.stages.get(name, StagePlan())
         for mine, its in ((stage.chunk, there.chunk), (stage.max_running, there.max_running)):
             if (mine is None) != (its is None) or not 0.5 < (mine or 1) / (its or 1) < 2:
                 return True
     return False
+
+
+def _standing(plan: Plan, minor: Collection[str]) -> list[tuple[object, ...]]:
+    """Who stands with whom: placements, with equal lanes numbered as they first occur."""
+    alike = {
+        lane.id: (lane.kind, lane.node, lane.memory_bytes, len(lane.cores), lane.reserved_for)
+        for lane in plan.lanes
+    }
+    numbers: dict[int, int] = {}
+    found: list[tuple[object, ...]] = []
+    for worker, spot in sorted(plan.placements.items()):
+        stages = [name for name in plan.stages if name.partition(".")[0] == worker]
+        if stages and all(name in minor for name in stages):
+            continue
+        lanes = [
+            [(numbers.setdefault(lane, len(numbers)), alike[lane]) for lane in gang]
+            for gang in spot.replicas
+        ]
+        found.append((worker, spot.layout, lanes))
+    return found

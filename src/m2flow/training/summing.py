@@ -63,6 +63,11 @@ class SummingTrainer:
         for name, value in sums.items():
             self._sums[name] = self._sums[name] + value
 
+    def discard(self) -> None:
+        """Forget the gradients and figures folded in since the last step."""
+        self._sums = dict.fromkeys(self._names, 0.0)
+        self.optimizer.zero()
+
     def step(self, all_reduce: AllReduce | None) -> tuple[dict[str, float], StepResult]:
         """One optimizer step; the sums of all replicas, which begin anew here, and what it was.
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from m2flow.plan.profile import Profile
 
-GUESS = "collocated"
-"""Mode of the first steps where nothing is known: it needs no knowledge, and it shows every stage
-on every lane."""
+GUESSES = ("collocated", "disaggregated", "hybrid")
+"""Modes of the first steps where nothing is known, one after the other until one can run. The first
+needs no knowledge, and shows every stage on every lane."""
 
 
 def nowhere(_profile: Profile) -> None:

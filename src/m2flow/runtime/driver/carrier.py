@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from threading import Lock
@@ -48,6 +48,7 @@ from m2flow.runtime.lane.orders import (
     Execute,
     FromLane,
     LaneEnded,
+    Probe,
     Release,
     Reports,
 )
@@ -240,6 +241,24 @@ class RayCarrier:
         """What a step returned was collected: every lane lets the step's payloads go."""
         for spec in self.pool.lanes:
             self.pool.send(spec.id, DropStep(flow, step))
+
+    def take_back(
+        self, flow: str, steps: Iterable[int], calls: Iterable[AbortCall], seconds: float
+    ) -> None:
+        """Stop calls, wait until all lanes are quiet, and let go of what steps have made.
+
+        Raises:
+            RunFailed: a lane is not quiet after `seconds`, or was lost.
+        """
+        for call in calls:
+            self.carry_out(flow, call)
+        lanes = [lane.id for lane in self.pool.lanes]
+        self.pool.ask_all(dict.fromkeys(lanes, lambda number: Probe(number, ())), seconds)
+        while said := self.pool.receive(0.0):  # their last words of the steps
+            self._taken(said)
+        for step in steps:
+            del self._sources[flow, step]
+            self.drop(flow, step)
 
     # --- beside the steps -------------------------------------------------------------------------
 

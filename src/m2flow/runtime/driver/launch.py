@@ -17,7 +17,7 @@ from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.flow.flow import Flow
 from m2flow.flow.worker import Layout
 from m2flow.plan import build_plan, parse_lanes, with_memory
-from m2flow.runtime.driver.auto import AUTO, GUESS, Auto
+from m2flow.runtime.driver.auto import AUTO, GUESSES, Auto
 from m2flow.runtime.driver.methods import STEP, Methods
 from m2flow.runtime.driver.run import Run
 from m2flow.runtime.driver.starting import (
@@ -85,7 +85,9 @@ def launch(
     if mode == "auto" and plan is None:
         specs = _specs(lanes, lane_memory)
         free = [lane for lane in specs if lane.reserved_for is None]
-        guess = build_plan(GUESS, graphs[STEP], free, items_per_step, methods.isolated, layouts)
+        guess = build_plan(
+            GUESSES[0], graphs[STEP], free, items_per_step, methods.isolated, layouts
+        )
         reserved = [lane for lane in specs if lane.reserved_for is not None]
         pilot = _pilot(auto, methods, (*free, *reserved) if reserved else guess.lanes, layouts)
         plans = methods.planned(pilot.plan)

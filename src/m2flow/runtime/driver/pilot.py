@@ -9,12 +9,17 @@ another choice.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from m2flow.engine.plan import LaneSpec, Plan, StagePlan
+from m2flow.errors import UserError
+from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Layout
 from m2flow.plan.builders import DEFAULT_LAYOUTS, build_plan
@@ -27,8 +32,8 @@ from m2flow.plan.profile.evidence import Evidence
 from m2flow.plan.profile.learning import fitted
 from m2flow.plan.race import WON, Entrant, Race
 from m2flow.plan.units import Seconds
-from m2flow.plan.watching import TOLERANCE, Measured, Watch, pays
-from m2flow.runtime.driver.auto import GUESS, nowhere
+from m2flow.plan.watching import PATIENCE, TOLERANCE, Watch, pays
+from m2flow.runtime.driver.auto import GUESSES, nowhere
 from m2flow.runtime.driver.runner import StepResult
 
 LEARNED_ERROR, KNOWN_ERROR = 0.10, 0.03
@@ -42,6 +47,10 @@ RACING_SHARE = 0.25
 
 EFFORT = 40
 """Simulations for each staleness: lanes wait while plans are chosen."""
+
+NO_ITEMS = Batch({})
+
+SMALLER = " in smaller calls"
 
 HOPEFUL = 1.01
 """A plan races if its predicted seconds are at most so many times those of the plan that runs."""
@@ -61,7 +70,7 @@ class Change:
 
     Attributes:
         before: number of the first step under it.
-        why: "race", "won" or "drift".
+        why: "race", "won", or "failed": the plan before could not run.
         was, becomes: seconds of a step before, and as they are expected from now on.
         moved: workers that stand elsewhere now.
         pause: seconds for which no step could run.
@@ -114,8 +123,10 @@ class Pilot:
         self._limits, self._layouts = limits, layouts
         self._num_steps, self._deadline, self._keep = num_steps, deadline_seconds, keep
         self._evidence = Evidence(graph)
+        self._last: deque[tuple[Plan, StepResult]] = deque(maxlen=PATIENCE)
         self._uncounted, self._seconds = 1, list[float]()
         self._done, self._since, self._finer = 0, 0, False
+        self._failed: list[Entrant] = []
         self._tried: list[tuple[Plan, list[float]]] = []
         self.profile = known
         self.decision: Decision | None = None
@@ -134,6 +145,7 @@ class Pilot:
         """Take in a step that ran under the present plan, which `plan` is with known sizes."""
         self._done, self._since = result.step + 1, self._since + 1
         self._evidence.add(plan, [result], warm=self._since > 1)
+        self._last.append((plan, replace(result, output=NO_ITEMS)))
         if self._uncounted:
             self._uncounted -= 1
             return
@@ -143,7 +155,7 @@ class Pilot:
         if self.race is not None and not self.race.over:
             self.race.note(result.seconds)
         elif self.watch is not None:
-            self.watch.note(Measured(result.seconds, result.stage_seconds()))
+            self.watch.note(result.seconds)
 
     @property
     def wants_to_look(self) -> bool:
@@ -158,7 +170,9 @@ class Pilot:
         """The plan of the next step. To be asked when `wants_to_look`."""
         if self.race is None and not self._finer and not self._as_known():
             self._finer = True
-            return finer(self.plan, self._graph, self._num_items)
+            plan = finer(self.plan, self._graph, self._num_items)
+            if not self._has_failed(plan):
+                return plan
         if self.race is None:
             self._begin_race(run, LEARNED_ERROR if self.decision is None else KNOWN_ERROR)
         elif self.watch is not None:
@@ -171,30 +185,58 @@ class Pilot:
     def gone_over(self, plan: Plan, moved: tuple[str, ...], pause: float) -> Change:
         """Note that the run has gone over to a plan."""
         was = Seconds(statistics.median(self._seconds[-5:]) if self._seconds else 0.0)
-        why = "won" if self.watch is not None else "race"
-        becomes = was if self.race is None else Seconds(self._entrant(plan).seconds)
+        failed = self._has_failed(self.plan)
+        why = "failed" if failed else "race" if self.watch is None else "won"
+        becomes = Seconds(plan.predicted_seconds or was)
+        if self.race is not None and not failed:
+            becomes = Seconds(self._entrant(plan).seconds)
         change = Change(self._done, why, was, becomes, moved, Seconds(pause))
         self.changes.append(change)
         self.plan, self._since = plan, 0
         self._uncounted = plan.max_staleness + (1 if moved else 0)
         return change
 
-    def rule_out(self, reason: str) -> bool:
-        """Take the present plan out of the race because a step under it failed.
+    def instead(self, reason: str) -> Plan | None:
+        """The plan under which to take a step again that failed under the present one.
+
+        Args:
+            reason: why it failed.
 
         Returns:
-            Whether there is another plan to take the step again under.
+            The next plan of the race, or the one that is best by what is known; None if every plan
+            has failed that may be tried.
         """
-        if self.race is None or self.watch is not None:
-            return False
-        self.race.rule_out(self._entrant(self.plan), reason)
-        return self.race.open
+        failed = self.plan
+        predicted = failed.predicted_seconds or math.inf
+        self._failed.append(Entrant(failed.mode, failed, predicted, verdict=reason))
+        if self.race is not None and self.watch is None:
+            self.race.rule_out(self._entrant(failed), reason)
+            if self.race.open:
+                return self.race.current.plan
+        return next((plan for plan in self._others() if not self._has_failed(plan)), None)
+
+    def _others(self) -> Iterator[Plan]:
+        """Plans beside the present one: those that have run, those that were judged, guesses.
+
+        Smaller calls take less memory, and end sooner.
+        """
+        yield from (plan for plan, _ in sorted(self._tried, key=lambda one: min(one[1])))
+        if self.decision is not None:
+            for one in (self.decision.chosen, *self.decision.others):
+                yield self._as_run(one.plan)
+        yield finer(self.plan, self._graph, self._num_items)
+        for mode in GUESSES:
+            with contextlib.suppress(UserError):  # it does not fit these lanes
+                yield self._as_run(self._guess(mode))
+
+    def _has_failed(self, plan: Plan) -> bool:
+        return any(shape(plan) == shape(one.plan) for one in self._failed)
 
     # --- choosing -------------------------------------------------------------------------------
 
-    def _guess(self) -> Plan:
+    def _guess(self, mode: str = GUESSES[0]) -> Plan:
         free = [lane for lane in self._lanes if lane.reserved_for is None]
-        plan = build_plan(GUESS, self._graph, free, self._num_items, self._isolated, self._layouts)
+        plan = build_plan(mode, self._graph, free, self._num_items, self._isolated, self._layouts)
         known = {lane.id for lane in plan.lanes}
         return replace(plan, lanes=(*plan.lanes, *(x for x in self._lanes if x.id not in known)))
 
@@ -229,11 +271,13 @@ class Pilot:
         """Choose by what is known by now, and let the plans race that are close to the best."""
         tried = [plan for plan, _ in self._tried]
         decision = self.decision = self._choose(self._learn(), tried)
-        entrants = [self._entrant_of(decision, *one) for one in self._tried]
+        entrants = [
+            self._entrant_of(decision, *one) for one in self._tried if not self._has_failed(one[0])
+        ]
         best = min(entrants, key=lambda one: one.seconds)
         expected = Seconds(min(best.predicted, best.seconds))
         for one in decision.shortlist(error, ENTRANTS):
-            if any(shape(one.plan) == shape(plan) for plan in tried):
+            if self._has_failed(one.plan) or any(shape(one.plan) == shape(p) for p in tried):
                 continue
             hopeful = one.prediction.seconds <= HOPEFUL * best.predicted
             hoped = Seconds(one.prediction.seconds * (1 - error))
@@ -243,6 +287,7 @@ class Pilot:
                 plan, name = self._as_run(one.plan), f"{one.plan.mode} {len(entrants)}"
                 entrants.append(Entrant(name, plan, float(one.prediction.seconds)))
         most = max(1, round(RACING_SHARE * self._steps_left))
+        entrants += self._failed
         self.race = Race(sorted(entrants, key=lambda one: one.predicted), most)
 
     def _settle(self, race: Race) -> None:
@@ -250,21 +295,20 @@ class Pilot:
         winner = race.leader
         winner.verdict = WON
         self.profile = self._learn()
-        assert self.decision is not None
-        found = _simulated(self.decision, winner.plan) or self.decision.chosen
-        seconds = Seconds(winner.seconds)
         won = replace(winner.plan, predicted_seconds=winner.seconds)
         if winner.plan is self.plan:
             self.plan = won
         winner.plan = won
-        self.watch = Watch(Candidate(won, replace(found.prediction, seconds=seconds), seconds))
+        self.watch = Watch(Seconds(winner.seconds))
 
     def _look_again(self, run: Movers) -> None:
-        """After a drift, choose again by what the last steps took."""
-        assert self.watch is not None
-        measured = Seconds(statistics.median(self._seconds[-self.watch.patience :]))
+        """After a drift, choose again by what the last steps took: those before it are history."""
+        measured = statistics.median(self._seconds[-PATIENCE:])
+        self._evidence = Evidence(self._graph)
+        for plan, result in self._last:
+            self._evidence.add(plan, [result])
         self.race, self.watch = None, None
-        self._tried, self._seconds = [(self.plan, [float(measured)])], [float(measured)]
+        self._tried, self._seconds = [(self.plan, [measured])], [measured]
         self._begin_race(run, LEARNED_ERROR)
 
     def _note_trial(self, seconds: float) -> None:
@@ -309,4 +353,5 @@ def finer(plan: Plan, graph: FlowGraph, num_items: int) -> Plan:
     for node in graph.nodes:
         stage, whole = stages.get(node.name, StagePlan()), window_units(node, num_items)
         stages[node.name] = replace(stage, chunk=max(1, -(-min(stage.chunk or whole, whole) // 2)))
-    return replace(plan, mode=f"{plan.mode} in smaller calls", stages=stages)
+    mode = plan.mode.removesuffix(SMALLER) + SMALLER
+    return replace(plan, mode=mode, stages=stages)

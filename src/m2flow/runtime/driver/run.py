@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from m2flow.engine.messages import ExportWeights, InstallWeights
 from m2flow.engine.plan import Plan
 from m2flow.engine.residency import Residency
-from m2flow.errors import UserError
+from m2flow.errors import RunFailed, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
@@ -96,7 +97,11 @@ class Run:
         source = iter(batches)
         while True:
             runner = self._runners[STEP]
-            yield from self._watched(runner.run(self._until_a_look(source)))
+            try:
+                yield from self._watched(runner.run(self._until_a_look(source)))
+            except RunFailed as error:
+                source = chain(self._taken_back(error), source)
+                continue
             if self.pilot is None or not self.pilot.wants_to_look:
                 return
             self._look(self.pilot)
@@ -123,6 +128,31 @@ class Run:
             pilot.gone_over(plan, done.moved, done.seconds)
         else:  # what is expected of the same plan may have changed
             self.plan = replace(self.plan, predicted_seconds=plan.predicted_seconds)
+
+    def _taken_back(self, error: RunFailed) -> list[Batch]:
+        """Go over to another plan where this one has failed for want of memory or time.
+
+        Returns:
+            The batches of the steps that are to be taken again.
+
+        Raises:
+            RunFailed: `error`, if it is not the plan's fault, or the steps cannot be taken again.
+        """
+        learners = {node.worker for node in self.graph.nodes if node.accumulates}
+        can = all(worker in self._workers for worker in learners) and all(
+            type(self._workers[worker]).discard is not Worker.discard for worker in learners
+        )
+        if self.pilot is None or not can or not _wants_memory_or_time(error.__cause__):
+            raise error
+        plan = self.pilot.instead(str(error).splitlines()[0])
+        batches = None if plan is None else self._runners[STEP].take_back()
+        if plan is None or batches is None:
+            raise error
+        for worker in sorted(learners):
+            self.worker_call_everywhere(worker, "discard")
+        done = self.replan(plan)
+        self.pilot.gone_over(plan, done.moved, done.seconds)
+        return batches
 
     def _checked(self, batch: Batch) -> Batch:
         if len(batch) != self._methods.num_items[STEP]:
@@ -320,3 +350,9 @@ class Run:
         self._carrier.close()
         if self._pool is not None and self._owns_pool:
             self._pool.__exit__(kind, error, trace)
+
+
+def _wants_memory_or_time(cause: BaseException | None) -> bool:
+    """Whether a failure may be the plan's fault: another plan needs less memory, or less time."""
+    wants = isinstance(cause, MemoryError | TimeoutError)
+    return wants or type(cause).__name__ == "OutOfMemoryError"  # of torch, and of others

@@ -16,10 +16,13 @@ from typing import Protocol
 from m2flow.engine.core import Engine
 from m2flow.engine.lengths import item_lengths
 from m2flow.engine.messages import (
+    AbortCall,
     Command,
     CompleteStep,
     Event,
     FailRun,
+    MoveFailed,
+    RunFinish,
     StepSubmitted,
     Tick,
 )
@@ -53,6 +56,12 @@ class Carrier(Protocol):
 
     def collect(self, flow: str, command: CompleteStep) -> Future[Batch]:
         """The items that a step returned, as soon as they are here; `wait` returns then."""
+        ...
+
+    def take_back(
+        self, flow: str, steps: Iterable[int], calls: Iterable[AbortCall], seconds: float
+    ) -> None:
+        """Stop calls, wait until all lanes are quiet, and let go of what steps have made."""
         ...
 
     def drop(self, flow: str, step: int) -> None:
@@ -100,6 +109,7 @@ class StepResult:
 
 @dataclass(slots=True)
 class _Open:
+    batch: Batch
     started: float
     metrics: list[Mapping[str, float]] = field(default_factory=list)
     published: dict[str, Published] = field(default_factory=dict)
@@ -140,6 +150,7 @@ class Runner:
         self._open: dict[int, _Open] = {}
         self._spans: list[Span] = []
         self._last_end = 0.0
+        self._changed = False
         self._collecting: deque[tuple[StepResult, Future[Batch]]] = deque()
 
     def run(self, batches: Iterable[Batch]) -> Iterator[StepResult]:
@@ -191,6 +202,27 @@ class Runner:
         """Run a single step to its end."""
         return next(self.run([batch]))
 
+    def take_back(self) -> list[Batch] | None:
+        """Stop the steps in flight, of which one has failed, as if none of them had begun.
+
+        Returns:
+            Their batches, in order of step; None if they cannot be taken again: a worker has learnt
+            from one of their mini-batches, or is neither here nor there.
+
+        Raises:
+            RunFailed: a lane is not quiet within the deadline of a call, or was lost.
+        """
+        if self._changed or self._collecting:
+            return None
+        calls = [
+            AbortCall(number, call.command.lanes) for number, call in self.engine.calls.items()
+        ]
+        self.carrier.take_back(self.name, self._open, calls, self.plan.deadline_seconds)
+        batches = [opened.batch for opened in self._open.values()]
+        self.next_step -= len(batches)
+        self._open, self._spans = {}, []
+        return batches
+
     def _submit(self, batch: Batch) -> None:
         """Begin a step.
 
@@ -208,7 +240,7 @@ class Runner:
             raise _Refused(error) from error
         self.carrier.submit(self.name, step, batch)
         self.next_step += 1
-        self._open[step] = _Open(time.time())
+        self._open[step] = _Open(batch, time.time())
         self._handle(Tick(self._clock(), judge=False))
         self._handle(StepSubmitted(step, len(batch), lengths))
 
@@ -230,6 +262,7 @@ class Runner:
                     self._open[step].metrics.append(report.metrics)
                 if report.published is not None:
                     self._open[step].add(report.published)
+            self._changed |= isinstance(report.event, MoveFailed)
         self._handle(*(report.event for report in reports if report.event is not None))
         self._handle(Tick(self._attended, judge=attentive))
 
@@ -247,11 +280,13 @@ class Runner:
                         raise cause
                     raise RunFailed(message) from cause
                 case _:
+                    self._changed |= isinstance(command, RunFinish)
                     self.carrier.carry_out(self.name, command)
 
     def _complete(self, command: CompleteStep) -> None:
         """A step is done; its output comes while the lanes go on."""
         opened, now = self._open.pop(command.step), time.time()
+        self._changed = bool(self._open) and self._changed
         started, self._last_end = max(opened.started, self._last_end), now
         items = sum(command.staleness.values())
         lag = sum(lag * count for lag, count in command.staleness.items())

@@ -12,7 +12,7 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.plan.explain import Explanation, explained
 from m2flow.plan.file import to_json
-from m2flow.runtime.driver.auto import GUESS, Auto
+from m2flow.runtime.driver.auto import GUESSES, Auto
 from m2flow.runtime.driver.launch import launch
 from m2flow.runtime.profiling.stored import cached, keep, stored_at
 from m2flow.workloads.common.planning import layouts_of
@@ -58,7 +58,9 @@ def launched(
     key = profile_key(recipe, free)
     known = cached(key)
     if known is None:
-        progress.note(f"no profile of these lanes is stored: the run begins {GUESS}, and learns")
+        progress.note(
+            f"no profile of these lanes is stored: the run begins {GUESSES[0]}, and learns"
+        )
     else:
         progress.note(f"profile: stored at {stored_at(key)}")
     return launch(

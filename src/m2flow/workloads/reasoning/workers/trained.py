@@ -78,6 +78,9 @@ class Trained(Worker):
         figures: dict[str, float] = self.trainer.finish(place.all_reduce if replicated else None)
         return figures
 
+    def discard(self) -> None:
+        self.trainer.discard()
+
     def weights(self) -> Mapping[str, Any]:
         """The model's tensors: on a gang DTensors, of which each lane has its shard."""
         return dict(self.policy.state_dict())

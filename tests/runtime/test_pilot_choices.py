@@ -1,0 +1,175 @@
+"""What a pilot chooses, in virtual time: the simulator plays its plans by a profile."""
+
+from __future__ import annotations
+
+import pytest
+
+from m2flow.engine.plan import LaneSpec, Plan
+from m2flow.flow import Batch, Flow, Stream, Worker, stage
+from m2flow.plan.profile import Piecewise, Profile, StageCost, StageProfile
+from m2flow.runtime.driver.pilot import Pilot
+from tests.runtime.virtual_run import VirtualRun
+
+ITEMS, STEPS = 16, 40
+LANES = (LaneSpec(0, cores=(0,)), LaneSpec(1, cores=(1,)))
+
+
+class Asker(Worker):
+    @stage
+    def ask(self, items: Batch) -> Batch:
+        return items
+
+
+class Counter(Worker):
+    @stage
+    def count(self, items: Batch) -> Batch:
+        return items
+
+
+@stage
+def joined(asked: Batch, counted: Batch) -> Batch:
+    return asked
+
+
+class Fork(Flow):
+    """Ask and count; neither needs the other."""
+
+    asker: Asker
+    counter: Counter
+
+    def step(self, items: Stream) -> Stream:
+        return joined(self.asker.ask(items), self.counter.count(items))
+
+
+GRAPH = Fork(asker=Asker(), counter=Counter()).trace()
+
+
+def line(*points: tuple[float, float]) -> StageProfile:
+    return StageProfile((StageCost(1, Piecewise(points)),))
+
+
+def takes(ask: float, count: float) -> Profile:
+    """A call of `ask` takes so long for any number of items, one of `count` for each item."""
+    return Profile(
+        {
+            "asker.ask": line((1, ask), (16, ask)),
+            "counter.count": line((1, count), (16, 16 * count)),
+            "joined": line((1, 1e-4), (16, 1e-4)),
+        }
+    )
+
+
+SLOW_SERVICE = takes(0.2, 0.0125)
+"""Best is one lane that asks, while the other one counts."""
+
+
+def apart(plan: Plan) -> bool:
+    """Whether one lane asks and the other one counts."""
+    ask, count = plan.placements["asker"].lanes, plan.placements["counter"].lanes
+    return len(ask) == 1 and not set(ask) & set(count)
+
+
+def calls_of(plan: Plan) -> int:
+    """Items of the largest call that asks."""
+    return plan.stages["asker.ask"].chunk or ITEMS
+
+
+def test_a_run_of_which_nothing_is_known_finds_the_better_plan() -> None:
+    kept: list[Profile] = []
+    pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS, keep=kept.append)
+    run = VirtualRun(GRAPH, SLOW_SERVICE, ITEMS)
+    assert pilot.plan.mode == "collocated"
+    run.steps(pilot, STEPS)
+    assert apart(pilot.plan)
+    assert all(apart(plan) for plan in run.plans[20:])
+    assert kept[-1].source == "measured"
+    assert kept[-1].stage("asker.ask").costs[0].seconds.at(16) == pytest.approx(0.2, rel=0.01)
+
+
+def test_the_winner_is_expected_to_take_what_it_was_measured_to_take() -> None:
+    pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS)
+    run = VirtualRun(GRAPH, SLOW_SERVICE, ITEMS)
+    run.steps(pilot, STEPS)
+    assert pilot.plan.predicted_seconds == pytest.approx(run.seconds[-1], rel=0.01)
+
+
+def test_a_stored_profile_that_is_wrong_is_corrected() -> None:
+    pilot = Pilot(GRAPH, LANES, ITEMS, known=takes(0.02, 0.0125), num_steps=STEPS)
+    assert not apart(pilot.plan)
+    run = VirtualRun(GRAPH, SLOW_SERVICE, ITEMS)
+    run.steps(pilot, 16)
+    assert run.seconds[-1] == pytest.approx(0.2, rel=0.01)
+    assert pilot.profile is not None
+    corrected = pilot.profile.stage("asker.ask").costs[0].seconds.at(16)
+    assert corrected == pytest.approx(0.2, rel=0.25)
+
+
+def test_a_plan_that_would_not_repay_its_pause_is_not_tried() -> None:
+    pilot = Pilot(GRAPH, LANES, ITEMS, known=takes(0.02, 0.0125), num_steps=8)
+    run = VirtualRun(GRAPH, SLOW_SERVICE, ITEMS, load_seconds=1000.0)
+    run.steps(pilot, 8)
+    first = run.plans[0].placements
+    assert all(plan.placements == first for plan in run.plans)
+    assert run.now < 1000.0
+
+
+def test_a_run_that_goes_as_its_profile_says_stays_with_the_best_plan() -> None:
+    pilot = Pilot(GRAPH, LANES, ITEMS, known=SLOW_SERVICE, num_steps=STEPS)
+    run = VirtualRun(GRAPH, SLOW_SERVICE, ITEMS)
+    run.steps(pilot, STEPS)
+    assert apart(run.plans[0])
+    assert apart(run.plans[-1])
+    best = min(run.seconds)
+    assert run.seconds[-1] <= 1.01 * best
+
+
+def test_a_drift_that_lasts_leads_to_another_choice() -> None:
+    pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS)
+    run = VirtualRun(GRAPH, takes(0.02, 0.0125), ITEMS)
+    run.steps(pilot, 20)
+    assert not apart(pilot.plan)
+    run.truth = takes(0.3, 0.0125)
+    run.steps(pilot, STEPS)
+    assert run.seconds[-1] == pytest.approx(0.3, rel=0.01)
+    assert pilot.plan.predicted_seconds == pytest.approx(0.3, rel=0.01)
+
+
+def test_a_plan_that_cannot_run_is_ruled_out_and_the_step_taken_under_another() -> None:
+    """Plans with one lane for each worker run out of memory."""
+    pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS)
+    run = VirtualRun(
+        GRAPH, SLOW_SERVICE, ITEMS, fails=lambda plan: "out of memory" if apart(plan) else None
+    )
+    run.steps(pilot, STEPS)
+    assert len(run.seconds) == STEPS
+    assert not apart(pilot.plan)
+    assert pilot.race is not None
+    assert "out of memory" in [entrant.verdict for entrant in pilot.race.entrants]
+
+
+def test_a_guess_that_cannot_run_makes_way_for_another_one() -> None:
+    """Calls with more than four items run out of memory."""
+    pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS)
+    run = VirtualRun(
+        GRAPH,
+        SLOW_SERVICE,
+        ITEMS,
+        fails=lambda plan: "out of memory" if calls_of(plan) > 4 else None,
+    )
+    run.steps(pilot, STEPS)
+    assert run.plans[0].mode == "collocated in smaller calls"
+    assert all(calls_of(plan) <= 4 for plan in run.plans)
+
+
+def test_where_no_plan_can_run_the_failure_is_told() -> None:
+    pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS)
+    while (plan := pilot.instead("out of memory")) is not None:
+        pilot.gone_over(plan, (), 0.0)
+    assert calls_of(pilot.plan) == 1
+
+
+def test_the_deadline_of_the_run_is_that_of_every_plan() -> None:
+    pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS, deadline_seconds=7.0)
+    run = VirtualRun(GRAPH, SLOW_SERVICE, ITEMS)
+    run.steps(pilot, 20)
+    assert {plan.deadline_seconds for plan in run.plans} == {7.0}
