@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Protocol, Self
 
 from m2flow.engine.plan import Plan
 from m2flow.engine.spans import Span
-from m2flow.runtime.driver.runner import StepResult
+
+
+class Step(Protocol):
+    """A step that ran: what its lanes did, when it was submitted, and how long it took."""
+
+    @property
+    def spans(self) -> Sequence[Span]: ...
+    @property
+    def started(self) -> float: ...
+    @property
+    def seconds(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +49,7 @@ class Observed:
         cls,
         plan: Plan,
         num_items: int,
-        results: Iterable[StepResult],
+        results: Iterable[Step],
         *,
         warm: bool = False,
         moves: Iterable[tuple[str, str, float]] = (),
