@@ -22,3 +22,9 @@ def shared_data() -> Path:
 # looked for with HYPOTHESIS_PROFILE=default.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Runs of the tests neither read nor leave profiles in the cache of whoever runs them."""
+    os.environ["M2FLOW_CACHE"] = str(tmp_path_factory.mktemp("cache"))

@@ -46,6 +46,16 @@ def profile_for(recipe_path: Path, *words: str) -> Profile:
     return Profile(computed.stages, computed.workers, computed.publish, computed.links, key=key)
 
 
+def test_lanes_of_which_nothing_is_known_yet(tiny: Path, m2flow: M2flow) -> None:
+    """A run begins with a guess: that is the plan that is shown."""
+    tiny.write_text(tiny.read_text().replace("mode: eager\n", ""))
+    outcome = m2flow("plan", tiny, "--json", "lanes=cpu:2")
+    assert outcome.code == 0
+    assert json.loads(outcome.out)["mode"] == "collocated"
+    assert "nothing is known of these lanes yet: a run begins collocated" in outcome.err
+    assert "collocated" in m2flow("plan", tiny, "--explain", "lanes=cpu:2").out
+
+
 # --- clusters -------------------------------------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ Overrides = Annotated[
 ]
 Mode = Annotated[
     Optional[str],  # noqa: UP045
-    typer.Option(help="auto (measure, then the best plan), or eager, collocated, ..."),
+    typer.Option(help="auto (try plans, keep the fastest), or eager, collocated, ..."),
 ]
 PlanFile = Annotated[
     Optional[Path],  # noqa: UP045

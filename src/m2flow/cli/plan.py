@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 from m2flow.errors import UserError
 from m2flow.plan import describe_plan, to_json
+from m2flow.runtime.driver.auto import GUESSES
 from m2flow.workloads.common import Recipe, read_recipe
-from m2flow.workloads.common.planning import planned
+from m2flow.workloads.common.planning import lanes_of, planned
 from m2flow.workloads.common.recipe import AUTO_MODE
 
 if TYPE_CHECKING:
@@ -45,10 +46,25 @@ def plan(
         _refuse_without_cluster(asked)
     profiled = asked.cluster is not None or asked.profile_file is not None
     planned_by_us = found.mode == AUTO_MODE and asked.plan_file is None
-    if profiled or planned_by_us:
+    if planned_by_us and not profiled and wanted is None and not _has_profile(found):
+        print(
+            f"nothing is known of these lanes yet: a run begins {GUESSES[0]}, learns what its "
+            "stages take, and tries the plans that look best",
+            file=sys.stderr,
+        )
+        _print_fixed(found.model_copy(update={"mode": GUESSES[0]}), None, explain, as_json)
+    elif profiled or planned_by_us:
         _print_decision(dataclasses.replace(asked, recipe=found, mode=wanted), explain, as_json)
     else:
         _print_fixed(found, asked.plan_file, explain, as_json)
+
+
+def _has_profile(recipe: Recipe) -> bool:
+    """Whether the stages of a recipe have been measured on its lanes."""
+    from m2flow.runtime.profiling.stored import cached  # NumPy comes along
+    from m2flow.workloads.common.profile_key import profile_key
+
+    return cached(profile_key(recipe, lanes_of(recipe))) is not None
 
 
 def _refuse_without_cluster(asked: Question) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from m2flow.errors import UserError
 from m2flow.plan.profile import hardware
-from m2flow.plan.profile.hardware import DEVICES, GB, TERA, device_named
+from m2flow.plan.profile.hardware import DEVICES, GB, TERA, device_called, device_named
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=str)
@@ -48,3 +48,20 @@ def test_names_in_any_letters() -> None:
 def test_a_wrong_name_gets_the_nearest(name: str, hint: str) -> None:
     with pytest.raises(UserError, match=hint):
         device_named(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("", None),
+    ],
+)
+def test_names_as_drivers_have_them(name: str, device: str | None) -> None:
+    found = device_called(name)
+    assert (found and found.name) == device

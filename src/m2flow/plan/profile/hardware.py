@@ -7,6 +7,7 @@ belong to the work (`m2flow.plan.profile.work`). This module knows no model and 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from m2flow.errors import UserError, suggestion
@@ -150,3 +151,12 @@ def device_named(name: str, key: str = "cluster") -> Device:
             hint = "say A100-40GB or A100-80GB"
         raise UserError("no figures for such a device", key=key, value=name, hint=hint)
     return device
+
+
+def device_called(name: str) -> Device | None:
+    """The device that a driver names so, such as "NVIDIA A100-SXM4-80GB"; None without figures."""
+    words = re.split(r"[\s-]+", name.upper())
+    for device in DEVICES.values():
+        if device.kind == "gpu" and set(device.name.upper().split("-")) <= set(words):
+            return device
+    return None

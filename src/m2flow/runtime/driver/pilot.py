@@ -37,7 +37,7 @@ from m2flow.runtime.driver.auto import GUESSES, nowhere
 from m2flow.runtime.driver.runner import StepResult
 
 LEARNED_ERROR, KNOWN_ERROR = 0.10, 0.03
-"""Relative error of predictions from a few steps, and from a stored profile."""
+"""Relative error of predictions from a few steps or computed prices, and from a stored profile."""
 
 ENTRANTS = 4
 """So many plans race at most."""
@@ -71,6 +71,7 @@ class Change:
     Attributes:
         before: number of the first step under it.
         why: "race", "won", or "failed": the plan before could not run.
+        mode: of the plan, as people tell it from others.
         was, becomes: seconds of a step before, and as they are expected from now on.
         moved: workers that stand elsewhere now.
         pause: seconds for which no step could run.
@@ -78,6 +79,7 @@ class Change:
 
     before: int
     why: str
+    mode: str
     was: Seconds
     becomes: Seconds
     moved: tuple[str, ...]
@@ -128,6 +130,8 @@ class Pilot:
         self._done, self._since, self._finer = 0, 0, False
         self._failed: list[Entrant] = []
         self._tried: list[tuple[Plan, list[float]]] = []
+        trusted = known is not None and known.source == "measured"
+        self._error = KNOWN_ERROR if trusted else LEARNED_ERROR
         self.profile = known
         self.decision: Decision | None = None
         self.race: Race | None = None
@@ -174,7 +178,7 @@ class Pilot:
             if not self._has_failed(plan):
                 return plan
         if self.race is None:
-            self._begin_race(run, LEARNED_ERROR if self.decision is None else KNOWN_ERROR)
+            self._begin_race(run, self._error)
         elif self.watch is not None:
             self._look_again(run)
         assert self.race is not None
@@ -190,7 +194,7 @@ class Pilot:
         becomes = Seconds(plan.predicted_seconds or was)
         if self.race is not None and not failed:
             becomes = Seconds(self._entrant(plan).seconds)
-        change = Change(self._done, why, was, becomes, moved, Seconds(pause))
+        change = Change(self._done, why, plan.mode, was, becomes, moved, Seconds(pause))
         self.changes.append(change)
         self.plan, self._since = plan, 0
         self._uncounted = plan.max_staleness + (1 if moved else 0)

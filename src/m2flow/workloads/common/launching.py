@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from m2flow.engine.plan import Plan
+from m2flow.engine.plan import LaneSpec, Plan
+from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.plan.explain import Explanation, explained
 from m2flow.plan.file import to_json
+from m2flow.plan.profile import Profile
+from m2flow.plan.profile.analytic import analytic_profile
+from m2flow.plan.profile.clusters import Cluster, Machines
+from m2flow.plan.profile.hardware import device_called
 from m2flow.runtime.driver.auto import GUESSES, Auto
 from m2flow.runtime.driver.launch import launch
 from m2flow.runtime.profiling.stored import cached, keep, stored_at
 from m2flow.workloads.common.planning import layouts_of
-from m2flow.workloads.common.profile_key import profile_key
-from m2flow.workloads.common.recipe import AUTO_MODE
-from m2flow.workloads.common.workload import Experiment, RunProgress
+from m2flow.workloads.common.profile_key import gpu_name, profile_key
+from m2flow.workloads.common.recipe import AUTO_MODE, Recipe
+from m2flow.workloads.common.registry import workload_of
+from m2flow.workloads.common.workload import NOTHING_ASSUMED, Experiment, RunProgress
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.pilot import Pilot
@@ -57,12 +64,14 @@ def launched(
     free = [lane for lane in pool.lanes if lane.reserved_for is None]
     key = profile_key(recipe, free)
     known = cached(key)
-    if known is None:
+    if known is not None:
+        progress.note(f"profile: stored at {stored_at(key)}")
+    elif (known := computed_profile(recipe, flow.trace(), free)) is not None:
+        progress.note("profile: computed from the data sheet of these accelerators; the run learns")
+    else:
         progress.note(
             f"no profile of these lanes is stored: the run begins {GUESSES[0]}, and learns"
         )
-    else:
-        progress.note(f"profile: stored at {stored_at(key)}")
     return launch(
         flow,
         items_per_step=items,
@@ -79,6 +88,20 @@ def launched(
             keep=lambda profile: keep(replace(profile, key=key)),
         ),
     )
+
+
+def computed_profile(recipe: Recipe, graph: FlowGraph, lanes: Sequence[LaneSpec]) -> Profile | None:
+    """A profile from data sheets; None where the accelerator or the model is in none of them."""
+    device = None if any(lane.gpu is None for lane in lanes) else device_called(gpu_name(lanes))
+    if device is None:
+        return None
+    nodes = Counter(lane.node for lane in lanes)
+    machines = tuple(Machines(1, count, device) for count in nodes.values())
+    try:
+        prices = workload_of(recipe).prices(recipe, graph, NOTHING_ASSUMED)
+        return analytic_profile(graph, Cluster(machines), prices, recipe.items_per_step)
+    except UserError:
+        return None
 
 
 def write_decision(directory: RunDirectory, graph: FlowGraph, pilot: Pilot) -> None:

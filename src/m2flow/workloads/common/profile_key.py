@@ -51,11 +51,16 @@ def _hardware(lanes: Sequence[LaneSpec]) -> dict[str, object]:
         "machines": len({lane.node for lane in lanes}),
     }
     if any(lane.kind == "gpu" for lane in lanes):
-        import torch
-
-        names = {torch.cuda.get_device_name(lane.gpu) for lane in lanes if lane.gpu is not None}
-        found["gpu"] = ", ".join(sorted(names))
+        found["gpu"] = gpu_name(lanes)
     return found
+
+
+def gpu_name(lanes: Sequence[LaneSpec]) -> str:
+    """The name of the lanes' accelerators, as their driver has it; all names, if they differ."""
+    import torch
+
+    names = {torch.cuda.get_device_name(lane.gpu) for lane in lanes if lane.gpu is not None}
+    return ", ".join(sorted(names))
 
 
 def _version(package: str) -> str:

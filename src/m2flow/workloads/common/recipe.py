@@ -64,7 +64,7 @@ class Recipe(Section):
     name: str
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = 0
     steps: Count = 80
-    mode: Literal["auto", "eager", "collocated", "disaggregated", "hybrid"] = "collocated"
+    mode: Literal["auto", "eager", "collocated", "disaggregated", "hybrid"] = "auto"
     lanes: str = "auto"
     lane_memory: str | None = None
     layouts: dict[str, str] = Field(default_factory=dict)

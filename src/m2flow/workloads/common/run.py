@@ -28,7 +28,7 @@ WARMUP = "warmup"
 """Folder in the run directory of the starting model, if it is made here."""
 
 
-WHY = {"race": "trying", "won": "settled on", "drift": "went over to"}
+WHY = {"race": "trying", "won": "settled on", "failed": "the plan failed; instead"}
 """In words why a run goes over to another plan; see `Change.why`."""
 
 
@@ -184,24 +184,23 @@ class Training:
 
     def _against_plan(self, run: Run, result: StepResult) -> dict[str, float]:
         """What was predicted of the step, and what going over to another plan has taken."""
-        predicted = run.plan.predicted_seconds
-        if predicted is None:
-            return {}
-        figures = {
-            "plan/predicted_seconds": predicted,
-            "plan/measured_over_predicted": result.seconds / predicted,
-        }
-        changes = [] if run.pilot is None else run.pilot.changes
+        figures: dict[str, float] = {}
+        if (predicted := run.plan.predicted_seconds) is not None:
+            figures["plan/predicted_seconds"] = predicted
+            figures["plan/measured_over_predicted"] = result.seconds / predicted
+        if run.pilot is None:
+            return figures
+        changes = run.pilot.changes
         figures["plan/changes"] = float(len(changes))
-        if len(changes) > self._changes:
-            self._changes = len(changes)
-            change = changes[-1]
-            figures["plan/pause_seconds"] = float(change.pause)
-            self._write_plan(run)
+        new, self._changes = changes[self._changes :], len(changes)
+        for change in new:
             self.progress.note(
-                f"step {change.before + 1}: {WHY[change.why]} {run.plan.mode} "
+                f"step {change.before + 1}: {WHY[change.why]} {change.mode} "
                 f"({change.becomes:.2f} s a step expected; pause {change.pause:.2f} s)"
             )
+        if new:
+            figures["plan/pause_seconds"] = float(sum(change.pause for change in new))
+            self._write_plan(run)
         return figures
 
     def _explain_publishing(self, run: Run) -> None:

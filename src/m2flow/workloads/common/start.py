@@ -124,7 +124,7 @@ def describe(recipe: Recipe, plan_file: Path | None = None) -> list[str]:
     if recipe.mode == AUTO_MODE and plan_file is None:
         check_layouts(recipe)
         graph = flow_of(recipe).trace()
-        words = ["plan: auto: the stages are measured when the run begins, then the best is chosen"]
+        words = ["plan: auto: the first steps are measured, and the best plan is found by trying"]
     else:
         graph, plan = planned(recipe, plan_file)
         words = describe_plan(plan, graph, recipe.items_per_step)

@@ -1,0 +1,41 @@
+"""What a run knows of its lanes before its first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from m2flow.engine.plan import LaneSpec
+from m2flow.runtime.driver.pilot import Pilot
+from m2flow.workloads.common import read_recipe
+from m2flow.workloads.common.launching import computed_profile
+from m2flow.workloads.common.planning import graph_of
+
+RECIPE = read_recipe(Path(__file__).parents[3] / "recipes" / "quickstart.yaml", ())
+GRAPH = graph_of(RECIPE)
+GPUS = tuple(LaneSpec(number, "gpu", gpu=number) for number in range(4))
+
+
+def called(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("m2flow.workloads.common.launching.gpu_name", lambda _lanes: name)
+
+
+def test_a_run_on_known_accelerators_begins_with_a_computed_choice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called(monkeypatch, "NVIDIA H200")
+    profile = computed_profile(RECIPE, GRAPH, GPUS)
+    assert profile is not None
+    assert profile.source == "analytic"
+    pilot = Pilot(GRAPH, GPUS, RECIPE.items_per_step, known=profile, num_steps=RECIPE.steps)
+    assert pilot.decision is not None
+    assert pilot.plan.predicted_seconds == pilot.decision.chosen.prediction.seconds
+
+
+def test_accelerators_without_figures_and_cores_are_not_guessed_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called(monkeypatch, "NVIDIA GeForce RTX 4090")
+    assert computed_profile(RECIPE, GRAPH, GPUS) is None
+    assert computed_profile(RECIPE, GRAPH, [LaneSpec(0, cores=(0,))]) is None
