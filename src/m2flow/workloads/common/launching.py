@@ -53,14 +53,20 @@ def launched(
         checkpoint: the workers go on from here.
         first_step, also: as for `launch`.
     """
-    flow, items = experiment.flow(checkpoint), experiment.recipe.items_per_step
+    recipe, flow = experiment.recipe, experiment.flow(checkpoint)
+    items = recipe.items_per_step
     if plan is not None:
         lanes = "auto" if pool is None else pool
         return launch(
-            flow, items_per_step=items, plan=plan, lanes=lanes, first_step=first_step, also=also
+            flow,
+            items_per_step=items,
+            plan=plan,
+            lanes=lanes,
+            first_step=first_step,
+            also=also,
+            load_deadline_seconds=recipe.load_deadline_seconds,
         )
     assert pool is not None, "a plan is chosen for lanes"
-    recipe = experiment.recipe
     free = [lane for lane in pool.lanes if lane.reserved_for is None]
     key = profile_key(recipe, free)
     known = cached(key)
@@ -80,6 +86,7 @@ def launched(
         first_step=first_step,
         also=also,
         layouts=layouts_of(recipe, flow, free),
+        load_deadline_seconds=recipe.load_deadline_seconds,
         auto=Auto(
             profile=known,
             max_staleness=recipe.max_staleness,

@@ -70,6 +70,7 @@ class Recipe(Section):
     layouts: dict[str, str] = Field(default_factory=dict)
     max_staleness: Natural = 0
     deadline_seconds: Positive = 600.0
+    load_deadline_seconds: Positive = 1800.0
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     logger: tuple[Literal["jsonl", "tensorboard"], ...] = ("jsonl",)
