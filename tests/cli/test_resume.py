@@ -186,6 +186,17 @@ def test_the_plan_may_change(tiny: Path, run: Path, m2flow: M2flow) -> None:
     assert "deadline_seconds: 99" in (run / "config.yaml").read_text()
 
 
+def test_a_resumed_run_outlives_the_checkpoint_that_it_began_from(
+    tiny: Path, run: Path, m2flow: M2flow
+) -> None:
+    """Later checkpoints take its place while workers may still have to load from it."""
+    words = ["steps=7", "checkpoint.every=1", "checkpoint.keep=1", "evaluation.problems=0"]
+    outcome = m2flow("train", tiny, *words, "--run-dir", run, "--resume")
+    assert outcome.code == 0, outcome.err
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["latest", "step_000007"]
+
+
 # What cannot be resumed
 
 

@@ -235,6 +235,13 @@ def test_retention_keeps_the_newest_and_what_latest_names(tmp_path: Path) -> Non
         put(tmp_path, 5, keep=0)
 
 
+def test_retention_spares_the_checkpoint_that_workers_load_from(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        checkpoint.write_part(checkpoint.begin(tmp_path, step), Weights(1.0), None, {})
+        checkpoint.commit(tmp_path, step, keep=1, in_use=tmp_path / "step_000002")
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_000002", "step_000004"]
+
+
 def test_retention_does_not_count_an_abandoned_future(tmp_path: Path) -> None:
     for step in (1, 5, 6, 2):
         put(tmp_path, step, keep=None if step > 2 else 1)

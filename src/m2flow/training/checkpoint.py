@@ -93,7 +93,12 @@ def begin(root: Path, step: int) -> Path:
 
 
 def commit(
-    root: Path, step: int, *, extra: dict[str, Any] | None = None, keep: int | None = None
+    root: Path,
+    step: int,
+    *,
+    extra: dict[str, Any] | None = None,
+    keep: int | None = None,
+    in_use: Path | None = None,
 ) -> Path:
     """Make the folder that `begin` gave a checkpoint, point `latest` at it, delete old ones.
 
@@ -104,6 +109,7 @@ def commit(
         root, step: as for `begin`.
         extra: JSON to remember in `trainer/`, beside the parts.
         keep: how many checkpoints to keep, this one included; None for all.
+        in_use: one that is kept beside them, because workers load from it when they move.
 
     Returns:
         The checkpoint's folder.
@@ -126,7 +132,8 @@ def commit(
         _move_latest(root, final)
     if keep is not None:
         for path in [path for path in _steps(root) if _step_of(path) <= step][:-keep]:
-            _discard(path)
+            if in_use is None or path.resolve() != in_use.resolve():
+                _discard(path)
     return final
 
 

@@ -134,7 +134,9 @@ class Trained(Worker):
                 model, trainer_state = gathered
                 folder = checkpoint.begin(root, step)
                 checkpoint.write_part(folder, model, self.model.tokenizer(), trainer_state)
-                checkpoint.commit(root, step, extra=extra, keep=keep)
+                goes_on = self.checkpoint is not None and step < self.recipe.steps
+                in_use = Path(str(self.checkpoint)) if goes_on else None
+                checkpoint.commit(root, step, extra=extra, keep=keep, in_use=in_use)
         return str(checkpoint.folder_of(root, step))
 
     def save_part(self, checkpoints: str, step: int) -> None:
