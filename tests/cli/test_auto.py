@@ -1,8 +1,13 @@
-"""What a run in mode `auto` keeps of its choice."""
+"""A run in mode `auto`: it starts at once, learns the same, and keeps why its plan was chosen."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.observe.run_directory import RunDirectory
@@ -32,3 +37,28 @@ def test_a_run_keeps_why_its_plan_was_chosen(tmp_path: Path) -> None:
     assert pilot.decision is not None
     assert kept == explained(pilot.decision, TALKING)
     assert read_profile(directory.profile) == profile()
+
+
+def rows(run: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_recipe_that_names_no_mode(tiny: Path, m2flow: Callable[..., Any]) -> None:
+    """Its profile is learned on the way; a second run, resumed in the middle, begins with it."""
+    few = ["checkpoint.every=3", "checkpoint.keep=1", "evaluation.problems=0"]
+    assert m2flow("train", tiny, "steps=12", *few, "--run-dir", "eager").code == 0
+    tiny.write_text(tiny.read_text().replace("mode: eager\n", "").replace("cpu:1", "cpu:2"))
+    first = m2flow("train", tiny, "steps=12", *few, "--run-dir", "first")
+    assert first.code == 0, first.err
+    assert "no profile of these lanes is stored: the run begins collocated" in first.out
+    expected = [row["reward/mean"] for row in rows("eager")]
+    assert [row["reward/mean"] for row in rows("first")] == pytest.approx(expected)
+    kept = from_json(Explanation, Path("first/decision.json").read_text(), "decision.json")
+    assert any(entrant.verdict == "won" for entrant in kept.race)
+
+    half = m2flow("train", tiny, "steps=5", *few, "--run-dir", "second")
+    assert "profile: stored at " in half.out
+    again = m2flow("train", tiny, "steps=12", *few, "--run-dir", "second", "--resume")
+    assert again.code == 0, again.err
+    assert [row["reward/mean"] for row in rows("second")] == pytest.approx(expected)
+    assert m2flow("plan", tiny).code == 0, "the stored profile is the planner's as well"
