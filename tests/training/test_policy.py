@@ -278,7 +278,7 @@ def test_resumed_trainer_goes_on_as_if_it_had_not_stopped(
     through.finish()
     resumed = PolicyTrainer(make_model(), GRPOLoss(), CONFIG)
     resumed.model.load_state_dict(through.model.state_dict())
-    resumed.load_state_dict(through.state_dict())
+    resumed.optimizer.load_state_dict(dict(through.optimizer.state_items()))
     for trainer in (through, resumed):
         trainer.fold(make_rollouts(1))
         trainer.finish()
@@ -334,7 +334,7 @@ def test_state_may_leave_memory_between_any_two_calls(
                     assert not weights_and_gradients_have_memory(trainer)
                     state.onload()
             trainer.finish()
-        return weights(trainer), trainer.state_dict()
+        return weights(trainer), dict(trainer.optimizer.state_items())
 
     found, expected = train(True), train(False)
     assert torch.equal(found[0], expected[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from m2flow.errors import FlowError
 from m2flow.flow.stage import BoundStage, Stage
-from m2flow.flow.trace import LoopRecord, Stream, check_same_trace
+from m2flow.flow.trace import LoopSpec, Stream, check_same_trace
 
 
 class Loop:
@@ -25,7 +25,7 @@ class Loop:
             producer = trace.add(stage, [producer], {})
             trace.calls[producer].loop = len(trace.loops)
             members.append(producer)
-        trace.loops.append(LoopRecord(members, self.until, self.max_turns))
+        trace.loops.append(LoopSpec(tuple(members), self.until, self.max_turns))
         return Stream(trace, members[-1])
 
 

@@ -24,7 +24,7 @@ from m2flow.training.optimizer import AdamWConfig, AllReduce
 from m2flow.training.packing import Pack, Sharing, pack
 from m2flow.training.rollouts import Rollouts, TokenPairs
 from m2flow.training.sharded import WHOLE, Shards
-from m2flow.training.summing import SummingTrainer, check_finite, one_token
+from m2flow.training.summing import SummingTrainer, check_finite, figures_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ class PolicyTrainerConfig:
         sharing: what is computed once in a pack: see `m2flow.training.packing.pack`.
         temperature: that of the sampling, so that log-probabilities compare.
         drop_zero_advantage: skip rows without any gradient; their tokens count all the same.
-        compute_dtype: of matrix products, such as torch.bfloat16; None for the weights' own.
     """
 
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
@@ -45,7 +44,6 @@ class PolicyTrainerConfig:
     sharing: Sharing = "prefix"
     temperature: float = 1.0
     drop_zero_advantage: bool = True
-    compute_dtype: torch.dtype | None = None
 
 
 _TOTALS = (
@@ -95,11 +93,11 @@ class PolicyTrainer(SummingTrainer):
             self._check(rollouts)
             rollouts = self._counted(rollouts)
             packs = pack(rollouts.pairs, self.config.tokens_per_microbatch, self.config.sharing)
-        for microbatch in self.shards.padded(packs):
-            if microbatch is None:
-                self._fold_nothing()
-            else:
-                self._fold_pack(rollouts, microbatch)
+        self.fold_packs(
+            packs,
+            lambda microbatch: self._fold_pack(rollouts, microbatch),
+            lambda microbatch: token_logprobs(self.model, microbatch).logprobs_T,
+        )
 
     def _counted(self, rollouts: Rollouts) -> Rollouts:
         """Add up what is known before any pass; the rollouts that a pass is needed for."""
@@ -161,16 +159,8 @@ class PolicyTrainer(SummingTrainer):
             self.config.tokens_per_microbatch,
             sharing=self.config.sharing,
             temperature=self.config.temperature,
-            compute_dtype=self.config.compute_dtype,
             shards=self.shards,
         )
-
-    def _fold_nothing(self) -> None:
-        """Take part in a pass of the gang without adding anything."""
-        logprobs_T = token_logprobs(
-            self.model, one_token(), compute_dtype=self.config.compute_dtype
-        ).logprobs_T
-        torch.autograd.backward(logprobs_T, torch.zeros_like(logprobs_T))
 
     def _fold_pack(self, rollouts: Rollouts, microbatch: Pack) -> None:
         figures = token_logprobs(
@@ -178,7 +168,6 @@ class PolicyTrainer(SummingTrainer):
             microbatch,
             temperature=self.config.temperature,
             with_entropy=self.algorithm.needs_entropy,
-            compute_dtype=self.config.compute_dtype,
         )
         device = figures.logprobs_T.device
 
@@ -236,29 +225,14 @@ def logprobs_of(
     *,
     sharing: Sharing = "prefix",
     temperature: float = 1.0,
-    compute_dtype: torch.dtype | None = None,
     shards: Shards = WHOLE,
 ) -> Tensor:
     """[T] log-probabilities of all completion tokens, on the CPU, without gradient.
 
     Collective in the gang of a divided model; each lane asks for pairs of its own, or for none.
     """
-    with shards.together():
-        packs = pack(pairs, tokens_per_microbatch, sharing)
-    logprobs_T: Tensor | None = None
-    with torch.no_grad():
-        for microbatch in shards.padded(packs):
-            figures = token_logprobs(
-                model,
-                one_token() if microbatch is None else microbatch,
-                temperature=temperature,
-                compute_dtype=compute_dtype,
-            )
-            if logprobs_T is None:
-                logprobs_T = figures.logprobs_T.new_empty(
-                    pairs.completion_ids_T.numel(), device="cpu"
-                )
-            if microbatch is not None:
-                logprobs_T[microbatch.token_index_T] = figures.logprobs_T.cpu()
-    shards.reshard(model)
-    return torch.empty(0) if logprobs_T is None else logprobs_T
+
+    def forward(microbatch: Pack) -> Tensor:
+        return token_logprobs(model, microbatch, temperature=temperature).logprobs_T
+
+    return figures_of(model, forward, pairs, tokens_per_microbatch, sharing, shards)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from m2flow.rewards.reward import WeightedReward
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.training import checkpoint
 from m2flow.training.rollouts import TokenPairs
-from m2flow.training.supervised import SupervisedConfig, train_supervised
+from m2flow.training.supervised import adamw, train_supervised
 from m2flow.workloads.common.workload import RunProgress
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.encoding import Names, context_of, encode, may_not_fit, token_rows
@@ -231,18 +230,15 @@ class ReasoningExperiment:
         prompts = tokenizer([prompt for prompt, _ in shown])["input_ids"]
         answers = tokenizer([answer for _, answer in shown])["input_ids"]
         pairs = TokenPairs.from_rows(prompts, [[*ids, tokenizer.eos_token_id] for ids in answers])
-        config = SupervisedConfig(
-            steps=warmup.steps, batch_size=warmup.samples_per_step, seed=self.recipe.seed
-        )
-        optimizer = replace(config.resolved_optimizer(), learning_rate=warmup.learning_rate)
-        config = replace(config, optimizer=optimizer)
         told = None if progress is None else progress.update
         train_supervised(
             model,
             pairs,
-            config,
-            on_progress=None if told is None else lambda at: told(at.step, {"loss": at.loss}),
-            progress_every=25,
+            steps=warmup.steps,
+            batch_size=warmup.samples_per_step,
+            seed=self.recipe.seed,
+            optimizer=adamw(warmup.steps, warmup.learning_rate),
+            on_progress=told and (lambda step, loss: told(step, {"loss": loss})),
         )
 
     # --- the data ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from m2flow.workloads.reasoning.workers.source import ModelSource
 
 if TYPE_CHECKING:
     from m2flow.generation.native import NativeEngine
-    from m2flow.generation.protocol import Completion, Request, SamplingParams
+    from m2flow.generation.records import Completion, Request, SamplingParams
 
 HANDED_ON = 4
 """Completions are handed on once they are 1 / HANDED_ON of those that still run: many at a time
@@ -95,7 +95,7 @@ class Generator(Worker):
 
         A call that is closed before its end drops what it has begun.
         """
-        from m2flow.generation.protocol import SamplingParams
+        from m2flow.generation.records import SamplingParams
 
         params = SamplingParams(
             max_new_tokens=self.max_new_tokens,
@@ -161,7 +161,7 @@ class _Call:
 
     def _submit(self, prompts: Batch) -> None:
         from m2flow.algorithms.sampling import derive_seed
-        from m2flow.generation.protocol import Request
+        from m2flow.generation.records import Request
 
         samples = prompts.repeat(self.count)
         requests: list[Request] = []

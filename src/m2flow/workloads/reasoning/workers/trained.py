@@ -68,7 +68,7 @@ class Trained(Worker):
         self.policy, self.shards = divided(place, load)
         self.trainer = make_trainer(self.policy, self.shards)
         if self.checkpoint is not None:
-            self.trainer.load_state_dict(load_trainer_state(self.checkpoint, self.part))
+            self.trainer.optimizer.load_state_dict(load_trainer_state(self.checkpoint, self.part))
         self.state = MovableState(self.trainer.tensors, place)
 
     def finish_minibatch(self) -> dict[str, float]:
@@ -99,12 +99,13 @@ class Trained(Worker):
         """Write weights and trainer state; to be called on every lane of a gang."""
         from m2flow.training import state_file
 
-        state_file.write(folder, self.policy, self.trainer, first=self.place.gang.rank == 0)
+        first = self.place.gang.rank == 0
+        state_file.write(folder, self.policy, self.trainer.optimizer, first=first)
 
     def restore(self, folder: Path) -> None:
         from m2flow.training import state_file
 
-        state_file.read(folder, self.policy, self.trainer, self.shards)
+        state_file.read(folder, self.policy, self.trainer.optimizer, self.shards)
 
     def save_checkpoint(
         self,
@@ -159,7 +160,7 @@ class Trained(Worker):
         first = place.rank == 0
         with self.state.present():
             weights = {name: x for name, x in whole_weights(self.policy) if first}
-            trainer_state = {name: x for name, x in self.trainer.state_items() if first}
+            trainer_state = {name: x for name, x in self.trainer.optimizer.state_items() if first}
             yield (WholeModel(self.policy, weights), trainer_state) if first else None
 
     def parameters(self) -> dict[str, Any]:
