@@ -25,7 +25,6 @@ def columns(seed: int, lengths: list[int]) -> TokenColumns:
         old_logprobs_T=old,
         advantages_T=advantages.repeat_interleave(torch.tensor(lengths)),
         lengths_B=torch.tensor(lengths),
-        mask_T=torch.rand(num_tokens, generator=generator) < 0.8,
         reference_logprobs_T=reference,
         entropy_T=entropy.requires_grad_(),
     )
@@ -33,26 +32,23 @@ def columns(seed: int, lengths: list[int]) -> TokenColumns:
 
 def loop_loss(grpo: GRPOLoss, given: TokenColumns) -> float:
     """Token-mean GRPO with k3 and an entropy bonus, token by token."""
-    assert given.mask_T is not None
     assert given.reference_logprobs_T is not None
     assert given.entropy_T is not None
     total, counted = 0.0, 0
-    for new, old, advantage, counts, reference, entropy in zip(
+    for new, old, advantage, reference, entropy in zip(
         given.logprobs_T.tolist(),
         given.old_logprobs_T.tolist(),
         given.advantages_T.tolist(),
-        given.mask_T.tolist(),
         given.reference_logprobs_T.tolist(),
         given.entropy_T.tolist(),
         strict=True,
     ):
-        if counts:
-            ratio = math.exp(new - old)
-            clipped = min(max(ratio, 1 - grpo.clip_low), 1 + grpo.clip_high)
-            kl = math.exp(reference - new) - 1 - (reference - new)
-            total -= min(ratio * advantage, clipped * advantage)
-            total += grpo.kl_coefficient * kl - grpo.entropy_coefficient * entropy
-            counted += 1
+        ratio = math.exp(new - old)
+        clipped = min(max(ratio, 1 - grpo.clip_low), 1 + grpo.clip_high)
+        kl = math.exp(reference - new) - 1 - (reference - new)
+        total -= min(ratio * advantage, clipped * advantage)
+        total += grpo.kl_coefficient * kl - grpo.entropy_coefficient * entropy
+        counted += 1
     return total / counted
 
 
@@ -61,7 +57,7 @@ FULL = GRPOLoss(kl_coefficient=0.1, entropy_coefficient=0.01)
 
 def test_agrees_with_a_loop() -> None:
     given = columns(0, [3, 5, 1, 4])
-    divisor = denominator(given.lengths_B, "token-mean", given.mask_T)
+    divisor = denominator(given.lengths_B, "token-mean")
     loss = FULL.loss(given).loss / divisor
     assert float(loss.detach()) == pytest.approx(loop_loss(FULL, given))
 
@@ -88,27 +84,11 @@ def test_pieces_give_the_gradient_of_the_whole(grpo: GRPOLoss) -> None:
             whole.old_logprobs_T[tokens],
             whole.advantages_T[tokens],
             whole.lengths_B[rows],
-            cut(whole.mask_T, tokens),
             cut(whole.reference_logprobs_T, tokens),
             cut(whole.entropy_T, tokens),
         )
         gradient += torch.autograd.grad(grpo.loss(piece).loss, whole.logprobs_T)[0]
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_masked_garbage_reaches_neither_loss_nor_figures_nor_gradient() -> None:
-    given = columns(2, [4, 4])
-    assert given.mask_T is not None
-    logprobs, reference = given.logprobs_T.detach().clone(), given.reference_logprobs_T
-    logprobs[~given.mask_T] = float("nan")
-    assert reference is not None
-    reference[~given.mask_T] = float("inf")
-    spoilt = replace(given, logprobs_T=logprobs.requires_grad_(), reference_logprobs_T=reference)
-    terms = FULL.loss(spoilt)
-    (gradient,) = torch.autograd.grad(terms.loss, spoilt.logprobs_T)
-    assert torch.isfinite(gradient).all()
-    for figure in (terms.loss, *terms.sums.values()):
-        assert torch.isfinite(figure)
 
 
 def test_reports_the_figures_it_names() -> None:
@@ -120,8 +100,3 @@ def test_sequences_without_advantage_idle_only_without_kl_and_entropy() -> None:
     assert GRPOLoss().zero_advantage_is_idle
     assert not GRPOLoss(kl_coefficient=0.1).zero_advantage_is_idle
     assert not GRPOLoss(entropy_coefficient=0.1).zero_advantage_is_idle
-
-
-def test_without_normalisation_only_the_mean_is_taken_off() -> None:
-    advantages = GRPOLoss(normalize_std=False).advantages(torch.tensor([2.0, 0.0]), 2)
-    assert advantages.tolist() == [1.0, -1.0]

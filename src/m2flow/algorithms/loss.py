@@ -23,7 +23,6 @@ class TokenColumns:
         old_logprobs_T: under the policy that the ratio is taken against.
         advantages_T: constant.
         lengths_B: tokens of each sequence.
-        mask_T: bool, False for tokens that do not count; None when all do.
         reference_logprobs_T: under the reference model, where the algorithm has a KL term.
         entropy_T: of the policy at the token, with gradient, where the algorithm asks for it.
         behaviour_logprobs_T: under the policy that drew the tokens, where that is not the policy of
@@ -34,7 +33,6 @@ class TokenColumns:
     old_logprobs_T: Tensor
     advantages_T: Tensor
     lengths_B: Tensor
-    mask_T: Tensor | None = None
     reference_logprobs_T: Tensor | None = None
     entropy_T: Tensor | None = None
     behaviour_logprobs_T: Tensor | None = None
@@ -46,7 +44,7 @@ class LossTerms:
 
     Attributes:
         loss: scalar, sum of weight x loss over the tokens.
-        sums: detached scalars, sums over unmasked tokens, named as `Algorithm.figures`.
+        sums: detached scalars, sums over tokens, named as `Algorithm.figures`.
     """
 
     loss: Tensor
@@ -80,7 +78,6 @@ class Algorithm(Protocol):
         """The un-normalised loss of some whole sequences."""
 
 
-def token_sum(values_T: Tensor, mask_T: Tensor | None) -> Tensor:
-    """The sum over unmasked tokens, detached, as a float64 scalar."""
-    values_T = values_T.detach().to(torch.float64)
-    return values_T.sum() if mask_T is None else values_T.masked_fill(~mask_T, 0.0).sum()
+def token_sum(values_T: Tensor) -> Tensor:
+    """The sum over tokens, detached, as a float64 scalar."""
+    return values_T.detach().to(torch.float64).sum()

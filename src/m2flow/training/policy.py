@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from m2flow.algorithms.aggregation import denominator, unmasked_tokens
+from m2flow.algorithms.aggregation import denominator
 from m2flow.algorithms.loss import Algorithm, TokenColumns
 from m2flow.errors import UserError
 from m2flow.training.forward import token_logprobs
@@ -101,13 +101,12 @@ class PolicyTrainer(SummingTrainer):
 
     def _counted(self, rollouts: Rollouts) -> Rollouts:
         """Add up what is known before any pass; the rollouts that a pass is needed for."""
-        lengths_B, mask_T = rollouts.pairs.completion_lengths_B, rollouts.mask_T
-        counted_T = slice(None) if mask_T is None else mask_T
+        lengths_B = rollouts.pairs.completion_lengths_B
         self.add(
-            denominator=denominator(lengths_B, self.algorithm.aggregation, mask_T),
-            tokens=int(unmasked_tokens(lengths_B, mask_T).sum()),
+            denominator=denominator(lengths_B, self.algorithm.aggregation),
+            tokens=int(lengths_B.sum()),
             samples=len(rollouts),
-            behaviour_entropy=-float(rollouts.behaviour_logprobs_T[counted_T].double().sum()),
+            behaviour_entropy=-float(rollouts.behaviour_logprobs_T.double().sum()),
         )
         if not (self.config.drop_zero_advantage and self.algorithm.zero_advantage_is_idle):
             return rollouts
@@ -177,7 +176,6 @@ class PolicyTrainer(SummingTrainer):
         behaviour_T = column(rollouts.behaviour_logprobs_T)
         old_T = column(rollouts.old_logprobs_T)
         advantages_T = column(rollouts.advantages_T)
-        mask_T = column(rollouts.mask_T)
         assert behaviour_T is not None and advantages_T is not None
         terms = self.algorithm.loss(
             TokenColumns(
@@ -186,16 +184,14 @@ class PolicyTrainer(SummingTrainer):
                 behaviour_logprobs_T=None if old_T is None else behaviour_T,
                 advantages_T=advantages_T,
                 lengths_B=microbatch.lengths_R.to(device),
-                mask_T=mask_T,
                 reference_logprobs_T=column(rollouts.reference_logprobs_T),
                 entropy_T=figures.entropy_T,
             )
         )
         torch.autograd.backward(terms.loss)
-        num_trained = microbatch.target_ids_T.numel() if mask_T is None else int(mask_T.sum())
         self.add(
             loss=terms.loss.detach().double(),
-            tokens_trained=num_trained,
+            tokens_trained=microbatch.target_ids_T.numel(),
             tokens_computed=microbatch.num_nodes,
             **terms.sums,
         )
@@ -213,8 +209,7 @@ class PolicyTrainer(SummingTrainer):
                 "behaviour_logprobs": rollouts.behaviour_logprobs_T,
                 "old_logprobs": rollouts.old_logprobs_T,
                 "reference_logprobs": rollouts.reference_logprobs_T,
-            },
-            rollouts.mask_T,
+            }
         )
 
 

@@ -120,14 +120,12 @@ def figures_of(
     return torch.empty(0) if figures_T is None else figures_T
 
 
-def check_finite(columns: Mapping[str, Tensor | None], mask_T: Tensor | None) -> None:
-    """Refuse a column [T] with an unmasked value that is NaN or infinite; its name is the key."""
+def check_finite(columns: Mapping[str, Tensor | None]) -> None:
+    """Refuse a column [T] with a value that is NaN or infinite; its name is the key."""
     for name, column_T in columns.items():
         if column_T is None:
             continue
         bad_T = ~torch.isfinite(column_T)
-        if mask_T is not None:
-            bad_T &= mask_T
         if bool(bad_T.any()):
             token = int(bad_T.nonzero()[0])
             raise UserError(
@@ -135,7 +133,7 @@ def check_finite(columns: Mapping[str, Tensor | None], mask_T: Tensor | None) ->
                 f"completion token {token}",
                 key=name,
                 value=float(column_T[token]),
-                expected="a finite number for every unmasked token",
+                expected="a finite number for every token",
             )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from m2flow.algorithms.aggregation import denominator, unmasked_tokens
+from m2flow.algorithms.aggregation import denominator
 from m2flow.algorithms.ppo import CriticLoss, explained_variance
 from m2flow.training.attention import packed_attention_on
 from m2flow.training.optimizer import AllReduce
@@ -35,13 +35,11 @@ class ValueTargets:
         pairs: prompts and completions.
         old_values_T: [T] of the critic at the start of the step.
         returns_T: [T] what it should have said.
-        mask_T: bool [T], False for tokens not to be learnt from; None when all are.
     """
 
     pairs: TokenPairs
     old_values_T: Tensor
     returns_T: Tensor
-    mask_T: Tensor | None = None
 
 
 def token_values(model: nn.Module, microbatch: Pack) -> Tensor:
@@ -101,11 +99,11 @@ class ValueTrainer(SummingTrainer):
             UserError: an old value or a return is not finite. On all lanes of a gang alike.
         """
         with self.shards.together():
-            lengths_B, mask_T = targets.pairs.completion_lengths_B, targets.mask_T
-            check_finite({"values": targets.old_values_T, "returns": targets.returns_T}, mask_T)
+            lengths_B = targets.pairs.completion_lengths_B
+            check_finite({"values": targets.old_values_T, "returns": targets.returns_T})
             self.add(
-                denominator=denominator(lengths_B, self.algorithm.aggregation, mask_T),
-                tokens=int(unmasked_tokens(lengths_B, mask_T).sum()),
+                denominator=denominator(lengths_B, self.algorithm.aggregation),
+                tokens=int(lengths_B.sum()),
             )
             packs = pack(targets.pairs, self.config.tokens_per_microbatch, self.config.sharing)
         self.fold_packs(packs, lambda pack: self._fold_pack(targets, pack), self._values_of)
@@ -138,7 +136,7 @@ class ValueTrainer(SummingTrainer):
 
     def _fold_pack(self, targets: ValueTargets, microbatch: Pack) -> None:
         values_T = self._values_of(microbatch)
-        device, mask_T = values_T.device, targets.mask_T
+        device = values_T.device
 
         def column(whole_T: Tensor) -> Tensor:
             return whole_T[microbatch.token_index_T].to(device)
@@ -148,7 +146,6 @@ class ValueTrainer(SummingTrainer):
             column(targets.old_values_T),
             column(targets.returns_T),
             microbatch.lengths_R.to(device),
-            None if mask_T is None else column(mask_T),
         )
         torch.autograd.backward(terms.loss)
         self.add(

@@ -5,8 +5,7 @@ Sizes are named for what they count. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -190,12 +189,6 @@ class GreedyEvaluationSection(common.EvaluationSection):
 
 class ReasoningRecipe(common.Recipe):
     """A whole run."""
-
-    renamed: ClassVar[Mapping[str, str]] = {
-        **common.Recipe.renamed,
-        "training.gang": "write `layouts: {learner: fsdp2}`, and the same for the critic",
-        "generation.gang": "write `layouts: {generator: tp2}`",
-    }
 
     workload: Literal["reasoning"] = "reasoning"
     name: str = "reasoning"

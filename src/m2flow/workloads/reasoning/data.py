@@ -93,7 +93,7 @@ def final_answer(answer: str) -> str:
     return answer.rpartition("####")[2].strip()
 
 
-def check_template(template: str, key: str = "template") -> None:
+def check_template(template: str, key: str = "data.template") -> None:
     """Refuse a prompt template that has no place for the question, under the name `key`."""
     if "{question}" not in template:
         raise UserError(

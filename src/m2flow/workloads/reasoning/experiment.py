@@ -25,7 +25,7 @@ from m2flow.training import checkpoint
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.supervised import adamw, train_supervised
 from m2flow.workloads.common.workload import RunProgress
-from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.config import KEYS_OF_TASKS, ReasoningRecipe
 from m2flow.workloads.reasoning.encoding import Names, context_of, encode, may_not_fit, token_rows
 from m2flow.workloads.reasoning.flow import GRPO, PPO, recipe_flow
 from m2flow.workloads.reasoning.tasks import DemonstratedTask, Problem, Task, make_task
@@ -34,10 +34,6 @@ from m2flow.workloads.reasoning.workers import Critic, ModelSource
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.run import Run
-
-TASK_KEYS = {"name": "data.task", "dataset": "data.dataset", "template": "data.template"}
-"""What a task calls its settings, in the recipe's words; the others are `data.options`."""
-
 
 METRIC_NAMES = {"loss": "loss/policy", "critic/loss": "loss/critic"}
 """What the training's losses are called in metrics.jsonl."""
@@ -50,53 +46,25 @@ def task_of(recipe: ReasoningRecipe) -> Task:
         UserError: a data key or an option is missing or wrong, or the data are.
     """
     data = recipe.data
-    settings: dict[str, Any] = {"seed": recipe.seed}
-    keys = {
-        "jsonl": ("path", "eval_path", "on_bad_row", "template"),
-        "gym": ("dataset", "template"),
-    }
-    for key in keys.get(data.task, ()):
-        value = getattr(data, key)
-        if value is not None:
-            settings[key] = value
-        elif key in ("path", "dataset"):
+    own = [key for key, tasks in KEYS_OF_TASKS.items() if data.task in tasks]
+    settings: dict[str, Any] = {key: getattr(data, key) for key in own}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    settings["seed"] = recipe.seed
+    for option in data.options:
+        if option in settings or option in type(data).model_fields:
             raise UserError(
-                f"the {data.task} task needs it",
-                key=f"data.{key}",
-                expected="a file of JSON lines" if key == "path" else "a data set of reasoning-gym",
+                f"{option} is a key of its own, and no option", key=f"data.options.{option}"
             )
-    if data.task == "gym":
-        settings["options"] = dict(data.options)
-    else:
-        for option, value in data.options.items():
-            if option in settings or option in type(data).model_fields:
-                raise UserError(
-                    f"{option} is a key of its own, and no option", key=f"data.options.{option}"
-                )
-            settings[option] = value
+    options = dict(data.options)
+    settings |= {"options": options} if data.task == "gym" else options
     try:
         return make_task(data.task, **settings)
-    except (
-        TypeError
-    ) as error:  # the options come from outside, and a task does not check their types
+    except TypeError as error:  # the options come from outside: a task does not check their types
         raise UserError(
             f"the {data.task} task cannot use them: {error}",
             key="data.options",
             value=data.options,
         ) from error
-    except UserError as error:
-        raise _in_recipe_keys(error) from error
-
-
-def _in_recipe_keys(error: UserError) -> UserError:
-    """A task's refusal with the keys that the user wrote."""
-    if error.key is None or not error.key.startswith(("task.", "template")):
-        return error
-    message = str(error).removeprefix(error.key)
-    names = [name.strip().removeprefix("task.") for name in error.key.split(",")]
-    own = [name if name.startswith("options") else f"options.{name}" for name in names]
-    keys = [TASK_KEYS.get(name, f"data.{key}") for name, key in zip(names, own, strict=True)]
-    return UserError(f"{', '.join(keys)}{message}")
 
 
 def rewards_of(recipe: ReasoningRecipe) -> tuple[WeightedReward, ...]:
@@ -146,7 +114,10 @@ class ReasoningExperiment:
         path, positions = recipe.model.path, recipe.model.max_position_embeddings
         self._context = positions if path is None else context_of(path)
         self._check_prompts(tokenizer)
-        self._loaded = self._load() if path is not None and recipe.warmup.steps else None
+        dtype = getattr(torch, recipe.model.dtype)
+        self._warming = (
+            load_model(path, dtype) if path is not None and recipe.warmup.steps else None
+        )
         self.model = model or ModelSource(path or "", recipe.model.dtype)
         """The model that reinforcement starts from, once it is made."""
 
@@ -175,11 +146,6 @@ class ReasoningExperiment:
         characters = self.task.characters
         return byte_tokenizer() if characters is None else character_tokenizer(characters)
 
-    def _load(self) -> Any:
-        model = self.recipe.model
-        assert model.path is not None
-        return load_model(model.path, getattr(torch, model.dtype))
-
     def prepare(self, folder: Path, progress: RunProgress | None = None) -> ModelSource:
         """The model that reinforcement starts from, in Hugging Face layout.
 
@@ -199,8 +165,8 @@ class ReasoningExperiment:
         recipe = self.recipe
         tokenizer = self._starting_tokenizer()
         if self._tiny is None:
-            model = self._load() if self._loaded is None else self._loaded
-            self._loaded = None
+            model: Any = self._warming
+            self._warming = None
         else:
             model = build_tiny(
                 self._tiny,

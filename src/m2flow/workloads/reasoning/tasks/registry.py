@@ -35,11 +35,12 @@ def make_task(name: str, **settings: Any) -> Task:
         settings: keyword arguments of the task's class, such as `seed` or `path`.
 
     Raises:
-        UserError: unknown name, unknown or missing setting, or what the task itself refuses.
+        UserError: unknown name, unknown or missing setting, or what the task itself refuses; in the
+            words of a recipe.
     """
     if name not in _TASKS:
         raise UserError(
-            "no such task", key="task.name", value=name, hint=suggestion(name, task_names())
+            "no such task", key="data.task", value=name, hint=suggestion(name, task_names())
         )
     module, attribute, _ = _TASKS[name]
     task_class = getattr(importlib.import_module(module), attribute)
@@ -47,12 +48,12 @@ def make_task(name: str, **settings: Any) -> Task:
     for key in settings:
         if key not in parameters:
             raise UserError(
-                f"the task {name!r} has no such setting",
-                key=f"task.{key}",
+                f"the {name} task has no such option",
+                key=f"data.options.{key}",
                 hint=suggestion(key, parameters),
             )
     for key, parameter in parameters.items():
         if parameter.default is parameter.empty and key not in settings:
-            raise UserError(f"the task {name!r} needs this setting", key=f"task.{key}")
+            raise UserError(f"the {name} task needs it", key=f"data.{key}")
     task: Task = task_class(**settings)
     return task
