@@ -10,16 +10,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from m2flow.algorithms.aggregation import Aggregation, token_weights
 from m2flow.algorithms.kl import KLEstimator, kl_per_token
-from m2flow.algorithms.loss import LossTerms, TokenColumns, token_sum
+from m2flow.algorithms.loss import LossTerms, token_sum
 from m2flow.algorithms.policy_loss import RatioLevel, clipped_policy_loss
 
 
 @dataclass(frozen=True)
 class GRPOLoss:
-    """Group-relative policy optimisation; an `m2flow.algorithms.loss.Algorithm`.
+    """Group-relative policy optimisation.
 
     Attributes:
         clip_low, clip_high: how far below and above 1 the ratio may move.
@@ -60,16 +61,40 @@ class GRPOLoss:
 
     @property
     def zero_advantage_is_idle(self) -> bool:
+        """Whether a sequence whose advantages are all zero has no gradient."""
         return not (self.needs_reference or self.needs_entropy)
 
-    def loss(self, columns: TokenColumns) -> LossTerms:
-        """Clipped surrogate + kl_coefficient * KL - entropy_coefficient * entropy, weighted."""
+    def loss(
+        self,
+        logprobs_T: Tensor,
+        old_logprobs_T: Tensor,
+        advantages_T: Tensor,
+        lengths_B: Tensor,
+        *,
+        behaviour_logprobs_T: Tensor | None = None,
+        reference_logprobs_T: Tensor | None = None,
+        entropy_T: Tensor | None = None,
+    ) -> LossTerms:
+        """Clipped surrogate + kl_coefficient * KL - entropy_coefficient * entropy, weighted.
+
+        Un-normalised, of some whole sequences.
+
+        Args:
+            logprobs_T: under the policy that learns, with gradient.
+            old_logprobs_T: under the policy that the ratio is taken against.
+            advantages_T: constant.
+            lengths_B: [B] int64, tokens of each sequence; they sum to T.
+            behaviour_logprobs_T: under the policy that drew the tokens, where that is not the
+                policy of `old_logprobs_T`; None where it is.
+            reference_logprobs_T: under the reference model; needed if `needs_reference`.
+            entropy_T: of the policy at the token, with gradient; needed if `needs_entropy`.
+        """
         policy = clipped_policy_loss(
-            columns.logprobs_T,
-            columns.old_logprobs_T,
-            columns.advantages_T,
-            columns.lengths_B,
-            behaviour_logprobs_T=columns.behaviour_logprobs_T,
+            logprobs_T,
+            old_logprobs_T,
+            advantages_T,
+            lengths_B,
+            behaviour_logprobs_T=behaviour_logprobs_T,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,
@@ -86,13 +111,13 @@ class GRPOLoss:
             "logprob_gap": token_sum(policy.log_ratio_T.abs()),
         }
         if self.needs_reference:
-            assert columns.reference_logprobs_T is not None
-            kl_T = kl_per_token(columns.logprobs_T, columns.reference_logprobs_T, self.kl_estimator)
+            assert reference_logprobs_T is not None
+            kl_T = kl_per_token(logprobs_T, reference_logprobs_T, self.kl_estimator)
             loss_T = loss_T + self.kl_coefficient * kl_T
             sums["kl"] = token_sum(kl_T)
         if self.needs_entropy:
-            assert columns.entropy_T is not None
-            loss_T = loss_T - self.entropy_coefficient * columns.entropy_T
-            sums["entropy"] = token_sum(columns.entropy_T)
-        weights_T = token_weights(columns.lengths_B, self.aggregation, dtype=loss_T.dtype)
+            assert entropy_T is not None
+            loss_T = loss_T - self.entropy_coefficient * entropy_T
+            sums["entropy"] = token_sum(entropy_T)
+        weights_T = token_weights(lengths_B, self.aggregation, dtype=loss_T.dtype)
         return LossTerms((weights_T * loss_T).sum(), sums)

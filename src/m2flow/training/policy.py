@@ -4,7 +4,7 @@
 them up over replicas, divides by the global denominator and takes one optimizer step. So chunking,
 packing and placement change the result by floating-point rounding at most. A replica may be divided
 over a gang of lanes, which call everything here together, each with rollouts of its own or with
-none. The algorithm is given; this file does not know which it is, nor where rollouts come from.
+none. This file does not know where rollouts come from.
 
 Shapes: T completion tokens, R rows of a pack.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from m2flow.algorithms.aggregation import denominator
-from m2flow.algorithms.loss import Algorithm, TokenColumns
+from m2flow.algorithms.grpo import GRPOLoss
 from m2flow.errors import UserError
 from m2flow.training.forward import token_logprobs
 from m2flow.training.optimizer import AdamWConfig, AllReduce
@@ -72,7 +72,7 @@ class PolicyTrainer(SummingTrainer):
     def __init__(
         self,
         model: nn.Module,
-        algorithm: Algorithm,
+        algorithm: GRPOLoss,
         config: PolicyTrainerConfig,
         shards: Shards = WHOLE,
     ) -> None:
@@ -170,23 +170,22 @@ class PolicyTrainer(SummingTrainer):
         )
         device = figures.logprobs_T.device
 
-        def column(values_T: Tensor | None) -> Tensor | None:
-            return None if values_T is None else values_T[microbatch.token_index_T].to(device)
+        def column(values_T: Tensor) -> Tensor:
+            return values_T[microbatch.token_index_T].to(device)
+
+        def optional(values_T: Tensor | None) -> Tensor | None:
+            return None if values_T is None else column(values_T)
 
         behaviour_T = column(rollouts.behaviour_logprobs_T)
-        old_T = column(rollouts.old_logprobs_T)
-        advantages_T = column(rollouts.advantages_T)
-        assert behaviour_T is not None and advantages_T is not None
+        old_T = optional(rollouts.old_logprobs_T)
         terms = self.algorithm.loss(
-            TokenColumns(
-                logprobs_T=figures.logprobs_T,
-                old_logprobs_T=behaviour_T if old_T is None else old_T,
-                behaviour_logprobs_T=None if old_T is None else behaviour_T,
-                advantages_T=advantages_T,
-                lengths_B=microbatch.lengths_R.to(device),
-                reference_logprobs_T=column(rollouts.reference_logprobs_T),
-                entropy_T=figures.entropy_T,
-            )
+            figures.logprobs_T,
+            behaviour_T if old_T is None else old_T,
+            column(rollouts.advantages_T),
+            microbatch.lengths_R.to(device),
+            behaviour_logprobs_T=None if old_T is None else behaviour_T,
+            reference_logprobs_T=optional(rollouts.reference_logprobs_T),
+            entropy_T=figures.entropy_T,
         )
         torch.autograd.backward(terms.loss)
         self.add(

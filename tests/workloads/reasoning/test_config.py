@@ -203,12 +203,12 @@ def test_every_setting_of_ppo_is_read() -> None:
 
 @pytest.mark.parametrize("key", KEYS_OF_ALGORITHMS)
 def test_a_key_of_the_other_algorithm_is_refused(key: str) -> None:
-    other = {"grpo": "ppo", "ppo": "grpo"}[KEYS_OF_ALGORITHMS[key]]
+    other = {"grpo": "ppo", "ppo": "grpo"}[KEYS_OF_ALGORITHMS[key][0]]
     default = AlgorithmSection.model_fields[key].default
     value = not default if isinstance(default, bool) else 0.5
     error = refusal({"algorithm": {"name": other, key: value}})
     assert (error.key, error.value) == (f"algorithm.{key}", value)
-    assert KEYS_OF_ALGORITHMS[key] in str(error.hint)
+    assert KEYS_OF_ALGORITHMS[key][0] in str(error.hint)
     AlgorithmSection.model_validate({"name": other, key: default})
 
 

@@ -6,20 +6,20 @@ collective in a gang: it is called on all lanes of the worker, and the first one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from m2flow.flow import Layout, Place, Worker
+from m2flow.flow import Place
 from m2flow.workloads.reasoning.config import ReasoningRecipe
-from m2flow.workloads.reasoning.workers.source import ModelSource, divided, sharded_layouts
+from m2flow.workloads.reasoning.workers.source import ModelSource, Sharded, divided
 
 if TYPE_CHECKING:
     from m2flow.training.sharded import WholeModel
 
 
-class Trained(Worker):
+class Trained(Sharded):
     """A model that learns, with its trainer.
 
     Args:
@@ -27,8 +27,6 @@ class Trained(Worker):
         recipe: algorithm, optimizers, packing, mini-batches.
         checkpoint: folder of the checkpoint whose trainer state to go on from, or None.
     """
-
-    collective = True
 
     part = ""
     """Folder within a checkpoint; "" for the checkpoint's own model."""
@@ -45,9 +43,6 @@ class Trained(Worker):
     ) -> None:
         self.model, self.recipe, self.checkpoint = model, recipe, checkpoint
         self.minibatches = recipe.minibatches
-
-    def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
-        return sharded_layouts(lanes)
 
     def begin(
         self,
@@ -85,14 +80,8 @@ class Trained(Worker):
         """The model's tensors: on a gang DTensors, of which each lane has its shard."""
         return dict(self.policy.state_dict())
 
-    def offload(self) -> None:
-        self.state.offload()
-
-    def onload(self) -> None:
-        self.state.onload()
-
     def state_bytes(self) -> int:
-        num_bytes: int = self.state.nbytes() + self.trainer.optimizer.bytes_to_come()
+        num_bytes: int = super().state_bytes() + self.trainer.optimizer.bytes_to_come()
         return num_bytes
 
     def save(self, folder: Path) -> None:
