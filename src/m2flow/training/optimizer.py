@@ -40,7 +40,7 @@ class AdamWConfig:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class OptimizerStep:
     """One optimizer step: the norm before clipping, the learning rate, and the reduced sums."""
 
     grad_norm: float
@@ -86,7 +86,7 @@ class SumOptimizer:
         for flat in self._flats:
             flat.zero_()
 
-    def step(self, sums: Tensor, denominator: int, all_reduce: AllReduce | None) -> StepResult:
+    def step(self, sums: Tensor, denominator: int, all_reduce: AllReduce | None) -> OptimizerStep:
         """Reduce, divide by the global denominator, clip, step, zero.
 
         Args:
@@ -128,7 +128,7 @@ class SumOptimizer:
         self.zero()
         if not finite:
             raise NotFinite(found)
-        return StepResult(grad_norm, learning_rate, sums)
+        return OptimizerStep(grad_norm, learning_rate, sums)
 
     def tensors(self) -> Iterator[Tensor]:
         """What is stepped, its gradients, and optimizer state, as they are now."""

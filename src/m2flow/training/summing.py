@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from m2flow.errors import UserError
-from m2flow.training.optimizer import AdamWConfig, AllReduce, StepResult, SumOptimizer
+from m2flow.training.optimizer import AdamWConfig, AllReduce, OptimizerStep, SumOptimizer
 from m2flow.training.packing import Pack, Sharing, pack
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.sharded import Shards
@@ -76,7 +76,7 @@ class SummingTrainer:
         self._sums = dict.fromkeys(self._names, 0.0)
         self.optimizer.zero()
 
-    def step(self, all_reduce: AllReduce | None) -> tuple[dict[str, float], StepResult]:
+    def step(self, all_reduce: AllReduce | None) -> tuple[dict[str, float], OptimizerStep]:
         """One optimizer step; the sums of all replicas, which begin anew here, and what it was.
 
         Raises:
