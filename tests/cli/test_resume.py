@@ -191,7 +191,7 @@ def test_the_plan_may_change(tiny: Path, run: Path, m2flow: M2flow) -> None:
 
 def test_which_run(tiny: Path, refused: Refused) -> None:
     assert "--run-dir DIR" in refused("train", tiny, "--resume")
-    assert "no such directory (got 'none')" in refused(
+    assert "holds no run to resume (got 'none')" in refused(
         "train", tiny, "--resume", "--run-dir", "none"
     )
     Path("empty").mkdir()

@@ -28,17 +28,8 @@ FREE_TABLES = {"data.options"}
 
 def check_directory(recipe: Recipe, run_dir: Path | None, resume: bool) -> None:
     """A fresh run writes over no other, and a resumed one goes on as it began."""
-    if run_dir is not None and run_dir.exists():
-        RunDirectory.create(run_dir, recipe.name, resume=resume)  # makes nothing where it is there
-    elif resume and run_dir is not None:
-        raise UserError(
-            "there is no such directory",
-            key="--run-dir",
-            value=str(run_dir),
-            hint="leave out --resume to start a fresh run there",
-        )
-    elif resume:
-        RunDirectory.create(None, recipe.name, resume=True)  # refuses
+    if resume or (run_dir is not None and run_dir.exists()):
+        RunDirectory.create(run_dir, recipe.name, resume=resume)  # makes nothing where it refuses
     parent = run_dir if run_dir is not None else Path("runs")
     while not parent.exists():
         parent = parent.parent

@@ -165,7 +165,9 @@ class ReasoningExperiment:
         recipe = self.recipe
         tokenizer = self._starting_tokenizer()
         if self._tiny is None:
-            model: Any = self._warming
+            assert recipe.model.path is not None
+            dtype = getattr(torch, recipe.model.dtype)
+            model: Any = self._warming or load_model(recipe.model.path, dtype)
             self._warming = None
         else:
             model = build_tiny(

@@ -59,6 +59,17 @@ class ModelSource:
         return load_tokenizer(self.path)
 
 
+def in_shards(lanes: int) -> Layout:
+    """A model whose parameters are divided over so many lanes, `fsdpN`."""
+    return Layout(f"fsdp{lanes}", lanes) if lanes > 1 else ONE_LANE
+
+
+def by_heads(lanes: int, heads: int | None) -> Layout:
+    """A model whose key-value heads are divided over so many lanes, `tpN`."""
+    divisions = () if heads is None else (("key-value heads", heads, lanes),)
+    return Layout(f"tp{lanes}", lanes, divisions) if lanes > 1 else ONE_LANE
+
+
 class Sharded(Worker):
     """A worker whose model is divided over the lanes of its gang; layouts are `fsdpN`.
 
@@ -70,7 +81,7 @@ class Sharded(Worker):
     state: Any
 
     def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
-        return [ONE_LANE, *(Layout(f"fsdp{size}", size) for size in range(2, lanes + 1))]
+        return [in_shards(size) for size in range(1, lanes + 1)]
 
     def offload(self) -> None:
         self.state.offload()
