@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from m2flow.generation.architecture import Architecture, architecture_of, rotation_table
+from m2flow.generation.kernels import RMSNorm, linear, padded_rows
 from m2flow.generation.kv_cache import CacheView
-from m2flow.generation.linear import linear, padded_rows
-from m2flow.generation.rms_norm import RMSNorm
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 from m2flow.generation.weights import DecoderWeights
 

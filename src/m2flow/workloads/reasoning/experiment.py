@@ -28,8 +28,13 @@ from m2flow.workloads.common.workload import RunProgress
 from m2flow.workloads.reasoning.config import KEYS_OF_TASKS, ReasoningRecipe
 from m2flow.workloads.reasoning.encoding import Names, context_of, encode, may_not_fit, token_rows
 from m2flow.workloads.reasoning.flow import GRPO, PPO, recipe_flow
-from m2flow.workloads.reasoning.tasks import DemonstratedTask, Problem, Task, make_task
-from m2flow.workloads.reasoning.tasks.registry import reward_of_task
+from m2flow.workloads.reasoning.tasks import (
+    DemonstratedTask,
+    Problem,
+    Task,
+    make_task,
+    reward_of_task,
+)
 from m2flow.workloads.reasoning.workers import Critic, ModelSource
 
 if TYPE_CHECKING:
