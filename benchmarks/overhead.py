@@ -22,7 +22,7 @@ from m2flow.algorithms.sampling import derive_seed
 from m2flow.engine.plan import LaneSpec
 from m2flow.flow import Batch
 from m2flow.generation.native import NativeEngine
-from m2flow.generation.protocol import Request, SamplingParams
+from m2flow.generation.records import Request, SamplingParams
 from m2flow.rewards import addition_reward
 from m2flow.runtime.driver.launch import launch
 from m2flow.training.policy import PolicyTrainer

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from embodied_prices import ActionModel, Simulator
+
 from m2flow.models.lengths import Answers
 from m2flow.models.shape import WEIGHT_BYTES, ModelShape
 from m2flow.models.work import (
@@ -33,7 +35,6 @@ from m2flow.models.work import (
 from m2flow.plan.profile.hardware import NETWORK_FRACTION, PCIE_FRACTION, Device
 from m2flow.plan.profile.streaming import finish_times
 from m2flow.plan.profile.work import Work
-from m2flow.workloads.embodied.prices import ActionModel, Simulator
 
 PAGEABLE_FRACTION = PCIE_FRACTION / 4.5
 """Copies from and to memory that is not pinned: DeepSpeed's change 5301 made copies of optimizer

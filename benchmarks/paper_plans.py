@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from embodied_prices import acting, simulating, training
 from paper_model import Embodied, Reasoning
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
@@ -42,7 +43,6 @@ from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import lane_specs, parse_cluster
 from m2flow.plan.profile.hardware import Device
 from m2flow.plan.profile.work import FlowWork, LayoutWork, Rounds, StageWork, WorkerWork, rising
-from m2flow.workloads.embodied.prices import acting, simulating, training
 
 RUNNING = 256
 """Requests that a generator decodes at once; memory has room for them in all rows."""

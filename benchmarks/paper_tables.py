@@ -34,7 +34,7 @@ outside of it speaks for it):
 * States move to and from memory that is not pinned (the recipes' `optimizer_enable_pin: false`).
 * Embodied: a step of the table is one decision of the policy in each environment: OpenVLA acts for
   one step at a time, OpenVLA-OFT for chunks of 8. Seconds of simulators and of acting are those of
-  RLinf's public tests (`m2flow.workloads.embodied.prices`). One epoch; mini-batches of 640 and
+  RLinf's public tests (`embodied_prices`). One epoch; mini-batches of 640 and
   16,384.
 * An advantage in GRPO needs its whole group, so no answer is trained on before.
 * Slime (colocated) has no published breakdown: it is predicted as the temporal mode is.
@@ -47,6 +47,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from embodied_prices import LIBERO, MANISKILL, OPENVLA, OPENVLA_OFT
 from harness import Target, arguments, conclude, table
 from paper_model import (
     Embodied,
@@ -67,7 +68,6 @@ from m2flow.models.lengths import Answers, fit_lengths
 from m2flow.models.shape import KNOWN_MODELS
 from m2flow.models.work import Rates
 from m2flow.plan.profile.hardware import DEVICES
-from m2flow.workloads.embodied.prices import LIBERO, MANISKILL, OPENVLA, OPENVLA_OFT
 
 H100 = DEVICES["H100"]
 FITTED_ROW = {"rollout": 591.0, "log-prob": 102.0, "train": 368.0}

@@ -81,7 +81,7 @@ def countdown_reward(
 
 def reward(name: str) -> WeightedReward:
     """What scores answers to the task of that name."""
-    from m2flow.workloads.reasoning.tasks.registry import reward_of_task
+    from m2flow.workloads.reasoning.tasks import reward_of_task
 
     if name == "countdown":
         folder = str(Path(__file__).parents[1])

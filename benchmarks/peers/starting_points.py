@@ -17,16 +17,16 @@ from starting_point import quickstart
 from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.models.tokenizer import character_tokenizer
 from m2flow.training.rollouts import TokenPairs
-from m2flow.training.supervised import Progress, SupervisedConfig, train_supervised
+from m2flow.training.supervised import train_supervised
 
-WARM_UP = SupervisedConfig(steps=500, batch_size=16)
+STEPS, BATCH_SIZE = 500, 16
 
 
 def starting_point(task_name: str) -> Path:
     """The folder of the checkpoint; made if it is not there."""
     if task_name == "addition":
         return Path(quickstart()[2].path)
-    code = Path(countdown.__file__).read_bytes() + repr(WARM_UP).encode()
+    code = Path(countdown.__file__).read_bytes() + repr((STEPS, BATCH_SIZE)).encode()
     folder = CACHE / f"countdown-{hashlib.sha256(code).hexdigest()[:12]}"
     if not (folder / "config.json").is_file():
         print(f"warming up the countdown model (once; kept in {folder})", flush=True)
@@ -45,14 +45,14 @@ def _warm_up(folder: Path) -> None:
         pad_token_id=tokenizer.pad_token_id,
         seed=0,
     )
-    shown = [task.demonstration(n) for n in range(WARM_UP.steps * WARM_UP.batch_size)]
+    shown = [task.demonstration(n) for n in range(STEPS * BATCH_SIZE)]
     prompts = tokenizer([prompt for prompt, _ in shown])["input_ids"]
     answers = tokenizer([answer for _, answer in shown])["input_ids"]
     pairs = TokenPairs.from_rows(prompts, [[*ids, tokenizer.eos_token_id] for ids in answers])
-    train_supervised(model, pairs, WARM_UP, on_progress=_say)
+    train_supervised(model, pairs, steps=STEPS, batch_size=BATCH_SIZE, on_progress=_say)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _say(at: Progress) -> None:
-    print(f"warm-up {at.step}/{at.steps}: loss {at.loss:.4f}", flush=True)
+def _say(step: int, loss: float) -> None:
+    print(f"warm-up {step}/{STEPS}: loss {loss:.4f}", flush=True)

@@ -14,15 +14,12 @@ MODES: tuple[Aggregation, ...] = (
     "sequence-mean-token-mean",
     "sequence-mean-token-sum",
 )
-Sequences = list[list[tuple[float, bool]]]  # (loss, counts)
-SEQUENCES = st.lists(
-    st.lists(st.tuples(st.floats(-3, 3), st.booleans()), max_size=5), min_size=1, max_size=6
-)
+Sequences = list[list[float]]  # losses
+SEQUENCES = st.lists(st.lists(st.floats(-3, 3), max_size=5), min_size=1, max_size=6)
 
 
 def loop_loss(sequences: Sequences, mode: Aggregation) -> float:
-    counted = [[loss for loss, counts in sequence if counts] for sequence in sequences]
-    counted = [losses for losses in counted if losses]
+    counted = [losses for losses in sequences if losses]
     if not counted:
         return 0.0
     if mode == "token-mean":
@@ -33,12 +30,10 @@ def loop_loss(sequences: Sequences, mode: Aggregation) -> float:
 
 
 def weighted_sum(sequences: Sequences, mode: Aggregation) -> tuple[float, int]:
-    tokens = [token for sequence in sequences for token in sequence]
-    losses = torch.tensor([loss for loss, _ in tokens], dtype=torch.float64)
-    mask = torch.tensor([counts for _, counts in tokens], dtype=torch.bool)
+    losses = torch.tensor([loss for some in sequences for loss in some], dtype=torch.float64)
     lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
-    weights = token_weights(lengths, mode, mask, dtype=torch.float64)
-    return float((weights * losses).sum()), denominator(lengths, mode, mask)
+    weights = token_weights(lengths, mode, dtype=torch.float64)
+    return float((weights * losses).sum()), denominator(lengths, mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -51,7 +46,7 @@ def test_pieces_add_up_to_the_loss_of_the_whole(
     assert total / max(divisor, 1) == pytest.approx(loop_loss(sequences, mode), abs=1e-12)
 
 
-def test_without_a_mask_every_token_counts() -> None:
+def test_an_empty_sequence_counts_for_nothing() -> None:
     lengths = torch.tensor([2, 0, 1])
     weights = token_weights(lengths, "sequence-mean-token-mean", dtype=torch.float32)
     assert weights.tolist() == [0.5, 0.5, 1.0]

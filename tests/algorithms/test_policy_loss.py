@@ -15,20 +15,17 @@ from m2flow.algorithms.policy_loss import RatioLevel, clipped_policy_loss
 
 
 def loop_loss(
-    sequences: list[list[tuple[float, float, float, bool]]],
+    sequences: list[list[tuple[float, float, float]]],
     low: float,
     high: float,
     dual: float | None,
     level: str,
 ) -> list[float]:
-    """Sequences of (log-probability, old log-probability, advantage, counts)."""
+    """Sequences of (log-probability, old log-probability, advantage)."""
     losses = []
     for sequence in sequences:
-        log_ratios = [new - old for new, old, _, counts in sequence if counts]
-        for new, old, advantage, counts in sequence:
-            if not counts:
-                losses.append(0.0)
-                continue
+        log_ratios = [new - old for new, old, _ in sequence]
+        for new, old, advantage in sequence:
             log_ratio = new - old if level == "token" else sum(log_ratios) / len(log_ratios)
             ratio = math.exp(log_ratio)
             clipped = min(max(ratio, 1 - low), 1 + high)
@@ -39,7 +36,7 @@ def loop_loss(
     return losses
 
 
-TOKEN = st.tuples(st.floats(-4, 0), st.floats(-4, 0), st.floats(-2, 2), st.booleans())
+TOKEN = st.tuples(st.floats(-4, 0), st.floats(-4, 0), st.floats(-2, 2))
 
 
 @given(
@@ -48,7 +45,7 @@ TOKEN = st.tuples(st.floats(-4, 0), st.floats(-4, 0), st.floats(-2, 2), st.boole
     level=st.sampled_from(["token", "sequence"]),
 )
 def test_agrees_with_a_loop(
-    sequences: list[list[tuple[float, float, float, bool]]], dual: float | None, level: RatioLevel
+    sequences: list[list[tuple[float, float, float]]], dual: float | None, level: RatioLevel
 ) -> None:
     tokens = [token for sequence in sequences for token in sequence]
     new, old, advantages = (
@@ -59,7 +56,6 @@ def test_agrees_with_a_loop(
         old,
         advantages,
         torch.tensor([len(sequence) for sequence in sequences]),
-        torch.tensor([token[3] for token in tokens], dtype=torch.bool),
         clip_low=0.2,
         clip_high=0.28,
         dual_clip=dual,
@@ -112,32 +108,6 @@ def test_ratio_overflow_leaks_no_nan_gradient(level: RatioLevel, advantage: floa
     assert torch.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("garbage", [float("nan"), float("-inf"), 1e4])
-def test_masked_prefix_takes_no_part(level: RatioLevel, garbage: float) -> None:
-    """Whatever stands in masked places, the rest is as if they were not there."""
-    new = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
-    old, advantages = torch.tensor([-1.1, -1.7, -0.6]), torch.tensor([0.5, 0.5, -1.0])
-    alone = clipped_policy_loss(new, old, advantages, torch.tensor([2, 1]), ratio_level=level)
-    (expected,) = torch.autograd.grad(alone.loss_T.sum(), new)
-
-    spoilt = torch.tensor([garbage, garbage, -1.0, -2.0, garbage, -0.5], requires_grad=True)
-    mask = torch.tensor([False, False, True, True, False, True])
-    result = clipped_policy_loss(
-        spoilt,
-        torch.zeros(6).masked_scatter(mask, old),
-        torch.full((6,), garbage).masked_scatter(mask, advantages),
-        torch.tensor([4, 2]),
-        mask,
-        ratio_level=level,
-    )
-    (gradient,) = torch.autograd.grad(result.loss_T.sum(), spoilt)
-    torch.testing.assert_close(result.loss_T[mask], alone.loss_T)
-    torch.testing.assert_close(gradient[mask], expected)
-    for outside in (result.loss_T, result.log_ratio_T, gradient, result.clipped_T):
-        assert not outside[~mask].any()
-
-
 def test_sequence_ratio_is_the_geometric_mean_of_the_tokens() -> None:
     result, _ = loss_of([0.1, 0.3, -0.1], [1.0] * 3, ratio_level="sequence")
     torch.testing.assert_close(result.ratio_T, torch.full((3,), math.exp(0.1)))
@@ -155,9 +125,8 @@ def test_recomputed_logprobs_keep_the_behaviour_policy_s_weight() -> None:
     logprobs, old, behaviour, advantages = (
         torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(4)
     )
-    mask = torch.tensor([True, True, False, True, True, True, True])
     found = clipped_policy_loss(
-        logprobs, old, advantages, torch.tensor([3, 4]), mask,
+        logprobs, old, advantages, torch.tensor([3, 4]),
         behaviour_logprobs_T=behaviour, weight_cap=1.5,
     ).loss_T  # fmt: skip
     for t in range(7):
@@ -165,7 +134,7 @@ def test_recomputed_logprobs_keep_the_behaviour_policy_s_weight() -> None:
         weight = min(math.exp(old[t] - behaviour[t]), 1.5)
         clipped = min(max(ratio, 0.8), 1.2)
         expected = -weight * min(ratio * advantages[t], clipped * advantages[t])
-        assert float(found[t]) == pytest.approx(float(expected) if mask[t] else 0.0)
+        assert float(found[t]) == pytest.approx(float(expected))
 
 
 def test_a_sequence_has_one_weight() -> None:

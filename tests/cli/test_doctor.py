@@ -150,28 +150,6 @@ def test_bfloat16_is_read_from_the_flags_of_the_cpu(
     assert finding.detail == detail
 
 
-@pytest.mark.parametrize(
-    ("environ", "status", "fix"),
-    [
-        ({}, "warn", "export OMP_WAIT_POLICY=PASSIVE"),
-        ({"OMP_WAIT_POLICY": "ACTIVE"}, "warn", "export OMP_WAIT_POLICY=PASSIVE"),
-        ({"OMP_WAIT_POLICY": "passive"}, "ok", None),
-        ({"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "4"}, "ok", None),
-        (
-            {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "5"},
-            "warn",
-            "export OMP_NUM_THREADS=4",
-        ),
-    ],
-)
-def test_openmp_settings(
-    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], status: str, fix: str | None
-) -> None:
-    monkeypatch.setattr(doctor, "usable_cores", lambda: 4.0)
-    (finding,) = doctor.check_openmp(environ)
-    assert (finding.status, finding.fix) == (status, fix)
-
-
 def test_a_package_that_is_there() -> None:
     assert doctor.check_package(Requirement("pyyaml>=1")) == Finding(
         "pyyaml", "ok", metadata.version("pyyaml")

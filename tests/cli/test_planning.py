@@ -82,24 +82,6 @@ def test_a_size_without_a_unit_counts_bytes(tiny: Path, m2flow: M2flow) -> None:
             ),
         ),
         (["layouts.lerner=fsdp2"], "layouts.lerner: is no worker; did you mean 'learner'?"),
-        (
-            ["training.gang=2"],
-            (
-                "training.gang: is no key any more (got 2); "
-                "write `layouts: {learner: fsdp2}`, and the same for the critic"
-            ),
-        ),
-        (
-            ["generation.gang=2"],
-            "generation.gang: is no key any more (got 2); write `layouts: {generator: tp2}`",
-        ),
-        (
-            ["gangs.learner=2"],
-            (
-                "gangs: is no key any more (got {'learner': 2}); "
-                "write `layouts`, a table of a layout's name for each worker"
-            ),
-        ),
     ],
 )
 def test_refusals(tiny: Path, m2flow: M2flow, words: list[str], error: str) -> None:

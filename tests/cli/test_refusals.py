@@ -362,7 +362,7 @@ BROKEN_MODELS = [
     (break_config, ["config.json"]),
     (remove("tokenizer_config.json"), ["tokenizer_config.json", "missing"]),
     (remove("model.safetensors"), ["weights", "missing"]),
-    (cut_weights, ["model.safetensors", "cut off or damaged", "1000 bytes"]),
+    (cut_weights, ["model.safetensors", "cut off or damaged"]),
 ]
 
 

@@ -202,7 +202,7 @@ def test_a_resumed_run_outlives_the_checkpoint_that_it_began_from(
 
 def test_which_run(tiny: Path, refused: Refused) -> None:
     assert "--run-dir DIR" in refused("train", tiny, "--resume")
-    assert "no such directory (got 'none')" in refused(
+    assert "holds no run to resume (got 'none')" in refused(
         "train", tiny, "--resume", "--run-dir", "none"
     )
     Path("empty").mkdir()

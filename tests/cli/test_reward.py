@@ -74,7 +74,7 @@ def test_one_that_raises_ends_the_run(tiny: Path, m2flow: M2flow) -> None:
         ),
         (
             ["reward=[{function: math, weight: much}]"],
-            "reward.0.weight: is wrong (got 'much'); expected a number",
+            "reward.0.weight: is wrong (got 'much'); expected a valid number",
         ),
     ],
 )

@@ -16,7 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from m2flow.generation.protocol import Completion, GenerationEngine, Request
+from m2flow.generation.native import NativeEngine
+from m2flow.generation.records import Completion, Request
 from m2flow.models.norms import widen_norms
 
 VOCAB_SIZE = 23
@@ -83,7 +84,7 @@ def forward_logprobs(model: PreTrainedModel, request: Request, completion: Compl
     return logprobs.gather(1, completion.token_ids.unsqueeze(1)).squeeze(1)
 
 
-def drain(engine: GenerationEngine) -> dict[int, Completion]:
+def drain(engine: NativeEngine) -> dict[int, Completion]:
     """Steps the engine until nothing is left."""
     done: dict[int, Completion] = {}
     for _ in range(10_000):

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.errors import M2FlowError, UserError
+from m2flow.generation import prefixes
 from m2flow.generation.native import NativeEngine
-from m2flow.generation.protocol import Completion, Request, SamplingParams
+from m2flow.generation.records import Completion, Request, SamplingParams
 from tests.generation.small_models import CONTEXT, VOCAB_SIZE, drain, forward_logprobs, small_model
 
 MODEL = small_model()
@@ -67,7 +68,7 @@ def assert_same(done: Completion, expected: Completion) -> None:
 
 def assert_empty(engine: NativeEngine) -> None:
     assert not engine.busy
-    assert (engine.num_running, engine.num_waiting) == (0, 0)
+    assert (engine.num_running, len(engine._waiting)) == (0, 0)
     assert len(engine._prefixes) == len(engine._live) == 0
     assert not engine._prefixes._kept
 
@@ -76,7 +77,6 @@ def assert_empty(engine: NativeEngine) -> None:
 @given(
     order=st.permutations(range(len(POOL))),
     max_running=st.integers(1, 20),
-    cache_tokens=st.integers(CONTEXT, 4 * CONTEXT),
     prefill_tokens=st.integers(1, 100),
     feed=st.lists(st.integers(0, 5), min_size=len(POOL), max_size=len(POOL)),
     naps=st.sets(st.integers(0, 30), max_size=2),
@@ -85,16 +85,21 @@ def assert_empty(engine: NativeEngine) -> None:
 def test_draws_do_not_depend_on_what_else_runs(
     order: list[int],
     max_running: int,
-    cache_tokens: int,
     prefill_tokens: int,
     feed: list[int],
     naps: set[int],
     aborted: set[int],
 ) -> None:
-    """Any order and pace of submission, any limits, naps, preemption: the same tokens."""
-    engine = engine_with(
-        max_running=max_running, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens
-    )
+    """Any order and pace of submission, any limits, naps: the same tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefixes, "MAX_TOKENS", prefill_tokens)
+        _draw_all(order, max_running, feed, naps, aborted)
+
+
+def _draw_all(
+    order: list[int], max_running: int, feed: list[int], naps: set[int], aborted: set[int]
+) -> None:
+    engine = engine_with(max_running=max_running)
     queue: Iterator[tuple[int, int]] = iter(zip(order, feed, strict=True))
     done: dict[int, Completion] = {}
     submitted: set[int] = set()
@@ -106,9 +111,6 @@ def test_draws_do_not_depend_on_what_else_runs(
                 break
         if step in naps:
             running = engine.num_running
-            if step % 2:
-                engine.drop_caches()
-                running = 0
             engine.sleep()
             engine.wake()
             assert engine.num_running == running
@@ -122,7 +124,6 @@ def test_draws_do_not_depend_on_what_else_runs(
             assert_same(completion, ALONE[completion.id])
             done[completion.id] = completion
         assert engine.num_running <= max_running
-        assert engine._cache.rows * engine._cache.columns <= cache_tokens
         if not engine.busy and len(submitted) == len(POOL):
             break
     assert len(done) == len(POOL)
@@ -146,34 +147,6 @@ def test_a_prompt_is_prefilled_once_for_its_group(monkeypatch: pytest.MonkeyPatc
     engine.submit([request(9, [7, 7, 2])])
     drain(engine)
     assert len(prefilled) == 2
-
-
-def test_where_the_cache_is_too_small_the_youngest_wait_and_lose_nothing() -> None:
-    engine = engine_with(max_running=8, cache_tokens=CONTEXT + 10)
-    wanted = [request(i, new=CONTEXT - 5 - i) for i in range(4)]
-    engine.submit(wanted)
-    done: dict[int, Completion] = {}
-    running = []
-    while engine.busy:
-        done.update((completion.id, completion) for completion in engine.step())
-        running.append(engine.num_running)
-    assert running[0] == 4
-    assert min(running[: CONTEXT // 2]) == 2
-    for one in wanted:
-        expected = forward_logprobs(MODEL, one, done[one.id])
-        torch.testing.assert_close(done[one.id].logprobs, expected, atol=1e-10, rtol=0)
-    assert_empty(engine)
-
-
-def test_a_prompt_from_a_wide_prefill_fits_a_cache_that_became_narrow() -> None:
-    """The columns shrink when more slots are needed than fit; the kept prefill is still wide."""
-    engine = engine_with(max_running=20, cache_tokens=2 * CONTEXT)
-    engine.submit([request(0, list(range(20)), new=1), request(1, [4, 4], new=12)])
-    engine.step()
-    engine.submit([request(i, [4, 4], new=2) for i in range(2, 20)])
-    engine.step()
-    assert engine._cache.columns < 20
-    assert len(drain(engine)) == 19
 
 
 def test_a_freed_slot_is_taken_in_the_same_step() -> None:
@@ -313,7 +286,6 @@ def test_sleep_keeps_what_runs_and_nothing_is_computed_again() -> None:
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
         for forbidden in (
             engine.step,
-            engine.drop_caches,
             lambda: engine.abort([0]),
             lambda: engine.install({}, 1),
         ):
@@ -344,25 +316,10 @@ def test_requests_that_come_during_sleep_wait() -> None:
     engine = engine_with()
     engine.sleep()
     engine.submit(POOL)
-    assert (engine.num_running, engine.num_waiting) == (0, len(POOL))
+    assert (engine.num_running, len(engine._waiting)) == (0, len(POOL))
     engine.wake()
     for completion in drain(engine).values():
         assert_same(completion, ALONE[completion.id])
-
-
-def test_dropped_caches_are_computed_again_and_no_token_is_lost() -> None:
-    engine = engine_with(max_running=4)
-    weights_only = engine.state_bytes()
-    engine.submit(POOL)
-    done = [c for _ in range(4) for c in engine.step()]
-    assert engine.state_bytes() > weights_only
-    engine.drop_caches()
-    assert engine.state_bytes() == weights_only
-    assert (engine.busy, engine.num_running) == (True, 0)
-    done += drain(engine).values()
-    for completion in done:
-        assert_same(completion, ALONE[completion.id])
-    assert len(done) == len(POOL)
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown", "shape"])
@@ -402,22 +359,15 @@ def test_training_on_does_not_change_what_was_installed() -> None:
     assert_same(drain(engine)[4], ALONE[4])
 
 
-def test_weights_that_are_not_finite_are_named_and_leave_no_trace() -> None:
-    """A NaN in a masked column of the cache would come back, since 0 * NaN is NaN."""
+def test_weights_that_are_not_finite_are_named() -> None:
     engine = engine_with(max_running=4)
     engine.submit(POOL)
-    done = engine.step()
+    engine.step()
     weights = {name: tensor.clone() for name, tensor in MODEL.state_dict().items()}
     weights["model.layers.0.self_attn.v_proj.weight"][0] = torch.nan
     engine.install(weights, 8)
     with pytest.raises(M2FlowError, match="version 8"):
         drain(engine)
-    engine.install(MODEL.state_dict(), 9)
-    engine.drop_caches()
-    done += drain(engine).values()
-    assert len(done) == len(POOL)
-    for completion in done:
-        assert_same(completion, ALONE[completion.id])
 
 
 @pytest.mark.parametrize(
@@ -427,9 +377,6 @@ def test_weights_that_are_not_finite_are_named_and_leave_no_trace() -> None:
         (request(1, []), "prompt is empty"),
         (request(1, [1, VOCAB_SIZE]), f"{VOCAB_SIZE}.*ids from 0 to {VOCAB_SIZE - 1}"),
         (request(1, [-1, 2]), "-1"),
-        (request(1, new=0), "max_new_tokens"),
-        (Request(1, [1], 0, SamplingParams(3, -0.5)), "temperature"),
-        (Request(1, [1], 0, SamplingParams(3, float("nan"))), "temperature"),
     ],
 )
 def test_a_wrong_request_is_refused_and_none_of_its_company_taken(
@@ -439,19 +386,6 @@ def test_a_wrong_request_is_refused_and_none_of_its_company_taken(
     with pytest.raises(UserError, match=message):
         engine.submit([request(0), bad])
     assert_empty(engine)
-
-
-@pytest.mark.parametrize(
-    ("limits", "key"),
-    [
-        ({"max_running": 0}, "max_running"),
-        ({"context": CONTEXT + 1}, "context"),
-        ({"context": 20, "cache_tokens": 19}, "cache_tokens"),
-    ],
-)
-def test_limits_that_make_no_sense_are_refused(limits: dict[str, int], key: str) -> None:
-    with pytest.raises(UserError, match=f"^{key}"):
-        NativeEngine(MODEL.config, **limits)  # type: ignore[arg-type]
 
 
 def test_long_tails_change_nothing() -> None:

@@ -10,7 +10,7 @@ from transformers import MistralConfig, Qwen2Config
 
 from m2flow.errors import UserError
 from m2flow.generation.native import NativeEngine
-from m2flow.generation.protocol import Completion, Request, SamplingParams
+from m2flow.generation.records import Completion, Request, SamplingParams
 from tests.generation.small_models import (
     CONFIGS,
     CONTEXT,

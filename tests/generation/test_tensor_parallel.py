@@ -12,7 +12,7 @@ from m2flow.errors import UserError
 from m2flow.flow.worker import Gang
 from m2flow.generation.architecture import architecture_of
 from m2flow.generation.native import NativeEngine
-from m2flow.generation.protocol import Completion, Request, SamplingParams
+from m2flow.generation.records import Completion, Request, SamplingParams
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 from m2flow.runtime.transport.groups import LaneGroups
 from tests.generation.small_models import CONFIGS, CONTEXT, VOCAB_SIZE, drain, small_model
@@ -58,14 +58,12 @@ def shown(done: dict[int, Completion]) -> Drawn:
 
 
 def eventful(parallel: TensorParallel, name: str) -> tuple[Drawn, int]:
-    """Draws with too little room, a nap, other weights, and requests that begin again; bytes."""
+    """Draws with few slots, a nap, other weights, and requests that begin again; bytes."""
     model, other = small_model(name), small_model(name, seed=1)
     engine = NativeEngine(
         model.config,
         dtype=torch.float64,
         max_running=5,
-        cache_tokens=2 * CONTEXT,
-        prefill_tokens=30,
         parallel=parallel,
     )
     engine.install(model.state_dict(), 0)
@@ -77,7 +75,6 @@ def eventful(parallel: TensorParallel, name: str) -> tuple[Drawn, int]:
     engine.sleep()
     engine.wake()
     back = engine.abort([0, 2, 7])
-    engine.drop_caches()
     boxes, weights = engine.weight_boxes(), other.state_dict()
     engine.install({key: box.of(weights[key]) for key, box in boxes.items()}, 1)
     engine.submit(asked[8:])

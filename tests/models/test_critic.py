@@ -64,9 +64,7 @@ def test_half_a_critic_is_refused(policy_folder: Path, tmp_path: Path) -> None:
     tensors = load_file(file)
     del tensors["score.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(
-        UserError, match=r"lack 1 of the critic's tensors, among them score\.weight"
-    ):
+    with pytest.raises(UserError, match=r"lack 1 of the model's tensors, among them score\.weight"):
         load_critic(tmp_path / "critic")
     with pytest.raises(UserError, match="does not exist"):
         load_critic(tmp_path / "nowhere")

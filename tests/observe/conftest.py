@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def write_fake_run(path: Path, *, num_steps: int = 80, planned_steps: int | None
     """Write what a run of `num_steps` steps out of `planned_steps` would have left."""
     draw = random.Random(7)
     timeline = Timeline(keep_first=2, keep_last=3)
-    with RunDirectory.create(path, "grpo_addition") as run:
+    with closing(RunDirectory.create(path, "grpo_addition")) as run:
         run.write_run(
             recipe="recipes/grpo_addition.yaml",
             mode="auto",

@@ -73,10 +73,10 @@ def test_time_left_of_a_resumed_run_counts_its_own_steps_only() -> None:
     clock = Clock()
     progress, log = plain(clock)
     progress.phase("training", 100, completed=50)
-    clock.now = 10.0
-    progress.update(60)
+    for step, clock.now in ((60, 10.0), (70, 20.0)):
+        progress.update(step)
     assert "50 done" in log.getvalue()
-    assert "0:40 left" in log.getvalue()
+    assert "0:30 left" in log.getvalue()
 
 
 def test_markup_in_texts_is_printed_as_it_is() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def test_default_name_is_recipe_and_time_and_never_taken_twice(
 
 
 def test_a_fresh_run_refuses_a_directory_that_holds_one(tmp_path: Path) -> None:
-    with RunDirectory.create(tmp_path / "run", "r") as run:
+    with closing(RunDirectory.create(tmp_path / "run", "r")) as run:
         run.append_metrics(1, {"reward/mean": 0.5})
     with pytest.raises(UserError, match=r"holds a run already \(metrics.jsonl\).*--resume"):
         RunDirectory.create(tmp_path / "run", "r")
@@ -92,7 +93,7 @@ def test_rows_are_flushed_and_not_finite_becomes_null(tmp_path: Path) -> None:
 
 
 def test_resume_cuts_later_steps_and_a_torn_line(tmp_path: Path) -> None:
-    with RunDirectory.create(tmp_path / "run", "r") as run:
+    with closing(RunDirectory.create(tmp_path / "run", "r")) as run:
         for step in range(6):
             run.append_metrics(step, {"reward/mean": step / 10})
             run.append_samples(step, [{"item": 0}, {"item": 1}])
@@ -108,7 +109,7 @@ def test_resume_cuts_later_steps_and_a_torn_line(tmp_path: Path) -> None:
 
 
 def test_lines_of_one_step_are_merged_in_order(tmp_path: Path) -> None:
-    with RunDirectory.create(tmp_path / "run", "r") as run:
+    with closing(RunDirectory.create(tmp_path / "run", "r")) as run:
         run.append_metrics(2, {"time": 1.0, "reward/mean": 0.5})
         run.append_metrics(1, {"time": 0.0})
         run.append_metrics(2, {"time": 2.0, "eval/accuracy": 0.7})

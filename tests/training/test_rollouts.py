@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -22,23 +21,19 @@ def test_rows_may_be_lists_or_tensors() -> None:
 
 
 def test_selected_rows_keep_their_columns(make_rollouts: Callable[..., Rollouts]) -> None:
-    rollouts = replace(make_rollouts(), mask_T=make_rollouts().behaviour_logprobs_T > -2)
+    rollouts = make_rollouts()
     picked = rollouts.select(torch.tensor([5, 0, 5]))
     whole = rollouts.behaviour_logprobs_T.split(rollouts.pairs.completion_lengths_B.tolist())
     torch.testing.assert_close(
         picked.behaviour_logprobs_T, torch.cat([whole[5], whole[0], whole[5]])
     )
-    assert picked.mask_T is not None
-    assert torch.equal(picked.mask_T, picked.behaviour_logprobs_T > -2)
     assert picked.pairs.prompt_lengths_B.tolist() == (
         rollouts.pairs.prompt_lengths_B[[5, 0, 5]].tolist()
     )
 
 
-def test_row_is_idle_where_no_unmasked_advantage_is_left() -> None:
+def test_row_is_idle_where_no_advantage_is_left() -> None:
     rollouts = Rollouts.from_rows(
         [[1]] * 4, [[1, 2], [1], [], [1, 2]], [[-1.0, -1.0], [-1.0], [], [-1.0, -1.0]], [0, 1, 1, 2]
     )
     assert rollouts.idle_rows().tolist() == [True, False, True, False]
-    mask = torch.tensor([True, True, True, False, False])
-    assert replace(rollouts, mask_T=mask).idle_rows().tolist() == [True, False, True, True]

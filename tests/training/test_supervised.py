@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from m2flow.errors import UserError
+from m2flow.training import supervised
 from m2flow.training.optimizer import AdamWConfig
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.schedule import Schedule
-from m2flow.training.supervised import Progress, SupervisedConfig, _batches, train_supervised
+from m2flow.training.supervised import _batches, train_supervised
 
 MakeModel = Callable[..., nn.Module]
 PAIRS = TokenPairs.from_rows(
@@ -21,13 +22,18 @@ PAIRS = TokenPairs.from_rows(
 
 
 def test_agrees_with_a_plain_loop(
-    make_model: MakeModel, plain_logprobs: Callable[[nn.Module, TokenPairs], Tensor]
+    make_model: MakeModel,
+    plain_logprobs: Callable[[nn.Module, TokenPairs], Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = SupervisedConfig(
+    monkeypatch.setattr(supervised, "TOKENS_PER_MICROBATCH", 7)
+    model, plain = make_model(), make_model()
+    train_supervised(
+        model,
+        PAIRS,
         steps=4,
         batch_size=4,
         seed=5,
-        tokens_per_microbatch=7,
         optimizer=AdamWConfig(
             learning_rate=1e-2,
             betas=(0.9, 0.95),
@@ -36,8 +42,6 @@ def test_agrees_with_a_plain_loop(
             max_grad_norm=0.5,
         ),
     )
-    model, plain = make_model(), make_model()
-    train_supervised(model, PAIRS, config)
 
     adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     factors = [0.5, 1.0, 1.0, 0.55]
@@ -53,22 +57,25 @@ def test_agrees_with_a_plain_loop(
 
 
 def test_learns_and_reports(make_model: MakeModel) -> None:
-    reports: list[Progress] = []
-    config = SupervisedConfig(steps=60, batch_size=6)
+    reports: dict[int, float] = {}
     last = train_supervised(
-        make_model(torch.float32), PAIRS, config, on_progress=reports.append, progress_every=25
+        make_model(torch.float32),
+        PAIRS,
+        steps=60,
+        batch_size=6,
+        on_progress=reports.__setitem__,
     )
-    assert [report.step for report in reports] == [25, 50, 60]
-    assert reports[0].loss > 0.3
-    assert last.loss < 0.3
-    assert last == reports[-1]
+    assert list(reports) == [25, 50, 60]
+    assert reports[25] > 0.3
+    assert last < 0.3
+    assert last == reports[60]
 
 
 def test_same_seed_same_weights(make_model: MakeModel) -> None:
     states = []
     for _ in range(2):
         model = make_model(torch.float32)
-        train_supervised(model, PAIRS, SupervisedConfig(steps=5, batch_size=4, seed=3))
+        train_supervised(model, PAIRS, steps=5, batch_size=4, seed=3)
         states.append(torch.cat([p.flatten() for p in model.parameters()]))
     assert torch.equal(*states)
 
@@ -82,4 +89,4 @@ def test_batches_use_every_row_equally() -> None:
 
 def test_nothing_to_learn_from_is_refused(make_model: MakeModel) -> None:
     with pytest.raises(UserError, match="nothing to learn from"):
-        train_supervised(make_model(), TokenPairs.from_rows([[1]], [[]]))
+        train_supervised(make_model(), TokenPairs.from_rows([[1]], [[]]), steps=1)

@@ -158,9 +158,6 @@ def test_what_is_not_finite_is_refused_and_named(name: str) -> None:
     some = trainer()
     with pytest.raises(UserError, match=f"{name}: 1 of 12 values are not finite, .* token 4"):
         some.fold(replace(wanted, **{field: bad_T}))
-    mask_T = torch.isfinite(bad_T)
-    some.fold(replace(wanted, mask_T=mask_T, **{field: bad_T}))
-    assert all(torch.isfinite(torch.tensor(value)) for value in some.finish().values())
 
 
 def test_a_loss_that_overflows_takes_no_step() -> None:
@@ -179,7 +176,7 @@ def test_goes_on_from_its_state(tmp_path: Path) -> None:
     some.finish()
     some.model.save_pretrained(tmp_path)
     again = trainer(load_critic(tmp_path, torch.float64))
-    again.load_state_dict(some.state_dict())
+    again.optimizer.load_state_dict(dict(some.optimizer.state_items()))
     for each in (some, again):
         each.fold(wanted)
         each.finish()

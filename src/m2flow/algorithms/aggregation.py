@@ -17,10 +17,8 @@ from torch import Tensor
 Aggregation = Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"]
 
 
-def token_weights(
-    lengths_B: Tensor, mode: Aggregation, mask_T: Tensor | None = None, *, dtype: torch.dtype
-) -> Tensor:
-    """The weight of each token's loss: 1, or 1 / (unmasked tokens of its sequence); 0 if masked.
+def token_weights(lengths_B: Tensor, mode: Aggregation, *, dtype: torch.dtype) -> Tensor:
+    """The weight of each token's loss: 1, or 1 / (tokens of its sequence).
 
     token-mean is DAPO's (arXiv 2503.14476, equation 8), sequence-mean-token-mean GRPO's
     (arXiv 2402.03300, equation 3), sequence-mean-token-sum has no division by length at all, as
@@ -29,7 +27,6 @@ def token_weights(
     Args:
         lengths_B: [B] int64, sequence lengths in tokens; they sum to T.
         mode: the aggregation.
-        mask_T: [T] bool, False for tokens that do not count; None when all do.
         dtype: of the result.
 
     Returns:
@@ -40,24 +37,12 @@ def token_weights(
             num_tokens = int(lengths_B.sum())
             weights_T = torch.ones(num_tokens, dtype=dtype, device=lengths_B.device)
         case "sequence-mean-token-mean":
-            counts_B = unmasked_tokens(lengths_B, mask_T).clamp(min=1)
-            weights_T = torch.repeat_interleave(counts_B.to(dtype).reciprocal(), lengths_B)
+            weights_T = torch.repeat_interleave(lengths_B.to(dtype).reciprocal(), lengths_B)
         case _:
             assert_never(mode)
-    return weights_T if mask_T is None else weights_T * mask_T.to(dtype)
+    return weights_T
 
 
-def denominator(lengths_B: Tensor, mode: Aggregation, mask_T: Tensor | None = None) -> int:
-    """What the weighted sum is divided by: unmasked tokens, or sequences that have at least one."""
-    counts_B = unmasked_tokens(lengths_B, mask_T)
-    return int(counts_B.sum()) if mode == "token-mean" else int((counts_B > 0).sum())
-
-
-def unmasked_tokens(lengths_B: Tensor, mask_T: Tensor | None = None) -> Tensor:
-    """[B] int64: how many tokens of each sequence count."""
-    if mask_T is None:
-        return lengths_B
-    sequence_T = torch.repeat_interleave(
-        torch.arange(lengths_B.numel(), device=lengths_B.device), lengths_B
-    )
-    return torch.zeros_like(lengths_B).index_add(0, sequence_T, mask_T.to(lengths_B.dtype))
+def denominator(lengths_B: Tensor, mode: Aggregation) -> int:
+    """What the weighted sum is divided by: tokens, or sequences that have at least one."""
+    return int(lengths_B.sum() if mode == "token-mean" else (lengths_B > 0).sum())

@@ -1,9 +1,7 @@
 """Generalised advantage estimation over the tokens of packed answers, one pass for all of them.
 
 The tokens of a sequence are its actions; the value of a token is that of the state before it, the
-reward of a token comes with it, and after the last token the episode is over (value 0). A masked
-token is no action: it is left out as if it had never been there, so that what stands before it
-looks on to what stands after it, and whatever its columns hold reaches nothing.
+reward of a token comes with it, and after the last token the episode is over (value 0).
 
 Shapes: T completion tokens of B sequences lying one after another, `lengths_B` long; L the longest.
 """
@@ -15,13 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from m2flow.algorithms.aggregation import unmasked_tokens
 from m2flow.errors import UserError
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """[T] advantages, and returns: what a critic should have said. Zero at masked tokens."""
+    """[T] advantages, and returns: what a critic should have said."""
 
     advantages_T: Tensor
     returns_T: Tensor
@@ -31,7 +28,6 @@ def generalised_advantages(
     rewards_T: Tensor,
     values_T: Tensor,
     lengths_B: Tensor,
-    mask_T: Tensor | None = None,
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
@@ -47,7 +43,6 @@ def generalised_advantages(
         rewards_T: [T].
         values_T: [T], constant.
         lengths_B: [B] int64, sequence lengths in tokens; they sum to T. A sequence may be empty.
-        mask_T: [T] bool, False for tokens that do not count; None when all do.
         gamma: discount from one token to the next, in [0, 1].
         lam: between 0 (trust the critic: one step) and 1 (trust the rewards: all of them).
 
@@ -55,23 +50,13 @@ def generalised_advantages(
         Figures at least float32, float64 where rewards or values are.
 
     Raises:
-        UserError: a reward or value that counts is not finite.
+        UserError: a reward or value is not finite.
     """
     assert 0 <= gamma <= 1 and 0 <= lam <= 1
     assert rewards_T.shape == values_T.shape == (int(lengths_B.sum()),)
     dtype = torch.promote_types(rewards_T.dtype, values_T.dtype)
     dtype = torch.promote_types(dtype, torch.float32)
     rewards_T, values_T = rewards_T.detach().to(dtype), values_T.detach().to(dtype)
-    if mask_T is not None:
-        counted_B = unmasked_tokens(lengths_B, mask_T)
-        kept = generalised_advantages(
-            rewards_T[mask_T], values_T[mask_T], counted_B, gamma=gamma, lam=lam
-        )
-        zeros_T = torch.zeros_like(rewards_T)
-        return Estimates(
-            zeros_T.masked_scatter(mask_T, kept.advantages_T),
-            zeros_T.masked_scatter(mask_T, kept.returns_T),
-        )
     _check_finite("reward", rewards_T)
     _check_finite("value", values_T)
     advantages_T = _backwards(rewards_T, values_T, lengths_B, gamma, lam)
@@ -109,18 +94,16 @@ def rewards_at_end(rewards_B: Tensor, lengths_B: Tensor) -> Tensor:
     return rewards_T
 
 
-def whitened(values_T: Tensor, mask_T: Tensor | None = None, eps: float = 1e-8) -> Tensor:
-    """`(x - mean) / (std + eps)` over all unmasked tokens given; zero at masked ones.
+def whitened(values_T: Tensor, eps: float = 1e-8) -> Tensor:
+    """`(x - mean) / (std + eps)` over all tokens given.
 
     Mean and (population) deviation are taken in float64. Values that are all the same become
     exactly zero, so that rounding of the mean is never blown up by a vanishing deviation.
     """
-    kept_T = (values_T if mask_T is None else values_T[mask_T]).to(torch.float64)
-    if not kept_T.numel() or bool((kept_T == kept_T[0]).all()):
+    wide_T = values_T.to(torch.float64)
+    if not wide_T.numel() or bool((wide_T == wide_T[0]).all()):
         return torch.zeros_like(values_T)
-    white_T = (kept_T - kept_T.mean()) / (kept_T.std(correction=0) + eps)
-    white_T = white_T.to(values_T.dtype)
-    return white_T if mask_T is None else torch.zeros_like(values_T).masked_scatter(mask_T, white_T)
+    return ((wide_T - wide_T.mean()) / (wide_T.std(correction=0) + eps)).to(values_T.dtype)
 
 
 def _check_finite(what: str, values_T: Tensor) -> None:
@@ -131,5 +114,5 @@ def _check_finite(what: str, values_T: Tensor) -> None:
             f"{int(bad_T.sum())} of {bad_T.numel()} are not finite, the first at token {token}",
             key=what,
             value=float(values_T[token]),
-            expected="a finite number for every token that counts",
+            expected="a finite number for every token",
         )

@@ -12,23 +12,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from m2flow.algorithms.advantages import group_advantages
 from m2flow.algorithms.aggregation import Aggregation, token_weights
 from m2flow.algorithms.kl import KLEstimator, kl_per_token
-from m2flow.algorithms.loss import LossTerms, TokenColumns, token_sum
+from m2flow.algorithms.loss import LossTerms, token_sum
 from m2flow.algorithms.policy_loss import RatioLevel, clipped_policy_loss
 
 
 @dataclass(frozen=True)
 class GRPOLoss:
-    """Group-relative policy optimisation; an `m2flow.algorithms.loss.Algorithm`.
+    """Group-relative policy optimisation.
 
     Attributes:
         clip_low, clip_high: how far below and above 1 the ratio may move.
         dual_clip: bound of the loss for negative advantages, or None.
         ratio_level: one ratio a token, or one a sequence.
         aggregation: how per-token losses become one number.
-        normalize_std: whether advantages are divided by the group's deviation.
         kl_coefficient: weight of KL(policy || reference) in the loss; 0 needs no reference.
         kl_estimator: k1, k2 or k3.
         entropy_coefficient: weight of an entropy bonus.
@@ -41,7 +39,6 @@ class GRPOLoss:
     dual_clip: float | None = None
     ratio_level: RatioLevel = "token"
     aggregation: Aggregation = "token-mean"
-    normalize_std: bool = True
     kl_coefficient: float = 0.0
     kl_estimator: KLEstimator = "k3"
     entropy_coefficient: float = 0.0
@@ -64,22 +61,40 @@ class GRPOLoss:
 
     @property
     def zero_advantage_is_idle(self) -> bool:
+        """Whether a sequence whose advantages are all zero has no gradient."""
         return not (self.needs_reference or self.needs_entropy)
 
-    def advantages(self, rewards_B: Tensor, group_size: int) -> Tensor:
-        """[B] advantages of samples whose groups are consecutive; see `group_advantages`."""
-        return group_advantages(rewards_B, group_size, self.normalize_std)
+    def loss(
+        self,
+        logprobs_T: Tensor,
+        old_logprobs_T: Tensor,
+        advantages_T: Tensor,
+        lengths_B: Tensor,
+        *,
+        behaviour_logprobs_T: Tensor | None = None,
+        reference_logprobs_T: Tensor | None = None,
+        entropy_T: Tensor | None = None,
+    ) -> LossTerms:
+        """Clipped surrogate + kl_coefficient * KL - entropy_coefficient * entropy, weighted.
 
-    def loss(self, columns: TokenColumns) -> LossTerms:
-        """Clipped surrogate + kl_coefficient * KL - entropy_coefficient * entropy, weighted."""
-        mask_T = columns.mask_T
+        Un-normalised, of some whole sequences.
+
+        Args:
+            logprobs_T: under the policy that learns, with gradient.
+            old_logprobs_T: under the policy that the ratio is taken against.
+            advantages_T: constant.
+            lengths_B: [B] int64, tokens of each sequence; they sum to T.
+            behaviour_logprobs_T: under the policy that drew the tokens, where that is not the
+                policy of `old_logprobs_T`; None where it is.
+            reference_logprobs_T: under the reference model; needed if `needs_reference`.
+            entropy_T: of the policy at the token, with gradient; needed if `needs_entropy`.
+        """
         policy = clipped_policy_loss(
-            columns.logprobs_T,
-            columns.old_logprobs_T,
-            columns.advantages_T,
-            columns.lengths_B,
-            mask_T,
-            behaviour_logprobs_T=columns.behaviour_logprobs_T,
+            logprobs_T,
+            old_logprobs_T,
+            advantages_T,
+            lengths_B,
+            behaviour_logprobs_T=behaviour_logprobs_T,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,
@@ -90,29 +105,19 @@ class GRPOLoss:
         # KL(behaviour || policy): its tokens are the behaviour policy's, hence the swapped sides.
         behaviour_kl_T = kl_per_token(-policy.log_ratio_T, torch.zeros_like(policy.log_ratio_T))
         sums = {
-            "clip_fraction": token_sum(policy.clipped_T, mask_T),
-            "ratio": token_sum(policy.ratio_T, mask_T),
-            "behaviour_kl": token_sum(behaviour_kl_T, mask_T),
-            "logprob_gap": token_sum(policy.log_ratio_T.abs(), mask_T),
+            "clip_fraction": token_sum(policy.clipped_T),
+            "ratio": token_sum(policy.ratio_T),
+            "behaviour_kl": token_sum(behaviour_kl_T),
+            "logprob_gap": token_sum(policy.log_ratio_T.abs()),
         }
         if self.needs_reference:
-            assert columns.reference_logprobs_T is not None
-            kl_T = kl_per_token(
-                _masked(columns.logprobs_T, mask_T),
-                _masked(columns.reference_logprobs_T, mask_T),
-                self.kl_estimator,
-            )
+            assert reference_logprobs_T is not None
+            kl_T = kl_per_token(logprobs_T, reference_logprobs_T, self.kl_estimator)
             loss_T = loss_T + self.kl_coefficient * kl_T
-            sums["kl"] = token_sum(kl_T, mask_T)
+            sums["kl"] = token_sum(kl_T)
         if self.needs_entropy:
-            assert columns.entropy_T is not None
-            entropy_T = _masked(columns.entropy_T, mask_T)
+            assert entropy_T is not None
             loss_T = loss_T - self.entropy_coefficient * entropy_T
-            sums["entropy"] = token_sum(entropy_T, mask_T)
-        weights_T = token_weights(columns.lengths_B, self.aggregation, mask_T, dtype=loss_T.dtype)
+            sums["entropy"] = token_sum(entropy_T)
+        weights_T = token_weights(lengths_B, self.aggregation, dtype=loss_T.dtype)
         return LossTerms((weights_T * loss_T).sum(), sums)
-
-
-def _masked(values_T: Tensor, mask_T: Tensor | None) -> Tensor:
-    """Zero where masked: filled before any formula, so that nothing masked can overflow in it."""
-    return values_T if mask_T is None else values_T.masked_fill(~mask_T, 0.0)

@@ -1,43 +1,14 @@
-"""What a trainer asks of a policy-gradient algorithm, so that it need not know which one it runs.
+"""What a loss that is computed in pieces gives: its share, not yet divided, and its figures.
 
-Shapes: T completion tokens of B sequences lying one after another.
+Shapes: T completion tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from m2flow.algorithms.aggregation import Aggregation
-
-
-@dataclass(frozen=True)
-class TokenColumns:
-    """What is known of each completion token; `lengths_B` [B] int64 sums to T.
-
-    Attributes:
-        logprobs_T: under the policy that learns, with gradient.
-        old_logprobs_T: under the policy that the ratio is taken against.
-        advantages_T: constant.
-        lengths_B: tokens of each sequence.
-        mask_T: bool, False for tokens that do not count; None when all do.
-        reference_logprobs_T: under the reference model, where the algorithm has a KL term.
-        entropy_T: of the policy at the token, with gradient, where the algorithm asks for it.
-        behaviour_logprobs_T: under the policy that drew the tokens, where that is not the policy of
-            `old_logprobs_T`; None where it is.
-    """
-
-    logprobs_T: Tensor
-    old_logprobs_T: Tensor
-    advantages_T: Tensor
-    lengths_B: Tensor
-    mask_T: Tensor | None = None
-    reference_logprobs_T: Tensor | None = None
-    entropy_T: Tensor | None = None
-    behaviour_logprobs_T: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -46,41 +17,13 @@ class LossTerms:
 
     Attributes:
         loss: scalar, sum of weight x loss over the tokens.
-        sums: detached scalars, sums over unmasked tokens, named as `Algorithm.figures`.
+        sums: detached scalars, sums over tokens, named as the loss's `figures`.
     """
 
     loss: Tensor
     sums: dict[str, Tensor]
 
 
-class Algorithm(Protocol):
-    """A policy loss that may be computed in pieces."""
-
-    @property
-    def aggregation(self) -> Aggregation:
-        """How per-token losses become one number."""
-
-    @property
-    def figures(self) -> tuple[str, ...]:
-        """Names of the per-token figures that `loss` reports."""
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether `reference_logprobs_T` must be given."""
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether `entropy_T` must be given, with gradient."""
-
-    @property
-    def zero_advantage_is_idle(self) -> bool:
-        """Whether a sequence whose advantages are all zero has no gradient."""
-
-    def loss(self, columns: TokenColumns) -> LossTerms:
-        """The un-normalised loss of some whole sequences."""
-
-
-def token_sum(values_T: Tensor, mask_T: Tensor | None) -> Tensor:
-    """The sum over unmasked tokens, detached, as a float64 scalar."""
-    values_T = values_T.detach().to(torch.float64)
-    return values_T.sum() if mask_T is None else values_T.masked_fill(~mask_T, 0.0).sum()
+def token_sum(values_T: Tensor) -> Tensor:
+    """The sum over tokens, detached, as a float64 scalar."""
+    return values_T.detach().to(torch.float64).sum()

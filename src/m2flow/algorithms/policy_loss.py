@@ -1,8 +1,7 @@
 """The clipped surrogate of PPO, at token or at sequence level, one loss per token.
 
 `loss_T` is not aggregated: weights and denominators are another file's idea (`aggregation`).
-Masked tokens and log-ratios of any size, infinite and NaN ones in masked places included, leave
-finite losses and gradients behind: a masked token takes part in nothing.
+Log-ratios of any size leave finite losses and gradients behind.
 
 Shapes: T completion tokens of B sequences lying one after another, `lengths_B` long.
 """
@@ -22,7 +21,7 @@ RatioLevel = Literal["token", "sequence"]
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Per-token loss [T] with what became of the ratio; masked tokens hold zeros everywhere.
+    """Per-token loss [T] with what became of the ratio.
 
     `ratio_T` (detached) is what the advantage was multiplied by, `log_ratio_T` (detached) the
     log-ratio of the token itself whatever the level, `clipped_T` (bool) the tokens for which the
@@ -41,7 +40,6 @@ def clipped_policy_loss(
     old_logprobs_T: Tensor,
     advantages_T: Tensor,
     lengths_B: Tensor,
-    mask_T: Tensor | None = None,
     *,
     behaviour_logprobs_T: Tensor | None = None,
     clip_low: float = 0.2,
@@ -55,7 +53,7 @@ def clipped_policy_loss(
     Sources: PPO (arXiv 1707.06347), equation 7; separate bounds from DAPO (arXiv 2503.14476),
     equation 8; dual clip (arXiv 1912.09729), equation 5: for A < 0 the loss is at most
     `-dual_clip * A`; sequence level from GSPO (arXiv 2507.18071), equation 7: every token of a
-    sequence has the ratio `exp(mean over its unmasked tokens of the log-ratio)`; decoupled PPO from
+    sequence has the ratio `exp(mean over its tokens of the log-ratio)`; decoupled PPO from
     AReaL (arXiv 2505.24298), equation 5: `w = old / behaviour` corrects for tokens that another
     policy drew than the one that the ratio is taken against, here at most `weight_cap`.
 
@@ -64,7 +62,6 @@ def clipped_policy_loss(
         old_logprobs_T: [T] under the policy that the ratio is taken against.
         advantages_T: [T], constant.
         lengths_B: [B] int64, the sequences' lengths in tokens; they sum to T.
-        mask_T: [T] bool, False for tokens that do not count; None when all do.
         behaviour_logprobs_T: [T] under the policy that drew the tokens; None where that is the
             policy of `old_logprobs_T`, so that `w` is 1.
         clip_low, clip_high: how far below and above 1 the ratio may move.
@@ -79,12 +76,8 @@ def clipped_policy_loss(
     dtype = torch.promote_types(logprobs_T.dtype, torch.float32)
     log_ratio_T = logprobs_T.to(dtype) - old_logprobs_T.to(dtype)
     advantages_T = advantages_T.to(dtype)
-    if mask_T is not None:
-        # Before `exp`, and not after: 0 * inf in the backward pass would be NaN.
-        log_ratio_T = log_ratio_T.masked_fill(~mask_T, 0.0)
-        advantages_T = advantages_T.masked_fill(~mask_T, 0.0)
     if ratio_level == "sequence":
-        exponent_T = _sequence_mean(log_ratio_T, lengths_B, mask_T)
+        exponent_T = _sequence_mean(log_ratio_T, lengths_B)
     else:
         exponent_T = log_ratio_T
     ratio_T = exponent_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -99,25 +92,17 @@ def clipped_policy_loss(
         clipped_T = clipped_T | capped_T
     if behaviour_logprobs_T is not None:
         log_weight_T = (old_logprobs_T - behaviour_logprobs_T).to(dtype).detach()
-        if mask_T is not None:
-            log_weight_T = log_weight_T.masked_fill(~mask_T, 0.0)
         if ratio_level == "sequence":
-            log_weight_T = _sequence_mean(log_weight_T, lengths_B, mask_T)
+            log_weight_T = _sequence_mean(log_weight_T, lengths_B)
         loss_T = loss_T * log_weight_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(
             max=weight_cap
         )
     return PolicyLoss(loss_T, ratio_T.detach(), log_ratio_T.detach(), clipped_T)
 
 
-def _sequence_mean(values_T: Tensor, lengths_B: Tensor, mask_T: Tensor | None) -> Tensor:
-    """The mean of each sequence's unmasked values, at each of its tokens; masked ones are 0."""
-    num_sequences = lengths_B.numel()
-    sequence_T = torch.repeat_interleave(
-        torch.arange(num_sequences, device=lengths_B.device), lengths_B
-    )
-    counted_T = torch.ones_like(values_T) if mask_T is None else mask_T.to(values_T.dtype)
-    zeros_B = values_T.new_zeros(num_sequences)
-    totals_B = zeros_B.index_add(0, sequence_T, values_T)
-    counts_B = zeros_B.index_add(0, sequence_T, counted_T)
-    means_T = (totals_B / counts_B.clamp(min=1)).index_select(0, sequence_T)
-    return means_T if mask_T is None else means_T.masked_fill(~mask_T, 0.0)
+def _sequence_mean(values_T: Tensor, lengths_B: Tensor) -> Tensor:
+    """The mean of each sequence's values, at each of its tokens."""
+    numbers_B = torch.arange(lengths_B.numel(), device=lengths_B.device)
+    sequence_T = torch.repeat_interleave(numbers_B, lengths_B)
+    totals_B = values_T.new_zeros(lengths_B.numel()).index_add(0, sequence_T, values_T)
+    return (totals_B / lengths_B.clamp(min=1)).index_select(0, sequence_T)

@@ -39,23 +39,20 @@ class CriticLoss:
         old_values_T: Tensor,
         returns_T: Tensor,
         lengths_B: Tensor,
-        mask_T: Tensor | None = None,
     ) -> LossTerms:
         """The un-normalised loss of some whole sequences; see `clipped_value_loss`."""
-        figures = clipped_value_loss(
-            values_T, old_values_T, returns_T, mask_T, clip=self.value_clip
-        )
+        figures = clipped_value_loss(values_T, old_values_T, returns_T, clip=self.value_clip)
         errors_T = returns_T.to(torch.float64) - old_values_T.to(torch.float64)
         sums = {
-            "clip_fraction": token_sum(figures.clipped_T, mask_T),
-            "value": token_sum(old_values_T, mask_T),
-            "return": token_sum(returns_T, mask_T),
-            "return_square": token_sum(returns_T.to(torch.float64).square(), mask_T),
-            "error": token_sum(errors_T, mask_T),
-            "error_square": token_sum(errors_T.square(), mask_T),
+            "clip_fraction": token_sum(figures.clipped_T),
+            "value": token_sum(old_values_T),
+            "return": token_sum(returns_T),
+            "return_square": token_sum(returns_T.to(torch.float64).square()),
+            "error": token_sum(errors_T),
+            "error_square": token_sum(errors_T.square()),
         }
         loss_T = figures.loss_T
-        weights_T = token_weights(lengths_B, self.aggregation, mask_T, dtype=loss_T.dtype)
+        weights_T = token_weights(lengths_B, self.aggregation, dtype=loss_T.dtype)
         return LossTerms((weights_T * loss_T).sum(), sums)
 
 

@@ -1,7 +1,6 @@
 """What a critic is trained on: the squared distance to the returns, bounded around the old value.
 
-One loss per token; weights and denominators are another file's idea (`aggregation`). Masked tokens
-hold zeros, whatever their columns say, and leave no gradient behind.
+One loss per token; weights and denominators are another file's idea (`aggregation`).
 
 Shapes: T completion tokens.
 """
@@ -26,7 +25,6 @@ def clipped_value_loss(
     values_T: Tensor,
     old_values_T: Tensor,
     returns_T: Tensor,
-    mask_T: Tensor | None = None,
     *,
     clip: float | None = None,
 ) -> ValueLoss:
@@ -39,7 +37,6 @@ def clipped_value_loss(
         values_T: [T] of the critic that learns; gradients flow through them.
         old_values_T: [T] at the start of the step.
         returns_T: [T], constant.
-        mask_T: [T] bool, False for tokens that do not count; None when all do.
         clip: how far a value may move from the old one before its gradient stops; None for no
             bound.
 
@@ -50,10 +47,6 @@ def clipped_value_loss(
     dtype = torch.promote_types(values_T.dtype, torch.float32)
     values_T, old_values_T = values_T.to(dtype), old_values_T.detach().to(dtype)
     returns_T = returns_T.detach().to(dtype)
-    if mask_T is not None:  # before any formula: nothing masked can overflow in it
-        values_T = values_T.masked_fill(~mask_T, 0.0)
-        old_values_T = old_values_T.masked_fill(~mask_T, 0.0)
-        returns_T = returns_T.masked_fill(~mask_T, 0.0)
     free_T = (values_T - returns_T).square()
     if clip is None:
         return ValueLoss(free_T / 2, torch.zeros_like(free_T, dtype=torch.bool))

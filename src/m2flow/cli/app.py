@@ -5,11 +5,13 @@ Exit codes: 0 done, 2 the input is wrong (one line on standard error), 1 anythin
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import traceback
+from json import dumps as to_json
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -27,42 +29,41 @@ app = typer.Typer(
 
 Recipe = Annotated[Path, typer.Argument(help="A recipe: a YAML file.")]
 Overrides = Annotated[
-    Optional[list[str]],  # noqa: UP045 - typer reads this annotation at run time
+    list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the recipe."),
 ]
-Mode = Annotated[
-    Optional[str],  # noqa: UP045
-    typer.Option(help="auto (try plans, keep the fastest), or eager, collocated, ..."),
-]
-PlanFile = Annotated[
-    Optional[Path],  # noqa: UP045
-    typer.Option("--plan", help="A plan file to run instead."),
-]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
-    mode: Mode = None,
-    plan: PlanFile = None,
-    run_dir: Annotated[Optional[Path], typer.Option(help="Where the run is kept.")] = None,  # noqa: UP045
+    mode: Annotated[
+        str | None,
+        typer.Option(help="auto (try plans, keep the fastest), or eager, collocated, ..."),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="A plan file to run instead of the mode's.")
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with --run-dir.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would run, start nothing.")
     ] = False,
 ) -> None:
     """Train a recipe, from the start or from its last checkpoint."""
-    from m2flow.cli.train import train as run
+    from m2flow.observe.progress import summary
+    from m2flow.observe.run_directory import first_and_last, read_metrics
+    from m2flow.workloads import common
+    from m2flow.workloads.common.start import describe
 
-    run(
-        recipe,
-        with_mode(overrides, mode, plan),
-        plan_file=plan,
-        run_dir=run_dir,
-        resume=resume,
-        dry_run=dry_run,
-    )
+    words = with_mode(overrides, mode, plan)
+    if dry_run:
+        print("\n".join(describe(common.read_recipe(recipe, words), plan)))
+        return
+    path = common.train(recipe, words, plan=plan, run_dir=run_dir, resume=resume)
+    print(summary(*first_and_last(read_metrics(path)), path))
 
 
 @app.command("plan")
@@ -70,36 +71,33 @@ def plan_command(
     recipe: Recipe,
     overrides: Overrides = None,
     mode: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="auto (the planner chooses), collocated, disaggregated, hybrid, eager."),
     ] = None,
     plan: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option("--plan", help="A plan file to check, or to judge by a profile."),
     ] = None,
     cluster: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="Lanes that need not exist, such as 16x8xH100: auto, by computed costs."),
     ] = None,
     model: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="With --cluster: a config.json, its folder, or a known model's name."),
     ] = None,
     max_staleness: Annotated[
-        Optional[int],  # noqa: UP045
+        int | None,
         typer.Option(min=0, help="Steps that generation may run ahead; prints the frontier."),
     ] = None,
     prompt_tokens: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option(help="With --cluster: tokens of a prompt in the mean."),
+        float | None, typer.Option(help="With --cluster: tokens of a prompt in the mean.")
     ] = None,
     answer_tokens: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option(help="With --cluster: tokens of an answer in the mean."),
+        float | None, typer.Option(help="With --cluster: tokens of an answer in the mean.")
     ] = None,
     profile: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option("--profile", help="A stored profile to plan from."),
+        Path | None, typer.Option("--profile", help="A stored profile to plan from.")
     ] = None,
     reuse_profile: Annotated[
         bool, typer.Option("--reuse-profile", help="Take --profile even if it differs.")
@@ -136,12 +134,12 @@ def plan_command(
 def profile_command(
     recipe: Recipe,
     overrides: Overrides = None,
-    lanes: Annotated[Optional[str], typer.Option(help="Lanes, such as cpu:2.")] = None,  # noqa: UP045
+    lanes: Annotated[str | None, typer.Option(help="Lanes, such as cpu:2.")] = None,
     budget: Annotated[
-        Optional[float],  # noqa: UP045
+        float | None,
         typer.Option(help="Seconds for all of it: by default 60, or 300 with a model of yours."),
     ] = None,
-    out: Annotated[Optional[Path], typer.Option(help="Also write it to this file.")] = None,  # noqa: UP045
+    out: Annotated[Path | None, typer.Option(help="Also write it to this file.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure though it is known.")] = False,
 ) -> None:
     """Measure how long the stages of a recipe take on this machine."""
@@ -155,33 +153,39 @@ def profile_command(
 def evaluate(
     model: Annotated[Path, typer.Argument(help="A checkpoint or a Hugging Face folder.")],
     data: Annotated[Path, typer.Option(help="Problems as JSON lines.")],
-    samples: Annotated[int, typer.Option(help="Answers drawn for each problem.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="Answers drawn for each problem.")] = 1,
     temperature: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option(help="0 is greedy; by default 0 for one sample and 1 for several."),
+        float | None,
+        typer.Option(min=0, help="0 is greedy; by default 0 for one sample and 1 for several."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
-    limit: Annotated[Optional[int], typer.Option(help="Only the first so many problems.")] = None,  # noqa: UP045
-    seed: Annotated[int, typer.Option(help="Fixes what is sampled.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many problems.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Fixes what is sampled.")] = 0,
     template: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="The prompt, with {question} in it; as data.template of a recipe."),
     ] = None,
     lanes: Annotated[str, typer.Option(help="Lanes, such as cpu:2.")] = "auto",
     on_bad_row: Annotated[str, typer.Option(help="fail or skip.")] = "fail",
     workload: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="Whose way of examining, where several workloads are installed."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: Json = False,
 ) -> None:
     """Accuracy and pass@k of a model on problems with known answers."""
-    from m2flow.cli.evaluate import evaluate as run
     from m2flow.plan import parse_lanes
-    from m2flow.workloads.common import Examination
+    from m2flow.workloads.common import Examination, known_workloads, workload_named
 
+    if temperature is not None and not math.isfinite(temperature):
+        raise UserError("is no temperature", key="--temperature", value=temperature)
     if on_bad_row not in ("fail", "skip"):
         raise UserError("is unknown", key="--on-bad-row", value=on_bad_row, expected="fail or skip")
+    names = sorted(known_workloads())
+    if workload is None and len(names) > 1:
+        raise UserError("is missing", key="--workload", expected=f"one of {', '.join(names)}")
     asked = Examination(
         model,
         data,
@@ -194,7 +198,16 @@ def evaluate(
         lanes=parse_lanes(lanes),
         skip_bad_rows=on_bad_row == "skip",
     )
-    run(asked, workload, as_json=json)
+    figures = workload_named(workload or names[0]).examine(asked)
+    if json:
+        print(to_json(figures))
+        return
+    print(f"{figures['problems']} problems of {data}, {samples} answer(s) each")
+    for name, value in figures.items():
+        if name == "accuracy" or name.startswith("pass@"):
+            print(f"  {name:<16} {value:.4f}")
+        elif name in ("mean_tokens", "truncated_share", "seconds"):
+            print(f"  {name:<16} {value:.2f}")
 
 
 @app.command()
@@ -207,7 +220,7 @@ def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) ->
 
 @app.command()
 def doctor(
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
     links: Annotated[
         bool,
         typer.Option(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import os
 import shlex
 import shutil
@@ -116,7 +115,6 @@ def diagnose() -> list[Finding]:
         "shared memory": check_shared_memory,
         "disk": check_disk,
         "bfloat16 on CPU": check_cpu_bfloat16,
-        "OpenMP": check_openmp,
         "packages": check_packages,
         "GPU": check_gpu,
         "extras": check_extras,
@@ -214,21 +212,6 @@ def check_cpu_bfloat16(proc: Path = PROC) -> list[Finding]:
     found = sorted(flags & {"avx512_bf16", "amx_bf16", "bf16"})  # the last is Arm's name
     detail = f"fast ({', '.join(found)})" if found else "emulated: float32 is the faster choice"
     return [Finding("bfloat16 on CPU", "ok", detail)]
-
-
-def check_openmp(environ: Mapping[str, str] | None = None) -> list[Finding]:
-    """The OpenMP settings that decide whether processes on the same cores hinder each other."""
-    environ = os.environ if environ is None else environ
-    policy, threads = (environ.get(key, "unset") for key in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS"))
-    detail = f"OMP_WAIT_POLICY {policy}, OMP_NUM_THREADS {threads}"
-    cores = max(1, math.floor(usable_cores()))
-    if policy.upper() != "PASSIVE":
-        detail += ": idle threads keep cores from busy ones"
-        return [Finding("OpenMP", "warn", detail, "export OMP_WAIT_POLICY=PASSIVE")]
-    if threads.isdigit() and int(threads) > cores:
-        detail += f": more threads than the {cores} cores"
-        return [Finding("OpenMP", "warn", detail, f"export OMP_NUM_THREADS={cores}")]
-    return [Finding("OpenMP", "ok", detail)]
 
 
 # The software

@@ -13,7 +13,7 @@ from typing import Any
 
 from m2flow.errors import FlowError
 from m2flow.flow.stage import Stage, Unit
-from m2flow.flow.trace import CallRecord, Stream, Trace
+from m2flow.flow.trace import CallRecord, LoopSpec, Stream, Trace
 
 SOURCE = -1
 """Stands for the step's input wherever a node index stands for the stage that makes a stream."""
@@ -57,15 +57,6 @@ class StageNode:
     @property
     def is_function(self) -> bool:
         return not self.method
-
-
-@dataclass(frozen=True, slots=True)
-class LoopSpec:
-    """A cycle of the graph: nodes that items pass through in turn until column `until` is true."""
-
-    members: tuple[int, ...]
-    until: str
-    max_turns: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +136,6 @@ class FlowGraph:
                 wanted.update(node.inputs)
         return tuple(sorted((found & wanted) - {producer}))
 
-    def components(self) -> tuple[tuple[int, ...], ...]:
-        """Strongly connected components in topological order: a cycle is one, of several nodes."""
-        return tuple(tuple(sorted(component)) for component in _tarjan(len(self.nodes), self.edges))
-
     def describe(self) -> list[str]:
         """One line for each node, for people."""
         lines = []
@@ -192,7 +179,7 @@ def build_graph(trace: Trace, output: Stream, method: str) -> FlowGraph:
     graph = FlowGraph(
         name=f"{trace.flow_name}.{method}",
         nodes=tuple(nodes),
-        loops=tuple(LoopSpec(tuple(lp.members), lp.until, lp.max_turns) for lp in trace.loops),
+        loops=tuple(trace.loops),
         weight_edges=tuple(WeightEdge(*edge) for edge in trace.weight_edges),
         output=output.producer,
         functions={
@@ -324,35 +311,3 @@ def _check_reached(graph: FlowGraph) -> None:
                 key=node.name,
                 hint="pass its stream on, return it, or leave the call out",
             )
-
-
-def _tarjan(count: int, edges: tuple[tuple[int, int], ...]) -> list[list[int]]:
-    """Strongly connected components, sources first (Tarjan 1972, run from the sinks back)."""
-    before: dict[int, list[int]] = {index: [] for index in range(count)}
-    for producer, consumer in edges:
-        if producer != SOURCE:
-            before[consumer].append(producer)
-    order: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    components: list[list[int]] = []
-
-    def visit(index: int) -> None:
-        order[index] = low[index] = len(order)
-        stack.append(index)
-        for other in before[index]:
-            if other not in order:
-                visit(other)
-                low[index] = min(low[index], low[other])
-            elif other in stack:
-                low[index] = min(low[index], order[other])
-        if low[index] == order[index]:
-            component: list[int] = []
-            while not component or component[-1] != index:
-                component.append(stack.pop())
-            components.append(component)
-
-    for index in range(count):
-        if index not in order:
-            visit(index)
-    return components

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from m2flow.errors import FlowError
 from m2flow.flow.stage import BoundStage, Stage
-from m2flow.flow.trace import LoopRecord, Stream, check_same_trace
+from m2flow.flow.trace import LoopSpec, Stream, check_same_trace
 
 
-class Loop:
-    """Stages that items pass through in turn, as often as it takes; see `loop`."""
-
-    def __init__(self, stages: tuple[BoundStage, ...], until: str, max_turns: int | None) -> None:
-        self.stages, self.until, self.max_turns = stages, until, max_turns
-
-    def __call__(self, items: Stream) -> Stream:
-        """Send `items` around the loop; the stream of items that have left it."""
-        if not isinstance(items, Stream):
-            raise FlowError("takes one Stream", key="loop", value=type(items).__name__)
-        trace = items.trace
-        check_same_trace(trace, items, "loop")
-        members: list[int] = []
-        producer = items.producer
-        for stage in self.stages:
-            producer = trace.add(stage, [producer], {})
-            trace.calls[producer].loop = len(trace.loops)
-            members.append(producer)
-        trace.loops.append(LoopRecord(members, self.until, self.max_turns))
-        return Stream(trace, members[-1])
-
-
-def loop(*stages: BoundStage | Stage, until: str = "done", max_turns: int | None = None) -> Loop:
+def loop(
+    *stages: BoundStage | Stage, until: str = "done", max_turns: int | None = None
+) -> Callable[[Stream], Stream]:
     """A cycle of stages, such as environment and policy; apply it to the stream that enters it.
 
         trajectories = loop(self.env.step, self.policy.act, until="done")(observations)
@@ -67,7 +49,22 @@ def loop(*stages: BoundStage | Stage, until: str = "done", max_turns: int | None
                 key=spec.name,
                 hint="leave `length` out",
             )
-    return Loop(members, until, max_turns)
+
+    def around(items: Stream) -> Stream:
+        """Send `items` around the loop; the stream of items that have left it."""
+        if not isinstance(items, Stream):
+            raise FlowError("takes one Stream", key="loop", value=type(items).__name__)
+        trace, producer = items.trace, items.producer
+        check_same_trace(trace, items, "loop")
+        indices: list[int] = []
+        for member in members:
+            producer = trace.add(member, [producer], {})
+            trace.calls[producer].loop = len(trace.loops)
+            indices.append(producer)
+        trace.loops.append(LoopSpec(tuple(indices), until, max_turns))
+        return Stream(trace, producer)
+
+    return around
 
 
 def _bound(member: BoundStage | Stage) -> BoundStage:

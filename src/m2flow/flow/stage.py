@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args, overload
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args, overload
 
 from m2flow.errors import FlowError
 from m2flow.flow.trace import Stream, record_call
@@ -113,32 +113,26 @@ def _traced(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     return any(isinstance(value, Stream) for value in (*args, *options.values()))
 
 
+class Declarations(TypedDict, total=False):
+    """What `@stage` may be given: the attributes of `StageSpec` but its name."""
+
+    unit: Unit
+    streaming: bool
+    accumulates: bool
+    expands: int | str
+    sticky: bool
+    minibatches: int | str
+    length: str | None
+
+
 @overload
 def stage(function: Callable[..., Any], /) -> Stage: ...
 @overload
-def stage(
-    *,
-    unit: Unit = ...,
-    streaming: bool = ...,
-    accumulates: bool = ...,
-    expands: int | str = ...,
-    sticky: bool = ...,
-    minibatches: int | str = ...,
-    length: str | None = ...,
-) -> Callable[[Callable[..., Any]], Stage]: ...
+def stage(**declared: Unpack[Declarations]) -> Callable[[Callable[..., Any]], Stage]: ...
 
 
 def stage(
-    function: Callable[..., Any] | None = None,
-    /,
-    *,
-    unit: Unit = "item",
-    streaming: bool = False,
-    accumulates: bool = False,
-    expands: int | str = 1,
-    sticky: bool = False,
-    minibatches: int | str = 1,
-    length: str | None = None,
+    function: Callable[..., Any] | None = None, /, **declared: Unpack[Declarations]
 ) -> Stage | Callable[[Callable[..., Any]], Stage]:
     """Declare a Worker method, or a plain function, as a stage; see `StageSpec` for the promises.
 
@@ -155,16 +149,7 @@ def stage(
     """
 
     def declare(function: Callable[..., Any]) -> Stage:
-        spec = StageSpec(
-            function.__name__,
-            unit,
-            streaming,
-            accumulates,
-            expands,
-            sticky,
-            minibatches,
-            length,
-        )
+        spec = StageSpec(function.__name__, **declared)
         _check(spec)
         return Stage(function, spec)
 

@@ -77,11 +77,11 @@ class CallRecord:
     loop: int | None = None
 
 
-@dataclass(slots=True)
-class LoopRecord:
-    """A cycle: items pass through `members` in turn until column `until` is true."""
+@dataclass(frozen=True, slots=True)
+class LoopSpec:
+    """A cycle: items pass through the stages `members` in turn until column `until` is true."""
 
-    members: list[int]
+    members: tuple[int, ...]
     until: str
     max_turns: int | None
 
@@ -93,7 +93,7 @@ class Trace:
     flow_name: str
     worker_names: dict[int, str]
     calls: list[CallRecord] = field(default_factory=list)
-    loops: list[LoopRecord] = field(default_factory=list)
+    loops: list[LoopSpec] = field(default_factory=list)
     weight_edges: list[tuple[str, str]] = field(default_factory=list)
     in_sync: bool = False
 

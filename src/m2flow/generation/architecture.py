@@ -57,8 +57,7 @@ def architecture_of(config: Any) -> Architecture:
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads,
+        head_dim=_head_dim(config),
         norm_epsilon=config.rms_norm_eps,
         qk_norm=QK_NORM[config.model_type],
         # Qwen2 has biases on queries, keys and values alone, and no switch for them.
@@ -70,7 +69,7 @@ def architecture_of(config: Any) -> Architecture:
     )
 
 
-def rotation_table(config: Any, positions: int, dtype: torch.dtype) -> Tensor:
+def rotation_table(config: Any, dtype: torch.dtype) -> Tensor:
     """The rotary embedding of every position as unit complex numbers.
 
     Row p holds `exp(i * p * frequency)` for each channel pair of a head (Su et al., "RoFormer",
@@ -82,17 +81,21 @@ def rotation_table(config: Any, positions: int, dtype: torch.dtype) -> Tensor:
     """
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
-        head_dim = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        )
+        head_dim = _head_dim(config)
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         frequency, scaling = 1.0 / (rope["rope_theta"] ** exponent), 1.0
     else:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         frequency, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
-    angle = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * frequency.float()
+    position = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+    angle = position.unsqueeze(1) * frequency.float()
     real, imaginary = (part.mul(scaling).to(dtype) for part in (angle.cos(), angle.sin()))
     if dtype is not torch.float64:
         real, imaginary = real.float(), imaginary.float()
     return torch.complex(real, imaginary)
+
+
+def _head_dim(config: Any) -> int:
+    given = getattr(config, "head_dim", None)
+    return given or config.hidden_size // config.num_attention_heads

@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from m2flow.generation.architecture import Architecture, architecture_of, rotation_table
+from m2flow.generation.kernels import RMSNorm, linear, padded_rows
 from m2flow.generation.kv_cache import CacheView
-from m2flow.generation.linear import linear, padded_rows
-from m2flow.generation.rms_norm import RMSNorm
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 from m2flow.generation.weights import DecoderWeights
 
@@ -56,7 +55,6 @@ class Decoder:
         self,
         config: Any,
         *,
-        context: int,
         dtype: torch.dtype,
         device: torch.device,
         parallel: TensorParallel = WHOLE,
@@ -67,13 +65,13 @@ class Decoder:
         a = self.architecture
         self._norm = RMSNorm(a.hidden_size, a.norm_epsilon, dtype, device)
         self._head_norm = RMSNorm(a.head_dim, a.norm_epsilon, dtype, device)
-        self._rotation = rotation_table(config, context, dtype).to(device)
+        self._rotation = rotation_table(config, dtype).to(device)
         # bmm beats the fused kernel for float32 and float64 on the CPU; elsewhere the fused kernel
         # is faster, and for half precision it keeps the scores in float32.
         self._plain_attention = device.type == "cpu" and dtype in (torch.float32, torch.float64)
 
     def install(self, weights: Mapping[str, Tensor]) -> None:
-        """Copies all weights; see `GenerationEngine.install`."""
+        """Copies all weights; see `NativeEngine.install`."""
         self.weights.install(weights)
         self._norm.prepare(self.weights.norm)
         for layer in self.weights.layers:

@@ -1,8 +1,8 @@
 """Keys and values of the running sequences: one slot per row of the batch, dense from row 0.
 
 Token p of a sequence lies in column p of its slot. The tensor grows with the need, in rows and in
-columns, and never holds more than `capacity` tokens; what is beyond a sequence's length is finite
-and masked. Knows rows and columns, not requests.
+columns; what is beyond a sequence's length is finite and masked. Knows rows and columns, not
+requests.
 
 Legend: L layers, R slots, B running rows, K key-value heads, X = B K the heads of all rows, row by
 row, C columns, W = 2 D the key and the value of a head side by side, U prompts, P prompt tokens.
@@ -27,16 +27,11 @@ class KVCache:
         self,
         architecture: Architecture,
         *,
-        context: int,
-        capacity: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`context`: columns a slot can have at most; `capacity`: rows * columns at most."""
-        assert context <= capacity
-        self._architecture, self._context, self._capacity = architecture, context, capacity
-        self._dtype, self._device = dtype, device
-        self._column = torch.arange(context, device=device)
+        self._architecture, self._dtype, self._device = architecture, dtype, device
+        self._column = torch.arange(architecture.max_position, device=device)
         self._present = torch.zeros((), dtype=dtype, device=device)
         self._absent = torch.full((), -torch.inf, dtype=dtype, device=device)
         self.free()
@@ -50,10 +45,6 @@ class KVCache:
         """All that takes memory."""
         return self._kv_LRKCW, self._first_index_X
 
-    def fits(self, rows: int, columns: int) -> bool:
-        """Whether so many slots of so many tokens are within the capacity."""
-        return rows * columns <= self._capacity
-
     def ensure(self, rows: int, columns: int, *, keep: int) -> None:
         """Makes room for at least so many slots of so many columns; keeps the first `keep` slots.
 
@@ -62,15 +53,12 @@ class KVCache:
         """
         if rows <= self.rows and columns <= self.columns:
             return
-        assert self.fits(rows, columns), (rows, columns, self._capacity)
         new_columns = self.columns
         if columns > self.columns:
             grown = -(-max(columns, 2 * self.columns) // _ROUND_COLUMNS) * _ROUND_COLUMNS
-            new_columns = min(grown, self._context)
-        if not self.fits(rows, new_columns):
-            new_columns = max(columns, self._capacity // rows)
+            new_columns = min(grown, self._architecture.max_position)
         old = self._kv_LRKCW
-        kept = (slice(None), slice(keep), slice(None), slice(min(self.columns, new_columns)))
+        kept = (slice(None), slice(keep), slice(None), slice(self.columns))
         self._allocate(rows, new_columns)
         self._kv_LRKCW[kept] = old[kept]
 

@@ -1,9 +1,9 @@
 """Continuous batching in PyTorch: requests share slots, decode steps and prefills.
 
 Each step decodes one token for all running sequences, retires those that ended, and gives their
-slots to waiting requests at once. A prompt is prefilled once for all requests that have it. Where
-the cache is too small for all that run, the youngest wait again and are recomputed later; no token
-is lost, and what a request draws does not change. See `protocol` for the promises.
+slots to waiting requests at once. A prompt is prefilled once for all requests that have it. What a
+request draws depends on its prompt, its seed, its parameters and the weights, and not on what else
+is running. The engine is stepped by its owner and never runs on its own.
 
 On a gang each lane has an engine with a part of the decoder and of the cache. What an engine does
 depends on what was asked of it alone, so engines that are asked the same, in the same order, stay
@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from m2flow.errors import M2FlowError
+from m2flow.errors import M2FlowError, UserError
 from m2flow.flow.worker import Place
 from m2flow.generation.decoder import Decoder
 from m2flow.generation.kv_cache import KVCache
-from m2flow.generation.limits import check_engine, check_request
 from m2flow.generation.prefixes import Prefixes
-from m2flow.generation.protocol import Completion, FinishReason, Request
+from m2flow.generation.records import Completion, FinishReason, Request
 from m2flow.generation.running import RunningBatch
 from m2flow.generation.sequence import RunningSequence
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
@@ -36,14 +35,11 @@ from m2flow.runtime.weights.boxes import Box
 
 
 class NativeEngine:
-    """A `GenerationEngine` for dense models of the Llama family, on a lane or a gang of lanes.
+    """Generation with dense models of the Llama family, on a lane or a gang of lanes.
 
     Args:
         config: the model's `transformers` configuration.
         max_running: sequences decoded together at most.
-        context: tokens of prompt and completion at most; default: the model's positions.
-        cache_tokens: slots times the longest sequence at most; default: no limit of its own.
-        prefill_tokens: tokens, padding included, of one prefill pass.
         dtype: of weights, cache and activations.
         device: where all of them live.
         spill: folder for them while an engine on the CPU sleeps; None for the system's temporary
@@ -51,8 +47,7 @@ class NativeEngine:
         parallel: which part of the decoder is here; by default all.
 
     Raises:
-        UserError: the architecture is not computed here, does not divide over so many lanes, or a
-            limit makes no sense.
+        UserError: the architecture is not computed here, or does not divide over so many lanes.
     """
 
     def __init__(
@@ -60,91 +55,96 @@ class NativeEngine:
         config: Any,
         *,
         max_running: int = 256,
-        context: int | None = None,
-        cache_tokens: int | None = None,
-        prefill_tokens: int = 8192,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         spill: Path | None = None,
         parallel: TensorParallel = WHOLE,
     ) -> None:
-        context = context or config.max_position_embeddings
-        cache_tokens = cache_tokens or max_running * context
-        check_engine(config, max_running=max_running, context=context, cache_tokens=cache_tokens)
         self.device = torch.device(device)
-        self.context, self.max_running = context, max_running
+        self.max_running = max_running
         self.version = -1
-        self._decoder = Decoder(
-            config, context=context, dtype=dtype, device=self.device, parallel=parallel
-        )
-        self._cache = KVCache(
-            self._decoder.architecture,
-            context=context,
-            capacity=cache_tokens,
-            dtype=dtype,
-            device=self.device,
-        )
+        self._decoder = Decoder(config, dtype=dtype, device=self.device, parallel=parallel)
+        self._cache = KVCache(self._decoder.architecture, dtype=dtype, device=self.device)
         self._running = RunningBatch(
             self._cache,
             max_running=max_running,
             device=self.device,
             parallel=parallel,
         )
-        self._prefixes = Prefixes(self._decoder, self._cache, max_tokens=prefill_tokens)
+        self._prefixes = Prefixes(self._decoder, self._cache)
         self._state = MovableState(self._tensors, Place(device=str(self.device), spill=spill))
         self._waiting: deque[RunningSequence] = deque()
         self._live: dict[int, RunningSequence] = {}
-        self._submitted = 0
 
     @property
     def busy(self) -> bool:
+        """Whether any request is running or waiting."""
         return bool(self._live)
 
     @property
     def num_running(self) -> int:
+        """Requests that hold a slot."""
         return len(self._running)
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
     def submit(self, requests: Iterable[Request]) -> None:
+        """Queue requests, first in first out; all of them or, if one is wrong, none.
+
+        Raises:
+            UserError: a prompt is empty, holds an id outside the vocabulary, or is too long for
+                the context with its `max_new_tokens`.
+        """
         new: dict[int, RunningSequence] = {}
-        vocab_size = self._decoder.architecture.vocab_size
         for request in requests:
             assert request.id not in self._live, f"request {request.id} is already here"
             assert request.id not in new, f"request {request.id} comes twice"
-            sequence = RunningSequence(request, self._submitted + len(new))
-            check_request(sequence, vocab_size=vocab_size, context=self.context)
-            new[request.id] = sequence
-        self._submitted += len(new)
+            new[request.id] = sequence = RunningSequence(request)
+            self._check(sequence)
         self._live.update(new)
         for sequence in new.values():
             self._waiting.append(sequence)
             self._prefixes.acquire(sequence.prompt)
 
     def step(self) -> list[Completion]:
+        """Draw one token for every running request; return those that finished by it.
+
+        Raises:
+            M2FlowError: the weights give logits that are not finite.
+        """
         assert self._state.is_resident, "the engine sleeps: wake() first"
         assert self.version >= 0, "no weights: install() first"
         ended: list[RunningSequence] = []
         with torch.inference_mode():
             if self._running:
-                ended += self._decode()
+                token_N, position_N, view = self._running.decode_inputs()
+                logits_BV = self._decoder.decode(token_N, position_N, len(self._running), view)
+                ended += self._draw(logits_BV, first=0)
             if self._waiting:
                 ended += self._admit()
         return [self._complete(s, "stop" if s.stopped else "length") for s in ended]
 
     def abort(self, ids: Iterable[int]) -> list[Completion]:
+        """Drop requests and return what they had drawn; their slots are free at once.
+
+        Ids that are not here are passed over: they may have finished the moment before.
+        """
         assert self._state.is_resident, "the engine sleeps: wake() first"
-        aborted = [self._live[i] for i in dict.fromkeys(ids) if i in self._live]
-        orders = {sequence.order for sequence in aborted}
-        self._waiting = deque(s for s in self._waiting if s.order not in orders)
-        rows = [row for row, s in enumerate(self._running.sequences) if s.order in orders]
+        aborted = {i: self._live[i] for i in dict.fromkeys(ids) if i in self._live}
+        self._waiting = deque(s for s in self._waiting if s.request.id not in aborted)
+        running = enumerate(self._running.sequences)
         with torch.inference_mode():
-            self._running.remove(rows)
-        return [self._complete(sequence, "abort") for sequence in aborted]
+            self._running.remove([row for row, s in running if s.request.id in aborted])
+        return [self._complete(sequence, "abort") for sequence in aborted.values()]
 
     def install(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Replace all weights, between steps; running requests go on with the new ones.
+
+        Args:
+            weights: every parameter under its Hugging Face name, any float dtype and device.
+            version: their number.
+
+        Raises:
+            ValueError: a name is missing or unknown, or a shape is wrong; nothing was replaced.
+        """
         assert self._state.is_resident, "the engine sleeps: wake() first"
         with torch.inference_mode():
             self._decoder.install(weights)
@@ -159,14 +159,11 @@ class NativeEngine:
         given that part alone."""
         return self._decoder.weights.boxes()
 
-    def drop_caches(self) -> None:
-        assert self._state.is_resident, "the engine sleeps: wake() first"
-        with torch.inference_mode():
-            self._requeue(range(len(self._running)))
-        self._prefixes.clear()
-        self._cache.free()
-
     def sleep(self) -> None:
+        """Give back the device's memory; weights, keys and values are kept elsewhere.
+
+        Until `wake`, no other method may be called that needs them: `step`, `abort`, `install`.
+        """
         if not self._state.is_resident:
             return
         if not self._running:  # then nobody reads the slots again
@@ -174,9 +171,11 @@ class NativeEngine:
         self._state.offload()
 
     def wake(self) -> None:
+        """Take all of it back; requests go on where they were."""
         self._state.onload()
 
     def state_bytes(self) -> int:
+        """Bytes that weights and caches hold on the device, or will hold again after `wake`."""
         return self._state.nbytes()
 
     def _tensors(self) -> Iterator[Tensor]:
@@ -184,40 +183,47 @@ class NativeEngine:
         yield from self._cache.tensors()
         yield from self._prefixes.tensors()
 
-    def _decode(self) -> list[RunningSequence]:
-        """One token for every running sequence; takes out and returns those that ended."""
-        running = self._running
-        while not self._cache.fits(len(running), running.longest):
-            orders = [sequence.order for sequence in running.sequences]
-            self._requeue([orders.index(max(orders))])
-        token_N, position_N, view = running.decode_inputs()
-        return self._draw(self._decoder.decode(token_N, position_N, len(running), view), first=0)
+    def _check(self, sequence: RunningSequence) -> None:
+        """Refuse a request that cannot be answered."""
+        prompt, new = sequence.prompt, sequence.request.params.max_new_tokens
+        key, a = f"request {sequence.request.id}", self._decoder.architecture
+        if not prompt:
+            raise UserError("the prompt is empty", key=key)
+        if min(prompt) < 0 or max(prompt) >= a.vocab_size:
+            raise UserError(
+                "the prompt holds a token that the model does not have",
+                key=key,
+                value=max(prompt) if max(prompt) >= a.vocab_size else min(prompt),
+                expected=f"ids from 0 to {a.vocab_size - 1}",
+                hint="tokenizer and model do not belong together",
+            )
+        if len(prompt) + new > a.max_position:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens and {new} new ones "
+                f"do not fit the context of {a.max_position}",
+                key=key,
+                hint="lower max_new_tokens, or drop long prompts",
+            )
 
     def _admit(self) -> list[RunningSequence]:
-        """Gives free slots to waiting requests, and draws their first token from the prefill.
+        """Give free slots to waiting requests, and draw their first token from the prefill.
 
-        Takes out and returns those that ended by it.
+        Take out and return those that ended by it.
         """
-        admitted: list[RunningSequence] = []
-        first, longest = len(self._running), self._running.longest
-        while self._waiting and (count := first + len(admitted)) < self.max_running:
-            needed = max(longest, self._waiting[0].length + 1)
-            # Room to grow by a quarter, or the newcomer would soon be turned out again.
-            grown = min(needed + needed // 4, self.context)
-            if count and not self._cache.fits(count + 1, grown):
-                break
-            longest = needed
-            admitted.append(self._waiting.popleft())
-        if not admitted:
+        first = len(self._running)
+        free = min(self.max_running - first, len(self._waiting))
+        if not free:
             return []
+        admitted = [self._waiting.popleft() for _ in range(free)]
         admitted.sort(key=lambda sequence: -sequence.length)
-        self._cache.ensure(first + len(admitted), longest, keep=first)
+        longest = max(self._running.longest, admitted[0].length + 1)
+        self._cache.ensure(first + free, longest, keep=first)
         logits_BV = self._prefixes.fill(admitted, first)
         self._running.add(admitted)
         return self._draw(logits_BV, first)
 
     def _draw(self, logits_BV: Tensor, first: int) -> list[RunningSequence]:
-        """The next token of the rows from `first` on; takes out and returns those that ended."""
+        """The next token of the rows from `first` on; take out and return those that ended."""
         tokens, logprobs = self._running.draw(logits_BV, first)
         if not math.isfinite(math.fsum(logprobs)):
             raise M2FlowError(
@@ -226,11 +232,6 @@ class NativeEngine:
         drawn = zip(self._running.sequences[first:], tokens, logprobs, strict=True)
         ended = [row for row, (s, t, logp) in enumerate(drawn, start=first) if s.take(t, logp)]
         return self._running.remove(ended)
-
-    def _requeue(self, rows: Sequence[int]) -> None:
-        """Puts running rows back to the head of the queue, oldest first."""
-        leaving = sorted(self._running.remove(rows), key=lambda sequence: sequence.order)
-        self._waiting.extendleft(reversed(leaving))
 
     def _complete(self, sequence: RunningSequence, reason: FinishReason) -> Completion:
         del self._live[sequence.request.id]

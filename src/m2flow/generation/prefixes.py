@@ -7,7 +7,7 @@ so that a group may be spread over many steps. Must be cleared when the weights 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,16 +18,15 @@ from m2flow.generation.sequence import RunningSequence
 
 Ids = tuple[int, ...]
 
+MAX_TOKENS = 8192
+"""Of one prefill pass, padding included; a longer prompt has a pass of its own."""
+
 
 class Prefixes:
-    """Prefills token sequences and copies them to slots.
+    """Prefills prompts and copies them to slots."""
 
-    Args:
-        max_tokens: of one prefill pass, padding included; a longer prompt has a pass of its own.
-    """
-
-    def __init__(self, decoder: Decoder, cache: KVCache, *, max_tokens: int) -> None:
-        self._decoder, self._cache, self._max_tokens = decoder, cache, max_tokens
+    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+        self._decoder, self._cache = decoder, cache
         self._users: Counter[Ids] = Counter()
         self._kept: dict[Ids, tuple[Prefilled, int]] = {}
 
@@ -56,15 +55,18 @@ class Prefixes:
             yield from (prefilled.kv_LUKPW, prefilled.logits_UV)
 
     def fill(self, sequences: Sequence[RunningSequence], first: int) -> Tensor:
-        """Fills the slots from `first` on with the sequences' tokens so far.
+        """Fills the slots from `first` on with the sequences' prompts.
 
         Returns:
-            logits_BV of each sequence's next token.
+            logits_BV of each sequence's first token.
         """
-        found = self._find({sequence.prefix(): None for sequence in sequences})
+        missing = {s.prompt: None for s in sequences if s.prompt not in self._kept}
+        for batch in batches(missing, MAX_TOKENS):
+            made = self._decoder.prefill(batch)
+            self._kept.update((prompt, (made, index)) for index, prompt in enumerate(batch))
         passes: dict[int, tuple[Prefilled, list[int]]] = {}
         for order, sequence in enumerate(sequences):
-            prefilled, _ = found[sequence.prefix()]
+            prefilled, _ = self._kept[sequence.prompt]
             passes.setdefault(id(prefilled), (prefilled, []))[1].append(order)
         device = self._decoder.device
         logits_BV = torch.empty(
@@ -74,32 +76,21 @@ class Prefixes:
             device=device,
         )
         for prefilled, orders in passes.values():
-            prompts = torch.tensor([found[sequences[i].prefix()][1] for i in orders], device=device)
+            prompts = torch.tensor([self._kept[sequences[i].prompt][1] for i in orders]).to(device)
             targets = torch.tensor(orders, device=device)
             columns = max(sequences[i].length for i in orders)
             self._cache.write_prompts(targets + first, prefilled.kv_LUKPW, prompts, columns)
             logits_BV[targets] = prefilled.logits_UV[prompts]
         return logits_BV
 
-    def _find(self, wanted: Collection[Ids]) -> dict[Ids, tuple[Prefilled, int]]:
-        found = {prefix: self._kept[prefix] for prefix in wanted if prefix in self._kept}
-        missing = [prefix for prefix in wanted if prefix not in found]
-        for batch in batches(missing, self._max_tokens):
-            prefilled = self._decoder.prefill(batch)
-            for index, prefix in enumerate(batch):
-                found[prefix] = (prefilled, index)
-                if prefix in self._users:
-                    self._kept[prefix] = found[prefix]
-        return found
 
-
-def batches(prefixes: Iterable[Ids], max_tokens: int) -> Iterator[list[Ids]]:
+def batches(prompts: Iterable[Ids], max_tokens: int) -> Iterator[list[Ids]]:
     """Batches of similar length, longest first, of at most `max_tokens` with padding."""
     batch: list[Ids] = []
-    for prefix in sorted(prefixes, key=len, reverse=True):
+    for prompt in sorted(prompts, key=len, reverse=True):
         if batch and (len(batch) + 1) * len(batch[0]) > max_tokens:
             yield batch
             batch = []
-        batch.append(prefix)
+        batch.append(prompt)
     if batch:
         yield batch

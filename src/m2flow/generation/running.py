@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from m2flow.algorithms.sampling import sample_tokens
+from m2flow.generation.kernels import padded_rows
 from m2flow.generation.kv_cache import CacheView, KVCache
-from m2flow.generation.linear import padded_rows
 from m2flow.generation.sequence import RunningSequence
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 

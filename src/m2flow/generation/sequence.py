@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from m2flow.generation.protocol import Completion, FinishReason, Request
+from m2flow.generation.records import Completion, FinishReason, Request
 
 
 class RunningSequence:
-    """One request from submission to completion. `order` is its place in the submissions."""
+    """One request from submission to completion."""
 
     __slots__ = (
         "_limit",
@@ -20,7 +20,6 @@ class RunningSequence:
         "_stop",
         "_versions",
         "logprobs",
-        "order",
         "prompt",
         "request",
         "stopped",
@@ -28,9 +27,9 @@ class RunningSequence:
         "tokens",
     )
 
-    def __init__(self, request: Request, order: int) -> None:
+    def __init__(self, request: Request) -> None:
         ids = request.prompt_ids
-        self.request, self.order = request, order
+        self.request = request
         self.prompt: tuple[int, ...] = tuple(ids.tolist() if isinstance(ids, Tensor) else ids)
         self.temperature = float(request.params.temperature)
         self.tokens: list[int] = []
@@ -45,10 +44,6 @@ class RunningSequence:
     def length(self) -> int:
         """Tokens of prompt and completion so far."""
         return len(self.prompt) + len(self.tokens)
-
-    def prefix(self) -> tuple[int, ...]:
-        """All tokens so far: what must be in the cache before the next one can be drawn."""
-        return (*self.prompt, *self.tokens) if self.tokens else self.prompt
 
     def take(self, token: int, logprob: float) -> bool:
         """Appends a drawn token; True when the completion has ended by it."""

@@ -117,7 +117,7 @@ class DecoderWeights:
         self._parts = _parts(self._places, whole, parallel)
 
     def install(self, weights: Mapping[str, Tensor]) -> None:
-        """Copies every parameter to its place; see `GenerationEngine.install`."""
+        """Copies every parameter to its place; see `NativeEngine.install`."""
         # With tied embeddings the head is the embedding, whether or not it is named twice.
         ignored = {"lm_head.weight"} if self.architecture.tied_embeddings else set()
         missing = sorted(self._places.keys() - weights.keys())

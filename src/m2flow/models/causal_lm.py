@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -24,7 +25,6 @@ from transformers import (
 from m2flow.errors import UserError
 from m2flow.models.folder import checked_folder, model_folder, read_json
 from m2flow.models.norms import widen_norms
-from m2flow.models.own_memory import take_over
 
 _GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -105,8 +105,22 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
     Raises:
         UserError: the folder, its `config.json` or its weights are missing or incomplete.
     """
-    folder = checked_folder(path)
-    model, loading = AutoModelForCausalLM.from_pretrained(
+    return loaded(AutoModelForCausalLM, checked_folder(path), dtype)
+
+
+def loaded(auto: Any, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in a checked folder, of the kind that a transformers auto class makes.
+
+    Its weights lie in memory of their own, not in pages of the file. Where a tensor begins in a
+    file depends on all names before it, and kernels choose their order of summation by alignment
+    too: a run that went on from a checkpoint would differ in the last bit from one that was never
+    stopped.
+
+    Raises:
+        UserError: the weights are incomplete.
+    """
+    model: PreTrainedModel
+    model, loading = auto.from_pretrained(
         folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
     )
     missing = sorted(loading["missing_keys"])
@@ -116,7 +130,8 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrain
             key=str(folder),
             hint="the folder is half-written, or its config.json belongs to another model",
         )
-    take_over(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
     widen_norms(model)
     return model.eval()
 

@@ -16,10 +16,8 @@ from torch import nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from m2flow.errors import UserError
-from m2flow.models.causal_lm import load_model
+from m2flow.models.causal_lm import load_model, loaded
 from m2flow.models.folder import checked_folder, read_json
-from m2flow.models.norms import widen_norms
-from m2flow.models.own_memory import take_over
 
 
 def load_critic(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -36,16 +34,7 @@ def load_critic(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrai
     folder = checked_folder(path)
     if not _is_critic(folder):
         return critic_of(load_model(folder, dtype))
-    model, loading = AutoModelForTokenClassification.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
-    )
-    missing = sorted(loading["missing_keys"])
-    if missing:
-        raise UserError(
-            f"the weights lack {len(missing)} of the critic's tensors, among them {missing[0]}",
-            key=str(folder),
-            hint="the folder is half-written, or its config.json belongs to another model",
-        )
+    model = loaded(AutoModelForTokenClassification, folder, dtype)
     if model.config.num_labels != 1:
         raise UserError(
             "is no critic: it gives several numbers a token",
@@ -53,9 +42,7 @@ def load_critic(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrai
             value=model.config.num_labels,
             expected="a single label",
         )
-    take_over(model)
-    widen_norms(model)
-    return model.eval()
+    return model
 
 
 def critic_of(policy: PreTrainedModel) -> PreTrainedModel:

@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from m2flow.errors import UserError
+from safetensors import SafetensorError, safe_open
 
-_HEADER_LENGTH_BYTES = 8
+from m2flow.errors import UserError
 
 
 def model_folder(path: str | Path) -> Path:
@@ -88,28 +88,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_safetensors(file: Path) -> None:
-    """The file is as long as its header says; a copy that was cut off is not.
-
-    The format: 8 bytes of little-endian header length, a JSON header with the byte range of each
-    tensor, then the tensors (https://github.com/huggingface/safetensors#format).
-    """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        header_length = int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
-        header = stream.read(header_length) if header_length <= size else b""
-    expected = _HEADER_LENGTH_BYTES + header_length
-    if size >= expected and header:
-        try:
-            tensors = json.loads(header)
-        except ValueError as error:
-            raise UserError(
-                f"{file.name} is no safetensors file", key=str(file.parent), hint="copy it again"
-            ) from error
-        tensors.pop("__metadata__", None)
-        expected += max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
-    if size != expected or not header:
+    """The file is as long as its header says; a copy that was cut off is not."""
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except SafetensorError as error:
         raise UserError(
-            f"{file.name} is cut off or damaged: {size} bytes where its header asks for {expected}",
+            f"{file.name} is cut off or damaged: {error}",
             key=str(file.parent),
             hint="copy the file again",
-        )
+        ) from error

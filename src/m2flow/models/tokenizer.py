@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from m2flow.errors import UserError
 
@@ -48,21 +49,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     Every text makes the round trip unchanged. Ids that are no valid UTF-8 decode to U+FFFD.
     """
     # BPE without merges over the byte alphabet: GPT-2's stand-ins, one printable character a byte.
-    vocabulary = {character: byte for byte, character in enumerate(_byte_alphabet())}
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return _literal(tokenizer)
-
-
-def _byte_alphabet() -> list[str]:
-    """The character that byte-level BPE writes for each byte.
-
-    A printable Latin-1 character stands for itself, the others follow from U+0100 in byte order.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def _literal(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

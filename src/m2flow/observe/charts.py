@@ -1,4 +1,4 @@
-"""Line charts as inline SVG: axes with round ticks, a smoothed line, a value under the pointer.
+"""Line charts as inline SVG: axes with round ticks, a smoothed line, values under the pointer.
 
 Promises: plain text in, markup out, everything escaped; no script. A value that is None leaves a
 gap. However long the run, at most `MAX_POINTS` points of a line are drawn and `MAX_HITS` answer to
@@ -32,13 +32,8 @@ CHART_CSS = """
 .chart .curve{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
 .chart .raw{stroke-width:1.25;opacity:.32}
 .chart .dashed{stroke-dasharray:5 4;stroke-width:1.5}
-.chart .hit rect{fill:transparent}
-.chart .hit .mark{opacity:0;pointer-events:none}
-.chart .hit:hover .mark{opacity:1}
-.chart .hit line{stroke:var(--faint);stroke-width:1}
-.chart .hit circle{stroke:var(--surface);stroke-width:1.5}
-.chart .hit text{font-size:10.5px;font-weight:600;fill:var(--ink);paint-order:stroke;
-stroke:var(--surface);stroke-width:4px;stroke-linejoin:round}
+.chart .hit{fill:transparent}
+.chart .hit:hover{fill:var(--grid);opacity:.5}
 """
 
 Point = tuple[float, float]
@@ -228,34 +223,15 @@ def _path(points: Sequence[Point], frame: Frame, colour: str, name: str) -> str:
 def _hits(
     series: Sequence[Series], frame: Frame, x_label: str, form: Callable[[float], str]
 ) -> Iterator[str]:
-    """Invisible columns, each of which shows its values while the pointer is over it."""
-    columns: dict[float, list[tuple[Series, float]]] = {}
+    """Invisible columns; a browser shows the title of the one under the pointer."""
+    columns: dict[float, list[str]] = {}
     for one in series:
         for x, y in thin(one.points, MAX_HITS):
-            columns.setdefault(x, []).append((one, y))
-    xs = sorted(columns)
-    places = [frame.x(x) for x in xs]
-    for index, x in enumerate(xs):
-        place = places[index]
-        left = (places[index - 1] + place) / 2 if index else LEFT
-        right = (place + places[index + 1]) / 2 if index + 1 < len(xs) else WIDTH - RIGHT
-        found = columns[x]
-        lines = [f"{x_label} {x:,.0f}", *(f"{one.name} {form(y)}" for one, y in found)]
-        anchor = "start" if place < WIDTH / 2 else "end"
-        shift = 6 if place < WIDTH / 2 else -6
-        dots = "".join(
-            f'<circle cy="{frame.y(y):.1f}" r="3.5" fill="{series_colour(one.colour)}"/>'
-            for one, y in found
-        )
-        text = "".join(
-            f'<tspan x="{shift}" dy="{14 if row else 0}">{escape(line)}</tspan>'
-            for row, line in enumerate(lines)
-        )
+            columns.setdefault(x, []).append(f"{one.name} {form(y)}")
+    width = (WIDTH - LEFT - RIGHT) / len(columns)
+    for x, lines in sorted(columns.items()):
         yield (
-            f'<g class="hit"><rect x="{left:.1f}" y="{TOP}" width="{right - left:.1f}" '
-            f'height="{HEIGHT - TOP - BOTTOM}"/>'
-            f'<g class="mark" transform="translate({place:.1f})">'
-            f'<line y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>{dots}'
-            f'<text y="{TOP + 2}" text-anchor="{anchor}">{text}</text></g>'
-            f"<title>{escape(', '.join(lines))}</title></g>"
+            f'<rect class="hit" x="{frame.x(x) - width / 2:.1f}" y="{TOP}" width="{width:.1f}" '
+            f'height="{HEIGHT - TOP - BOTTOM}">'
+            f"<title>{escape(', '.join([f'{x_label} {x:,.0f}', *lines]))}</title></rect>"
         )

@@ -6,8 +6,7 @@ number in `metrics.jsonl` is drawn too, under "more", so nothing that was record
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from html import escape
 
 from m2flow.observe.charts import Series, line_chart
@@ -17,21 +16,25 @@ from m2flow.observe.record import ACCURACY, EVALUATION, LOSS, RunRecord
 from m2flow.observe.theme import series_colour
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """One chart: its title, its lines, bounds the y axis must include, how values are written."""
-
-    title: str
-    series: Sequence[Series]
-    low: float | None = None
-    high: float | None = None
-    form: Callable[[float], str] = number
-
-
 def curve_cards(record: RunRecord) -> str:
     """The leading figures as a grid of cards; empty if the run has none."""
-    cards = [_card(curve) for curve in _leading(record) if any(one.values for one in curve.series)]
-    return f'<div class="charts">{"".join(cards)}</div>' if cards else ""
+    key, loss = "plan/predicted_seconds", record.first_key(LOSS)
+    rewards = Series("reward", record.series("reward/mean"))
+    losses = [] if loss is None else [Series(loss, record.series(loss), colour=3)]
+    speeds = Series("tokens/s", record.series("throughput/tokens_per_s"), colour=2)
+    lengths = Series("tokens", record.series("length/mean"), colour=4)
+    steps = Series("measured", record.series("seconds/step"), colour=5)
+    predicted = Series("predicted", record.series(key), 7, "dashed")
+    return _grid(
+        [
+            _card("Reward", [rewards]),
+            _card("Accuracy", _accuracy(record), low=0.0, high=1.0, form=percent),
+            _card("Loss", losses),
+            _card("Tokens per second", [speeds], low=0.0),
+            _card("Response length", [lengths], low=0.0),
+            _card("Seconds per step", [steps, predicted], low=0.0, form=seconds),
+        ]
+    )
 
 
 def more_cards(record: RunRecord) -> str:
@@ -39,42 +42,17 @@ def more_cards(record: RunRecord) -> str:
     drawn = {"step", "time", "reward/mean", "seconds/step", "throughput/tokens_per_s", *ACCURACY}
     drawn |= {*EVALUATION, "plan/predicted_seconds"}
     drawn |= {key for key in [record.first_key(LOSS)] if key}
-    keys = sorted({key for row in record.metrics for key in row} - drawn)
     cards = []
-    for key in keys:
+    for key in sorted({key for row in record.metrics for key in row} - drawn):
         series = Series(key, record.series(key), colour=7)
         if len(series.values) > 1:
-            form = seconds if key.startswith("seconds/") else number
-            low = 0.0 if key.startswith("seconds/") else None
-            cards.append(_card(Curve(key, [series], low=low, form=form)))
-    return f'<div class="charts">{"".join(cards)}</div>' if cards else ""
+            timed = key.startswith("seconds/")
+            low, form = (0.0, seconds) if timed else (None, number)
+            cards.append(_card(key, [series], low=low, form=form))
+    return _grid(cards)
 
 
-def _leading(record: RunRecord) -> Iterator[Curve]:
-    yield Curve("Reward", [Series("reward", record.series("reward/mean"))])
-    yield _accuracy(record)
-    loss = record.first_key(LOSS)
-    if loss is not None:
-        yield Curve("Loss", [Series(loss, record.series(loss), colour=3)])
-    yield Curve(
-        "Tokens per second",
-        [Series("tokens/s", record.series("throughput/tokens_per_s"), colour=2)],
-        low=0.0,
-    )
-    lengths = Series("tokens", record.series("length/mean"), colour=4)
-    yield Curve("Response length", [lengths], low=0.0)
-    yield Curve(
-        "Seconds per step",
-        [
-            Series("measured", record.series("seconds/step"), colour=5),
-            Series("predicted", record.series("plan/predicted_seconds"), 7, "dashed"),
-        ],
-        low=0.0,
-        form=seconds,
-    )
-
-
-def _accuracy(record: RunRecord) -> Curve:
+def _accuracy(record: RunRecord) -> list[Series]:
     """Held out first: it is the figure that stands on the card."""
     lines = []
     held_out = record.first_key(EVALUATION)
@@ -83,20 +61,34 @@ def _accuracy(record: RunRecord) -> Curve:
     sampled = record.first_key(ACCURACY)
     if sampled is not None:
         lines.append(Series("in training", record.series(sampled), colour=6))
-    return Curve("Accuracy", lines, low=0.0, high=1.0, form=percent)
+    return lines
 
 
-def _card(curve: Curve) -> str:
-    shown = [one for one in curve.series if one.values]
+def _grid(cards: Sequence[str]) -> str:
+    return f'<div class="charts">{"".join(cards)}</div>' if any(cards) else ""
+
+
+def _card(
+    title: str,
+    series: Sequence[Series],
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    form: Callable[[float], str] = number,
+) -> str:
+    """One chart with its title, last value and legend; empty without values."""
+    shown = [one for one in series if one.values]
+    if not shown:
+        return ""
     values = shown[0].values
-    chart = line_chart(shown, label=curve.title, low=curve.low, high=curve.high, form=curve.form)
-    begin = f"<span>{escape(curve.form(values[0]))} → </span>" if len(values) > 1 else ""
+    chart = line_chart(shown, label=title, low=low, high=high, form=form)
+    begin = f"<span>{escape(form(values[0]))} → </span>" if len(values) > 1 else ""
     legend = ""
     if len(shown) > 1:
         entries = "".join(legend_entry(one.name, series_colour(one.colour)) for one in shown)
         legend = f'<div class="legend">{entries}</div>'
     return (
-        f'<article class="card"><header><h3>{escape(curve.title)}</h3>'
-        f'<div class="latest">{begin}{escape(curve.form(values[-1]))}</div></header>'
+        f'<article class="card"><header><h3>{escape(title)}</h3>'
+        f'<div class="latest">{begin}{escape(form(values[-1]))}</div></header>'
         f"{chart}{legend}</article>"
     )

@@ -7,8 +7,9 @@ a word in their key (`zero_variance`, `truncated`), whoever writes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 from m2flow.observe.formatting import number, percent, seconds
@@ -91,7 +92,7 @@ def _falling(record: RunRecord) -> Iterator[Finding]:
     rewards = record.values("reward/mean")
     quarter = len(rewards) // 4
     if quarter >= 5:
-        early, late = _mean(rewards[:quarter]), _mean(rewards[-quarter:])
+        early, late = fmean(rewards[:quarter]), fmean(rewards[-quarter:])
         falls = late < early - 0.1 * (max(rewards) - min(rewards))
         if falls or (len(rewards) >= 40 and late <= early):
             yield Finding(
@@ -117,8 +118,8 @@ def _share(
     keys = {key for row in record.metrics for key in row if word in key}
     for key in sorted(keys):
         recent = record.values(key)[-RECENT:]
-        if recent and _mean(recent) > limit:
-            share = percent(_mean(recent))
+        if recent and fmean(recent) > limit:
+            share = percent(fmean(recent))
             yield Finding(
                 "warn", title, f"{share} over the last {len(recent)} steps ({key}): {explanation}"
             )
@@ -133,15 +134,11 @@ def _drift(record: RunRecord) -> Iterator[Finding]:
         if taken is not None and predicted:
             measured.append(taken)
             ratios.append(taken / predicted)
-    if len(ratios) >= 5 and abs(_mean(ratios) - 1) > DRIFT_LIMIT:
-        expected = _mean(measured) / _mean(ratios)
+    if len(ratios) >= 5 and abs(fmean(ratios) - 1) > DRIFT_LIMIT:
+        expected = fmean(measured) / fmean(ratios)
         yield Finding(
             "warn",
             "The plan's prediction is off",
-            f"A step took {seconds(_mean(measured))} over the last {len(ratios)} steps; the plan "
+            f"A step took {seconds(fmean(measured))} over the last {len(ratios)} steps; the plan "
             f"expected {seconds(expected)}. Profile again if the machine has changed.",
         )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -14,7 +14,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 
 class Rows(NamedTuple):
@@ -106,31 +106,18 @@ def read_rows(path: Path) -> Rows:
 
 def mend_tail(path: Path) -> None:
     """End the last line if it is whole, remove it if it is torn; a missing file stays missing."""
-    if not path.exists() or path.stat().st_size == 0:
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    start = content.rfind(b"\n") + 1
+    if start == len(content):
         return
     with path.open("rb+") as file:
-        start, tail = _last_line(file)
-        if tail.endswith(b"\n"):
-            return
-        if parse_line(tail) is not None:
+        if parse_line(content[start:]) is not None:
             file.seek(0, os.SEEK_END)
             file.write(b"\n")
         else:
             file.truncate(start)
-
-
-def _last_line(file: BinaryIO, block: int = 1 << 16) -> tuple[int, bytes]:
-    """Where the last line starts, in bytes, and the line, with its end if it has one."""
-    end = file.seek(0, os.SEEK_END)
-    start, tail = end, b""
-    while start > 0:
-        start = max(0, start - block)
-        file.seek(start)
-        tail = file.read(end - start)
-        line_break = tail.rfind(b"\n", 0, len(tail) - 1)
-        if line_break >= 0:
-            return start + line_break + 1, tail[line_break + 1 :]
-    return 0, tail
 
 
 def cut_after_step(path: Path, last_step: int) -> int:

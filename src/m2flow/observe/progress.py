@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live view on a terminal, plain lines elsewhere.
+"""What a person sees while a run goes on: bars on a terminal, plain lines elsewhere.
 
 Promises: something appears at once; on a terminal one line is redrawn per phase, in a log one line
 is written at most every `seconds_between_lines`, flushed, besides the first and last line of a
@@ -9,59 +9,34 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from m2flow.observe.formatting import clock, number, percent, seconds
 from m2flow.observe.record import ACCURACY, EVALUATION, LOSS, as_number
 
-SPEED_WINDOW = 30
-"""Updates over which the speed, and so the time left, is measured."""
 
+class _Bars(Progress):
+    """One line for each phase, and below them the figures of the one that runs."""
 
-class Phase:
-    """How far a part of a run has come; knows the time left from the latest updates."""
+    figures: Mapping[str, float] = {}
 
-    def __init__(self, name: str, total: int | None, completed: int, now: float) -> None:
-        self.name, self.total, self.completed = name, total, completed
-        self.started, self.ended = now, now
-        self.metrics: dict[str, float] = {}
-        self._marks: deque[tuple[int, float]] = deque([(completed, now)], maxlen=SPEED_WINDOW)
-
-    def advance(self, step: int, metrics: Mapping[str, float], now: float) -> None:
-        """Take in that `step` is done; figures it does not bring keep their last value."""
-        self.completed, self.ended = step, now
-        self.metrics.update(metrics)
-        self._marks.append((step, now))
-
-    @property
-    def is_complete(self) -> bool:
-        return self.total is not None and self.completed >= self.total
-
-    @property
-    def seconds_left(self) -> float | None:
-        """None before the second update, or where the total is not known."""
-        (first, begin), (last, end) = self._marks[0], self._marks[-1]
-        if self.total is None or last <= first or end <= begin:
-            return None
-        return (self.total - self.completed) * (end - begin) / (last - first)
-
-    @property
-    def seconds_spent(self) -> float:
-        return self.ended - self.started
-
-    @property
-    def count(self) -> str:
-        return f"{self.completed:,}" + (f"/{self.total:,}" if self.total is not None else "")
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text("  ".join(figures(self.figures)))
 
 
 class TrainProgress:
@@ -86,20 +61,25 @@ class TrainProgress:
         self._now = now
         self._last_line = float("-inf")
         self._unsaid = False
-        self._phases: list[Phase] = []
+        self._metrics: dict[str, float] = {}
         self._console = console or Console(file=sys.stdout, highlight=False)
-        wants_live = self._console.is_terminal if live is None else live
-        self._live: Live | None = None
-        if wants_live:
-            self._live = Live(
-                console=self._console, get_renderable=self._view, refresh_per_second=4
-            )
+        self._live = self._console.is_terminal if live is None else live
+        self._bars = _Bars(
+            TextColumn("{task.description:<10}"),
+            BarColumn(bar_width=28 if self._console.width >= 80 else 14),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            console=self._console,
+            get_time=now,
+            refresh_per_second=4,
+            speed_estimate_period=float("inf"),  # a step may take minutes
+        )
 
     def start(self, header: str) -> None:
         """Say what is about to run, at once; phases may follow."""
         self._print(Text(header, style="bold"))
-        if self._live is not None:
-            self._live.start()
+        if self._live:
+            self._bars.start()
 
     def phase(self, name: str, total: int | None = None, completed: int = 0) -> None:
         """Begin a phase, or come back to one of that name.
@@ -110,26 +90,31 @@ class TrainProgress:
             completed: steps done before, in a run that is resumed.
         """
         self._say_last()
-        self._phases = [phase for phase in self._phases if phase.name != name]
-        self._phases.append(Phase(name, total, completed, self._now()))
-        self._last_line = float("-inf")
-        if self._live is None:
+        for task in self._bars.tasks:
+            self._bars.stop_task(task.id)
+            if task.description == name:
+                self._bars.remove_task(task.id)
+        self._bars.add_task(name, total=total, completed=completed)
+        self._last_line, self._metrics = float("-inf"), {}
+        if not self._live:
             what = f"{total:,} steps" if total is not None else "begins"
             self._print(Text(f"{name:<10} {what}" + (f", {completed:,} done" if completed else "")))
 
     def update(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Report that `step` of the phase is done, with its figures."""
-        assert self._phases, "update before phase"
-        phase, now = self._phases[-1], self._now()
-        metrics = metrics or {}
-        phase.advance(step, metrics, now)
-        if self._live is not None:
+        """Report that `step` of the phase is done; figures not brought keep their last value."""
+        assert self._bars.tasks, "update before phase"
+        task, metrics = self._bars.tasks[-1], metrics or {}
+        self._metrics.update(metrics)
+        self._bars.figures = self._metrics
+        self._bars.update(task.id, completed=step)
+        if self._live:
             return
-        weighty = phase.is_complete or any(key in metrics for key in EVALUATION)
+        now = self._now()
+        weighty = step == task.total or any(key in metrics for key in EVALUATION)
         self._unsaid = not (weighty or now - self._last_line >= self._between)
         if not self._unsaid:
             self._last_line = now
-            self._say(phase)
+            self._say(task)
 
     def note(self, text: str) -> None:
         """Write a line of its own."""
@@ -138,9 +123,8 @@ class TrainProgress:
     def close(self) -> None:
         """Leave the last state on the screen and give the terminal back; may be called again."""
         self._say_last()
-        if self._live is not None and self._live.is_started:
-            self._live.refresh()
-            self._live.stop()
+        if self._bars.live.is_started:
+            self._bars.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -153,38 +137,22 @@ class TrainProgress:
     ) -> None:
         self.close()
 
-    def _say(self, phase: Phase) -> None:
-        left = phase.seconds_left
+    def _say(self, task: Task) -> None:
+        left, total = task.time_remaining, task.total
         time_left = f"{clock(left)} left" if left else ""
-        parts = [f"{phase.name:<10} {phase.count:>11}", f"{time_left:>10}"]
-        self._print(Text("  ".join([*parts, *figures(phase.metrics)]).rstrip()))
+        count = f"{task.completed:,.0f}" + (f"/{total:,.0f}" if total is not None else "")
+        parts = [f"{task.description:<10} {count:>11}", f"{time_left:>10}"]
+        self._print(Text("  ".join([*parts, *figures(self._metrics)]).rstrip()))
 
     def _say_last(self) -> None:
         """Write the newest update of the phase if no line has told of it."""
         if self._unsaid:
             self._unsaid = False
-            self._say(self._phases[-1])
+            self._say(self._bars.tasks[-1])
 
     def _print(self, text: Text) -> None:
-        soft = self._live is None
-        self._console.print(text, soft_wrap=soft, highlight=False)
+        self._console.print(text, soft_wrap=not self._live, highlight=False)
         self._console.file.flush()
-
-    def _view(self) -> Group:
-        """One line for each phase, and below them the figures of the one that runs."""
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        for phase in self._phases:
-            runs = phase is self._phases[-1] and not phase.is_complete
-            left = phase.seconds_left
-            time_text = f"{clock(left)} left" if runs and left else clock(phase.seconds_spent)
-            grid.add_row(
-                Text(f"{phase.name:<10}", style="bold" if runs else "dim"),
-                _bar(phase, 28 if self._console.width >= 80 else 14),
-                Text(f"{phase.count:>9}"),
-                Text(f"{time_text:<9}", style="cyan" if runs else "dim"),
-            )
-        shown = figures(self._phases[-1].metrics) if self._phases else []
-        return Group(grid, Text("  ".join(shown))) if shown else Group(grid)
 
 
 def figures(metrics: Mapping[str, float]) -> list[str]:
@@ -198,7 +166,7 @@ def figures(metrics: Mapping[str, float]) -> list[str]:
         (("throughput/tokens_per_s",), "tokens/s", number),
         (("seconds/step",), "step", seconds),
     ):
-        value = next((as_number(metrics[key]) for key in keys if key in metrics), None)
+        value = _first(metrics, keys)
         if value is not None:
             shown.append(f"{name} {form(value)}")
     return shown
@@ -227,8 +195,7 @@ def summary(
         (("reward/mean",), "reward", number),
         (ACCURACY, "accuracy in training", percent),
     ):
-        before = next((as_number(metrics_first[key]) for key in keys if key in metrics_first), None)
-        after = next((as_number(metrics_last[key]) for key in keys if key in metrics_last), None)
+        before, after = _first(metrics_first, keys), _first(metrics_last, keys)
         if after is not None:
             change = form(after) if before is None else f"{form(before)} -> {form(after)}"
             lines.append(f"  {name:<21} {change}")
@@ -239,12 +206,6 @@ def summary(
     return "\n".join(lines)
 
 
-def _bar(phase: Phase, width: int) -> ProgressBar:
-    return ProgressBar(
-        total=None if phase.total is None else float(phase.total),
-        completed=float(phase.completed),
-        width=width,
-        pulse=phase.total is None,
-        complete_style="cyan",
-        finished_style="green",
-    )
+def _first(metrics: Mapping[str, float], keys: Sequence[str]) -> float | None:
+    """The figure of the first of the keys that is there."""
+    return next((as_number(metrics[key]) for key in keys if key in metrics), None)

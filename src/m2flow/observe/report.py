@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
+from statistics import fmean, median
 
 from m2flow.observe.curves import curve_cards, more_cards
 from m2flow.observe.formatting import number, percent, seconds
@@ -127,7 +128,7 @@ def _change(
         first, last, more = values[0], values[-1], f"{len(values)} measurements"
     else:
         window = max(3, len(values) // 10)
-        first, last = _mean(values[:window]), _mean(values[-window:])
+        first, last = fmean(values[:window]), fmean(values[-window:])
         more = f"mean of the first and the last {window} steps"
     begin = f'<span class="from">{form(first)} → </span>' if len(values) > 1 else ""
     return _tile(title, begin + form(last), more)
@@ -139,7 +140,7 @@ def _throughput(record: RunRecord) -> str:
         return ""
     generated = sum(record.values("tokens/generated"))
     more = f"{number(generated)} generated in all" if generated else "median"
-    return _tile("Throughput", f"{number(_median(values))} <small>tokens/s</small>", more)
+    return _tile("Throughput", f"{number(median(values))} <small>tokens/s</small>", more)
 
 
 def _step_time(record: RunRecord) -> str:
@@ -148,7 +149,7 @@ def _step_time(record: RunRecord) -> str:
         return ""
     predicted = record.values("plan/predicted_seconds")
     more = f"the plan expected {seconds(predicted[-1])}" if predicted else "median"
-    return _tile("Time per step", seconds(_median(values)), more)
+    return _tile("Time per step", seconds(median(values)), more)
 
 
 def _tile(title: str, figure: str, more: str) -> str:
@@ -216,11 +217,3 @@ def _footer(record: RunRecord) -> str:
     links = "".join(f'<a href="{file.name}">{file.name}</a>' for file in files if file.exists())
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
     return f"<footer><span>Written by m2flow report, {written}</span>{links}</footer>"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]

@@ -21,22 +21,10 @@ def rollout_columns(samples: Sequence[Mapping[str, Any]]) -> str:
         return ""
     columns = []
     for step in dict.fromkeys((steps[0], steps[-1])):
-        chosen = choose([sample for sample in samples if sample["step"] == step])
+        chosen = [sample for sample in samples if sample["step"] == step][:SHOWN]
         cards = "".join(_card(sample) for sample in chosen)
         columns.append(f"<div><h3>Step {step}</h3>{cards}</div>")
     return f'<div class="pair">{"".join(columns)}</div>'
-
-
-def choose(samples: Sequence[Mapping[str, Any]], count: int = SHOWN) -> list[Mapping[str, Any]]:
-    """At most `count` samples in their order: one of each prompt first, then further ones."""
-    seen: set[str] = set()
-    fresh: list[int] = []
-    again: list[int] = []
-    for index, sample in enumerate(samples):
-        prompt = str(sample.get("prompt"))
-        (again if prompt in seen else fresh).append(index)
-        seen.add(prompt)
-    return [samples[index] for index in sorted((fresh + again)[:count])]
 
 
 def _card(sample: Mapping[str, Any]) -> str:

@@ -13,8 +13,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import yaml
 
@@ -100,10 +99,6 @@ class RunDirectory:
         directory.path.mkdir(parents=True, exist_ok=True)
         return directory
 
-    def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of a step lies."""
-        return self.checkpoints / f"step_{step:06d}"
-
     def write_run(self, **facts: object) -> None:
         """Add facts to `run.json`: recipe, mode, seed, machine, steps, started, finished, ..."""
         known = read_document(self.run) or {}
@@ -148,17 +143,6 @@ class RunDirectory:
         """Close the files; appending opens them again."""
         while self._open:
             self._open.popitem()[1].close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _append(self, path: Path, *rows: Mapping[str, object]) -> None:
         if path not in self._open:

@@ -11,18 +11,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from m2flow.rewards.number import DIGITS, FRAC, MAX_ANSWER_CHARS, read_number
+from m2flow.rewards.number import DIGITS, MAX_ANSWER_CHARS, read_number
 
 # How much text around the last number, or before the end, may hold the final answer.
 _WINDOW_CHARS = 1000
 
 # Digits glued to a letter (H2O, cm^2) belong to a name or a unit; 2^10 is one answer.
 _DIGITS = rf"[0-9]{{1,3}}(?:(?:\{{,\}}|\\!,|\\,)[0-9]{{3}})+(?![0-9])|{DIGITS}"
+_FRAC = rf"\\[dtc]?frac\s*(?:\{{\s*-?(?:{DIGITS})\s*\}}\s*\{{\s*-?(?:{DIGITS})\s*\}}|[0-9]\s*[0-9])"
 _TOKEN = re.compile(
     rf"""
     (?: (?<![0-9A-Za-z)\]}}]) [-−] (?=[\\$€£¥₹0-9.]) )?    # a sign, not a subtraction
     (?: \\?[$€£¥₹] )?
-    (?: {FRAC}
+    (?: {_FRAC}
       | (?<![0-9A-Za-z_^]) (?<!\^\{{) (?<![0-9]\.) (?:{_DIGITS})
         (?: \s?/\s?(?:{_DIGITS}) | \^\{{?-?[0-9]+\}}? )?
     )

@@ -1,8 +1,8 @@
 """Plain numbers as people and models write them, read exactly.
 
-`1,234`, `$18`, `18.0`, `1/2`, `\\frac{1}{2}`, `2 1/2`, `3 \\times 10^5`, `50%`, `18 million`,
-`18 \\text{ dollars}` and `x = 18` become a rational number. What is not a plain number (`18x`,
-`\\sqrt{2}`, `18 or 19`) is None and somebody else's business. Knows nothing of completions.
+`1,234`, `$18`, `18.0`, `1e5`, `1/2`, `\\frac{1}{2}`, `2 1/2`, `50%`, `18 million`, `x = 18` and
+`18 \\text{ dollars}` become a rational number. What is not a plain number
+(`18x`, `\\sqrt{2}`, `18 or 19`) is None and math-verify's business. Knows nothing of completions.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ MAX_ANSWER_CHARS = 256
 
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|(?<!\.)\.[0-9]+"
 """An unsigned decimal number, with or without thousands separators."""
-
-FRAC = rf"\\[dtc]?frac\s*(?:\{{\s*-?(?:{DIGITS})\s*\}}\s*\{{\s*-?(?:{DIGITS})\s*\}}|[0-9]\s*[0-9])"
-"""A LaTeX fraction of two numbers, the form without braces (`\\frac12`) included."""
 
 SCALES = {
     "hundred": 10**2,
@@ -49,27 +46,17 @@ _INTEGER = re.compile(r"-?[0-9]{1,18}")
 _NUMBER = re.compile(
     rf"""
     (?P<prefix> (?:[-+\s($€£¥₹]|US(?=\s*\$)|USD\s|Rs\.?\s)* )
-    (?: (?P<whole>[0-9]{{1,9}}) \s* (?P<mixed_frac>{FRAC})
-      | (?P<whole2>[0-9]{{1,9}}) \s+ (?P<mixed_top>[0-9]+) \s* / \s* (?P<mixed_bottom>[0-9]+)
-      | (?P<frac>{FRAC})
-      | (?P<top>{DIGITS}) \s* / \s* (?P<bottom>{DIGITS})
-      | (?P<grouped>[0-9]{{1,3}}(?:\ [0-9]{{3}})+(?:\.[0-9]+)?)
-      | (?P<digits>{DIGITS}) (?:[eE](?P<exponent>[-+]?[0-9]{{1,2}})
-          | \s*(?:\\times|\\cdot|×|·|\*)\s*10\^
-            (?:\{{(?P<power>[-+]?[0-9]{{1,2}})\}}|(?P<bare_power>[0-9]{{1,2}})))?
-    )
-    (?: \s* (?P<scale>(?:hundred|thousand|million|billion|trillion)\b) )?
+    (?: (?:(?P<whole>[0-9]{{1,9}})\s+)? (?P<top>{DIGITS}) \s*/\s* (?P<bottom>-?(?:{DIGITS}))
+      | (?P<digits>[0-9]{{1,3}}(?:\ [0-9]{{3}})+(?:\.[0-9]+)?|{DIGITS})
+        (?:e(?P<exponent>[-+]?[0-9]{{1,2}}))? )
+    (?: \s* (?P<scale>{"|".join(SCALES)})\b )?
     (?: \s* (?P<percent>%|(?:percent|per\ cent|pct)\b) )?
     (?P<rest>.*)
     """,
     re.VERBOSE | re.ASCII | re.DOTALL | re.IGNORECASE,
 )
 
-# What may follow a number without changing it. A word glued to the number, or a single letter, may
-# be a factor (18x, 18 m n), so those must be units that everybody knows.
-_SHORT_UNITS = frozenset(
-    "m s g h l kg mg km cm mm ft in yd mi lb lbs oz ml min sec hr hrs am pm mph kph usd".split()
-)
+# Words that may not follow a number; neither may a single letter, which may be a factor (18 m n).
 _NO_UNITS = frozenset(
     "and or to plus minus over divided squared cubed half halves third thirds quarter quarters "
     "hundred thousand million billion trillion percent mod point not if unless than pi sqrt sin "
@@ -82,6 +69,9 @@ _SPACING = re.compile(r"\\[,!;:>]|\\q?quad\b|\\left\b|\\right\b|\{\}")
 _DEGREES = re.compile(r"(?:\^\{?\\circ\}?|°)\s*[CFK]?\b")
 _WRAPPER = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|boxed|fbox|bm)\s*\{([^{}]*)\}"
+)
+_FRAC = re.compile(
+    r"\\[dtc]?frac\s*(?:\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}|([0-9])\s*([0-9]))"
 )
 _EQUALS = re.compile(r"(?<![<>!≤≥≠:])=(?!=)")
 
@@ -115,15 +105,20 @@ def read_number(text: str) -> PlainNumber | None:
     if len(text) > MAX_ANSWER_CHARS:
         return None
     text = tidy(text)
-    if "\\" in text and "{" in text:
-        text = tidy(_WRAPPER.sub(r" \1 ", text))
+    if "\\" in text:
+        text = tidy(_WRAPPER.sub(r" \1 ", _FRAC.sub(_in_line, text)))
     sides = _EQUALS.split(text)
     match = _NUMBER.fullmatch(sides[-1].strip())
     if match is None or not _harmless(match["rest"]):
         return None
-    value, places = _value(match)
-    if value is None:
-        return None
+    value, places = _decimal(match["digits"] or match["top"])
+    if match["bottom"]:
+        bottom, _ = _decimal(match["bottom"])
+        if bottom == 0:
+            return None
+        value, places = value / bottom + int(match["whole"] or 0), 0
+    if match["exponent"]:
+        value, places = value * Fraction(10) ** int(match["exponent"]), 0
     if match["prefix"].count("-") > 1:
         return None
     if "-" in match["prefix"]:
@@ -150,46 +145,19 @@ def same_number(gold: PlainNumber, answer: PlainNumber) -> bool:
 
 
 def _agree(a: Fraction, a_places: int, b: Fraction, b_places: int) -> bool:
-    if a == b:
-        return True
-    if max(a_places, b_places) < 6:
-        return False
-    # Let b be the decimal, or the shorter one of two.
-    if b_places < 6 or 6 <= a_places < b_places:
-        a, a_places, b, b_places = b, b_places, a, a_places
-    scale: int = 10**b_places
-    missing = (a - b) * scale
-    cut_off = missing if b > 0 else -missing
-    return abs(missing) <= Fraction(1, 2) or 0 < cut_off < 1
+    return a == b or _shortens(a, a_places, b) or _shortens(b, b_places, a)
 
 
-def _value(match: re.Match[str]) -> tuple[Fraction | None, int]:
-    """Value and decimal places of a match of `_NUMBER`; no value where a denominator is zero."""
-    digits = match["digits"] or match["grouped"]
-    if digits:
-        value, places = _decimal(digits)
-        power = match["exponent"] or match["power"] or match["bare_power"]
-        if power is None:
-            return value, places
-        return value * Fraction(10) ** int(power), 0
-    whole = match["whole"] or match["whole2"]
-    if match["frac"] or match["mixed_frac"]:
-        top, bottom = _frac_parts(match["frac"] or match["mixed_frac"])
-    elif whole:
-        top, bottom = Fraction(match["mixed_top"]), Fraction(match["mixed_bottom"])
-    else:
-        top, bottom = _decimal(match["top"])[0], _decimal(match["bottom"])[0]
-    if bottom == 0:
-        return None, 0
-    return top / bottom + (int(whole) if whole else 0), 0
+def _shortens(decimal: Fraction, places: int, value: Fraction) -> bool:
+    """Is a decimal of six or more places the rounded or the cut-off value?"""
+    scale = 10**places
+    return places >= 6 and decimal * scale in (round(value * scale), int(value * scale))
 
 
-def _frac_parts(frac: str) -> tuple[Fraction, Fraction]:
-    body = frac[frac.index("frac") + 4 :].strip()
-    if "{" not in body:
-        return Fraction(body[0]), Fraction(body[-1])
-    top, bottom = re.findall(r"\{([^}]*)\}", body)
-    return _decimal(top)[0], _decimal(bottom)[0]
+def _in_line(frac: re.Match[str]) -> str:
+    """`\\frac{1}{2}` as `1/2`, so that a whole number before it makes a mixed one."""
+    top, bottom = frac[1] or frac[3], frac[2] or frac[4]
+    return f" {top}/{bottom}"
 
 
 def _decimal(digits: str) -> tuple[Fraction, int]:
@@ -207,9 +175,5 @@ def _harmless(rest: str) -> bool:
     if not _UNIT.fullmatch(rest):
         return False
     words = re.findall(r"[a-z]+", rest.lower())
-    if any(word in _NO_UNITS for word in words):
-        return False
-    glued = rest[0].isalpha()
-    return (not glued or words[0] in _SHORT_UNITS) and all(
-        len(word) > 1 or word in _SHORT_UNITS or (word == "a" and not glued) for word in words
-    )
+    glued = rest[0].isalpha()  # as a factor would be
+    return not glued and all(w not in _NO_UNITS and (len(w) > 1 or w == "a") for w in words)

@@ -18,7 +18,6 @@ import json
 import os
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,21 +35,6 @@ class SavesPretrained(Protocol):
 
     def save_pretrained(self, save_directory: str) -> object:
         """Write oneself into a folder."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint that was found whole: its step, folders and the trainer's state."""
-
-    path: Path
-    step: int
-    trainer_state: dict[str, Tensor]
-    extra: dict[str, Any]
-
-    @property
-    def model_path(self) -> Path:
-        """The Hugging Face folder."""
-        return self.path / "model"
 
 
 def write_part(
@@ -76,7 +60,7 @@ def write_part(
 
 def folder_of(root: Path, step: int) -> Path:
     """Where the checkpoint of a step lies, or will lie."""
-    return root / _name(step)
+    return root / f"step_{step:06d}"
 
 
 def sweep(root: Path) -> None:
@@ -131,7 +115,7 @@ def commit(
         _sync(root)
         _move_latest(root, final)
     if keep is not None:
-        for path in [path for path in _steps(root) if _step_of(path) <= step][:-keep]:
+        for path in [path for path in _steps(root) if step_of(path) <= step][:-keep]:
             if in_use is None or path.resolve() != in_use.resolve():
                 _discard(path)
     return final
@@ -140,46 +124,26 @@ def commit(
 def resume_point(root: Path) -> Path | None:
     """The checkpoint to resume from: the one `latest` names; None where nothing was ever saved.
 
-    Where the writer died before it made the first link, the newest whole checkpoint.
+    Where the writer died before it made the first link, the newest whole checkpoint. Every checksum
+    is compared.
 
     Raises:
         UserError: `latest` names a checkpoint that is not whole. The message says which file is
             wrong and which whole checkpoint there is instead.
     """
     target = _target(root)
+    if target is not None and (broken := broken_file(target)) is None:
+        return target
+    others = (path for path in reversed(_steps(root)) if broken_file(path) is None)
+    other = next(others, None)
     if target is None:
-        return latest_complete(root)
-    broken = broken_file(target)
-    if broken is not None:
-        other = latest_complete(root)
-        raise UserError(
-            f"the checkpoint is not whole: {broken}",
-            key=str(target),
-            hint=f"resume from {other} instead: point {root / LATEST} at it"
-            if other
-            else "no whole checkpoint is left; start a new run",
-        )
-    return target
-
-
-def latest_complete(root: Path) -> Path | None:
-    """The whole checkpoint with the highest step, whatever `latest` says; None if there is none."""
-    whole = [path for path in _steps(root) if broken_file(path) is None]
-    return whole[-1] if whole else None
-
-
-def load(path: Path) -> Checkpoint:
-    """Read a checkpoint, every checksum compared.
-
-    Raises:
-        UserError: it is not whole, or a file changed since it was written.
-    """
-    trainer_state = load_trainer_state(path)
-    return Checkpoint(
-        path=path,
-        step=int(json.loads((path / MANIFEST).read_text())["step"]),
-        trainer_state=trainer_state,
-        extra=json.loads((path / "trainer" / "extra.json").read_text()),
+        return other
+    raise UserError(
+        f"the checkpoint is not whole: {broken}",
+        key=str(target),
+        hint=f"resume from {other} instead: point {root / LATEST} at it"
+        if other
+        else "no whole checkpoint is left; start a new run",
     )
 
 
@@ -196,7 +160,7 @@ def load_trainer_state(path: Path | str, part: str = "") -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     path = Path(path)
-    broken = broken_file(path, checksums=True)
+    broken = broken_file(path)
     if broken is not None:
         raise UserError(f"the checkpoint is not whole: {broken}", key=str(path))
     file = path / part / "trainer" / "state.safetensors"
@@ -210,13 +174,8 @@ def load_trainer_state(path: Path | str, part: str = "") -> dict[str, Tensor]:
     return load_file(file)
 
 
-def broken_file(path: Path, *, checksums: bool = False) -> str | None:
-    """What keeps a folder from being a whole checkpoint, in words; None if it is one.
-
-    Args:
-        path: `.../step_NNNNNN`.
-        checksums: compare contents too, and not sizes alone.
-    """
+def broken_file(path: Path) -> str | None:
+    """What keeps a folder `.../step_NNNNNN` from being a whole checkpoint; None if it is one."""
     manifest = path / MANIFEST
     if not manifest.is_file():
         return f"{manifest} is missing"
@@ -230,7 +189,7 @@ def broken_file(path: Path, *, checksums: bool = False) -> str | None:
             return f"{file} is missing"
         if file.stat().st_size != written["bytes"]:
             return f"{file} has {file.stat().st_size} bytes, {written['bytes']} were written"
-        if checksums and _sha256(file) != written["sha256"]:
+        if _sha256(file) != written["sha256"]:
             return f"{file} is not what was written"
     return None
 
@@ -278,19 +237,16 @@ def _target(root: Path) -> Path | None:
 def _steps(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
-    return sorted((p for p in root.iterdir() if _STEP.fullmatch(p.name)), key=_step_of)
+    return sorted((p for p in root.iterdir() if _STEP.fullmatch(p.name)), key=step_of)
 
 
-def _step_of(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """Training steps that a checkpoint's weights have taken."""
     return int(path.name.removeprefix("step_"))
 
 
-def _name(step: int) -> str:
-    return f"step_{step:06d}"
-
-
 def _partial(root: Path, step: int) -> Path:
-    return root / f".{_name(step)}.partial"
+    return root / f".{folder_of(root, step).name}.partial"
 
 
 def _sha256(file: Path) -> str:

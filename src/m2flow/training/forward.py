@@ -33,7 +33,6 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
-    compute_dtype: torch.dtype | None = None,
 ) -> TokenFigures:
     """log softmax(logits / temperature) of each completion token, at least in float32.
 
@@ -42,17 +41,14 @@ def token_logprobs(
         pack: the micro-batch, on any device.
         temperature: that of the sampling; 0 (greedy) counts as 1.
         with_entropy: whether entropies are wanted too.
-        compute_dtype: run the model's matrix products in this dtype (autocast), its weights staying
-            as they are; None for the weights' own.
 
     Returns:
         Figures on the model's device, in the order of `pack.target_ids_T`.
     """
     device = next(model.parameters()).device
     pack = pack.to(device)
-    lower_precision = torch.autocast(device.type, compute_dtype, enabled=compute_dtype is not None)
     causal_lm: Any = model
-    with packed_attention_on(model), lower_precision:
+    with packed_attention_on(model):
         logits_MV: Tensor = causal_lm(
             input_ids=pack.input_ids_N[None],
             position_ids=pack.position_ids_N[None],

@@ -40,7 +40,7 @@ class AdamWConfig:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class OptimizerStep:
     """One optimizer step: the norm before clipping, the learning rate, and the reduced sums."""
 
     grad_norm: float
@@ -86,7 +86,7 @@ class SumOptimizer:
         for flat in self._flats:
             flat.zero_()
 
-    def step(self, sums: Tensor, denominator: int, all_reduce: AllReduce | None) -> StepResult:
+    def step(self, sums: Tensor, denominator: int, all_reduce: AllReduce | None) -> OptimizerStep:
         """Reduce, divide by the global denominator, clip, step, zero.
 
         Args:
@@ -128,7 +128,7 @@ class SumOptimizer:
         self.zero()
         if not finite:
             raise NotFinite(found)
-        return StepResult(grad_norm, learning_rate, sums)
+        return OptimizerStep(grad_norm, learning_rate, sums)
 
     def tensors(self) -> Iterator[Tensor]:
         """What is stepped, its gradients, and optimizer state, as they are now."""
@@ -141,15 +141,11 @@ class SumOptimizer:
         """Bytes of the moments that the first step will make; 0 once it has."""
         return sum(2 * piece.nbytes for piece in self._pieces if piece not in self._adamw.state)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_items(self) -> Iterator[tuple[str, Tensor]]:
         """Optimizer state as `<quantity>/<parameter>`, and `num_steps`; whole, on the CPU.
 
-        Collective in the gang.
+        Collective in the gang: each lane goes through all of it, gathered one by one.
         """
-        return dict(self.state_items())
-
-    def state_items(self) -> Iterator[tuple[str, Tensor]]:
-        """The same, gathered one by one: each lane of the gang goes through all of it."""
         yield "num_steps", torch.tensor(self.num_steps)
         for (name, parameter), piece in zip(self._named, self._pieces, strict=True):
             for quantity, value in self._adamw.state[piece].items():
@@ -158,7 +154,7 @@ class SumOptimizer:
                 yield f"{quantity}/{name}", whole(value)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over a copy of what `state_dict` gave, for a model with the same parameters.
+        """Take over a copy of what `state_items` gave, for a model with the same parameters.
 
         It does not matter how either model is or was divided. Not collective.
         """

@@ -106,8 +106,8 @@ def _rows(pairs: TokenPairs, sharing: Sharing) -> list[_Row]:
     """Rows in pack order, each with what it shares with the one before."""
     prompt_lengths = pairs.prompt_lengths_B.tolist()
     completion_lengths = pairs.completion_lengths_B.tolist()
-    prompts = _split(pairs.prompt_ids_P, prompt_lengths)
-    completions = _split(pairs.completion_ids_T, completion_lengths)
+    prompts = [ids.tolist() for ids in pairs.prompt_ids_P.split(prompt_lengths)]
+    completions = [ids.tolist() for ids in pairs.completion_ids_T.split(completion_lengths)]
     inputs = [p + c[:-1] for p, c in zip(prompts, completions, strict=True)]
     order = [row for row, length in enumerate(completion_lengths) if length]
     if sharing == "prefix":
@@ -171,16 +171,6 @@ def _build(pairs: TokenPairs, rows: list[_Row]) -> Pack:
         token_index_T=token_index_T,
         lengths_R=lengths_R,
     )
-
-
-def _split(flat_T: Tensor, lengths: list[int]) -> list[list[int]]:
-    values = flat_T.tolist()
-    rows: list[list[int]] = []
-    start = 0
-    for length in lengths:
-        rows.append(values[start : start + length])
-        start += length
-    return rows
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

@@ -4,7 +4,7 @@
 them up over replicas, divides by the global denominator and takes one optimizer step. So chunking,
 packing and placement change the result by floating-point rounding at most. A replica may be divided
 over a gang of lanes, which call everything here together, each with rollouts of its own or with
-none. The algorithm is given; this file does not know which it is, nor where rollouts come from.
+none. This file does not know where rollouts come from.
 
 Shapes: T completion tokens, R rows of a pack.
 """
@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from m2flow.algorithms.aggregation import denominator, unmasked_tokens
-from m2flow.algorithms.loss import Algorithm, TokenColumns
+from m2flow.algorithms.aggregation import denominator
+from m2flow.algorithms.grpo import GRPOLoss
 from m2flow.errors import UserError
 from m2flow.training.forward import token_logprobs
 from m2flow.training.optimizer import AdamWConfig, AllReduce
 from m2flow.training.packing import Pack, Sharing, pack
 from m2flow.training.rollouts import Rollouts, TokenPairs
 from m2flow.training.sharded import WHOLE, Shards
-from m2flow.training.summing import SummingTrainer, check_finite, one_token
+from m2flow.training.summing import SummingTrainer, check_finite, figures_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ class PolicyTrainerConfig:
         sharing: what is computed once in a pack: see `m2flow.training.packing.pack`.
         temperature: that of the sampling, so that log-probabilities compare.
         drop_zero_advantage: skip rows without any gradient; their tokens count all the same.
-        compute_dtype: of matrix products, such as torch.bfloat16; None for the weights' own.
     """
 
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
@@ -45,7 +44,6 @@ class PolicyTrainerConfig:
     sharing: Sharing = "prefix"
     temperature: float = 1.0
     drop_zero_advantage: bool = True
-    compute_dtype: torch.dtype | None = None
 
 
 _TOTALS = (
@@ -74,7 +72,7 @@ class PolicyTrainer(SummingTrainer):
     def __init__(
         self,
         model: nn.Module,
-        algorithm: Algorithm,
+        algorithm: GRPOLoss,
         config: PolicyTrainerConfig,
         shards: Shards = WHOLE,
     ) -> None:
@@ -95,21 +93,20 @@ class PolicyTrainer(SummingTrainer):
             self._check(rollouts)
             rollouts = self._counted(rollouts)
             packs = pack(rollouts.pairs, self.config.tokens_per_microbatch, self.config.sharing)
-        for microbatch in self.shards.padded(packs):
-            if microbatch is None:
-                self._fold_nothing()
-            else:
-                self._fold_pack(rollouts, microbatch)
+        self.fold_packs(
+            packs,
+            lambda microbatch: self._fold_pack(rollouts, microbatch),
+            lambda microbatch: token_logprobs(self.model, microbatch).logprobs_T,
+        )
 
     def _counted(self, rollouts: Rollouts) -> Rollouts:
         """Add up what is known before any pass; the rollouts that a pass is needed for."""
-        lengths_B, mask_T = rollouts.pairs.completion_lengths_B, rollouts.mask_T
-        counted_T = slice(None) if mask_T is None else mask_T
+        lengths_B = rollouts.pairs.completion_lengths_B
         self.add(
-            denominator=denominator(lengths_B, self.algorithm.aggregation, mask_T),
-            tokens=int(unmasked_tokens(lengths_B, mask_T).sum()),
+            denominator=denominator(lengths_B, self.algorithm.aggregation),
+            tokens=int(lengths_B.sum()),
             samples=len(rollouts),
-            behaviour_entropy=-float(rollouts.behaviour_logprobs_T[counted_T].double().sum()),
+            behaviour_entropy=-float(rollouts.behaviour_logprobs_T.double().sum()),
         )
         if not (self.config.drop_zero_advantage and self.algorithm.zero_advantage_is_idle):
             return rollouts
@@ -161,16 +158,8 @@ class PolicyTrainer(SummingTrainer):
             self.config.tokens_per_microbatch,
             sharing=self.config.sharing,
             temperature=self.config.temperature,
-            compute_dtype=self.config.compute_dtype,
             shards=self.shards,
         )
-
-    def _fold_nothing(self) -> None:
-        """Take part in a pass of the gang without adding anything."""
-        logprobs_T = token_logprobs(
-            self.model, one_token(), compute_dtype=self.config.compute_dtype
-        ).logprobs_T
-        torch.autograd.backward(logprobs_T, torch.zeros_like(logprobs_T))
 
     def _fold_pack(self, rollouts: Rollouts, microbatch: Pack) -> None:
         figures = token_logprobs(
@@ -178,35 +167,30 @@ class PolicyTrainer(SummingTrainer):
             microbatch,
             temperature=self.config.temperature,
             with_entropy=self.algorithm.needs_entropy,
-            compute_dtype=self.config.compute_dtype,
         )
         device = figures.logprobs_T.device
 
-        def column(values_T: Tensor | None) -> Tensor | None:
-            return None if values_T is None else values_T[microbatch.token_index_T].to(device)
+        def column(values_T: Tensor) -> Tensor:
+            return values_T[microbatch.token_index_T].to(device)
+
+        def optional(values_T: Tensor | None) -> Tensor | None:
+            return None if values_T is None else column(values_T)
 
         behaviour_T = column(rollouts.behaviour_logprobs_T)
-        old_T = column(rollouts.old_logprobs_T)
-        advantages_T = column(rollouts.advantages_T)
-        mask_T = column(rollouts.mask_T)
-        assert behaviour_T is not None and advantages_T is not None
+        old_T = optional(rollouts.old_logprobs_T)
         terms = self.algorithm.loss(
-            TokenColumns(
-                logprobs_T=figures.logprobs_T,
-                old_logprobs_T=behaviour_T if old_T is None else old_T,
-                behaviour_logprobs_T=None if old_T is None else behaviour_T,
-                advantages_T=advantages_T,
-                lengths_B=microbatch.lengths_R.to(device),
-                mask_T=mask_T,
-                reference_logprobs_T=column(rollouts.reference_logprobs_T),
-                entropy_T=figures.entropy_T,
-            )
+            figures.logprobs_T,
+            behaviour_T if old_T is None else old_T,
+            column(rollouts.advantages_T),
+            microbatch.lengths_R.to(device),
+            behaviour_logprobs_T=None if old_T is None else behaviour_T,
+            reference_logprobs_T=optional(rollouts.reference_logprobs_T),
+            entropy_T=figures.entropy_T,
         )
         torch.autograd.backward(terms.loss)
-        num_trained = microbatch.target_ids_T.numel() if mask_T is None else int(mask_T.sum())
         self.add(
             loss=terms.loss.detach().double(),
-            tokens_trained=num_trained,
+            tokens_trained=microbatch.target_ids_T.numel(),
             tokens_computed=microbatch.num_nodes,
             **terms.sums,
         )
@@ -224,8 +208,7 @@ class PolicyTrainer(SummingTrainer):
                 "behaviour_logprobs": rollouts.behaviour_logprobs_T,
                 "old_logprobs": rollouts.old_logprobs_T,
                 "reference_logprobs": rollouts.reference_logprobs_T,
-            },
-            rollouts.mask_T,
+            }
         )
 
 
@@ -236,29 +219,14 @@ def logprobs_of(
     *,
     sharing: Sharing = "prefix",
     temperature: float = 1.0,
-    compute_dtype: torch.dtype | None = None,
     shards: Shards = WHOLE,
 ) -> Tensor:
     """[T] log-probabilities of all completion tokens, on the CPU, without gradient.
 
     Collective in the gang of a divided model; each lane asks for pairs of its own, or for none.
     """
-    with shards.together():
-        packs = pack(pairs, tokens_per_microbatch, sharing)
-    logprobs_T: Tensor | None = None
-    with torch.no_grad():
-        for microbatch in shards.padded(packs):
-            figures = token_logprobs(
-                model,
-                one_token() if microbatch is None else microbatch,
-                temperature=temperature,
-                compute_dtype=compute_dtype,
-            )
-            if logprobs_T is None:
-                logprobs_T = figures.logprobs_T.new_empty(
-                    pairs.completion_ids_T.numel(), device="cpu"
-                )
-            if microbatch is not None:
-                logprobs_T[microbatch.token_index_T] = figures.logprobs_T.cpu()
-    shards.reshard(model)
-    return torch.empty(0) if logprobs_T is None else logprobs_T
+
+    def forward(microbatch: Pack) -> Tensor:
+        return token_logprobs(model, microbatch, temperature=temperature).logprobs_T
+
+    return figures_of(model, forward, pairs, tokens_per_microbatch, sharing, shards)

@@ -79,7 +79,6 @@ class Rollouts:
         advantages_T: constant over a sequence for group-relative algorithms.
         old_logprobs_T: what the ratio is taken against; None for the behaviour ones.
         reference_logprobs_T: under the reference model, or None.
-        mask_T: bool, False for tokens not to be learnt from; None when all are.
     """
 
     pairs: TokenPairs
@@ -87,7 +86,6 @@ class Rollouts:
     advantages_T: Tensor
     old_logprobs_T: Tensor | None = None
     reference_logprobs_T: Tensor | None = None
-    mask_T: Tensor | None = None
 
     def __post_init__(self) -> None:
         num_tokens = self.pairs.completion_ids_T.numel()
@@ -124,10 +122,8 @@ class Rollouts:
         return replace(self, pairs=self.pairs.select(rows_R), **columns)
 
     def idle_rows(self) -> Tensor:
-        """[B] bool: rows of which every unmasked advantage is exactly zero."""
+        """[B] bool: rows of which every advantage is exactly zero."""
         live_T = self.advantages_T != 0
-        if self.mask_T is not None:
-            live_T = live_T & self.mask_T
         lengths_B = self.pairs.completion_lengths_B
         row_T = torch.repeat_interleave(torch.arange(len(self)), lengths_B)
         return torch.zeros(len(self), dtype=torch.int64).index_add(0, row_T, live_T.long()) == 0
@@ -138,7 +134,6 @@ class Rollouts:
             "advantages_T": self.advantages_T,
             "old_logprobs_T": self.old_logprobs_T,
             "reference_logprobs_T": self.reference_logprobs_T,
-            "mask_T": self.mask_T,
         }
 
 

@@ -8,14 +8,14 @@ Shapes: T completion tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from m2flow.errors import UserError
-from m2flow.training.optimizer import AdamWConfig, AllReduce, StepResult, SumOptimizer
-from m2flow.training.packing import Pack, pack
+from m2flow.training.optimizer import AdamWConfig, AllReduce, OptimizerStep, SumOptimizer
+from m2flow.training.packing import Pack, Sharing, pack
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.sharded import Shards
 
@@ -46,29 +46,37 @@ class SummingTrainer:
         yield from self.optimizer.tensors()
         yield from (value for value in self._sums.values() if isinstance(value, Tensor))
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """What must be saved beside the weights to go on; whole. Collective in the gang."""
-        return dict(self.state_items())
-
-    def state_items(self) -> Iterator[tuple[str, Tensor]]:
-        """The same, gathered one by one: each lane of the gang goes through all of it."""
-        return self.optimizer.state_items()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from what `state_dict` gave, however that model was divided."""
-        self.optimizer.load_state_dict(state)
-
     def add(self, **sums: float | Tensor) -> None:
         """Figures on an accelerator stay there until the step: nobody waits for them before."""
         for name, value in sums.items():
             self._sums[name] = self._sums[name] + value
+
+    def fold_packs(
+        self,
+        packs: Sequence[Pack],
+        fold: Callable[[Pack], None],
+        forward: Callable[[Pack], Tensor],
+    ) -> None:
+        """Accumulate the gradients of some packs; collective in the gang.
+
+        Args:
+            packs: of this lane; lanes may have unequally many.
+            fold: adds the gradient of a pack.
+            forward: the same pass without a loss, for a lane that has no pack left.
+        """
+        for microbatch in self.shards.padded(packs):
+            if microbatch is not None:
+                fold(microbatch)
+            else:
+                nothing_T = forward(one_token())
+                torch.autograd.backward(nothing_T, torch.zeros_like(nothing_T))
 
     def discard(self) -> None:
         """Forget the gradients and figures folded in since the last step."""
         self._sums = dict.fromkeys(self._names, 0.0)
         self.optimizer.zero()
 
-    def step(self, all_reduce: AllReduce | None) -> tuple[dict[str, float], StepResult]:
+    def step(self, all_reduce: AllReduce | None) -> tuple[dict[str, float], OptimizerStep]:
         """One optimizer step; the sums of all replicas, which begin anew here, and what it was.
 
         Raises:
@@ -80,14 +88,44 @@ class SummingTrainer:
         return dict(zip(self._names, result.sums.tolist(), strict=True)), result
 
 
-def check_finite(columns: Mapping[str, Tensor | None], mask_T: Tensor | None) -> None:
-    """Refuse a column [T] with an unmasked value that is NaN or infinite; its name is the key."""
+def figures_of(
+    model: nn.Module,
+    forward: Callable[[Pack], Tensor],
+    pairs: TokenPairs,
+    tokens_per_microbatch: int,
+    sharing: Sharing,
+    shards: Shards,
+) -> Tensor:
+    """[T] figures of all completion tokens, on the CPU, without gradient.
+
+    Collective in the gang of a divided model; each lane asks for pairs of its own, or for none.
+
+    Args:
+        model: whose figures they are.
+        forward: those of the tokens of a pack.
+        pairs, tokens_per_microbatch, sharing: as for `pack`.
+        shards: how the model is divided.
+    """
+    with shards.together():
+        packs = pack(pairs, tokens_per_microbatch, sharing)
+    figures_T: Tensor | None = None
+    with torch.no_grad():
+        for microbatch in shards.padded(packs):
+            found_T = forward(one_token() if microbatch is None else microbatch)
+            if figures_T is None:
+                figures_T = found_T.new_empty(pairs.completion_ids_T.numel(), device="cpu")
+            if microbatch is not None:
+                figures_T[microbatch.token_index_T] = found_T.cpu()
+    shards.reshard(model)
+    return torch.empty(0) if figures_T is None else figures_T
+
+
+def check_finite(columns: Mapping[str, Tensor | None]) -> None:
+    """Refuse a column [T] with a value that is NaN or infinite; its name is the key."""
     for name, column_T in columns.items():
         if column_T is None:
             continue
         bad_T = ~torch.isfinite(column_T)
-        if mask_T is not None:
-            bad_T &= mask_T
         if bool(bad_T.any()):
             token = int(bad_T.nonzero()[0])
             raise UserError(
@@ -95,7 +133,7 @@ def check_finite(columns: Mapping[str, Tensor | None], mask_T: Tensor | None) ->
                 f"completion token {token}",
                 key=name,
                 value=float(column_T[token]),
-                expected="a finite number for every unmasked token",
+                expected="a finite number for every token",
             )
 
 

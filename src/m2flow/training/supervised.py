@@ -7,8 +7,8 @@ Packed as policy training is. Knows neither text nor files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,67 +16,34 @@ from torch import Tensor, nn
 from m2flow.errors import UserError
 from m2flow.training.forward import token_logprobs
 from m2flow.training.optimizer import AdamWConfig, SumOptimizer
-from m2flow.training.packing import Sharing, pack
+from m2flow.training.packing import pack
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.schedule import Schedule
 
-
-@dataclass(frozen=True)
-class SupervisedConfig:
-    """Every figure of a supervised run.
-
-    `optimizer` None means AdamW 2e-3 with betas (0.9, 0.95), weight decay 0.01, norm clipped at 1,
-    50 warm-up steps (or a tenth of a shorter run), then linear decay to 2 % at the last step.
-    """
-
-    steps: int = 1500
-    batch_size: int = 16
-    seed: int = 0
-    optimizer: AdamWConfig | None = None
-    tokens_per_microbatch: int = 2048
-    sharing: Sharing = "none"
-
-    def resolved_optimizer(self) -> AdamWConfig:
-        """The optimizer's configuration, defaults filled in."""
-        if self.optimizer is not None:
-            return self.optimizer
-        warmup_steps = min(50, self.steps // 10)
-        return AdamWConfig(
-            learning_rate=2e-3,
-            betas=(0.9, 0.95),
-            weight_decay=0.01,
-            schedule=Schedule("linear", warmup_steps, self.steps, final_fraction=0.02),
-            max_grad_norm=1.0,
-        )
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run is: steps done, and figures of the last one; `loss` in nats per token."""
-
-    step: int
-    steps: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
+TOKENS_PER_MICROBATCH = 2048
+PROGRESS_EVERY = 25
 
 
 def train_supervised(
     model: nn.Module,
     pairs: TokenPairs,
-    config: SupervisedConfig = SupervisedConfig(),
     *,
-    on_progress: Callable[[Progress], None] | None = None,
-    progress_every: int = 100,
-) -> Progress:
-    """Train `model` in place; returns the last step's progress.
+    steps: int,
+    batch_size: int = 16,
+    seed: int = 0,
+    optimizer: AdamWConfig | None = None,
+    on_progress: Callable[[int, float], None] | None = None,
+) -> float:
+    """Train `model` in place; return the last step's loss in nats a token.
 
     Args:
         model: a transformers causal LM, on one device.
         pairs: at least one pair with a completion.
-        config: every figure.
-        on_progress: called every `progress_every` steps and at the last one.
-        progress_every: in steps.
+        steps: optimizer steps.
+        batch_size: pairs of a step.
+        seed: fixes the order of the pairs.
+        optimizer: every figure of it; None for `adamw(steps)`.
+        on_progress: called with step and loss every `PROGRESS_EVERY` steps and at the last one.
 
     Raises:
         UserError: there is nothing to learn from.
@@ -87,29 +54,33 @@ def train_supervised(
             "nothing to learn from", key="pairs", value=len(pairs), expected="completions"
         )
     model.eval()
-    optimizer = SumOptimizer(model.named_parameters(), config.resolved_optimizer())
-    batches = _batches(len(pairs), config.batch_size, config.seed)
-    progress = Progress(0, config.steps, float("nan"), 0.0, 0.0)
-    for step in range(1, config.steps + 1):
+    owner = SumOptimizer(model.named_parameters(), optimizer or adamw(steps))
+    batches = _batches(len(pairs), batch_size, seed)
+    mean = math.nan
+    for step in range(1, steps + 1):
         batch = pairs.select(next(batches))
         loss: float | Tensor = 0.0
-        for microbatch in pack(batch, config.tokens_per_microbatch, config.sharing):
+        for microbatch in pack(batch, TOKENS_PER_MICROBATCH, "none"):
             negative = -token_logprobs(model, microbatch).logprobs_T.sum()
             torch.autograd.backward(negative)
             loss = loss + negative.detach()
         num_tokens = int(batch.completion_lengths_B.sum())
         sums = torch.tensor([float(loss), num_tokens], dtype=torch.float64)
-        result = optimizer.step(sums, denominator=1, all_reduce=None)
-        progress = Progress(
-            step,
-            config.steps,
-            float(loss) / max(num_tokens, 1),
-            result.grad_norm,
-            result.learning_rate,
-        )
-        if on_progress is not None and (step % progress_every == 0 or step == config.steps):
-            on_progress(progress)
-    return progress
+        owner.step(sums, denominator=1, all_reduce=None)
+        mean = float(loss) / max(num_tokens, 1)
+        if on_progress is not None and (step % PROGRESS_EVERY == 0 or step == steps):
+            on_progress(step, mean)
+    return mean
+
+
+def adamw(steps: int, learning_rate: float = 2e-3) -> AdamWConfig:
+    """50 warm-up steps (or a tenth of a shorter run), then linear decay to 2 % at the last step."""
+    return AdamWConfig(
+        learning_rate=learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=0.01,
+        schedule=Schedule("linear", min(50, steps // 10), steps, final_fraction=0.02),
+    )
 
 
 def _batches(num_pairs: int, batch_size: int, seed: int) -> Iterator[Tensor]:

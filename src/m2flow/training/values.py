@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from m2flow.algorithms.aggregation import denominator, unmasked_tokens
+from m2flow.algorithms.aggregation import denominator
 from m2flow.algorithms.ppo import CriticLoss, explained_variance
 from m2flow.training.attention import packed_attention_on
 from m2flow.training.optimizer import AllReduce
@@ -24,7 +24,7 @@ from m2flow.training.packing import Pack, pack
 from m2flow.training.policy import PolicyTrainerConfig
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.sharded import WHOLE, Shards
-from m2flow.training.summing import SummingTrainer, check_finite, one_token
+from m2flow.training.summing import SummingTrainer, check_finite, figures_of
 
 
 @dataclass(frozen=True)
@@ -35,30 +35,24 @@ class ValueTargets:
         pairs: prompts and completions.
         old_values_T: [T] of the critic at the start of the step.
         returns_T: [T] what it should have said.
-        mask_T: bool [T], False for tokens not to be learnt from; None when all are.
     """
 
     pairs: TokenPairs
     old_values_T: Tensor
     returns_T: Tensor
-    mask_T: Tensor | None = None
 
 
-def token_values(
-    model: nn.Module, microbatch: Pack, *, compute_dtype: torch.dtype | None = None
-) -> Tensor:
+def token_values(model: nn.Module, microbatch: Pack) -> Tensor:
     """[T] values of the completion tokens of a pack, at least in float32, on the model's device.
 
     Args:
         model: a critic of `m2flow.models.critic`, on one device.
         microbatch: on any device.
-        compute_dtype: as in `token_logprobs`.
     """
     device = next(model.parameters()).device
     microbatch = microbatch.to(device)
-    lower_precision = torch.autocast(device.type, compute_dtype, enabled=compute_dtype is not None)
     critic: Any = model
-    with packed_attention_on(model), lower_precision:
+    with packed_attention_on(model):
         values_N: Tensor = critic(
             input_ids=microbatch.input_ids_N[None],
             position_ids=microbatch.position_ids_N[None],
@@ -80,7 +74,7 @@ class ValueTrainer(SummingTrainer):
         algorithm: the loss.
         config: optimizer and packing; what is about policies alone is not looked at.
         shards: how the model is divided, which it has been already. Then `fold`, `finish`,
-            `values` and the state's methods are collective in the gang.
+            `values` are collective in the gang.
     """
 
     def __init__(
@@ -95,17 +89,8 @@ class ValueTrainer(SummingTrainer):
 
     def values(self, pairs: TokenPairs) -> Tensor:
         """[T] values of all completion tokens, on the CPU, without gradient."""
-        with self.shards.together():
-            packs = self._packs(pairs)
-        dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
-        values_T = torch.empty(pairs.completion_ids_T.numel(), dtype=dtype)
-        with torch.no_grad():
-            for microbatch in self.shards.padded(packs):
-                found_T = self._values_of(one_token() if microbatch is None else microbatch)
-                if microbatch is not None:
-                    values_T[microbatch.token_index_T] = found_T.cpu()
-        self.shards.reshard(self.model)
-        return values_T
+        sharing, size = self.config.sharing, self.config.tokens_per_microbatch
+        return figures_of(self.model, self._values_of, pairs, size, sharing, self.shards)
 
     def fold(self, targets: ValueTargets) -> None:
         """Accumulate the gradient of some answers of the mini-batch at hand.
@@ -114,19 +99,14 @@ class ValueTrainer(SummingTrainer):
             UserError: an old value or a return is not finite. On all lanes of a gang alike.
         """
         with self.shards.together():
-            lengths_B, mask_T = targets.pairs.completion_lengths_B, targets.mask_T
-            check_finite({"values": targets.old_values_T, "returns": targets.returns_T}, mask_T)
+            lengths_B = targets.pairs.completion_lengths_B
+            check_finite({"values": targets.old_values_T, "returns": targets.returns_T})
             self.add(
-                denominator=denominator(lengths_B, self.algorithm.aggregation, mask_T),
-                tokens=int(unmasked_tokens(lengths_B, mask_T).sum()),
+                denominator=denominator(lengths_B, self.algorithm.aggregation),
+                tokens=int(lengths_B.sum()),
             )
-            packs = self._packs(targets.pairs)
-        for microbatch in self.shards.padded(packs):
-            if microbatch is None:  # take part in a pass of the gang without adding anything
-                nothing_T = self._values_of(one_token())
-                torch.autograd.backward(nothing_T, torch.zeros_like(nothing_T))
-            else:
-                self._fold_pack(targets, microbatch)
+            packs = pack(targets.pairs, self.config.tokens_per_microbatch, self.config.sharing)
+        self.fold_packs(packs, lambda pack: self._fold_pack(targets, pack), self._values_of)
 
     def finish(self, all_reduce: AllReduce | None = None) -> dict[str, float]:
         """One optimizer step on everything folded since the last one; see `PolicyTrainer.finish`.
@@ -151,15 +131,12 @@ class ValueTrainer(SummingTrainer):
             "tokens_computed": totals["tokens_computed"],
         }
 
-    def _packs(self, pairs: TokenPairs) -> list[Pack]:
-        return pack(pairs, self.config.tokens_per_microbatch, self.config.sharing)
-
     def _values_of(self, microbatch: Pack) -> Tensor:
-        return token_values(self.model, microbatch, compute_dtype=self.config.compute_dtype)
+        return token_values(self.model, microbatch)
 
     def _fold_pack(self, targets: ValueTargets, microbatch: Pack) -> None:
         values_T = self._values_of(microbatch)
-        device, mask_T = values_T.device, targets.mask_T
+        device = values_T.device
 
         def column(whole_T: Tensor) -> Tensor:
             return whole_T[microbatch.token_index_T].to(device)
@@ -169,7 +146,6 @@ class ValueTrainer(SummingTrainer):
             column(targets.old_values_T),
             column(targets.returns_T),
             microbatch.lengths_R.to(device),
-            None if mask_T is None else column(mask_T),
         )
         torch.autograd.backward(terms.loss)
         self.add(

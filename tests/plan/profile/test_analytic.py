@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from m2flow.errors import UserError
-from m2flow.flow import Flow, FlowGraph, Worker, loop, stage
+from m2flow.flow import Flow, FlowGraph, Worker, stage
 from m2flow.flow import worker as workers
 from m2flow.flow.worker import Layout
 from m2flow.models.lengths import Answers, fit_lengths
@@ -36,7 +36,6 @@ from m2flow.plan.profile.work import (
     rising,
 )
 from m2flow.plan.simulate import simulate
-from m2flow.workloads.embodied.prices import LIBERO, OPENVLA_OFT, acting, simulating, training
 
 H100, QWEN = DEVICES["H100"], KNOWN_MODELS["Qwen2.5-7B"]
 
@@ -271,55 +270,6 @@ def test_work_for_a_stage_that_is_not_there() -> None:
             lambda *_: FlowWork({"learner.trian": StageWork(())}),
             4,
         )
-
-
-class World(Worker):
-    @stage
-    def move(self, items):
-        return items
-
-
-class Policy(Worker):
-    @stage
-    def act(self, items):
-        return items
-
-
-class Actor(Worker):
-    @stage(accumulates=True)
-    def train(self, items):
-        return items
-
-
-class Episodes(Flow):
-    world: World
-    policy: Policy
-    actor: Actor
-
-    def step(self, items):
-        return self.actor.train(loop(self.world.move, self.policy.act, until="done")(items))
-
-
-def test_a_loop_of_a_simulator_on_cores_and_a_policy() -> None:
-    graph = Episodes(world=World(), policy=Policy(), actor=Actor()).trace()
-
-    def work(_device: Device, lanes: int) -> FlowWork:
-        acts, acting_state = acting(OPENVLA_OFT)
-        learns, learning_state = training(OPENVLA_OFT, 64, lanes)
-        return FlowWork(
-            {"world.move": simulating(LIBERO), "policy.act": acts, "actor.train": learns},
-            {"policy": acting_state, "actor": learning_state},
-        )
-
-    profile = analytic_profile(graph, parse_cluster("1x8xH100+1x16xCPU"), work, 64)
-    assert {layout.kind for layout in profile.stage("world.move").costs} == {"cpu"}
-    assert {layout.kind for layout in profile.stage("policy.act").costs} == {"gpu"}
-    (moving,) = profile.stage("world.move").costs
-    assert moving.call(32) == pytest.approx(LIBERO.seconds(32))
-    with pytest.raises(UserError, match="cpu lanes"):
-        analytic_profile(graph, parse_cluster("1x8xH100"), work, 64)
-    with pytest.raises(UserError, match="at least 2 lanes"):
-        analytic_profile(graph, parse_cluster("1x1xH100+1x1xCPU"), work, 64)
 
 
 # What a simulation asks ---------------------------------------------------------------------------

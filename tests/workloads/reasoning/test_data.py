@@ -159,5 +159,3 @@ def test_bad_arguments(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     with pytest.raises(UserError, match="template: has no place"):
         read_problems(path, template="answer this")
-    with pytest.raises(UserError, match="'fail' or 'skip'"):
-        read_problems(path, on_bad_row="ignore")  # type: ignore[arg-type]

@@ -12,10 +12,11 @@ import pytest
 from m2flow.errors import UserError
 from m2flow.plan import parse_lanes
 from m2flow.workloads.common import Examination
-from m2flow.workloads.reasoning.evaluation import Scores, model_folder, scores_of
+from m2flow.workloads.reasoning.evaluation import answered, model_folder
 from m2flow.workloads.reasoning.workers import ModelSource
 
-Evaluate = Callable[..., Scores]
+Answered = tuple[list[list[float]], dict[str, float]]
+Evaluate = Callable[..., Answered]
 
 
 @pytest.fixture
@@ -28,13 +29,13 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def evaluate(warmed: ModelSource, data: Path, one_thread: None) -> Evaluate:
-    def run(model: Path | str = warmed.path, **settings: Any) -> Scores:
+    def run(model: Path | str = warmed.path, **settings: Any) -> Answered:
         wanted: dict[str, Any] = {
             "max_new_tokens": 6,
             "template": "{question}=",
             "lanes": parse_lanes("cpu:1"),
         }
-        return scores_of(Examination(Path(model), data, **{**wanted, **settings}))
+        return answered(Examination(Path(model), data, **{**wanted, **settings}))
 
     return run
 
@@ -47,30 +48,30 @@ def test_a_checkpoint_means_its_model(tmp_path: Path) -> None:
 
 def test_rewards_stand_beside_their_problem(evaluate: Evaluate) -> None:
     """However many answers there are, and in whatever order they were finished."""
-    one = evaluate(limit=3)
-    assert [len(rewards) for rewards in one.rewards] == [1, 1, 1]
-    greedy = evaluate(samples=3, temperature=0.0)
-    assert [rewards[0] for rewards in greedy.rewards][:3] == [r for (r,) in one.rewards]
-    assert all(len(set(rewards)) == 1 for rewards in greedy.rewards), "greedy answers are one"
-    sampled = evaluate(samples=8, temperature=1.0)
-    assert [len(rewards) for rewards in sampled.rewards] == [8] * 12
-    assert any(0 < sum(rewards) < 8 for rewards in sampled.rewards)
+    one, _ = evaluate(limit=3)
+    assert [len(rewards) for rewards in one] == [1, 1, 1]
+    greedy, _ = evaluate(samples=3, temperature=0.0)
+    assert [rewards[0] for rewards in greedy][:3] == [r for (r,) in one]
+    assert all(len(set(rewards)) == 1 for rewards in greedy), "greedy answers are one"
+    sampled, _ = evaluate(samples=8, temperature=1.0)
+    assert [len(rewards) for rewards in sampled] == [8] * 12
+    assert any(0 < sum(rewards) < 8 for rewards in sampled)
 
 
 def test_a_problem_s_answers_do_not_depend_on_the_others(evaluate: Evaluate) -> None:
-    some = evaluate(samples=8, temperature=1.0, limit=4)
-    every = evaluate(samples=8, temperature=1.0)
-    assert some.rewards == every.rewards[:4]
-    assert evaluate(samples=8, temperature=1.0, seed=1).rewards != every.rewards
+    some, _ = evaluate(samples=8, temperature=1.0, limit=4)
+    every, _ = evaluate(samples=8, temperature=1.0)
+    assert some == every[:4]
+    assert evaluate(samples=8, temperature=1.0, seed=1)[0] != every
 
 
 def test_lengths(evaluate: Evaluate) -> None:
-    short = evaluate(max_new_tokens=1)
-    assert (short.mean_tokens, short.truncated_share) == (1.0, 1.0)
-    longer = evaluate()
-    assert 1 < longer.mean_tokens <= 6
-    assert longer.truncated_share < 1
-    assert longer.seconds > 0
+    _, short = evaluate(max_new_tokens=1)
+    assert (short["mean_tokens"], short["truncated_share"]) == (1.0, 1.0)
+    _, longer = evaluate()
+    assert 1 < longer["mean_tokens"] <= 6
+    assert longer["truncated_share"] < 1
+    assert longer["seconds"] > 0
 
 
 def test_what_does_not_fit_is_said_in_words_of_the_command_line(
@@ -80,4 +81,4 @@ def test_what_does_not_fit_is_said_in_words_of_the_command_line(
         evaluate(max_new_tokens=61)
     assert str(caught.value).startswith(f"{data}:1: a prompt of 4 tokens, and 11 more like it,")
     assert "--max-new-tokens = 61" in str(caught.value)
-    assert len(evaluate(max_new_tokens=60).rewards) == 12, "64 positions hold 4 and 60"
+    assert len(evaluate(max_new_tokens=60)[0]) == 12, "64 positions hold 4 and 60"

@@ -300,5 +300,5 @@ class TestRegistry:
             make_task("adition")
         with pytest.raises(UserError, match=r"max_digit:.*did you mean 'max_digits'"):
             make_task("addition", max_digit=3)
-        with pytest.raises(UserError, match=r"task\.path.*needs this setting"):
+        with pytest.raises(UserError, match=r"data\.path.*needs it"):
             make_task("jsonl")

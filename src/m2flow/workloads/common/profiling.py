@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.plan import isolated_workers
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.trials import trial_plans
-from m2flow.runtime.profiling import cached, stored_at
+from m2flow.runtime.profiling import cached, keep, stored_at
 from m2flow.runtime.profiling.stored import cache_folder
 from m2flow.workloads.common.planning import flow_of, lanes_of
 from m2flow.workloads.common.profile_key import profile_key
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.registry import workload_of
-from m2flow.workloads.common.workload import Experiment, RunProgress
-
-if TYPE_CHECKING:
-    from m2flow.runtime.driver.pool import LanePool
+from m2flow.workloads.common.workload import RunProgress
 
 LEAST_SECONDS = 15.0
 """What is left for measuring when all else has used a budget up."""
@@ -51,6 +47,7 @@ def profile_of(
     budget = recipe.profiling_seconds if budget is None else budget
     started = time.monotonic()
     from m2flow.runtime.driver.ahead import LanesAhead
+    from m2flow.runtime.profiling import profile_flow
 
     workload = workload_of(recipe)
     with LanesAhead(_with_reserved(recipe, lanes), workload.modules) as ahead:
@@ -58,34 +55,16 @@ def profile_of(
         if experiment.makes_model:  # it is kept for the next time
             experiment.prepare(cache_folder() / "models" / workload.model_name(recipe), progress)
         pool = ahead.pool()
-        left = max(least, budget - (time.monotonic() - started))
-        return profile_on(pool, experiment, progress, left, again=True)
-
-
-def profile_on(
-    pool: LanePool,
-    experiment: Experiment,
-    progress: RunProgress,
-    budget: float,
-    again: bool = False,
-) -> tuple[Profile, str]:
-    """The profile of an experiment's flow on lanes that are up; see `profile_of`."""
-    from m2flow.runtime.profiling import obtain, profile_flow
-
-    recipe = experiment.recipe
-    key = profile_key(recipe, [lane for lane in pool.lanes if lane.reserved_for is None])
-    return obtain(
-        key,
-        lambda: profile_flow(
+        key = profile_key(recipe, [lane for lane in pool.lanes if lane.reserved_for is None])
+        profile = profile_flow(
             experiment.flow,
             [experiment.batch(step) for step in range(min(SAMPLED_STEPS, recipe.steps))],
             lanes=pool,
-            budget_seconds=budget,
+            budget_seconds=max(least, budget - (time.monotonic() - started)),
             key=key,
             note=progress.note,
-        ),
-        again=again,
-    )
+        )
+    return profile, f"measured, stored at {keep(profile)}"
 
 
 def _with_reserved(recipe: Recipe, lanes: Sequence[LaneSpec]) -> Sequence[LaneSpec]:

@@ -16,28 +16,6 @@ from m2flow.errors import UserError, nearest, suggestion
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.registry import workload_named
 
-EXPECTED = {
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "a text",
-    "tuple_type": "a list in square brackets",
-    "dict_type": "a table of keys",
-    "model_type": "a table of keys",
-    "literal_error": "{expected}",
-    "greater_than": "more than {gt}",
-    "greater_than_equal": "at least {ge}",
-    "less_than": "less than {lt}",
-    "less_than_equal": "at most {le}",
-    "missing": "a value",
-    "too_long": "{max_length} values",
-}
-"""What was expected, in our words, by the kind of error that pydantic reports."""
-
 Source: TypeAlias = str | Path | Mapping[str, Any] | Recipe
 """A recipe: its YAML file, its keys and values, or itself."""
 
@@ -168,14 +146,10 @@ def _one_line(model: type[Recipe], error: ValidationError) -> UserError:
     path = [str(part) for part in first["loc"]]
     key, context = ".".join(path), first.get("ctx", {})
     if first["type"] == "extra_forbidden":
-        if key in model.renamed:
-            return UserError(
-                "is no key any more", key=key, value=first["input"], hint=model.renamed[key]
-            )
         return UserError("unknown key", key=key, hint=_near_key(model, path))
     if isinstance(cause := context.get("error"), UserError):
         return cause
-    expected = EXPECTED.get(first["type"], first["msg"]).format_map(context)
+    expected = first["msg"].removeprefix("Input should be ")
     valid = re.findall(r"'([^']*)'", expected) if first["type"] == "literal_error" else []
     close = nearest(str(first.get("input")), valid)
     return UserError(

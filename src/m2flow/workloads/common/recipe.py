@@ -7,8 +7,7 @@ one line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -54,11 +53,6 @@ class CheckpointSection(Section):
 
 class Recipe(Section):
     """A whole run; the keys that do not depend on the workload."""
-
-    renamed: ClassVar[Mapping[str, str]] = {
-        "gangs": "write `layouts`, a table of a layout's name for each worker",
-    }
-    """Former key to what is written instead."""
 
     workload: str
     name: str

@@ -28,17 +28,8 @@ FREE_TABLES = {"data.options"}
 
 def check_directory(recipe: Recipe, run_dir: Path | None, resume: bool) -> None:
     """A fresh run writes over no other, and a resumed one goes on as it began."""
-    if run_dir is not None and run_dir.exists():
-        RunDirectory.create(run_dir, recipe.name, resume=resume)  # makes nothing where it is there
-    elif resume and run_dir is not None:
-        raise UserError(
-            "there is no such directory",
-            key="--run-dir",
-            value=str(run_dir),
-            hint="leave out --resume to start a fresh run there",
-        )
-    elif resume:
-        RunDirectory.create(None, recipe.name, resume=True)  # refuses
+    if resume or (run_dir is not None and run_dir.exists()):
+        RunDirectory.create(run_dir, recipe.name, resume=resume)  # makes nothing where it refuses
     parent = run_dir if run_dir is not None else Path("runs")
     while not parent.exists():
         parent = parent.parent
@@ -93,35 +84,17 @@ def resume_point(recipe: Recipe, run_dir: Path) -> Path | None:
     Raises:
         UserError: it is not whole, or it is the end of the run.
     """
-    from m2flow.training.checkpoint import broken_file
-    from m2flow.training.checkpoint import resume_point as named_by_latest
+    from m2flow.training import checkpoint
 
-    root = RunDirectory(run_dir).checkpoints
-    checkpoint = named_by_latest(root)
-    if checkpoint is None:
+    found = checkpoint.resume_point(RunDirectory(run_dir).checkpoints)
+    if found is None:
         return None
-    broken = broken_file(checkpoint, checksums=True)
-    if broken is not None:
-        steps = sorted(root.glob("step_*"), key=step_of, reverse=True)
-        whole = [path for path in steps if broken_file(path, checksums=True) is None]
+    if (steps := checkpoint.step_of(found)) >= recipe.steps:
         raise UserError(
-            f"the checkpoint is not whole: {broken}",
-            key=str(checkpoint),
-            hint=f"resume from {whole[0]} instead: point {root / 'latest'} at it"
-            if whole
-            else "no whole checkpoint is left; start a new run",
-        )
-    if step_of(checkpoint) >= recipe.steps:
-        raise UserError(
-            f"the run has taken {step_of(checkpoint)} steps already",
+            f"the run has taken {steps} steps already",
             key="steps",
             value=recipe.steps,
-            expected=f"more than {step_of(checkpoint)} to go on",
+            expected=f"more than {steps} to go on",
             hint=f"`m2flow report {run_dir}` writes its report",
         )
-    return checkpoint
-
-
-def step_of(checkpoint: Path) -> int:
-    """Training steps that a checkpoint's weights have taken."""
-    return int(checkpoint.name.removeprefix("step_"))
+    return found

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from m2flow.engine.plan import Plan
-from m2flow.observe.loggers import Loggers, make_loggers
 from m2flow.observe.machine import describe_machine
+from m2flow.observe.metrics_log import MetricsLog
 from m2flow.observe.progress import TrainProgress
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.observe.timeline import Timeline
 from m2flow.plan.file import to_json
 from m2flow.runtime.driver.runner import StepResult
+from m2flow.training.checkpoint import step_of
 from m2flow.workloads.common.launching import launched, write_decision
 from m2flow.workloads.common.recipe import AUTO_MODE
-from m2flow.workloads.common.resume import step_of
 from m2flow.workloads.common.workload import Experiment
 
 if TYPE_CHECKING:
@@ -127,11 +127,11 @@ class Training:
             directory = self._begun()
             self._write_plan(run)
             resumed_step = self._last_kept_step if self.resumed else None
-            loggers = make_loggers(recipe.logger, directory, resumed_step)
+            log = MetricsLog(directory, recipe.logger, resumed_step)
             try:
-                self._steps(run, held_out, loggers)
+                self._steps(run, held_out, log)
             finally:
-                loggers.close()
+                log.close()
                 self.timeline.write(directory.timeline)
                 directory.close()
 
@@ -142,10 +142,10 @@ class Training:
         if run.pilot is not None:
             write_decision(directory, run.graph, run.pilot)
 
-    def _steps(self, run: Run, held_out: Batch | None, loggers: Loggers) -> None:
+    def _steps(self, run: Run, held_out: Batch | None, log: MetricsLog) -> None:
         recipe, done = self.recipe, self.first_step
         if done == 0 and held_out is not None:
-            loggers.log(0, self._evaluation(run, 0, held_out))
+            log.add(0, self._evaluation(run, 0, held_out))
         self.progress.phase("training", recipe.steps, done)
         figures: dict[str, float] = {}
         while done < recipe.steps:
@@ -160,11 +160,11 @@ class Training:
                 figures = self._figures(run, result, done)
                 self._explain_publishing(run)
                 if done < pause:
-                    loggers.log(done, figures)
+                    log.add(done, figures)
             last = done == recipe.steps
             if held_out is not None and (last or done % recipe.evaluation.every == 0):
                 figures |= self._evaluation(run, done, held_out)
-            loggers.log(done, figures)
+            log.add(done, figures)
             if last or done % recipe.checkpoint.every == 0:
                 self._save(run, done)
 

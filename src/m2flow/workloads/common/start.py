@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from m2flow.engine.plan import LaneSpec
-from m2flow.observe.loggers import make_loggers
+from m2flow.observe.metrics_log import tensorboard
 from m2flow.observe.progress import TrainProgress
-from m2flow.observe.run_directory import RunDirectory
 from m2flow.plan import describe_plan
 from m2flow.workloads.common.planning import (
     check_runnable,
@@ -69,7 +67,8 @@ def train(
         check_layouts(recipe)
     mode = AUTO_MODE if chosen is None else chosen.mode
     lanes = lanes_of(recipe) if chosen is None else chosen.lanes
-    _check_loggers(recipe)
+    if "tensorboard" in recipe.logger:
+        tensorboard()  # refuses where the package is missing, before anything is written
     # A picture that is redrawn would paint over the debugger's prompt.
     with TrainProgress(live=False if mode == "eager" else None) as progress:
         progress.start(
@@ -129,9 +128,3 @@ def describe(recipe: Recipe, plan_file: Path | None = None) -> list[str]:
         graph, plan = planned(recipe, plan_file)
         words = describe_plan(plan, graph, recipe.items_per_step)
     return [*lines, "flow:", *(f"  {line}" for line in graph.describe()), *words]
-
-
-def _check_loggers(recipe: Recipe) -> None:
-    """Refuse a logger whose package is missing before anything is written."""
-    with tempfile.TemporaryDirectory() as nowhere:
-        make_loggers(recipe.logger, RunDirectory(nowhere)).close()

@@ -6,7 +6,7 @@ Sizes are named for what they count. Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -48,6 +48,23 @@ KEYS_OF_TASKS = {
 """Keys of `data` to the tasks that read them; `options` are the task's or data set's own."""
 
 
+def _refuse_keys_of_others(
+    section: Section, choice: str, readers: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Refuse a key that was set though nobody reads it under the choice that was made."""
+    name, _, chooser = choice.partition(".")
+    chosen = getattr(section, chooser)
+    for key, wanted in readers.items():
+        value = getattr(section, key)
+        if chosen not in wanted and value != type(section).model_fields[key].default:
+            raise UserError(
+                f"{chosen} has no use for it",
+                key=f"{name}.{key}",
+                value=value,
+                hint=f"set {choice} to {' or '.join(wanted)}, or take it out",
+            )
+
+
 class DataSection(Section):
     """The problems. `task` is addition, jsonl or gym; each other key belongs to some of them."""
 
@@ -61,15 +78,7 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _keys_belong_to_the_task(self) -> DataSection:
-        for key, tasks in KEYS_OF_TASKS.items():
-            value = getattr(self, key)
-            if self.task not in tasks and value != type(self).model_fields[key].default:
-                raise UserError(
-                    f"the {self.task} task has no use for it",
-                    key=f"data.{key}",
-                    value=value,
-                    hint=f"set data.task to {' or '.join(tasks)}, or take it out",
-                )
+        _refuse_keys_of_others(self, "data.task", KEYS_OF_TASKS)
         return self
 
 
@@ -110,12 +119,12 @@ Rewards = Annotated[tuple[RewardPart, ...] | None, BeforeValidator(_listed)]
 
 
 KEYS_OF_ALGORITHMS = {
-    "normalize_std": "grpo",
-    "gamma": "ppo",
-    "lam": "ppo",
-    "whiten": "ppo",
+    "normalize_std": ("grpo",),
+    "gamma": ("ppo",),
+    "lam": ("ppo",),
+    "whiten": ("ppo",),
 }
-"""Keys of `algorithm` to the only algorithm that reads them."""
+"""Keys of `algorithm` to the algorithms that read them, where not all do."""
 
 
 class AlgorithmSection(Section):
@@ -140,15 +149,7 @@ class AlgorithmSection(Section):
 
     @model_validator(mode="after")
     def _keys_belong_to_the_algorithm(self) -> AlgorithmSection:
-        for key, algorithm in KEYS_OF_ALGORITHMS.items():
-            value = getattr(self, key)
-            if self.name != algorithm and value != type(self).model_fields[key].default:
-                raise UserError(
-                    f"{self.name} has no use for it",
-                    key=f"algorithm.{key}",
-                    value=value,
-                    hint=f"set algorithm.name to {algorithm}, or take it out",
-                )
+        _refuse_keys_of_others(self, "algorithm.name", KEYS_OF_ALGORITHMS)
         return self
 
 
@@ -190,12 +191,6 @@ class GreedyEvaluationSection(common.EvaluationSection):
 
 class ReasoningRecipe(common.Recipe):
     """A whole run."""
-
-    renamed: ClassVar[Mapping[str, str]] = {
-        **common.Recipe.renamed,
-        "training.gang": "write `layouts: {learner: fsdp2}`, and the same for the critic",
-        "generation.gang": "write `layouts: {generator: tp2}`",
-    }
 
     workload: Literal["reasoning"] = "reasoning"
     name: str = "reasoning"

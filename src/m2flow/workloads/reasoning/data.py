@@ -51,10 +51,6 @@ def read_problems(
         UserError: no such file, nothing in it, a missing column, or a bad row, with file and line.
     """
     check_template(template)
-    if on_bad_row not in ("fail", "skip"):
-        raise UserError(
-            "unknown value", key="on_bad_row", value=on_bad_row, expected="'fail' or 'skip'"
-        )
     path = Path(path)
     problems: list[Problem] = []
     columns: tuple[str, str] | None = None
@@ -93,7 +89,7 @@ def final_answer(answer: str) -> str:
     return answer.rpartition("####")[2].strip()
 
 
-def check_template(template: str, key: str = "template") -> None:
+def check_template(template: str, key: str = "data.template") -> None:
     """Refuse a prompt template that has no place for the question, under the name `key`."""
     if "{question}" not in template:
         raise UserError(

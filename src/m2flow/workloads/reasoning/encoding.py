@@ -15,6 +15,7 @@ import torch
 
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Ragged
+from m2flow.models.folder import read_json
 from m2flow.workloads.reasoning.tasks import Problem
 
 SPECIAL_TOKENS = 8
@@ -108,28 +109,8 @@ def context_of(folder: str) -> int | None:
     """Positions of the model in a Hugging Face folder; None where it sets no limit.
 
     Raises:
-        UserError: as `config_of`.
+        UserError: there is no `config.json`, or it cannot be read.
     """
-    positions = getattr(config_of(folder), "max_position_embeddings", None)
+    config = read_json(Path(folder).expanduser() / "config.json", "the architecture")
+    positions = config.get("max_position_embeddings")
     return None if positions is None else int(positions)
-
-
-def config_of(folder: str) -> Any:
-    """The `transformers` configuration of the model in a Hugging Face folder.
-
-    Raises:
-        UserError: there is no `config.json`, or transformers cannot use it.
-    """
-    from transformers import AutoConfig
-
-    if not (Path(folder).expanduser() / "config.json").is_file():
-        raise UserError(
-            "config.json is missing, which describes the architecture",
-            key=folder,
-            hint="the folder is half-written, or it is no model folder",
-        )
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"config.json cannot be used: {reason}", key=folder) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +31,6 @@ class Evaluate(Flow):
         return outcome(self.verifier.score(self.generator.generate(prompts)))
 
 
-@dataclass(frozen=True)
-class Scores:
-    """What came out.
-
-    Attributes:
-        rewards: for each problem, the reward of each of its answers.
-        mean_tokens: mean length of an answer.
-        truncated_share: share of the answers that did not end by themselves.
-        seconds: generation and scoring, start-up left out.
-    """
-
-    rewards: list[list[float]]
-    mean_tokens: float
-    truncated_share: float
-    seconds: float
-
-
 def model_folder(path: Path) -> Path:
     """The Hugging Face folder that a path means: itself, or the `model` folder of a checkpoint."""
     return path / "model" if (path / "model").is_dir() else path
@@ -56,22 +38,24 @@ def model_folder(path: Path) -> Path:
 
 def examine(asked: Examination) -> dict[str, Any]:
     """Accuracy and pass@k of a model on a file of problems, as `m2flow eval` prints them."""
-    scores = scores_of(asked)
+    rewards, figures = answered(asked)
     return {
         "model": str(asked.model),
         "data": str(asked.data),
-        "problems": len(scores.rewards),
+        "problems": len(rewards),
         "samples": asked.samples,
         "temperature": _temperature(asked),
-        **accuracy(scores.rewards, asked.samples),
-        "mean_tokens": scores.mean_tokens,
-        "truncated_share": scores.truncated_share,
-        "seconds": scores.seconds,
+        **accuracy(rewards, asked.samples),
+        **figures,
     }
 
 
-def scores_of(asked: Examination) -> Scores:
+def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
     """Draw answers of the model to the problems of the file, and score them by `math_reward`.
+
+    Returns:
+        For each problem the rewards of its answers; and their mean length, the share that did not
+        end by themselves, and the seconds of generation and scoring.
 
     Raises:
         UserError: model or data are missing or wrong, or a prompt does not fit.
@@ -101,12 +85,12 @@ def scores_of(asked: Examination) -> Scores:
     with launch(flow, items_per_step=len(batch), mode=mode, lanes=lanes) as run:
         result = run.step(batch)
     rewards, output = result.output["reward"], result.output
-    return Scores(
-        rewards=[rewards[n : n + samples] for n in range(0, len(rewards), samples)],
-        mean_tokens=sum(output["num_tokens"]) / len(output),
-        truncated_share=sum(r != "stop" for r in output["finish_reason"]) / len(output),
-        seconds=result.seconds,
-    )
+    figures = {
+        "mean_tokens": sum(output["num_tokens"]) / len(output),
+        "truncated_share": sum(r != "stop" for r in output["finish_reason"]) / len(output),
+        "seconds": result.seconds,
+    }
+    return [rewards[n : n + samples] for n in range(0, len(rewards), samples)], figures
 
 
 def accuracy(rewards: Sequence[Sequence[float]], samples: int) -> dict[str, float]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,21 +23,22 @@ from m2flow.rewards.reward import WeightedReward
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.training import checkpoint
 from m2flow.training.rollouts import TokenPairs
-from m2flow.training.supervised import SupervisedConfig, train_supervised
+from m2flow.training.supervised import adamw, train_supervised
 from m2flow.workloads.common.workload import RunProgress
-from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.config import KEYS_OF_TASKS, ReasoningRecipe
 from m2flow.workloads.reasoning.encoding import Names, context_of, encode, may_not_fit, token_rows
 from m2flow.workloads.reasoning.flow import GRPO, PPO, recipe_flow
-from m2flow.workloads.reasoning.tasks import DemonstratedTask, Problem, Task, make_task
-from m2flow.workloads.reasoning.tasks.registry import reward_of_task
+from m2flow.workloads.reasoning.tasks import (
+    DemonstratedTask,
+    Problem,
+    Task,
+    make_task,
+    reward_of_task,
+)
 from m2flow.workloads.reasoning.workers import Critic, ModelSource
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.run import Run
-
-TASK_KEYS = {"name": "data.task", "dataset": "data.dataset", "template": "data.template"}
-"""What a task calls its settings, in the recipe's words; the others are `data.options`."""
-
 
 METRIC_NAMES = {"loss": "loss/policy", "critic/loss": "loss/critic"}
 """What the training's losses are called in metrics.jsonl."""
@@ -51,53 +51,25 @@ def task_of(recipe: ReasoningRecipe) -> Task:
         UserError: a data key or an option is missing or wrong, or the data are.
     """
     data = recipe.data
-    settings: dict[str, Any] = {"seed": recipe.seed}
-    keys = {
-        "jsonl": ("path", "eval_path", "on_bad_row", "template"),
-        "gym": ("dataset", "template"),
-    }
-    for key in keys.get(data.task, ()):
-        value = getattr(data, key)
-        if value is not None:
-            settings[key] = value
-        elif key in ("path", "dataset"):
+    own = [key for key, tasks in KEYS_OF_TASKS.items() if data.task in tasks]
+    settings: dict[str, Any] = {key: getattr(data, key) for key in own}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    settings["seed"] = recipe.seed
+    for option in data.options:
+        if option in settings or option in type(data).model_fields:
             raise UserError(
-                f"the {data.task} task needs it",
-                key=f"data.{key}",
-                expected="a file of JSON lines" if key == "path" else "a data set of reasoning-gym",
+                f"{option} is a key of its own, and no option", key=f"data.options.{option}"
             )
-    if data.task == "gym":
-        settings["options"] = dict(data.options)
-    else:
-        for option, value in data.options.items():
-            if option in settings or option in type(data).model_fields:
-                raise UserError(
-                    f"{option} is a key of its own, and no option", key=f"data.options.{option}"
-                )
-            settings[option] = value
+    options = dict(data.options)
+    settings |= {"options": options} if data.task == "gym" else options
     try:
         return make_task(data.task, **settings)
-    except (
-        TypeError
-    ) as error:  # the options come from outside, and a task does not check their types
+    except TypeError as error:  # the options come from outside: a task does not check their types
         raise UserError(
             f"the {data.task} task cannot use them: {error}",
             key="data.options",
             value=data.options,
         ) from error
-    except UserError as error:
-        raise _in_recipe_keys(error) from error
-
-
-def _in_recipe_keys(error: UserError) -> UserError:
-    """A task's refusal with the keys that the user wrote."""
-    if error.key is None or not error.key.startswith(("task.", "template")):
-        return error
-    message = str(error).removeprefix(error.key)
-    names = [name.strip().removeprefix("task.") for name in error.key.split(",")]
-    own = [name if name.startswith("options") else f"options.{name}" for name in names]
-    keys = [TASK_KEYS.get(name, f"data.{key}") for name, key in zip(names, own, strict=True)]
-    return UserError(f"{', '.join(keys)}{message}")
 
 
 def rewards_of(recipe: ReasoningRecipe) -> tuple[WeightedReward, ...]:
@@ -147,7 +119,10 @@ class ReasoningExperiment:
         path, positions = recipe.model.path, recipe.model.max_position_embeddings
         self._context = positions if path is None else context_of(path)
         self._check_prompts(tokenizer)
-        self._loaded = self._load() if path is not None and recipe.warmup.steps else None
+        dtype = getattr(torch, recipe.model.dtype)
+        self._warming = (
+            load_model(path, dtype) if path is not None and recipe.warmup.steps else None
+        )
         self.model = model or ModelSource(path or "", recipe.model.dtype)
         """The model that reinforcement starts from, once it is made."""
 
@@ -176,11 +151,6 @@ class ReasoningExperiment:
         characters = self.task.characters
         return byte_tokenizer() if characters is None else character_tokenizer(characters)
 
-    def _load(self) -> Any:
-        model = self.recipe.model
-        assert model.path is not None
-        return load_model(model.path, getattr(torch, model.dtype))
-
     def prepare(self, folder: Path, progress: RunProgress | None = None) -> ModelSource:
         """The model that reinforcement starts from, in Hugging Face layout.
 
@@ -200,8 +170,10 @@ class ReasoningExperiment:
         recipe = self.recipe
         tokenizer = self._starting_tokenizer()
         if self._tiny is None:
-            model = self._load() if self._loaded is None else self._loaded
-            self._loaded = None
+            assert recipe.model.path is not None
+            dtype = getattr(torch, recipe.model.dtype)
+            model: Any = self._warming or load_model(recipe.model.path, dtype)
+            self._warming = None
         else:
             model = build_tiny(
                 self._tiny,
@@ -231,18 +203,15 @@ class ReasoningExperiment:
         prompts = tokenizer([prompt for prompt, _ in shown])["input_ids"]
         answers = tokenizer([answer for _, answer in shown])["input_ids"]
         pairs = TokenPairs.from_rows(prompts, [[*ids, tokenizer.eos_token_id] for ids in answers])
-        config = SupervisedConfig(
-            steps=warmup.steps, batch_size=warmup.samples_per_step, seed=self.recipe.seed
-        )
-        optimizer = replace(config.resolved_optimizer(), learning_rate=warmup.learning_rate)
-        config = replace(config, optimizer=optimizer)
         told = None if progress is None else progress.update
         train_supervised(
             model,
             pairs,
-            config,
-            on_progress=None if told is None else lambda at: told(at.step, {"loss": at.loss}),
-            progress_every=25,
+            steps=warmup.steps,
+            batch_size=warmup.samples_per_step,
+            seed=self.recipe.seed,
+            optimizer=adamw(warmup.steps, warmup.learning_rate),
+            on_progress=told and (lambda step, loss: told(step, {"loss": loss})),
         )
 
     # --- the data ---------------------------------------------------------------------------------

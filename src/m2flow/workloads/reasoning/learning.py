@@ -17,10 +17,7 @@ def loss_of(recipe: ReasoningRecipe) -> GRPOLoss:
 
     PPO's is GRPO's; they differ in where advantages come from.
     """
-    not_the_loss_s = {"name"} | {
-        key for key, algorithm in KEYS_OF_ALGORITHMS.items() if algorithm != "grpo"
-    }
-    return GRPOLoss(**recipe.algorithm.model_dump(exclude=not_the_loss_s))
+    return GRPOLoss(**recipe.algorithm.model_dump(exclude={"name", *KEYS_OF_ALGORITHMS}))
 
 
 def critic_loss_of(recipe: ReasoningRecipe) -> CriticLoss:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from m2flow.errors import UserError
 from m2flow.generation.supported import check_supported
@@ -29,11 +27,19 @@ def check_model(recipe: ReasoningRecipe, model: str | None = None) -> None:
     key = "--model" if model is not None else "model.path"
     if source is None:
         return
-    config = config_json(source)
-    if config is None:
-        if model is None or not read_model(model).experts:
+    file = Path(source).expanduser()
+    file = file / "config.json" if file.is_dir() else file
+    if file.is_file():
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            return  # the run says what is wrong with the folder
+        if not isinstance(config, dict):
             return
+    elif model is not None and read_model(model).experts:
         config = {"model_type": "mixture of experts"}
+    else:
+        return
     try:
         check_supported(config)
     except UserError as error:
@@ -44,27 +50,12 @@ def heads_of(recipe: ReasoningRecipe, model: str | None = None) -> int | None:
     """Key-value heads of the recipe's model, or of another in its place; None if nobody knows."""
     if model is None and recipe.model.path is None:
         return recipe.model.num_key_value_heads
-    source = str(model if model is not None else recipe.model.path)
-    return read_model(source).kv_heads if model is not None else key_value_heads(source)
+    return key_value_heads(str(model if model is not None else recipe.model.path))
 
 
-def key_value_heads(folder: str) -> int | None:
-    """Key-value heads of the model in a folder; None if its `config.json` is not here."""
-    config = config_json(folder)
-    if config is None:
-        return None
-    heads = config.get("num_key_value_heads") or config.get("num_attention_heads")
-    return heads if isinstance(heads, int) else None
-
-
-def config_json(source: str) -> Mapping[str, Any] | None:
-    """The configuration in a folder or file; None if there is none that can be read."""
-    path = Path(source).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    if not source or not file.is_file():
-        return None
+def key_value_heads(source: str) -> int | None:
+    """Key-value heads of a model, as `read_model` finds it; None if its sizes are not known."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:  # the run says what is wrong with the folder
+        return read_model(source).kv_heads
+    except UserError:  # the run says what is wrong with the folder
         return None
-    return config if isinstance(config, dict) else None

@@ -38,6 +38,7 @@ from m2flow.plan.profile.work import (
     rising,
 )
 from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.workers.source import by_heads, in_shards
 
 PROMPT_TOKENS = 150
 """Of a question in words, with its template."""
@@ -215,16 +216,12 @@ class _Recipe:
 
     def _divided(self) -> Sequence[Layout]:
         """Return the layouts of generation: tensor-parallel within a machine."""
-        heads = self.model.kv_heads
         sizes = [n for n in rising(min(self.lanes, self.device.lanes_per_node)) if n & (n - 1) == 0]
-        return [
-            Layout(f"tp{n}", n, (("key-value heads", heads, n),)) if n > 1 else Layout()
-            for n in sizes
-        ]
+        return [by_heads(n, self.model.kv_heads) for n in sizes]
 
     def _sharded(self) -> Sequence[Layout]:
         """Return the layouts of training and passes: FSDP."""
-        return [Layout(f"fsdp{n}", n) if n > 1 else Layout() for n in rising(self.lanes)]
+        return [in_shards(n) for n in rising(self.lanes)]
 
     def _generating(self, layout: Layout) -> LayoutWork:
         model, prompt, lanes = self.model, self.answers.prompt_tokens, layout.lanes

@@ -1,11 +1,65 @@
 """Tasks: where problems come from and what an answer is worth. `make_task(name, **settings)`.
 
-A task is imported when it is asked for, so that this package stays light.
+A task is imported when it is asked for, so that this package stays light. Adding one: a file beside
+this one and a row in `_TASKS`.
 """
 
 from __future__ import annotations
 
-from m2flow.workloads.reasoning.tasks.problem import DemonstratedTask, Problem, Task
-from m2flow.workloads.reasoning.tasks.registry import make_task, task_names
+import importlib
+import inspect
+from typing import Any
 
-__all__ = ["DemonstratedTask", "Problem", "Task", "make_task", "task_names"]
+from m2flow.errors import UserError, suggestion
+from m2flow.workloads.reasoning.tasks.problem import DemonstratedTask, Problem, Task
+
+__all__ = ["DemonstratedTask", "Problem", "Task", "make_task", "reward_of_task", "task_names"]
+
+_TASKS = {
+    "addition": ("m2flow.workloads.reasoning.tasks.addition", "Addition", "addition"),
+    "gym": ("m2flow.workloads.reasoning.tasks.gym", "Gym", "gym"),
+    "jsonl": ("m2flow.workloads.reasoning.tasks.jsonl", "Jsonl", "math"),
+}
+"""Name to module, class, and the reward of a recipe that names none."""
+
+
+def task_names() -> list[str]:
+    """The names that `make_task` knows, sorted."""
+    return sorted(_TASKS)
+
+
+def reward_of_task(name: str) -> str:
+    """The reward function that judges answers to a task where the recipe names none."""
+    return _TASKS[name][2]
+
+
+def make_task(name: str, **settings: Any) -> Task:
+    """The task of that name.
+
+    Args:
+        name: one of `task_names()`.
+        settings: keyword arguments of the task's class, such as `seed` or `path`.
+
+    Raises:
+        UserError: unknown name, unknown or missing setting, or what the task itself refuses; in the
+            words of a recipe.
+    """
+    if name not in _TASKS:
+        raise UserError(
+            "no such task", key="data.task", value=name, hint=suggestion(name, task_names())
+        )
+    module, attribute, _ = _TASKS[name]
+    task_class = getattr(importlib.import_module(module), attribute)
+    parameters = inspect.signature(task_class).parameters
+    for key in settings:
+        if key not in parameters:
+            raise UserError(
+                f"the {name} task has no such option",
+                key=f"data.options.{key}",
+                hint=suggestion(key, parameters),
+            )
+    for key, parameter in parameters.items():
+        if parameter.default is parameter.empty and key not in settings:
+            raise UserError(f"the {name} task needs it", key=f"data.{key}")
+    task: Task = task_class(**settings)
+    return task

@@ -47,14 +47,14 @@ class Addition:
         if not 1 <= min_digits <= max_digits <= 18:
             raise UserError(
                 "numbers cannot have so many digits",
-                key="task.min_digits, task.max_digits",
+                key="data.options.min_digits, data.options.max_digits",
                 value=(min_digits, max_digits),
                 expected="1 <= min_digits <= max_digits <= 18",
             )
         if not 0 <= thinking_share <= 1:
             raise UserError(
                 "must be a share",
-                key="task.thinking_share",
+                key="data.options.thinking_share",
                 value=thinking_share,
                 expected="0 <= thinking_share <= 1",
             )

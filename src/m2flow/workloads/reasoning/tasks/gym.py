@@ -77,7 +77,7 @@ class Gym:
                 return self._problem(entry)
         raise UserError(
             "generates too few different questions to train on",
-            key="task.dataset",
+            key="data.dataset",
             value=self.dataset,
         )
 
@@ -116,7 +116,7 @@ class Gym:
         except (AssertionError, TypeError, ValueError) as error:
             raise UserError(
                 f"{self.dataset} refuses these options: {error}",
-                key="task.options",
+                key="data.options",
                 value=self.options,
             ) from error
 
@@ -128,7 +128,7 @@ def _check_options(dataset: str, options: Mapping[str, Any]) -> None:
     if dataset not in DATASETS:
         raise UserError(
             "reasoning-gym has no such data set",
-            key="task.dataset",
+            key="data.dataset",
             value=dataset,
             hint=suggestion(dataset, DATASETS),
         )
@@ -137,6 +137,6 @@ def _check_options(dataset: str, options: Mapping[str, Any]) -> None:
         if option not in known:
             raise UserError(
                 f"{dataset} has no such option",
-                key=f"task.options.{option}",
+                key=f"data.options.{option}",
                 hint=suggestion(option, known),
             )

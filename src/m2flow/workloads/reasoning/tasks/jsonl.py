@@ -51,7 +51,7 @@ class Jsonl:
             if held_out_rows is not None:
                 raise UserError(
                     "counts rows of path, but eval_path names a file to hold out",
-                    key="task.held_out_rows",
+                    key="data.options.held_out_rows",
                     value=held_out_rows,
                     hint="give one of the two",
                 )
@@ -99,7 +99,7 @@ def _split(
     if not 0 <= held_out_rows < len(problems):
         raise UserError(
             f"{path} has {len(problems)} rows, and some must be left to train on",
-            key="task.held_out_rows",
+            key="data.options.held_out_rows",
             value=held_out_rows,
             expected=f"0 to {len(problems) - 1}",
             hint="or name a file to hold out in eval_path",

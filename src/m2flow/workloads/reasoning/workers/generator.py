@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from m2flow.flow import Batch, Layout, Place, Ragged, Worker, stage
-from m2flow.flow.worker import ONE_LANE
 from m2flow.workloads.reasoning.supported import key_value_heads
-from m2flow.workloads.reasoning.workers.source import ModelSource
+from m2flow.workloads.reasoning.workers.source import ModelSource, by_heads
 
 if TYPE_CHECKING:
     from m2flow.generation.native import NativeEngine
-    from m2flow.generation.protocol import Completion, Request, SamplingParams
+    from m2flow.generation.records import Completion, Request, SamplingParams
 
 HANDED_ON = 4
 """Completions are handed on once they are 1 / HANDED_ON of those that still run: many at a time
@@ -58,11 +57,7 @@ class Generator(Worker):
     def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
         """Tensor parallel over any number of lanes that divides the key-value heads."""
         heads = self.key_value_heads or key_value_heads(self.model.path)
-        found = [ONE_LANE]
-        for size in range(2, lanes + 1):
-            divisions = () if heads is None else (("key-value heads", heads, size),)
-            found.append(Layout(f"tp{size}", size, divisions))
-        return found
+        return [by_heads(size, heads) for size in range(1, lanes + 1)]
 
     def load(self, place: Place) -> None:
         super().load(place)
@@ -95,7 +90,7 @@ class Generator(Worker):
 
         A call that is closed before its end drops what it has begun.
         """
-        from m2flow.generation.protocol import SamplingParams
+        from m2flow.generation.records import SamplingParams
 
         params = SamplingParams(
             max_new_tokens=self.max_new_tokens,
@@ -161,7 +156,7 @@ class _Call:
 
     def _submit(self, prompts: Batch) -> None:
         from m2flow.algorithms.sampling import derive_seed
-        from m2flow.generation.protocol import Request
+        from m2flow.generation.records import Request
 
         samples = prompts.repeat(self.count)
         requests: list[Request] = []

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from m2flow.flow import Batch, Layout, Place, Ragged, Worker, stage
+from m2flow.flow import Batch, Place, Ragged, stage
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.workers.columns import token_pairs
-from m2flow.workloads.reasoning.workers.source import ModelSource, divided, sharded_layouts
+from m2flow.workloads.reasoning.workers.source import ModelSource, Sharded, divided
 
 
-class Reference(Worker):
+class Reference(Sharded):
     """A frozen model, for a KL term."""
-
-    collective = True
 
     def __init__(self, model: ModelSource, recipe: ReasoningRecipe) -> None:
         self.model, self.recipe = model, recipe
-
-    def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
-        return sharded_layouts(lanes)
 
     def load(self, place: Place) -> None:
         super().load(place)
@@ -27,15 +20,6 @@ class Reference(Worker):
 
         self.policy, self.shards = divided(place, self.model.load)
         self.state = MovableState(lambda: module_tensors(self.policy), place, frozen=True)
-
-    def offload(self) -> None:
-        self.state.offload()
-
-    def onload(self) -> None:
-        self.state.onload()
-
-    def state_bytes(self) -> int:
-        return self.state.nbytes()
 
     @stage
     def logprobs(self, samples: Batch) -> Batch:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from m2flow.errors import UserError
-from m2flow.flow import Layout, Place
+from m2flow.flow import Layout, Place, Worker
 from m2flow.flow.worker import ONE_LANE
 
 if TYPE_CHECKING:
@@ -59,9 +59,39 @@ class ModelSource:
         return load_tokenizer(self.path)
 
 
-def sharded_layouts(lanes: int) -> list[Layout]:
-    """The layouts of a model whose parameters are divided over its lanes, `fsdpN`."""
-    return [ONE_LANE, *(Layout(f"fsdp{size}", size) for size in range(2, lanes + 1))]
+def in_shards(lanes: int) -> Layout:
+    """A model whose parameters are divided over so many lanes, `fsdpN`."""
+    return Layout(f"fsdp{lanes}", lanes) if lanes > 1 else ONE_LANE
+
+
+def by_heads(lanes: int, heads: int | None) -> Layout:
+    """A model whose key-value heads are divided over so many lanes, `tpN`."""
+    divisions = () if heads is None else (("key-value heads", heads, lanes),)
+    return Layout(f"tp{lanes}", lanes, divisions) if lanes > 1 else ONE_LANE
+
+
+class Sharded(Worker):
+    """A worker whose model is divided over the lanes of its gang; layouts are `fsdpN`.
+
+    A subclass sets `state`, what is moved off the accelerator and back.
+    """
+
+    collective = True
+
+    state: Any
+
+    def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
+        return [in_shards(size) for size in range(1, lanes + 1)]
+
+    def offload(self) -> None:
+        self.state.offload()
+
+    def onload(self) -> None:
+        self.state.onload()
+
+    def state_bytes(self) -> int:
+        num_bytes: int = self.state.nbytes()
+        return num_bytes
 
 
 def divided(place: Place, load: Callable[[str], Any]) -> tuple[Any, Shards]:

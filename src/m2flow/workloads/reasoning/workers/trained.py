@@ -6,20 +6,20 @@ collective in a gang: it is called on all lanes of the worker, and the first one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from m2flow.flow import Layout, Place, Worker
+from m2flow.flow import Place
 from m2flow.workloads.reasoning.config import ReasoningRecipe
-from m2flow.workloads.reasoning.workers.source import ModelSource, divided, sharded_layouts
+from m2flow.workloads.reasoning.workers.source import ModelSource, Sharded, divided
 
 if TYPE_CHECKING:
     from m2flow.training.sharded import WholeModel
 
 
-class Trained(Worker):
+class Trained(Sharded):
     """A model that learns, with its trainer.
 
     Args:
@@ -27,8 +27,6 @@ class Trained(Worker):
         recipe: algorithm, optimizers, packing, mini-batches.
         checkpoint: folder of the checkpoint whose trainer state to go on from, or None.
     """
-
-    collective = True
 
     part = ""
     """Folder within a checkpoint; "" for the checkpoint's own model."""
@@ -45,9 +43,6 @@ class Trained(Worker):
     ) -> None:
         self.model, self.recipe, self.checkpoint = model, recipe, checkpoint
         self.minibatches = recipe.minibatches
-
-    def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
-        return sharded_layouts(lanes)
 
     def begin(
         self,
@@ -68,7 +63,7 @@ class Trained(Worker):
         self.policy, self.shards = divided(place, load)
         self.trainer = make_trainer(self.policy, self.shards)
         if self.checkpoint is not None:
-            self.trainer.load_state_dict(load_trainer_state(self.checkpoint, self.part))
+            self.trainer.optimizer.load_state_dict(load_trainer_state(self.checkpoint, self.part))
         self.state = MovableState(self.trainer.tensors, place)
 
     def finish_minibatch(self) -> dict[str, float]:
@@ -85,26 +80,21 @@ class Trained(Worker):
         """The model's tensors: on a gang DTensors, of which each lane has its shard."""
         return dict(self.policy.state_dict())
 
-    def offload(self) -> None:
-        self.state.offload()
-
-    def onload(self) -> None:
-        self.state.onload()
-
     def state_bytes(self) -> int:
-        num_bytes: int = self.state.nbytes() + self.trainer.optimizer.bytes_to_come()
+        num_bytes: int = super().state_bytes() + self.trainer.optimizer.bytes_to_come()
         return num_bytes
 
     def save(self, folder: Path) -> None:
         """Write weights and trainer state; to be called on every lane of a gang."""
         from m2flow.training import state_file
 
-        state_file.write(folder, self.policy, self.trainer, first=self.place.gang.rank == 0)
+        first = self.place.gang.rank == 0
+        state_file.write(folder, self.policy, self.trainer.optimizer, first=first)
 
     def restore(self, folder: Path) -> None:
         from m2flow.training import state_file
 
-        state_file.read(folder, self.policy, self.trainer, self.shards)
+        state_file.read(folder, self.policy, self.trainer.optimizer, self.shards)
 
     def save_checkpoint(
         self,
@@ -161,7 +151,7 @@ class Trained(Worker):
         first = place.rank == 0
         with self.state.present():
             weights = {name: x for name, x in whole_weights(self.policy) if first}
-            trainer_state = {name: x for name, x in self.trainer.state_items() if first}
+            trainer_state = {name: x for name, x in self.trainer.optimizer.state_items() if first}
             yield (WholeModel(self.policy, weights), trainer_state) if first else None
 
     def parameters(self) -> dict[str, Any]:

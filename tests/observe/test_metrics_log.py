@@ -1,4 +1,4 @@
-"""Loggers: the recipe's choice becomes one logger or one clear error."""
+"""The figures of steps: what is written where, and what is missing is named."""
 
 from __future__ import annotations
 
@@ -8,25 +8,16 @@ from pathlib import Path
 import pytest
 
 from m2flow.errors import UserError
-from m2flow.observe.loggers import make_loggers
+from m2flow.observe.metrics_log import MetricsLog
 from m2flow.observe.run_directory import RunDirectory, read_metrics
 
 
 def test_jsonl_writes_the_runs_metrics(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run", "r")
-    logger = make_loggers(["jsonl"], run)
-    logger.log(1, {"reward/mean": 0.5})
-    logger.close()
+    log = MetricsLog(run, ["jsonl"])
+    log.add(1, {"reward/mean": 0.5})
+    log.close()
     assert read_metrics(run.path)[0]["reward/mean"] == 0.5
-
-
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [(["jsonl", "tensorbord"], "did you mean 'tensorboard'"), (["tensorboard"], "add jsonl")],
-)
-def test_a_wrong_choice_is_explained(names: list[str], words: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=words):
-        make_loggers(names, RunDirectory(tmp_path))
 
 
 def test_a_missing_package_is_named_with_its_extra(
@@ -37,7 +28,7 @@ def test_a_missing_package_is_named_with_its_extra(
             monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(UserError, match=r"pip install 'm2flow\[dash\]'"):
-        make_loggers(["jsonl", "tensorboard"], RunDirectory(tmp_path))
+        MetricsLog(RunDirectory(tmp_path), ["jsonl", "tensorboard"])
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
@@ -45,12 +36,12 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = RunDirectory.create(tmp_path / "run", "r")
-    first = make_loggers(["jsonl", "tensorboard"], run)
+    first = MetricsLog(run, ["jsonl", "tensorboard"])
     for step in range(1, 5):
-        first.log(step, {"reward/mean": step / 10})
+        first.add(step, {"reward/mean": step / 10})
     first.close()
-    again = make_loggers(["jsonl", "tensorboard"], run, resumed_step=2)
-    again.log(3, {"reward/mean": 0.9})
+    again = MetricsLog(run, ["jsonl", "tensorboard"], resumed_step=2)
+    again.add(3, {"reward/mean": 0.9})
     again.close()
     events = EventAccumulator(str(run.tensorboard)).Reload()
     values = {event.step: event.value for event in events.Scalars("reward/mean")}

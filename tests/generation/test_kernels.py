@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from m2flow.generation.linear import linear, padded_rows
+from m2flow.generation.kernels import linear, padded_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

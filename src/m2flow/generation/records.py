@@ -1,0 +1,61 @@
+"""What goes into the generation engine and comes out of it: requests and completions.
+
+A completion is token ids, the log-probability under which each was drawn, and the versions of the
+weights that drew them; text is derived from it elsewhere and never encoded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw. Temperature 0 is greedy; any of the stop tokens ends the completion."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """A finished request. Ordinary CPU tensors, so that a loss may use them.
+
+    Attributes:
+        token_ids: int64 [T], the stop token included where one was drawn.
+        logprobs: float32 (float64 of a float64 engine) [T], of each token when it was drawn.
+        versions: of the weights that drew the first and the last token; where an aborted request
+            has no token, the version installed when it was aborted, twice.
+    """
+
+    id: int
+    token_ids: Tensor = field(repr=False)
+    logprobs: Tensor = field(repr=False)
+    versions: tuple[int, int]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion to be drawn.
+
+    Requests with the same prompt, submitted together or while one of them is still here, share
+    one prefill.
+
+    Args:
+        id: unique among the requests that the engine holds.
+        prompt_ids: int64 [P], or a sequence of Python integers; not empty.
+        seed: int64; token t of the completion is drawn with `uniform(seed, t)`.
+    """
+
+    id: int
+    prompt_ids: Sequence[int] | Tensor
+    seed: int
+    params: SamplingParams

@@ -1,1 +1,0 @@
-"""Embodied workloads: policies that act in simulators. So far what their stages cost."""

@@ -1,0 +1,23 @@
+"""The machine in a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from m2flow.observe.machine import describe_machine
+
+
+def test_gpus_are_named_as_the_driver_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every run once said that there was no accelerator."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert describe_machine().endswith("no accelerator")
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho NVIDIA H200\necho NVIDIA H200\n")
+    driver.chmod(0o755)
+    assert describe_machine().endswith(" · 2 x NVIDIA H200")
+    driver.write_text("#!/bin/sh\nexit 9\n")
+    assert describe_machine().endswith("no accelerator")
