@@ -177,8 +177,9 @@ class Engine:
         column = self._state.length_columns[producer]
         for consumer in at:
             heard = lengths if self.graph.nodes[consumer].length == column else ()
-            state.ledgers[consumer].arrive(producer if stream is None else stream, items, heard)
-            self._state.wake(state.step, consumer)
+            ledger = state.ledgers[consumer]
+            if ledger.arrive(producer if stream is None else stream, items, heard):
+                self._state.wake(state.step, consumer)
 
     # --- items --------------------------------------------------------------------------------
 
@@ -195,12 +196,13 @@ class Engine:
         engine.admission.observe_bytes(node.index, len(event.items), event.num_bytes)
         if node.streaming:
             engine.heard_of(call)
-            engine.may_have_room(call, node)
             new, done = call.hand_on(event.items, node.expands)
             self._put(state, node, event, _without(new, call.void))
-            self._units_done(state, node, done, command.lanes)
-            self._close_window(state, node)
-            engine.wake(call.step, node.index)
+            if done:
+                engine.may_have_room(call, node)
+                self._units_done(state, node, done, command.lanes)
+                self._close_window(state, node)
+                engine.wake(call.step, node.index)
         elif node.loop is None:
             self._put(state, node, event, _without(event.items, call.void))
         else:

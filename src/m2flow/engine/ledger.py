@@ -99,12 +99,12 @@ class StageLedger:
 
     # --- arrivals -----------------------------------------------------------------------------
 
-    def arrive(self, stream: int, items: Sequence[int], lengths: Sequence[float] = ()) -> None:
+    def arrive(self, stream: int, items: Sequence[int], lengths: Sequence[float] = ()) -> bool:
         """Items of an input stream are there; each may have a length.
 
-        A unit is as long as its items together.
+        A unit is as long as its items together. Returns whether any unit has become ready.
         """
-        status, size = self._status, self.unit_items
+        status, size, any_ready = self._status, self.unit_items, False
         if not self._arrived:
             for place, item in enumerate(items):
                 assert 0 <= item < self.num_items, f"{self.node.name} has no item {item}"
@@ -112,7 +112,8 @@ class StageLedger:
                     if lengths:
                         self._lengths[item] = lengths[place]
                     self._make_ready(item)
-            return
+                    any_ready = True
+            return any_ready
         arrived, missing = self._arrived[self.node.inputs.index(stream)], self._missing
         for place, item in enumerate(items):
             assert 0 <= item < self.num_items, f"{self.node.name} has no item {item}"
@@ -125,6 +126,8 @@ class StageLedger:
                 self._lengths[unit] = self._lengths.get(unit, 0.0) + lengths[place]
             if not missing[unit] and status[unit] == WAITING:
                 self._make_ready(unit)
+                any_ready = True
+        return any_ready
 
     def _make_ready(self, unit: int) -> None:
         if self.sticky:
@@ -135,15 +138,20 @@ class StageLedger:
             lane = self._place(unit * self.unit_items)
         window = unit // self._window_units
         self._status[unit] = READY
-        self._queue(self._ready.setdefault(window, {}), lane).push(unit)
+        queues = self._ready.get(window)
+        if queues is None:
+            queues = self._ready[window] = {}
+        queue = queues.get(lane)
+        if queue is None:
+            queue = self._queue(queues, lane)
+        queue.push(unit)
         self._num_ready[window] = self._num_ready.get(window, 0) + 1
 
     def _queue(self, queues: dict[int, LowestFirst], lane: int) -> LowestFirst:
-        queue = queues.get(lane)
-        if queue is None:
+        if lane not in queues:
             longest = self.node.length is not None
-            queue = queues[lane] = LongestFirst(self._lengths) if longest else LowestFirst()
-        return queue
+            queues[lane] = LongestFirst(self._lengths) if longest else LowestFirst()
+        return queues[lane]
 
     def ready(self, lane: int = ANYWHERE) -> int:
         """Units of the current window that wait for a call on this lane."""

@@ -72,10 +72,10 @@ class LoopLedger(StageLedger):
         self.loop = loop
         self._passed = bytearray(num_items)
 
-    def arrive(self, stream: int, items: Sequence[int], lengths: Sequence[float] = ()) -> None:
+    def arrive(self, stream: int, items: Sequence[int], lengths: Sequence[float] = ()) -> bool:
         if self.loop.entry == (self.node.index, stream):  # some may have entered long ago
             items = [item for item in items if not self._passed[item]]
-        super().arrive(stream, items, lengths)
+        return super().arrive(stream, items, lengths)
 
     def _make_ready(self, unit: int) -> None:
         super()._make_ready(unit)

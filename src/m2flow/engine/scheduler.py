@@ -70,17 +70,21 @@ class Scheduler:
     def _start_stage(self, state: StepState, node: StageNode, partial: bool) -> None:
         """Start calls of a stage on idle replicas while there is work that may start."""
         engine, ledger = self._engine, state.ledgers[node.index]
-        members = engine.members[node.index]
-        if not members or not (ledger.leased or ledger.ready() or ledger.sticky):
+        enough = ledger.sticky or self._enough(ledger, node, ledger.ready(), partial)
+        # A generator is sent one Batch at a time.
+        feeds = node.streaming and len(node.inputs) == 1 and engine.hungry
+        if not (enough or feeds):
             return
-        for member in members:
-            if not engine.turns.may_take_items(engine.steps, state, member):
-                return
-        if ledger.sticky or self._enough(ledger, node, ledger.ready(), partial):
+        members = engine.members[node.index]
+        if not members or not all(
+            engine.turns.may_take_items(engine.steps, state, member) for member in members
+        ):
+            return
+        if enough:
             self._start_on_idle(state, node, partial)
-        if node.streaming and len(node.inputs) == 1:  # a generator is sent one Batch at a time
+        if feeds:
             self._feed_calls(state, node)
-        if self._gangs[node.worker]:
+        if enough and self._gangs[node.worker]:
             self._want_gangs(state, node)
 
     # --- leases -------------------------------------------------------------------------------
