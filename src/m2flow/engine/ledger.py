@@ -104,48 +104,51 @@ class StageLedger:
 
         A unit is as long as its items together. Returns whether any unit has become ready.
         """
-        status, size, any_ready = self._status, self.unit_items, False
+        status, size, ready = self._status, self.unit_items, []
         if not self._arrived:
             for place, item in enumerate(items):
                 assert 0 <= item < self.num_items, f"{self.node.name} has no item {item}"
                 if status[item] == WAITING:
                     if lengths:
                         self._lengths[item] = lengths[place]
-                    self._make_ready(item)
-                    any_ready = True
-            return any_ready
-        arrived, missing = self._arrived[self.node.inputs.index(stream)], self._missing
-        for place, item in enumerate(items):
-            assert 0 <= item < self.num_items, f"{self.node.name} has no item {item}"
-            unit = item // size
-            if arrived[item] or status[unit] == DONE:
-                continue
-            arrived[item] = 1
-            missing[unit] -= 1
-            if lengths:
-                self._lengths[unit] = self._lengths.get(unit, 0.0) + lengths[place]
-            if not missing[unit] and status[unit] == WAITING:
-                self._make_ready(unit)
-                any_ready = True
-        return any_ready
-
-    def _make_ready(self, unit: int) -> None:
-        if self.sticky:
-            lane = self._homes.of(unit)
-        elif self.node.length is not None:
-            lane = ANYWHERE
+                    status[item] = READY
+                    ready.append(item)
         else:
-            lane = self._place(unit * self.unit_items)
-        window = unit // self._window_units
-        self._status[unit] = READY
-        queues = self._ready.get(window)
-        if queues is None:
-            queues = self._ready[window] = {}
-        queue = queues.get(lane)
-        if queue is None:
-            queue = self._queue(queues, lane)
-        queue.push(unit)
-        self._num_ready[window] = self._num_ready.get(window, 0) + 1
+            arrived, missing = self._arrived[self.node.inputs.index(stream)], self._missing
+            for place, item in enumerate(items):
+                assert 0 <= item < self.num_items, f"{self.node.name} has no item {item}"
+                unit = item // size
+                if arrived[item] or status[unit] == DONE:
+                    continue
+                arrived[item] = 1
+                missing[unit] -= 1
+                if lengths:
+                    self._lengths[unit] = self._lengths.get(unit, 0.0) + lengths[place]
+                if not missing[unit] and status[unit] == WAITING:
+                    ready.append(unit)
+        if ready:
+            self._make_ready(ready)
+        return bool(ready)
+
+    def _make_ready(self, units: Sequence[int]) -> None:
+        """Queue units where they are to be worked on."""
+        status, size, place = self._status, self.unit_items, self._place
+        window_units, num_ready = self._window_units, self._num_ready
+        for unit in units:
+            if self.sticky:
+                lane = self._homes.of(unit)
+            elif self.node.length is not None:
+                lane = ANYWHERE
+            else:
+                lane = place(unit * size)
+            window = unit // window_units
+            if window not in num_ready:
+                self._ready[window], num_ready[window] = {}, 0
+            status[unit] = READY
+            num_ready[window] += 1
+            queues = self._ready[window]
+            queue = queues.get(lane)
+            (self._queue(queues, lane) if queue is None else queue).push(unit)
 
     def _queue(self, queues: dict[int, LowestFirst], lane: int) -> LowestFirst:
         if lane not in queues:
@@ -214,7 +217,7 @@ class StageLedger:
     def give_back(self, unit: int) -> None:
         """A leased unit was not worked on after all: it is ready again."""
         self._end_lease((unit,), WAITING)
-        self._make_ready(unit)
+        self._make_ready((unit,))
 
     def finish(self, units: Sequence[int]) -> None:
         """Leased units are done."""
@@ -288,7 +291,7 @@ class StageLedger:
         self._status[unit] = WAITING
         self.low = min(self.low, unit)
         if not self._arrived or not self._missing[unit]:
-            self._make_ready(unit)
+            self._make_ready((unit,))
         return was_complete
 
     def unbind(self, lane: int) -> None:

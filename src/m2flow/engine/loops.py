@@ -77,9 +77,9 @@ class LoopLedger(StageLedger):
             items = [item for item in items if not self._passed[item]]
         return super().arrive(stream, items, lengths)
 
-    def _make_ready(self, unit: int) -> None:
-        super()._make_ready(unit)
-        self.loop.ready += 1
+    def _make_ready(self, units: Sequence[int]) -> None:
+        super()._make_ready(units)
+        self.loop.ready += len(units)
 
     def lease(self, lane: int, amount: int, end: int) -> list[int]:
         units = super().lease(lane, amount, end)
@@ -113,7 +113,7 @@ class LoopLedger(StageLedger):
 
     def reenter(self, item: int) -> None:
         """An item is at the loop's entry again, where it can be read."""
-        self._make_ready(item)
+        self._make_ready((item,))
 
     def reopen_loop(self) -> bool:
         """An item that had left is inside again. Whether the member was complete."""
