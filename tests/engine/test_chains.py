@@ -80,7 +80,7 @@ def predict(chain: Chain) -> list[Started]:
                 idle.remove(lane)
                 call = (stage, lane, tuple(sorted(taken)))
                 started.append(call)
-                running.append((now + costs.call(nodes[stage], len(taken)), call))
+                running.append((now + costs.seconds_of(nodes[stage], len(taken)), call))
 
     start(0.0)
     while running:

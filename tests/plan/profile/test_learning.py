@@ -118,9 +118,7 @@ def observed(
     graph: FlowGraph, plan: Plan, profile: Profile, steps: int = STEPS
 ) -> tuple[Plan, list[Ran]]:
     timing = ProfileTiming(graph, plan, profile)
-    run = Simulation(graph, plan, timing, length=timing.said_length, detailed=True).run(
-        ITEMS, steps
-    )
+    run = Simulation(graph, plan, timing, detailed=True).run(ITEMS, steps)
     starts = [0.0, *(run.step_ends[step] for step in range(steps - 1))]
     spans: list[list[Span]] = [[] for _ in starts]
     for span in run.spans:
