@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from m2flow.engine.messages import RunCall
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
-from m2flow.flow import Flow, FlowGraph, Worker
+from m2flow.flow import Flow, FlowGraph, StageNode, Worker
 from m2flow.flow.stage import Stage, StageSpec
 from tests.engine.audit import simulate
 from tests.engine.random_cases import Case, SeededCosts
@@ -28,7 +28,7 @@ class DistinctCosts(SeededCosts):
         super().__init__(graph, seed)
         self._dice = random.Random(seed)
 
-    def call(self, node: Any, num_items: int) -> float:
+    def seconds_of(self, node: StageNode, num_items: int) -> float:
         return 1.0 + self._dice.random()
 
 

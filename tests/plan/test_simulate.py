@@ -369,7 +369,7 @@ def test_items_share_a_lane_as_the_oracle_says(
     def play_until(when: float) -> None:
         while stream.running and stream.next_end() <= when:
             end = stream.next_end()
-            stream.finish_next(end, together=True)
+            stream.finish_next(end)
             ends.update(dict.fromkeys(stream.say(), end))
 
     for n in order:
@@ -413,7 +413,7 @@ def test_a_generator_with_slots_works_on_no_more_at_once() -> None:
     ends = []
     while stream.running:
         ends.append(stream.next_end())
-        stream.finish_next(ends[-1], together=True)
+        stream.finish_next(ends[-1])
         stream.say()
     assert ends == [1.0, 2.0, 3.0, 4.0, 5.0]
 

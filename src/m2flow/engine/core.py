@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from m2flow.engine.account import call_name, unjudged, who_waits
-from m2flow.engine.calls import Call
+from m2flow.engine.calls import Call, call_name, who_waits
 from m2flow.engine.healing import Healer
 from m2flow.engine.lanes import Barrier
+from m2flow.engine.loops import unjudged
 from m2flow.engine.messages import (
     CallAborted,
     CallFailed,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Sequence
 
-from m2flow.engine.homes import ANYWHERE, Homes
+from m2flow.engine.directory import ANYWHERE, Homes
 from m2flow.engine.ready import LongestFirst, LowestFirst
 from m2flow.flow.graph import StageNode
 

@@ -13,7 +13,6 @@ from heapq import heappop, heappush
 from itertools import count
 
 from m2flow.engine.core import Engine
-from m2flow.engine.facts import ids_text
 from m2flow.engine.messages import (
     LAUNCHER,
     CallFinished,
@@ -33,7 +32,7 @@ from m2flow.engine.messages import (
     Tick,
 )
 from m2flow.engine.plan import Plan
-from m2flow.engine.spans import Span
+from m2flow.engine.spans import Span, ids_text
 from m2flow.errors import RunFailed
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 from m2flow.simulation.lanes import VirtualLanes

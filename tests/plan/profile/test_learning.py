@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from m2flow.engine.facts import ids_of
 from m2flow.engine.plan import LaneSpec, Plan
-from m2flow.engine.spans import Span, SpanKind
+from m2flow.engine.spans import Span, SpanKind, ids_of
 from m2flow.errors import UserError
 from m2flow.flow import FlowGraph, stage
 from m2flow.flow.worker import Layout

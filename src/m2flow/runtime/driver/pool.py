@@ -94,8 +94,6 @@ class LanePool:
         links: the ways between lanes: what was measured, and assumptions for the rest.
         measured_links: what was measured.
         spoiled: why no run can be started on the lanes any more, or None.
-        unsettled: lanes that were still loading when another one failed to, and the number of the
-            answer that they owe.
 
     Raises:
         UserError: the cluster has no room for the lanes.
@@ -124,7 +122,6 @@ class LanePool:
         self._next_number = 0
         self._checked = time.monotonic()
         self.spoiled: str | None = None
-        self.unsettled: dict[int, int] = {}
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)

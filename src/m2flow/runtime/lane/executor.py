@@ -26,7 +26,6 @@ from m2flow.engine.messages import (
     CallAborted,
     CallCommand,
     CallFailed,
-    CallFinished,
     ExportWeights,
     FeedCall,
     InstallWeights,
@@ -41,7 +40,7 @@ from m2flow.engine.spans import Span
 from m2flow.errors import RunFailed
 from m2flow.flow.graph import FlowGraph
 from m2flow.runtime.lane.context import LaneContext
-from m2flow.runtime.lane.exchange import Exchange
+from m2flow.runtime.lane.exchange import Exchange, ItemsKey
 from m2flow.runtime.lane.host import LaneHost, share_of
 from m2flow.runtime.lane.loading import Loader, close_workers, save
 from m2flow.runtime.lane.orders import (
@@ -50,7 +49,6 @@ from m2flow.runtime.lane.orders import (
     Close,
     DropStep,
     Execute,
-    Fetch,
     GaugeMemory,
     Load,
     Loaded,
@@ -64,8 +62,8 @@ from m2flow.runtime.lane.orders import (
     from_bytes,
     to_bytes,
 )
-from m2flow.runtime.lane.reports import NO_FACTS, Published, Report, call_span
-from m2flow.runtime.lane.state.gauge import MemoryGauge
+from m2flow.runtime.lane.reports import NO_FACTS, Published, Report
+from m2flow.runtime.lane.state.memory import MemoryGauge
 from m2flow.runtime.transport.lines import Line
 
 SILENCE_SECONDS = 2.0
@@ -284,8 +282,7 @@ class LaneExecutor:
         start = time.time()
         target = self._host.workers[command.target]
         if command.local:
-            weights: Mapping[str, Any] = self._host.workers[command.source].weights()
-            num_bytes = sum(getattr(tensor, "nbytes", 0) for tensor in weights.values())
+            weights, num_bytes = self._host.weights_of(command.source)
         else:
             weights, num_bytes = self._exchange.weights_in.collect(
                 command.source,
@@ -296,7 +293,7 @@ class LaneExecutor:
                 self._broadcast_group,
             )
         try:
-            self._host.install(command.source, command.target, command.version, weights)
+            target.install(weights, command.version)
         except Exception as error:  # a UserError is shown as it is, without the call's name
             error.add_note(f"{command.target} was to install {command.source}'s weights")
             raise
@@ -319,18 +316,13 @@ class LaneExecutor:
 
     def _move(self, command: MoveState, *, early: bool) -> None:
         """Offload or onload a worker."""
-        start = time.time()
         try:
-            self._host.move(command)
+            report = self._host.move(command, early=early)
         except BaseException as error:
             self._stuck[command.worker] = error
             failed = MoveFailed(self.lane, command.worker, command.what, self._portable(error))
-            self._say(Reports("", [Report(failed)]))
-            return
-        name = f"{command.what} {command.worker}"
-        facts = {"worker": command.worker, "what": command.what, "early": early}
-        span = Span(self.lane, name, "switch", start, time.time(), facts)
-        self._say(Reports("", [Report(None, (span,))]))
+            report = Report(failed)
+        self._say(Reports("", [report]))
 
     def _await_moves(self, workers: Sequence[str]) -> None:
         """Wait until early moves of these workers are done.
@@ -357,24 +349,19 @@ class LaneExecutor:
         collective = worker is not None and worker.collective
         num_items = num_bytes = 0
         producers = set()
-        for part in (
-            part
-            for parts in share_of(command, self.lane, collective=collective)
-            for part in parts
-            if part.items
-        ):
+        share = share_of(command, self.lane, collective=collective)
+        for part in (part for parts in share for part in parts if part.items):
             if part.lane == self.lane:
                 continue
             if part.lane == LAUNCHER:
-                fetch = Fetch(command.step, part.producer, part.items, packed=order.source)
+                batch = self._exchange.unwrap(order.source)
             else:
-                fetch = Fetch(command.step, part.producer, part.items, lane=part.lane)
-            batch = self._exchange.bring(order.flow, fetch, self._deadline_seconds)
-            self._host.store.put(order.flow, command.step, part.producer, batch)
-            if part.lane != LAUNCHER:
+                key = ItemsKey(order.flow, command.step, part.producer, part.items)
+                batch = self._exchange.ask(part.lane, key, self._deadline_seconds)
                 producers.add(part.producer)
                 num_items += len(part.items)
                 num_bytes += batch.nbytes
+            self._host.store.put(order.flow, command.step, part.producer, batch)
         if not num_items:
             return []
         nodes = self._host.graphs[order.flow].nodes
@@ -395,14 +382,9 @@ class LaneExecutor:
         published: Published | None = None,
         facts: Mapping[str, object] = NO_FACTS,
     ) -> Report:
-        graph = self._host.graphs[order.flow]
-        facts = {**self._host.take_facts(command.call), **facts}
         if self._gauge is not None:
             facts = {**facts, "working_bytes": self._gauge.risen()}
-        spans = self._host.take_spans() or (
-            call_span(graph, command, self.lane, start, time.time(), facts),
-        )
-        return Report(CallFinished(command.call, self.lane), spans, metrics, published)
+        return self._host.finished(order.flow, command, start, metrics, published, facts)
 
     def _portable(self, error: BaseException) -> BaseException:
         """The error as it was raised, with this lane's traceback as a note."""

@@ -20,7 +20,6 @@ from torch import Tensor, UntypedStorage
 
 from m2flow.flow.worker import Place
 from m2flow.runtime.lane.state.host_memory import HostMemoryShelf
-from m2flow.runtime.lane.state.shelf import Shelf
 from m2flow.runtime.lane.state.spill import FileShelf
 from m2flow.runtime.lane.state.storages import all_zero, as_bytes, movable_storages, storages_of
 
@@ -54,7 +53,7 @@ class MovableState:
         self._tensors, self._frozen = tensors, frozen
         self._kept: list[_Away] | None = None
         self._device = torch.device(place.device)
-        self._shelf: Shelf
+        self._shelf: FileShelf | HostMemoryShelf
         if self._device.type == "cpu":
             self._shelf = FileShelf(place.spill)
         else:
