@@ -20,12 +20,12 @@ from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.flow import Flow
 from m2flow.flow.graph import FlowGraph
-from m2flow.plan import isolated_workers, parse_lanes
+from m2flow.plan import isolated_workers
 from m2flow.plan.profile import LinkCost, Profile
 from m2flow.plan.profile.evidence import Evidence
 from m2flow.plan.profile.trials import declared, trial_plans
 from m2flow.plan.units import BytesPerSecond, Seconds
-from m2flow.runtime.driver.starting import run_on
+from m2flow.runtime.driver.starting import isolation_of, run_on, specs_of
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.pool import LanePool
@@ -81,11 +81,7 @@ def profile_flow(
         raise UserError("a flow is measured on batches, and there is none", key="batches")
     flow = make_flow()
     graph, isolated = flow.trace(), isolated_workers(flow)
-    specs: Sequence[LaneSpec]
-    if isinstance(lanes, str):
-        specs = parse_lanes(lanes)
-    else:
-        specs = lanes.lanes if hasattr(lanes, "lanes") else lanes
+    specs = specs_of(lanes)
     free = [lane for lane in specs if lane.reserved_for is None]
     layouts = declared(graph, flow.workers, free)
     plans = trial_plans(graph, specs, len(batches[0]), isolated=isolated, layouts=layouts)
@@ -105,10 +101,7 @@ def _pool(
 
     if isinstance(lanes, LanePool):
         return nullcontext(lanes)
-    isolation = {
-        name: one for name, worker in flow.workers.items() if (one := worker.isolation) is not None
-    }
-    return LanePool(plan.lanes, isolation)
+    return LanePool(plan.lanes, isolation_of(flow))
 
 
 def _links(pool: LanePool) -> dict[str, LinkCost]:
