@@ -279,7 +279,7 @@ def _by_fields(kind: type) -> None:
 
 for _kind in (*get_args(Order), *get_args(FromLane), *get_args(Event), *get_args(LaneCommand)):
     _by_fields(_kind)
-for _kind in (Part, Span, Report, Published, Fetch):
+for _kind in (Part, Span, Report, Published, Release):
     _by_fields(_kind)
 
 
