@@ -235,13 +235,11 @@ class Books:
             case RunCall():
                 self._start(command)
                 self._run_call(command)
-                self._move_early(command)
             case FeedCall():
                 self._feed(command)
             case RunFinish():
                 self._start(command)
                 self._run_finish(command)
-                self._move_early(command)
             case ExportWeights(source=source, lanes=lanes):
                 self._start(command)
                 self._check_settled(source, command.version - 1)
@@ -267,15 +265,6 @@ class Books:
                 self._complete(command)
             case FailRun(message=message):
                 raise AssertionError(message)
-
-    def _move_early(self, command: RunCall | RunFinish) -> None:
-        """Onloads that go on beside a call."""
-        assert len({move.lane for move in command.early}) == len(command.early)
-        for move in command.early:
-            assert move.what == "onload"
-            assert move.lane in command.lanes
-            assert move.worker not in self._workers_of(command)
-            self._move(move.worker, move.what, move.lane)
 
     def _move(self, worker: str, what: str, lane: int) -> None:
         assert (worker in self.resident[lane]) == (what == "offload")

@@ -17,8 +17,8 @@ class Even(Timing):
     `worked_on` has (stage, item) as often as the item was worked on.
     """
 
-    def __init__(self, visits: int = 5, move_seconds: float = 3.0) -> None:
-        self.visits, self.seen, self.move_seconds = visits, dict[int, int](), move_seconds
+    def __init__(self, visits: int = 5) -> None:
+        self.visits, self.seen = visits, dict[int, int]()
         self.worked_on: list[tuple[int, int]] = []
 
     def call(
@@ -32,7 +32,7 @@ class Even(Timing):
         return Admitted(0.0, [10.0] * (len(items) * node.expands))
 
     def move(self, worker: str, what: str, lane: int) -> float:
-        return self.move_seconds
+        return 3.0
 
     def leaves(self, node: StageNode, step: int, item: int) -> bool:
         self.seen[item] = self.seen.get(item, 0) + 1
@@ -53,18 +53,13 @@ def limited(limit: int, working: int) -> Plan:
 CHAIN = graph_of(lambda a, b, c, x: c.score(b.score(a.score(x))), "a", "b", "c")
 
 
-def test_an_early_onload_takes_no_time_of_the_lane() -> None:
-    overlapped = played(CHAIN, limited(20, working=0))
-    assert overlapped.step_ends[0] == 30 + 3 + 3  # the first onload, and one offload
-    assert overlapped.peak_bytes[0] == 20
-    in_turn = played(CHAIN, limited(20, working=5))
-    assert in_turn.step_ends[0] == 30 + 3 + 2 * (3 + 3)
-    assert in_turn.peak_bytes[0] == 15
-
-
-def test_a_call_waits_for_the_onload_that_began_early() -> None:
-    ends = played(CHAIN, limited(30, working=0), timing=Even(move_seconds=25.0)).step_ends
-    assert ends[0] == 25 + 25 + 25 + 10  # each began with the call before it
+def test_moves_take_their_time_in_turn_with_calls() -> None:
+    room_for_two = played(CHAIN, limited(20, working=0))
+    assert room_for_two.step_ends[0] == 30 + 3 * 3 + 3  # one has to make way
+    assert room_for_two.peak_bytes[0] == 20
+    room_for_one = played(CHAIN, limited(20, working=5))
+    assert room_for_one.step_ends[0] == 30 + 3 + 2 * (3 + 3)
+    assert room_for_one.peak_bytes[0] == 15
 
 
 def test_a_streaming_call_on_a_gang_takes_the_time_of_all_its_lanes() -> None:

@@ -324,14 +324,6 @@ class StageLedger:
         """Whether every window of the step is done."""
         return self.window == self.node.minibatches
 
-    @property
-    def work_left(self) -> bool:
-        """Whether calls of this stage are still to be started in the step, its `finish` too."""
-        if self.complete:
-            return False
-        over = self.window * self._window_units + self._window_done + self.leased
-        return over < self.num_units or self.node.has_finish
-
     def status(self, unit: int) -> int:
         """WAITING, READY, LEASED or DONE."""
         return self._status[unit]

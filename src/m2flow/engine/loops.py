@@ -139,10 +139,6 @@ class LoopLedger(StageLedger):
         return loop.ready + loop.left + (loop.leased if loop.fused else 0) == loop.total
 
     @property
-    def work_left(self) -> bool:
-        return not self.complete and self.loop.left < self.loop.total
-
-    @property
     def window_complete(self) -> bool:
         return not self.complete and self.loop.left == self.loop.total
 

@@ -23,10 +23,17 @@ from itertools import pairwise
 from m2flow.engine.calls import Call
 from m2flow.engine.lanes import Barrier
 from m2flow.engine.ledger import StageLedger
-from m2flow.engine.messages import CallCommand, FeedCall, RunCall, RunFinish
+from m2flow.engine.messages import (
+    CallCommand,
+    ExportWeights,
+    FeedCall,
+    InstallWeights,
+    MoveState,
+    RunCall,
+    RunFinish,
+)
 from m2flow.engine.state import EngineState
 from m2flow.engine.steps import StepState
-from m2flow.engine.switching import early_onload, moves_before
 from m2flow.flow.graph import StageNode
 
 
@@ -273,20 +280,26 @@ class Scheduler:
         """Have a command carried out on its lanes, and its workers brought in before."""
         engine, lanes = self._engine, command.lanes
         engine.board.occupy(lanes)
-        early = []
         for lane in lanes:
             if engine.residency.limited(lane):
-                engine.out += moves_before(engine, command, lane)
-                if (move := early_onload(engine, command, lane)) is not None:
-                    early.append(move)
-        if early and isinstance(command, RunCall | RunFinish):
-            command = replace(command, early=tuple(early))
+                engine.out += self._moves_before(command, lane)
         call = Call(command, set(lanes), engine.now, state.step)
         engine.calls[command.call] = call
         state.active_calls += 1
         engine.out.append(command)
         self._note_lanes(call, command)
         return call
+
+    def _moves_before(self, command: CallCommand, lane: int) -> list[MoveState]:
+        """Moves after which those are resident on a lane whom a command needs there."""
+        bring = self._engine.residency.bring
+        match command:
+            case RunCall(node=index) | RunFinish(node=index):
+                return bring(self._engine.workers[index], lane, working=True)
+            case ExportWeights(source=source):
+                return bring((source,), lane)
+            case InstallWeights(source=source, target=target, local=local):
+                return bring((source, target) if local else (target,), lane)
 
     def _note_lanes(self, call: Call, command: CallCommand | FeedCall) -> None:
         """Remember on which lanes a call depends, lest they be lost before it has ended."""

@@ -153,39 +153,29 @@ class Simulation:
         match command:
             case RunCall(node=index):
                 self._run_call(command, self.graph.nodes[index])
-                self._move_beside(command)
             case FeedCall():
                 self._feed(command)
             case RunFinish(node=index):
                 self._finish(command, self.graph.nodes[index])
-                self._move_beside(command)
             case ExportWeights(source=source, lanes=lanes):
                 for lane in lanes:
-                    self._publish(command, lane, (source,))
-            case InstallWeights(source=source, target=target, lanes=(lane,)):
-                self._publish(command, lane, (source, target))
+                    self._publish(command, lane, source)
+            case InstallWeights(target=target, lanes=(lane,)):
+                self._publish(command, lane, target)
             case MoveState():
-                self._lanes.move(command, self._sent_at, early=False)
+                self._lanes.move(command, self._sent_at)
             case CompleteStep():
                 self._complete(command)
             case FailRun(message=message, cause=cause):
                 raise RunFailed(message) from cause
 
-    def _move_beside(self, command: RunCall | RunFinish) -> None:
-        for move in command.early:
-            self._lanes.move(move, self._sent_at, early=True)
-
     # --- calls ------------------------------------------------------------------------------------
 
     def _run_call(self, command: RunCall, node: StageNode) -> None:
         shares = [_items_of(inputs) for inputs in command.inputs]
-        workers = [node.worker]
-        if command.fused and node.loop is not None:
-            members = self.graph.loops[node.loop].members
-            workers = [self.graph.nodes[index].worker for index in members]
         start = 0.0
         for lane, inputs in zip(command.lanes, command.inputs, strict=True):
-            begin = self._lanes.begin(lane, command, workers, self._sent_at)
+            begin = self._lanes.begin(lane, command, self._sent_at)
             start = max(start, self._bring(node, command.step, lane, inputs, begin))
         if node.streaming:
             lane = command.lanes[0]
@@ -322,25 +312,22 @@ class Simulation:
     # --- what is no call of a stage ---------------------------------------------------------------
 
     def _finish(self, command: RunFinish, node: StageNode) -> None:
-        workers = (node.worker,)
-        begins = [self._lanes.begin(x, command, workers, self._sent_at) for x in command.lanes]
+        begins = [self._lanes.begin(lane, command, self._sent_at) for lane in command.lanes]
         seconds = self._timing.finish(node, command)
         facts = {"step": command.step, "minibatch": command.minibatch}
         for lane in command.lanes:
             end = self._lanes.spend(lane, node, "finish", max(begins), seconds, facts)
             self._report_at(end, lane, CallFinished(command.call, lane))
 
-    def _publish(
-        self, command: ExportWeights | InstallWeights, lane: int, workers: tuple[str, ...]
-    ) -> None:
-        start = self._lanes.begin(lane, command, workers, self._sent_at)
+    def _publish(self, command: ExportWeights | InstallWeights, lane: int, worker: str) -> None:
+        start = self._lanes.begin(lane, command, self._sent_at)
         end = start + self._timing.publish(command, lane)
         facts: dict[str, object] = {"version": command.version, "source": command.source}
         if isinstance(command, InstallWeights):
             facts |= {"what": "install", "local": command.local}
         else:
             facts["what"] = "export"
-        self._lanes.busy(Span(lane, workers[-1], "publish", start, end, facts))
+        self._lanes.busy(Span(lane, worker, "publish", start, end, facts))
         self._report_at(end, lane, CallFinished(command.call, lane))
 
     # --- items ------------------------------------------------------------------------------------

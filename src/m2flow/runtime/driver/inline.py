@@ -106,7 +106,6 @@ class InlineCarrier:
         start = time.time()
         match command:
             case RunCall():
-                self._move_early(command)
                 host = self._on(command.lanes[0])
                 if self.graphs[flow].nodes[command.node].streaming:
                     self._streams.append((command, flow, host.call(flow, command), start))
@@ -114,7 +113,6 @@ class InlineCarrier:
                 pieces = [piece for piece in host.call(flow, command) if piece is not None]
                 return [*map(Report, pieces), host.finished(flow, command, start)]
             case RunFinish():
-                self._move_early(command)
                 host = self._on(command.lanes[0])
                 metrics = host.finish(flow, command)
                 return [host.finished(flow, command, start, metrics)]
@@ -127,16 +125,12 @@ class InlineCarrier:
                 published = Published(source, num_bytes, time.time() - start)
                 return [host.finished(flow, command, start, published=published)]
             case MoveState():
-                return [self._on(command.lane).move(command, early=False)]
+                return [self._on(command.lane).move(command)]
             case FeedCall():
                 self._on(command.lanes[0])
                 self._host.feed(flow, command)
                 return [Report(None)]
         raise AssertionError(f"no lane carries out {command}")
-
-    def _move_early(self, command: RunCall | RunFinish) -> None:
-        """Moves beside a call: here they come before it, on the one thread that there is."""
-        self._said += [self._on(move.lane).move(move, early=True) for move in command.early]
 
     def _on(self, lane: int) -> LaneHost:
         self._host.lane = lane

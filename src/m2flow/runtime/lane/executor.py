@@ -1,8 +1,7 @@
 """`LaneExecutor`: carries out a lane's orders, one after the other, on one thread.
 
 While a streaming call runs, the orders that have come in are looked at between the pieces that it
-hands on, so that it can be fed, or withdrawn. Early onloads run on a thread of their own beside the
-call; whoever needs the worker waits for them. Payloads for other lanes are handed out by the
+hands on, so that it can be fed, or withdrawn. Payloads for other lanes are handed out by the
 payload server's threads, which read the same store.
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import pickle
-import threading
 import time
 import traceback
 from collections import deque
@@ -87,9 +85,7 @@ class LaneExecutor:
     def __init__(self, lane: int, line: Line, exchange: Exchange, context: LaneContext) -> None:
         self.lane, self._context = lane, context
         self._line, self._exchange = line, exchange
-        self._sending = threading.Lock()
         self._orders: deque[Order] = deque()
-        self._moves: dict[str, threading.Thread] = {}
         self._stuck: dict[str, BaseException] = {}
         self._host = LaneHost(lane, {}, {})
         self._loader = Loader(context, exchange, lambda *begun: self._say(Loading(*begun)))
@@ -112,8 +108,7 @@ class LaneExecutor:
                 case Save():
                     self._answer(order.number, partial(self._saved, order))
                 case Probe():
-                    found = self._exchange.measure(order.peers)
-                    self._say(Answer(order.number, pickle.dumps(found)))
+                    self._answer(order.number, partial(self._exchange.measure, order.peers))
                 case UseLinks():
                     self._exchange.use(order.table)
                 case GaugeMemory():
@@ -126,9 +121,7 @@ class LaneExecutor:
                     return
 
     def _say(self, message: Loading | Loaded | Answer | Reports) -> None:
-        frame = to_bytes(message)
-        with self._sending:
-            self._line.send(frame)
+        self._line.send(to_bytes(message))
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -145,9 +138,7 @@ class LaneExecutor:
 
     def _close_workers(self, keep: Sequence[str] = ()) -> None:
         """Close the workers that are here, but for some."""
-        for thread in self._moves.values():
-            thread.join(self._deadline_seconds)
-        self._moves, self._stuck = {}, {}
+        self._stuck = {}
         self._exchange.drop_weights()
         self._host = close_workers(self._host, keep)
 
@@ -160,12 +151,12 @@ class LaneExecutor:
         self._say(answer)
 
     def _called(self, order: CallMethod) -> Any:
-        self._await_moves([order.worker])
+        self._check_in_place([order.worker])
         method = getattr(self._host.workers[order.worker], order.method)
         return method(*pickle.loads(order.arguments))
 
     def _saved(self, order: Save) -> None:
-        self._await_moves([order.worker])
+        self._check_in_place([order.worker])
         save(order, self._host)
 
     # --- commands ---------------------------------------------------------------------------------
@@ -180,8 +171,7 @@ class LaneExecutor:
             case AbortCall(call=call):  # it has ended already, and its last word is on its way
                 self._say(Reports(order.flow, [Report(CallAborted(call, self.lane))]))
             case MoveState():
-                self._await_moves([order.command.worker])
-                self._move(order.command, early=False)
+                self._move(order.command)
             case RunCall() as command:
                 self._answering(order, command, self._call)
             case RunFinish() as command:
@@ -194,12 +184,8 @@ class LaneExecutor:
     def _answering(self, order: Execute, command: Any, carry_out: Callable[..., None]) -> None:
         """Carry out a call; what it raises is reported as its failure."""
         try:
-            self._await_moves(_workers_of(self._host.graphs[order.flow], command))
-            for move in getattr(command, "early", ()):
-                if move.lane == self.lane:
-                    self._move_beside(move)
+            self._check_in_place(_workers_of(self._host.graphs[order.flow], command))
             if self._gauge is not None:
-                self._await_moves(list(self._moves))
                 self._gauge.begin()
             carry_out(order, command)
         except _Withdrawn:
@@ -306,36 +292,24 @@ class LaneExecutor:
 
     # --- context switches -------------------------------------------------------------------------
 
-    def _move_beside(self, command: MoveState) -> None:
-        """Onload a worker on a thread of its own, beside the call at hand."""
-        thread = threading.Thread(
-            target=self._move, args=(command,), kwargs={"early": True}, daemon=True
-        )
-        self._moves[command.worker] = thread
-        thread.start()
-
-    def _move(self, command: MoveState, *, early: bool) -> None:
+    def _move(self, command: MoveState) -> None:
         """Offload or onload a worker."""
         try:
-            report = self._host.move(command, early=early)
+            self._check_in_place([command.worker])
+            report = self._host.move(command)
         except BaseException as error:
             self._stuck[command.worker] = error
             failed = MoveFailed(self.lane, command.worker, command.what, self._portable(error))
             report = Report(failed)
         self._say(Reports("", [report]))
 
-    def _await_moves(self, workers: Sequence[str]) -> None:
-        """Wait until early moves of these workers are done.
+    def _check_in_place(self, workers: Sequence[str]) -> None:
+        """Refuse to touch workers whose last move has failed.
 
         Raises:
-            Exception: what the last move of one of them raised: its state is not to be touched.
+            Exception: what the move of one of them raised.
         """
         for worker in workers:
-            thread = self._moves.pop(worker, None)
-            if thread is not None:
-                thread.join(self._deadline_seconds)
-                if thread.is_alive():
-                    raise RunFailed(f"{worker} has not been onloaded within its deadline")
             if worker in self._stuck:
                 raise self._stuck[worker]
 

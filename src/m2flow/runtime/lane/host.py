@@ -252,12 +252,12 @@ class LaneHost:
         finish = getattr(type(worker), node.method).finish_function
         return dict(finish(worker) or {})
 
-    def move(self, command: MoveState, *, early: bool) -> Report:
-        """Offload or onload a worker; `early`: beside a call."""
+    def move(self, command: MoveState) -> Report:
+        """Offload or onload a worker."""
         start, worker = self.clock(), self.workers.get(command.worker)
         if worker is not None:  # a pure function has no state
             getattr(worker, command.what)()
-        facts = {"worker": command.worker, "what": command.what, "early": early}
+        facts = {"worker": command.worker, "what": command.what}
         name = f"{command.what} {command.worker}"
         return Report(None, (Span(self.lane, name, "switch", start, self.clock(), facts),))
 

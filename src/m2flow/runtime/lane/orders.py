@@ -179,8 +179,7 @@ class UseLinks:
 
 @dataclass(frozen=True, slots=True)
 class GaugeMemory:
-    """Have spans say how far the lane's memory rose meanwhile, or no longer. Takes time: moves that
-    would go on beside a call are made before it."""
+    """Have spans say how far the lane's memory rose meanwhile, or no longer."""
 
     on: bool
 
