@@ -14,14 +14,23 @@ from __future__ import annotations
 import gc
 import time
 import tracemalloc
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from harness import Target, arguments, conclude, table
 
 from m2flow.engine import Engine, LaneSpec, Placement, Plan, StagePlan
-from m2flow.engine.messages import Command, Event, Tick
-from m2flow.flow import Flow, FlowGraph, Stream, Worker, stage
+from m2flow.engine.messages import (
+    Command,
+    Event,
+    ExportWeights,
+    InstallWeights,
+    RunFinish,
+    Tick,
+)
+from m2flow.flow import Flow, FlowGraph, StageNode, Stream, Worker, stage
 from m2flow.simulation.driver import Simulation
+from m2flow.simulation.timing import Admitted, Timing
 
 Heard: TypeAlias = tuple[Event, ...]
 """Events that are told together."""
@@ -83,29 +92,26 @@ class Training(Flow):
         self.learner.publish(self.generator)
 
 
-class Steady:
+class Steady(Timing):
     """Stage times of a step that takes minutes; lengths of answers vary eightfold."""
 
-    def call(self, node: Any, num_items: int) -> float:
-        return 0.01 + 0.001 * num_items
+    def call(
+        self, node: StageNode, step: int, lanes: Sequence[int], shares: Sequence[Sequence[int]]
+    ) -> float:
+        return 0.01 + 0.001 * max(map(len, shares))
 
-    def item(self, node: Any, step: int, item: int) -> float:
-        return 1.0 + (item * 2654435761 % 4096) / 585.0
+    def admit(self, node: StageNode, step: int, lane: int, items: Sequence[int]) -> Admitted:
+        outputs = [item * node.expands + k for item in items for k in range(node.expands)]
+        return Admitted(0.0, [1.0 + (item * 2654435761 % 4096) / 585.0 for item in outputs])
 
-    def finish(self, node: Any) -> float:
+    def finish(self, node: StageNode, command: RunFinish) -> float:
         return 0.5
 
-    def publish(self, source: str, target: str | None) -> float:
+    def publish(self, command: ExportWeights | InstallWeights, lane: int) -> float:
         return 0.2
 
-    def move(self, worker: str, what: str) -> float:
-        return 0.0
-
-    def item_bytes(self, node: Any) -> int:
+    def item_bytes(self, node: StageNode) -> int:
         return 4096
-
-    def leaves(self, node: Any, step: int, item: int) -> bool:
-        return True
 
 
 def disaggregated(num_lanes: int, chunk: int = 16) -> Plan:

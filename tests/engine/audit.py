@@ -46,9 +46,7 @@ def simulate(case: Case) -> tuple[Simulation, SeededCosts, Log, SimulatedRun]:
 
     costs = case.costs()
     ties = random.Random(case.seed)
-    simulation = Simulation(
-        case.graph, case.plan, costs, tie_break=ties.random, length=costs.length
-    )
+    simulation = Simulation(case.graph, case.plan, costs, tie_break=ties.random)
     log: Log = []
     handle = simulation.engine.handle
 
@@ -237,13 +235,11 @@ class Books:
             case RunCall():
                 self._start(command)
                 self._run_call(command)
-                self._move_early(command)
             case FeedCall():
                 self._feed(command)
             case RunFinish():
                 self._start(command)
                 self._run_finish(command)
-                self._move_early(command)
             case ExportWeights(source=source, lanes=lanes):
                 self._start(command)
                 self._check_settled(source, command.version - 1)
@@ -269,15 +265,6 @@ class Books:
                 self._complete(command)
             case FailRun(message=message):
                 raise AssertionError(message)
-
-    def _move_early(self, command: RunCall | RunFinish) -> None:
-        """Onloads that go on beside a call."""
-        assert len({move.lane for move in command.early}) == len(command.early)
-        for move in command.early:
-            assert move.what == "onload"
-            assert move.lane in command.lanes
-            assert move.worker not in self._workers_of(command)
-            self._move(move.worker, move.what, move.lane)
 
     def _move(self, worker: str, what: str, lane: int) -> None:
         assert (worker in self.resident[lane]) == (what == "offload")
@@ -687,13 +674,13 @@ def audit(case: Case) -> Log:
     assert not books.there
     for lane in case.plan.lanes:
         assert lane.memory_bytes is None or record.peak_bytes[lane.id] <= lane.memory_bytes
-    _check_work(case, costs, books, record)
+    _check_work(case, costs, books)
     assert not simulation.engine.steps
     assert not simulation.engine.calls
     return log
 
 
-def _check_work(case: Case, costs: SeededCosts, books: Books, record: SimulatedRun) -> None:
+def _check_work(case: Case, costs: SeededCosts, books: Books) -> None:
     """Every stage has worked on every item once; in a loop, as often as the item's turns say."""
     for step in range(case.num_steps):
         for node in case.graph.nodes:
@@ -709,4 +696,4 @@ def _check_work(case: Case, costs: SeededCosts, books: Books, record: SimulatedR
                 if node.loop in books.fused:  # one lease, of the first member, for all of its turns
                     leases = int(node.index == case.graph.loops[node.loop or 0].members[0])
                 assert books.work[step, node.index, item] == leases
-                assert record.worked_on.get((node.index, step, item), 0) == wanted
+                assert costs.worked_on[node.index, step, item] == wanted

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import strategies as st
 
+from m2flow.engine.messages import ExportWeights, InstallWeights, RunFinish
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
 from m2flow.errors import PlanError
 from m2flow.flow import SOURCE, Flow, FlowGraph, StageNode, Worker, loop
 from m2flow.flow.stage import Stage, StageSpec
 from m2flow.plan import validate
+from m2flow.simulation.timing import Admitted, Timing
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
@@ -51,16 +53,18 @@ class Case:
         )
 
 
-class SeededCosts:
+class SeededCosts(Timing):
     """Times drawn from a seed; some are zero, some the same, and a few are very long.
 
     Attributes:
+        worked_on: (stage, step, item) to how often a call was made for the item.
         visits: (loop, step, item) to how many members of the loop have worked on the item.
     """
 
     def __init__(self, graph: FlowGraph, seed: int) -> None:
         self.graph, self.seed = graph, seed
         self.visits: Counter[tuple[int, int, int]] = Counter()
+        self.worked_on: Counter[tuple[int, int, int]] = Counter()
 
     def _draw(self, *key: object) -> random.Random:
         return random.Random(f"{self.seed} {key}")
@@ -69,22 +73,32 @@ class SeededCosts:
         dice = self._draw(*key)
         return dice.choice((0.0, 1.0, 1.0, dice.random(), dice.random() * 3, 20.0))
 
-    def call(self, node: StageNode, num_items: int) -> float:
+    def seconds_of(self, node: StageNode, num_items: int) -> float:
+        """A call on so many items."""
         return self._seconds("call", node.name) + num_items * self._seconds("each", node.name)
 
-    def item(self, node: StageNode, step: int, item: int) -> float:
-        return self._seconds("item", node.name, step, item)
+    def call(
+        self, node: StageNode, step: int, lanes: Sequence[int], shares: Sequence[Sequence[int]]
+    ) -> float:
+        self.worked_on.update((node.index, step, item) for items in shares for item in items)
+        return max(self.seconds_of(node, len(items)) for items in shares)
 
-    def finish(self, node: StageNode) -> float:
+    def admit(self, node: StageNode, step: int, lane: int, items: Sequence[int]) -> Admitted:
+        self.worked_on.update((node.index, step, item) for item in items)
+        outputs = [item * node.expands + k for item in items for k in range(node.expands)]
+        return Admitted(0.0, [self._seconds("item", node.name, step, x) for x in outputs])
+
+    def finish(self, node: StageNode, command: RunFinish) -> float:
         return self._seconds("finish", node.name)
 
-    def publish(self, source: str, target: str | None) -> float:
-        return self._seconds("publish", source, target)
+    def publish(self, command: ExportWeights | InstallWeights, lane: int) -> float:
+        target = command.target if isinstance(command, InstallWeights) else None
+        return self._seconds("publish", command.source, target)
 
-    def move(self, worker: str, what: str) -> float:
+    def move(self, worker: str, what: str, lane: int) -> float:
         return self._seconds("move", worker, what)
 
-    def length(self, producer: int, step: int, item: int) -> float:
+    def said_length(self, producer: int, step: int, item: int) -> float:
         """Few lengths, so that many are the same."""
         return float(self._draw("length", producer, step, item).randint(0, 4))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from m2flow.engine.messages import RunCall
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
-from m2flow.flow import Flow, FlowGraph, Worker
+from m2flow.flow import Flow, FlowGraph, StageNode, Worker
 from m2flow.flow.stage import Stage, StageSpec
 from tests.engine.audit import simulate
 from tests.engine.random_cases import Case, SeededCosts
@@ -28,7 +28,7 @@ class DistinctCosts(SeededCosts):
         super().__init__(graph, seed)
         self._dice = random.Random(seed)
 
-    def call(self, node: Any, num_items: int) -> float:
+    def seconds_of(self, node: StageNode, num_items: int) -> float:
         return 1.0 + self._dice.random()
 
 
@@ -80,7 +80,7 @@ def predict(chain: Chain) -> list[Started]:
                 idle.remove(lane)
                 call = (stage, lane, tuple(sorted(taken)))
                 started.append(call)
-                running.append((now + costs.call(nodes[stage], len(taken)), call))
+                running.append((now + costs.seconds_of(nodes[stage], len(taken)), call))
 
     start(0.0)
     while running:

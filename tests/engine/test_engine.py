@@ -747,15 +747,14 @@ def test_states_make_way_for_each_other_the_oldest_first() -> None:
         commands += finish(engine, next(iter(engine.calls.values())).command)
     moves = [
         f"{c.what} {c.worker}" if isinstance(c, MoveState) else graph.nodes[c.node].name
-        for command in commands
-        if isinstance(command, MoveState | RunCall)
-        for c in (command, *getattr(command, "early", ()))
+        for c in commands
+        if isinstance(c, MoveState | RunCall)
     ]
     assert moves == [
         "onload a", "a.score",
-        "onload b", "offload a", "b.score",
-        "onload c", "offload b", "c.score",
-        "onload a", "a.score#2",
+        "onload b", "b.score",
+        "offload a", "onload c", "c.score",
+        "offload b", "onload a", "a.score#2",
     ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 import m2flow
 from m2flow import Batch, Flow, Stream, Worker, loop, stage
 from m2flow.engine import Engine, LaneSpec, Placement, Plan, StagePlan
-from m2flow.engine.fusing import fused_loops
+from m2flow.engine.loops import fused_loops
 from m2flow.engine.messages import (
     LAUNCHER,
     CallFinished,

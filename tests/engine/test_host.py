@@ -10,7 +10,7 @@ from typing import Any
 from m2flow.engine.messages import LAUNCHER, FeedCall, ItemsProduced, Part, RunCall
 from m2flow.flow import SOURCE, Batch, Flow, Stream, Worker, stage
 from m2flow.runtime.lane.host import LaneHost
-from tests.engine.test_streams import Meeting
+from tests.runtime.test_streams import Meeting
 
 FLOW, STEP, CALL = "step", 0, 7
 LANES = (4, 2)
@@ -90,8 +90,10 @@ def test_the_first_lane_hands_on_what_all_have_made() -> None:
     assert second == [None] * 3
     assert hosts[0].store.gather(FLOW, STEP, [(0, (0, 1, 4))])["y"] == [0, 2, 8]
     assert not any(hosts[1].store.has(FLOW, STEP, 0, item) for item in (0, 1, 4))
-    assert hosts[0].take_facts(CALL)["items"] == 3
-    assert hosts[1].take_facts(CALL) == {"items": 0, "ids": ""}
+    call = RunCall(CALL, 0, STEP, LANES, (inputs(0, 1),) * 2)
+    spans = [host.finished(FLOW, call, 0.0).spans[0] for host in hosts]
+    assert [span.args["items"] for span in spans] == [3, 0]
+    assert spans[1].args["ids"] == ""
     assert [host.feed(FLOW, fed(5)) for host in hosts] == [False, False]
 
 

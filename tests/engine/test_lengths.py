@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 import m2flow
 from m2flow import Batch, Flow, Ragged, Stream, Worker, stage
 from m2flow.engine import Engine, LaneSpec, Placement, Plan, StagePlan
-from m2flow.engine.lengths import item_lengths
 from m2flow.engine.messages import FeedCall, ItemsProduced, RunCall, StepSubmitted
 from m2flow.engine.ready import LongestFirst, LowestFirst
 from m2flow.errors import UserError
 from m2flow.flow import SOURCE
+from m2flow.runtime.lane.reports import item_lengths
 from tests.engine.test_engine import all_of, finish, items_of, only
 
 

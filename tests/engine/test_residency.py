@@ -26,7 +26,6 @@ def words(moves: list[MoveState]) -> list[str]:
 def test_without_a_limit_nobody_is_moved() -> None:
     residency = Residency(plan(None, a=(10, 0), b=(10, 0)))
     assert residency.bring(["a"], 0) == []
-    assert residency.bring_early("b", ["a"], 0) == []
 
 
 def test_nothing_is_resident_at_the_start_and_nobody_without_state_makes_way() -> None:
@@ -57,23 +56,6 @@ def test_what_cannot_fit_is_named_with_its_bytes_and_lane() -> None:
         residency.bring(["a", "b"], 0)
 
 
-def test_an_early_onload_leaves_room_for_the_call() -> None:
-    residency = Residency(plan(25, a=(10, 6), b=(10, 0), c=(5, 0)))
-    residency.bring(["a"], 0, working=True)
-    assert residency.bring_early("b", ["a"], 0) == []  # 10 and 6 and 10 are too many
-    assert words(residency.bring_early("c", ["a"], 0)) == ["onload c"]
-    assert residency.bring_early("c", ["a"], 0) == []
-    assert words(residency.bring(["b"], 0, working=True)) == ["onload b"]
-    assert words(residency.bring(["a"], 0, working=True)) == ["offload c", "offload b"]
-
-
-def test_an_early_onload_may_send_idle_ones_away() -> None:
-    residency = Residency(plan(20, a=(10, 0), b=(10, 0), c=(10, 0)))
-    residency.bring(["a"], 0)
-    residency.bring(["b"], 0)
-    assert words(residency.bring_early("c", ["b"], 0)) == ["offload a", "onload c"]
-
-
 def play(engine: Engine, items: int = 1, step: int = 0) -> list[Command]:
     commands = engine.handle(StepSubmitted(step, items))
     while engine.calls:
@@ -87,24 +69,14 @@ def story(engine: Engine, commands: list[Command]) -> list[str]:
         if isinstance(c, MoveState):
             told += words([c])
         elif isinstance(c, RunCall):
-            early = [f"early {move}" for move in words(list(c.early))]
-            told += [engine.graph.nodes[c.node].name, *early]
+            told += [engine.graph.nodes[c.node].name]
     return told
 
 
 CHAIN3 = graph_of(lambda a, b, c, x: c.score(b.score(a.score(x))), "a", "b", "c")
 
 
-def test_the_next_worker_comes_while_the_one_before_works() -> None:
-    engine = Engine(CHAIN3, plan(20, a=(10, 0), b=(10, 0), c=(10, 0)))
-    assert story(engine, play(engine)) == [
-        "onload a", "a.score", "early onload b",
-        "offload a", "b.score", "early onload c",
-        "c.score",
-    ]  # fmt: skip
-
-
-def test_where_there_is_no_room_nobody_comes_early() -> None:
+def test_where_there_is_no_room_for_two_they_make_way_for_each_other() -> None:
     engine = Engine(CHAIN3, plan(20, a=(10, 5), b=(10, 5), c=(10, 5)))
     assert story(engine, play(engine)) == [
         "onload a", "a.score",
@@ -113,13 +85,13 @@ def test_where_there_is_no_room_nobody_comes_early() -> None:
     ]  # fmt: skip
 
 
-def test_who_takes_the_weights_comes_back_during_the_last_call() -> None:
+def test_who_takes_the_weights_comes_back_after_the_last_call() -> None:
     graph = graph_of(lambda a, b, x: b.log(a.score(x)), "a", "b", publish=[("b", "a")])
     engine = Engine(graph, plan(20, a=(10, 0), b=(10, 10)))
-    assert story(engine, play(engine)) == ["onload a", "a.score", "early onload b", "offload a",
+    assert story(engine, play(engine)) == ["onload a", "a.score", "offload a", "onload b",
                                            "b.log", "onload a"]  # fmt: skip
     engine = Engine(graph, plan(22, a=(10, 0), b=(10, 2)))
-    assert story(engine, play(engine)) == ["onload a", "a.score", "early onload b", "b.log"]
+    assert story(engine, play(engine)) == ["onload a", "a.score", "onload b", "b.log"]
 
 
 def test_engines_of_one_run_share_what_is_resident() -> None:

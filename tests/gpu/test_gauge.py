@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from m2flow.runtime.lane.state.gauge import MemoryGauge
+from m2flow.runtime.lane.state.memory import MemoryGauge
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

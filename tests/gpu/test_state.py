@@ -64,13 +64,3 @@ def test_one_state_returns_while_another_computes() -> None:
     assert all(torch.equal(output, wanted) for output in found)
     for tensor, kept in zip(away.state_dict().values(), expected, strict=True):
         assert torch.equal(tensor.cpu(), kept)
-
-
-def test_zeros_come_back_as_zeros() -> None:
-    gradients = torch.zeros(1 << 22, device=DEVICE)
-    state = MovableState(lambda: [gradients], Place(device=DEVICE))
-    state.offload()
-    dirt = torch.ones(1 << 22, device=DEVICE)
-    del dirt
-    state.onload()
-    assert not bool(gradients.any())

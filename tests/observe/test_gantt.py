@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 from m2flow.engine.spans import Span
 from m2flow.observe.gantt import MAX_ROWS, appearing_stages, gantt_svg, short_names
-from m2flow.simulation.gantt import lay_out
+from m2flow.plan.gantt import lay_out
 
 SVG = "{http://www.w3.org/2000/svg}"
 

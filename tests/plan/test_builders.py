@@ -134,7 +134,7 @@ def test_groups_of_a_loop_are_on_both_lanes_at_once() -> None:
     """Under a virtual clock: a loop of eight turns takes half the time, and a turn to fill."""
 
     class Turns(SeededCosts):
-        def call(self, node: StageNode, num_items: int) -> float:
+        def seconds_of(self, node: StageNode, num_items: int) -> float:
             return float(num_items)
 
         def leaves(self, node: StageNode, step: int, item: int) -> bool:

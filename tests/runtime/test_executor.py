@@ -63,7 +63,7 @@ def carried_out(line: PlayedLine, *, in_pieces: bool) -> list[Any]:
     lane: Any = LaneExecutor(0, line, None, None)  # type: ignore[arg-type]
     flow = Thinking(worker=Patient())
     lane._host = LaneHost(0, {"step": flow.trace()}, {"worker": flow.worker})
-    lane._exchange = type("Here", (), {"bring": lambda *_: Batch({"x": [1, 2, 3]})})()
+    lane._exchange = type("Here", (), {"unwrap": lambda *_: Batch({"x": [1, 2, 3]})})()
     call = RunCall(1, 0, 0, (0,), (((Part(SOURCE, (0, 1, 2), LAUNCHER),),),))
     lane._execute(Execute("step", call, in_pieces=in_pieces))
     return line.said

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from m2flow.runtime.lane.state import gauge as gauge_file
-from m2flow.runtime.lane.state.gauge import MemoryGauge
+from m2flow.runtime.lane.state import memory as gauge_file
+from m2flow.runtime.lane.state.memory import MemoryGauge
 
 MB = 1 << 20
 NOISE = 4 * MB

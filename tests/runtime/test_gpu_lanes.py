@@ -16,7 +16,8 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Isolation
-from m2flow.runtime.driver.pool import LanePool, _clear_machine, gpus_beside
+from m2flow.runtime.driver.placing import gpus_beside
+from m2flow.runtime.driver.pool import LanePool, _clear_machine
 from m2flow.runtime.lane.exchange import SHARED_BYTES, Exchange
 
 ray = pytest.importorskip("ray")

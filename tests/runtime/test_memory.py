@@ -105,13 +105,6 @@ class Growing(Flow):
         return self.two.grow(self.one.grow(self.meter.look(items)))
 
 
-class GrowingLonger(Growing):
-    three: Heavy
-
-    def step(self, items: Stream) -> Stream:
-        return self.three.grow(super().step(items))
-
-
 def growing(**settings: Any) -> Growing:
     return Growing(meter=Meter(), one=Heavy(3), two=Heavy(5, **settings))
 
@@ -149,24 +142,6 @@ def test_a_limit_that_holds_one_of_two_is_kept(pool: LanePool) -> None:
     assert len(switches(results)) >= 4 * STEPS - 3
     assert freely > 1.9 * STATE
     assert 0.9 * STATE < above < 1.1 * limit
-
-
-def test_the_next_worker_comes_in_while_a_call_runs(pool: LanePool) -> None:
-    flow = GrowingLonger(meter=Meter(), one=Heavy(3, 0.3), two=Heavy(5, 0.3), three=Heavy(7, 0.3))
-    limit = 2 * STATE + (10 << 20)
-    expected, _, _ = carry_out(flow, pool, None)
-    found, above, results = carry_out(flow, pool, limit)
-    assert found == expected
-    assert above < 1.1 * limit
-    calls = [span for result in results for span in result.spans if span.kind == "call"]
-    overlapping = [
-        (move.name, call.name)
-        for move in switches(results)
-        for call in calls
-        if move.start < call.end and call.start < move.end
-    ]
-    assert ("onload two", "one.grow") in overlapping
-    assert ("onload three", "two.grow") in overlapping
 
 
 def test_a_method_that_is_no_stage_finds_its_worker_there(pool: LanePool) -> None:

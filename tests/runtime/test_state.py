@@ -33,7 +33,6 @@ from m2flow.runtime.lane.state import (
 from m2flow.runtime.lane.state import spill as spill_module
 from m2flow.runtime.lane.state.host_memory import HostMemoryShelf
 from m2flow.runtime.lane.state.memory import return_free_memory
-from m2flow.runtime.lane.state.storages import all_zero
 
 MB = 1 << 20
 
@@ -151,26 +150,6 @@ def test_nan_and_minus_zero_come_back_to_the_bit(place: Place) -> None:
     state.onload()
     assert torch.equal(values[0].view(torch.int32), kept[0])
     assert int(values[1].view(torch.int32)[-1]) == -0x80000000
-
-
-def test_zeros_are_not_written(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[int] = []
-    pwritev = os.pwritev
-
-    def counted(file: int, buffers: Any, start: int) -> int:
-        written.append(sum(len(buffer) for buffer in buffers))
-        return pwritev(file, buffers, start)
-
-    monkeypatch.setattr(spill_module.os, "pwritev", counted)
-    weights, gradients = torch.ones(MB), torch.zeros(MB)
-    state = state_of(weights, gradients, place=place)
-    state.offload()
-    assert sum(written) == weights.nbytes
-    state.onload()
-    assert bool((weights == 1).all())
-    assert not bool(gradients.any())
-    gradients[-1] = 1
-    assert all_zero([gradients.untyped_storage()]) == [False]
 
 
 def test_a_frozen_state_is_put_away_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

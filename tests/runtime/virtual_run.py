@@ -74,9 +74,7 @@ class VirtualRun:
     def _step(self, plan: Plan) -> StepResult:
         number = len(self.seconds)
         timing = ProfileTiming(self.graph, plan, self.truth, seed=number)
-        played = Simulation(self.graph, plan, timing, length=timing.said_length, detailed=True).run(
-            self.num_items, 1
-        )
+        played = Simulation(self.graph, plan, timing, detailed=True).run(self.num_items, 1)
         spans = [
             replace(one, start=one.start + self.now, end=one.end + self.now) for one in played.spans
         ]

@@ -2,45 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from m2flow.engine import LaneSpec, Placement, Plan, StagePlan
-from m2flow.flow import FlowGraph, loop
+from m2flow.flow import FlowGraph, StageNode, loop
 from m2flow.simulation.driver import SimulatedRun, Simulation
+from m2flow.simulation.timing import Admitted, Timing
 from tests.engine.test_engine import graph_of
 
 
-class Even:
-    """Every call takes ten seconds, every move three; items leave in their third turn."""
+class Even(Timing):
+    """Every call takes ten seconds, every move three; items leave in their third turn.
+
+    `worked_on` has (stage, item) as often as the item was worked on.
+    """
 
     def __init__(self, visits: int = 5) -> None:
         self.visits, self.seen = visits, dict[int, int]()
+        self.worked_on: list[tuple[int, int]] = []
 
-    def call(self, node: Any, num_items: int) -> float:
+    def call(
+        self, node: StageNode, step: int, lanes: Sequence[int], shares: Sequence[Sequence[int]]
+    ) -> float:
+        self.worked_on += [(node.index, item) for items in shares for item in items]
         return 10.0
 
-    def item(self, node: Any, step: int, item: int) -> float:
-        return 10.0
+    def admit(self, node: StageNode, step: int, lane: int, items: Sequence[int]) -> Admitted:
+        self.worked_on += [(node.index, item) for item in items]
+        return Admitted(0.0, [10.0] * (len(items) * node.expands))
 
-    def finish(self, node: Any) -> float:
-        return 0.0
-
-    def publish(self, source: str, target: str | None) -> float:
-        return 0.0
-
-    def move(self, worker: str, what: str) -> float:
+    def move(self, worker: str, what: str, lane: int) -> float:
         return 3.0
 
-    def item_bytes(self, node: Any) -> int:
-        return 1
-
-    def leaves(self, node: Any, step: int, item: int) -> bool:
+    def leaves(self, node: StageNode, step: int, item: int) -> bool:
         self.seen[item] = self.seen.get(item, 0) + 1
         return self.seen[item] == self.visits - item  # the later ones leave earlier
 
 
-def played(graph: FlowGraph, plan: Plan, items: int = 1) -> SimulatedRun:
-    return Simulation(graph, plan, Even()).run(items, 1)
+def played(
+    graph: FlowGraph, plan: Plan, items: int = 1, timing: Timing | None = None
+) -> SimulatedRun:
+    return Simulation(graph, plan, timing or Even()).run(items, 1)
 
 
 def limited(limit: int, working: int) -> Plan:
@@ -51,29 +53,23 @@ def limited(limit: int, working: int) -> Plan:
 CHAIN = graph_of(lambda a, b, c, x: c.score(b.score(a.score(x))), "a", "b", "c")
 
 
-def test_an_early_onload_takes_no_time_of_the_lane() -> None:
-    overlapped = played(CHAIN, limited(20, working=0))
-    assert overlapped.step_ends[0] == 30 + 3 + 3  # the first onload, and one offload
-    assert overlapped.peak_bytes[0] == 20
-    in_turn = played(CHAIN, limited(20, working=5))
-    assert in_turn.step_ends[0] == 30 + 3 + 2 * (3 + 3)
-    assert in_turn.peak_bytes[0] == 15
-
-
-def test_a_call_waits_for_the_onload_that_began_early() -> None:
-    simulation = Simulation(CHAIN, limited(30, working=0), Even())
-    simulation.costs.move = lambda worker, what: 25.0  # type: ignore[method-assign]
-    ends = simulation.run(1, 1).step_ends
-    assert ends[0] == 25 + 25 + 25 + 10  # each began with the call before it
+def test_moves_take_their_time_in_turn_with_calls() -> None:
+    room_for_two = played(CHAIN, limited(20, working=0))
+    assert room_for_two.step_ends[0] == 30 + 3 * 3 + 3  # one has to make way
+    assert room_for_two.peak_bytes[0] == 20
+    room_for_one = played(CHAIN, limited(20, working=5))
+    assert room_for_one.step_ends[0] == 30 + 3 + 2 * (3 + 3)
+    assert room_for_one.peak_bytes[0] == 15
 
 
 def test_a_streaming_call_on_a_gang_takes_the_time_of_all_its_lanes() -> None:
     graph = graph_of(lambda a, x: a.sample(x), "a")
     plan = Plan("custom", (LaneSpec(0), LaneSpec(1)), {"a": Placement(((1, 0),))})
-    run = played(graph, plan, items=3)
+    timing = Even()
+    run = played(graph, plan, items=3, timing=timing)
     calls = [(span.lane, span.start, span.end, span.args["items"]) for span in run.spans]
     assert calls == [(1, 0.0, 10.0, 3), (0, 0.0, 10.0, 0)], "the first lane tells of the items"
-    assert set(run.worked_on.values()) == {1}
+    assert sorted(timing.worked_on) == [(0, 0), (0, 1), (0, 2)]
 
 
 def test_a_fused_loop_takes_turns_and_hands_on_what_leaves() -> None:
@@ -81,14 +77,15 @@ def test_a_fused_loop_takes_turns_and_hands_on_what_leaves() -> None:
     lanes = (LaneSpec(0), LaneSpec(1))
     spots = {"a": Placement(((0,),)), "b": Placement(((0,),)), "c": Placement(((1,),))}
     plan = Plan("custom", lanes, spots, {"c.score": StagePlan(chunk=1)})
-    run = played(graph, plan, items=3)
+    timing = Even()
+    run = played(graph, plan, items=3, timing=timing)
     calls = [(span.name, span.start) for span in run.spans if span.lane == 1]
     assert calls == [("c.score", 30.0), ("c.score", 40.0), ("c.score", 50.0)]
     on_lane_0 = [span.name for span in run.spans if span.lane == 0]
     assert on_lane_0 == ["a.score", "b.score", "a.score", "b.score", "a.score"]
-    assert run.worked_on[0, 0, 0] == 3
-    assert run.worked_on[1, 0, 0] == 2
-    assert run.worked_on[1, 0, 2] == 1
+    assert timing.worked_on.count((0, 0)) == 3
+    assert timing.worked_on.count((1, 0)) == 2
+    assert timing.worked_on.count((1, 2)) == 1
 
 
 def test_a_fused_loop_may_go_on_for_longer_than_the_deadline_of_a_call() -> None:

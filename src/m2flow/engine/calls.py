@@ -1,11 +1,19 @@
-"""`Call`: a call in progress, as the engine knows it."""
+"""`Call`: a call in progress, as the engine knows it; and in words, for when a run stops."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from m2flow.engine.messages import CallCommand
+from m2flow.engine.messages import (
+    CallCommand,
+    ExportWeights,
+    InstallWeights,
+    RunCall,
+    RunFinish,
+)
+from m2flow.engine.steps import StepState
+from m2flow.flow.graph import FlowGraph
 
 
 @dataclass(slots=True)
@@ -63,3 +71,34 @@ class Call:
                 else:
                     self.left[unit] = left ^ bit
         return new, done
+
+
+def call_name(graph: FlowGraph, command: CallCommand) -> str:
+    """A call in words."""
+    match command:
+        case RunCall(node=node, step=step, call=call):
+            return f"{graph.nodes[node].name} (step {step}, call {call})"
+        case RunFinish(node=node, step=step, minibatch=minibatch):
+            return f"{graph.nodes[node].name}.finish (step {step}, mini-batch {minibatch})"
+        case ExportWeights(source=source, version=version):
+            return f"export of {source}'s weights (version {version})"
+        case InstallWeights(source=source, target=target, version=version):
+            return f"install of {source}'s weights in {target} (version {version})"
+
+
+def who_waits(graph: FlowGraph, calls: Iterable[Call], steps: Iterable[StepState]) -> list[str]:
+    """One line for each call in progress and each stage that is not complete."""
+    lines = [
+        f"  running: {call_name(graph, call.command)} on lanes {sorted(call.running)}"
+        for call in calls
+    ]
+    for state in steps:
+        for node in graph.nodes:
+            ledger = state.ledgers[node.index]
+            if not ledger.complete:
+                lines.append(
+                    f"  waiting: {node.name} (step {state.step}): {ledger.low} of "
+                    f"{ledger.num_units} {node.unit}s done, {ledger.ready()} ready, "
+                    f"{ledger.leased} leased"
+                )
+    return lines

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from m2flow.engine.account import call_name, unjudged, who_waits
-from m2flow.engine.calls import Call
+from m2flow.engine.calls import Call, call_name, who_waits
 from m2flow.engine.healing import Healer
 from m2flow.engine.lanes import Barrier
+from m2flow.engine.loops import unjudged
 from m2flow.engine.messages import (
     CallAborted,
     CallFailed,
@@ -177,8 +177,9 @@ class Engine:
         column = self._state.length_columns[producer]
         for consumer in at:
             heard = lengths if self.graph.nodes[consumer].length == column else ()
-            state.ledgers[consumer].arrive(producer if stream is None else stream, items, heard)
-            self._state.wake(state.step, consumer)
+            ledger = state.ledgers[consumer]
+            if ledger.arrive(producer if stream is None else stream, items, heard):
+                self._state.wake(state.step, consumer)
 
     # --- items --------------------------------------------------------------------------------
 
@@ -195,12 +196,13 @@ class Engine:
         engine.admission.observe_bytes(node.index, len(event.items), event.num_bytes)
         if node.streaming:
             engine.heard_of(call)
-            engine.may_have_room(call, node)
             new, done = call.hand_on(event.items, node.expands)
             self._put(state, node, event, _without(new, call.void))
-            self._units_done(state, node, done, command.lanes)
-            self._close_window(state, node)
-            engine.wake(call.step, node.index)
+            if done:
+                engine.may_have_room(call, node)
+                self._units_done(state, node, done, command.lanes)
+                self._close_window(state, node)
+                engine.wake(call.step, node.index)
         elif node.loop is None:
             self._put(state, node, event, _without(event.items, call.void))
         else:

@@ -1,4 +1,4 @@
-"""`Directory`: which lanes hold the payload of each item of a step.
+"""Where things are: `Directory` for the payloads of a step, `Homes` for states of sticky items.
 
 An output item is made by one lane, which holds it from then on. A lane that has read it for a call
 holds a copy. When no stage will read the item any more, it is released everywhere. Source items are
@@ -22,6 +22,9 @@ NOT_MADE = -2
 
 RELEASED = -3
 """In place of a lane: the item was made, and no lane holds it any more."""
+
+ANYWHERE = -1
+"""Stands for a lane where a unit may be leased to any lane alike."""
 
 
 class Directory:
@@ -169,3 +172,36 @@ class Directory:
         self._again.add((producer, item))
         if not self.holds(producer, item):
             self._homes[producer][item] = NOT_MADE
+
+
+class Homes:
+    """The homes of one worker's items in a step, as one of its sticky stages sees them.
+
+    An item whose home is not known yet belongs where the item that it was made of belongs. Stages
+    count their items in spaces of their own, which are told apart by fanout.
+
+    Args:
+        lanes: (fanout, item) to lane; shared by the sticky stages of the worker.
+        fanouts: this stage's own, and those of the worker's sticky stages upstream.
+    """
+
+    __slots__ = ("_fanouts", "_lanes")
+
+    def __init__(self, lanes: dict[tuple[int, int], int], fanouts: Sequence[int]) -> None:
+        self._lanes, self._fanouts = lanes, fanouts
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def of(self, item: int) -> int:
+        """The lane the item belongs to, or ANYWHERE."""
+        own = self._fanouts[0]
+        for fanout in self._fanouts:
+            lane = self._lanes.get((fanout, item * fanout // own))
+            if lane is not None:
+                return lane
+        return ANYWHERE
+
+    def bind(self, item: int, lane: int) -> None:
+        """The lane is about to hold the item's state."""
+        self._lanes[self._fanouts[0], item] = lane

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Sequence
 
-from m2flow.engine.homes import ANYWHERE, Homes
+from m2flow.engine.directory import ANYWHERE, Homes
 from m2flow.engine.ready import LongestFirst, LowestFirst
 from m2flow.flow.graph import StageNode
 
@@ -99,51 +99,62 @@ class StageLedger:
 
     # --- arrivals -----------------------------------------------------------------------------
 
-    def arrive(self, stream: int, items: Sequence[int], lengths: Sequence[float] = ()) -> None:
+    def arrive(self, stream: int, items: Sequence[int], lengths: Sequence[float] = ()) -> bool:
         """Items of an input stream are there; each may have a length.
 
-        A unit is as long as its items together.
+        A unit is as long as its items together. Returns whether any unit has become ready.
         """
-        status, size = self._status, self.unit_items
+        status, size, ready = self._status, self.unit_items, []
         if not self._arrived:
             for place, item in enumerate(items):
                 assert 0 <= item < self.num_items, f"{self.node.name} has no item {item}"
                 if status[item] == WAITING:
                     if lengths:
                         self._lengths[item] = lengths[place]
-                    self._make_ready(item)
-            return
-        arrived, missing = self._arrived[self.node.inputs.index(stream)], self._missing
-        for place, item in enumerate(items):
-            assert 0 <= item < self.num_items, f"{self.node.name} has no item {item}"
-            unit = item // size
-            if arrived[item] or status[unit] == DONE:
-                continue
-            arrived[item] = 1
-            missing[unit] -= 1
-            if lengths:
-                self._lengths[unit] = self._lengths.get(unit, 0.0) + lengths[place]
-            if not missing[unit] and status[unit] == WAITING:
-                self._make_ready(unit)
-
-    def _make_ready(self, unit: int) -> None:
-        if self.sticky:
-            lane = self._homes.of(unit)
-        elif self.node.length is not None:
-            lane = ANYWHERE
+                    status[item] = READY
+                    ready.append(item)
         else:
-            lane = self._place(unit * self.unit_items)
-        window = unit // self._window_units
-        self._status[unit] = READY
-        self._queue(self._ready.setdefault(window, {}), lane).push(unit)
-        self._num_ready[window] = self._num_ready.get(window, 0) + 1
+            arrived, missing = self._arrived[self.node.inputs.index(stream)], self._missing
+            for place, item in enumerate(items):
+                assert 0 <= item < self.num_items, f"{self.node.name} has no item {item}"
+                unit = item // size
+                if arrived[item] or status[unit] == DONE:
+                    continue
+                arrived[item] = 1
+                missing[unit] -= 1
+                if lengths:
+                    self._lengths[unit] = self._lengths.get(unit, 0.0) + lengths[place]
+                if not missing[unit] and status[unit] == WAITING:
+                    ready.append(unit)
+        if ready:
+            self._make_ready(ready)
+        return bool(ready)
+
+    def _make_ready(self, units: Sequence[int]) -> None:
+        """Queue units where they are to be worked on."""
+        status, size, place = self._status, self.unit_items, self._place
+        window_units, num_ready = self._window_units, self._num_ready
+        for unit in units:
+            if self.sticky:
+                lane = self._homes.of(unit)
+            elif self.node.length is not None:
+                lane = ANYWHERE
+            else:
+                lane = place(unit * size)
+            window = unit // window_units
+            if window not in num_ready:
+                self._ready[window], num_ready[window] = {}, 0
+            status[unit] = READY
+            num_ready[window] += 1
+            queues = self._ready[window]
+            queue = queues.get(lane)
+            (self._queue(queues, lane) if queue is None else queue).push(unit)
 
     def _queue(self, queues: dict[int, LowestFirst], lane: int) -> LowestFirst:
-        queue = queues.get(lane)
-        if queue is None:
+        if lane not in queues:
             longest = self.node.length is not None
-            queue = queues[lane] = LongestFirst(self._lengths) if longest else LowestFirst()
-        return queue
+            queues[lane] = LongestFirst(self._lengths) if longest else LowestFirst()
+        return queues[lane]
 
     def ready(self, lane: int = ANYWHERE) -> int:
         """Units of the current window that wait for a call on this lane."""
@@ -206,7 +217,7 @@ class StageLedger:
     def give_back(self, unit: int) -> None:
         """A leased unit was not worked on after all: it is ready again."""
         self._end_lease((unit,), WAITING)
-        self._make_ready(unit)
+        self._make_ready((unit,))
 
     def finish(self, units: Sequence[int]) -> None:
         """Leased units are done."""
@@ -280,7 +291,7 @@ class StageLedger:
         self._status[unit] = WAITING
         self.low = min(self.low, unit)
         if not self._arrived or not self._missing[unit]:
-            self._make_ready(unit)
+            self._make_ready((unit,))
         return was_complete
 
     def unbind(self, lane: int) -> None:
@@ -312,14 +323,6 @@ class StageLedger:
     def complete(self) -> bool:
         """Whether every window of the step is done."""
         return self.window == self.node.minibatches
-
-    @property
-    def work_left(self) -> bool:
-        """Whether calls of this stage are still to be started in the step, its `finish` too."""
-        if self.complete:
-            return False
-        over = self.window * self._window_units + self._window_done + self.leased
-        return over < self.num_units or self.node.has_finish
 
     def status(self, unit: int) -> int:
         """WAITING, READY, LEASED or DONE."""

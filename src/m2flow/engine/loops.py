@@ -1,12 +1,20 @@
-"""`LoopState` and `LoopLedger`: items that go around the members of a loop until they leave."""
+"""Items that go around the members of a loop until they leave.
+
+A loop may run *fused*: around and around on one lane, with no trip to the controller. That is where
+the plan allows it, all of its members' workers stand on the same single lanes, fit there together
+(the limit of a lane is kept), and at most one of them binds items to lanes: an item can then be
+handed to a lane once, and stay there until it has left the loop.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from m2flow.engine.homes import Homes
+from m2flow.engine.directory import Homes
 from m2flow.engine.ledger import LEASED, READY, WAITING, StageLedger
-from m2flow.flow.graph import StageNode
+from m2flow.engine.plan import Plan
+from m2flow.errors import FlowError
+from m2flow.flow.graph import FlowGraph, StageNode
 
 
 class LoopState:
@@ -72,14 +80,14 @@ class LoopLedger(StageLedger):
         self.loop = loop
         self._passed = bytearray(num_items)
 
-    def arrive(self, stream: int, items: Sequence[int], lengths: Sequence[float] = ()) -> None:
+    def arrive(self, stream: int, items: Sequence[int], lengths: Sequence[float] = ()) -> bool:
         if self.loop.entry == (self.node.index, stream):  # some may have entered long ago
             items = [item for item in items if not self._passed[item]]
-        super().arrive(stream, items, lengths)
+        return super().arrive(stream, items, lengths)
 
-    def _make_ready(self, unit: int) -> None:
-        super()._make_ready(unit)
-        self.loop.ready += 1
+    def _make_ready(self, units: Sequence[int]) -> None:
+        super()._make_ready(units)
+        self.loop.ready += len(units)
 
     def lease(self, lane: int, amount: int, end: int) -> list[int]:
         units = super().lease(lane, amount, end)
@@ -113,7 +121,7 @@ class LoopLedger(StageLedger):
 
     def reenter(self, item: int) -> None:
         """An item is at the loop's entry again, where it can be read."""
-        self._make_ready(item)
+        self._make_ready((item,))
 
     def reopen_loop(self) -> bool:
         """An item that had left is inside again. Whether the member was complete."""
@@ -131,12 +139,48 @@ class LoopLedger(StageLedger):
         return loop.ready + loop.left + (loop.leased if loop.fused else 0) == loop.total
 
     @property
-    def work_left(self) -> bool:
-        return not self.complete and self.loop.left < self.loop.total
-
-    @property
     def window_complete(self) -> bool:
         return not self.complete and self.loop.left == self.loop.total
 
     def has_read(self, item: int) -> bool:
         return bool(self._passed[item])
+
+
+def fused_loops(graph: FlowGraph, plan: Plan) -> frozenset[int]:
+    """Numbers of the loops that run fused under this plan."""
+    if not plan.fuse_loops:
+        return frozenset()
+    loops = range(len(graph.loops))
+    return frozenset(loop for loop in loops if _can_be_fused(graph, plan, loop))
+
+
+def sticky_member(graph: FlowGraph, loop: int) -> StageNode | None:
+    """A member that binds items to lanes; in a fused loop all such members have one worker."""
+    members = (graph.nodes[index] for index in graph.loops[loop].members)
+    return next((node for node in members if node.sticky), None)
+
+
+def _can_be_fused(graph: FlowGraph, plan: Plan, loop: int) -> bool:
+    members = [graph.nodes[index] for index in graph.loops[loop].members]
+    spots = {node.worker: plan.placements[node.worker] for node in members}
+    first = spots[members[0].worker]
+    if any(len(gang) > 1 for gang in first.replicas):
+        return False
+    if any(set(spot.replicas) != set(first.replicas) for spot in spots.values()):
+        return False
+    if len({node.worker for node in members if node.sticky}) > 1:
+        return False
+    needed = sum(spot.state_bytes for spot in spots.values())
+    needed += max(spot.working_bytes for spot in spots.values())
+    limits = {lane.id: lane.memory_bytes for lane in plan.lanes}
+    return all((limit := limits[lane]) is None or needed <= limit for lane in first.lanes)
+
+
+def unjudged(graph: FlowGraph, loop: int) -> FlowError:
+    """What is wrong with a loop that nothing would ever leave."""
+    return FlowError(
+        f"no stage has given the column {graph.loops[loop].until!r} in a full turn, so nothing "
+        "would ever leave",
+        key=graph.loop_name(loop),
+        hint="give the column, name another one by `until`, or set `max_turns`",
+    )

@@ -167,8 +167,6 @@ class RunCall:
         fused: the stage is the first member of a loop whose members all stand on this lane: run
             the whole loop there, until each of the items has left it. What leaves it counts as
             made by this first member.
-        early: onloads for calls to come, at most one on each lane: they run beside the call, after
-            those of earlier calls. A later call of such a worker waits for its onload.
     """
 
     call: int
@@ -177,7 +175,6 @@ class RunCall:
     lanes: tuple[int, ...]
     inputs: tuple[Inputs, ...]
     fused: bool = False
-    early: tuple[MoveState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,18 +218,13 @@ class DropFolded:
 
 @dataclass(frozen=True, slots=True)
 class RunFinish:
-    """Every item of a mini-batch has been folded in: run `finish` on all lanes of the worker.
-
-    Attributes:
-        early: as in RunCall.
-    """
+    """Every item of a mini-batch has been folded in: run `finish` on all lanes of the worker."""
 
     call: int
     node: int
     step: int
     minibatch: int
     lanes: tuple[int, ...]
-    early: tuple[MoveState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

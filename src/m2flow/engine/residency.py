@@ -51,7 +51,7 @@ class Residency:
         if limit is None:
             return []
         states = sum(self._bytes[worker] for worker in workers)
-        room = self._room(workers) if working else 0
+        room = max((self._working[worker] for worker in workers), default=0) if working else 0
         if states + room > limit:
             what = f"{' and '.join(workers)} cannot be resident together on lane {lane}"
             if len(workers) == 1:
@@ -68,31 +68,6 @@ class Residency:
         resident.update(dict.fromkeys(workers))
         return moves
 
-    def bring_early(self, worker: str, beside: Sequence[str], lane: int) -> list[MoveState]:
-        """Moves after which a worker of a later call is resident as well, the last one its own.
-
-        There are none if it is resident already, has no state, or does not fit beside those that
-        work now; of the others, whoever was used longest ago makes way.
-
-        Args:
-            worker: who will be needed next on the lane.
-            beside: whom the call that is about to start needs; `bring` has been called for them.
-            lane: where.
-        """
-        limit = self._limit[lane]
-        resident = self._resident[lane]
-        if limit is None or worker in resident or not self._bytes[worker]:
-            return []
-        states = sum(self._bytes[other] for other in (*beside, worker))
-        left = limit - states - self._room(beside)
-        if left < 0:
-            return []
-        for other in beside:
-            del resident[other]
-        moves = self._evict(lane, left)
-        resident.update(dict.fromkeys((*beside, worker)))
-        return [*moves, MoveState("onload", worker, lane)]
-
     def lost(self, lane: int) -> None:
         """A lane comes up anew: nobody is resident there."""
         self._resident[lane].clear()
@@ -100,9 +75,6 @@ class Residency:
     def put_away(self, lane: int) -> list[MoveState]:
         """Moves after which nobody with a state is resident, as at the start; none if unlimited."""
         return self._evict(lane, 0) if self.limited(lane) else []
-
-    def _room(self, workers: Sequence[str]) -> int:
-        return max((self._working[worker] for worker in workers), default=0)
 
     def _evict(self, lane: int, room: int) -> list[MoveState]:
         """Offload until the resident states take no more than `room` bytes."""

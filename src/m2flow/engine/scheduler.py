@@ -23,10 +23,17 @@ from itertools import pairwise
 from m2flow.engine.calls import Call
 from m2flow.engine.lanes import Barrier
 from m2flow.engine.ledger import StageLedger
-from m2flow.engine.messages import CallCommand, FeedCall, RunCall, RunFinish
+from m2flow.engine.messages import (
+    CallCommand,
+    ExportWeights,
+    FeedCall,
+    InstallWeights,
+    MoveState,
+    RunCall,
+    RunFinish,
+)
 from m2flow.engine.state import EngineState
 from m2flow.engine.steps import StepState
-from m2flow.engine.switching import early_onload, moves_before
 from m2flow.flow.graph import StageNode
 
 
@@ -70,17 +77,21 @@ class Scheduler:
     def _start_stage(self, state: StepState, node: StageNode, partial: bool) -> None:
         """Start calls of a stage on idle replicas while there is work that may start."""
         engine, ledger = self._engine, state.ledgers[node.index]
-        members = engine.members[node.index]
-        if not members or not (ledger.leased or ledger.ready() or ledger.sticky):
+        enough = ledger.sticky or self._enough(ledger, node, ledger.ready(), partial)
+        # A generator is sent one Batch at a time.
+        feeds = node.streaming and len(node.inputs) == 1 and engine.hungry
+        if not (enough or feeds):
             return
-        for member in members:
-            if not engine.turns.may_take_items(engine.steps, state, member):
-                return
-        if ledger.sticky or self._enough(ledger, node, ledger.ready(), partial):
+        members = engine.members[node.index]
+        if not members or not all(
+            engine.turns.may_take_items(engine.steps, state, member) for member in members
+        ):
+            return
+        if enough:
             self._start_on_idle(state, node, partial)
-        if node.streaming and len(node.inputs) == 1:  # a generator is sent one Batch at a time
+        if feeds:
             self._feed_calls(state, node)
-        if self._gangs[node.worker]:
+        if enough and self._gangs[node.worker]:
             self._want_gangs(state, node)
 
     # --- leases -------------------------------------------------------------------------------
@@ -269,20 +280,26 @@ class Scheduler:
         """Have a command carried out on its lanes, and its workers brought in before."""
         engine, lanes = self._engine, command.lanes
         engine.board.occupy(lanes)
-        early = []
         for lane in lanes:
             if engine.residency.limited(lane):
-                engine.out += moves_before(engine, command, lane)
-                if (move := early_onload(engine, command, lane)) is not None:
-                    early.append(move)
-        if early and isinstance(command, RunCall | RunFinish):
-            command = replace(command, early=tuple(early))
+                engine.out += self._moves_before(command, lane)
         call = Call(command, set(lanes), engine.now, state.step)
         engine.calls[command.call] = call
         state.active_calls += 1
         engine.out.append(command)
         self._note_lanes(call, command)
         return call
+
+    def _moves_before(self, command: CallCommand, lane: int) -> list[MoveState]:
+        """Moves after which those are resident on a lane whom a command needs there."""
+        bring = self._engine.residency.bring
+        match command:
+            case RunCall(node=index) | RunFinish(node=index):
+                return bring(self._engine.workers[index], lane, working=True)
+            case ExportWeights(source=source):
+                return bring((source,), lane)
+            case InstallWeights(source=source, target=target, local=local):
+                return bring((source, target) if local else (target,), lane)
 
     def _note_lanes(self, call: Call, command: CallCommand | FeedCall) -> None:
         """Remember on which lanes a call depends, lest they be lost before it has ended."""

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from m2flow.engine.admission import Admission
 from m2flow.engine.calls import Call
-from m2flow.engine.fusing import fused_loops
 from m2flow.engine.lanes import LaneBoard
+from m2flow.engine.loops import fused_loops
 from m2flow.engine.messages import Command, ReleaseItems, RunCall
 from m2flow.engine.plan import Plan, StagePlan
 from m2flow.engine.residency import Residency

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from m2flow.engine.directory import Directory
-from m2flow.engine.fusing import sticky_member
-from m2flow.engine.homes import Homes
+from m2flow.engine.directory import Directory, Homes
 from m2flow.engine.ledger import StageLedger
-from m2flow.engine.loops import LoopLedger, LoopState
+from m2flow.engine.loops import LoopLedger, LoopState, sticky_member
 from m2flow.engine.messages import Inputs, Part
 from m2flow.errors import UserError
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from m2flow.engine.time_account import TERM_OF, WORK, Piece
 from m2flow.observe.charts import round_ticks
 from m2flow.observe.formatting import percent, seconds
 from m2flow.observe.theme import SANS, stage_colours, variables
-from m2flow.simulation.gantt import Gantt, Row, in_columns, joined, lane_names
+from m2flow.plan.gantt import Gantt, Row, in_columns, joined, lane_names
+from m2flow.plan.time_account import TERM_OF, WORK, Piece
 
 GANTT_CSS = """
 .gantt{display:block;width:100%;height:auto}

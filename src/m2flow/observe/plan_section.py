@@ -13,7 +13,6 @@ from html import escape
 from statistics import median
 from typing import Any
 
-from m2flow.engine.time_account import TERMS, where_the_time_went
 from m2flow.observe.formatting import number, percent, seconds
 from m2flow.observe.gantt import gantt_svg
 from m2flow.observe.lane_time import chart_of, pictured_steps, stage_palette
@@ -22,6 +21,7 @@ from m2flow.observe.record import RunRecord, as_number
 from m2flow.observe.trace import StepSpans
 from m2flow.plan.explain import Explanation
 from m2flow.plan.file import to_json
+from m2flow.plan.time_account import TERMS, where_the_time_went
 
 
 def plan_section(record: RunRecord) -> str:

@@ -12,8 +12,8 @@ from collections import deque
 from pathlib import Path
 
 from m2flow.engine.spans import Span
-from m2flow.engine.time_account import LaneTime, extent, where_the_time_went
 from m2flow.observe.trace import StepSpans, Trace, write_trace
+from m2flow.plan.time_account import LaneTime, extent, where_the_time_went
 
 
 class Timeline:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from m2flow.engine.spans import Span
-from m2flow.engine.time_account import LaneTime, extent
 from m2flow.errors import UserError
 from m2flow.observe.jsonl import encode, write_atomically
+from m2flow.plan.time_account import LaneTime, extent
 
 PROCESS, STEPS_THREAD = 1, 0
 

@@ -51,7 +51,7 @@ def simulate(
 
     def play(profile: Profile) -> tuple[ProfileTiming, SimulatedRun]:
         timing = ProfileTiming(graph, plan, profile, seed, first_step=-warm)
-        simulation = Simulation(graph, plan, timing, length=timing.said_length)
+        simulation = Simulation(graph, plan, timing)
         return timing, simulation.run(num_items, warm + steps + plan.max_staleness)
 
     timing, run = play(profile)
@@ -67,7 +67,7 @@ def played(
 ) -> SimulatedRun:
     """The run itself, from the first step on."""
     timing = ProfileTiming(graph, plan, profile, seed)
-    return Simulation(graph, plan, timing, length=timing.said_length).run(num_items, steps)
+    return Simulation(graph, plan, timing).run(num_items, steps)
 
 
 def _peaks(

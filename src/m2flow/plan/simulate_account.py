@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from m2flow.engine.plan import Plan
 from m2flow.engine.spans import Span
-from m2flow.engine.time_account import TERMS, Window, where_the_time_went
 from m2flow.plan.prediction import Prediction
+from m2flow.plan.time_account import TERMS, Window, where_the_time_went
 from m2flow.plan.units import Bytes, Seconds
 from m2flow.simulation.driver import SimulatedRun
 

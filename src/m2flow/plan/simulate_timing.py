@@ -26,7 +26,7 @@ from m2flow.engine.plan import Plan, StagePlan
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 from m2flow.plan.profile import Profile, StageCost, WorkerCost
 from m2flow.plan.units import Bytes, Items
-from m2flow.simulation.timing import Admitted, Transfer
+from m2flow.simulation.timing import Admitted, Timing, Transfer
 
 HANDED_ON = 4
 """A stage that knows lengths hands its items on once they are 1 / HANDED_ON of those at work: many
@@ -61,7 +61,7 @@ def drawn(seed: int, what: int, stage: int, step: int, item: int) -> float:
     return (x >> 11) / (1 << 53)
 
 
-class ProfileTiming:
+class ProfileTiming(Timing):
     """A `Timing` for one plan.
 
     Args:

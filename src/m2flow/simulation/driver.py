@@ -7,13 +7,12 @@ brought to the reading one before its call, as real lanes do it. Tests and the p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 
 from m2flow.engine.core import Engine
-from m2flow.engine.facts import ids_text
 from m2flow.engine.messages import (
     LAUNCHER,
     CallFinished,
@@ -27,22 +26,18 @@ from m2flow.engine.messages import (
     InstallWeights,
     ItemsProduced,
     MoveState,
-    ReleaseItems,
     RunCall,
     RunFinish,
     StepSubmitted,
     Tick,
 )
 from m2flow.engine.plan import Plan
-from m2flow.engine.spans import Span
+from m2flow.engine.spans import Span, ids_text
 from m2flow.errors import RunFailed
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 from m2flow.simulation.lanes import VirtualLanes
-from m2flow.simulation.run import ItemCounts, SimulatedRun
 from m2flow.simulation.stream import VirtualStream
-from m2flow.simulation.timing import Costs, Plain, Timing, Transfer
-
-__all__ = ["Costs", "SimulatedRun", "Simulation"]
+from m2flow.simulation.timing import Timing, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +48,36 @@ class _Next:
     ticket: int
 
 
+@dataclass(slots=True)
+class SimulatedRun:
+    """What a simulation gives.
+
+    Attributes:
+        step_starts: virtual second at which each step was submitted.
+        step_ends: virtual second at which each step was complete.
+        spans: what each lane did.
+        staleness: version lag to items.
+        num_events: events the engine has handled.
+        peak_bytes: for each lane with a memory limit, the most that resident states (from the start
+            of an onload to the end of an offload) and the call at hand took together.
+    """
+
+    step_starts: dict[int, float] = field(default_factory=dict)
+    step_ends: dict[int, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    staleness: dict[int, int] = field(default_factory=dict)
+    num_events: int = 0
+    peak_bytes: dict[int, int] = field(default_factory=dict)
+
+
 class Simulation:
     """Runs a plan in virtual time.
 
     Args:
         graph, plan: as for `Engine`.
-        costs: stage times, in the short form or in full.
+        timing: how long things take.
         tie_break: a number by which simultaneous events are ordered, asked for once an event; by
             default they keep the order in which they were made.
-        length: how long an item of a stage (or SOURCE) is said to take, by stage, step and item,
-            where a reader of it declares a length; nothing is said by default.
         detailed: whether spans say which items they are of, as those of real lanes do.
     """
 
@@ -70,24 +85,20 @@ class Simulation:
         self,
         graph: FlowGraph,
         plan: Plan,
-        costs: Costs | Timing,
+        timing: Timing,
         tie_break: Callable[[], float] = lambda: 0.0,
-        length: Callable[[int, int, int], float] | None = None,
         detailed: bool = False,
     ) -> None:
-        self.graph, self.plan, self.costs, self.tie_break = graph, plan, costs, tie_break
-        self._timing: Timing = costs if isinstance(costs, Timing) else Plain(costs)
-        self._together = isinstance(costs, Timing)
-        self._length, self._detailed = length, detailed
+        self.graph, self.plan, self.tie_break = graph, plan, tie_break
+        self._timing, self._detailed = timing, detailed
         self.engine = Engine(graph, plan)
         self.now = 0.0
         self._sent_at = 0.0  # when the commands at hand leave the controller
         self._sequence = count()
         self._events: list[tuple[float, float, int, int, tuple[Event, ...] | _Next]] = []
-        self._lanes = VirtualLanes(plan, self._timing)
+        self._lanes = VirtualLanes(plan, timing)
         self._streams: dict[int, VirtualStream] = {}
         self.record = SimulatedRun(spans=self._lanes.spans)
-        self._counts = ItemCounts(self.record)
 
     def run(self, num_items: int, num_steps: int) -> SimulatedRun:
         """Play steps of `num_items` source items, as many at once as the staleness allows.
@@ -117,9 +128,9 @@ class Simulation:
         return self.record
 
     def _lengths(self, producer: int, step: int, items: Sequence[int]) -> tuple[float, ...]:
-        if self._length is None or self.graph.length_column(producer) is None:
+        if self.graph.length_column(producer) is None:
             return ()
-        return tuple(self._length(producer, step, item) for item in items)
+        return tuple(self._timing.said_length(producer, step, item) for item in items)
 
     def _report(self, lane: int, *events: Event) -> None:
         """What a lane says at one moment."""
@@ -142,41 +153,29 @@ class Simulation:
         match command:
             case RunCall(node=index):
                 self._run_call(command, self.graph.nodes[index])
-                self._move_beside(command)
             case FeedCall():
                 self._feed(command)
             case RunFinish(node=index):
                 self._finish(command, self.graph.nodes[index])
-                self._move_beside(command)
             case ExportWeights(source=source, lanes=lanes):
                 for lane in lanes:
-                    self._publish(command, lane, (source,))
-            case InstallWeights(source=source, target=target, lanes=(lane,)):
-                self._publish(command, lane, (source, target))
+                    self._publish(command, lane, source)
+            case InstallWeights(target=target, lanes=(lane,)):
+                self._publish(command, lane, target)
             case MoveState():
-                self._lanes.move(command, self._sent_at, early=False)
-            case ReleaseItems(step=step, producer=producer, items=items):
-                self._counts.release(step, producer, len(items))
+                self._lanes.move(command, self._sent_at)
             case CompleteStep():
                 self._complete(command)
             case FailRun(message=message, cause=cause):
                 raise RunFailed(message) from cause
 
-    def _move_beside(self, command: RunCall | RunFinish) -> None:
-        for move in command.early:
-            self._lanes.move(move, self._sent_at, early=True)
-
     # --- calls ------------------------------------------------------------------------------------
 
     def _run_call(self, command: RunCall, node: StageNode) -> None:
         shares = [_items_of(inputs) for inputs in command.inputs]
-        workers = [node.worker]
-        if command.fused and node.loop is not None:
-            members = self.graph.loops[node.loop].members
-            workers = [self.graph.nodes[index].worker for index in members]
         start = 0.0
         for lane, inputs in zip(command.lanes, command.inputs, strict=True):
-            begin = self._lanes.begin(lane, command, workers, self._sent_at)
+            begin = self._lanes.begin(lane, command, self._sent_at)
             start = max(start, self._bring(node, command.step, lane, inputs, begin))
         if node.streaming:
             lane = command.lanes[0]
@@ -197,7 +196,6 @@ class Simulation:
         step = command.step
         seconds = self._timing.call(node, step, command.lanes, shares)
         for lane, items in zip(command.lanes, shares, strict=True):
-            self._counts.work_on(node, step, items)
             outputs = _outputs_of(node, items)
             leaving: list[int] = []
             if node.loop is not None:
@@ -219,7 +217,6 @@ class Simulation:
             turn += 1
             for index in spec.members:
                 node = self.graph.nodes[index]
-                self._counts.work_on(node, step, items)
                 seconds = self._timing.call(node, step, (lane,), (items,))
                 facts = self._facts(step, items)
                 now = self._lanes.spend(lane, node, "call", now, seconds, facts)
@@ -266,7 +263,6 @@ class Simulation:
     ) -> None:
         """Give items to a streaming call, which waits until they are there."""
         node = stream.node
-        self._counts.work_on(node, stream.step, items)
         admitted = self._timing.admit(node, stream.step, stream.lane, items)
         outputs = _outputs_of(node, items)
         stream.take(start, items, outputs, admitted.needs, admitted.pause + wait)
@@ -285,7 +281,7 @@ class Simulation:
         if stream.idle:
             self._end_stream(stream)
             return
-        stream.finish_next(self.now, together=self._together)
+        stream.finish_next(self.now)
         finished, running = len(stream.unsaid), stream.running
         said: tuple[int, ...] = ()
         if not running or self._timing.hands_on(stream.node, finished, running):
@@ -316,25 +312,22 @@ class Simulation:
     # --- what is no call of a stage ---------------------------------------------------------------
 
     def _finish(self, command: RunFinish, node: StageNode) -> None:
-        workers = (node.worker,)
-        begins = [self._lanes.begin(x, command, workers, self._sent_at) for x in command.lanes]
+        begins = [self._lanes.begin(lane, command, self._sent_at) for lane in command.lanes]
         seconds = self._timing.finish(node, command)
         facts = {"step": command.step, "minibatch": command.minibatch}
         for lane in command.lanes:
             end = self._lanes.spend(lane, node, "finish", max(begins), seconds, facts)
             self._report_at(end, lane, CallFinished(command.call, lane))
 
-    def _publish(
-        self, command: ExportWeights | InstallWeights, lane: int, workers: tuple[str, ...]
-    ) -> None:
-        start = self._lanes.begin(lane, command, workers, self._sent_at)
+    def _publish(self, command: ExportWeights | InstallWeights, lane: int, worker: str) -> None:
+        start = self._lanes.begin(lane, command, self._sent_at)
         end = start + self._timing.publish(command, lane)
         facts: dict[str, object] = {"version": command.version, "source": command.source}
         if isinstance(command, InstallWeights):
             facts |= {"what": "install", "local": command.local}
         else:
             facts["what"] = "export"
-        self._lanes.busy(Span(lane, workers[-1], "publish", start, end, facts))
+        self._lanes.busy(Span(lane, worker, "publish", start, end, facts))
         self._report_at(end, lane, CallFinished(command.call, lane))
 
     # --- items ------------------------------------------------------------------------------------
@@ -371,7 +364,6 @@ class Simulation:
         self.record.step_ends[command.step] = self._sent_at
         for lag, items in command.staleness.items():
             self.record.staleness[lag] = self.record.staleness.get(lag, 0) + items
-        self._counts.forget(command.step)
 
 
 def _items_of(inputs: Inputs) -> list[int]:

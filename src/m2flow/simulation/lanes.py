@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -45,34 +45,25 @@ class VirtualLanes:
         self.spans: list[Span] = []
         self._running: dict[int, int] = {}
         self._free_at = {lane.id: 0.0 for lane in plan.lanes}
-        self._began = dict(self._free_at)
-        self._side_free_at = dict(self._free_at)
-        self._onloaded: dict[tuple[int, str], float] = {}
         self._memory = {lane.id: _Memory() for lane in plan.lanes if lane.memory_bytes is not None}
 
     def peak_bytes(self) -> dict[int, int]:
         """For each lane with a limit, the most that its memory held."""
         return {lane: memory.peak() for lane, memory in self._memory.items()}
 
-    def begin(
-        self, lane: int, command: CallCommand, workers: Iterable[str], sent_at: float
-    ) -> float:
-        """Give a lane a call that needs these workers; when the lane begins with it."""
+    def begin(self, lane: int, command: CallCommand, sent_at: float) -> float:
+        """Give a lane a call; when the lane begins with it."""
         assert lane not in self._running, f"lane {lane} was given a call while it ran another"
         self._running[lane] = command.call
-        start = self._began[lane] = self._start_of(lane, command, workers, sent_at)
-        return start
+        return self._start_of(lane, command, sent_at)
 
     def end(self, lane: int, call: int) -> None:
         """A lane says that a call has ended."""
         assert self._running.pop(lane) == call
 
-    def _start_of(
-        self, lane: int, command: LaneCommand, workers: Iterable[str], sent_at: float
-    ) -> float:
-        """When a lane comes to a command that needs these workers: it waits for early onloads."""
-        ready = (self._onloaded.get((lane, worker), 0.0) for worker in workers)
-        return max(sent_at + self._timing.dispatch(command), self._free_at[lane], *ready)
+    def _start_of(self, lane: int, command: LaneCommand, sent_at: float) -> float:
+        """When a lane comes to a command."""
+        return max(sent_at + self._timing.dispatch(command), self._free_at[lane])
 
     def spend(
         self,
@@ -96,21 +87,12 @@ class VirtualLanes:
         self.spans.append(span)
         return span.end
 
-    def move(self, command: MoveState, sent_at: float, *, early: bool) -> None:
-        """A move in turn with the lane's commands, or beside the call that has just begun."""
+    def move(self, command: MoveState, sent_at: float) -> None:
+        """Offload or onload a worker, in turn with the lane's commands."""
         lane, worker = command.lane, command.worker
-        seconds = self._timing.move(worker, command.what, lane)
-        if early:
-            start = max(self._began[lane], self._side_free_at[lane])
-            self._side_free_at[lane] = start + seconds
-        else:
-            start = self._start_of(lane, command, (worker,), sent_at)
-            self._free_at[lane] = start + seconds
-        end = start + seconds
-        if command.what == "onload":
-            self._onloaded[lane, worker] = end
+        start = self._start_of(lane, command, sent_at)
+        end = start + self._timing.move(worker, command.what, lane)
         size = self._plan.placements[worker].state_bytes
         at, change = (start, size) if command.what == "onload" else (end, -size)
         self._memory[lane].changes.append((at, change))
-        facts = {"what": command.what, "early": early}
-        self.spans.append(Span(lane, worker, "switch", start, end, facts))
+        self.busy(Span(lane, worker, "switch", start, end, {"what": command.what}))

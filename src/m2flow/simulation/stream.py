@@ -106,12 +106,12 @@ class VirtualStream:
         left = max(0.0, self._heap[0][0] - self._grown)
         return self.at + (left * self._pace(len(self._heap)) if left else 0.0)
 
-    def finish_next(self, when: float, *, together: bool) -> None:
-        """The next item is finished; `together`: with all that end at the same moment."""
+    def finish_next(self, when: float) -> None:
+        """The next item is finished, with all that end at the same moment."""
         end, _, item = heappop(self._heap)
         self._grown, self.at = max(self._grown, end), max(self.at, when)
         self.unsaid.append(item)
-        while together and self._heap and self._heap[0][0] - end <= SAME * (1.0 + end):
+        while self._heap and self._heap[0][0] - end <= SAME * (1.0 + end):
             self.unsaid.append(heappop(self._heap)[2])
         self._fill_slots()
         self.ticket += 1

@@ -1,49 +1,12 @@
-"""What the simulated driver asks of time: how long each thing takes, in virtual seconds.
-
-`Costs` is the short form, one price a stage, for tests. `Timing` is all that a simulation can ask:
-who works on what, where, and beside how many others. `Plain` makes a `Timing` of `Costs`.
-"""
+"""`Timing`: how long each thing takes in a simulation, in virtual seconds, and how large it is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from m2flow.engine.messages import Event, ExportWeights, InstallWeights, LaneCommand, RunFinish
 from m2flow.flow.graph import StageNode
-
-
-class Costs(Protocol):
-    """How long things take, in virtual seconds, and how large they are."""
-
-    def call(self, node: StageNode, num_items: int) -> float:
-        """A call of a stage on so many input items (on one lane of a gang)."""
-        ...
-
-    def item(self, node: StageNode, step: int, item: int) -> float:
-        """For a streaming stage: how long one output item takes from its start."""
-        ...
-
-    def finish(self, node: StageNode) -> float:
-        """The `finish` of a mini-batch."""
-        ...
-
-    def publish(self, source: str, target: str | None) -> float:
-        """Export of the source's weights (no target), or install in the target on one lane."""
-        ...
-
-    def move(self, worker: str, what: str) -> float:
-        """Offload or onload of a worker on one lane."""
-        ...
-
-    def item_bytes(self, node: StageNode) -> int:
-        """Size of one output item."""
-        ...
-
-    def leaves(self, node: StageNode, step: int, item: int) -> bool:
-        """Whether an item leaves its loop now that this member has worked on it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +34,8 @@ class Transfer:
     items: Sequence[int]
 
 
-@runtime_checkable
-class Timing(Protocol):
-    """How long things take where, in virtual seconds, and how large they are.
+class Timing:
+    """Nothing takes time and nothing is known; a subclass overrides what does and what is.
 
     In a streaming call all output items at work grow alike, each by one unit in `round` seconds;
     an item is finished when it has grown by what it needs.
@@ -82,123 +44,65 @@ class Timing(Protocol):
         has_links: whether items that cross lanes take time, so that `transfer` need be asked.
     """
 
-    has_links: bool
+    has_links: bool = False
 
     def dispatch(self, command: LaneCommand) -> float:
         """From a command to the moment at which its lane takes it up, if the lane is idle."""
-        ...
+        return 0.0
 
     def call(
         self, node: StageNode, step: int, lanes: Sequence[int], shares: Sequence[Sequence[int]]
     ) -> float:
         """A call of a stage: the input items of each lane of the replica."""
-        ...
+        return 0.0
 
     def admit(self, node: StageNode, step: int, lane: int, items: Sequence[int]) -> Admitted:
         """Input items come to a streaming call together."""
-        ...
+        return Admitted(0.0, [0.0] * (len(items) * node.expands))
 
     def round(self, node: StageNode, lane: int, running: int) -> float:
         """Seconds in which each of so many output items at work in a call grows by one unit."""
-        ...
+        return 1.0
 
     def slots(self, node: StageNode, lane: int) -> int | None:
         """The most output items that a streaming call works on at once; None for no limit."""
-        ...
+        return None
 
     def control(self, events: Sequence[Event]) -> float:
         """Seconds of the controller until it has handled events that come together.
 
         Events that come meanwhile wait.
         """
-        ...
+        return 0.0
 
     def hands_on(self, node: StageNode, finished: int, running: int) -> bool:
         """Whether a streaming call hands its finished items on while so many are at work."""
-        ...
-
-    def finish(self, node: StageNode, command: RunFinish) -> float:
-        """The `finish` of a mini-batch on all lanes of the worker."""
-        ...
-
-    def publish(self, command: ExportWeights | InstallWeights, lane: int) -> float:
-        """A lane's part in an export or an install."""
-        ...
-
-    def move(self, worker: str, what: str, lane: int) -> float:
-        """Offload or onload of a worker on one lane."""
-        ...
-
-    def transfer(self, transfer: Transfer) -> float:
-        """Items come from one lane to another."""
-        ...
-
-    def item_bytes(self, node: StageNode) -> int:
-        """Size of one output item."""
-        ...
-
-    def leaves(self, node: StageNode, step: int, item: int) -> bool:
-        """Whether an item leaves its loop now that this member has worked on it."""
-        ...
-
-
-class Plain:
-    """`Costs` as a `Timing`: nothing depends on lanes, and streamed items do not share a lane."""
-
-    has_links: bool = False
-
-    def __init__(self, costs: Costs) -> None:
-        self.costs = costs
-
-    def dispatch(self, command: LaneCommand) -> float:
-        return 0.0
-
-    def call(
-        self,
-        node: StageNode,
-        step: int,
-        lanes: Sequence[int],
-        shares: Sequence[Sequence[int]],
-    ) -> float:
-        return max(self.costs.call(node, len(items)) for items in shares)
-
-    def admit(
-        self,
-        node: StageNode,
-        step: int,
-        lane: int,
-        items: Sequence[int],
-    ) -> Admitted:
-        outputs = (item * node.expands + k for item in items for k in range(node.expands))
-        return Admitted(0.0, [self.costs.item(node, step, output) for output in outputs])
-
-    def round(self, node: StageNode, lane: int, running: int) -> float:
-        return 1.0
-
-    def slots(self, node: StageNode, lane: int) -> int | None:
-        return None
-
-    def control(self, events: Sequence[Event]) -> float:
-        return 0.0
-
-    def hands_on(self, node: StageNode, finished: int, running: int) -> bool:
         return True
 
     def finish(self, node: StageNode, command: RunFinish) -> float:
-        return self.costs.finish(node)
+        """The `finish` of a mini-batch on all lanes of the worker."""
+        return 0.0
 
     def publish(self, command: ExportWeights | InstallWeights, lane: int) -> float:
-        target = command.target if isinstance(command, InstallWeights) else None
-        return self.costs.publish(command.source, target)
+        """A lane's part in an export or an install."""
+        return 0.0
 
     def move(self, worker: str, what: str, lane: int) -> float:
-        return self.costs.move(worker, what)
+        """Offload or onload of a worker on one lane."""
+        return 0.0
 
     def transfer(self, transfer: Transfer) -> float:
+        """Items come from one lane to another."""
         return 0.0
 
     def item_bytes(self, node: StageNode) -> int:
-        return self.costs.item_bytes(node)
+        """Size of one output item."""
+        return 0
 
     def leaves(self, node: StageNode, step: int, item: int) -> bool:
-        return self.costs.leaves(node, step, item)
+        """Whether an item leaves its loop now that this member has worked on it."""
+        return True
+
+    def said_length(self, producer: int, step: int, item: int) -> float:
+        """What is said of an item where a stage that reads it declares a length."""
+        return 0.0

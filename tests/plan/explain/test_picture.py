@@ -7,7 +7,7 @@ import pytest
 from m2flow.plan.explain import picture
 from m2flow.plan.explain.amounts import brief, slower
 from m2flow.plan.explain.picture import stage_letters
-from m2flow.simulation.gantt import lay_out
+from m2flow.plan.gantt import lay_out
 from tests.plan.explain.cases import GEN, STAGES, TRAIN, span
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from m2flow.engine.facts import ids_of
 from m2flow.engine.plan import LaneSpec, Plan
-from m2flow.engine.spans import Span, SpanKind
+from m2flow.engine.spans import Span, SpanKind, ids_of
 from m2flow.errors import UserError
 from m2flow.flow import FlowGraph, stage
 from m2flow.flow.worker import Layout
@@ -118,9 +117,7 @@ def observed(
     graph: FlowGraph, plan: Plan, profile: Profile, steps: int = STEPS
 ) -> tuple[Plan, list[Ran]]:
     timing = ProfileTiming(graph, plan, profile)
-    run = Simulation(graph, plan, timing, length=timing.said_length, detailed=True).run(
-        ITEMS, steps
-    )
+    run = Simulation(graph, plan, timing, detailed=True).run(ITEMS, steps)
     starts = [0.0, *(run.step_ends[step] for step in range(steps - 1))]
     spans: list[list[Span]] = [[] for _ in starts]
     for span in run.spans:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from m2flow.engine.spans import Span
-from m2flow.engine.time_account import LaneTime, extent, where_the_time_went
 from m2flow.plan.explain.amounts import brief
+from m2flow.plan.gantt import lane_names
 from m2flow.plan.prediction import Candidate
-from m2flow.simulation.gantt import lane_names
+from m2flow.plan.time_account import LaneTime, extent, where_the_time_went
 
 FULL = 0.1
 """A lane that is idle for less than this share of the step has no time left."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from m2flow.engine.plan import Placement, Plan, StagePlan
-from m2flow.simulation.gantt import lane_names
+from m2flow.plan.gantt import lane_names
 
 
 def title(plan: Plan) -> str:

@@ -14,10 +14,10 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.plan.explain.bottleneck import Bottleneck, bottleneck
 from m2flow.plan.explain.differences import differences, title, where
 from m2flow.plan.explain.flips import Flip
+from m2flow.plan.gantt import Gantt, folded, lay_out
 from m2flow.plan.prediction import Candidate, Decision, Prediction
 from m2flow.plan.race import Entrant
 from m2flow.plan.sizes import bytes_text
-from m2flow.simulation.gantt import Gantt, folded, lay_out
 
 RUNNERS_UP = 3
 """Number of other plans that are listed."""

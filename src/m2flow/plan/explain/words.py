@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from m2flow.engine.time_account import TERMS
 from m2flow.plan.explain.amounts import brief, slower
 from m2flow.plan.explain.explanation import Alternative, Explanation
 from m2flow.plan.explain.picture import picture
-from m2flow.simulation.gantt import lane_names
+from m2flow.plan.gantt import lane_names
+from m2flow.plan.time_account import TERMS
 
 SHOWN = 4
 """Phrases of a difference, flips, and plans that were ruled out, that are printed."""

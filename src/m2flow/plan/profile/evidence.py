@@ -13,9 +13,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
-from m2flow.engine.facts import ids_of
 from m2flow.engine.plan import Plan
-from m2flow.engine.spans import Span
+from m2flow.engine.spans import Span, ids_of
 from m2flow.flow.graph import FlowGraph
 from m2flow.plan.busy import BusyLanes
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from m2flow.engine.fusing import fused_loops
+from m2flow.engine.loops import fused_loops
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph

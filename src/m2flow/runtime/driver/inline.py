@@ -11,11 +11,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 from m2flow.engine.messages import (
-    CallFinished,
     Command,
     CompleteStep,
     ExportWeights,
@@ -28,13 +26,12 @@ from m2flow.engine.messages import (
     RunFinish,
 )
 from m2flow.engine.plan import Plan
-from m2flow.engine.spans import Span
 from m2flow.errors import PlanError, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import SOURCE, FlowGraph
 from m2flow.flow.worker import Place, Worker
 from m2flow.runtime.lane.host import LaneHost, joined_exits
-from m2flow.runtime.lane.reports import Published, Report, call_span
+from m2flow.runtime.lane.reports import Published, Report
 
 
 class InlineCarrier:
@@ -109,42 +106,31 @@ class InlineCarrier:
         start = time.time()
         match command:
             case RunCall():
-                self._move_early(command)
                 host = self._on(command.lanes[0])
                 if self.graphs[flow].nodes[command.node].streaming:
                     self._streams.append((command, flow, host.call(flow, command), start))
                     return []
                 pieces = [piece for piece in host.call(flow, command) if piece is not None]
-                return [*map(Report, pieces), self._finished(flow, command, start)]
+                return [*map(Report, pieces), host.finished(flow, command, start)]
             case RunFinish():
-                self._move_early(command)
-                metrics = self._on(command.lanes[0]).finish(flow, command)
-                return [self._finished(flow, command, start, metrics)]
+                host = self._on(command.lanes[0])
+                metrics = host.finish(flow, command)
+                return [host.finished(flow, command, start, metrics)]
             case ExportWeights():
-                return [self._finished(flow, command, start)]
+                return [self._on(command.lanes[0]).finished(flow, command, start)]
             case InstallWeights(source=source, target=target, version=version):
-                weights = self._host.workers[source].weights()
-                self._host.install(source, target, version, weights)
-                published = Published(source, _bytes_of(weights), time.time() - start)
-                return [replace(self._finished(flow, command, start), published=published)]
+                host = self._on(command.lanes[0])
+                weights, num_bytes = host.weights_of(source)
+                host.workers[target].install(weights, version)
+                published = Published(source, num_bytes, time.time() - start)
+                return [host.finished(flow, command, start, published=published)]
             case MoveState():
-                return [self._move(command, early=False)]
+                return [self._on(command.lane).move(command)]
             case FeedCall():
                 self._on(command.lanes[0])
                 self._host.feed(flow, command)
                 return [Report(None)]
         raise AssertionError(f"no lane carries out {command}")
-
-    def _move_early(self, command: RunCall | RunFinish) -> None:
-        """Moves beside a call: here they come before it, on the one thread that there is."""
-        self._said += [self._move(move, early=True) for move in command.early]
-
-    def _move(self, command: MoveState, *, early: bool) -> Report:
-        start = time.time()
-        self._host.move(command)
-        facts = {"worker": command.worker, "what": command.what, "early": early}
-        span = Span(command.lane, command.worker, "switch", start, time.time(), facts)
-        return Report(None, (span,))
 
     def _on(self, lane: int) -> LaneHost:
         self._host.lane = lane
@@ -152,33 +138,11 @@ class InlineCarrier:
 
     def _advance_stream(self) -> list[Report]:
         command, flow, stream, start = self._streams.popleft()
-        self._on(command.lanes[0])
+        host = self._on(command.lanes[0])
         for piece in stream:
             self._streams.append((command, flow, stream, start))
-            if piece is None:
-                return [Report(None)]
             return [Report(piece)]
-        return [self._finished(flow, command, start)]
-
-    def _finished(
-        self,
-        flow: str,
-        command: RunCall | RunFinish | ExportWeights | InstallWeights,
-        start: float,
-        metrics: Mapping[str, float] | None = None,
-    ) -> Report:
-        lane = command.lanes[0]
-        spans = self._host.take_spans() or (
-            call_span(
-                self.graphs[flow],
-                command,
-                lane,
-                start,
-                time.time(),
-                self._host.take_facts(command.call),
-            ),
-        )
-        return Report(CallFinished(command.call, lane), spans, metrics)
+        return [host.finished(flow, command, start)]
 
     def collect(self, flow: str, command: CompleteStep) -> Future[Batch]:
         graph = self.graphs[flow]
@@ -212,7 +176,3 @@ class InlineCarrier:
     def close(self) -> None:
         for worker in self._host.workers.values():
             worker.close()
-
-
-def _bytes_of(weights: Mapping[str, Any]) -> int:
-    return sum(getattr(tensor, "nbytes", 0) for tensor in weights.values())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.flow.flow import Flow
 from m2flow.flow.worker import Layout
-from m2flow.plan import build_plan, parse_lanes, with_memory
+from m2flow.plan import build_plan
 from m2flow.runtime.driver.auto import AUTO, GUESSES, Auto
 from m2flow.runtime.driver.methods import STEP, Methods
 from m2flow.runtime.driver.run import Run
@@ -26,6 +26,7 @@ from m2flow.runtime.driver.starting import (
     lanes_of,
     methods_of,
     on_lanes,
+    specs_of,
 )
 
 __all__ = ["Auto", "Run", "launch"]
@@ -83,7 +84,7 @@ def launch(
     methods = methods_of(flow, items_per_step, also)
     graphs = methods.graphs
     if mode == "auto" and plan is None:
-        specs = _specs(lanes, lane_memory)
+        specs = specs_of(lanes, lane_memory)
         free = [lane for lane in specs if lane.reserved_for is None]
         guess = build_plan(
             GUESSES[0], graphs[STEP], free, items_per_step, methods.isolated, layouts
@@ -91,17 +92,17 @@ def launch(
         reserved = [lane for lane in specs if lane.reserved_for is not None]
         pilot = _pilot(auto, methods, (*free, *reserved) if reserved else guess.lanes, layouts)
         plans = methods.planned(pilot.plan)
-        with lanes_of(lanes, methods.planned(guess).everything.lanes, methods, flow) as pool:
+        with lanes_of(lanes, methods.planned(guess).everything.lanes, flow) as pool:
             return on_lanes(
                 methods, plans, flow, first_step, pool, publish, load_deadline_seconds, pilot
             )
     if plan is None:
-        specs = _specs(lanes, lane_memory)
+        specs = specs_of(lanes, lane_memory)
         plan = build_plan(mode, graphs[STEP], specs, items_per_step, methods.isolated, layouts)
     plans = methods.planned(plan)
     if plan.mode == "eager":
         return in_this_process(methods, plans, flow, first_step, num_threads)
-    with lanes_of(lanes, plans.everything.lanes, methods, flow) as pool:
+    with lanes_of(lanes, plans.everything.lanes, flow) as pool:
         return on_lanes(methods, plans, flow, first_step, pool, publish, load_deadline_seconds)
 
 
@@ -123,15 +124,3 @@ def _pilot(
         deadline_seconds=auto.deadline_seconds,
         keep=auto.keep,
     )
-
-
-def _specs(
-    lanes: str | Sequence[LaneSpec] | LanePool, lane_memory: int | None
-) -> Sequence[LaneSpec]:
-    """Lanes that are asked for, or those of a pool that nobody has reserved."""
-    specs: Sequence[LaneSpec]
-    if isinstance(lanes, str):
-        specs = parse_lanes(lanes)
-    else:
-        specs = lanes.lanes if hasattr(lanes, "lanes") else lanes
-    return specs if lane_memory is None else with_memory(specs, lane_memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from m2flow.runtime.lane.orders import (
 from m2flow.runtime.transport.groups import lane_sets_of
 
 SETTLE_SECONDS = 5.0
-"""How long to wait for lanes that were still loading when another one had failed to."""
+"""How long to wait for lanes that are still loading when another one has failed to."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,6 @@ def load_workers(
         RunFailed: a lane made no progress for so long, or was lost.
         Exception: what a worker raised while it was loaded, the first one in time.
     """
-    _settle(pool)
     placements = {name: spot for name, spot in plan.placements.items() if name in workers}
     gangs = {name: [pool.positions(gang) for gang in s.replicas] for name, s in placements.items()}
     lane_sets = {lanes for replicas in gangs.values() for lanes in lane_sets_of(replicas)}
@@ -111,17 +111,24 @@ def _rendezvous(pool: LanePool, plan: Plan) -> Rendezvous:
 
 
 def _loaded(pool: LanePool, number: int, seconds: float) -> dict[str, int]:
-    """Wait until all lanes have loaded. Each worker that one begins with is a sign of progress."""
+    """Wait until all lanes have loaded. Each worker that one begins with is a sign of progress.
+
+    When a lane has failed, the others are waited for a little: the workers of the next run are not
+    to come up beside theirs. Lanes that wait for the one that has failed spoil the pool.
+    """
     heard = {lane.id: time.monotonic() for lane in pool.lanes}
     busy_with: dict[int, str] = {}
     state_bytes: dict[str, int] = {}
-    errors: list[Loaded] = []
-    while heard and not errors:
-        left = min(heard.values()) + seconds - time.monotonic()
+    errors: list[tuple[float, bytes]] = []
+    settled_by = math.inf
+    while heard:
+        left = min(min(heard.values()) + seconds, settled_by) - time.monotonic()
         if left <= 0:
             waiting = ", ".join(f"lane {x} ({busy_with.get(x, 'begins')})" for x in sorted(heard))
             what = f"no progress with loading for {seconds:g} s: {waiting}"
-            pool.spoil(what)
+            pool.spoil(f"a run failed while it loaded: {waiting}" if errors else what)
+            if errors:
+                break
             raise RunFailed(what)
         for lane, message in pool.receive(left):
             match message:
@@ -131,34 +138,13 @@ def _loaded(pool: LanePool, number: int, seconds: float) -> dict[str, int]:
                     heard.pop(lane, None)
                     for name, size in message.state_bytes.items():
                         state_bytes[name] = max(size, state_bytes.get(name, 0))
-                    errors += [message] if message.error is not None else []
+                    if message.error is not None:
+                        errors.append((message.at, message.error))
+                        settled_by = min(settled_by, time.monotonic() + SETTLE_SECONDS)
                 case LaneEnded(reason=reason):
                     raise RunFailed(f"lane {lane} was lost while it loaded: {reason}")
                 case _:  # the last words of an earlier run
                     pass
-    first = min(errors, key=lambda message: message.at, default=None)
-    if first is not None and first.error is not None:
-        pool.unsettled = dict.fromkeys(heard, number)
-        raise pickle.loads(first.error)
+    if errors:
+        raise pickle.loads(min(errors)[1])
     return state_bytes
-
-
-def _settle(pool: LanePool) -> None:
-    """Wait for lanes that were still loading when another one failed to.
-
-    Raises:
-        RunFailed: they do not come to an end: they may wait for the one that has failed.
-    """
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while pool.unsettled:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            pool.spoil(
-                f"lanes {sorted(pool.unsettled)} still load the workers of a run that failed"
-            )
-            raise RunFailed(f"no run can be started on these lanes any more: {pool.spoiled}")
-        for lane, message in pool.receive(left):
-            if isinstance(message, Loaded) and message.number == pool.unsettled.get(lane):
-                del pool.unsettled[lane]
-            elif isinstance(message, LaneEnded):
-                raise RunFailed(f"lane {lane} was lost: {message.reason}")

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import pickle
 import time
-from typing import Protocol
 
 from m2flow.engine.messages import (
     CallFailed,
     CallFinished,
-    Command,
     ExportWeights,
     InstallWeights,
     LaneLost,
 )
 from m2flow.errors import RunFailed
 from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.driver.runner import Carrier
 from m2flow.runtime.lane.orders import STATES, DropStep, Fetch, Save
-from m2flow.runtime.lane.reports import Report
-
-
-class Carries(Protocol):
-    """What is needed of a carrier here."""
-
-    def carry_out(self, flow: str, command: Command) -> None: ...
-    def wait(self, seconds: float) -> list[Report]: ...
 
 
 def save_state(pool: LanePool, worker: str, gang: tuple[int, ...], number: int) -> Fetch:
@@ -43,7 +34,7 @@ def save_state(pool: LanePool, worker: str, gang: tuple[int, ...], number: int) 
     for answer in answers.values():
         if answer.raised:
             raise pickle.loads(answer.value)
-    return Fetch(STATES, number, (0,), lane=gang[0])
+    return Fetch(gang[0], number)
 
 
 def drop_states(pool: LanePool) -> None:
@@ -53,7 +44,7 @@ def drop_states(pool: LanePool) -> None:
 
 
 def carry_out_now(
-    carrier: Carries, command: ExportWeights | InstallWeights, seconds: float
+    carrier: Carrier, command: ExportWeights | InstallWeights, seconds: float
 ) -> None:
     """Carry a command out while no step runs, and wait for its end.
 

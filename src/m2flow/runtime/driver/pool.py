@@ -27,9 +27,10 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from m2flow.engine.plan import LaneSpec
-from m2flow.errors import RunFailed, UserError
+from m2flow.errors import RunFailed
 from m2flow.flow.worker import Isolation
 from m2flow.runtime.driver.cluster import Cluster
+from m2flow.runtime.driver.placing import check_room, gpus_beside, nodes_for, options_of
 from m2flow.runtime.lane.actor import LAUNCHER, VISIBLE, LaneAddress, LaneProcess
 from m2flow.runtime.lane.exchange import Exchange, name_of
 from m2flow.runtime.lane.orders import (
@@ -67,10 +68,6 @@ FAILED_SECONDS = 1.0
 CLEAR_SECONDS = 5.0
 """Longest that clearing up after lanes that were killed on another machine may take."""
 
-ROOM_SECONDS = 3.0
-"""Longest that the cluster may take to know that the lanes of an earlier run have ended."""
-
-
 CHECK_SECONDS = 0.5
 """How often the lines are asked which lanes have said nothing for long."""
 
@@ -94,8 +91,6 @@ class LanePool:
         links: the ways between lanes: what was measured, and assumptions for the rest.
         measured_links: what was measured.
         spoiled: why no run can be started on the lanes any more, or None.
-        unsettled: lanes that were still loading when another one failed to, and the number of the
-            answer that they owe.
 
     Raises:
         UserError: the cluster has no room for the lanes.
@@ -124,7 +119,6 @@ class LanePool:
         self._next_number = 0
         self._checked = time.monotonic()
         self.spoiled: str | None = None
-        self.unsettled: dict[int, int] = {}
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
@@ -135,9 +129,9 @@ class LanePool:
             raise
 
     def _start(self, isolated: Mapping[str, Isolation]) -> None:
-        nodes = _nodes(self.lanes)
+        nodes = nodes_for(self.lanes)
         beside = gpus_beside(self.lanes)
-        _check_room(self.lanes, nodes, beside)
+        check_room(self.lanes, nodes, beside)
         deadline = time.monotonic() + START_SECONDS
         if self._lanes_per_process == 1:
             ready = self._start_alone(nodes, beside, isolated)
@@ -184,7 +178,7 @@ class LanePool:
         """Start a process for each lane; what will be its address."""
         one_node = {lane.node for lane in self.lanes} == {0}
         for position, lane in enumerate(self.lanes):
-            options = _options(lane, nodes[lane.node], isolated, shares_gpu=lane.id in beside)
+            options = options_of(lane, nodes[lane.node], isolated, shares_gpu=lane.id in beside)
             actor = ray.remote(**options)(LaneProcess)
             self._actors[lane.id] = actor.remote(
                 lane, position, str(self._folder), self._key, self._link, one_node
@@ -199,7 +193,7 @@ class LanePool:
         ready = []
         for first in range(0, len(self.lanes), self._lanes_per_process):
             lanes = self.lanes[first : first + self._lanes_per_process]
-            options = _options(lanes[0], nodes[lanes[0].node], {}, shares_gpu=False)
+            options = options_of(lanes[0], nodes[lanes[0].node], {}, shares_gpu=False)
             actor = ray.remote(**options)(SharedProcess).remote(
                 [(first + n, lane) for n, lane in enumerate(lanes)], str(self._folder), self._key
             )
@@ -371,7 +365,7 @@ class LanePool:
         places = {lane: Location(name_of(lane), at.node, at.gpu) for lane, at in peers.items()}
         measured: LinkTable | None = None
         for asker, asked in who_measures(places).items():
-            answer = self.ask(asker, partial(_probe, asked))
+            answer = self.ask(asker, partial(Probe, peers=asked))
             found = pickle.loads(answer.value)
             measured = found if measured is None else measured.merged(found)
         if measured is None:
@@ -442,106 +436,7 @@ class LanePool:
         self.close(CLOSE_SECONDS if kind is None else FAILED_SECONDS)
 
 
-def _probe(peers: tuple[int, ...], number: int) -> Probe:
-    return Probe(number, peers)
-
-
 def _clear_machine(folder: str) -> None:
     """What a killed lane has left on the machine where this runs."""
     sweep(f"{Path(folder).name}-")
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _nodes(lanes: Sequence[LaneSpec]) -> list[str]:
-    """Ray's ids of the cluster's machines, that of the launcher first."""
-    here = ray.get_runtime_context().get_node_id()
-    alive = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-    nodes = [here, *(node for node in alive if node != here)]
-    wanted = 1 + max(lane.node for lane in lanes)
-    if wanted > len(nodes):
-        raise UserError(
-            "the plan needs more machines than the Ray cluster has",
-            key="lanes",
-            value=wanted,
-            expected=f"at most {len(nodes)}",
-            hint="join machines with `ray start --address=...`, and set RAY_ADDRESS for m2flow",
-        )
-    return nodes
-
-
-def gpus_beside(lanes: Sequence[LaneSpec]) -> dict[int, int]:
-    """For each lane that shares a GPU and is not its owner, the owner: the lane that is not
-    reserved for a worker, or else the first."""
-    owners: dict[tuple[int, int], int] = {}
-    on_gpus = [lane for lane in lanes if lane.gpu is not None]
-    for lane in sorted(on_gpus, key=lambda one: one.reserved_for is not None):
-        assert lane.gpu is not None
-        owners.setdefault((lane.node, lane.gpu), lane.id)
-    found = {lane.id: owners[lane.node, lane.gpu] for lane in on_gpus if lane.gpu is not None}
-    return {lane: owner for lane, owner in found.items() if lane != owner}
-
-
-def _resources(lane: LaneSpec, *, shares_gpu: bool) -> dict[str, int]:
-    """What Ray is to set aside for a lane: nothing for one that shares with the lane beside it.
-
-    Cores are named in any case, or Ray sets one aside for each GPU without a word.
-    """
-    if lane.gpu is not None:
-        return {"num_cpus": 0} if shares_gpu else {"num_cpus": 0, "num_gpus": 1}
-    return {"num_cpus": 0 if lane.reserved_for is not None else len(lane.cores)}
-
-
-def _options(
-    lane: LaneSpec, node: str, isolated: Mapping[str, Isolation], *, shares_gpu: bool
-) -> dict[str, Any]:
-    """Ray's options for the actor of a lane."""
-    options: dict[str, Any] = {
-        **_resources(lane, shares_gpu=shares_gpu),
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-        "max_restarts": 0,
-        "concurrency_groups": {"objects": 2},
-    }
-    isolation = isolated.get(lane.reserved_for or "")
-    if isolation is not None:
-        environment: dict[str, Any] = {"env_vars": dict(isolation.environment)}
-        if isolation.python is not None:
-            environment["py_executable"] = isolation.python
-        options["runtime_env"] = environment
-    return options
-
-
-def _check_room(lanes: Sequence[LaneSpec], nodes: Sequence[str], beside: Mapping[int, int]) -> None:
-    """Refuse lanes that the cluster has no room for: Ray would wait for it without a word.
-
-    What the lanes of a run that has just ended held comes back a moment later.
-    """
-    deadline = time.monotonic() + ROOM_SECONDS
-    while True:
-        lacking = _lacking(lanes, nodes, beside)
-        if lacking is None:
-            return
-        if time.monotonic() > deadline:
-            name, needed, free = lacking
-            raise UserError(
-                f"the lanes need {needed:g} {name}s, the Ray cluster has {free:g} free",
-                key="lanes",
-                hint="use fewer lanes, or end what else runs on the cluster",
-            )
-        time.sleep(0.05)
-
-
-def _lacking(
-    lanes: Sequence[LaneSpec], nodes: Sequence[str], beside: Mapping[int, int]
-) -> tuple[str, float, float] | None:
-    """A resource of which there is too little: its name, what is needed, what is free."""
-    free_on = ray.state.available_resources_per_node() if len(nodes) > 1 else {}
-    for number, node in enumerate(nodes):
-        here = [lane for lane in lanes if lane.node == number]
-        free = free_on.get(node, {}) if len(nodes) > 1 else ray.available_resources()
-        for name, key in (("CPU", "num_cpus"), ("GPU", "num_gpus")):
-            needed = sum(
-                _resources(lane, shares_gpu=lane.id in beside).get(key, 0) for lane in here
-            )
-            if needed > free.get(name, 0):
-                return name, needed, free.get(name, 0)
-    return None

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from m2flow.engine.core import Engine
-from m2flow.engine.lengths import item_lengths
 from m2flow.engine.messages import (
     AbortCall,
     Command,
@@ -33,7 +32,7 @@ from m2flow.engine.steps import check_items
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import SOURCE, FlowGraph
-from m2flow.runtime.lane.reports import Published, Report
+from m2flow.runtime.lane.reports import Published, Report, item_lengths
 
 AWAY_SECONDS = 5.0
 """If nobody has asked for the lanes' reports for so long, their silence is not judged at once."""

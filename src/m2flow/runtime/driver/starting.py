@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import RunFailed
 from m2flow.flow.flow import Flow
-from m2flow.plan import isolated_workers
+from m2flow.flow.worker import Isolation
+from m2flow.plan import isolated_workers, parse_lanes, with_memory
 from m2flow.runtime.driver.inline import InlineCarrier
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
 from m2flow.runtime.driver.run import Run
@@ -57,9 +58,27 @@ def in_this_process(
     return Run(methods, sized, workers, carrier, first_step)
 
 
+def specs_of(
+    lanes: str | Sequence[LaneSpec] | LanePool, lane_memory: int | None = None
+) -> Sequence[LaneSpec]:
+    """Lanes that are asked for, or those of a pool; with a limit of memory, if one is given."""
+    specs: Sequence[LaneSpec]
+    if isinstance(lanes, str):
+        specs = parse_lanes(lanes)
+    else:
+        specs = lanes.lanes if hasattr(lanes, "lanes") else lanes
+    return specs if lane_memory is None else with_memory(specs, lane_memory)
+
+
+def isolation_of(flow: Flow) -> dict[str, Isolation]:
+    """How the lanes of those workers are to be set up that must have a process of their own."""
+    workers = flow.workers.items()
+    return {name: one.isolation for name, one in workers if one.isolation is not None}
+
+
 @contextmanager
 def lanes_of(
-    given: object, wanted: Sequence[LaneSpec], methods: Methods, flow: Flow
+    given: object, wanted: Sequence[LaneSpec], flow: Flow
 ) -> Iterator[tuple[LanePool, bool]]:
     """A pool that is given, or one of one's own, which is closed if what follows fails."""
     from m2flow.runtime.driver.pool import FAILED_SECONDS, LanePool
@@ -67,9 +86,7 @@ def lanes_of(
     if isinstance(given, LanePool):
         yield given, False
         return
-    workers = {name: flow.workers[name] for name in methods.isolated if name in flow.workers}
-    isolation = {name: one for name, worker in workers.items() if (one := worker.isolation)}
-    pool = LanePool(wanted, isolation)
+    pool = LanePool(wanted, isolation_of(flow))
     try:
         yield pool, True
     except BaseException:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from m2flow.engine.streams import Agree
 from m2flow.flow.worker import Gang, Place
 from m2flow.runtime.lane.orders import Load, Placed
+from m2flow.runtime.lane.streams import Agree
 from m2flow.runtime.transport.groups import LaneGroups
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from m2flow.flow.batch import Batch
-from m2flow.runtime.lane.orders import Fetch
 from m2flow.runtime.lane.store import Store
 from m2flow.runtime.transport.devices import Devices
 from m2flow.runtime.transport.measure import measure, median_seconds
@@ -145,13 +144,6 @@ class Exchange:
 
     # --- items ------------------------------------------------------------------------------------
 
-    def bring(self, flow: str, fetch: Fetch, seconds: float) -> Batch:
-        """The items of a fetch."""
-        if fetch.lane is None:
-            return self._unwrap(fetch.packed)
-        key = ItemsKey(flow, fetch.step, fetch.producer, fetch.items)
-        return self.ask(fetch.lane, key, seconds)
-
     def ask(self, lane: int, key: ItemsKey, seconds: float) -> Batch:
         """Items that a lane holds."""
         batch: Batch = self._fetch(lane, key, seconds)
@@ -188,7 +180,8 @@ class Exchange:
         """Take back what was wrapped for a lane that is gone."""
         self._pool.forget(name_of(lane))
 
-    def _unwrap(self, wrapped: Any) -> Batch:
+    def unwrap(self, wrapped: Any) -> Batch:
+        """Items that have come along with an order."""
         batch: Batch
         if isinstance(wrapped, SharedHandle):
             batch = self._reader.read(wrapped)

@@ -1,8 +1,7 @@
 """`LaneExecutor`: carries out a lane's orders, one after the other, on one thread.
 
 While a streaming call runs, the orders that have come in are looked at between the pieces that it
-hands on, so that it can be fed, or withdrawn. Early onloads run on a thread of their own beside the
-call; whoever needs the worker waits for them. Payloads for other lanes are handed out by the
+hands on, so that it can be fed, or withdrawn. Payloads for other lanes are handed out by the
 payload server's threads, which read the same store.
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import pickle
-import threading
 import time
 import traceback
 from collections import deque
@@ -26,7 +24,6 @@ from m2flow.engine.messages import (
     CallAborted,
     CallCommand,
     CallFailed,
-    CallFinished,
     ExportWeights,
     FeedCall,
     InstallWeights,
@@ -41,7 +38,7 @@ from m2flow.engine.spans import Span
 from m2flow.errors import RunFailed
 from m2flow.flow.graph import FlowGraph
 from m2flow.runtime.lane.context import LaneContext
-from m2flow.runtime.lane.exchange import Exchange
+from m2flow.runtime.lane.exchange import Exchange, ItemsKey
 from m2flow.runtime.lane.host import LaneHost, share_of
 from m2flow.runtime.lane.loading import Loader, close_workers, save
 from m2flow.runtime.lane.orders import (
@@ -50,7 +47,6 @@ from m2flow.runtime.lane.orders import (
     Close,
     DropStep,
     Execute,
-    Fetch,
     GaugeMemory,
     Load,
     Loaded,
@@ -64,8 +60,8 @@ from m2flow.runtime.lane.orders import (
     from_bytes,
     to_bytes,
 )
-from m2flow.runtime.lane.reports import NO_FACTS, Published, Report, call_span
-from m2flow.runtime.lane.state.gauge import MemoryGauge
+from m2flow.runtime.lane.reports import NO_FACTS, Published, Report
+from m2flow.runtime.lane.state.memory import MemoryGauge
 from m2flow.runtime.transport.lines import Line
 
 SILENCE_SECONDS = 2.0
@@ -89,9 +85,7 @@ class LaneExecutor:
     def __init__(self, lane: int, line: Line, exchange: Exchange, context: LaneContext) -> None:
         self.lane, self._context = lane, context
         self._line, self._exchange = line, exchange
-        self._sending = threading.Lock()
         self._orders: deque[Order] = deque()
-        self._moves: dict[str, threading.Thread] = {}
         self._stuck: dict[str, BaseException] = {}
         self._host = LaneHost(lane, {}, {})
         self._loader = Loader(context, exchange, lambda *begun: self._say(Loading(*begun)))
@@ -114,8 +108,7 @@ class LaneExecutor:
                 case Save():
                     self._answer(order.number, partial(self._saved, order))
                 case Probe():
-                    found = self._exchange.measure(order.peers)
-                    self._say(Answer(order.number, pickle.dumps(found)))
+                    self._answer(order.number, partial(self._exchange.measure, order.peers))
                 case UseLinks():
                     self._exchange.use(order.table)
                 case GaugeMemory():
@@ -128,9 +121,7 @@ class LaneExecutor:
                     return
 
     def _say(self, message: Loading | Loaded | Answer | Reports) -> None:
-        frame = to_bytes(message)
-        with self._sending:
-            self._line.send(frame)
+        self._line.send(to_bytes(message))
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -147,9 +138,7 @@ class LaneExecutor:
 
     def _close_workers(self, keep: Sequence[str] = ()) -> None:
         """Close the workers that are here, but for some."""
-        for thread in self._moves.values():
-            thread.join(self._deadline_seconds)
-        self._moves, self._stuck = {}, {}
+        self._stuck = {}
         self._exchange.drop_weights()
         self._host = close_workers(self._host, keep)
 
@@ -162,12 +151,12 @@ class LaneExecutor:
         self._say(answer)
 
     def _called(self, order: CallMethod) -> Any:
-        self._await_moves([order.worker])
+        self._check_in_place([order.worker])
         method = getattr(self._host.workers[order.worker], order.method)
         return method(*pickle.loads(order.arguments))
 
     def _saved(self, order: Save) -> None:
-        self._await_moves([order.worker])
+        self._check_in_place([order.worker])
         save(order, self._host)
 
     # --- commands ---------------------------------------------------------------------------------
@@ -182,8 +171,7 @@ class LaneExecutor:
             case AbortCall(call=call):  # it has ended already, and its last word is on its way
                 self._say(Reports(order.flow, [Report(CallAborted(call, self.lane))]))
             case MoveState():
-                self._await_moves([order.command.worker])
-                self._move(order.command, early=False)
+                self._move(order.command)
             case RunCall() as command:
                 self._answering(order, command, self._call)
             case RunFinish() as command:
@@ -196,12 +184,8 @@ class LaneExecutor:
     def _answering(self, order: Execute, command: Any, carry_out: Callable[..., None]) -> None:
         """Carry out a call; what it raises is reported as its failure."""
         try:
-            self._await_moves(_workers_of(self._host.graphs[order.flow], command))
-            for move in getattr(command, "early", ()):
-                if move.lane == self.lane:
-                    self._move_beside(move)
+            self._check_in_place(_workers_of(self._host.graphs[order.flow], command))
             if self._gauge is not None:
-                self._await_moves(list(self._moves))
                 self._gauge.begin()
             carry_out(order, command)
         except _Withdrawn:
@@ -284,8 +268,7 @@ class LaneExecutor:
         start = time.time()
         target = self._host.workers[command.target]
         if command.local:
-            weights: Mapping[str, Any] = self._host.workers[command.source].weights()
-            num_bytes = sum(getattr(tensor, "nbytes", 0) for tensor in weights.values())
+            weights, num_bytes = self._host.weights_of(command.source)
         else:
             weights, num_bytes = self._exchange.weights_in.collect(
                 command.source,
@@ -296,7 +279,7 @@ class LaneExecutor:
                 self._broadcast_group,
             )
         try:
-            self._host.install(command.source, command.target, command.version, weights)
+            target.install(weights, command.version)
         except Exception as error:  # a UserError is shown as it is, without the call's name
             error.add_note(f"{command.target} was to install {command.source}'s weights")
             raise
@@ -309,41 +292,24 @@ class LaneExecutor:
 
     # --- context switches -------------------------------------------------------------------------
 
-    def _move_beside(self, command: MoveState) -> None:
-        """Onload a worker on a thread of its own, beside the call at hand."""
-        thread = threading.Thread(
-            target=self._move, args=(command,), kwargs={"early": True}, daemon=True
-        )
-        self._moves[command.worker] = thread
-        thread.start()
-
-    def _move(self, command: MoveState, *, early: bool) -> None:
+    def _move(self, command: MoveState) -> None:
         """Offload or onload a worker."""
-        start = time.time()
         try:
-            self._host.move(command)
+            self._check_in_place([command.worker])
+            report = self._host.move(command)
         except BaseException as error:
             self._stuck[command.worker] = error
             failed = MoveFailed(self.lane, command.worker, command.what, self._portable(error))
-            self._say(Reports("", [Report(failed)]))
-            return
-        name = f"{command.what} {command.worker}"
-        facts = {"worker": command.worker, "what": command.what, "early": early}
-        span = Span(self.lane, name, "switch", start, time.time(), facts)
-        self._say(Reports("", [Report(None, (span,))]))
+            report = Report(failed)
+        self._say(Reports("", [report]))
 
-    def _await_moves(self, workers: Sequence[str]) -> None:
-        """Wait until early moves of these workers are done.
+    def _check_in_place(self, workers: Sequence[str]) -> None:
+        """Refuse to touch workers whose last move has failed.
 
         Raises:
-            Exception: what the last move of one of them raised: its state is not to be touched.
+            Exception: what the move of one of them raised.
         """
         for worker in workers:
-            thread = self._moves.pop(worker, None)
-            if thread is not None:
-                thread.join(self._deadline_seconds)
-                if thread.is_alive():
-                    raise RunFailed(f"{worker} has not been onloaded within its deadline")
             if worker in self._stuck:
                 raise self._stuck[worker]
 
@@ -357,24 +323,19 @@ class LaneExecutor:
         collective = worker is not None and worker.collective
         num_items = num_bytes = 0
         producers = set()
-        for part in (
-            part
-            for parts in share_of(command, self.lane, collective=collective)
-            for part in parts
-            if part.items
-        ):
+        share = share_of(command, self.lane, collective=collective)
+        for part in (part for parts in share for part in parts if part.items):
             if part.lane == self.lane:
                 continue
             if part.lane == LAUNCHER:
-                fetch = Fetch(command.step, part.producer, part.items, packed=order.source)
+                batch = self._exchange.unwrap(order.source)
             else:
-                fetch = Fetch(command.step, part.producer, part.items, lane=part.lane)
-            batch = self._exchange.bring(order.flow, fetch, self._deadline_seconds)
-            self._host.store.put(order.flow, command.step, part.producer, batch)
-            if part.lane != LAUNCHER:
+                key = ItemsKey(order.flow, command.step, part.producer, part.items)
+                batch = self._exchange.ask(part.lane, key, self._deadline_seconds)
                 producers.add(part.producer)
                 num_items += len(part.items)
                 num_bytes += batch.nbytes
+            self._host.store.put(order.flow, command.step, part.producer, batch)
         if not num_items:
             return []
         nodes = self._host.graphs[order.flow].nodes
@@ -395,14 +356,9 @@ class LaneExecutor:
         published: Published | None = None,
         facts: Mapping[str, object] = NO_FACTS,
     ) -> Report:
-        graph = self._host.graphs[order.flow]
-        facts = {**self._host.take_facts(command.call), **facts}
         if self._gauge is not None:
             facts = {**facts, "working_bytes": self._gauge.risen()}
-        spans = self._host.take_spans() or (
-            call_span(graph, command, self.lane, start, time.time(), facts),
-        )
-        return Report(CallFinished(command.call, self.lane), spans, metrics, published)
+        return self._host.finished(order.flow, command, start, metrics, published, facts)
 
     def _portable(self, error: BaseException) -> BaseException:
         """The error as it was raised, with this lane's traceback as a note."""

@@ -14,10 +14,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from m2flow.engine.account import unjudged
-from m2flow.engine.facts import ids_text
-from m2flow.engine.lengths import item_lengths
+from m2flow.engine.loops import unjudged
 from m2flow.engine.messages import (
+    CallCommand,
+    CallFinished,
     FeedCall,
     Inputs,
     ItemsProduced,
@@ -26,13 +26,20 @@ from m2flow.engine.messages import (
     RunCall,
     RunFinish,
 )
-from m2flow.engine.spans import Span
-from m2flow.engine.streams import Agree, StageStream, alone
+from m2flow.engine.spans import Span, ids_text
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.flow.worker import Worker
+from m2flow.runtime.lane.reports import (
+    NO_FACTS,
+    Published,
+    Report,
+    call_span,
+    item_lengths,
+)
 from m2flow.runtime.lane.store import Store
+from m2flow.runtime.lane.streams import Agree, StageStream, alone
 
 SILENCE_SECONDS = 2.0
 """Longest that a fused loop goes on from turn to turn without a sign of life."""
@@ -66,7 +73,6 @@ class LaneHost:
         self.lane, self.graphs, self.workers, self.clock = lane, graphs, workers, clock
         self.store = Store() if store is None else store
         self._agree = agree
-        self.versions: dict[str, int] = {}
         self._spans: list[Span] = []
         self._streams: dict[int, StageStream] = {}
         self._logs: dict[int, Mapping[str, object]] = {}
@@ -162,14 +168,22 @@ class LaneHost:
         self._spans.append(Span(self.lane, node.name, "call", start, self.clock(), facts))
         return output
 
-    def take_spans(self) -> tuple[Span, ...]:
-        """The spans of a fused loop's members since this was last asked; else nothing."""
+    def finished(
+        self,
+        flow: str,
+        command: CallCommand,
+        start: float,
+        metrics: Mapping[str, float] | None = None,
+        published: Published | None = None,
+        facts: Mapping[str, object] = NO_FACTS,
+    ) -> Report:
+        """Report the end of a call: with a span of its own, or those of a fused loop's members."""
+        facts = {**self._logs.pop(command.call, {}), **facts}
         spans, self._spans = tuple(self._spans), []
-        return spans
-
-    def take_facts(self, call: int) -> dict[str, object]:
-        """What the span of a streaming call that has ended is to say of it; else nothing."""
-        return dict(self._logs.pop(call, {}))
+        if not spans:
+            span = call_span(self.graphs[flow], command, self.lane, start, self.clock(), facts)
+            spans = (span,)
+        return Report(CallFinished(command.call, self.lane), spans, metrics, published)
 
     def _gather(self, flow: str, step: int, inputs: Inputs) -> list[Batch]:
         return [
@@ -238,16 +252,19 @@ class LaneHost:
         finish = getattr(type(worker), node.method).finish_function
         return dict(finish(worker) or {})
 
-    def move(self, command: MoveState) -> None:
+    def move(self, command: MoveState) -> Report:
         """Offload or onload a worker."""
-        worker = self.workers.get(command.worker)
+        start, worker = self.clock(), self.workers.get(command.worker)
         if worker is not None:  # a pure function has no state
             getattr(worker, command.what)()
+        facts = {"worker": command.worker, "what": command.what}
+        name = f"{command.what} {command.worker}"
+        return Report(None, (Span(self.lane, name, "switch", start, self.clock(), facts),))
 
-    def install(self, source: str, target: str, version: int, weights: Mapping[str, Any]) -> None:
-        """Install published weights in a worker of this lane."""
-        self.workers[target].install(weights, version)
-        self.versions[target] = version
+    def weights_of(self, source: str) -> tuple[Mapping[str, Any], int]:
+        """The weights of a worker that stands here, and their bytes."""
+        weights = self.workers[source].weights()
+        return weights, sum(getattr(tensor, "nbytes", 0) for tensor in weights.values())
 
 
 def share_of(command: RunCall | FeedCall, lane: int, *, collective: bool) -> Inputs:

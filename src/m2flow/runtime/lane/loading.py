@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
 from m2flow.runtime.lane.context import LaneContext
-from m2flow.runtime.lane.exchange import Exchange
+from m2flow.runtime.lane.exchange import Exchange, ItemsKey
 from m2flow.runtime.lane.host import LaneHost
-from m2flow.runtime.lane.orders import STATES, Fetch, Load, Placed, Save
+from m2flow.runtime.lane.orders import STATES, Load, Placed, Save
 from m2flow.runtime.lane.state_files import files_of, write_files
 
 
@@ -69,15 +69,14 @@ class Loader:
     def _loaded(self, placed: Placed, order: Load, host: LaneHost) -> Worker:
         worker: Worker = pickle.loads(placed.worker)
         worker.load(self._context.place(placed, order.version))
-        if placed.state is not None:
-            files = self._fetched(placed.state, host, order.deadline_seconds)
-            write_files(files["files"][0], worker)
+        if (state := placed.state) is not None:
+            if state.lane == self._context.lane:
+                saved = host.store.gather("", STATES, [(state.producer, (0,))])
+            else:
+                key = ItemsKey("", STATES, state.producer, (0,))
+                saved = self._exchange.ask(state.lane, key, order.deadline_seconds)
+            write_files(saved["files"][0], worker)
         return worker
-
-    def _fetched(self, fetch: Fetch, host: LaneHost, seconds: float) -> Batch:
-        if fetch.lane == self._context.lane:
-            return host.store.gather("", fetch.step, [(fetch.producer, fetch.items)])
-        return self._exchange.bring("", fetch, seconds)
 
 
 def save(order: Save, host: LaneHost) -> None:

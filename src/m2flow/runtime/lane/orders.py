@@ -1,7 +1,7 @@
 """What the launcher and a lane say to each other over their control line. Plain data.
 
 Orders go to the lane, which takes them up one after the other; answers come back. Payloads do not
-travel here: a `Fetch` says where they lie.
+travel here, but for small source items.
 """
 
 from __future__ import annotations
@@ -99,19 +99,10 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Payloads that a call needs and that are not on its lane.
+    """Where the files of a worker's state lie: on which lane, and as whose output."""
 
-    Attributes:
-        step, producer, items: whose output they are, and which.
-        lane: number of the lane that holds them; None if `packed` carries them.
-        packed: the payload itself (source items): a head and buffers, or a shared handle.
-    """
-
-    step: int
+    lane: int
     producer: int
-    items: tuple[int, ...]
-    lane: int | None = None
-    packed: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +179,7 @@ class UseLinks:
 
 @dataclass(frozen=True, slots=True)
 class GaugeMemory:
-    """Have spans say how far the lane's memory rose meanwhile, or no longer. Takes time: moves that
-    would go on beside a call are made before it."""
+    """Have spans say how far the lane's memory rose meanwhile, or no longer."""
 
     on: bool
 
@@ -288,7 +278,7 @@ def _by_fields(kind: type) -> None:
 
 for _kind in (*get_args(Order), *get_args(FromLane), *get_args(Event), *get_args(LaneCommand)):
     _by_fields(_kind)
-for _kind in (Part, Span, Report, Published, Fetch):
+for _kind in (Part, Span, Report, Published, Release):
     _by_fields(_kind)
 
 

@@ -7,9 +7,9 @@ once, such lanes do without: they are bound to no cores, and have no collectives
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from m2flow.engine.plan import LaneSpec
@@ -66,23 +66,12 @@ class SharedProcess:
         """Carry out the orders of every lane, each on a thread, until all are closed.
 
         Raises:
-            BaseException: the first that a lane raised.
+            BaseException: what a lane raised.
         """
-        raised: list[BaseException] = []
-
-        def serve(lane: SharedLane) -> None:
-            try:
-                lane.serve(peers, actors, seconds)
-            except BaseException as error:  # noqa: BLE001 - raised again below
-                raised.append(error)
-
-        threads = [threading.Thread(target=serve, args=(lane,)) for lane in self._lanes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if raised:
-            raise raised[0]
+        with ThreadPoolExecutor(len(self._lanes)) as threads:
+            serving = [threads.submit(one.serve, peers, actors, seconds) for one in self._lanes]
+        for served in serving:
+            served.result()
 
 
 class SharedLane(LaneProcess):

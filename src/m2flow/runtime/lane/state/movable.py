@@ -2,10 +2,9 @@
 
 The storages are emptied in place and filled again, so every reference to them stays good: tied
 parameters, views of a flat buffer, an optimizer's states, the shards of a DTensor. What comes back
-equals what left to the bit. Storages that hold zeros only, such as gradients after a step, are
-remembered as that and not copied. On an accelerator the bytes wait in pinned host memory, on the
-CPU in a file. Between `offload` and `onload` the tensors must not be touched: they have no memory.
-Knows nothing of workers, plans or what the tensors mean.
+equals what left to the bit. On an accelerator the bytes wait in pinned host memory, on the CPU in a
+file. Between `offload` and `onload` the tensors must not be touched: they have no memory. Knows
+nothing of workers, plans or what the tensors mean.
 """
 
 from __future__ import annotations
@@ -13,25 +12,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from m2flow.flow.worker import Place
 from m2flow.runtime.lane.state.host_memory import HostMemoryShelf
-from m2flow.runtime.lane.state.shelf import Shelf
 from m2flow.runtime.lane.state.spill import FileShelf
-from m2flow.runtime.lane.state.storages import all_zero, as_bytes, movable_storages, storages_of
+from m2flow.runtime.lane.state.storages import movable_storages, storages_of
 
-
-@dataclass(frozen=True, slots=True)
-class _Away:
-    """A storage that was emptied."""
-
-    storage: UntypedStorage
-    num_bytes: int
-    is_zero: bool
+_Away = list[tuple[UntypedStorage, int]]
+"""Storages that were emptied, with their bytes."""
 
 
 class MovableState:
@@ -52,14 +43,14 @@ class MovableState:
         self, tensors: Callable[[], Iterable[Tensor]], place: Place, *, frozen: bool = False
     ) -> None:
         self._tensors, self._frozen = tensors, frozen
-        self._kept: list[_Away] | None = None
+        self._kept: _Away | None = None
         self._device = torch.device(place.device)
-        self._shelf: Shelf
+        self._shelf: FileShelf | HostMemoryShelf
         if self._device.type == "cpu":
             self._shelf = FileShelf(place.spill)
         else:
             self._shelf = HostMemoryShelf(self._device)
-        self._away: list[_Away] | None = None
+        self._away: _Away | None = None
         self._lock = threading.Lock()
 
     @property
@@ -71,7 +62,7 @@ class MovableState:
         """Bytes on the device: now, or where the state is away, before it left."""
         away = self._away
         if away is not None:
-            return sum(entry.num_bytes for entry in away)
+            return sum(num_bytes for _, num_bytes in away)
         storages = storages_of(self._tensors(), self._device.type)
         return sum(storage.nbytes() for storage in storages)
 
@@ -90,17 +81,19 @@ class MovableState:
             if self._away is not None:
                 return
             away = self._kept or self._put()
-            for entry in away:
-                entry.storage.resize_(0)
+            self._empty(away)
             self._away = away
         self._shelf.settle()
 
-    def _put(self) -> list[_Away]:
+    def _put(self) -> _Away:
         storages = movable_storages(self._tensors(), self._device.type)
-        zero = all_zero(storages)
-        away = [_Away(s, s.nbytes(), z) for s, z in zip(storages, zero, strict=True)]
-        self._shelf.put([entry.storage for entry in away if not entry.is_zero])
+        away = [(storage, storage.nbytes()) for storage in storages]
+        self._shelf.put(storages)
         return away
+
+    def _empty(self, away: _Away) -> None:
+        for storage, _ in away:
+            storage.resize_(0)
 
     def onload(self) -> None:
         """Bring the state back; nothing happens where it is resident.
@@ -114,15 +107,11 @@ class MovableState:
                 return
             try:
                 with self._shelf.filling():
-                    for entry in self._away:
-                        self._shelf.grow(entry.storage, entry.num_bytes)
-                    self._shelf.take([e.storage for e in self._away if not e.is_zero])
-                    for entry in self._away:
-                        if entry.is_zero:
-                            as_bytes(entry.storage).zero_()
+                    for storage, num_bytes in self._away:
+                        self._shelf.grow(storage, num_bytes)
+                    self._shelf.take([storage for storage, _ in self._away])
             except BaseException:
-                for entry in self._away:
-                    entry.storage.resize_(0)
+                self._empty(self._away)
                 raise
             self._kept = self._away if self._frozen else None
             self._away = None

@@ -43,6 +43,9 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 class FileShelf:
     """Bytes in a file without a name.
 
+    A shelf, this one or `HostMemoryShelf`, keeps the bytes of one list of storages at a time while
+    these have no memory.
+
     Args:
         folder: where the file lies; None for the system's temporary folder. One that lies in memory
             is replaced.
@@ -53,6 +56,7 @@ class FileShelf:
         self._file: int | None = None
 
     def put(self, storages: Sequence[UntypedStorage]) -> None:
+        """Copy the bytes of these storages. After an error nothing is kept."""
         file = self._open()
         try:
             _transfer(lambda buffers, start: os.pwritev(file, buffers, start), storages)
@@ -70,20 +74,25 @@ class FileShelf:
             raise
 
     def settle(self) -> None:
+        """The storages have been emptied: give their memory back to the system."""
         return_free_memory()
 
     def filling(self) -> AbstractContextManager[None]:
+        """Surrounds giving memory back to the storages and filling it; on leaving, it is done."""
         return nullcontext()
 
     def grow(self, storage: UntypedStorage, num_bytes: int) -> None:
+        """Give an empty storage its memory again, with anything in it; inside `filling`."""
         storage.resize_(num_bytes)
         _use_huge_pages(storage)
 
     def take(self, storages: Sequence[UntypedStorage]) -> None:
+        """Copy the bytes back into the storages they came from, inside `filling`; keeps them."""
         file = self._open()
         _transfer(lambda buffers, start: os.preadv(file, buffers, start), storages)
 
     def clear(self) -> None:
+        """Forget the bytes."""
         os.ftruncate(self._open(), 0)
 
     def _open(self) -> int:

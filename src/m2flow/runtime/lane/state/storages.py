@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
@@ -10,14 +9,6 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from m2flow.errors import RunFailed
-
-_LOOKED_AT_FROM = 1 << 20
-"""Bytes from which on it is worth a look whether a storage holds zeros only."""
-_HEAD = 1 << 16
-"""Bytes looked at first: hardly any other storage begins with so many zeros."""
-
-_libc = ctypes.CDLL(None)
-_libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 def module_tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -63,32 +54,6 @@ def movable_storages(tensors: Iterable[Tensor], device_type: str) -> list[Untype
         if not storage.resizable():
             groups[number] = (_replace(storage, users), users)
     return [storage for storage, _ in groups]
-
-
-def all_zero(storages: Sequence[UntypedStorage]) -> list[bool]:
-    """For each storage, whether it is large and every byte of it is zero."""
-    if storages and storages[0].device.type == "cpu":
-        return [s.nbytes() >= _LOOKED_AT_FROM and _is_zero_on_cpu(s) for s in storages]
-    large = [s for s in storages if s.nbytes() >= _LOOKED_AT_FROM]
-    if not large:
-        return [False] * len(storages)
-    # One wait for all of them.
-    heads = torch.stack([as_bytes(s)[:_HEAD].any() for s in large]).tolist()
-    zero = {
-        s._cdata
-        for s, head in zip(large, heads, strict=True)
-        if not head and not bool(as_bytes(s).any())
-    }
-    return [s._cdata in zero for s in storages]
-
-
-def _is_zero_on_cpu(storage: UntypedStorage) -> bool:
-    start = storage.data_ptr()
-    if any(ctypes.string_at(start, _HEAD)):
-        return False
-    # Each byte equals the one before it by `_HEAD`, and the first of these are zero.
-    same: int = _libc.memcmp(start, start + _HEAD, storage.nbytes() - _HEAD)
-    return same == 0
 
 
 def _by_storage(

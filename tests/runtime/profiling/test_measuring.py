@@ -14,8 +14,8 @@ from m2flow import Batch
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.plan.profile.trials import trial_plans
 from m2flow.runtime.driver.runner import StepResult
-from m2flow.runtime.profiling import session as session_file
-from m2flow.runtime.profiling.session import ROUNDS, Session
+from m2flow.runtime.profiling import measuring as session_file
+from m2flow.runtime.profiling.measuring import ROUNDS, Session
 from tests.plan.small_graphs import GRPO
 
 LANES = (LaneSpec(0), LaneSpec(1))

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2flow.engine.streams import StageStream
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Flow, Stream, Worker, stage
+from m2flow.runtime.lane.streams import StageStream
 
 Stage = Callable[..., Generator[Any, Any, None]]
 

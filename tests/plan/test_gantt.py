@@ -7,7 +7,7 @@ import random
 import pytest
 
 from m2flow.engine.spans import Span, SpanKind
-from m2flow.simulation.gantt import Gantt, folded, in_columns, joined, lane_names, lay_out
+from m2flow.plan.gantt import Gantt, folded, in_columns, joined, lane_names, lay_out
 
 
 def call(lane: int, name: str, start: float, end: float, kind: SpanKind = "call") -> Span:

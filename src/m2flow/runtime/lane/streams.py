@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from m2flow.engine.facts import StreamLog
+from m2flow.engine.spans import ids_text
 from m2flow.errors import UserError
-from m2flow.flow.batch import Batch
+from m2flow.flow.batch import Batch, Ragged
 from m2flow.flow.graph import StageNode
 
 Agree = Callable[[int], int]
@@ -26,6 +27,46 @@ Agree = Callable[[int], int]
 def alone(count: int) -> int:
     """What a single lane agrees on."""
     return count
+
+
+@dataclass(slots=True)
+class StreamLog:
+    """Records what a streaming call takes in and hands on, and when.
+
+    Attributes:
+        began: seconds of the lane's clock at the start of the call.
+        columns: columns of the items that the call has taken in.
+        taken: [seconds since `began`, items].
+        pieces: [seconds since `began`, items, length of each item]. The lengths are those of the
+            first ragged column that the stage has added; without such a column there are none.
+        items: number of items that the call has taken in.
+    """
+
+    began: float
+    columns: set[str] = field(default_factory=set)
+    taken: list[list[object]] = field(default_factory=list)
+    pieces: list[list[object]] = field(default_factory=list)
+    items: int = 0
+
+    def take(self, now: float, batch: Batch) -> None:
+        """Record items that have come in."""
+        self.columns.update(batch.columns)
+        self.items += len(batch)
+        self.taken.append([round(now - self.began, 6), ids_text(batch.ids)])
+
+    def hand_on(self, now: float, output: Batch) -> None:
+        """Record items that are finished."""
+        self.pieces.append(self._entry(now, output))
+
+    def _entry(self, now: float, output: Batch) -> list[object]:
+        added = (output[name] for name in output.columns if name not in self.columns)
+        ragged = next((column for column in added if isinstance(column, Ragged)), None)
+        lengths = [] if ragged is None else list(ragged.lengths)
+        return [round(now - self.began, 6), ids_text(output.ids), lengths]
+
+    def facts(self) -> dict[str, object]:
+        """Return the facts for the span of the call."""
+        return {"items": self.items, "taken": self.taken, "pieces": self.pieces}
 
 
 class StageStream:
