@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -17,10 +16,7 @@ import pytest
 import torch
 
 from m2flow.flow.batch import Batch, Ragged
-from m2flow.runtime.transport.channel import Channel, ChannelClosed, ChannelEmpty, ChannelLost
-from m2flow.runtime.transport.channel.client import Client
-from m2flow.runtime.transport.channel.host import Operation
-from m2flow.runtime.transport.frame import Frame
+from m2flow.runtime.transport.channel import Channel, ChannelLost
 
 SPAWN = multiprocessing.get_context("spawn")
 SOON = 20.0
@@ -29,11 +25,9 @@ SOON = 20.0
 Start = Callable[..., BaseProcess]
 
 
-@pytest.fixture(params=["thread", "process"])
-def channel(request: pytest.FixtureRequest) -> Iterator[Channel]:
-    """A channel hosted here, and one hosted in a process of its own."""
-    process = request.param == "process"
-    with Channel("orders", max_items=8, timeout=SOON, process=process) as channel:
+@pytest.fixture
+def channel() -> Iterator[Channel]:
+    with Channel("orders", max_items=8, timeout=SOON) as channel:
         yield channel
 
 
@@ -114,7 +108,7 @@ def test_a_putter_killed_while_it_waits_leaves_no_item(start: Start) -> None:
         process.kill()
         eventually(lambda: channel.stats().waiting_putters == 0)
         assert channel.get() == "first"
-        assert channel.size() == 0
+        assert channel.stats().items == 0
 
 
 def test_a_host_that_is_gone_is_named_at_once() -> None:
@@ -146,8 +140,9 @@ def test_a_forked_process_makes_connections_of_its_own() -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                host = channel._end.__self__  # type: ignore[union-attr]
-                closed = all(each.fileno() < 0 for each in host._listener._sockets)
+                listener = channel._end.__self__._listener  # type: ignore[union-attr]
+                sockets = (*listener._sockets, *listener._let_in)
+                closed = all(each.fileno() < 0 for each in sockets)
                 channel.put((channel.get() + " and after", closed), key="answer")
             finally:
                 os._exit(0)
@@ -162,7 +157,7 @@ def test_a_handle_with_another_secret_is_not_let_in() -> None:
     with Channel("guarded") as channel:
         forged = dataclasses.replace(channel._address, secret=b"guess")
         with pytest.raises(ChannelLost, match="somebody else"):
-            Client(forged)
+            Channel._handle(forged, SOON, on_ray=False).get()
         assert "secret" not in repr(channel._address)
         channel.put(1)
         assert channel.get() == 1
@@ -179,7 +174,7 @@ def test_another_machine_comes_in_over_the_network() -> None:
         handle.terminate()
         nowhere = dataclasses.replace(far, endpoint=far.endpoint._replace(tcp=None))
         with pytest.raises(ChannelLost, match="listen=ADDRESS"):
-            Client(nowhere)
+            Channel._handle(nowhere, SOON, on_ray=False).get()
 
 
 # --- threads and event loops ----------------------------------------------------------------------
@@ -271,26 +266,10 @@ def test_a_slow_reader_does_not_hold_up_others() -> None:
     """One that has asked for a large item and does not read it."""
     with Channel(timeout=SOON) as channel:
         channel.put(b"x" * (8 << 20))
-        slow = Client(channel._address)
-        slow._stream.send(Frame(Operation.GET, pickle.dumps({"key": None, "timeout": SOON})))
-        eventually(lambda: channel.size() == 0)
+        slow = pickle.loads(pickle.dumps(channel))._connection()
+        slow.send(channel._get_request(None, SOON).frame())
+        eventually(lambda: channel.stats().items == 0)
         channel.put("next")
         assert channel.get(timeout=SOON) == "next"
         slow.close()
         assert len(channel.get(timeout=SOON)) == 8 << 20
-
-
-def test_the_host_has_no_thread_for_each_request() -> None:
-    with Channel(timeout=SOON) as channel:
-        before = threading.active_count()
-        connections = [Client(channel._address) for _ in range(20)]
-        for number in range(20):
-            channel.put(number)
-        assert threading.active_count() == before
-        for connection in connections:
-            connection.close()
-        with pytest.raises(ChannelEmpty):
-            channel.get_nowait("other")
-        channel.close()
-        with pytest.raises(ChannelClosed):
-            channel.put_nowait(1)

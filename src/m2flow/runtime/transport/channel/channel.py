@@ -4,6 +4,8 @@ A channel lives in one process, its host; every `Channel` object is a handle tha
 wherever items are put or got, and connects when it is first used there. Items of a key leave in the
 order in which they came, each exactly once: what is handed to a process that dies before it has it
 goes back to the head. Every wait ends, at a deadline if nothing else comes, and says what it saw.
+A connection that fails in the middle of a request is closed: the host then forgets the request, or
+puts back the items that it had handed out.
 """
 
 from __future__ import annotations
@@ -12,19 +14,39 @@ import asyncio
 import contextlib
 import math
 import os
+import pickle
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from itertools import islice
+from typing import Any, NamedTuple, Self
 
 from m2flow.errors import UserError
-from m2flow.runtime.transport.channel import hosting
-from m2flow.runtime.transport.channel.client import ChannelReply, ChannelRequest, Client, packed
-from m2flow.runtime.transport.channel.errors import ChannelClosed, ChannelEmpty, ChannelFull
-from m2flow.runtime.transport.channel.host import ChannelAddress, Operation
+from m2flow.runtime.transport.channel.errors import (
+    ChannelClosed,
+    ChannelEmpty,
+    ChannelFull,
+    ChannelLost,
+    ChannelTimeout,
+)
+from m2flow.runtime.transport.channel.host import (
+    ChannelAddress,
+    Host,
+    HostActor,
+    Operation,
+    node_address,
+)
 from m2flow.runtime.transport.channel.state import ChannelStats, Key, Outcome
+from m2flow.runtime.transport.frame import Frame, FrameStream
+from m2flow.runtime.transport.listening import connect, this_machine
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 """How long a call waits where it does not say."""
+
+ANSWER_SECONDS = 30.0
+"""Longest that the host may take to answer, after what the request itself may wait."""
+
+START_SECONDS = 60.0
+"""Longest that an actor may take to start."""
 
 MAX_ITEMS, MAX_BYTES = 1024, 1 << 30
 """Bounds of a channel that does not say."""
@@ -34,9 +56,50 @@ ANY_COUNT = 1 << 32
 LONGEST_KEY = 1000
 """Characters of a key."""
 
+NAMESPACE = "m2flow-channels"
+"""The Ray namespace in which channels have their names."""
+
+
+class _Request(NamedTuple):
+    """A question to the host, `seconds` of which may be spent waiting there."""
+
+    kind: str
+    key: Key
+    seconds: float
+    settings: dict[str, Any]
+    buffers: Sequence[Any] = ()
+
+    def frame(self) -> Frame:
+        return Frame(self.kind, pickle.dumps(self.settings, 5), self.buffers)
+
+
+class _Answer(NamedTuple):
+    """The host's answer: the outcome, the seconds waited, how many buffers each item has, what the
+    channel holds if that was asked for or is of use, and the buffers."""
+
+    outcome: Outcome
+    waited: float
+    counts: Sequence[int]
+    stats: Any
+    buffers: Sequence[Any]
+
+    @classmethod
+    def taken(cls, stream: FrameStream, frame: Frame) -> _Answer:
+        """Read an answer, and acknowledge its items."""
+        waited, counts, stats = pickle.loads(frame.head)
+        answer = cls(Outcome(frame.kind), waited, counts, stats, frame.buffers)
+        if answer.counts:
+            stream.send(Frame(Operation.TOOK))
+        return answer
+
+    def items(self) -> list[Any]:
+        """The items that came; their tensors are views of the memory in which they came."""
+        rest = iter(self.buffers)
+        return [_unpacked(*islice(rest, count)) for count in self.counts]
+
 
 class Channel:
-    """A new channel, hosted by this process, and the first handle to it.
+    """A new channel, hosted by a thread of this process, and the first handle to it.
 
     Args:
         name: stands in every message; a random one where left out.
@@ -44,8 +107,6 @@ class Channel:
         max_bytes: most bytes of packed items that it holds, over all keys. Beside them the host
             holds one item for each `put` that waits.
         timeout: seconds that a call waits where it does not say.
-        process: host it in a small process of its own, which ends with this one. Worth the time
-            that it takes to start where this process computes in Python all the time.
         listen: address at which other machines reach it. Where Ray is connected to a cluster of
             several nodes, this node's address in it; else none.
 
@@ -60,13 +121,11 @@ class Channel:
         max_items: int = MAX_ITEMS,
         max_bytes: int = MAX_BYTES,
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
-        process: bool = False,
         listen: str | None = None,
     ) -> None:
         name = _checked_name(name, max_items, max_bytes, timeout)
-        host = hosting.in_process if process else hosting.in_thread
-        address, end = host(name, max_items, max_bytes, listen or hosting.node_address())
-        self._set_up(address, timeout, end)
+        host = Host(name, max_items, max_bytes, listen or node_address())
+        self._set_up(host.address, timeout, host.stop)
 
     @classmethod
     def on_ray(
@@ -81,14 +140,39 @@ class Channel:
 
         `find` gives a handle to it by its name, in any process that is connected to the cluster.
         """
+        import ray
+
         name = _checked_name(name, max_items, max_bytes, timeout)
-        address = hosting.start_actor(name, max_items, max_bytes)
-        return cls._handle(address, timeout, on_ray=True)
+        settings = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
+        try:
+            ray.remote(HostActor).options(**settings).remote(name, max_items, max_bytes)
+        except ValueError as error:
+            if "already" not in str(error):
+                raise
+            raise UserError(
+                "a channel of that name is on the cluster already",
+                key="name",
+                value=name,
+                hint="Channel.find(name) gives a handle to it",
+            ) from None
+        return cls.find(name, timeout=timeout)
 
     @classmethod
     def find(cls, name: str, *, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> Channel:
         """A handle to the channel of that name that `on_ray` has made."""
-        return cls._handle(hosting.find_actor(name), timeout, on_ray=True)
+        import ray
+
+        try:
+            actor = ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            raise UserError(
+                "no channel of that name is on the cluster",
+                key="name",
+                value=name,
+                hint="Channel.on_ray(name) makes one",
+            ) from None
+        address = ray.get(actor.address.remote(), timeout=START_SECONDS)
+        return cls._handle(address, timeout, on_ray=True)
 
     @classmethod
     def _handle(cls, address: ChannelAddress, timeout: float, on_ray: bool) -> Channel:
@@ -104,7 +188,7 @@ class Channel:
         on_ray: bool = False,
     ) -> None:
         self._address, self._timeout, self._end, self._on_ray = address, timeout, end, on_ray
-        self._idle: list[Client] = []
+        self._idle: list[FrameStream] = []
         self._pid = os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -150,12 +234,9 @@ class Channel:
         """`put` for an event loop. Cancelled while it waits, it puts nothing."""
         await self._ask_async(self._put_request(item, weight, key, timeout))
 
-    def _put_request(
-        self, item: Any, weight: float, key: Key, timeout: float | None
-    ) -> ChannelRequest:
-        if not 0 <= weight < math.inf:
-            raise UserError("no such weight", key="weight", value=weight, expected="0 or more")
-        buffers = packed(item)
+    def _put_request(self, item: Any, weight: float, key: Key, timeout: float | None) -> _Request:
+        _require(0 <= weight < math.inf, "no such weight", "weight", weight, "0 or more")
+        buffers = _packed(item)
         num_bytes = sum(map(len, buffers))
         if num_bytes > self._address.max_bytes:
             raise UserError(
@@ -175,7 +256,7 @@ class Channel:
             ChannelEmpty: none has come in time.
             ChannelClosed: the channel is closed and nothing is left under this key.
         """
-        return self._ask(self._request(Operation.GET, key, timeout)).items()[0]
+        return self._ask(self._get_request(key, timeout))[0]
 
     def get_nowait(self, key: Key = None) -> Any:
         """`get` that raises `ChannelEmpty` where it would wait."""
@@ -204,11 +285,11 @@ class Channel:
             ChannelEmpty: the batch was not complete in time; its items are still in the channel.
             ChannelClosed: the channel is closed and nothing is left under this key.
         """
-        return self._ask(self._batch_request(weight, max_items, key, timeout, linger)).items()
+        return self._ask(self._batch_request(weight, max_items, key, timeout, linger))
 
     async def aget(self, key: Key = None, timeout: float | None = None) -> Any:
         """`get` for an event loop. Cancelled, it takes nothing."""
-        return (await self._ask_async(self._request(Operation.GET, key, timeout))).items()[0]
+        return (await self._ask_async(self._get_request(key, timeout)))[0]
 
     async def aget_batch(
         self,
@@ -219,8 +300,7 @@ class Channel:
         linger: float | None = None,
     ) -> list[Any]:
         """`get_batch` for an event loop. Cancelled, it takes nothing."""
-        request = self._batch_request(weight, max_items, key, timeout, linger)
-        return (await self._ask_async(request)).items()
+        return await self._ask_async(self._batch_request(weight, max_items, key, timeout, linger))
 
     def items(self, key: Key = None, timeout: float | None = None) -> Iterator[Any]:
         """Take items of a key one by one until the channel is closed and they are all taken."""
@@ -241,20 +321,26 @@ class Channel:
         key: Key,
         timeout: float | None,
         linger: float | None,
-    ) -> ChannelRequest:
+    ) -> _Request:
         if weight is None and max_items is None:
             raise UserError("a batch needs weight or max_items", key="get_batch")
-        if weight is not None and not weight > 0:
-            raise UserError("no such weight", key="weight", value=weight, expected="more than 0")
-        if max_items is not None and not 1 <= max_items < ANY_COUNT:
-            raise UserError("no such batch", key="max_items", value=max_items, expected=">= 1")
+        most_weight = math.inf if weight is None else weight
+        most_items = ANY_COUNT if max_items is None else max_items
+        _require(most_weight > 0, "no such weight", "weight", weight, "more than 0")
+        _require(most_items >= 1, "no such batch", "max_items", max_items, "1 or more")
+        longest = math.inf if linger is None else linger
+        return self._get_request(key, timeout, most_weight, most_items, longest)
+
+    def _get_request(
+        self,
+        key: Key,
+        timeout: float | None,
+        weight: float = math.inf,
+        max_items: int = 1,
+        linger: float = math.inf,
+    ) -> _Request:
         return self._request(
-            Operation.GET,
-            key,
-            timeout,
-            weight=math.inf if weight is None else weight,
-            max_items=max_items or ANY_COUNT,
-            linger=math.inf if linger is None else linger,
+            Operation.GET, key, timeout, weight=weight, max_items=max_items, linger=linger
         )
 
     def _request(
@@ -264,45 +350,23 @@ class Channel:
         timeout: float | None,
         buffers: Sequence[Any] = (),
         **settings: float,
-    ) -> ChannelRequest:
-        if type(key) not in (str, int, type(None)):
-            raise UserError(
-                "no such key", key="key", value=key, expected="a string, an integer or None"
-            )
+    ) -> _Request:
+        _require(
+            type(key) in (str, int, type(None)), "no such key", "key", key, "a string or integer"
+        )
         if len(str(key)) > LONGEST_KEY:
             short = f"{str(key)[:40]}..."
             raise UserError(f"longer than {LONGEST_KEY} characters", key="key", value=short)
         seconds = self._timeout if timeout is None else timeout
-        if not 0 <= seconds < math.inf:
-            raise UserError(
-                "every wait has an end", key="timeout", value=timeout, expected="seconds, or None"
-            )
-        return ChannelRequest(
-            kind, key, seconds, {"key": key, "timeout": seconds, **settings}, buffers
-        )
+        _require(0 <= seconds < math.inf, "every wait has an end", "timeout", timeout, "seconds")
+        return _Request(kind, key, seconds, {"key": key, "timeout": seconds, **settings}, buffers)
 
     # --- looking, closing -------------------------------------------------------------------------
 
-    def peek(self, key: Key = None) -> Any:
-        """A copy of the item that would be taken next; `ChannelEmpty` where there is none."""
-        return self._ask(self._request(Operation.PEEK, key, 0)).items()[0]
-
     def stats(self) -> ChannelStats:
         """What the channel holds, has seen, and who waits."""
-        found: ChannelStats = self._ask(self._request(Operation.STATS, None, 0)).stats
+        found: ChannelStats = self._answer(self._request(Operation.STATS, None, 0)).stats
         return found
-
-    def size(self) -> int:
-        """Items in the channel, over all keys."""
-        return self.stats().items
-
-    def qsize(self, key: Key = None) -> int:
-        """Items under a key."""
-        return self.stats().keys.get(key, 0)
-
-    def keys(self) -> list[Key]:
-        """The keys that hold items."""
-        return list(self.stats().keys)
 
     def close(self) -> None:
         """Take nothing more: putters get `ChannelClosed` at once, getters when nothing is left."""
@@ -315,7 +379,10 @@ class Channel:
         """
         self._drop_connections()
         if self._on_ray:
-            hosting.end_actor(self.name)
+            import ray
+
+            with contextlib.suppress(ValueError):  # it has ended
+                ray.kill(ray.get_actor(self.name, namespace=NAMESPACE))
         if self._end is not None and self._pid == os.getpid():
             self._end()
 
@@ -327,30 +394,59 @@ class Channel:
 
     # --- asking the host --------------------------------------------------------------------------
 
-    def _ask(self, request: ChannelRequest) -> ChannelReply:
-        client = self._idle_client() or Client(self._address)
-        try:
-            reply = client.ask(request)
-        except BaseException:
-            client.close()
-            raise
-        self._idle.append(client)
-        return self._checked(reply, request)
+    def _ask(self, request: _Request) -> list[Any]:
+        """The items that came; raises what became of a request that did not succeed."""
+        return self._items(request, self._answer(request))
 
-    async def _ask_async(self, request: ChannelRequest) -> ChannelReply:
-        client = self._idle_client()
-        if client is None:
-            client = await asyncio.to_thread(Client, self._address)
-        try:
-            reply = await client.ask_async(request)
-        except BaseException:
-            client.close()
-            raise
-        self._idle.append(client)
-        return self._checked(reply, request)
+    def _answer(self, request: _Request) -> _Answer:
+        with self._conversation(request, self._connection()) as stream:
+            stream.send(request.frame())
+            return _Answer.taken(stream, stream.receive())
 
-    def _idle_client(self) -> Client | None:
-        """A connection that nobody uses, if there is one: each request that waits has its own."""
+    async def _ask_async(self, request: _Request) -> list[Any]:
+        connection = self._idle_connection()
+        if connection is None:
+            connection = await asyncio.to_thread(self._connection)
+        with self._conversation(request, connection) as stream:
+            async with asyncio.timeout(stream.seconds()):
+                frame = await stream.exchange(request.frame())
+            answer = _Answer.taken(stream, frame)
+        return self._items(request, answer)
+
+    @contextlib.contextmanager
+    def _conversation(self, request: _Request, stream: FrameStream) -> Iterator[FrameStream]:
+        """Keep the connection for another request if this one is answered; else close it."""
+        seconds = request.seconds + ANSWER_SECONDS
+        stream.deadline = stream.clock() + seconds
+        try:
+            yield stream
+        except TimeoutError:
+            stream.close()
+            raise ChannelTimeout(
+                f"channel {self.name!r}: its host has not answered within {seconds:g} s, "
+                f"{ANSWER_SECONDS:g} s more than the {request.kind} may wait; whether it was done "
+                "is not known"
+            ) from None
+        except OSError as error:
+            stream.close()
+            raise self._lost(error) from error
+        except BaseException:  # cancelled
+            stream.close()
+            raise
+        self._idle.append(stream)
+
+    def _connection(self) -> FrameStream:
+        """A connection that nobody uses: each request that waits has its own."""
+        if (stream := self._idle_connection()) is not None:
+            return stream
+        address = self._address
+        near = address.machine == this_machine()
+        try:
+            return FrameStream(connect(address.endpoint, address.secret, same_node=near))
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _idle_connection(self) -> FrameStream | None:
         if self._pid != os.getpid():  # forked: the connections are the parent's
             self._drop_connections()
             self._pid, self._end = os.getpid(), None
@@ -360,34 +456,35 @@ class Channel:
 
     def _drop_connections(self) -> None:
         idle, self._idle = self._idle, []
-        for client in idle:
-            client.close()
+        for stream in idle:
+            stream.close()
 
-    def _checked(self, reply: ChannelReply, request: ChannelRequest) -> ChannelReply:
-        """The reply of a request that succeeded; else raises what became of it."""
-        if reply.outcome is Outcome.DONE:
-            return reply
-        key = request.key
-        where = f"channel {self.name!r}" + ("" if key is None else f", key {key!r}")
-        if reply.outcome is Outcome.CLOSED:
-            rest = (
-                "it takes no more items" if request.kind == Operation.PUT else "and nothing is left"
-            )
+    def _lost(self, error: OSError) -> ChannelLost:
+        return ChannelLost(
+            f"channel {self.name!r}: its host on {self._address.endpoint.tcp or 'its own machine'} "
+            f"cannot be reached ({error}); it has ended, or the network is down, or it listens on "
+            "its own machine only: give it listen=ADDRESS"
+        )
+
+    def _items(self, request: _Request, answer: _Answer) -> list[Any]:
+        if answer.outcome is Outcome.DONE:
+            return answer.items()
+        where = f"channel {self.name!r}" + ("" if request.key is None else f", key {request.key!r}")
+        if answer.outcome is Outcome.CLOSED:
+            rest = "it takes no more items" if request.buffers else "and nothing is left"
             raise ChannelClosed(f"{where}: closed, {rest}")
-        if request.kind == Operation.PEEK:
-            raise ChannelEmpty(f"{where}: nothing there")
-        stats, most = reply.stats, self._address
-        waited = f"after {reply.waited:.3g} s"
+        stats, most = answer.stats, self._address
+        waited = f"after {answer.waited:.3g} s"
         held = (
             f"{stats.items} of {most.max_items} items, {stats.bytes:,} of {most.max_bytes:,} bytes"
         )
-        if reply.outcome is Outcome.FULL:
+        if answer.outcome is Outcome.FULL:
             raise ChannelFull(
                 f"{where}: no room for {sum(map(len, request.buffers)):,} bytes {waited}; the "
                 f"channel holds {held}; {stats.waiting_putters} other putters and "
                 f"{stats.waiting_getters} getters wait"
             )
-        found = stats.keys.get(key, 0)
+        found = stats.keys.get(request.key, 0)
         missing = "no item" if not found else f"only {found} items, not a whole batch,"
         raise ChannelEmpty(
             f"{where}: {missing} {waited}; the channel holds {held}, under keys "
@@ -396,9 +493,36 @@ class Channel:
 
 
 def _checked_name(name: str | None, max_items: int, max_bytes: int, timeout: float) -> str:
-    for key, value in (("max_items", max_items), ("max_bytes", max_bytes)):
-        if value < 1:
-            raise UserError("no such bound", key=key, value=value, expected="1 or more")
-    if not 0 < timeout < math.inf:
-        raise UserError("every wait has an end", key="timeout", value=timeout, expected="seconds")
+    _require(max_items >= 1, "no such bound", "max_items", max_items, "1 or more")
+    _require(max_bytes >= 1, "no such bound", "max_bytes", max_bytes, "1 or more")
+    _require(0 < timeout < math.inf, "every wait has an end", "timeout", timeout, "seconds")
     return name or f"channel-{secrets.token_hex(4)}"
+
+
+def _require(holds: bool, what: str, key: str, value: object, expected: str) -> None:
+    if not holds:
+        raise UserError(what, key=key, value=value, expected=expected)
+
+
+# --- items as buffers -----------------------------------------------------------------------------
+
+_PLAIN = (bytes, str, int, float, bool, type(None))
+"""Types that hold no tensor, so that nothing that knows tensors has to be loaded for them."""
+
+
+def _packed(value: Any) -> list[Any]:
+    """A value as a pickled head and the memory of its tensors and arrays."""
+    if type(value) in _PLAIN:
+        return [pickle.dumps(value, 5)]
+    from m2flow.runtime.transport import wire
+
+    head, buffers, _ = wire.pack(value)
+    return [head, *(buffer.memory() for buffer in buffers)]
+
+
+def _unpacked(head: Any, *memory: Any) -> Any:
+    if not memory:
+        return pickle.loads(head)
+    from m2flow.runtime.transport import wire
+
+    return wire.unpack(head, memory)
