@@ -197,12 +197,6 @@ def test_the_same_weights_by_way_of_the_object_store() -> None:
         assert "as all payloads go by object" in lines[0]
 
 
-def test_a_broadcast(pool: Any) -> None:
-    results, lines = run_on(pool, ((0,),), publish="broadcast")
-    check(results)
-    assert "by broadcast" in lines[0]
-
-
 class Pair(Flow):
     first: Source
     second: Source
@@ -217,7 +211,7 @@ class Pair(Flow):
         self.second.publish(self.other)
 
 
-@pytest.mark.parametrize("method", ["shared", "copy", "broadcast"])
+@pytest.mark.parametrize("method", ["shared", "copy"])
 def test_two_sources_do_not_get_in_each_others_way(pool: Any, method: str) -> None:
     here, there = Placement(((0,),)), Placement(((1,), (2,)))
     spots = {"first": here, "second": here, "one": there, "other": there}
@@ -225,13 +219,6 @@ def test_two_sources_do_not_get_in_each_others_way(pool: Any, method: str) -> No
     flow = Pair(first=Source(), second=Source(), one=Target(), other=Target())
     with m2flow.launch(flow, items_per_step=4, plan=plan, lanes=pool, publish=method) as run:
         check(list(run.steps(items() for _ in range(STEPS))))
-
-
-def test_several_other_nodes_get_a_broadcast(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "same_node", lambda a, b: a == b)
-    results, lines = run_on(pool, ((0,),))
-    check(results)
-    assert "on 2 lanes of other nodes by broadcast" in lines[0]
 
 
 @pytest.mark.parametrize("source", [((0,),), ((0, 1),)], ids=["single", "gang"])
@@ -255,8 +242,6 @@ def test_an_install_that_raises_ends_the_run(pool: Any) -> None:
 def test_a_way_that_cannot_be_had_is_refused(pool: Any) -> None:
     with pytest.raises(UserError, match="unknown way to publish"):
         launched(pool, ((0,),), publish="pigeon")
-    with pytest.raises(UserError, match="cannot be broadcast: it stands on a gang"):
-        launched(pool, ((0, 1),), publish="broadcast")
 
 
 # --- the two halves, in one process ---------------------------------------------------------------
@@ -267,7 +252,7 @@ class Loopback:
 
     def __init__(self) -> None:
         self.pool = SharedPool("test-publishing-")
-        self.out = WeightsOut(self.pool, 0, 0, by_handle=True)
+        self.out = WeightsOut(self.pool, 0, by_handle=True)
         self.asked: list[Any] = []
         self.there = WeightsIn(1, self.ask, SharedReader(), Relay(self.ask))
 
@@ -277,12 +262,10 @@ class Loopback:
 
     def export(self, version: int, method: Any, oldest: int = 0, **more: Any) -> list[Export]:
         sends = Sends({method: 1}, oldest, **more)
-        return list(self.out.lay_out("source", version, weights_of(version), sends, None))
+        return list(self.out.lay_out("source", version, weights_of(version), sends))
 
     def install(self, version: int, exports: Sequence[Export], name: str = "target") -> None:
-        got, _ = self.there.collect(
-            "source", (name, Worker()), version, exports, 1.0, lambda source, lanes: None
-        )
+        got, _ = self.there.collect("source", (name, Worker()), version, exports, 1.0)
         assert mark(got) == mark(weights_of(version))
 
 
@@ -314,7 +297,7 @@ def test_a_version_is_installed_as_a_whole_or_not_at_all(loopback: Loopback) -> 
     """One of two lanes has lost its part: the target keeps the version before, bit by bit."""
     whole = weights_of(0)["fixed"]
     halves = [Shard(whole[:9], Box((0,), (9,)), (17,)), Shard(whole[9:], Box((9,), (8,)), (17,))]
-    lanes = [WeightsOut(loopback.pool, lane, lane, by_handle=True) for lane in range(2)]
+    lanes = [WeightsOut(loopback.pool, lane, by_handle=True) for lane in range(2)]
 
     def ask(lane: int, key: Any, seconds: float, *, own: bool = False) -> Any:
         if lane == 1 and isinstance(key, WeightsKey) and key.version == 1:
@@ -327,11 +310,9 @@ def test_a_version_is_installed_as_a_whole_or_not_at_all(loopback: Loopback) -> 
         exports = [
             export
             for lane, half in zip(lanes, halves, strict=False)
-            for export in lane.lay_out("source", version, {"x": half}, Sends({"copy": 1}, 0), None)
+            for export in lane.lay_out("source", version, {"x": half}, Sends({"copy": 1}, 0))
         ]
-        return there.collect(
-            "source", ("target", Worker()), version, exports, 1.0, lambda source, lanes: None
-        )[0]
+        return there.collect("source", ("target", Worker()), version, exports, 1.0)[0]
 
     installed = collect(0)["x"]
     whole.zero_()
@@ -425,7 +406,7 @@ def publisher(method: str | None = None, num_lanes: int = 4) -> Publisher:
     placements = {"source": Placement(((0,),)), "target": Placement(readers)}
     plan = Plan("custom", tuple(LaneSpec(n) for n in range(num_lanes)), placements)
     graphs = {"step": flow.trace()}
-    return Publisher(Nodes(), plan, graphs, range(num_lanes), method)
+    return Publisher(Nodes(), plan, graphs, method)
 
 
 def publish(one: Publisher, version: int, lanes: Sequence[int]) -> Mapping[Any, int]:
@@ -435,14 +416,14 @@ def publish(one: Publisher, version: int, lanes: Sequence[int]) -> Mapping[Any, 
     for lane in lanes:
         command = InstallWeights(lane, "source", "target", version, (lane,), local=False)
         (found,) = one.install(command)
-        assert found.via == (2 if lane in (2, 3) and found.method == "copy" else None)
+        far = lane > 1 and found.method == "copy"
+        assert found.via == (lane // 2 * 2 if far else None), "the first lane of its node"
         one.finished(lane)
     return sends.readers
 
 
 def test_the_way_follows_from_where_the_lanes_are() -> None:
     one = publisher()
-    assert one.groups() == {}
     assert one.explain() == {}
     assert publish(one, 1, (1, 2, 3)) == {"shared": 1, "copy": 2}
     assert one.explain() == {
@@ -454,15 +435,13 @@ def test_the_way_follows_from_where_the_lanes_are() -> None:
         ),
     }
     three = publisher(num_lanes=6)
-    assert publish(three, 1, range(1, 6)) == {"shared": 1, "broadcast": 4}
-    assert three.groups() == {"source": (0, 2, 3, 4, 5)}
+    assert publish(three, 1, range(1, 6)) == {"shared": 1, "copy": 4}
 
 
 def test_shared_memory_does_not_reach_other_nodes() -> None:
     with pytest.raises(UserError, match="share no memory"):
         publisher("shared")
-    assert publisher("broadcast").groups() == {"source": (0, 1, 2, 3)}
-    assert publisher("copy").groups() == {}
+    assert publish(publisher("copy"), 1, (1, 2, 3)) == {"copy": 3}
 
 
 def test_versions_that_somebody_needs_are_kept() -> None:

@@ -102,7 +102,7 @@ class Exchange:
         self._server: PayloadServer | None = None
         if lane is not None:  # nobody asks the launcher for anything
             by_handle = link is None
-            self.weights_out = WeightsOut(self._pool, lane, position, by_handle=by_handle)
+            self.weights_out = WeightsOut(self._pool, lane, by_handle=by_handle)
             self._server = PayloadServer(
                 self._provide,
                 self._pool,

@@ -272,8 +272,7 @@ class LaneExecutor:
         out, sends = self._exchange.weights_out, order.sends
         assert out is not None and sends is not None, "an export for nobody"
         weights = self._host.workers[command.source].weights()
-        group = self._broadcast_group(command.source, sends.group) if sends.group else None
-        exports = out.lay_out(command.source, command.version, weights, sends, group)
+        exports = out.lay_out(command.source, command.version, weights, sends)
         num_bytes = sum(export.num_bytes for export in exports)
         published = Published(command.source, num_bytes, time.time() - start)
         finished = self._finished(order, command, start, published=published)
@@ -293,7 +292,6 @@ class LaneExecutor:
                 command.version,
                 order.exports,
                 self._deadline_seconds,
-                self._broadcast_group,
             )
         try:
             self._host.install(command.source, command.target, command.version, weights)
@@ -303,9 +301,6 @@ class LaneExecutor:
         published = Published(command.source, num_bytes, time.time() - start)
         finished = self._finished(order, command, start, published=published)
         self._say(Reports(order.flow, [finished]))
-
-    def _broadcast_group(self, source: str, lanes: tuple[int, ...]) -> Any:
-        return self._context.groups.group(lanes, f"broadcast of {source}")
 
     # --- context switches -------------------------------------------------------------------------
 

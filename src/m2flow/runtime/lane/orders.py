@@ -65,7 +65,6 @@ class Load:
         meeting: how the lanes of the pool find each other for collectives; None if no worker
             stands on two lanes.
         lane_sets: the sets of positions that need a process group, the same for every lane.
-        broadcasts: the same for each worker whose weights are broadcast.
         keep: to go on under another plan: workers that stay as they are, while the others make
             way; payloads stay as well. None to begin anew.
     """
@@ -78,7 +77,6 @@ class Load:
     deadline_seconds: float
     meeting: Rendezvous | None = None
     lane_sets: tuple[tuple[int, ...], ...] = ()
-    broadcasts: tuple[tuple[str, tuple[int, ...]], ...] = ()
     keep: tuple[str, ...] | None = None
 
 

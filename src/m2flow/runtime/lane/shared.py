@@ -120,7 +120,7 @@ class NoGroups(LaneGroups):
     def ensure(self, *_: Any, **__: Any) -> None:
         """Make no group."""
 
-    def group(self, lanes: tuple[int, ...], purpose: str = "") -> Any:
+    def group(self, lanes: tuple[int, ...]) -> Any:
         """Nothing, which is refused only when it is used."""
         return None
 

@@ -68,7 +68,7 @@ class LaneGroups:
     ) -> None:
         self._lane, self._num_lanes, self._listener = lane_index, num_lanes, listener
         self._timeout: datetime.timedelta | None = None
-        self._groups: dict[tuple[Lanes, str], Any] = {}
+        self._groups: dict[Lanes, Any] = {}
         self._meshes: dict[tuple[tuple[Lanes, ...], str], Any] = {}
 
     def init(
@@ -109,7 +109,7 @@ class LaneGroups:
                 timeout=timeout,
             )
         elif timeout != self._timeout:
-            own = [group for (lanes, _), group in self._groups.items() if self._lane in lanes]
+            own = [group for lanes, group in self._groups.items() if self._lane in lanes]
             for group in (None, *own):
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
         self._timeout = timeout
@@ -124,11 +124,8 @@ class LaneGroups:
             held["master_listen_fd"] = self._listener.detach()
         return TCPStore(host, port, self._num_lanes, is_master=first, timeout=timeout, **held)
 
-    def ensure(self, lane_sets: Iterable[Lanes], purpose: str = "") -> None:
+    def ensure(self, lane_sets: Iterable[Lanes]) -> None:
         """Make the groups that are not there yet.
-
-        What one group is asked for has to happen in one order on all of its lanes. So what goes on
-        beside the calls of workers has a group of its own, which its purpose names.
 
         All lanes of the world pass the same sets in the same order. The members of a new group wait
         for each other there; a lane that is in none of them goes on at once.
@@ -139,10 +136,8 @@ class LaneGroups:
         for lanes in lane_sets:
             members = tuple(sorted(lanes))
             assert len(set(members)) == len(members), f"a lane occurs twice in {lanes}"
-            if (members, purpose) not in self._groups:
-                self._groups[members, purpose] = dist.new_group(
-                    list(members), timeout=self._timeout
-                )
+            if members not in self._groups:
+                self._groups[members] = dist.new_group(list(members), timeout=self._timeout)
 
     def all_reduce(self, lanes: Lanes) -> Callable[[Sequence[Any]], None]:
         """A function that sums lists of tensors in place over these lanes, one bucket a dtype."""
@@ -201,11 +196,11 @@ class LaneGroups:
             mesh_dim_names=("replicate", "shard"),
         )
 
-    def group(self, lanes: Lanes, purpose: str = "") -> Any:
+    def group(self, lanes: Lanes) -> Any:
         """The process group of these lanes, which `ensure` has made."""
         members = tuple(sorted(lanes))
-        assert (members, purpose) in self._groups, f"no group was made for the lanes {lanes}"
-        return self._groups[members, purpose]
+        assert members in self._groups, f"no group was made for the lanes {lanes}"
+        return self._groups[members]
 
     def close(self) -> None:
         """Leave all groups and the world."""
