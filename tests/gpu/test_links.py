@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from m2flow.runtime.transport.devices import devices_here
-from m2flow.runtime.transport.measure import measure_gpus
+from m2flow.runtime.transport.measure import measure
 from m2flow.runtime.transport.peering import PeerAddress
 from m2flow.runtime.transport.peers import Peers
 from m2flow.runtime.transport.server import PayloadServer
@@ -149,5 +149,5 @@ def test_memory_of_another_gpu_is_copied(across: tuple[Peers, PeerAddress]) -> N
 
 def test_the_table_has_the_links(beside: tuple[Peers, PeerAddress]) -> None:
     peers, address = beside
-    table = measure_gpus(peers, [address])
-    assert set(table.kinds("gpu")) == {"cuda_ipc", "staged"}, table.absent
+    table = measure(peers, address)
+    assert table.costs["gpu"].keys() == {"cuda_ipc", "staged"}, table.absent

@@ -187,14 +187,14 @@ def test_the_same_weights_whatever_the_way(
 
 
 @pytest.mark.usefixtures("pool")
-def test_the_same_weights_by_way_of_the_object_store() -> None:
+def test_the_same_weights_where_all_payloads_take_one_link() -> None:
     from m2flow.runtime.driver.pool import LanePool
 
-    with LanePool([LaneSpec(number) for number in range(3)], link="object") as lanes:
+    with LanePool([LaneSpec(number) for number in range(3)], link="stream") as lanes:
         results, lines = run_on(lanes, ((0,),))
         check(results)
         assert "by copy" in lines[0]
-        assert "as all payloads go by object" in lines[0]
+        assert "as all payloads go by stream" in lines[0]
 
 
 class Pair(Flow):

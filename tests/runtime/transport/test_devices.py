@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from m2flow.flow.batch import Batch, Ragged
 from m2flow.runtime.transport.cargo import OWN_PIECE_BYTES, device_bytes, load
 from m2flow.runtime.transport.cuda_ipc import CudaIPC, _second_storage, _Torch
-from m2flow.runtime.transport.devices import STAGED, scope_between, uses_ipc
-from m2flow.runtime.transport.measure import completed, measure, who_measures
+from m2flow.runtime.transport.devices import scope_between, uses_ipc
+from m2flow.runtime.transport.measure import measure, pairs_to_measure
 from m2flow.runtime.transport.peering import LinkUnavailable, Location
 from m2flow.runtime.transport.peers import Peers
 from m2flow.runtime.transport.server import PayloadServer
 from m2flow.runtime.transport.shared_memory import SharedPool
-from m2flow.runtime.transport.table import LinkTable, TransferCost
+from m2flow.runtime.transport.table import STAGED
 from m2flow.runtime.transport.wire import pack, unpack
 from tests.runtime.transport.fake_gpu import FakeDriver, FakeGPU
 
@@ -37,21 +37,11 @@ BESIDE = Location("lane 1", "here", "GPU-a")
 ACROSS = Location("lane 2", "here", "GPU-b")
 AWAY = Location("lane 3", "there", "GPU-c")
 HOST = Location("the launcher", "here")
-IPC_WINS = LinkTable(
-    {
-        "gpu": {"cuda_ipc": TransferCost(1e-6), STAGED: TransferCost(1e-3)},
-        "gpus": {"cuda_ipc": TransferCost(1e-6), STAGED: TransferCost(1e-3)},
-        "node": {"stream": TransferCost(50e-6, 1e9), "shared": TransferCost(60e-6)},
-        "cluster": {"stream": TransferCost(1e-3, 1e9)},
-    }
-)
 
 
-def chooses(
-    asker: Location, nbytes: int = 1 << 20, table: LinkTable | None = None, **more: Any
-) -> bool:
+def chooses(asker: Location, **more: Any) -> bool:
     more.setdefault("refused", None)
-    return uses_ipc(table or LinkTable.assumed(), asker, HERE, nbytes, **more)
+    return uses_ipc(asker, HERE, **more)
 
 
 # --- the choice ---------------------------------------------------------------------------------
@@ -63,11 +53,8 @@ def test_the_scope_goes_by_machine_and_gpu() -> None:
     assert [scope_between(one, HERE) for one in others] == ["gpu", "gpus", None, None]
 
 
-def test_device_memory_goes_by_the_faster_way() -> None:
-    large = 100 << 20
-    ways = [chooses(one, large) for one in (BESIDE, ACROSS, AWAY, HOST)]
-    assert ways == [True, True, False, False]
-    assert not chooses(BESIDE, table=LinkTable({})), "where nothing is known, through host memory"
+def test_device_memory_stays_there_within_a_machine() -> None:
+    assert [chooses(one) for one in (BESIDE, ACROSS, AWAY, HOST)] == [True, True, False, False]
 
 
 def test_what_was_refused_is_not_chosen_again() -> None:
@@ -77,7 +64,7 @@ def test_what_was_refused_is_not_chosen_again() -> None:
 
 
 def test_a_demand_is_met_or_refused_and_never_bent() -> None:
-    assert chooses(BESIDE, 10, demanded="cuda_ipc")
+    assert chooses(BESIDE, demanded="cuda_ipc")
     assert not chooses(BESIDE, demanded=STAGED)
     assert not chooses(BESIDE, demanded="stream")
     for other, name in ((AWAY, "lane 3"), (HOST, "the launcher")):
@@ -85,35 +72,11 @@ def test_a_demand_is_met_or_refused_and_never_bent() -> None:
             chooses(other, demanded="cuda_ipc")
 
 
-@given(st.sampled_from([BESIDE, ACROSS]), st.integers(0, 1 << 32))
-def test_no_way_is_chosen_that_the_table_says_is_slower(asker: Location, nbytes: int) -> None:
-    table = LinkTable.assumed()
-    scope = scope_between(asker, HERE)
-    assert scope is not None
-    way = "cuda_ipc" if chooses(asker, nbytes) else STAGED
-    least = min(table.seconds(scope, kind, nbytes) for kind in table.kinds(scope))
-    assert table.seconds(scope, way, nbytes) == least
-
-
 def test_each_scope_is_measured_by_one_pair() -> None:
     places = {0: HOST, 1: HERE, 2: ACROSS, 5: AWAY, 7: BESIDE}
-    assert who_measures(places) == {0: (1, 5), 1: (2, 7)}
-    assert who_measures({3: HERE, 4: AWAY}) == {3: (4,)}
-    assert who_measures({3: HOST}) == {}
-
-
-def test_links_that_are_not_here_are_named() -> None:
-    table = completed(LinkTable({}), any_gpu=False)
-    assert table.absent == {
-        "gpu": {"cuda_ipc": "no GPU here"},
-        "gpus": {"cuda_ipc": "no GPU here"},
-    }
-    merged = LinkTable.assumed().merged(table)
-    assert merged.kinds("gpu") == ("staged",)
-    assert merged.absent == table.absent
-    one = completed(LinkTable({"gpu": {"cuda_ipc": TransferCost(1)}}), any_gpu=True)
-    assert one.absent["gpus"] == {"cuda_ipc": "no second GPU here"}
-    assert "gpu" not in one.absent
+    assert pairs_to_measure(places) == {(0, 1), (0, 5), (1, 2), (1, 7)}
+    assert pairs_to_measure({3: HERE, 4: AWAY}) == {(3, 4)}
+    assert pairs_to_measure({3: HOST}) == set()
 
 
 # --- the device part of a payload ---------------------------------------------------------------
@@ -194,7 +157,6 @@ class Pair:
             KEY,
             name="lane 0",
             devices=self.here.devices,
-            table=IPC_WINS,
         )
         there = None if gpu is None else FakeGPU(gpu, self.driver).devices
         self.peers = Peers(None, KEY, name="lane 1", devices=there)
@@ -373,13 +335,10 @@ def test_an_offer_that_nobody_reads_is_withdrawn(pair: Pair) -> None:
 
 def test_links_of_a_gpu_are_measured_and_failures_named(pair: Pair) -> None:
     scope = "gpu" if pair.peers.location.gpu == "GPU-a" else "gpus"
-    table = measure(pair.peers, [pair.server.address])
-    assert set(table.kinds(scope)) == {"cuda_ipc", STAGED}
-    assert set(table.kinds("node")) == {"stream", "shared"}
+    table = measure(pair.peers, pair.server.address)
+    assert table.costs[scope].keys() == {"cuda_ipc", STAGED}
+    assert table.costs["node"].keys() == {"stream", "shared"}
     pair.driver.broken_opens = set(range(1000))
-    table = measure(pair.peers, [pair.server.address])
-    assert table.kinds(scope) == (STAGED,)
+    table = measure(pair.peers, pair.server.address)
+    assert table.costs[scope].keys() == {STAGED}
     assert "invalid resource handle" in table.absent[scope]["cuda_ipc"]
-    holder = Location("lane 0", pair.peers.node, "GPU-a")
-    merged = LinkTable.assumed().merged(table)
-    assert not uses_ipc(merged, pair.peers.location, holder, 1 << 30, refused=None)

@@ -60,7 +60,6 @@ from m2flow.runtime.lane.orders import (
     Probe,
     Reports,
     Save,
-    UseLinks,
     from_bytes,
     to_bytes,
 )
@@ -116,8 +115,6 @@ class LaneExecutor:
                 case Probe():
                     found = self._exchange.measure(order.peers)
                     self._say(Answer(order.number, pickle.dumps(found)))
-                case UseLinks():
-                    self._exchange.use(order.table)
                 case GaugeMemory():
                     self._gauge = MemoryGauge(self._context.device) if order.on else None
                 case Prepare():

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias, get_args
 from m2flow.engine.messages import Event, LaneCommand, Part
 from m2flow.engine.spans import Span
 from m2flow.runtime.lane.reports import Published, Report
-from m2flow.runtime.transport.table import LinkTable
 from m2flow.runtime.weights.exports import Export, Sends
 
 # --- orders -------------------------------------------------------------------------------------
@@ -171,17 +170,10 @@ class CallMethod:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Measure the links from this lane to some others; the answer is a LinkTable."""
+    """Measure the ways from other lanes to this one; the answer is a LinkTable."""
 
     number: int
     peers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class UseLinks:
-    """Choose by this table from now on which way a payload takes."""
-
-    table: LinkTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +200,7 @@ STATES = -1
 """The step to which files of states belong."""
 
 Order: TypeAlias = (
-    Load | Save | Execute | DropStep | CallMethod | Probe | UseLinks | GaugeMemory | Prepare | Close
+    Load | Save | Execute | DropStep | CallMethod | Probe | GaugeMemory | Prepare | Close
 )
 
 # --- answers --------------------------------------------------------------------------------------

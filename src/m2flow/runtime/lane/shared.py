@@ -60,9 +60,7 @@ class SharedProcess:
         """Bring all lanes up; their addresses, in order."""
         return [lane.ready() for lane in self._lanes]
 
-    def serve(
-        self, peers: Mapping[int, PeerAddress], actors: Mapping[int, Any], seconds: float
-    ) -> None:
+    def serve(self, peers: Mapping[int, PeerAddress], seconds: float) -> None:
         """Carry out the orders of every lane, each on a thread, until all are closed.
 
         Raises:
@@ -72,7 +70,7 @@ class SharedProcess:
 
         def serve(lane: SharedLane) -> None:
             try:
-                lane.serve(peers, actors, seconds)
+                lane.serve(peers, seconds)
             except BaseException as error:  # noqa: BLE001 - raised again below
                 raised.append(error)
 

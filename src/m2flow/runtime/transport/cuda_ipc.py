@@ -22,8 +22,6 @@ from torch import Tensor
 from m2flow.errors import M2FlowError
 from m2flow.runtime.transport.peering import Location
 
-CUDA_IPC = "cuda_ipc"
-
 Handle: TypeAlias = tuple[Any, ...]
 """All that another process needs to open a tensor; plain values."""
 

@@ -14,12 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from m2flow.runtime.transport.cuda_ipc import CUDA_IPC, CudaIPC, TorchHandles
+from m2flow.runtime.transport.cuda_ipc import CudaIPC, TorchHandles
 from m2flow.runtime.transport.peering import LinkUnavailable, Location
-from m2flow.runtime.transport.table import LinkTable, Scope
-
-STAGED = "staged"
-"""Through host memory, by whatever way the host part takes."""
+from m2flow.runtime.transport.table import CUDA_IPC, Scope
 
 
 @dataclass(frozen=True)
@@ -68,35 +65,26 @@ def scope_between(one: Location, other: Location) -> Scope | None:
 
 
 def uses_ipc(
-    table: LinkTable,
-    asker: Location,
-    holder: Location,
-    nbytes: int,
-    *,
-    refused: str | None,
-    demanded: str | None = None,
+    asker: Location, holder: Location, *, refused: str | None, demanded: str | None = None
 ) -> bool:
     """Whether device memory goes by CUDA IPC; else it goes through host memory.
 
     Args:
-        table: what the two ways cost.
         asker: who receives.
         holder: who sends.
-        nbytes: how much of it there is.
         refused: why the asker cannot use CUDA IPC, or None.
         demanded: the one way that is wanted; a way of host memory is one too.
 
     Raises:
         LinkUnavailable: CUDA IPC is demanded and does not work between the two.
     """
-    scope = scope_between(asker, holder)
-    if demanded is not None and demanded != CUDA_IPC:
+    if demanded not in (None, CUDA_IPC):
         return False
-    if demanded == CUDA_IPC and (scope is None or refused is not None):
-        why = refused or "they do not run on GPUs of one machine"
-        raise LinkUnavailable(
-            f"there is no link {CUDA_IPC!r} from {holder.name} to {asker.name}: {why}"
-        )
-    if scope is None or refused is not None:
+    if scope_between(asker, holder) is not None and refused is None:
+        return True
+    if demanded is None:
         return False
-    return demanded == CUDA_IPC or table.choose(scope, nbytes, {CUDA_IPC, STAGED}) == CUDA_IPC
+    why = refused or "they do not run on GPUs of one machine"
+    raise LinkUnavailable(
+        f"there is no link {CUDA_IPC!r} from {holder.name} to {asker.name}: {why}"
+    )

@@ -66,15 +66,15 @@ class FrameKind:
 
     The asker says HELLO (its reader's name and location) once, then one REQUEST (key, demanded
     link, why not to use CUDA IPC) at a time. The answer is an ERROR, a STREAM (a packed value), a
-    SHARED handle, an OBJECT token, or a DEVICE offer. REFUSED says that the offer does not work
-    here; it has no answer. The last frame is DONE: what was received stays in use; or ABANDONED:
+    SHARED handle, or a DEVICE offer. REFUSED says that the offer does not work here; it has no
+    answer. The last frame is DONE: what was received stays in use; or ABANDONED:
     the answer under way was never read, so what it holds is taken back. A connection that ends
     without either probably belonged to a process that died: see `ReadersOf`.
     """
 
     HELLO, REQUEST, REFUSED = "hello", "request", "refused"
     DONE, ABANDONED = "done", "abandoned"
-    ERROR, STREAM, SHARED, OBJECT, DEVICE = "error", "stream", "shared", "object", "device"
+    ERROR, STREAM, SHARED, DEVICE = "error", "stream", "shared", "device"
 
 
 def this_node() -> str:

@@ -20,12 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from m2flow.runtime.transport.cuda_ipc import CUDA_IPC, LinkRefused
+from m2flow.runtime.transport.cuda_ipc import LinkRefused
 from m2flow.runtime.transport.devices import Devices
 from m2flow.runtime.transport.frame import JOINED_BYTES, Frame, FrameStream
 from m2flow.runtime.transport.handshake import KeyRefused
 from m2flow.runtime.transport.listening import connect
-from m2flow.runtime.transport.objects import RayObjects
 from m2flow.runtime.transport.peering import (
     FrameKind,
     LinkUnavailable,
@@ -36,6 +35,7 @@ from m2flow.runtime.transport.peering import (
 )
 from m2flow.runtime.transport.server import DeviceOffer
 from m2flow.runtime.transport.shared_memory import SharedHandle, SharedReader
+from m2flow.runtime.transport.table import CUDA_IPC
 from m2flow.runtime.transport.wire import pack, unpack
 
 FAREWELL_SECONDS = 1.0
@@ -50,7 +50,7 @@ class Received(NamedTuple):
     Attributes:
         value: the payload.
         link: by which link; that of the device part, where that had one of its own.
-        nbytes: its size as it was packed; 0 where it was not.
+        nbytes: its size as it was packed.
     """
 
     value: Any
@@ -64,7 +64,6 @@ class Peers:
     Args:
         node: the name of this machine; servers with the same name share its /dev/shm.
         key: what the servers ask for.
-        objects: this process's end of Ray's way, if it has one.
         name: what people call this process.
         devices: what it has of its GPU.
 
@@ -80,7 +79,6 @@ class Peers:
         node: str | None,
         key: bytes,
         *,
-        objects: RayObjects | None = None,
         name: str = "a peer",
         devices: Devices | None = None,
     ) -> None:
@@ -90,7 +88,7 @@ class Peers:
         self.refused: dict[PeerAddress, str] = {}
         self.reader = SharedReader()
         self.name = f"{os.getpid()}-{secrets.token_hex(4)}"
-        self._key, self._objects = key, objects
+        self._key = key
         self._idle: dict[PeerAddress, list[FrameStream]] = {}
         self._lost: dict[PeerAddress, str] = {}
         self._lock = threading.Lock()
@@ -112,7 +110,7 @@ class Peers:
             address: who has it.
             key: what its `provide` understands; picklable.
             timeout: seconds for all of it, connecting included.
-            link: demand this link, instead of the fastest.
+            link: demand this link, instead of the one that fits.
             device: where tensors go that stood on an accelerator.
 
         Raises:
@@ -140,14 +138,14 @@ class Peers:
         try:
             frame = self._exchanged(stream, address, request, key)
             try:
-                return self._received(frame, stream, device)
+                return self._received(frame, device)
             except LinkRefused as error:
                 self._refuse(frame, stream, address, error)
                 if link == CUDA_IPC:
                     why = f"there is no link {link!r} to {self.location.name}: {error}"
                     raise LinkUnavailable(why) from error
             frame = self._exchanged(stream, address, self._request(address, key, link), key)
-            return self._received(frame, stream, device)
+            return self._received(frame, device)
         finally:
             if not stream.closed:
                 with self._lock:
@@ -183,9 +181,7 @@ class Peers:
             self._abandon(stream)
             raise
 
-    def _received(
-        self, frame: Frame, stream: FrameStream, device: str | torch.device | None
-    ) -> Received:
+    def _received(self, frame: Frame, device: str | torch.device | None) -> Received:
         match frame.kind:
             case FrameKind.ERROR:
                 raise pickle.loads(frame.head)
@@ -199,9 +195,7 @@ class Peers:
                 return Received(value, link, frame.nbytes)
             case FrameKind.DEVICE:
                 return self._taken(frame, device)
-        assert self._objects is not None, "this process has no end of Ray's object store"
-        token = pickle.loads(frame.head)
-        return Received(self._objects.get(token, stream.seconds()), frame.kind, 0)
+        raise AssertionError(f"no answer is a {frame.kind}")
 
     # --- device memory ----------------------------------------------------------------------------
 
