@@ -374,7 +374,7 @@ def report(
                 Target(f"{case}, {name}: times as long as with everything on", times, 1 - NOISE)
                 for case, each in ratios.items()
                 for name, times in each.items()
-                if name in (LINKS, PIPELINING, LOOPS)
+                if name in (SHARED, PIPELINING, LOOPS)
             ),
             Target(
                 "the plan without switching is refused (1: yes)", float(_explains(refused)), 1.0
