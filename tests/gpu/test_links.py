@@ -129,12 +129,12 @@ def test_an_offer_that_is_refused_leaves_nothing(beside: tuple[Peers, PeerAddres
     peers, address = beside
     before = peers.fetch(address, "in use", timeout=60)
     assert peers.devices is not None
-    handles: Any = peers.devices.ipc._handles
+    ipc: Any = peers.devices.ipc
 
     def cannot(handle: Any) -> Any:
         raise RuntimeError("invalid resource handle")
 
-    handles.open = cannot
+    ipc.open = cannot
     got = peers.receive(address, "all", timeout=60, device="cuda:0")
     assert got.link == "shared"
     assert torch.equal(got.value["large"].cpu(), payload("cpu")["large"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import multiprocessing
 import os
@@ -17,6 +16,8 @@ import torch
 
 from m2flow.flow.batch import Batch, Ragged
 from m2flow.runtime.transport.channel import Channel, ChannelLost
+from m2flow.runtime.transport.channel.host import Operation
+from m2flow.runtime.transport.frame import Frame
 
 SPAWN = multiprocessing.get_context("spawn")
 SOON = 20.0
@@ -177,7 +178,7 @@ def test_another_machine_comes_in_over_the_network() -> None:
             Channel._handle(nowhere, SOON, on_ray=False).get()
 
 
-# --- threads and event loops ----------------------------------------------------------------------
+# --- threads --------------------------------------------------------------------------------------
 
 
 def test_threads_share_a_handle_and_nothing_is_lost_or_doubled(channel: Channel) -> None:
@@ -199,35 +200,6 @@ def test_threads_share_a_handle_and_nothing_is_lost_or_doubled(channel: Channel)
             mine = [i for maker, i in items if maker == n]
             assert mine == sorted(mine)
     assert channel.stats().most_items <= 8
-
-
-def test_event_loops_wait_without_a_thread(channel: Channel) -> None:
-    async def both() -> list[object]:
-        async def produce() -> None:
-            for number in range(20):
-                await channel.aput(number, key="k")
-
-        task = asyncio.create_task(produce())
-        items = [await channel.aget("k") for _ in range(18)]
-        items += await channel.aget_batch(max_items=2, key="k")
-        await task
-        return items
-
-    assert asyncio.run(both()) == list(range(20))
-
-
-def test_a_cancelled_getter_swallows_nothing(channel: Channel) -> None:
-    async def cancelled() -> object:
-        waiting = asyncio.create_task(channel.aget())
-        while not channel.stats().waiting_getters:
-            await asyncio.sleep(0.01)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        await channel.aput("kept")
-        return await channel.aget()
-
-    assert asyncio.run(cancelled()) == "kept"
 
 
 # --- what comes out is what went in ---------------------------------------------------------------
@@ -267,7 +239,8 @@ def test_a_slow_reader_does_not_hold_up_others() -> None:
     with Channel(timeout=SOON) as channel:
         channel.put(b"x" * (8 << 20))
         slow = pickle.loads(pickle.dumps(channel))._connection()
-        slow.send(channel._get_request(None, SOON).frame())
+        asked = {"key": None, "timeout": SOON, "weight": 1.0, "max_items": 1, "linger": SOON}
+        slow.send(Frame(Operation.GET, pickle.dumps(asked)))
         eventually(lambda: channel.stats().items == 0)
         channel.put("next")
         assert channel.get(timeout=SOON) == "next"

@@ -75,7 +75,7 @@ class FakeGPU:
 
     def __init__(self, gpu: str, driver: FakeDriver) -> None:
         self._storages: set[int] = set()
-        self.devices = FakeDevices(gpu, "cpu", self.owns, CudaIPC(gpu, driver))
+        self.devices = FakeDevices(gpu, "cpu", self.owns, FakeIPC(gpu, driver))
 
     def owns(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._storages
@@ -87,6 +87,14 @@ class FakeGPU:
         self._storages.add(copy.untyped_storage().data_ptr())
         self._kept: Sequence[Tensor] = [*getattr(self, "_kept", ()), copy]
         return copy
+
+
+class FakeIPC(CudaIPC):
+    """The link, with a driver that is made up."""
+
+    def __init__(self, gpu: str, driver: FakeDriver) -> None:
+        super().__init__(gpu, torch.device("cpu"))
+        vars(self).update(share=driver.share, open=driver.open, let_go=driver.let_go)
 
 
 class FakeDevices(Devices):

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.flow.batch import Batch, Ragged
-from m2flow.runtime.transport.cargo import OWN_PIECE_BYTES, device_bytes, load
-from m2flow.runtime.transport.cuda_ipc import CudaIPC, _second_storage, _Torch
+from m2flow.runtime.transport.cargo import load, together
+from m2flow.runtime.transport.cuda_ipc import _second_storage, _Torch
 from m2flow.runtime.transport.devices import scope_between, uses_ipc
 from m2flow.runtime.transport.measure import measure, pairs_to_measure
 from m2flow.runtime.transport.peering import LinkUnavailable, Location
@@ -29,7 +29,7 @@ from m2flow.runtime.transport.server import PayloadServer
 from m2flow.runtime.transport.shared_memory import SharedPool
 from m2flow.runtime.transport.table import STAGED
 from m2flow.runtime.transport.wire import pack, unpack
-from tests.runtime.transport.fake_gpu import FakeDriver, FakeGPU
+from tests.runtime.transport.fake_gpu import FakeDriver, FakeGPU, FakeIPC
 
 KEY = b"between us"
 HERE = Location("lane 0", "here", "GPU-a")
@@ -81,7 +81,7 @@ def test_each_scope_is_measured_by_one_pair() -> None:
 
 # --- the device part of a payload ---------------------------------------------------------------
 
-sizes = st.sampled_from([0, 1, 3, 255, 256, 257, 1000, OWN_PIECE_BYTES, OWN_PIECE_BYTES + 1])
+sizes = st.sampled_from([0, 1, 3, 255, 256, 257, 1000, 1 << 20])
 dtypes = st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.bool])
 
 
@@ -96,10 +96,8 @@ def test_any_mixture_of_devices_comes_back_the_same(parts: Any) -> None:
         value[f"t{number}"] = gpu.put(tensor) if on_device else tensor
     packed = pack(value)
     cargo = load(packed, gpu.owns)
-    assert cargo.manifest.nbytes >= device_bytes(packed, gpu.owns)
-    assert len(cargo.pieces) <= 1 + sum(size >= OWN_PIECE_BYTES for size, *_ in parts)
     host = [buffer.memory().copy() for buffer in cargo.host.buffers]
-    got = unpack(cargo.host.head, cargo.manifest.together(host, cargo.pieces))
+    got = unpack(cargo.host.head, together(cargo.places, host, cargo.pieces))
     assert got.keys() == value.keys()
     for name, tensor in value.items():
         assert got[name].dtype is tensor.dtype
@@ -209,19 +207,19 @@ def test_mixed_devices_travel_in_one_message(pair: Pair, pool: SharedPool) -> No
     assert got.link == "cuda_ipc"
     assert same(got.value, value)
     assert got.nbytes > 600_000 * 6
-    assert pair.driver.shared == 3, "two large ones and the small ones together"
+    assert pair.driver.shared == 6
     assert pool.blocks_in_use() == 1, "the host part is in shared memory"
     opened = got.value["logits"].data_ptr() == value["logits"].data_ptr()
     if pair.peers.location.gpu == "GPU-a":
         assert opened, "on one GPU nothing is copied"
-        assert (pair.driver.held, pair.driver.finished) == (3, 0)
+        assert (pair.driver.held, pair.driver.finished) == (6, 0)
         kept = got.value["logits"][5:]
         del got
         assert pair.driver.held == 1, "what is read keeps the sender's memory"
         del kept
     else:
         assert not opened, "from another GPU it is copied"
-        assert pair.driver.finished == 3, "after what was queued"
+        assert pair.driver.finished == 6, "after what was queued"
         assert pair.driver.held == 0, "and the sender's memory is free at once"
         del got
     assert pool.blocks_in_use() == 0
@@ -271,7 +269,7 @@ def test_memory_that_cannot_be_opened_goes_by_host_once_and_for_all(
     assert "invalid resource handle" in pair.peers.refused[pair.server.address]
     pair.driver.broken_opens = set()
     assert pair.get("mixed").link == "shared", "nor is it tried again"
-    assert pair.driver.shared == 3
+    assert pair.driver.shared == 6
 
 
 def test_a_demanded_link_that_fails_is_said_to_be_unavailable(pair: Pair) -> None:
@@ -304,7 +302,7 @@ def test_a_view_that_cannot_be_shared_is_copied_first() -> None:
             return super().share(piece, same_gpu=same_gpu)
 
     driver = Fussy()
-    link = CudaIPC("GPU-a", driver)
+    link = FakeIPC("GPU-a", driver)
     view = torch.arange(10, dtype=torch.uint8)[3:]
     token = link.offer([view], BESIDE)
     (got,) = link.take(token)
@@ -325,7 +323,7 @@ def test_an_offer_that_nobody_reads_is_withdrawn(pair: Pair) -> None:
         pair.peers.fetch(pair.server.address, "mixed", timeout=0.1)
     assert time.monotonic() - began < 0.35
     deadline = time.monotonic() + 5
-    while pair.driver.shared < 3 or pair.driver.held:
+    while pair.driver.shared < 6 or pair.driver.held:
         assert time.monotonic() < deadline, "the offer is still held"
         time.sleep(0.01)
     assert set(pair.driver.let_go_count.values()) == {1}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,20 +38,6 @@ class LinkRefused(M2FlowError):
         self.taken = taken
 
 
-class Handles(Protocol):
-    """What the driver does. A RuntimeError says that it cannot."""
-
-    def share(self, piece: Tensor, *, same_gpu: bool) -> Handle:
-        """A handle for a flat uint8 tensor; its memory stays until the handle is opened and what
-        was opened has died. It can be opened once. For another GPU, what is queued is done."""
-
-    def open(self, handle: Handle) -> Tensor:
-        """The piece behind another process's handle, in that one's memory."""
-
-    def let_go(self, handle: Handle) -> None:
-        """Count a handle off that nobody will open."""
-
-
 class IpcOffer(NamedTuple):
     """Memory that another process may open.
 
@@ -65,15 +51,16 @@ class IpcOffer(NamedTuple):
 
 
 class CudaIPC:
-    """The link `cuda_ipc`.
+    """The link `cuda_ipc`, by handles as torch.multiprocessing makes them.
 
     Args:
         gpu: UUID of the GPU that this process stands on.
-        handles: the driver's part.
+        device: what this process calls it. Processes that see one GPU each all call theirs by the
+            same number, so the receiver's own is put in the place of the sender's.
     """
 
-    def __init__(self, gpu: str, handles: Handles) -> None:
-        self._gpu, self._handles = gpu, handles
+    def __init__(self, gpu: str, device: torch.device) -> None:
+        self._gpu, self._device = gpu, device
         self._unable: str | None = None
         self._lock = threading.Lock()  # torch's own counting expects one thread at a time
 
@@ -94,21 +81,21 @@ class CudaIPC:
     def _share(self, piece: Tensor, *, same_gpu: bool) -> Handle:
         with self._lock:
             try:
-                return self._handles.share(piece, same_gpu=same_gpu)
+                return self.share(piece, same_gpu=same_gpu)
             except RuntimeError:  # a view from within an allocation, or another process's memory
-                return self._handles.share(piece.clone(), same_gpu=same_gpu)
+                return self.share(piece.clone(), same_gpu=same_gpu)
 
     def withdraw(self, offer: IpcOffer, taken: int) -> None:
         """Count off what will not be opened: all but the first `taken` pieces."""
         for handle in offer.handles[taken:]:
-            self._handles.let_go(handle)
+            self.let_go(handle)
 
     def take(self, offer: IpcOffer) -> list[Tensor]:
         """Open the pieces; copy those of another GPU."""
         opened: list[Tensor] = []
         for handle in offer.handles:
             try:
-                opened.append(self._handles.open(handle))
+                opened.append(self.open(handle))
             except RuntimeError as error:
                 taken = len(opened)
                 opened.clear()  # the error is looked at for longer than they are needed
@@ -116,19 +103,11 @@ class CudaIPC:
                 raise LinkRefused(reason, taken=taken) from None
         return opened if offer.gpu == self._gpu else [piece.clone() for piece in opened]
 
-
-class TorchHandles:
-    """Handles as torch.multiprocessing makes them.
-
-    Args:
-        device: this process's GPU. Processes that see one GPU each all call theirs by the same
-            number, so the receiver's own is put in the place of the sender's.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    # --- what the driver does; a RuntimeError says that it cannot ---------------------------------
 
     def share(self, piece: Tensor, *, same_gpu: bool) -> Handle:
+        """A handle for a flat uint8 tensor; its memory stays until the handle is opened and what
+        was opened has died. It can be opened once. For another GPU, what is queued is done."""
         # Sharing puts a counter in the place of a storage's pointer, which another thread may be
         # about to read: so a second storage over the same memory is shared, and keeps the first.
         alias = _second_storage(piece)
@@ -139,12 +118,14 @@ class TorchHandles:
         return tuple(handle)
 
     def open(self, handle: Handle) -> Tensor:
+        """The piece behind another process's handle, in that one's memory."""
         mine = _Torch(*handle)._replace(device=self._device.index or 0)
         with torch.cuda.device(self._device):
             storage = torch.UntypedStorage._new_shared_cuda(*mine)
             return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 
     def let_go(self, handle: Handle) -> None:
+        """Count a handle off that nobody will open."""
         offered = _Torch(*handle)
         let_go: Any = torch.UntypedStorage._release_ipc_counter
         let_go(offered.counters, offered.counter, device=self._device)

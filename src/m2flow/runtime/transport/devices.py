@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from m2flow.runtime.transport.cuda_ipc import CudaIPC, TorchHandles
+from m2flow.runtime.transport.cuda_ipc import CudaIPC
 from m2flow.runtime.transport.peering import LinkUnavailable, Location
 from m2flow.runtime.transport.table import CUDA_IPC, Scope
 
@@ -54,7 +54,7 @@ def devices_here(number: int = 0) -> Devices | None:
     def on_device(tensor: Tensor) -> bool:
         return tensor.device == device
 
-    return Devices(gpu, str(device), on_device, CudaIPC(gpu, TorchHandles(device)))
+    return Devices(gpu, str(device), on_device, CudaIPC(gpu, device))
 
 
 def scope_between(one: Location, other: Location) -> Scope | None:

@@ -8,7 +8,6 @@ however slowly it comes in; `FrameQueue` never blocks and is for a selector.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import math
 import select
@@ -178,26 +177,10 @@ class FrameStream:
                 count = self._socket.recv_into(self._decoder.room())
             except OSError as error:
                 raise _meant(error) from error
-            self._take(count)
+            if not count:
+                raise LineClosed("the connection has ended")
+            self._frames += self._decoder.add(count)
         return self._frames.popleft()
-
-    async def exchange(self, frame: Frame) -> Frame:
-        """Send a frame and receive the next one, in an event loop; raises LineClosed."""
-        loop = asyncio.get_running_loop()
-        self._socket.setblocking(False)
-        try:
-            for piece in frame.pieces():
-                await loop.sock_sendall(self._socket, piece)
-            while not self._frames:
-                self._take(await loop.sock_recv_into(self._socket, self._decoder.room()))
-        except OSError as error:
-            raise _meant(error) from error
-        return self._frames.popleft()
-
-    def _take(self, count: int) -> None:
-        if not count:
-            raise LineClosed("the connection has ended")
-        self._frames += self._decoder.add(count)
 
     def waiting(self, seconds: float = 0.0) -> bool:
         """Whether a frame, or a part of one, has come in or comes within so many seconds."""

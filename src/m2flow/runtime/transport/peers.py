@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from m2flow.runtime.transport.cargo import together
 from m2flow.runtime.transport.cuda_ipc import LinkRefused
 from m2flow.runtime.transport.devices import Devices
 from m2flow.runtime.transport.frame import JOINED_BYTES, Frame, FrameStream
@@ -208,8 +209,9 @@ class Peers:
         else:
             head, host = self.reader.parts(SharedHandle.from_bytes(offer.shared))
         pieces = self.devices.ipc.take(offer.ipc)
-        value = unpack(memoryview(head), offer.manifest.together(host, pieces), device=device)
-        nbytes = len(head) + sum(map(len, host)) + offer.manifest.nbytes
+        buffers = together(offer.places, host, pieces)
+        value = unpack(memoryview(head), buffers, device=device)
+        nbytes = len(head) + sum(map(len, buffers))
         return Received(value, CUDA_IPC, nbytes)
 
     def _refuse(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from m2flow.runtime.transport.cargo import CargoManifest, device_bytes, load
+from m2flow.runtime.transport.cargo import load
 from m2flow.runtime.transport.cuda_ipc import IpcOffer, LinkRefused
 from m2flow.runtime.transport.devices import Devices, uses_ipc
 from m2flow.runtime.transport.frame import Frame, FrameStream
@@ -175,11 +175,11 @@ class PayloadServer:
         refused: str | None,
     ) -> tuple[Frame, _Offered] | None:
         """An answer whose device part stays on the device; None if all is to go by host memory."""
-        if not device_bytes(packed, devices.on_device) or not uses_ipc(
+        cargo = load(packed, devices.on_device)
+        if not cargo.pieces or not uses_ipc(
             asker.location, self._location, refused=refused, demanded=link
         ):
             return None
-        cargo = load(packed, devices.on_device)
         try:
             ipc = devices.ipc.offer(cargo.pieces, asker.location)
         except LinkRefused as error:
@@ -196,7 +196,7 @@ class PayloadServer:
             devices.ipc.withdraw(ipc, 0)
             raise
         shared = None if handle is None else handle.to_bytes()
-        offer = DeviceOffer(ipc, cargo.manifest, shared, self._location)
+        offer = DeviceOffer(ipc, cargo.places, shared, self._location)
         return Frame(FrameKind.DEVICE, pickle.dumps(offer, 5), memory), _Offered(handle, ipc)
 
     # --- what an answer holds ---------------------------------------------------------------------
@@ -231,14 +231,14 @@ class DeviceOffer(NamedTuple):
 
     Attributes:
         ipc: what the asker opens.
-        manifest: where the buffers are.
+        places: for each buffer of the payload, whether it is a piece.
         shared: the handle of the host part; None if the message itself has it: the packed head,
             then the buffers.
         holder: who answers.
     """
 
     ipc: IpcOffer
-    manifest: CargoManifest
+    places: tuple[bool, ...]
     shared: bytes | None
     holder: Location
 

@@ -10,7 +10,6 @@ puts back the items that it had handed out.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import os
@@ -24,6 +23,7 @@ from m2flow.errors import UserError
 from m2flow.runtime.transport.channel.errors import (
     ChannelClosed,
     ChannelEmpty,
+    ChannelError,
     ChannelFull,
     ChannelLost,
     ChannelTimeout,
@@ -60,19 +60,6 @@ NAMESPACE = "m2flow-channels"
 """The Ray namespace in which channels have their names."""
 
 
-class _Request(NamedTuple):
-    """A question to the host, `seconds` of which may be spent waiting there."""
-
-    kind: str
-    key: Key
-    seconds: float
-    settings: dict[str, Any]
-    buffers: Sequence[Any] = ()
-
-    def frame(self) -> Frame:
-        return Frame(self.kind, pickle.dumps(self.settings, 5), self.buffers)
-
-
 class _Answer(NamedTuple):
     """The host's answer: the outcome, the seconds waited, how many buffers each item has, what the
     channel holds if that was asked for or is of use, and the buffers."""
@@ -84,13 +71,9 @@ class _Answer(NamedTuple):
     buffers: Sequence[Any]
 
     @classmethod
-    def taken(cls, stream: FrameStream, frame: Frame) -> _Answer:
-        """Read an answer, and acknowledge its items."""
+    def of(cls, frame: Frame) -> _Answer:
         waited, counts, stats = pickle.loads(frame.head)
-        answer = cls(Outcome(frame.kind), waited, counts, stats, frame.buffers)
-        if answer.counts:
-            stream.send(Frame(Operation.TOOK))
-        return answer
+        return cls(Outcome(frame.kind), waited, counts, stats, frame.buffers)
 
     def items(self) -> list[Any]:
         """The items that came; their tensors are views of the memory in which they came."""
@@ -222,19 +205,6 @@ class Channel:
             UserError: the item is larger than the whole channel.
             TypeError: the item cannot be pickled.
         """
-        self._ask(self._put_request(item, weight, key, timeout))
-
-    def put_nowait(self, item: Any, weight: float = 1.0, key: Key = None) -> None:
-        """`put` that raises `ChannelFull` where it would wait."""
-        self.put(item, weight, key, timeout=0)
-
-    async def aput(
-        self, item: Any, weight: float = 1.0, key: Key = None, timeout: float | None = None
-    ) -> None:
-        """`put` for an event loop. Cancelled while it waits, it puts nothing."""
-        await self._ask_async(self._put_request(item, weight, key, timeout))
-
-    def _put_request(self, item: Any, weight: float, key: Key, timeout: float | None) -> _Request:
         _require(0 <= weight < math.inf, "no such weight", "weight", weight, "0 or more")
         buffers = _packed(item)
         num_bytes = sum(map(len, buffers))
@@ -245,7 +215,11 @@ class Channel:
                 key="max_bytes",
                 hint="make the channel larger or the item smaller",
             )
-        return self._request(Operation.PUT, key, timeout, buffers, weight=weight)
+        self._ask(Operation.PUT, key, timeout, buffers, weight=weight)
+
+    def put_nowait(self, item: Any, weight: float = 1.0, key: Key = None) -> None:
+        """`put` that raises `ChannelFull` where it would wait."""
+        self.put(item, weight, key, timeout=0)
 
     # --- getting ----------------------------------------------------------------------------------
 
@@ -256,7 +230,7 @@ class Channel:
             ChannelEmpty: none has come in time.
             ChannelClosed: the channel is closed and nothing is left under this key.
         """
-        return self._ask(self._get_request(key, timeout))[0]
+        return self.get_batch(max_items=1, key=key, timeout=timeout)[0]
 
     def get_nowait(self, key: Key = None) -> Any:
         """`get` that raises `ChannelEmpty` where it would wait."""
@@ -285,22 +259,17 @@ class Channel:
             ChannelEmpty: the batch was not complete in time; its items are still in the channel.
             ChannelClosed: the channel is closed and nothing is left under this key.
         """
-        return self._ask(self._batch_request(weight, max_items, key, timeout, linger))
-
-    async def aget(self, key: Key = None, timeout: float | None = None) -> Any:
-        """`get` for an event loop. Cancelled, it takes nothing."""
-        return (await self._ask_async(self._get_request(key, timeout)))[0]
-
-    async def aget_batch(
-        self,
-        weight: float | None = None,
-        max_items: int | None = None,
-        key: Key = None,
-        timeout: float | None = None,
-        linger: float | None = None,
-    ) -> list[Any]:
-        """`get_batch` for an event loop. Cancelled, it takes nothing."""
-        return await self._ask_async(self._batch_request(weight, max_items, key, timeout, linger))
+        if weight is None and max_items is None:
+            raise UserError("a batch needs weight or max_items", key="get_batch")
+        most_weight = math.inf if weight is None else weight
+        most_items = ANY_COUNT if max_items is None else max_items
+        _require(most_weight > 0, "no such weight", "weight", weight, "more than 0")
+        _require(most_items >= 1, "no such batch", "max_items", max_items, "1 or more")
+        longest = math.inf if linger is None else linger
+        answer = self._ask(
+            Operation.GET, key, timeout, weight=most_weight, max_items=most_items, linger=longest
+        )
+        return answer.items()
 
     def items(self, key: Key = None, timeout: float | None = None) -> Iterator[Any]:
         """Take items of a key one by one until the channel is closed and they are all taken."""
@@ -314,63 +283,16 @@ class Channel:
     def __iter__(self) -> Iterator[Any]:
         return self.items()
 
-    def _batch_request(
-        self,
-        weight: float | None,
-        max_items: int | None,
-        key: Key,
-        timeout: float | None,
-        linger: float | None,
-    ) -> _Request:
-        if weight is None and max_items is None:
-            raise UserError("a batch needs weight or max_items", key="get_batch")
-        most_weight = math.inf if weight is None else weight
-        most_items = ANY_COUNT if max_items is None else max_items
-        _require(most_weight > 0, "no such weight", "weight", weight, "more than 0")
-        _require(most_items >= 1, "no such batch", "max_items", max_items, "1 or more")
-        longest = math.inf if linger is None else linger
-        return self._get_request(key, timeout, most_weight, most_items, longest)
-
-    def _get_request(
-        self,
-        key: Key,
-        timeout: float | None,
-        weight: float = math.inf,
-        max_items: int = 1,
-        linger: float = math.inf,
-    ) -> _Request:
-        return self._request(
-            Operation.GET, key, timeout, weight=weight, max_items=max_items, linger=linger
-        )
-
-    def _request(
-        self,
-        kind: str,
-        key: Key,
-        timeout: float | None,
-        buffers: Sequence[Any] = (),
-        **settings: float,
-    ) -> _Request:
-        _require(
-            type(key) in (str, int, type(None)), "no such key", "key", key, "a string or integer"
-        )
-        if len(str(key)) > LONGEST_KEY:
-            short = f"{str(key)[:40]}..."
-            raise UserError(f"longer than {LONGEST_KEY} characters", key="key", value=short)
-        seconds = self._timeout if timeout is None else timeout
-        _require(0 <= seconds < math.inf, "every wait has an end", "timeout", timeout, "seconds")
-        return _Request(kind, key, seconds, {"key": key, "timeout": seconds, **settings}, buffers)
-
     # --- looking, closing -------------------------------------------------------------------------
 
     def stats(self) -> ChannelStats:
         """What the channel holds, has seen, and who waits."""
-        found: ChannelStats = self._answer(self._request(Operation.STATS, None, 0)).stats
+        found: ChannelStats = self._ask(Operation.STATS).stats
         return found
 
     def close(self) -> None:
         """Take nothing more: putters get `ChannelClosed` at once, getters when nothing is left."""
-        self._ask(self._request(Operation.CLOSE, None, 0))
+        self._ask(Operation.CLOSE)
 
     def terminate(self) -> None:
         """End the host, with all that is left in it; other handles get `ChannelLost`.
@@ -394,65 +316,59 @@ class Channel:
 
     # --- asking the host --------------------------------------------------------------------------
 
-    def _ask(self, request: _Request) -> list[Any]:
-        """The items that came; raises what became of a request that did not succeed."""
-        return self._items(request, self._answer(request))
-
-    def _answer(self, request: _Request) -> _Answer:
-        with self._conversation(request, self._connection()) as stream:
-            stream.send(request.frame())
-            return _Answer.taken(stream, stream.receive())
-
-    async def _ask_async(self, request: _Request) -> list[Any]:
-        connection = self._idle_connection()
-        if connection is None:
-            connection = await asyncio.to_thread(self._connection)
-        with self._conversation(request, connection) as stream:
-            async with asyncio.timeout(stream.seconds()):
-                frame = await stream.exchange(request.frame())
-            answer = _Answer.taken(stream, frame)
-        return self._items(request, answer)
-
-    @contextlib.contextmanager
-    def _conversation(self, request: _Request, stream: FrameStream) -> Iterator[FrameStream]:
-        """Keep the connection for another request if this one is answered; else close it."""
-        seconds = request.seconds + ANSWER_SECONDS
-        stream.deadline = stream.clock() + seconds
+    def _ask(
+        self,
+        kind: str,
+        key: Key = None,
+        timeout: float | None = None,
+        buffers: Sequence[Any] = (),
+        **settings: float,
+    ) -> _Answer:
+        """The answer to a request that succeeded; else raises what became of it."""
+        _require(
+            type(key) in (str, int, type(None)), "no such key", "key", key, "string or integer"
+        )
+        _require(len(str(key)) <= LONGEST_KEY, "too long", "key", str(key)[:40], f"{LONGEST_KEY}")
+        seconds = self._timeout if timeout is None else timeout
+        _require(0 <= seconds < math.inf, "every wait has an end", "timeout", timeout, "seconds")
+        head = pickle.dumps({"key": key, "timeout": seconds, **settings}, 5)
+        stream = self._connection()
+        longest = seconds + ANSWER_SECONDS
+        stream.deadline = stream.clock() + longest
         try:
-            yield stream
-        except TimeoutError:
+            stream.send(Frame(kind, head, buffers))
+            answer = _Answer.of(stream.receive())
+            if answer.counts:
+                stream.send(Frame(Operation.TOOK))
+        except BaseException as error:
             stream.close()
-            raise ChannelTimeout(
-                f"channel {self.name!r}: its host has not answered within {seconds:g} s, "
-                f"{ANSWER_SECONDS:g} s more than the {request.kind} may wait; whether it was done "
-                "is not known"
-            ) from None
-        except OSError as error:
-            stream.close()
-            raise self._lost(error) from error
-        except BaseException:  # cancelled
-            stream.close()
+            if isinstance(error, TimeoutError):
+                raise ChannelTimeout(
+                    f"channel {self.name!r}: its host has not answered within {longest:g} s, "
+                    f"{ANSWER_SECONDS:g} s more than the {kind} may wait; whether it was done is "
+                    "not known"
+                ) from None
+            if isinstance(error, OSError):
+                raise self._lost(error) from error
             raise
         self._idle.append(stream)
+        if answer.outcome is not Outcome.DONE:
+            raise self._failed(answer, kind, key, sum(map(len, buffers)))
+        return answer
 
     def _connection(self) -> FrameStream:
         """A connection that nobody uses: each request that waits has its own."""
-        if (stream := self._idle_connection()) is not None:
-            return stream
+        if self._pid != os.getpid():  # forked: the connections are the parent's
+            self._drop_connections()
+            self._pid, self._end = os.getpid(), None
+        with contextlib.suppress(IndexError):
+            return self._idle.pop()
         address = self._address
         near = address.machine == this_machine()
         try:
             return FrameStream(connect(address.endpoint, address.secret, same_node=near))
         except OSError as error:
             raise self._lost(error) from error
-
-    def _idle_connection(self) -> FrameStream | None:
-        if self._pid != os.getpid():  # forked: the connections are the parent's
-            self._drop_connections()
-            self._pid, self._end = os.getpid(), None
-        with contextlib.suppress(IndexError):
-            return self._idle.pop()
-        return None
 
     def _drop_connections(self) -> None:
         idle, self._idle = self._idle, []
@@ -466,30 +382,22 @@ class Channel:
             "its own machine only: give it listen=ADDRESS"
         )
 
-    def _items(self, request: _Request, answer: _Answer) -> list[Any]:
-        if answer.outcome is Outcome.DONE:
-            return answer.items()
-        where = f"channel {self.name!r}" + ("" if request.key is None else f", key {request.key!r}")
+    def _failed(self, answer: _Answer, kind: str, key: Key, num_bytes: int) -> ChannelError:
+        where = f"channel {self.name!r}" + ("" if key is None else f", key {key!r}")
         if answer.outcome is Outcome.CLOSED:
-            rest = "it takes no more items" if request.buffers else "and nothing is left"
-            raise ChannelClosed(f"{where}: closed, {rest}")
+            rest = "it takes no more items" if kind == Operation.PUT else "and nothing is left"
+            return ChannelClosed(f"{where}: closed, {rest}")
         stats, most = answer.stats, self._address
-        waited = f"after {answer.waited:.3g} s"
         held = (
-            f"{stats.items} of {most.max_items} items, {stats.bytes:,} of {most.max_bytes:,} bytes"
+            f"after {answer.waited:.3g} s; the channel holds {stats.items} of {most.max_items} "
+            f"items, {stats.bytes:,} of {most.max_bytes:,} bytes, under keys {list(stats.keys)}; "
+            f"{stats.waiting_putters} other putters and {stats.waiting_getters} getters wait"
         )
         if answer.outcome is Outcome.FULL:
-            raise ChannelFull(
-                f"{where}: no room for {sum(map(len, request.buffers)):,} bytes {waited}; the "
-                f"channel holds {held}; {stats.waiting_putters} other putters and "
-                f"{stats.waiting_getters} getters wait"
-            )
-        found = stats.keys.get(request.key, 0)
+            return ChannelFull(f"{where}: no room for {num_bytes:,} bytes {held}")
+        found = stats.keys.get(key, 0)
         missing = "no item" if not found else f"only {found} items, not a whole batch,"
-        raise ChannelEmpty(
-            f"{where}: {missing} {waited}; the channel holds {held}, under keys "
-            f"{list(stats.keys)}; {stats.waiting_getters} other getters wait"
-        )
+        return ChannelEmpty(f"{where}: {missing} {held}")
 
 
 def _checked_name(name: str | None, max_items: int, max_bytes: int, timeout: float) -> str:
