@@ -3,7 +3,7 @@
 A frame is a kind, a head and buffers. On the wire stand a fixed prefix, the sizes of the buffers,
 the head, and the buffers, each aligned to `ALIGNMENT`, so that what arrives can be viewed as
 elements of any type where it lies. `FrameStream` blocks, with a deadline for a whole message
-however slowly it comes in; `FrameQueue` never blocks and is for a selector.
+however slowly it comes in.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _frame(kind: bytes, head: int, count: int, memory: memoryview) -> Frame:
     return Frame(name, memory[8 * count : 8 * count + head], buffers)
 
 
-class _Decoder:
+class Decoder:
     """Puts frames together from the bytes of a stream; large ones are received where they stay."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class FrameStream:
         self.deadline: float | None = None
         self.closed = False
         self._socket = connection
-        self._decoder = _Decoder()
+        self._decoder = Decoder()
         self._frames: deque[Frame] = deque()
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
@@ -165,9 +165,9 @@ class FrameStream:
         while pieces:
             self._arm()
             try:
-                _drop(pieces, self._socket.sendmsg(_first(pieces)))
+                drop_sent(pieces, self._socket.sendmsg(first_pieces(pieces)))
             except OSError as error:
-                raise _meant(error) from error
+                raise what_failed(error) from error
 
     def receive(self) -> Frame:
         """The next frame; raises as `send` does."""
@@ -176,7 +176,7 @@ class FrameStream:
             try:
                 count = self._socket.recv_into(self._decoder.room())
             except OSError as error:
-                raise _meant(error) from error
+                raise what_failed(error) from error
             if not count:
                 raise LineClosed("the connection has ended")
             self._frames += self._decoder.add(count)
@@ -211,80 +211,16 @@ class FrameStream:
         self._socket.settimeout(left)
 
 
-class FrameQueue:
-    """The end of a connection that never waits: what does not go out at once is queued.
-
-    Attributes:
-        unsent: whether something is queued; `flush` sends it when the socket can be written.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self._socket = connection
-        self._pieces: deque[memoryview] = deque()
-        self._decoder = _Decoder()
-
-    def fileno(self) -> int:
-        """For a selector; -1 once it is closed."""
-        return self._socket.fileno()
-
-    @property
-    def unsent(self) -> bool:
-        return bool(self._pieces)
-
-    def send(self, frame: Frame) -> None:
-        """Send a frame, now or as soon as there is room. Raises LineClosed: the other end is gone.
-
-        Its buffers must not change until then.
-        """
-        waits = self.unsent
-        self._pieces += frame.pieces()
-        if not waits:
-            self.flush()
-
-    def flush(self) -> None:
-        """Send what there is room for. Raises LineClosed: the other end is gone."""
-        while self._pieces:
-            try:
-                _drop(self._pieces, self._socket.sendmsg(_first(self._pieces)))
-            except BlockingIOError:
-                return
-            except OSError as error:
-                raise _meant(error) from error
-
-    def take(self) -> list[Frame]:
-        """The frames that have come in whole.
-
-        Raises:
-            LineClosed: the other end is gone, and nothing that it sent is left to be taken.
-        """
-        frames: list[Frame] = []
-        while not frames:
-            try:
-                count = self._socket.recv_into(self._decoder.room())
-            except BlockingIOError:
-                break
-            except OSError as error:
-                raise _meant(error) from error
-            if not count:
-                raise LineClosed("it closed its line")
-            frames += self._decoder.add(count)
-        return frames
-
-    def close(self) -> None:
-        """Close the socket; what is queued is lost."""
-        self._socket.close()
-
-
 def _aligned(size: int) -> int:
     return size + -size % ALIGNMENT
 
 
-def _first(pieces: deque[memoryview]) -> list[memoryview]:
+def first_pieces(pieces: deque[memoryview]) -> list[memoryview]:
+    """As many as one system call takes."""
     return [pieces[number] for number in range(min(len(pieces), _MOST_PIECES))]
 
 
-def _drop(pieces: deque[memoryview], sent: int) -> None:
+def drop_sent(pieces: deque[memoryview], sent: int) -> None:
     """Remove what was sent."""
     while pieces and sent >= len(pieces[0]):
         sent -= len(pieces.popleft())
@@ -292,7 +228,7 @@ def _drop(pieces: deque[memoryview], sent: int) -> None:
         pieces[0] = pieces[0][sent:]
 
 
-def _meant(error: OSError) -> OSError:
+def what_failed(error: OSError) -> OSError:
     """What an error of the socket means: a deadline of ours, or the end of the connection.
 
     The kernel reports a machine that answers no more as ETIMEDOUT, which Python makes the same

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from m2flow.flow.batch import Batch, Ragged
+from m2flow.flow.batch import Batch
 from m2flow.runtime.transport.buffers import NUMPY_DTYPES, Buffer, Memory, tensor_over
 
 
@@ -254,20 +254,10 @@ def _reduce_array(array: np.ndarray[Any, Any], buffers: list[Buffer]) -> Any:
     return _array, (gap, dtype.str, array.shape)
 
 
-def _reduce_batch(batch: Batch, _buffers: list[Buffer]) -> Any:
-    return _batch, (batch.columns, batch.ids)
-
-
-def _reduce_ragged(ragged: Ragged, _buffers: list[Buffer]) -> Any:
-    return _ragged, (ragged.values, ragged.lengths)
-
-
 _REDUCERS: dict[type, Callable[[Any, list[Buffer]], Any]] = {
     torch.Tensor: _reduce_tensor,
     torch.nn.Parameter: _reduce_parameter,
     np.ndarray: _reduce_array,
-    Batch: _reduce_batch,
-    Ragged: _reduce_ragged,
 }
 
 
@@ -308,19 +298,3 @@ def _array(
     if memory is None:
         return np.empty(shape, dtype)
     return memory.view(dtype).reshape(shape)
-
-
-def _batch(columns: dict[str, Any], ids: tuple[int, ...]) -> Batch:
-    """A Batch that was checked when it was made."""
-    batch = Batch.__new__(Batch)
-    batch.columns = columns
-    batch.ids = ids
-    return batch
-
-
-def _ragged(values: Any, lengths: tuple[int, ...]) -> Ragged:
-    """A Ragged that was checked when it was made."""
-    ragged = Ragged.__new__(Ragged)
-    ragged.values = values
-    ragged.lengths = lengths
-    return ragged
