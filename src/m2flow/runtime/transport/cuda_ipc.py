@@ -7,13 +7,14 @@ CUDA opens memory of a GPU that the process does not see otherwise, if the two c
 Order and lifetime are those of torch.multiprocessing, on each side's current stream: on one GPU the
 receiver's stream waits for an event of the sender's, for another GPU the sender waits itself. The
 sender's memory stays until the receiver's tensors have died and its stream is through with them.
-The side that made an offer which is not taken counts it off.
+An offer that nobody reads is counted off by who made it, one that
+cannot be opened by who tried to.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,15 +28,7 @@ Handle: TypeAlias = tuple[Any, ...]
 
 
 class LinkRefused(M2FlowError):
-    """CUDA IPC does not work between these two processes: use another way.
-
-    Attributes:
-        taken: so many pieces had been taken over before it failed.
-    """
-
-    def __init__(self, reason: str, taken: int = 0) -> None:
-        super().__init__(reason)
-        self.taken = taken
+    """CUDA IPC does not work between these two processes: use another way."""
 
 
 class IpcOffer(NamedTuple):
@@ -73,7 +66,7 @@ class CudaIPC:
         try:
             handles.extend(self._share(piece, same_gpu=same_gpu) for piece in pieces)
         except RuntimeError as error:
-            self.withdraw(IpcOffer(self._gpu, tuple(handles)), 0)
+            self.withdraw(handles)
             self._unable = f"its memory cannot be shared: {_first_line(error)}"
             raise LinkRefused(self._unable) from error
         return IpcOffer(self._gpu, tuple(handles))
@@ -85,9 +78,9 @@ class CudaIPC:
             except RuntimeError:  # a view from within an allocation, or another process's memory
                 return self.share(piece.clone(), same_gpu=same_gpu)
 
-    def withdraw(self, offer: IpcOffer, taken: int) -> None:
-        """Count off what will not be opened: all but the first `taken` pieces."""
-        for handle in offer.handles[taken:]:
+    def withdraw(self, handles: Iterable[Handle]) -> None:
+        """Count off what will not be opened; either side can."""
+        for handle in handles:
             self.let_go(handle)
 
     def take(self, offer: IpcOffer) -> list[Tensor]:
@@ -97,10 +90,10 @@ class CudaIPC:
             try:
                 opened.append(self.open(handle))
             except RuntimeError as error:
-                taken = len(opened)
+                self.withdraw(offer.handles[len(opened) :])
                 opened.clear()  # the error is looked at for longer than they are needed
                 reason = f"its memory cannot be opened: {_first_line(error)}"
-                raise LinkRefused(reason, taken=taken) from None
+                raise LinkRefused(reason) from None
         return opened if offer.gpu == self._gpu else [piece.clone() for piece in opened]
 
     # --- what the driver does; a RuntimeError says that it cannot ---------------------------------

@@ -25,14 +25,13 @@ from m2flow.runtime.transport.cuda_ipc import LinkRefused
 from m2flow.runtime.transport.devices import Devices
 from m2flow.runtime.transport.frame import JOINED_BYTES, Frame, FrameStream
 from m2flow.runtime.transport.handshake import KeyRefused
-from m2flow.runtime.transport.listening import connect
+from m2flow.runtime.transport.listening import connect, this_machine
 from m2flow.runtime.transport.peering import (
     FrameKind,
     LinkUnavailable,
     Location,
     PeerAddress,
     PeerLost,
-    this_node,
 )
 from m2flow.runtime.transport.server import DeviceOffer
 from m2flow.runtime.transport.shared_memory import SharedHandle, SharedReader
@@ -83,7 +82,7 @@ class Peers:
         name: str = "a peer",
         devices: Devices | None = None,
     ) -> None:
-        self.node = node or this_node()
+        self.node = node or this_machine()
         self.devices = devices
         self.location = Location(name, self.node, None if devices is None else devices.gpu)
         self.refused: dict[PeerAddress, str] = {}
@@ -141,7 +140,7 @@ class Peers:
             try:
                 return self._received(frame, device)
             except LinkRefused as error:
-                self._refuse(frame, stream, address, error)
+                self._refuse(frame, address, error)
                 if link == CUDA_IPC:
                     why = f"there is no link {link!r} to {self.location.name}: {error}"
                     raise LinkUnavailable(why) from error
@@ -214,19 +213,12 @@ class Peers:
         nbytes = len(head) + sum(map(len, buffers))
         return Received(value, CUDA_IPC, nbytes)
 
-    def _refuse(
-        self, frame: Frame, stream: FrameStream, address: PeerAddress, error: LinkRefused
-    ) -> None:
-        """Have the offer withdrawn, and ask for no other of this peer."""
+    def _refuse(self, frame: Frame, address: PeerAddress, error: LinkRefused) -> None:
+        """Ask for no other offer of this peer."""
         offer: DeviceOffer = pickle.loads(frame.head)
         text = "no %s from %s to %s, host memory is used from now on: %s"
         _log.warning(text, CUDA_IPC, offer.holder.name, self.location.name, str(error))
         self.refused[address] = str(error)
-        try:
-            stream.send(Frame(FrameKind.REFUSED, pickle.dumps(error.taken)))
-        except OSError as lost:
-            stream.close()
-            raise self._lose(address, lost) from lost
 
     # --- connections ------------------------------------------------------------------------------
 

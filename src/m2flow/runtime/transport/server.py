@@ -21,14 +21,13 @@ from m2flow.runtime.transport.cargo import load
 from m2flow.runtime.transport.cuda_ipc import IpcOffer, LinkRefused
 from m2flow.runtime.transport.devices import Devices, uses_ipc
 from m2flow.runtime.transport.frame import Frame, FrameStream
-from m2flow.runtime.transport.listening import LOOPBACK, Listener
+from m2flow.runtime.transport.listening import LOOPBACK, Listener, this_machine
 from m2flow.runtime.transport.peering import (
     FrameKind,
     LinkUnavailable,
     Location,
     PeerAddress,
     TestPayload,
-    this_node,
 )
 from m2flow.runtime.transport.readers import ReadersOf
 from m2flow.runtime.transport.shared_memory import PoolFull, SharedHandle, SharedPool
@@ -65,7 +64,7 @@ class PayloadServer:
         self._readers = None if pool is None else ReadersOf(pool)
         self._devices = devices
         gpu = None if devices is None else devices.gpu
-        self._location = Location(name, node or this_node(), gpu)
+        self._location = Location(name, node or this_machine(), gpu)
         self._listener = Listener(key, host, self._serve)
         self.address = PeerAddress(self._location.node, self._listener.endpoint, gpu)
 
@@ -99,9 +98,6 @@ class PayloadServer:
         try:
             while True:
                 request = stream.receive()
-                if request.kind == FrameKind.REFUSED:
-                    self._withdraw(held, pickle.loads(request.head))
-                    continue
                 if request.kind == FrameKind.ABANDONED:
                     self._take_back(held)
                 if request.kind in (FrameKind.ABANDONED, FrameKind.DONE):
@@ -193,7 +189,7 @@ class PayloadServer:
             if handle is None:
                 memory = [cargo.host.head, *(buffer.memory() for buffer in cargo.host.buffers)]
         except BaseException:
-            devices.ipc.withdraw(ipc, 0)
+            devices.ipc.withdraw(ipc.handles)
             raise
         shared = None if handle is None else handle.to_bytes()
         offer = DeviceOffer(ipc, cargo.places, shared, self._location)
@@ -205,16 +201,13 @@ class PayloadServer:
         """The asker has what the last answer offered."""
         held.ipc = None
 
-    def _withdraw(self, held: _Offered, taken: int) -> None:
-        if self._devices is not None and held.ipc is not None:
-            self._devices.ipc.withdraw(held.ipc, taken)
-        held.ipc = None
-
     def _take_back(self, held: _Offered) -> None:
         """Nobody has read the answer."""
         if held.handle is not None and self._pool is not None:
             self._pool.release(held.handle)
-        self._withdraw(held, 0)
+        if held.ipc is not None and self._devices is not None:
+            self._devices.ipc.withdraw(held.ipc.handles)
+        held.ipc = None
 
     def _test_payload(self, key: TestPayload) -> Any:
         if key.on_device:

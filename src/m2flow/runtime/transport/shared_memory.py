@@ -33,9 +33,6 @@ from m2flow.runtime.transport.wire import Packed, pack
 
 __all__ = ["PoolFull", "SharedHandle", "SharedPool", "SharedReader", "sweep"]
 
-HEAD_IN_HANDLE = 16 << 10
-"""A larger head lies in the block too, so that the handle stays small."""
-
 
 class SharedPool:
     """The owner's side: memory that this process fills for others to read.
@@ -183,10 +180,7 @@ def _parts(value: Any) -> tuple[Any, list[Buffer], int]:
         head = CODES[value.dtype], tuple(value.shape)
         return head, [Buffer(value, nbytes, value.data_ptr())], nbytes
     packed = value if isinstance(value, Packed) else pack(value)
-    if len(packed.head) <= HEAD_IN_HANDLE:
-        return packed.head, list(packed.buffers), packed.nbytes
-    head_buffer = Buffer(memoryview(packed.head), len(packed.head))
-    return b"", [head_buffer, *packed.buffers], packed.nbytes
+    return packed.head, list(packed.buffers), packed.nbytes
 
 
 def _copy(buffers: list[Buffer], places: list[tuple[Block, int] | None], target: Block) -> None:

@@ -30,8 +30,7 @@ class SharedHandle(NamedTuple):
     """A value in shared memory, to be sent to its readers.
 
     Attributes:
-        head: `Packed.head`; empty where that is the first extent. Of a bare tensor the code of its
-            dtype, and its shape.
+        head: `Packed.head`; of a bare tensor the code of its dtype, and its shape.
         regions: the blocks in which it lies.
         extents: for each buffer (region, first byte within it, bytes).
         readers: how many will read it, each once, as reader 0, 1, ...
@@ -95,7 +94,7 @@ class SharedReader:
             weakref.finalize(block, _let_go, mapping, flags + reader, turn, os.getpid())
             blocks.append(block)
         parts = [blocks[region][start : start + size] for region, start, size in handle.extents]
-        return (handle.head, parts) if handle.head else (parts[0], parts[1:])
+        return handle.head, parts
 
     def close(self) -> None:
         """Let the mappings go; values that were read keep theirs until they die."""

@@ -8,9 +8,9 @@ who still needs a version.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, get_args
+from typing import get_args
 
 from m2flow.engine.messages import InstallWeights
 from m2flow.engine.plan import Plan
@@ -23,13 +23,6 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 Reader = tuple[str, int]
 """A worker that takes weights over, and the lane where it does."""
-
-
-class NodeMap(Protocol):
-    """What has to be known of a pool of lanes."""
-
-    def same_node(self, first: int, second: int) -> bool:
-        """Whether two lanes are on one machine."""
 
 
 @dataclass(slots=True)
@@ -57,7 +50,7 @@ class Publisher:
     """Plans the exports and installs of a run.
 
     Args:
-        pool: the lanes.
+        same_node: whether two lanes are on one machine.
         plan: where workers stand.
         graphs: the flow's traced methods, of which the weight edges count.
         method: the one way to send; None for what the rule says. Those who stand where the source
@@ -70,7 +63,7 @@ class Publisher:
 
     def __init__(
         self,
-        pool: NodeMap,
+        same_node: Callable[[int, int], bool],
         plan: Plan,
         graphs: Mapping[str, FlowGraph],
         method: str | None = None,
@@ -80,7 +73,7 @@ class Publisher:
             raise UserError(
                 "unknown way to publish", key="publish", value=method, expected=", ".join(METHODS)
             )
-        self._pool, self._link = pool, link
+        self._same_node, self._link = same_node, link
         self._forced: Method | None = method
         self._edges: dict[str, _Edge] = {}
         self._installs: dict[int, tuple[str, int]] = {}
@@ -117,11 +110,11 @@ class Publisher:
     def _far(self, edge: _Edge, lane: int | None = None) -> list[Reader]:
         """Who reads from another node than the exporting lane's; by default than the first's."""
         there = edge.lanes[0] if lane is None else lane
-        return [reader for reader in edge.readers if not self._pool.same_node(there, reader[1])]
+        return [reader for reader in edge.readers if not self._same_node(there, reader[1])]
 
     def _relay(self, edge: _Edge, lane: int, reader: Reader) -> int | None:
         """The lane that brings weights to a reader's node; None where there is but this reader."""
-        beside = [x for _, x in self._far(edge, lane) if self._pool.same_node(x, reader[1])]
+        beside = [x for _, x in self._far(edge, lane) if self._same_node(x, reader[1])]
         return beside[0] if len(beside) > 1 else None
 
     def explain(self) -> dict[str, str]:
