@@ -129,7 +129,7 @@ def test_an_offer_that_is_refused_leaves_nothing(beside: tuple[Peers, PeerAddres
     peers, address = beside
     before = peers.fetch(address, "in use", timeout=60)
     assert peers.devices is not None
-    ipc: Any = peers.devices.ipc
+    ipc: Any = peers.devices
 
     def cannot(handle: Any) -> Any:
         raise RuntimeError("invalid resource handle")

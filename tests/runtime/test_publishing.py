@@ -28,8 +28,7 @@ from m2flow.runtime.weights import Box, ManifestError, Shard
 from m2flow.runtime.weights.exports import Export, ManifestKey, Sends, WeightsKey
 from m2flow.runtime.weights.publisher import Publisher
 from m2flow.runtime.weights.relay import Relay, RelayKey
-from m2flow.runtime.weights.snapshot import ManifestCache
-from m2flow.runtime.weights.source import WeightsOut
+from m2flow.runtime.weights.source import WeightsOut, _Source
 from m2flow.runtime.weights.target import WeightsIn
 
 ray = pytest.importorskip("ray")
@@ -374,8 +373,8 @@ def test_what_nobody_needs_is_let_go(loopback: Loopback) -> None:
     assert loopback.out.provide(WeightsKey("source", 2)).numel()
 
 
-def test_the_manifest_cache_sees_what_matters() -> None:
-    cache, weights = ManifestCache(), weights_of(0)
+def test_a_manifest_is_new_where_what_matters_is() -> None:
+    cache, weights = _Source(), weights_of(0)
     cache.see(weights)
     snapshot = cache.snapshot
     cache.see(weights_of(1))

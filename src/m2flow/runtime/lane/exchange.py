@@ -18,7 +18,7 @@ import torch
 from m2flow.flow.batch import Batch
 from m2flow.runtime.lane.orders import Fetch
 from m2flow.runtime.lane.store import Store
-from m2flow.runtime.transport.devices import Devices
+from m2flow.runtime.transport.cuda_ipc import CudaIPC
 from m2flow.runtime.transport.measure import measure, median_seconds
 from m2flow.runtime.transport.peering import PeerAddress
 from m2flow.runtime.transport.peers import Peers
@@ -82,7 +82,7 @@ class Exchange:
         folder: Path,
         key: bytes,
         link: str | None = None,
-        devices: Devices | None = None,
+        devices: CudaIPC | None = None,
     ) -> None:
         name = name_of(lane)
         self.lane, self.position, self.link = lane, position, link

@@ -44,16 +44,16 @@ class IpcOffer(NamedTuple):
 
 
 class CudaIPC:
-    """The link `cuda_ipc`, by handles as torch.multiprocessing makes them.
+    """The GPU of this process, whose memory it hands over by torch.multiprocessing's handles.
 
-    Args:
-        gpu: UUID of the GPU that this process stands on.
+    Attributes:
+        gpu: its UUID.
         device: what this process calls it. Processes that see one GPU each all call theirs by the
             same number, so the receiver's own is put in the place of the sender's.
     """
 
     def __init__(self, gpu: str, device: torch.device) -> None:
-        self._gpu, self._device = gpu, device
+        self.gpu, self.device = gpu, device
         self._unable: str | None = None
         self._lock = threading.Lock()  # torch's own counting expects one thread at a time
 
@@ -61,7 +61,7 @@ class CudaIPC:
         """Handles of the pieces. Where sharing fails once, it is not tried again."""
         if self._unable is not None:
             raise LinkRefused(self._unable)
-        same_gpu = asker.gpu == self._gpu
+        same_gpu = asker.gpu == self.gpu
         handles: list[Handle] = []
         try:
             handles.extend(self._share(piece, same_gpu=same_gpu) for piece in pieces)
@@ -69,7 +69,7 @@ class CudaIPC:
             self.withdraw(handles)
             self._unable = f"its memory cannot be shared: {_first_line(error)}"
             raise LinkRefused(self._unable) from error
-        return IpcOffer(self._gpu, tuple(handles))
+        return IpcOffer(self.gpu, tuple(handles))
 
     def _share(self, piece: Tensor, *, same_gpu: bool) -> Handle:
         with self._lock:
@@ -94,7 +94,15 @@ class CudaIPC:
                 opened.clear()  # the error is looked at for longer than they are needed
                 reason = f"its memory cannot be opened: {_first_line(error)}"
                 raise LinkRefused(reason) from None
-        return opened if offer.gpu == self._gpu else [piece.clone() for piece in opened]
+        return opened if offer.gpu == self.gpu else [piece.clone() for piece in opened]
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies on it."""
+        return tensor.device == self.device
+
+    def test_piece(self, nbytes: int) -> Tensor:
+        """Something to transfer."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
     # --- what the driver does; a RuntimeError says that it cannot ---------------------------------
 
@@ -106,22 +114,22 @@ class CudaIPC:
         alias = _second_storage(piece)
         handle = _Torch(*alias.untyped_storage()._share_cuda_())
         if not same_gpu:
-            torch.cuda.current_stream(self._device).synchronize()
+            torch.cuda.current_stream(self.device).synchronize()
             handle = handle._replace(event_sync_required=False)
         return tuple(handle)
 
     def open(self, handle: Handle) -> Tensor:
         """The piece behind another process's handle, in that one's memory."""
-        mine = _Torch(*handle)._replace(device=self._device.index or 0)
-        with torch.cuda.device(self._device):
+        mine = _Torch(*handle)._replace(device=self.device.index or 0)
+        with torch.cuda.device(self.device):
             storage = torch.UntypedStorage._new_shared_cuda(*mine)
-            return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
     def let_go(self, handle: Handle) -> None:
         """Count a handle off that nobody will open."""
         offered = _Torch(*handle)
         let_go: Any = torch.UntypedStorage._release_ipc_counter
-        let_go(offered.counters, offered.counter, device=self._device)
+        let_go(offered.counters, offered.counter, device=self.device)
 
 
 def _second_storage(piece: Tensor) -> Tensor:

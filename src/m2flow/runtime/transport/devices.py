@@ -8,39 +8,14 @@ CUDA IPC turns out not to work for a pair, the asker refuses it once and remembe
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
 
 from m2flow.runtime.transport.cuda_ipc import CudaIPC
 from m2flow.runtime.transport.peering import LinkUnavailable, Location
 from m2flow.runtime.transport.table import CUDA_IPC, Scope
 
 
-@dataclass(frozen=True)
-class Devices:
-    """What a process has of its GPU.
-
-    Attributes:
-        gpu: its UUID.
-        device: how this process calls it.
-        on_device: whether a tensor lies on it.
-        ipc: hands its memory to other processes.
-    """
-
-    gpu: str
-    device: str
-    on_device: Callable[[Tensor], bool]
-    ipc: CudaIPC
-
-    def test_piece(self, nbytes: int) -> Tensor:
-        """Something to transfer."""
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-
-
-def devices_here(number: int = 0) -> Devices | None:
+def devices_here(number: int = 0) -> CudaIPC | None:
     """The GPU of this process; None where torch sees none.
 
     Args:
@@ -49,12 +24,7 @@ def devices_here(number: int = 0) -> Devices | None:
     if not torch.cuda.is_available():
         return None
     device = torch.device("cuda", number)
-    gpu = str(torch.cuda.get_device_properties(device).uuid)
-
-    def on_device(tensor: Tensor) -> bool:
-        return tensor.device == device
-
-    return Devices(gpu, str(device), on_device, CudaIPC(gpu, device))
+    return CudaIPC(str(torch.cuda.get_device_properties(device).uuid), device)
 
 
 def scope_between(one: Location, other: Location) -> Scope | None:

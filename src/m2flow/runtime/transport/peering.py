@@ -64,9 +64,9 @@ class FrameKind:
 
     The asker says HELLO (its reader's name and location) once, then one REQUEST (key, demanded
     link, why not to use CUDA IPC) at a time. The answer is an ERROR, a STREAM (a packed value), a
-    SHARED handle, or a DEVICE offer. The last frame is DONE: what was received stays in use; or ABANDONED:
-    the answer under way was never read, so what it holds is taken back. A connection that ends
-    without either probably belonged to a process that died: see `ReadersOf`.
+    SHARED handle, or a DEVICE offer. The last frame is DONE: what was received stays in use; or
+    ABANDONED: the answer under way was never read, so what it holds is taken back. A connection
+    that ends without either probably belonged to a process that died: see `ReadersOf`.
     """
 
     HELLO, REQUEST, DONE, ABANDONED = "hello", "request", "done", "abandoned"

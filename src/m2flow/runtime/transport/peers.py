@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from m2flow.runtime.transport.cargo import together
-from m2flow.runtime.transport.cuda_ipc import LinkRefused
-from m2flow.runtime.transport.devices import Devices
+from m2flow.runtime.transport.cuda_ipc import CudaIPC, LinkRefused
 from m2flow.runtime.transport.frame import JOINED_BYTES, Frame, FrameStream
 from m2flow.runtime.transport.handshake import KeyRefused
 from m2flow.runtime.transport.listening import connect, this_machine
@@ -80,7 +79,7 @@ class Peers:
         key: bytes,
         *,
         name: str = "a peer",
-        devices: Devices | None = None,
+        devices: CudaIPC | None = None,
     ) -> None:
         self.node = node or this_machine()
         self.devices = devices
@@ -207,7 +206,7 @@ class Peers:
             head, *host = frame.buffers
         else:
             head, host = self.reader.parts(SharedHandle.from_bytes(offer.shared))
-        pieces = self.devices.ipc.take(offer.ipc)
+        pieces = self.devices.take(offer.ipc)
         buffers = together(offer.places, host, pieces)
         value = unpack(memoryview(head), buffers, device=device)
         nbytes = len(head) + sum(map(len, buffers))

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from m2flow.runtime.transport.cargo import load
-from m2flow.runtime.transport.cuda_ipc import IpcOffer, LinkRefused
-from m2flow.runtime.transport.devices import Devices, uses_ipc
+from m2flow.runtime.transport.cuda_ipc import CudaIPC, IpcOffer, LinkRefused
+from m2flow.runtime.transport.devices import uses_ipc
 from m2flow.runtime.transport.frame import Frame, FrameStream
 from m2flow.runtime.transport.listening import LOOPBACK, Listener, this_machine
 from m2flow.runtime.transport.peering import (
@@ -58,7 +58,7 @@ class PayloadServer:
         *,
         node: str | None = None,
         name: str = "a peer",
-        devices: Devices | None = None,
+        devices: CudaIPC | None = None,
     ) -> None:
         self._provide, self._pool = provide, pool
         self._readers = None if pool is None else ReadersOf(pool)
@@ -164,20 +164,20 @@ class PayloadServer:
 
     def _by_device(
         self,
-        devices: Devices,
+        devices: CudaIPC,
         packed: Packed,
         asker: _Asker,
         link: str | None,
         refused: str | None,
     ) -> tuple[Frame, _Offered] | None:
         """An answer whose device part stays on the device; None if all is to go by host memory."""
-        cargo = load(packed, devices.on_device)
+        cargo = load(packed, devices.owns)
         if not cargo.pieces or not uses_ipc(
             asker.location, self._location, refused=refused, demanded=link
         ):
             return None
         try:
-            ipc = devices.ipc.offer(cargo.pieces, asker.location)
+            ipc = devices.offer(cargo.pieces, asker.location)
         except LinkRefused as error:
             if link == CUDA_IPC:
                 raise LinkUnavailable(f"there is no link {link!r} here: {error}") from error
@@ -189,7 +189,7 @@ class PayloadServer:
             if handle is None:
                 memory = [cargo.host.head, *(buffer.memory() for buffer in cargo.host.buffers)]
         except BaseException:
-            devices.ipc.withdraw(ipc.handles)
+            devices.withdraw(ipc.handles)
             raise
         shared = None if handle is None else handle.to_bytes()
         offer = DeviceOffer(ipc, cargo.places, shared, self._location)
@@ -206,7 +206,7 @@ class PayloadServer:
         if held.handle is not None and self._pool is not None:
             self._pool.release(held.handle)
         if held.ipc is not None and self._devices is not None:
-            self._devices.ipc.withdraw(held.ipc.handles)
+            self._devices.withdraw(held.ipc.handles)
         held.ipc = None
 
     def _test_payload(self, key: TestPayload) -> Any:

@@ -49,11 +49,6 @@ class SharedPool:
         self._made: set[Block] = set()  # those under tensors of the owner's
 
     @property
-    def prefix(self) -> str:
-        """How the files' names begin."""
-        return self._blocks.prefix
-
-    @property
     def bytes_resident(self) -> int:
         """How much memory it takes."""
         return self._blocks.bytes_resident

@@ -6,40 +6,15 @@ sent from version to version, and a snapshot costs one copy of each tensor and n
 
 from __future__ import annotations
 
-import hashlib
-import pickle
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from m2flow.runtime.weights.manifest import TensorManifest, describe, local_tensor
+from m2flow.runtime.weights.manifest import TensorManifest
 
 ALIGNMENT = 64
 """Bytes to which each tensor is aligned."""
-
-
-class ManifestCache:
-    """Keeps what follows from a worker's weights but their values, while that does not change.
-
-    Attributes:
-        snapshot: where the weights seen last, and their manifest, go in a snapshot.
-        token: a hash of it, by which lanes that have it know it again.
-    """
-
-    def __init__(self) -> None:
-        self.snapshot = Snapshot(TensorManifest({}))
-        self.token = 0
-
-    def see(self, weights: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Name -> local tensor, tied ones once; raises ManifestError as `describe` does."""
-        manifest = describe(weights)
-        if manifest != self.snapshot.manifest:
-            self.snapshot = Snapshot(manifest)
-            digest = hashlib.blake2b(pickle.dumps(manifest), digest_size=8).digest()
-            self.token = int.from_bytes(digest, "little")
-        return {name: local_tensor(weights[name]) for name in manifest.held}
 
 
 class Snapshot:

@@ -6,6 +6,8 @@ the payload server while the lane goes on.
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,17 +17,35 @@ from torch import Tensor
 
 from m2flow.runtime.transport.shared_memory import PoolFull, SharedHandle, SharedPool
 from m2flow.runtime.weights.exports import Export, ManifestKey, Sends, WeightsKey
-from m2flow.runtime.weights.manifest import TensorManifest
-from m2flow.runtime.weights.snapshot import ManifestCache, Snapshot
+from m2flow.runtime.weights.manifest import TensorManifest, describe, local_tensor
+from m2flow.runtime.weights.snapshot import Snapshot
 
 
 @dataclass(slots=True)
 class _Source:
-    """What is kept for one worker that publishes."""
+    """What is kept for one worker that publishes.
 
-    cache: ManifestCache = field(default_factory=ManifestCache)
+    Attributes:
+        snapshot: where the weights seen last, and their manifest, go in a snapshot.
+        token: a hash of that manifest, by which lanes that have it know it again.
+        manifests: by token.
+        snapshots: by version.
+    """
+
+    snapshot: Snapshot = field(default_factory=lambda: Snapshot(TensorManifest({})))
+    token: int = 0
     manifests: dict[int, TensorManifest] = field(default_factory=dict)
     snapshots: dict[int, Tensor] = field(default_factory=dict)
+
+    def see(self, weights: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Name -> local tensor, tied ones once; raises ManifestError as `describe` does."""
+        manifest = describe(weights)
+        if manifest != self.snapshot.manifest:
+            self.snapshot = Snapshot(manifest)
+            digest = hashlib.blake2b(pickle.dumps(manifest), digest_size=8).digest()
+            self.token = int.from_bytes(digest, "little")
+            self.manifests[self.token] = manifest
+        return {name: local_tensor(weights[name]) for name in manifest.held}
 
 
 class WeightsOut:
@@ -53,17 +73,15 @@ class WeightsOut:
         kept.snapshots = {
             number: flat for number, flat in kept.snapshots.items() if number >= sends.oldest
         }
-        tensors = kept.cache.see(weights)
-        snapshot, token = kept.cache.snapshot, kept.cache.token
-        kept.manifests[token] = snapshot.manifest
-        flat = self._taken(snapshot, tensors)
+        tensors = kept.see(weights)
+        flat = self._taken(kept.snapshot, tensors)
+        size = kept.snapshot.manifest.num_bytes
         exports = []
         for method, readers in sends.readers.items():
             handle = self._handle(flat, readers) if method == "shared" else None
             if handle is None:
                 kept.snapshots[version] = flat
-            size = snapshot.manifest.num_bytes
-            exports.append(Export(source, version, self._lane, method, token, size, handle))
+            exports.append(Export(source, version, self._lane, method, kept.token, size, handle))
         return tuple(exports)
 
     def _taken(self, snapshot: Snapshot, tensors: Mapping[str, Tensor]) -> Tensor:
