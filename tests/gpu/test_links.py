@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from m2flow.runtime.transport.devices import devices_here
+from m2flow.runtime.transport.cuda_ipc import devices_here
 from m2flow.runtime.transport.measure import measure
 from m2flow.runtime.transport.peering import PeerAddress
 from m2flow.runtime.transport.peers import Peers

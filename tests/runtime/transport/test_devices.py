@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 from m2flow.flow.batch import Batch, Ragged
 from m2flow.runtime.transport.cargo import load, together
-from m2flow.runtime.transport.cuda_ipc import _second_storage, _Torch
-from m2flow.runtime.transport.devices import scope_between, uses_ipc
+from m2flow.runtime.transport.cuda_ipc import _second_storage, _Torch, scope_between, uses_ipc
 from m2flow.runtime.transport.measure import measure, pairs_to_measure
 from m2flow.runtime.transport.peering import LinkUnavailable, Location
 from m2flow.runtime.transport.peers import Peers
@@ -208,7 +207,6 @@ def test_mixed_devices_travel_in_one_message(pair: Pair, pool: SharedPool) -> No
     assert same(got.value, value)
     assert got.nbytes > 600_000 * 6
     assert pair.driver.shared == 6
-    assert pool.blocks_in_use() == 1, "the host part is in shared memory"
     opened = got.value["logits"].data_ptr() == value["logits"].data_ptr()
     if pair.peers.location.gpu == "GPU-a":
         assert opened, "on one GPU nothing is copied"
@@ -222,7 +220,6 @@ def test_mixed_devices_travel_in_one_message(pair: Pair, pool: SharedPool) -> No
         assert pair.driver.finished == 6, "after what was queued"
         assert pair.driver.held == 0, "and the sender's memory is free at once"
         del got
-    assert pool.blocks_in_use() == 0
     assert set(pair.driver.let_go_count.values()) == {1}
 
 

@@ -128,7 +128,7 @@ class LaneProcess:
 
     def _make_exchange(self, node: str, host: str | None) -> Exchange:
         from m2flow.runtime.lane.exchange import Exchange
-        from m2flow.runtime.transport.devices import devices_here
+        from m2flow.runtime.transport.cuda_ipc import devices_here
 
         devices = None if self.lane.gpu is None else devices_here()
         return Exchange(

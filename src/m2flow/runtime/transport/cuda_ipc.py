@@ -8,7 +8,7 @@ Order and lifetime are those of torch.multiprocessing, on each side's current st
 receiver's stream waits for an event of the sender's, for another GPU the sender waits itself. The
 sender's memory stays until the receiver's tensors have died and its stream is through with them.
 An offer that nobody reads is counted off by who made it, one that
-cannot be opened by who tried to.
+cannot be opened by who tried to, who asks for host memory from then on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from m2flow.errors import M2FlowError
-from m2flow.runtime.transport.peering import Location
+from m2flow.runtime.transport.peering import LinkUnavailable, Location
+from m2flow.runtime.transport.table import CUDA_IPC, Scope
 
 Handle: TypeAlias = tuple[Any, ...]
 """All that another process needs to open a tensor; plain values."""
@@ -130,6 +131,51 @@ class CudaIPC:
         offered = _Torch(*handle)
         let_go: Any = torch.UntypedStorage._release_ipc_counter
         let_go(offered.counters, offered.counter, device=self.device)
+
+
+def devices_here(number: int = 0) -> CudaIPC | None:
+    """The GPU of this process; None where torch sees none.
+
+    Args:
+        number: which of the GPUs that the process sees.
+    """
+    if not torch.cuda.is_available():
+        return None
+    device = torch.device("cuda", number)
+    return CudaIPC(str(torch.cuda.get_device_properties(device).uuid), device)
+
+
+def scope_between(one: Location, other: Location) -> Scope | None:
+    """How near two GPUs of a machine are; None where there is no direct way between the two."""
+    if one.gpu is None or other.gpu is None or one.node != other.node:
+        return None
+    return "gpu" if one.gpu == other.gpu else "gpus"
+
+
+def uses_ipc(
+    asker: Location, holder: Location, *, refused: str | None, demanded: str | None = None
+) -> bool:
+    """Whether device memory goes by CUDA IPC; else it goes through host memory.
+
+    Args:
+        asker: who receives.
+        holder: who sends.
+        refused: why the asker cannot use CUDA IPC, or None.
+        demanded: the one way that is wanted; a way of host memory is one too.
+
+    Raises:
+        LinkUnavailable: CUDA IPC is demanded and does not work between the two.
+    """
+    if demanded not in (None, CUDA_IPC):
+        return False
+    if scope_between(asker, holder) is not None and refused is None:
+        return True
+    if demanded is None:
+        return False
+    why = refused or "they do not run on GPUs of one machine"
+    raise LinkUnavailable(
+        f"there is no link {CUDA_IPC!r} from {holder.name} to {asker.name}: {why}"
+    )
 
 
 def _second_storage(piece: Tensor) -> Tensor:

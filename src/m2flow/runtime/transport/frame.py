@@ -9,7 +9,6 @@ however slowly it comes in.
 from __future__ import annotations
 
 import errno
-import math
 import select
 import socket
 import struct
@@ -197,16 +196,12 @@ class FrameStream:
         self.closed = True
         self._socket.close()
 
-    def seconds(self) -> float:
-        """What is left until the deadline, not below 0; infinite without one."""
-        return math.inf if self.deadline is None else max(0.0, self.deadline - self.clock())
-
     def _arm(self) -> None:
         """Let the next system call end at the deadline."""
         if self.deadline is None:
             return
-        left = self.seconds()
-        if not left:
+        left = self.deadline - self.clock()
+        if left <= 0:
             raise TimeoutError("the deadline has passed")
         self._socket.settimeout(left)
 

@@ -13,7 +13,7 @@ from itertools import combinations
 from statistics import median
 
 from m2flow.errors import M2FlowError
-from m2flow.runtime.transport.devices import scope_between
+from m2flow.runtime.transport.cuda_ipc import scope_between
 from m2flow.runtime.transport.peering import Location, PeerAddress, PeerLost, TestPayload
 from m2flow.runtime.transport.peers import Peers
 from m2flow.runtime.transport.table import (

@@ -202,10 +202,7 @@ class Peers:
         """The value of an answer whose device part goes by CUDA IPC."""
         assert self.devices is not None, "this process has said that it has no GPU"
         offer: DeviceOffer = pickle.loads(frame.head)
-        if offer.shared is None:
-            head, *host = frame.buffers
-        else:
-            head, host = self.reader.parts(SharedHandle.from_bytes(offer.shared))
+        head, *host = frame.buffers
         pieces = self.devices.take(offer.ipc)
         buffers = together(offer.places, host, pieces)
         value = unpack(memoryview(head), buffers, device=device)

@@ -13,13 +13,13 @@ import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from m2flow.runtime.transport.cargo import load
-from m2flow.runtime.transport.cuda_ipc import CudaIPC, IpcOffer, LinkRefused
-from m2flow.runtime.transport.devices import uses_ipc
+from m2flow.runtime.transport.cuda_ipc import CudaIPC, IpcOffer, LinkRefused, uses_ipc
 from m2flow.runtime.transport.frame import Frame, FrameStream
 from m2flow.runtime.transport.listening import LOOPBACK, Listener, this_machine
 from m2flow.runtime.transport.peering import (
@@ -182,18 +182,9 @@ class PayloadServer:
             if link == CUDA_IPC:
                 raise LinkUnavailable(f"there is no link {link!r} here: {error}") from error
             return None
-        handle, memory = None, []
-        try:
-            if self._choose(asker.scope, cargo.host.nbytes) == FrameKind.SHARED:
-                handle = self._share(cargo.host, asker, demanded=False)
-            if handle is None:
-                memory = [cargo.host.head, *(buffer.memory() for buffer in cargo.host.buffers)]
-        except BaseException:
-            devices.withdraw(ipc.handles)
-            raise
-        shared = None if handle is None else handle.to_bytes()
-        offer = DeviceOffer(ipc, cargo.places, shared, self._location)
-        return Frame(FrameKind.DEVICE, pickle.dumps(offer, 5), memory), _Offered(handle, ipc)
+        offer = DeviceOffer(ipc, cargo.places, self._location)
+        memory = [cargo.host.head, *(buffer.memory() for buffer in cargo.host.buffers)]
+        return Frame(FrameKind.DEVICE, pickle.dumps(offer, 5), memory), _Offered(ipc=ipc)
 
     # --- what an answer holds ---------------------------------------------------------------------
 
@@ -214,25 +205,20 @@ class PayloadServer:
             if self._devices is None:
                 raise LinkUnavailable(f"{self._location.name} has no GPU")
             return [self._devices.test_piece(key.nbytes)]
-        if key.nbytes not in _test_payloads:
-            _test_payloads[key.nbytes] = torch.zeros(key.nbytes, dtype=torch.uint8)
-        return _test_payloads[key.nbytes]
+        return _zeros(key.nbytes)
 
 
 class DeviceOffer(NamedTuple):
-    """Head of an answer whose device part goes by CUDA IPC.
+    """Head of an answer whose device part goes by CUDA IPC; its buffers are the host part.
 
     Attributes:
         ipc: what the asker opens.
         places: for each buffer of the payload, whether it is a piece.
-        shared: the handle of the host part; None if the message itself has it: the packed head,
-            then the buffers.
         holder: who answers.
     """
 
     ipc: IpcOffer
     places: tuple[bool, ...]
-    shared: bytes | None
     holder: Location
 
 
@@ -252,7 +238,9 @@ class _Offered:
     ipc: IpcOffer | None = None
 
 
-_test_payloads: dict[int, torch.Tensor] = {}
+@cache
+def _zeros(nbytes: int) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8)
 
 
 def _frame_of_error(error: Exception) -> Frame:

@@ -77,14 +77,6 @@ class SharedReader:
         Raises:
             FileNotFoundError: the owner has closed its pool.
         """
-        head, buffers = self.parts(handle, reader)
-        if isinstance(head, tuple):
-            code, shape = head
-            return tensor_over(buffers[0], DTYPES[code], shape)
-        return unpack(head, buffers, device=device)
-
-    def parts(self, handle: SharedHandle, reader: int = 0) -> tuple[Any, list[Memory]]:
-        """Head and buffers of a value, for whoever unpacks it himself."""
         assert 0 <= reader < handle.readers, f"reader {reader} of {handle.readers}"
         blocks: list[Memory] = []
         for segment, size, start, nbytes, flags, turn in handle.regions:
@@ -93,8 +85,11 @@ class SharedReader:
             block = np.ndarray((nbytes,), np.uint8, mapping, start)
             weakref.finalize(block, _let_go, mapping, flags + reader, turn, os.getpid())
             blocks.append(block)
-        parts = [blocks[region][start : start + size] for region, start, size in handle.extents]
-        return handle.head, parts
+        buffers = [blocks[region][start : start + size] for region, start, size in handle.extents]
+        if isinstance(handle.head, tuple):
+            code, shape = handle.head
+            return tensor_over(buffers[0], DTYPES[code], shape)
+        return unpack(handle.head, buffers, device=device)
 
     def close(self) -> None:
         """Let the mappings go; values that were read keep theirs until they die."""

@@ -230,7 +230,7 @@ def _reduce_tensor(tensor: torch.Tensor, buffers: list[Buffer]) -> Any:
         gap = _GAP
     made_of = (gap, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
     if requires_grad or tensor.device.type != "cpu":
-        return _special_tensor, (*made_of, requires_grad, tensor.device.type != "cpu")
+        return _tensor, (*made_of, requires_grad, tensor.device.type != "cpu")
     return _tensor, made_of
 
 
@@ -262,28 +262,22 @@ _REDUCERS: dict[type, Callable[[Any, list[Buffer]], Any]] = {
 
 
 def _tensor(
-    memory: Memory | torch.Tensor | None, dtype: str, shape: tuple[int, ...]
-) -> torch.Tensor:
-    kind = getattr(torch, dtype)
-    if isinstance(memory, torch.Tensor):  # on a device
-        return memory.view(kind).view(shape)
-    if memory is None:
-        return torch.empty(shape, dtype=kind)
-    if kind in NUMPY_DTYPES:
-        return tensor_over(memory, kind, shape)
-    return torch.frombuffer(memory, dtype=kind).view(shape)
-
-
-def _special_tensor(
     memory: Memory | torch.Tensor | None,
     dtype: str,
     shape: tuple[int, ...],
-    requires_grad: bool,
-    on_accelerator: bool,
+    requires_grad: bool = False,
+    on_accelerator: bool = False,
 ) -> torch.Tensor:
-    tensor = _tensor(memory, dtype, shape)
-    device = getattr(_receiver, "device", None)
-    if on_accelerator and device is not None:
+    kind = getattr(torch, dtype)
+    if isinstance(memory, torch.Tensor):  # on a device
+        tensor = memory.view(kind).view(shape)
+    elif memory is None:
+        tensor = torch.empty(shape, dtype=kind)
+    elif kind in NUMPY_DTYPES:
+        tensor = tensor_over(memory, kind, shape)
+    else:
+        tensor = torch.frombuffer(memory, dtype=kind).view(shape)
+    if on_accelerator and (device := getattr(_receiver, "device", None)) is not None:
         tensor = tensor.to(device)
     return tensor.requires_grad_() if requires_grad else tensor
 
