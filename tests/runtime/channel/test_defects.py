@@ -150,11 +150,6 @@ def test_keys_that_compare_unlike_elsewhere_are_refused(channel: Channel, key: o
         channel.put("x", key=key)  # type: ignore[arg-type]
 
 
-def test_a_key_is_no_place_for_data(channel: Channel) -> None:
-    with pytest.raises(UserError, match=r"key: too long.*1000"):
-        channel.put("x", key="k" * 70_000)
-
-
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_weights_are_numbers_that_can_be_added(channel: Channel, weight: float) -> None:
     with pytest.raises(UserError, match="weight: no such weight"):

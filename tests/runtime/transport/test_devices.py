@@ -205,7 +205,6 @@ def test_mixed_devices_travel_in_one_message(pair: Pair, pool: SharedPool) -> No
     got = pair.get("mixed")
     assert got.link == "cuda_ipc"
     assert same(got.value, value)
-    assert got.nbytes > 600_000 * 6
     assert pair.driver.shared == 6
     opened = got.value["logits"].data_ptr() == value["logits"].data_ptr()
     if pair.peers.location.gpu == "GPU-a":

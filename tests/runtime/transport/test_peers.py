@@ -115,7 +115,6 @@ def test_every_link_carries_every_kind_of_column(
         received = who.receive(server.address, "batch", timeout=5, link=link)
         assert is_the_batch(received.value)
         assert received.link == (link or "shared")
-        assert received.nbytes > 1_200_000
 
 
 def test_the_answering_side_picks_the_link_by_size(

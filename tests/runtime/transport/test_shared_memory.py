@@ -143,10 +143,10 @@ def test_bare_tensors(
 
 def test_what_a_handle_says(pool: SharedPool) -> None:
     bare = pool.write(torch.ones(3, 2, dtype=torch.bfloat16), readers=5)
-    assert (bare.readers, bare.nbytes) == (5, 12)
+    assert bare.readers == 5
     packed = pack([torch.ones(3), torch.ones(2)])
     other = pool.write(packed, readers=["a", "b"])
-    assert (other.readers, other.nbytes) == (2, packed.nbytes)
+    assert other.readers == 2
     assert len(bare.to_bytes()) < 200 > len(other.to_bytes()) - len(packed.head)
     for handle in (bare, other):
         pool.release(handle)

@@ -38,10 +38,10 @@ def test_the_cost_of_the_way_that_is_taken() -> None:
 
 
 def test_a_cost_goes_through_what_was_measured() -> None:
-    cost = TransferCost.fitted({1_000: 10e-6, 1_000_000: 500e-6, 2_001_000: 1010e-6})
+    cost = TransferCost.fitted((1_000, 10e-6), (2_001_000, 1010e-6))
     assert cost.latency_seconds == 10e-6
     assert cost.bytes_per_second == pytest.approx(2e9)
-    assert TransferCost.fitted({1: 10e-6, 100: 9e-6}).bytes_per_second is None
+    assert TransferCost.fitted((1, 10e-6), (100, 9e-6)).bytes_per_second is None
 
 
 def test_the_printed_table_names_every_link() -> None:

@@ -1,6 +1,6 @@
 """What the ways between two lanes take, measured in a fraction of a second.
 
-Test payloads of three sizes are fetched by each way that there is between the two; medians of warm
+Test payloads of two sizes are fetched by each way that there is between the two; medians of warm
 transfers. Between GPUs the payloads lie in their memory. A way that does not work is named, and
 why.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import combinations
 from statistics import median
 
@@ -26,7 +27,7 @@ from m2flow.runtime.transport.table import (
     TransferCost,
 )
 
-SIZES = (1 << 10, 1 << 20, 16 << 20)
+SMALL, LARGE = 1 << 10, 16 << 20
 MOST_REPEATS = 9
 SECONDS_PER_SIZE = 0.015
 """After so long a size is not measured again; it is measured twice at least, the first to warm."""
@@ -65,11 +66,12 @@ def measure(peers: Peers, address: PeerAddress) -> LinkTable:
 def _cost(peers: Peers, address: PeerAddress, kind: str, *, on_device: bool) -> TransferCost:
     device = peers.devices.device if on_device and peers.devices is not None else None
 
-    def transfer(nbytes: int) -> Callable[[], None]:
-        key = TestPayload(nbytes, on_device)
-        return lambda: peers.fetch(address, key, timeout=TRANSFER_SECONDS, link=kind, device=device)
+    def measured(nbytes: int) -> tuple[int, float]:
+        ask = partial(peers.fetch, address, TestPayload(nbytes, on_device))
+        transfer = partial(ask, timeout=TRANSFER_SECONDS, link=kind, device=device)
+        return nbytes, median_seconds(transfer)
 
-    return TransferCost.fitted({nbytes: median_seconds(transfer(nbytes)) for nbytes in SIZES})
+    return TransferCost.fitted(measured(SMALL), measured(LARGE))
 
 
 def pairs_to_measure(places: Mapping[int, Location]) -> set[tuple[int, int]]:

@@ -49,12 +49,10 @@ class Received(NamedTuple):
     Attributes:
         value: the payload.
         link: by which link; that of the device part, where that had one of its own.
-        nbytes: its size as it was packed.
     """
 
     value: Any
     link: str
-    nbytes: int
 
 
 class Peers:
@@ -186,12 +184,11 @@ class Peers:
                 raise pickle.loads(frame.head)
             case FrameKind.SHARED:
                 handle = SharedHandle.from_bytes(frame.head)
-                value = self.reader.read(handle, device=device)
-                return Received(value, frame.kind, handle.nbytes)
+                return Received(self.reader.read(handle, device=device), frame.kind)
             case FrameKind.STREAM:
                 value = unpack(frame.head, frame.buffers, device=device)
                 link = "inline" if frame.nbytes <= JOINED_BYTES else frame.kind
-                return Received(value, link, frame.nbytes)
+                return Received(value, link)
             case FrameKind.DEVICE:
                 return self._taken(frame, device)
         raise AssertionError(f"no answer is a {frame.kind}")
@@ -206,8 +203,7 @@ class Peers:
         pieces = self.devices.take(offer.ipc)
         buffers = together(offer.places, host, pieces)
         value = unpack(memoryview(head), buffers, device=device)
-        nbytes = len(head) + sum(map(len, buffers))
-        return Received(value, CUDA_IPC, nbytes)
+        return Received(value, CUDA_IPC)
 
     def _refuse(self, frame: Frame, address: PeerAddress, error: LinkRefused) -> None:
         """Ask for no other offer of this peer."""

@@ -68,7 +68,7 @@ class SharedPool:
         names = (None,) * readers if isinstance(readers, int) else tuple(readers)
         if not 1 <= len(names) <= MAX_READERS:
             raise ValueError(f"a value has 1 to {MAX_READERS} readers, not {len(names)}")
-        head, buffers, nbytes = _parts(value)
+        head, buffers = _parts(value)
         leases: dict[Block, Lease] = {}
         target: Block | None = None
         with self._lock:
@@ -101,7 +101,7 @@ class SharedPool:
             for buffer, place in zip(buffers, places, strict=True)
             if place is not None
         )
-        return SharedHandle(head, regions, extents, len(names), nbytes)
+        return SharedHandle(head, regions, extents, len(names))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor in the pool, its elements undefined: what is made in it needs no copy.
@@ -169,13 +169,13 @@ class SharedPool:
         return found
 
 
-def _parts(value: Any) -> tuple[Any, list[Buffer], int]:
-    """Head, buffers and size of a value. A bare tensor, which is sent most, needs no pickler."""
+def _parts(value: Any) -> tuple[Any, list[Buffer]]:
+    """Head and buffers of a value. A bare tensor, which is sent most, needs no pickler."""
     if type(value) is torch.Tensor and is_plain(value) and (nbytes := value.nbytes):
         head = CODES[value.dtype], tuple(value.shape)
-        return head, [Buffer(value, nbytes, value.data_ptr())], nbytes
+        return head, [Buffer(value, nbytes, value.data_ptr())]
     packed = value if isinstance(value, Packed) else pack(value)
-    return packed.head, list(packed.buffers), packed.nbytes
+    return packed.head, list(packed.buffers)
 
 
 def _copy(buffers: list[Buffer], places: list[tuple[Block, int] | None], target: Block) -> None:

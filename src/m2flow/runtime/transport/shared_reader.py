@@ -34,14 +34,12 @@ class SharedHandle(NamedTuple):
         regions: the blocks in which it lies.
         extents: for each buffer (region, first byte within it, bytes).
         readers: how many will read it, each once, as reader 0, 1, ...
-        nbytes: size of the value.
     """
 
     head: bytes | tuple[int, tuple[int, ...]]
     regions: tuple[Region, ...]
     extents: tuple[tuple[int, int, int], ...]
     readers: int
-    nbytes: int
 
     def to_bytes(self) -> bytes:
         """The handle for a pipe or a socket."""

@@ -65,12 +65,10 @@ class TransferCost:
         return self.latency_seconds + nbytes / (self.bytes_per_second or math.inf)
 
     @classmethod
-    def fitted(cls, seconds_by_nbytes: Mapping[int, float]) -> TransferCost:
-        """The cost through the smallest and the largest transfer that was measured."""
-        small, large = min(seconds_by_nbytes), max(seconds_by_nbytes)
-        latency = seconds_by_nbytes[small]
-        grown = seconds_by_nbytes[large] - latency
-        return cls(latency, (large - small) / grown if grown > 0 else None)
+    def fitted(cls, small: tuple[int, float], large: tuple[int, float]) -> TransferCost:
+        """The cost through two transfers that were measured, each in bytes and seconds."""
+        grown = large[1] - small[1]
+        return cls(small[1], (large[0] - small[0]) / grown if grown > 0 else None)
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,6 @@ MAX_ITEMS, MAX_BYTES = 1024, 1 << 30
 
 ANY_COUNT = 1 << 32
 
-LONGEST_KEY = 1000
-"""Characters of a key."""
-
 NAMESPACE = "m2flow-channels"
 """The Ray namespace in which channels have their names."""
 
@@ -328,7 +325,6 @@ class Channel:
         _require(
             type(key) in (str, int, type(None)), "no such key", "key", key, "string or integer"
         )
-        _require(len(str(key)) <= LONGEST_KEY, "too long", "key", str(key)[:40], f"{LONGEST_KEY}")
         seconds = self._timeout if timeout is None else timeout
         _require(0 <= seconds < math.inf, "every wait has an end", "timeout", timeout, "seconds")
         head = pickle.dumps({"key": key, "timeout": seconds, **settings}, 5)

@@ -33,7 +33,6 @@ class ChannelStats:
     Attributes:
         items, bytes: what it holds.
         put, taken: items that have come, and that have been taken for good.
-        most_items, most_bytes: the most that it has held.
         waiting_putters, waiting_getters: requests that wait.
         closed: whether it takes nothing more.
         keys: items by key; keys without any are absent.
@@ -43,8 +42,6 @@ class ChannelStats:
     bytes: int
     put: int
     taken: int
-    most_items: int
-    most_bytes: int
     waiting_putters: int
     waiting_getters: int
     closed: bool
@@ -102,7 +99,6 @@ class ChannelState:
     def __init__(self, max_items: int, max_bytes: int) -> None:
         self.max_items, self.max_bytes = max_items, max_bytes
         self.num_items = self.num_bytes = self._num_put = self._num_taken = 0
-        self._most_items = self._most_bytes = 0
         self.closed = False
         # By key what is stored, oldest first, and behind it what waits to be.
         self._items: defaultdict[Key, deque[Request]] = defaultdict(deque)
@@ -164,8 +160,6 @@ class ChannelState:
             bytes=self.num_bytes,
             put=self._num_put,
             taken=self._num_taken,
-            most_items=self._most_items,
-            most_bytes=self._most_bytes,
             waiting_putters=len(self._putters),
             waiting_getters=len(self._getters),
             closed=self.closed,
@@ -246,5 +240,3 @@ class ChannelState:
     def _count(self, items: Sequence[Request], sign: int) -> None:
         self.num_items += sign * len(items)
         self.num_bytes += sign * sum(item.num_bytes for item in items)
-        self._most_items = max(self._most_items, self.num_items)
-        self._most_bytes = max(self._most_bytes, self.num_bytes)
