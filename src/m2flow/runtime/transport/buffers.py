@@ -16,9 +16,6 @@ import torch
 Memory: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 """Bytes in host memory: a flat uint8 array."""
 
-ALIGNMENT = 64
-"""Bytes at whose multiples links that join buffers let each begin."""
-
 DTYPES = (
     torch.float32,
     torch.float64,

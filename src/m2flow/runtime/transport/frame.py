@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 
 ALIGNMENT = 64
+"""Bytes at whose multiples what is joined in one piece of memory begins."""
+
 LONGEST_KIND = 16
 JOINED_BYTES = 32 << 10
 """A smaller frame goes out as one piece of memory: a copy costs less than a longer list."""
@@ -65,12 +67,12 @@ class Frame:
         else:
             sizes = [len(one) for one in self.buffers]
             lead = 8 * len(sizes) + len(head)
-            total = _aligned(lead) + sum(map(_aligned, sizes))
+            total = aligned(lead) + sum(map(aligned, sizes))
             prefix = _PREFIX.pack(kind, len(head), len(sizes), total)
             pieces = [prefix, struct.pack(f"<{len(sizes)}Q", *sizes), head]
-            pieces.append(_PADDING[: _aligned(lead) - lead])
+            pieces.append(_PADDING[: aligned(lead) - lead])
             for size, memory in zip(sizes, self.buffers, strict=True):
-                pieces += (memory, _PADDING[: _aligned(size) - size])
+                pieces += (memory, _PADDING[: aligned(size) - size])
         if total <= JOINED_BYTES:
             return deque([memoryview(b"".join(pieces))])
         return deque(memoryview(piece) for piece in pieces if len(piece))
@@ -82,7 +84,7 @@ def _frame(kind: bytes, head: int, count: int, memory: memoryview) -> Frame:
     if not count:
         return Frame(name, memory)
     sizes = struct.unpack_from(f"<{count}Q", memory)
-    starts = accumulate(map(_aligned, sizes), initial=_aligned(8 * count + head))
+    starts = accumulate(map(aligned, sizes), initial=aligned(8 * count + head))
     buffers = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
     return Frame(name, memory[8 * count : 8 * count + head], buffers)
 
@@ -206,7 +208,8 @@ class FrameStream:
         self._socket.settimeout(left)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
     return size + -size % ALIGNMENT
 
 

@@ -17,6 +17,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,12 +142,7 @@ class LaneGroups:
 
     def all_reduce(self, lanes: Lanes) -> Callable[[Sequence[Any]], None]:
         """A function that sums lists of tensors in place over these lanes, one bucket a dtype."""
-        group = self.group(lanes)
-
-        def sum_over_lanes(tensors: Sequence[Any]) -> None:
-            sum_over(group, tensors)
-
-        return sum_over_lanes
+        return partial(sum_over, self.group(lanes))
 
     def least(self, lanes: Lanes) -> Callable[[int], int]:
         """A function that gives the least of the numbers that these lanes call it with."""

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 
 from m2flow.runtime.transport.blocks import MAX_READERS, Block, Blocks, Lease, PoolFull
-from m2flow.runtime.transport.buffers import ALIGNMENT, CODES, Buffer, copy_bytes, is_plain
+from m2flow.runtime.transport.buffers import CODES, Buffer, copy_bytes, is_plain
+from m2flow.runtime.transport.frame import aligned
 from m2flow.runtime.transport.shared_reader import Region, SharedHandle, SharedReader
 from m2flow.runtime.transport.sweeping import sweep
 from m2flow.runtime.transport.wire import Packed, pack
@@ -74,7 +75,7 @@ class SharedPool:
         with self._lock:
             places = [self._located(buffer.address, names, leases) for buffer in buffers]
             needed = sum(
-                _aligned(buffer.nbytes)
+                aligned(buffer.nbytes)
                 for buffer, place in zip(buffers, places, strict=True)
                 if place is None
             )
@@ -189,11 +190,7 @@ def _copy(buffers: list[Buffer], places: list[tuple[Block, int] | None], target:
             else:
                 buffer.copy_to(segment.memory[start : start + buffer.nbytes])
             places[position] = target, within
-            within += _aligned(buffer.nbytes)
-
-
-def _aligned(nbytes: int) -> int:
-    return (nbytes + ALIGNMENT - 1) & -ALIGNMENT
+            within += aligned(buffer.nbytes)
 
 
 def _region(block: Block, lease: Lease) -> Region:

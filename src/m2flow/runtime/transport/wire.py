@@ -235,7 +235,7 @@ def _reduce_tensor(tensor: torch.Tensor, buffers: list[Buffer]) -> Any:
 
 
 def _reduce_parameter(parameter: torch.nn.Parameter, _buffers: list[Buffer]) -> Any:
-    return _parameter, (parameter.detach(), parameter.requires_grad)
+    return torch.nn.Parameter, (parameter.detach(), parameter.requires_grad)
 
 
 _PLAIN_KINDS = "biufcmMSU"  # NumPy's letters for types whose bytes say everything
@@ -280,10 +280,6 @@ def _tensor(
     if on_accelerator and (device := getattr(_receiver, "device", None)) is not None:
         tensor = tensor.to(device)
     return tensor.requires_grad_() if requires_grad else tensor
-
-
-def _parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
-    return torch.nn.Parameter(data, requires_grad=requires_grad)
 
 
 def _array(

@@ -11,10 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from m2flow.runtime.transport.frame import aligned
 from m2flow.runtime.weights.manifest import TensorManifest
-
-ALIGNMENT = 64
-"""Bytes to which each tensor is aligned."""
 
 
 class Snapshot:
@@ -32,7 +30,7 @@ class Snapshot:
         for name, held in manifest.held.items():
             end = start + held.num_bytes
             self._places.append((name, start, end, getattr(torch, held.dtype), held.box.shape))
-            start += -(-held.num_bytes // ALIGNMENT) * ALIGNMENT
+            start += aligned(held.num_bytes)
         self.num_bytes = start
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:

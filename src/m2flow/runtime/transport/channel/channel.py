@@ -51,8 +51,6 @@ START_SECONDS = 60.0
 MAX_ITEMS, MAX_BYTES = 1024, 1 << 30
 """Bounds of a channel that does not say."""
 
-ANY_COUNT = 1 << 32
-
 NAMESPACE = "m2flow-channels"
 """The Ray namespace in which channels have their names."""
 
@@ -259,7 +257,7 @@ class Channel:
         if weight is None and max_items is None:
             raise UserError("a batch needs weight or max_items", key="get_batch")
         most_weight = math.inf if weight is None else weight
-        most_items = ANY_COUNT if max_items is None else max_items
+        most_items = math.inf if max_items is None else max_items
         _require(most_weight > 0, "no such weight", "weight", weight, "more than 0")
         _require(most_items >= 1, "no such batch", "max_items", max_items, "1 or more")
         longest = math.inf if linger is None else linger

@@ -76,7 +76,7 @@ class Request:
     weight: float = math.inf
     body: Any = None
     num_bytes: int = 0
-    max_items: int = 1
+    max_items: float = 1
     enough_at: float = math.inf
     items: Sequence[Request] = ()
     wake: Callable[[], object] = bool
