@@ -65,11 +65,6 @@ class _Answer(NamedTuple):
     stats: Any
     buffers: Sequence[Any]
 
-    @classmethod
-    def of(cls, frame: Frame) -> _Answer:
-        waited, counts, stats = pickle.loads(frame.head)
-        return cls(Outcome(frame.kind), waited, counts, stats, frame.buffers)
-
     def items(self) -> list[Any]:
         """The items that came; their tensors are views of the memory in which they came."""
         rest = iter(self.buffers)
@@ -331,7 +326,9 @@ class Channel:
         stream.deadline = stream.clock() + longest
         try:
             stream.send(Frame(kind, head, buffers))
-            answer = _Answer.of(stream.receive())
+            frame = stream.receive()
+            waited, counts, stats = pickle.loads(frame.head)
+            answer = _Answer(Outcome(frame.kind), waited, counts, stats, frame.buffers)
             if answer.counts:
                 stream.send(Frame(Operation.TOOK))
         except BaseException as error:
