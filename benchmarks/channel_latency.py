@@ -1,7 +1,7 @@
 """A channel against Ray's queue: put and get of 1 KiB, and bytes per second of larger items.
 
 Both are used by this process and live in a Ray actor, in alternating blocks of the same run; the
-channel is measured as hosted by a thread here and by a process of its own, too.
+channel is measured as hosted by a thread here, too.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def channel_rows(quick: bool) -> dict[str, float]:
     """Medians of a put and a get after it.
 
     Returns:
-        `m2flow_p50_ms` and `ray_queue_p50_ms` for 1 KiB, both in a Ray actor; `thread_p50_ms` and
-        `process_p50_ms` for the channel's other hosts; `{who}_mib_per_s_{MiB}` for larger items.
+        `m2flow_p50_ms` and `ray_queue_p50_ms` for 1 KiB, both in a Ray actor; `thread_p50_ms` for a
+        channel hosted here; `{who}_mib_per_s_{MiB}` for larger items.
     """
     rows: dict[str, float] = {}
     with cluster(), ExitStack() as stack:
@@ -69,7 +69,6 @@ def channel_rows(quick: bool) -> dict[str, float]:
         hosts = {
             "m2flow": stack.enter_context(Channel.on_ray()),
             "thread": stack.enter_context(Channel()),
-            "process": stack.enter_context(Channel(process=True)),
         }
         ways: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {
             who: (channel.put, channel.get) for who, channel in hosts.items()
@@ -101,7 +100,7 @@ def main() -> None:
         ["", "1 KiB, ms", "1 MiB, MiB/s", "16 MiB, MiB/s"],
         [
             [who, *(rows[f"{who}_{what}"] for what in ("p50_ms", "mib_per_s_1", "mib_per_s_16"))]
-            for who in ("m2flow", "thread", "process", "ray_queue")
+            for who in ("m2flow", "thread", "ray_queue")
         ],
     )
     ratio = rows["ray_queue_p50_ms"] / rows["m2flow_p50_ms"]

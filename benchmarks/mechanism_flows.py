@@ -7,7 +7,7 @@
     meanwhile: what a pipeline is for.
   * `Seeing`: the rollout of a small vision model, each item with a frame of 3 x 224 x 224 bytes,
     and an output layer for a vocabulary of 32,768, which is most of its 37 MB: every step hands
-    10 MB of frames on and publishes 37 MB. What links are for.
+    10 MB of frames on and publishes 37 MB. What shared memory is for.
   * `Distilling`: a frozen teacher of 67 MB and a student whose weights, gradients and moments are
     67 MB as well, both on every lane; no call needs both. What switching is for.
   * `Playing`: episodes of up to 40 turns around a loop of an environment and a policy, both cheap.

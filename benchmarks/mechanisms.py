@@ -1,6 +1,6 @@
 """One mechanism off at a time, on two lanes of one core each: what does each of them buy?
 
-Links off: every payload and the weights take Ray's way, pickled by actors (`link="object"`).
+Shared memory off: every payload and the weights cross a socket (`link="stream"`).
 Pipelining off: each stage takes all that its window has in one call, so it begins when the one
 before it has ended. Fused loops off: each turn of a loop goes by way of the controller, twice.
 Switching off: all states of a lane are there with each call, under a limit that holds only one of
@@ -36,7 +36,7 @@ from m2flow.plan.chunks import spread
 from m2flow.runtime.driver.pool import LanePool
 
 LANES = parse_lanes("cpu:2")
-FULL, LINKS, PIPELINING = "everything on", "links off", "pipelining off"
+FULL, SHARED, PIPELINING = "everything on", "shared memory off", "pipelining off"
 SWITCHING, LOOPS = "limit, switching on", "fused loops off"
 COMPARED = 2
 """Steps whose outputs must be the same: the second one runs on published weights. Later ones may
@@ -284,13 +284,13 @@ def seeing_case(pools: Sequence[LanePool]) -> Case:
 def _links_and_pipelining(
     flow: Flow, items: int, pools: Sequence[LanePool]
 ) -> dict[str, tuple[LanePool, Plan]]:
-    first, through_ray, third = pools
+    first, by_socket, third = pools
     graph = flow.trace()
     plan = build_plan("disaggregated", graph, LANES, items)
     at_once = replace(plan, stages=spread(graph, plan.placements, items))
     return {
         FULL: (first, plan),
-        LINKS: (through_ray, plan),
+        SHARED: (by_socket, plan),
         PIPELINING: (third, at_once),
     }
 
@@ -343,7 +343,7 @@ def report(
     unlimited, limited = found["distilling"].values()
     moves = limited.num_switches / limited.num_steps
     print(f"refused: {refused}")
-    print(buys("Choosing among links", LINKS, found))
+    print(buys("Shared memory", SHARED, found))
     print(buys("Pipelining", PIPELINING, found))
     print(buys("Fusing loops", LOOPS, found))
     print(
@@ -374,7 +374,7 @@ def report(
                 Target(f"{case}, {name}: times as long as with everything on", times, 1 - NOISE)
                 for case, each in ratios.items()
                 for name, times in each.items()
-                if name in (LINKS, PIPELINING, LOOPS)
+                if name in (SHARED, PIPELINING, LOOPS)
             ),
             Target(
                 "the plan without switching is refused (1: yes)", float(_explains(refused)), 1.0
@@ -413,7 +413,7 @@ def main() -> None:
     with ExitStack() as stack:
         stack.callback(ray.shutdown)
         ray.init(num_cpus=3 * len(LANES), include_dashboard=False, logging_level="ERROR")
-        pools = [stack.enter_context(LanePool(LANES, link=x)) for x in (None, "object", None)]
+        pools = [stack.enter_context(LanePool(LANES, link=x)) for x in (None, "stream", None)]
         first, _, third = pools
         found = {  # the one whose memory counts to the last megabyte comes before all others
             "distilling": measure(distilling_case(first, third), blocks),

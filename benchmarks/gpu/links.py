@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import Target, arguments, conclude, table
 
-from m2flow.runtime.transport.devices import devices_here
+from m2flow.runtime.transport.cuda_ipc import devices_here
 from m2flow.runtime.transport.peering import LinkUnavailable, PeerAddress
 from m2flow.runtime.transport.peers import Peers
 from m2flow.runtime.transport.server import PayloadServer

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from m2flow.runtime.transport.devices import devices_here
-from m2flow.runtime.transport.measure import measure_gpus
+from m2flow.runtime.transport.cuda_ipc import devices_here
+from m2flow.runtime.transport.measure import measure
 from m2flow.runtime.transport.peering import PeerAddress
 from m2flow.runtime.transport.peers import Peers
 from m2flow.runtime.transport.server import PayloadServer
@@ -129,12 +129,12 @@ def test_an_offer_that_is_refused_leaves_nothing(beside: tuple[Peers, PeerAddres
     peers, address = beside
     before = peers.fetch(address, "in use", timeout=60)
     assert peers.devices is not None
-    handles: Any = peers.devices.ipc._handles
+    ipc: Any = peers.devices
 
     def cannot(handle: Any) -> Any:
         raise RuntimeError("invalid resource handle")
 
-    handles.open = cannot
+    ipc.open = cannot
     got = peers.receive(address, "all", timeout=60, device="cuda:0")
     assert got.link == "shared"
     assert torch.equal(got.value["large"].cpu(), payload("cpu")["large"])
@@ -149,5 +149,5 @@ def test_memory_of_another_gpu_is_copied(across: tuple[Peers, PeerAddress]) -> N
 
 def test_the_table_has_the_links(beside: tuple[Peers, PeerAddress]) -> None:
     peers, address = beside
-    table = measure_gpus(peers, [address])
-    assert set(table.kinds("gpu")) == {"cuda_ipc", "staged"}, table.absent
+    table = measure(peers, address)
+    assert table.costs["gpu"].keys() == {"cuda_ipc", "staged"}, table.absent

@@ -33,7 +33,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Exchange, Exchange]]:
     folder = tmp_path / f"m2flow-test-{tmp_path.name}"
     lane = Exchange(3, 0, "here", None, folder, b"key")
     launcher = Exchange(None, -1, "here", None, folder, b"key")
-    launcher.introduce({3: lane.address}, {})
+    launcher.introduce({3: lane.address})
     yield launcher, lane
     launcher.close()
     lane.close()

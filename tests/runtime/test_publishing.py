@@ -28,8 +28,7 @@ from m2flow.runtime.weights import Box, ManifestError, Shard
 from m2flow.runtime.weights.exports import Export, ManifestKey, Sends, WeightsKey
 from m2flow.runtime.weights.publisher import Publisher
 from m2flow.runtime.weights.relay import Relay, RelayKey
-from m2flow.runtime.weights.snapshot import ManifestCache
-from m2flow.runtime.weights.source import WeightsOut
+from m2flow.runtime.weights.source import WeightsOut, _Source
 from m2flow.runtime.weights.target import WeightsIn
 
 ray = pytest.importorskip("ray")
@@ -187,20 +186,14 @@ def test_the_same_weights_whatever_the_way(
 
 
 @pytest.mark.usefixtures("pool")
-def test_the_same_weights_by_way_of_the_object_store() -> None:
+def test_the_same_weights_where_all_payloads_take_one_link() -> None:
     from m2flow.runtime.driver.pool import LanePool
 
-    with LanePool([LaneSpec(number) for number in range(3)], link="object") as lanes:
+    with LanePool([LaneSpec(number) for number in range(3)], link="stream") as lanes:
         results, lines = run_on(lanes, ((0,),))
         check(results)
         assert "by copy" in lines[0]
-        assert "as all payloads go by object" in lines[0]
-
-
-def test_a_broadcast(pool: Any) -> None:
-    results, lines = run_on(pool, ((0,),), publish="broadcast")
-    check(results)
-    assert "by broadcast" in lines[0]
+        assert "as all payloads go by stream" in lines[0]
 
 
 class Pair(Flow):
@@ -217,7 +210,7 @@ class Pair(Flow):
         self.second.publish(self.other)
 
 
-@pytest.mark.parametrize("method", ["shared", "copy", "broadcast"])
+@pytest.mark.parametrize("method", ["shared", "copy"])
 def test_two_sources_do_not_get_in_each_others_way(pool: Any, method: str) -> None:
     here, there = Placement(((0,),)), Placement(((1,), (2,)))
     spots = {"first": here, "second": here, "one": there, "other": there}
@@ -225,13 +218,6 @@ def test_two_sources_do_not_get_in_each_others_way(pool: Any, method: str) -> No
     flow = Pair(first=Source(), second=Source(), one=Target(), other=Target())
     with m2flow.launch(flow, items_per_step=4, plan=plan, lanes=pool, publish=method) as run:
         check(list(run.steps(items() for _ in range(STEPS))))
-
-
-def test_several_other_nodes_get_a_broadcast(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "same_node", lambda a, b: a == b)
-    results, lines = run_on(pool, ((0,),))
-    check(results)
-    assert "on 2 lanes of other nodes by broadcast" in lines[0]
 
 
 @pytest.mark.parametrize("source", [((0,),), ((0, 1),)], ids=["single", "gang"])
@@ -255,8 +241,6 @@ def test_an_install_that_raises_ends_the_run(pool: Any) -> None:
 def test_a_way_that_cannot_be_had_is_refused(pool: Any) -> None:
     with pytest.raises(UserError, match="unknown way to publish"):
         launched(pool, ((0,),), publish="pigeon")
-    with pytest.raises(UserError, match="cannot be broadcast: it stands on a gang"):
-        launched(pool, ((0, 1),), publish="broadcast")
 
 
 # --- the two halves, in one process ---------------------------------------------------------------
@@ -267,7 +251,7 @@ class Loopback:
 
     def __init__(self) -> None:
         self.pool = SharedPool("test-publishing-")
-        self.out = WeightsOut(self.pool, 0, 0, by_handle=True)
+        self.out = WeightsOut(self.pool, 0, by_handle=True)
         self.asked: list[Any] = []
         self.there = WeightsIn(1, self.ask, SharedReader(), Relay(self.ask))
 
@@ -277,12 +261,10 @@ class Loopback:
 
     def export(self, version: int, method: Any, oldest: int = 0, **more: Any) -> list[Export]:
         sends = Sends({method: 1}, oldest, **more)
-        return list(self.out.lay_out("source", version, weights_of(version), sends, None))
+        return list(self.out.lay_out("source", version, weights_of(version), sends))
 
     def install(self, version: int, exports: Sequence[Export], name: str = "target") -> None:
-        got, _ = self.there.collect(
-            "source", (name, Worker()), version, exports, 1.0, lambda source, lanes: None
-        )
+        got, _ = self.there.collect("source", (name, Worker()), version, exports, 1.0)
         assert mark(got) == mark(weights_of(version))
 
 
@@ -314,7 +296,7 @@ def test_a_version_is_installed_as_a_whole_or_not_at_all(loopback: Loopback) -> 
     """One of two lanes has lost its part: the target keeps the version before, bit by bit."""
     whole = weights_of(0)["fixed"]
     halves = [Shard(whole[:9], Box((0,), (9,)), (17,)), Shard(whole[9:], Box((9,), (8,)), (17,))]
-    lanes = [WeightsOut(loopback.pool, lane, lane, by_handle=True) for lane in range(2)]
+    lanes = [WeightsOut(loopback.pool, lane, by_handle=True) for lane in range(2)]
 
     def ask(lane: int, key: Any, seconds: float, *, own: bool = False) -> Any:
         if lane == 1 and isinstance(key, WeightsKey) and key.version == 1:
@@ -327,11 +309,9 @@ def test_a_version_is_installed_as_a_whole_or_not_at_all(loopback: Loopback) -> 
         exports = [
             export
             for lane, half in zip(lanes, halves, strict=False)
-            for export in lane.lay_out("source", version, {"x": half}, Sends({"copy": 1}, 0), None)
+            for export in lane.lay_out("source", version, {"x": half}, Sends({"copy": 1}, 0))
         ]
-        return there.collect(
-            "source", ("target", Worker()), version, exports, 1.0, lambda source, lanes: None
-        )[0]
+        return there.collect("source", ("target", Worker()), version, exports, 1.0)[0]
 
     installed = collect(0)["x"]
     whole.zero_()
@@ -393,8 +373,8 @@ def test_what_nobody_needs_is_let_go(loopback: Loopback) -> None:
     assert loopback.out.provide(WeightsKey("source", 2)).numel()
 
 
-def test_the_manifest_cache_sees_what_matters() -> None:
-    cache, weights = ManifestCache(), weights_of(0)
+def test_a_manifest_is_new_where_what_matters_is() -> None:
+    cache, weights = _Source(), weights_of(0)
     cache.see(weights)
     snapshot = cache.snapshot
     cache.see(weights_of(1))
@@ -412,11 +392,9 @@ def test_the_manifest_cache_sees_what_matters() -> None:
         assert cache.token == token
 
 
-class Nodes:
-    """Lanes 0 and 1 on the first node, 2 and 3 on the second, and so on."""
-
-    def same_node(self, first: int, second: int) -> bool:
-        return first // 2 == second // 2
+def same_node(first: int, second: int) -> bool:
+    """Lanes 0 and 1 are on the first node, 2 and 3 on the second, and so on."""
+    return first // 2 == second // 2
 
 
 def publisher(method: str | None = None, num_lanes: int = 4) -> Publisher:
@@ -425,7 +403,7 @@ def publisher(method: str | None = None, num_lanes: int = 4) -> Publisher:
     placements = {"source": Placement(((0,),)), "target": Placement(readers)}
     plan = Plan("custom", tuple(LaneSpec(n) for n in range(num_lanes)), placements)
     graphs = {"step": flow.trace()}
-    return Publisher(Nodes(), plan, graphs, range(num_lanes), method)
+    return Publisher(same_node, plan, graphs, method)
 
 
 def publish(one: Publisher, version: int, lanes: Sequence[int]) -> Mapping[Any, int]:
@@ -435,14 +413,14 @@ def publish(one: Publisher, version: int, lanes: Sequence[int]) -> Mapping[Any, 
     for lane in lanes:
         command = InstallWeights(lane, "source", "target", version, (lane,), local=False)
         (found,) = one.install(command)
-        assert found.via == (2 if lane in (2, 3) and found.method == "copy" else None)
+        far = lane > 1 and found.method == "copy"
+        assert found.via == (lane // 2 * 2 if far else None), "the first lane of its node"
         one.finished(lane)
     return sends.readers
 
 
 def test_the_way_follows_from_where_the_lanes_are() -> None:
     one = publisher()
-    assert one.groups() == {}
     assert one.explain() == {}
     assert publish(one, 1, (1, 2, 3)) == {"shared": 1, "copy": 2}
     assert one.explain() == {
@@ -454,15 +432,13 @@ def test_the_way_follows_from_where_the_lanes_are() -> None:
         ),
     }
     three = publisher(num_lanes=6)
-    assert publish(three, 1, range(1, 6)) == {"shared": 1, "broadcast": 4}
-    assert three.groups() == {"source": (0, 2, 3, 4, 5)}
+    assert publish(three, 1, range(1, 6)) == {"shared": 1, "copy": 4}
 
 
 def test_shared_memory_does_not_reach_other_nodes() -> None:
     with pytest.raises(UserError, match="share no memory"):
         publisher("shared")
-    assert publisher("broadcast").groups() == {"source": (0, 1, 2, 3)}
-    assert publisher("copy").groups() == {}
+    assert publish(publisher("copy"), 1, (1, 2, 3)) == {"copy": 3}
 
 
 def test_versions_that_somebody_needs_are_kept() -> None:

@@ -86,6 +86,7 @@ def run_links(*, as_json: bool = False) -> int:
     import torch
 
     from m2flow.engine.plan import LaneSpec
+    from m2flow.plan.file import to_json
     from m2flow.runtime.driver.cluster import Cluster
     from m2flow.runtime.driver.pool import LanePool
 
@@ -98,9 +99,9 @@ def run_links(*, as_json: bool = False) -> int:
     machines = sum(node["Alive"] for node in ray.nodes())
     lanes += [LaneSpec(len(lanes) + node, node=node) for node in range(1, machines)]
     with LanePool(lanes, cluster=cluster) as pool:
-        table = pool.measured_links
+        table = pool.measure_links()
     if as_json:
-        print(table.to_json())
+        print(to_json(table))
     else:
         Console().print(table.render())
     return 0

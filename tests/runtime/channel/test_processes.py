@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import multiprocessing
 import os
 import pickle
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -17,8 +15,7 @@ import pytest
 import torch
 
 from m2flow.flow.batch import Batch, Ragged
-from m2flow.runtime.transport.channel import Channel, ChannelClosed, ChannelEmpty, ChannelLost
-from m2flow.runtime.transport.channel.client import Client
+from m2flow.runtime.transport.channel import Channel, ChannelLost
 from m2flow.runtime.transport.channel.host import Operation
 from m2flow.runtime.transport.frame import Frame
 
@@ -29,11 +26,9 @@ SOON = 20.0
 Start = Callable[..., BaseProcess]
 
 
-@pytest.fixture(params=["thread", "process"])
-def channel(request: pytest.FixtureRequest) -> Iterator[Channel]:
-    """A channel hosted here, and one hosted in a process of its own."""
-    process = request.param == "process"
-    with Channel("orders", max_items=8, timeout=SOON, process=process) as channel:
+@pytest.fixture
+def channel() -> Iterator[Channel]:
+    with Channel("orders", max_items=8, timeout=SOON) as channel:
         yield channel
 
 
@@ -114,7 +109,7 @@ def test_a_putter_killed_while_it_waits_leaves_no_item(start: Start) -> None:
         process.kill()
         eventually(lambda: channel.stats().waiting_putters == 0)
         assert channel.get() == "first"
-        assert channel.size() == 0
+        assert channel.stats().items == 0
 
 
 def test_a_host_that_is_gone_is_named_at_once() -> None:
@@ -146,8 +141,9 @@ def test_a_forked_process_makes_connections_of_its_own() -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                host = channel._end.__self__  # type: ignore[union-attr]
-                closed = all(each.fileno() < 0 for each in host._listener._sockets)
+                listener = channel._end.__self__._listener  # type: ignore[union-attr]
+                sockets = (*listener._sockets, *listener._let_in)
+                closed = all(each.fileno() < 0 for each in sockets)
                 channel.put((channel.get() + " and after", closed), key="answer")
             finally:
                 os._exit(0)
@@ -162,7 +158,7 @@ def test_a_handle_with_another_secret_is_not_let_in() -> None:
     with Channel("guarded") as channel:
         forged = dataclasses.replace(channel._address, secret=b"guess")
         with pytest.raises(ChannelLost, match="somebody else"):
-            Client(forged)
+            Channel._handle(forged, SOON, on_ray=False).get()
         assert "secret" not in repr(channel._address)
         channel.put(1)
         assert channel.get() == 1
@@ -179,10 +175,10 @@ def test_another_machine_comes_in_over_the_network() -> None:
         handle.terminate()
         nowhere = dataclasses.replace(far, endpoint=far.endpoint._replace(tcp=None))
         with pytest.raises(ChannelLost, match="listen=ADDRESS"):
-            Client(nowhere)
+            Channel._handle(nowhere, SOON, on_ray=False).get()
 
 
-# --- threads and event loops ----------------------------------------------------------------------
+# --- threads --------------------------------------------------------------------------------------
 
 
 def test_threads_share_a_handle_and_nothing_is_lost_or_doubled(channel: Channel) -> None:
@@ -203,36 +199,6 @@ def test_threads_share_a_handle_and_nothing_is_lost_or_doubled(channel: Channel)
         for n in range(threads):
             mine = [i for maker, i in items if maker == n]
             assert mine == sorted(mine)
-    assert channel.stats().most_items <= 8
-
-
-def test_event_loops_wait_without_a_thread(channel: Channel) -> None:
-    async def both() -> list[object]:
-        async def produce() -> None:
-            for number in range(20):
-                await channel.aput(number, key="k")
-
-        task = asyncio.create_task(produce())
-        items = [await channel.aget("k") for _ in range(18)]
-        items += await channel.aget_batch(max_items=2, key="k")
-        await task
-        return items
-
-    assert asyncio.run(both()) == list(range(20))
-
-
-def test_a_cancelled_getter_swallows_nothing(channel: Channel) -> None:
-    async def cancelled() -> object:
-        waiting = asyncio.create_task(channel.aget())
-        while not channel.stats().waiting_getters:
-            await asyncio.sleep(0.01)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        await channel.aput("kept")
-        return await channel.aget()
-
-    assert asyncio.run(cancelled()) == "kept"
 
 
 # --- what comes out is what went in ---------------------------------------------------------------
@@ -271,26 +237,11 @@ def test_a_slow_reader_does_not_hold_up_others() -> None:
     """One that has asked for a large item and does not read it."""
     with Channel(timeout=SOON) as channel:
         channel.put(b"x" * (8 << 20))
-        slow = Client(channel._address)
-        slow._stream.send(Frame(Operation.GET, pickle.dumps({"key": None, "timeout": SOON})))
-        eventually(lambda: channel.size() == 0)
+        slow = pickle.loads(pickle.dumps(channel))._connection()
+        asked = {"key": None, "timeout": SOON, "weight": 1.0, "max_items": 1, "linger": SOON}
+        slow.send(Frame(Operation.GET, pickle.dumps(asked)))
+        eventually(lambda: channel.stats().items == 0)
         channel.put("next")
         assert channel.get(timeout=SOON) == "next"
         slow.close()
         assert len(channel.get(timeout=SOON)) == 8 << 20
-
-
-def test_the_host_has_no_thread_for_each_request() -> None:
-    with Channel(timeout=SOON) as channel:
-        before = threading.active_count()
-        connections = [Client(channel._address) for _ in range(20)]
-        for number in range(20):
-            channel.put(number)
-        assert threading.active_count() == before
-        for connection in connections:
-            connection.close()
-        with pytest.raises(ChannelEmpty):
-            channel.get_nowait("other")
-        channel.close()
-        with pytest.raises(ChannelClosed):
-            channel.put_nowait(1)

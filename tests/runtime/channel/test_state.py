@@ -5,14 +5,80 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2flow.runtime.transport.channel.state import ChannelState, Item, Outcome, Verdict
+from m2flow.runtime.transport.channel.state import ChannelState, Outcome, Request
 
 MAX_ITEMS, MAX_BYTES = 3, 40
 TICKETS = frozenset(range(8))
+
+
+class Item(NamedTuple):
+    body: object
+    weight: float
+    num_bytes: int
+
+
+class Verdict(NamedTuple):
+    """The end of a request."""
+
+    ticket: int
+    outcome: Outcome | None
+    items: tuple[object, ...] = ()
+
+
+class Tickets:
+    """A state whose requests are known by numbers; each method tells which of them have ended."""
+
+    def __init__(self, max_items: int, max_bytes: int) -> None:
+        self.state = ChannelState(max_items, max_bytes)
+        self._open: dict[int, Request] = {}
+        self._ended: list[Verdict] = []
+
+    def put(self, ticket: int, key: str | None, put: Item, timeout: float, now: float) -> list:
+        request = Request(key, put.weight, [put.body], put.num_bytes)
+        return self._begin(ticket, request, timeout, now)
+
+    def get(self, ticket: int, key: str | None, timeout: float, now: float, **more: Any) -> list:
+        more["enough_at"] = now + more.pop("linger", math.inf)
+        return self._begin(ticket, Request(key, **more), timeout, now)
+
+    def _begin(self, ticket: int, request: Request, timeout: float, now: float) -> list:
+        self._open[ticket] = request
+        request.wake = lambda: self._end(ticket, request)
+        self.state.begin(request, now)
+        return self.give_up(ticket, now) if timeout == 0 else self._told()
+
+    def _end(self, ticket: int, request: Request) -> None:
+        items = tuple(one.body[0] for one in request.items)
+        self._ended.append(Verdict(ticket, request.outcome, items))
+
+    def _told(self) -> list[Verdict]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def give_up(self, ticket: int, now: float) -> list[Verdict]:
+        self.state.give_up(self._open[ticket], now)
+        return self._told()
+
+    def acknowledge(self, ticket: int, now: float) -> list[Verdict]:
+        self.state.acknowledge(self._open[ticket], now)
+        return self._told()
+
+    def drop(self, ticket: int, now: float) -> list[Verdict]:
+        self.state.drop(self._open[ticket], now)
+        return self._told()
+
+    def close(self, now: float) -> list[Verdict]:
+        self.state.close(now)
+        return self._told()
+
+    def settle(self, now: float) -> list[Verdict]:
+        self.state.settle(now)
+        return self._told()
 
 
 def item(body: object, weight: float = 1.0, num_bytes: int = 1) -> Item:
@@ -20,7 +86,7 @@ def item(body: object, weight: float = 1.0, num_bytes: int = 1) -> Item:
 
 
 def bodies(answer: Verdict) -> list[object]:
-    return [item.body for item in answer.items]
+    return list(answer.items)
 
 
 def outcomes(answers: Sequence[Verdict]) -> dict[int, Outcome]:
@@ -155,7 +221,7 @@ steps = st.one_of(
 def test_the_state_follows_the_rules(
     script: list[tuple[int, tuple]], closes_after: int | None
 ) -> None:
-    state, model = ChannelState(MAX_ITEMS, MAX_BYTES), Model()
+    state, model = Tickets(MAX_ITEMS, MAX_BYTES), Model()
     busy: set[int] = set()
     taken, came_back = [], False
     for position, (choice, (what, *rest)) in enumerate(script):
@@ -192,14 +258,14 @@ def test_the_state_follows_the_rules(
         assert told == expected
         busy -= told.keys()
         stored = model.stored()
-        assert state.num_items == len(stored)
-        assert state.num_bytes == sum(entry["size"] for entry in stored)
-        assert state.sizes() == {
+        assert state.state.num_items == len(stored)
+        assert state.state.num_bytes == sum(entry["size"] for entry in stored)
+        assert state.state.stats().keys == {
             key: n for key in "ab" if (n := sum(e["key"] == key for e in stored))
         }
         if not came_back:
-            assert state.num_items <= MAX_ITEMS
-            assert state.num_bytes <= MAX_BYTES
+            assert state.state.num_items <= MAX_ITEMS
+            assert state.state.num_bytes <= MAX_BYTES
     assert len(taken) == len(set(taken))
 
 
@@ -212,7 +278,7 @@ def test_every_item_leaves_once_and_in_order(
     items: list[tuple[str, int]], target: float, dies: list[bool]
 ) -> None:
     """Getters die at random before they acknowledge; what is taken is what was put."""
-    state, got = ChannelState(100, 1000), {"a": [], "b": []}
+    state, got = Tickets(100, 1000), {"a": [], "b": []}
     for number, (key, weight) in enumerate(items):
         state.put(1, key, item((key, weight, number), weight), 1.0, 0.0)
     state.close(0.0)
@@ -222,7 +288,7 @@ def test_every_item_leaves_once_and_in_order(
             (answer,) = state.get(2, key, 1.0, 0.0, weight=target, max_items=1000)
             if answer.outcome == Outcome.CLOSED:
                 break
-            weight = sum(part.weight for part in answer.items)
+            weight = sum(part[1] for part in bodies(answer))
             assert weight <= target or len(answer.items) == 1
             if next(deaths, False):
                 state.drop(2, 0.0)
@@ -231,14 +297,14 @@ def test_every_item_leaves_once_and_in_order(
             got[key] += bodies(answer)
     for key in "ab":
         assert got[key] == [(k, w, n) for n, (k, w) in enumerate(items) if k == key]
-    assert state.num_taken == len(items)
+    assert state.state.stats().taken == len(items)
 
 
 # --- one by one -----------------------------------------------------------------------------------
 
 
 def test_a_head_item_heavier_than_the_target_comes_alone() -> None:
-    state = ChannelState(10, 100)
+    state = Tickets(10, 100)
     for weight in (8.0, 1.0, 1.0):
         state.put(1, None, item(weight, weight), 0.0, 0.0)
     (answer,) = state.get(2, None, 5.0, 0.0, weight=2.0, max_items=99)
@@ -246,7 +312,7 @@ def test_a_head_item_heavier_than_the_target_comes_alone() -> None:
 
 
 def test_weights_that_cannot_be_added_exactly_still_fill_a_batch() -> None:
-    state = ChannelState(100, 1000)
+    state = Tickets(100, 1000)
     for number in range(11):
         state.put(1, None, item(number, 0.1), 0.0, 0.0)
     (answer,) = state.get(2, None, 5.0, 0.0, weight=1.0, max_items=99)
@@ -254,7 +320,7 @@ def test_weights_that_cannot_be_added_exactly_still_fill_a_batch() -> None:
 
 
 def test_a_batch_larger_than_the_channel_does_not_wait_for_ever() -> None:
-    state = ChannelState(max_items=3, max_bytes=100)
+    state = Tickets(max_items=3, max_bytes=100)
     assert not state.get(9, None, 60.0, 0.0, weight=10.0, max_items=99)
     answers = [a for t in range(4) for a in state.put(t, None, item(t), 60.0, 1.0)]
     assert outcomes(answers) == dict.fromkeys((0, 1, 2, 3, 9), Outcome.DONE)
@@ -262,17 +328,17 @@ def test_a_batch_larger_than_the_channel_does_not_wait_for_ever() -> None:
 
 
 def test_a_key_that_fills_the_channel_does_not_block_another() -> None:
-    state = ChannelState(max_items=1, max_bytes=100)
+    state = Tickets(max_items=1, max_bytes=100)
     state.put(1, "a", item("first"), 60.0, 0.0)
     assert not state.put(2, "a", item("second"), 60.0, 0.0)
     assert not state.put(3, "b", item("other"), 60.0, 0.0)
     answers = state.get(4, "b", 60.0, 0.0)
     assert outcomes(answers) == {3: Outcome.DONE, 4: Outcome.DONE}
-    assert state.num_items == 1
+    assert state.state.num_items == 1
 
 
 def test_small_items_do_not_starve_a_large_one() -> None:
-    state = ChannelState(max_items=10, max_bytes=10)
+    state = Tickets(max_items=10, max_bytes=10)
     state.put(1, None, item("small", num_bytes=6), 60.0, 0.0)
     assert not state.put(2, None, item("large", num_bytes=10), 60.0, 0.0)
     assert outcomes(state.put(3, None, item("late"), 0.0, 0.0)) == {3: Outcome.FULL}
@@ -281,7 +347,7 @@ def test_small_items_do_not_starve_a_large_one() -> None:
 
 
 def test_waiting_getters_are_served_in_their_order() -> None:
-    state = ChannelState(10, 100)
+    state = Tickets(10, 100)
     for ticket in (1, 2, 3):
         assert not state.get(ticket, None, 60.0, 0.0)
     assert outcomes(state.drop(2, 0.0)) == {}
@@ -290,7 +356,7 @@ def test_waiting_getters_are_served_in_their_order() -> None:
 
 
 def test_what_a_dead_getter_was_handed_goes_back_to_the_head() -> None:
-    state = ChannelState(10, 100)
+    state = Tickets(10, 100)
     for number in range(4):
         state.put(1, None, item(number), 0.0, 0.0)
     state.get(2, None, 60.0, 0.0, max_items=2)
@@ -300,7 +366,7 @@ def test_what_a_dead_getter_was_handed_goes_back_to_the_head() -> None:
 
 
 def test_a_closed_channel_is_not_over_while_an_item_may_come_back() -> None:
-    state = ChannelState(10, 100)
+    state = Tickets(10, 100)
     state.put(1, None, item("last"), 0.0, 0.0)
     state.get(2, None, 60.0, 0.0)
     state.close(0.0)
@@ -310,28 +376,26 @@ def test_a_closed_channel_is_not_over_while_an_item_may_come_back() -> None:
     assert outcomes(state.acknowledge(3, 0.0)) == {4: Outcome.CLOSED}
 
 
-def test_deadlines_are_kept_and_say_how_long_was_waited() -> None:
-    state = ChannelState(max_items=1, max_bytes=100)
+def test_a_wait_that_is_over_ends_once() -> None:
+    state = Tickets(max_items=1, max_bytes=100)
     assert not state.get(1, "empty", 5.0, 10.0)
-    state.put(2, None, item(0), 0.0, 10.0)
+    state.put(2, None, item(0), 1.0, 10.0)
     assert not state.put(3, None, item(1), 7.0, 10.0)
-    assert state.next_deadline == 15.0
-    assert not state.expire(14.9)
-    assert state.expire(15.0) == [Verdict(1, Outcome.EMPTY, 5.0)]
-    assert state.expire(17.5) == [Verdict(3, Outcome.FULL, 7.5)]
-    assert state.next_deadline == math.inf
+    assert state.give_up(1, 15.0) == [Verdict(1, Outcome.EMPTY)]
+    assert not state.give_up(2, 15.0), "it has ended before"
+    assert state.give_up(3, 17.5) == [Verdict(3, Outcome.FULL)]
 
 
 def test_lingering_takes_what_is_there() -> None:
-    state = ChannelState(10, 100)
+    state = Tickets(10, 100)
     assert not state.get(1, None, 60.0, 0.0, weight=9.0, max_items=99, linger=2.0)
-    assert not state.expire(3.0)  # nothing there: any item will do from now on
+    assert not state.settle(3.0)  # nothing there: any item will do from now on
     answers = state.put(2, None, item("one"), 0.0, 4.0)
     assert outcomes(answers) == {1: Outcome.DONE, 2: Outcome.DONE}
 
 
 def test_closing_frees_putters_at_once_and_lets_getters_drain() -> None:
-    state = ChannelState(max_items=1, max_bytes=100)
+    state = Tickets(max_items=1, max_bytes=100)
     state.put(1, None, item("kept"), 0.0, 0.0)
     assert not state.put(2, None, item("refused"), 60.0, 0.0)
     assert not state.get(3, "other", 60.0, 0.0)
@@ -341,7 +405,7 @@ def test_closing_frees_putters_at_once_and_lets_getters_drain() -> None:
 
 
 def test_items_that_come_back_are_weighed_anew() -> None:
-    state = ChannelState(10, 100)
+    state = Tickets(10, 100)
     state.put(1, None, item("heavy", 5.0), 0.0, 0.0)
     state.get(2, None, 60.0, 0.0)
     state.put(1, None, item("light", 1.0), 0.0, 0.0)
@@ -351,18 +415,18 @@ def test_items_that_come_back_are_weighed_anew() -> None:
 
 
 def test_a_putter_that_gives_up_lets_the_next_one_in() -> None:
-    state = ChannelState(max_items=10, max_bytes=10)
+    state = Tickets(max_items=10, max_bytes=10)
     state.put(1, None, item("there", num_bytes=6), 0.0, 0.0)
     assert not state.put(2, None, item("large", num_bytes=10), 5.0, 0.0)
     assert not state.put(3, None, item("small"), 60.0, 0.0)
-    assert outcomes(state.expire(5.0)) == {2: Outcome.FULL, 3: Outcome.DONE}
+    assert outcomes(state.give_up(2, 5.0)) == {2: Outcome.FULL, 3: Outcome.DONE}
 
 
 def test_a_batch_that_gives_up_leaves_its_items_to_the_next_getter() -> None:
-    state = ChannelState(10, 100)
+    state = Tickets(10, 100)
     state.put(1, None, item("one"), 0.0, 0.0)
     assert not state.get(2, None, 5.0, 0.0, weight=9.0, max_items=99)
     assert not state.get(3, None, 60.0, 0.0)
-    answers = state.expire(5.0)
+    answers = state.give_up(2, 5.0)
     assert outcomes(answers) == {2: Outcome.EMPTY, 3: Outcome.DONE}
     assert bodies(answers[-1]) == ["one"]

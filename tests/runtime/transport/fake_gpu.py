@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from m2flow.runtime.transport.cuda_ipc import CudaIPC, Handle
-from m2flow.runtime.transport.devices import Devices
 
 
 class FakeDriver:
@@ -75,10 +74,14 @@ class FakeGPU:
 
     def __init__(self, gpu: str, driver: FakeDriver) -> None:
         self._storages: set[int] = set()
-        self.devices = FakeDevices(gpu, "cpu", self.owns, CudaIPC(gpu, driver))
+        self.devices = FakeIPC(gpu, driver)
+        vars(self.devices).update(owns=self.owns, test_piece=self._test_piece)
 
     def owns(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._storages
+
+    def _test_piece(self, nbytes: int) -> Tensor:
+        return self.put(torch.zeros(nbytes, dtype=torch.uint8))
 
     def put(self, tensor: Tensor) -> Tensor:
         """A copy in this GPU's memory."""
@@ -89,9 +92,9 @@ class FakeGPU:
         return copy
 
 
-class FakeDevices(Devices):
-    """Test pieces of a fake GPU lie in its memory."""
+class FakeIPC(CudaIPC):
+    """The link, with a driver that is made up."""
 
-    def test_piece(self, nbytes: int) -> Tensor:
-        gpu: FakeGPU = self.on_device.__self__  # type: ignore[attr-defined]
-        return gpu.put(torch.zeros(nbytes, dtype=torch.uint8))
+    def __init__(self, gpu: str, driver: FakeDriver) -> None:
+        super().__init__(gpu, torch.device("cpu"))
+        vars(self).update(share=driver.share, open=driver.open, let_go=driver.let_go)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.runtime.transport.frame import (
     _READ_AHEAD,
     ALIGNMENT,
+    Decoder,
     Frame,
-    FrameQueue,
-    FrameStream,
-    _Decoder,
 )
 
 lengths = st.sampled_from([0, 1, 63, 64, 65, 1000, _READ_AHEAD - 40, _READ_AHEAD, 100_000])
@@ -33,7 +28,7 @@ def content(frame: Frame) -> tuple[str, bytes, list[bytes]]:
 @given(st.lists(frames, max_size=4), st.lists(st.integers(1, 200_000), min_size=1, max_size=20))
 def test_frames_come_out_as_they_went_in(sent: list[Frame], portions: list[int]) -> None:
     raw = b"".join(piece for frame in sent for piece in frame.pieces())
-    decoder, got, at, turn = _Decoder(), [], 0, 0
+    decoder, got, at, turn = Decoder(), [], 0, 0
     while at < len(raw):
         room = decoder.room()
         assert len(room) > 0
@@ -54,22 +49,3 @@ def test_buffers_are_aligned_to_each_other() -> None:
     assert not rest, "a small frame is one piece"
     raw = bytes(frame.pieces()[0])
     assert (len(raw) - 40) % ALIGNMENT == 0
-
-
-def test_a_queue_keeps_what_the_other_end_has_no_room_for() -> None:
-    here, there = socket.socketpair()
-    sender, receiver = FrameQueue(here), FrameStream(there)
-    large = Frame("large", b"head", [bytes(8 << 20)])
-    sender.send(large)
-    sender.send(Frame("after"))
-    assert sender.unsent
-    got: list[Frame] = []
-    thread = threading.Thread(target=lambda: got.extend(receiver.receive() for _ in range(2)))
-    thread.start()
-    while sender.unsent:
-        sender.flush()
-    thread.join(10)
-    assert [frame.kind for frame in got] == ["large", "after"]
-    assert bytes(got[0].buffers[0]) == bytes(8 << 20)
-    sender.close()
-    receiver.close()

@@ -68,7 +68,7 @@ def kept(groups: LaneGroups) -> list[bool]:
     groups.ensure([(2, 1, 0), (0, 1)])
     return [
         all(groups._groups[members] is group for members, group in before.items()),
-        groups._groups.keys() - before.keys() <= {((0, 1), "")},
+        groups._groups.keys() - before.keys() <= {(0, 1)},
     ]
 
 
@@ -76,21 +76,11 @@ def test_another_plan_makes_only_what_is_new(lanes: LaneProcesses) -> None:
     assert lanes(kept) == [[True, True]] * 3
 
 
-def for_a_purpose(groups: LaneGroups) -> bool:
-    groups.ensure([(0, 1, 2)])
-    groups.ensure([(0, 1, 2)], "another")
-    return groups.group((0, 1, 2)) is not groups.group((2, 1, 0), "another")
-
-
-def test_a_purpose_has_a_group_of_its_own(lanes: LaneProcesses) -> None:
-    assert lanes(for_a_purpose) == [True] * 3
-
-
 def made_without_the_third(groups: LaneGroups) -> float:
     if dist.get_rank() == 2:
         time.sleep(1.0)
     start = time.monotonic()
-    groups._groups.pop(((0, 1), ""), None)
+    groups._groups.pop((0, 1), None)
     groups.ensure([(0, 1)])
     return time.monotonic() - start
 

@@ -108,3 +108,20 @@ def test_a_stranger_is_not_let_in() -> None:
 def test_a_lane_does_not_wait_for_a_launcher_for_ever() -> None:
     with pytest.raises(TimeoutError):
         Waiting("127.0.0.1", KEY).accept(0.05)
+
+
+def test_what_the_other_end_has_no_room_for_is_kept() -> None:
+    here, there = socket.socketpair()
+    sender, receiver = LauncherLine(here), Line(there)
+    sender.send(bytes(8 << 20))
+    sender.send(b"after")
+    assert sender.unsent
+    got: list[memoryview] = []
+    thread = threading.Thread(target=lambda: got.extend(receiver.receive() for _ in range(2)))
+    thread.start()
+    while sender.unsent:
+        sender.flush()
+    thread.join(10)
+    assert [len(message) for message in got] == [8 << 20, 5]
+    sender.close()
+    receiver.close()

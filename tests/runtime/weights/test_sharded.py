@@ -75,7 +75,7 @@ def test_each_rank_holds_what_its_box_says(mesh_shape, shape, placements):
         {"w": Box((0, 0, 0)[: len(shape)], (shape[0] // 2, *shape[1:]))},
         {"w": Box((shape[0] // 2, 0, 0)[: len(shape)], (shape[0] - shape[0] // 2, *shape[1:]))},
     ):
-        plan = transfers(layouts, wanted, lambda rank: 1.0)
+        plan = transfers(layouts, wanted)
         pieces = [(t, t.source.of(seen[t.lane][1][t.name])) for t in plan]
         got = Assembler().assemble(wanted, merged(layouts), pieces)
         assert torch.equal(got["w"], wanted["w"].of(whole))

@@ -55,7 +55,7 @@ def expected() -> dict[str, torch.Tensor]:
 
 def published(exports, wanted):
     layouts = {rank: layout for rank, (layout, _) in exports.items()}
-    plan = transfers(layouts, wanted, lambda rank: 1.0)
+    plan = transfers(layouts, wanted)
     pieces = [(t, t.source.of(exports[t.lane][1][t.name])) for t in plan]
     return Assembler().assemble(wanted, merged(layouts), pieces)
 

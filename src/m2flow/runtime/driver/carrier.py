@@ -99,11 +99,8 @@ class RayCarrier:
         self._released: dict[int, list[Release]] = {lane.id: [] for lane in pool.lanes}
         self._gang_calls: set[int] = set()
         self._collective = {name for name, worker in workers.items() if worker.collective}
-        order = [lane.id for lane in pool.lanes]
-        self.publisher = Publisher(pool, plan, graphs, order, publish, pool.exchange.link)
-        self.state_bytes = load_workers(
-            pool, graphs, plan, workers, self.publisher.groups(), version, load_seconds, moved
-        )
+        self.publisher = Publisher(pool.same_node, plan, graphs, publish, pool.exchange.link)
+        self.state_bytes = load_workers(pool, graphs, plan, workers, version, load_seconds, moved)
 
     # --- carrier ----------------------------------------------------------------------------------
 

@@ -70,8 +70,8 @@ def launch(
             other's way. None for no limit.
         layouts: worker to the layout of its replicas, where a plan is built; one lane for each
             replica of those left out.
-        publish: the one way to send weights to other lanes, "shared", "copy" or "broadcast"; by
-            default it follows from where the workers stand (see `Run.explain_publishing`).
+        publish: the one way to send weights to other lanes, "shared" or "copy"; by default it
+            follows from where the workers stand (see `Run.explain_publishing`).
         auto: how mode "auto" goes about it.
         load_deadline_seconds: longest that a lane may take to bring one worker up. A lane that goes
             on to its next worker has made progress, and gets as long again.

@@ -48,7 +48,6 @@ def load_workers(
     graphs: Mapping[str, FlowGraph],
     plan: Plan,
     workers: Mapping[str, Worker],
-    broadcasts: Mapping[str, tuple[int, ...]],
     version: int,
     seconds: float,
     moved: Moved | None = None,
@@ -60,7 +59,6 @@ def load_workers(
         graphs: the flow's traced methods by name.
         plan: gives the placement of all workers.
         workers: the flow's workers; each lane gets copies of those placed on it.
-        broadcasts: source of weights to positions of the lanes that need a process group for it.
         version: number of the weights that the run begins with.
         seconds: longest that a lane may take to bring one worker up.
         moved: what is known of the run that goes on on the same lanes, if any.
@@ -95,9 +93,8 @@ def load_workers(
             version,
             memory.get(lane.id),
             plan.deadline_seconds,
-            _rendezvous(pool, plan) if lane_sets or broadcasts else None,
+            _rendezvous(pool, plan) if lane_sets else None,
             tuple(sorted(lane_sets)),
-            tuple(broadcasts.items()),
             None if moved is None else tuple(set(placed) & moved.kept),
         )
         pool.send(lane.id, load)

@@ -40,8 +40,6 @@ from m2flow.runtime.lane.orders import (
     LaneEnded,
     Order,
     Prepare,
-    Probe,
-    UseLinks,
     from_bytes,
     to_bytes,
 )
@@ -51,7 +49,7 @@ from m2flow.runtime.transport.lines import (
     LineClosed,
     connect,
 )
-from m2flow.runtime.transport.measure import completed, who_measures
+from m2flow.runtime.transport.measure import pairs_to_measure
 from m2flow.runtime.transport.peering import Location
 from m2flow.runtime.transport.sweeping import sweep
 from m2flow.runtime.transport.table import LinkTable
@@ -79,8 +77,8 @@ class LanePool:
         lanes: what to start. The cluster is the one that Ray is connected to, or that RAY_ADDRESS
             names, or one that is started on this machine and ends with the pool.
         isolated: how the lanes that are reserved for a worker are to be set up, by worker.
-        link: the one way that payloads are to take between lanes, such as "object"; by default the
-            one that the table of links says is fastest.
+        link: the one way that payloads are to take between lanes, such as "stream"; by default the
+            one that fits (`m2flow.runtime.transport.table.way`).
         cluster: a connection to Ray that was made for the pool, and ends with it.
         lanes_per_process: how many lanes a process hosts. More than one is for emulated
             accelerators only (`m2flow.runtime.lane.shared`): no worker there may compute.
@@ -88,8 +86,6 @@ class LanePool:
     Attributes:
         lanes: what was started.
         addresses: of each lane, by number.
-        links: the ways between lanes: what was measured, and assumptions for the rest.
-        measured_links: what was measured.
         spoiled: why no run can be started on the lanes any more, or None.
 
     Raises:
@@ -147,7 +143,7 @@ class LanePool:
         peers = {lane: address.peer for lane, address in self.addresses.items()}
         self._node = here = ray.get_runtime_context().get_node_id()
         serving = {
-            actor: actor.serve.remote(peers, self._actors, START_SECONDS)
+            actor: actor.serve.remote(peers, START_SECONDS)
             for actor in dict.fromkeys(self._actors.values())
         }
         self._serving = {lane: serving[actor] for lane, actor in self._actors.items()}
@@ -164,10 +160,7 @@ class LanePool:
             self._selector.register(line, selectors.EVENT_READ, number)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.exchange = Exchange(None, LAUNCHER, here, None, self._folder, self._key, self._link)
-        self.exchange.introduce(peers, self._actors)
-        self.measured_links = LinkTable()
-        alone = self._lanes_per_process == 1
-        self.links = self._measure_links() if alone else LinkTable.assumed()
+        self.exchange.introduce(peers)
 
     def _start_alone(
         self,
@@ -358,23 +351,15 @@ class LanePool:
     def same_node(self, first: int, second: int) -> bool:
         return bool(self.addresses[first].node == self.addresses[second].node)
 
-    def _measure_links(self) -> LinkTable:
-        """Measure the ways from the first lane to one beside it and to one on each other node, and
-        those between GPUs."""
-        peers = {lane: address.peer for lane, address in self.addresses.items()}
-        places = {lane: Location(name_of(lane), at.node, at.gpu) for lane, at in peers.items()}
-        measured: LinkTable | None = None
-        for asker, asked in who_measures(places).items():
-            answer = self.ask(asker, partial(Probe, peers=asked))
-            found = pickle.loads(answer.value)
-            measured = found if measured is None else measured.merged(found)
-        if measured is None:
-            return LinkTable.assumed()
-        any_gpu = any(place.gpu is not None for place in places.values())
-        self.measured_links = completed(measured, any_gpu=any_gpu)
-        table = LinkTable.assumed().merged(self.measured_links)
-        for lane in self.lanes:
-            self.send(lane.id, UseLinks(table))
+    def measure_links(self) -> LinkTable:
+        """Measure the ways between lanes, one pair of each distance; for lanes without a run."""
+        table = LinkTable()
+        if self._lanes_per_process == 1:
+            peers = {lane: address.peer for lane, address in self.addresses.items()}
+            places = {lane: Location(name_of(lane), at.node, at.gpu) for lane, at in peers.items()}
+            for asker, asked in sorted(pairs_to_measure(places)):
+                answer = self.ask(asker, partial(Probe, peers=(asked,)))
+                table = table.merged(pickle.loads(answer.value))
         return table
 
     # --- the end ----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -128,7 +128,7 @@ class LaneProcess:
 
     def _make_exchange(self, node: str, host: str | None) -> Exchange:
         from m2flow.runtime.lane.exchange import Exchange
-        from m2flow.runtime.transport.devices import devices_here
+        from m2flow.runtime.transport.cuda_ipc import devices_here
 
         devices = None if self.lane.gpu is None else devices_here()
         return Exchange(
@@ -143,19 +143,11 @@ class LaneProcess:
     def _opened(self, line: Line) -> None:
         """The launcher has come."""
 
-    @ray.method(concurrency_group="objects")
-    def hand_over(self, number: int) -> Any:
-        """A payload by Ray's own way; see `RayObjects`."""
-        return self._exchange.objects.hand_over(number)
-
-    def serve(
-        self, peers: Mapping[int, PeerAddress], actors: Mapping[int, Any], seconds: float
-    ) -> None:
+    def serve(self, peers: Mapping[int, PeerAddress], seconds: float) -> None:
         """Carry out orders until the launcher closes the lane, or is gone.
 
         Args:
             peers: the addresses of all lanes of the pool, by number.
-            actors: their handles.
             seconds: longest to wait for the launcher.
         """
         self._bind()
@@ -165,7 +157,7 @@ class LaneProcess:
         from m2flow.runtime.lane.executor import LaneExecutor
 
         torch.set_num_threads(self.num_threads)  # a setting of the thread
-        self._exchange.introduce(peers, actors)
+        self._exchange.introduce(peers)
         groups = self._make_groups(len(peers))
         line = self._waiting.accept(seconds)
         self._opened(line)

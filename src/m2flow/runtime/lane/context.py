@@ -46,8 +46,6 @@ class LaneContext:
             node_address=self.host,
         )
         self.groups.ensure(order.lane_sets)
-        for source, lanes in order.broadcasts:
-            self.groups.ensure([lanes], f"broadcast of {source}")
 
     def agreements(self, placed: Mapping[str, Placed]) -> dict[str, Agree]:
         """For workers on gangs, how this lane agrees with the others of its gang."""

@@ -1,13 +1,13 @@
 """`Exchange`: a lane's dealings in payloads: what it holds for others, what it gets from them.
 
 Items are asked for by whoever reads them and travel straight from the lane that holds them, by the
-way that the link table prefers. Published weights are laid out and taken over by the two halves of
+way that fits. Published weights are laid out and taken over by the two halves of
 `m2flow.runtime.weights`. The launcher has an exchange too, to read results; it serves nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +17,13 @@ import torch
 
 from m2flow.flow.batch import Batch
 from m2flow.runtime.lane.store import Store
-from m2flow.runtime.transport.devices import Devices
+from m2flow.runtime.transport.cuda_ipc import CudaIPC
 from m2flow.runtime.transport.measure import measure, median_seconds
-from m2flow.runtime.transport.objects import RayObjects
 from m2flow.runtime.transport.peering import PeerAddress
 from m2flow.runtime.transport.peers import Peers
 from m2flow.runtime.transport.server import PayloadServer
 from m2flow.runtime.transport.shared_memory import PoolFull, SharedHandle, SharedPool
-from m2flow.runtime.transport.table import LinkTable, TransferCost
+from m2flow.runtime.transport.table import REFERENCE, LinkTable, TransferCost
 from m2flow.runtime.transport.wire import pack, unpack
 from m2flow.runtime.weights.exports import ManifestKey, WeightsKey
 from m2flow.runtime.weights.relay import Relay, RelayKey
@@ -63,12 +62,11 @@ class Exchange:
         host: its address for other machines; None if all lanes are on this one.
         folder: the pool's; its name begins those of the files in shared memory.
         key: the pool's secret.
-        link: the one way that payloads are to take; None for the fastest.
+        link: the one way that payloads are to take; None for what fits.
         devices: what the process has of its GPU, if it runs on one: elements on a device then go
             by CUDA IPC where that is possible, and arrive there.
 
     Attributes:
-        objects: this process's end of Ray's way.
         link: the one way that payloads are to take, or None.
         weights_out: lays weights out for other lanes; None in the launcher.
         weights_in: brings weights here.
@@ -83,17 +81,16 @@ class Exchange:
         folder: Path,
         key: bytes,
         link: str | None = None,
-        devices: Devices | None = None,
+        devices: CudaIPC | None = None,
     ) -> None:
         name = name_of(lane)
         self.lane, self.position, self.link = lane, position, link
-        self.objects = RayObjects(lane)
         self._store = Store()
         self._addresses: Mapping[int, PeerAddress] = {}
         self._pool = SharedPool(f"{folder.name}-{position}-")
         self._devices = devices
         self._fetching: ThreadPoolExecutor | None = None
-        self._peers = Peers(node, key, objects=self.objects, name=name, devices=devices)
+        self._peers = Peers(node, key, name=name, devices=devices)
         self._reader = self._peers.reader
         self._relay = Relay(self._fetch)
         self.weights_in = WeightsIn(lane, self._fetch, self._reader, self._relay)
@@ -101,7 +98,7 @@ class Exchange:
         self._server: PayloadServer | None = None
         if lane is not None:  # nobody asks the launcher for anything
             by_handle = link is None
-            self.weights_out = WeightsOut(self._pool, lane, position, by_handle=by_handle)
+            self.weights_out = WeightsOut(self._pool, lane, by_handle=by_handle)
             self._server = PayloadServer(
                 self._provide,
                 self._pool,
@@ -109,7 +106,6 @@ class Exchange:
                 host,
                 node=node,
                 name=name,
-                objects=self.objects,
                 devices=devices,
             )
 
@@ -119,14 +115,9 @@ class Exchange:
         assert self._server is not None, "the launcher serves nothing"
         return self._server.address
 
-    def introduce(self, addresses: Mapping[int, PeerAddress], actors: Mapping[int, Any]) -> None:
-        """Tell where the lanes are, and their actors, by number."""
-        self._addresses, self.objects.actors = addresses, actors
-
-    def use(self, table: LinkTable) -> None:
-        """Choose by this table which way a payload takes."""
-        assert self._server is not None, "the launcher serves nothing"
-        self._server.table = table
+    def introduce(self, addresses: Mapping[int, PeerAddress]) -> None:
+        """Tell where the lanes are, by number."""
+        self._addresses = addresses
 
     def serve(self, store: Store) -> None:
         """Hand out items of this store from now on."""
@@ -199,11 +190,12 @@ class Exchange:
 
     # --- links ------------------------------------------------------------------------------------
 
-    def measure(self, lanes: Sequence[int]) -> LinkTable:
-        """Measure the ways from here to other lanes, between GPUs, and within a lane."""
-        addresses = [self._addresses[lane] for lane in lanes]
-        found = measure(self._peers, addresses, objects=True)
-        return LinkTable({"lane": {"reference": reference_cost()}}).merged(found)
+    def measure(self, lanes: Iterable[int]) -> LinkTable:
+        """Measure the ways from other lanes to here, and within a lane."""
+        table = LinkTable({"lane": {REFERENCE: reference_cost()}})
+        for lane in lanes:
+            table = table.merged(measure(self._peers, self._addresses[lane]))
+        return table
 
     def close(self) -> None:
         """Stop serving; shared memory goes when its last reader lets go."""

@@ -56,7 +56,6 @@ from m2flow.runtime.lane.orders import (
     Probe,
     Reports,
     Save,
-    UseLinks,
     from_bytes,
     to_bytes,
 )
@@ -109,8 +108,6 @@ class LaneExecutor:
                     self._answer(order.number, partial(self._saved, order))
                 case Probe():
                     self._answer(order.number, partial(self._exchange.measure, order.peers))
-                case UseLinks():
-                    self._exchange.use(order.table)
                 case GaugeMemory():
                     self._gauge = MemoryGauge(self._context.device) if order.on else None
                 case Prepare():
@@ -256,8 +253,7 @@ class LaneExecutor:
         out, sends = self._exchange.weights_out, order.sends
         assert out is not None and sends is not None, "an export for nobody"
         weights = self._host.workers[command.source].weights()
-        group = self._broadcast_group(command.source, sends.group) if sends.group else None
-        exports = out.lay_out(command.source, command.version, weights, sends, group)
+        exports = out.lay_out(command.source, command.version, weights, sends)
         num_bytes = sum(export.num_bytes for export in exports)
         published = Published(command.source, num_bytes, time.time() - start)
         finished = self._finished(order, command, start, published=published)
@@ -276,7 +272,6 @@ class LaneExecutor:
                 command.version,
                 order.exports,
                 self._deadline_seconds,
-                self._broadcast_group,
             )
         try:
             target.install(weights, command.version)
@@ -286,9 +281,6 @@ class LaneExecutor:
         published = Published(command.source, num_bytes, time.time() - start)
         finished = self._finished(order, command, start, published=published)
         self._say(Reports(order.flow, [finished]))
-
-    def _broadcast_group(self, source: str, lanes: tuple[int, ...]) -> Any:
-        return self._context.groups.group(lanes, f"broadcast of {source}")
 
     # --- context switches -------------------------------------------------------------------------
 

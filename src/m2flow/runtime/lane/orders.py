@@ -16,7 +16,6 @@ from typing import Any, TypeAlias, get_args
 from m2flow.engine.messages import Event, LaneCommand, Part
 from m2flow.engine.spans import Span
 from m2flow.runtime.lane.reports import Published, Report
-from m2flow.runtime.transport.table import LinkTable
 from m2flow.runtime.weights.exports import Export, Sends
 
 # --- orders -------------------------------------------------------------------------------------
@@ -65,7 +64,6 @@ class Load:
         meeting: how the lanes of the pool find each other for collectives; None if no worker
             stands on two lanes.
         lane_sets: the sets of positions that need a process group, the same for every lane.
-        broadcasts: the same for each worker whose weights are broadcast.
         keep: to go on under another plan: workers that stay as they are, while the others make
             way; payloads stay as well. None to begin anew.
     """
@@ -78,7 +76,6 @@ class Load:
     deadline_seconds: float
     meeting: Rendezvous | None = None
     lane_sets: tuple[tuple[int, ...], ...] = ()
-    broadcasts: tuple[tuple[str, tuple[int, ...]], ...] = ()
     keep: tuple[str, ...] | None = None
 
 
@@ -164,17 +161,10 @@ class CallMethod:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Measure the links from this lane to some others; the answer is a LinkTable."""
+    """Measure the ways from other lanes to this one; the answer is a LinkTable."""
 
     number: int
     peers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class UseLinks:
-    """Choose by this table from now on which way a payload takes."""
-
-    table: LinkTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +190,7 @@ STATES = -1
 """The step to which files of states belong."""
 
 Order: TypeAlias = (
-    Load | Save | Execute | DropStep | CallMethod | Probe | UseLinks | GaugeMemory | Prepare | Close
+    Load | Save | Execute | DropStep | CallMethod | Probe | GaugeMemory | Prepare | Close
 )
 
 # --- answers --------------------------------------------------------------------------------------

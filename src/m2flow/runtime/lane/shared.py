@@ -60,16 +60,14 @@ class SharedProcess:
         """Bring all lanes up; their addresses, in order."""
         return [lane.ready() for lane in self._lanes]
 
-    def serve(
-        self, peers: Mapping[int, PeerAddress], actors: Mapping[int, Any], seconds: float
-    ) -> None:
+    def serve(self, peers: Mapping[int, PeerAddress], seconds: float) -> None:
         """Carry out the orders of every lane, each on a thread, until all are closed.
 
         Raises:
             BaseException: what a lane raised.
         """
         with ThreadPoolExecutor(len(self._lanes)) as threads:
-            serving = [threads.submit(one.serve, peers, actors, seconds) for one in self._lanes]
+            serving = [threads.submit(one.serve, peers, seconds) for one in self._lanes]
         for served in serving:
             served.result()
 
@@ -109,7 +107,7 @@ class NoGroups(LaneGroups):
     def ensure(self, *_: Any, **__: Any) -> None:
         """Make no group."""
 
-    def group(self, lanes: tuple[int, ...], purpose: str = "") -> Any:
+    def group(self, lanes: tuple[int, ...]) -> Any:
         """Nothing, which is refused only when it is used."""
         return None
 

@@ -26,6 +26,7 @@ from m2flow.plan.profile.evidence import Evidence
 from m2flow.plan.profile.trials import declared, trial_plans
 from m2flow.plan.units import BytesPerSecond, Seconds
 from m2flow.runtime.driver.starting import isolation_of, run_on, specs_of
+from m2flow.runtime.transport.table import ASSUMED
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.pool import LanePool
@@ -86,11 +87,12 @@ def profile_flow(
     layouts = declared(graph, flow.workers, free)
     plans = trial_plans(graph, specs, len(batches[0]), isolated=isolated, layouts=layouts)
     with _pool(lanes, plans[0], flow) as pool:
+        links = _links(pool)
         session = Session(graph, pool, make_flow, batches, plans, started + budget_seconds)
         for account in session.run():
             if note is not None:
                 note(account)
-        return fitted(session.evidence, key=key, links=_links(pool))
+        return fitted(session.evidence, key=key, links=links)
 
 
 def _pool(
@@ -105,13 +107,12 @@ def _pool(
 
 
 def _links(pool: LanePool) -> dict[str, LinkCost]:
-    """Return what the pool knows of the ways between its lanes, by place."""
-    found = {}
+    """Return what the ways between the pool's lanes take, by place."""
+    found, table = {}, ASSUMED.merged(pool.measure_links())
     for scope in ("node", "cluster"):
-        kind = pool.links.choose(scope, MESSAGE_BYTES) if scope in pool.links.costs else None
-        if kind is not None:
-            cost = pool.links.costs[scope][kind]
-            rate = cost.bytes_per_second if math.isfinite(cost.bytes_per_second) else FASTEST
+        cost = table.taken(scope, MESSAGE_BYTES)
+        if cost is not None:
+            rate = cost.bytes_per_second or FASTEST
             found[scope] = LinkCost(Seconds(cost.latency_seconds), BytesPerSecond(rate))
     return found
 

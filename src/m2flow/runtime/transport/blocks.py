@@ -179,18 +179,10 @@ class Blocks:
         if self._closed:
             raise RuntimeError(f"the pool {self.prefix!r} is closed")
         size = _block_bytes(nbytes)
-        busy = self._busy.get(size)
+        busy, free = self._busy.setdefault(size, deque()), self._free.setdefault(size, [])
         # Where each hand-over ends before the next begins, the newest block is free, and warm.
         if busy and (block := busy[-1]).take_back() and block.resident >= nbytes:
             return block
-        block = self._find(size, nbytes)
-        self._busy.setdefault(size, deque()).append(block)
-        return block
-
-    def _find(self, size: int, nbytes: int) -> Block:
-        """Take a block out of those that are free, or were busy and are no more."""
-        busy = self._busy.setdefault(size, deque())
-        free = self._free.setdefault(size, [])
         # The oldest hand-overs are the likeliest to be over. One that lasts goes to the end, so
         # that it hides no others.
         for _ in range(min(len(busy), OLDEST_LOOKED_AT)):
@@ -203,23 +195,20 @@ class Blocks:
             self.take_back(size)
         if not free:
             free.extend(self._new_segment(size, nbytes).blocks[::-1])
-        block = free[-1]
-        self._make_resident(block, nbytes)
-        free = self._free[size]
-        if free[-1] is block:
-            free.pop()
-        else:  # to make room, others became free
-            free.remove(block)
+        block = free.pop()
+        try:
+            self._make_resident(block, nbytes)
+        except PoolFull:
+            self._free[size].append(block)
+            raise
+        self._busy[size].append(block)
         return block
 
     def take_back(self, size: int) -> None:
-        still_busy: deque[Block] = deque()
-        for block in self._busy[size]:
-            if block.take_back():
-                self._free[size].append(block)
-            else:
-                still_busy.append(block)
-        self._busy[size] = still_busy
+        """Find the blocks of a size that have become free."""
+        for _ in range(len(self._busy[size])):
+            block = self._busy[size].popleft()
+            (self._free if block.take_back() else self._busy)[size].append(block)
 
     def _make_resident(self, block: Block, nbytes: int) -> None:
         """Reserve the block's pages, up to `nbytes`, making room if need be."""

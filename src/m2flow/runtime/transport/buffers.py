@@ -16,9 +16,6 @@ import torch
 Memory: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 """Bytes in host memory: a flat uint8 array."""
 
-ALIGNMENT = 64
-"""Bytes at whose multiples links that join buffers let each begin."""
-
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -105,20 +102,13 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def tensor_over(
-    memory: Any, dtype: torch.dtype, shape: Sequence[int], offset: int = 0
-) -> torch.Tensor:
+def tensor_over(memory: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """A contiguous tensor, not empty, over anything writable with a buffer, which it keeps alive.
 
     The array in between is made by one call: torch's own `frombuffer` and `view` take thrice the
     time.
     """
-    return as_tensor(np.ndarray(shape, NUMPY_DTYPES[dtype], memory, offset), dtype)
-
-
-def as_tensor(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
-    """The tensor over an array that has `NUMPY_DTYPES[dtype]`."""
-    tensor = torch.from_numpy(array)
+    tensor = torch.from_numpy(np.ndarray(shape, NUMPY_DTYPES[dtype], memory))
     return tensor if tensor.dtype is dtype else tensor.view(dtype)
 
 

@@ -1,8 +1,7 @@
-"""The device part of a payload: which buffers stay on the device, and in how many pieces they go.
+"""The device part of a payload: the buffers that stay on the device, each a piece of its own.
 
-A link between GPUs pays for each tensor that it hands over, so small ones go together in one piece;
-a large one is a piece of its own, where it lies. The host part goes by the ways of host memory, in
-the same message. Knows no CUDA: what a device is, it is told.
+The host part goes by the ways of host memory, in the same message. Knows no CUDA: what a device is,
+it is told.
 """
 
 from __future__ import annotations
@@ -16,40 +15,8 @@ from torch import Tensor
 from m2flow.runtime.transport.buffers import Buffer
 from m2flow.runtime.transport.wire import Packed
 
-OWN_PIECE_BYTES = 1 << 20
-"""Tensors smaller than this share a piece: a copy on the device costs less than a handle."""
-
-ALIGNMENT = 256
-"""Bytes at whose multiples tensors begin in a piece."""
-
 OnDevice: TypeAlias = Callable[[Tensor], bool]
 """Whether a tensor's elements lie in the memory that the device's links can hand over."""
-
-
-class CargoManifest(NamedTuple):
-    """Where each buffer of a payload is to be found again.
-
-    Attributes:
-        places: for each of `Packed.buffers`, in order: None in host memory, or its piece, the first
-            byte in it and the number of bytes.
-        sizes: bytes of each piece.
-    """
-
-    places: tuple[tuple[int, int, int] | None, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pieces."""
-        return sum(self.sizes)
-
-    def together(self, host: Iterable[Any], pieces: Sequence[Tensor]) -> list[Any]:
-        """The buffers in order, for `unpack`: host memory, and flat uint8 views of the pieces."""
-        rest = iter(host)
-        return [
-            next(rest) if place is None else pieces[place[0]][place[1] : place[1] + place[2]]
-            for place in self.places
-        ]
 
 
 class Cargo(NamedTuple):
@@ -58,54 +25,34 @@ class Cargo(NamedTuple):
     Attributes:
         host: head and buffers in host memory, as a payload of their own.
         pieces: flat uint8 tensors on the device.
-        manifest: what is where.
+        places: for each of the payload's buffers, in order, whether it is a piece.
     """
 
     host: Packed
     pieces: list[Tensor]
-    manifest: CargoManifest
-
-
-def device_bytes(packed: Packed, on_device: OnDevice) -> int:
-    """Bytes of a payload that lie on the device."""
-    return sum(buffer.nbytes for buffer in packed.buffers if _is_there(buffer, on_device))
+    places: tuple[bool, ...]
 
 
 def load(packed: Packed, on_device: OnDevice) -> Cargo:
     """Split a payload into host and device buffers, in the order of the current stream."""
+    places = tuple(
+        isinstance(buffer.source, Tensor) and on_device(buffer.source) for buffer in packed.buffers
+    )
     host: list[Buffer] = []
-    places: list[tuple[int, int, int] | None] = []
-    large: list[Tensor] = []
-    small: list[tuple[int, Tensor]] = []
-    joined = 0
-    for buffer in packed.buffers:
-        if not _is_there(buffer, on_device):
-            host.append(buffer)
-            places.append(None)
-        elif buffer.nbytes >= OWN_PIECE_BYTES:
-            large.append(_flat(buffer.source))
-            places.append((len(large), 0, buffer.nbytes))
+    pieces: list[Tensor] = []
+    for buffer, there in zip(packed.buffers, places, strict=True):
+        if there:
+            pieces.append(_flat(buffer.source))
         else:
-            small.append((joined, _flat(buffer.source)))
-            places.append((0, joined, buffer.nbytes))
-            joined += buffer.nbytes + -buffer.nbytes % ALIGNMENT
-    pieces = large
-    if len(small) == 1:
-        pieces = [small[0][1], *large]
-    elif small:
-        piece = torch.empty(joined, dtype=torch.uint8, device=small[0][1].device)
-        for start, flat in small:
-            piece[start : start + flat.numel()].copy_(flat)
-        pieces = [piece, *large]
-    else:  # the piece of small ones is number 0, and there is none
-        places = [None if one is None else (one[0] - 1, *one[1:]) for one in places]
-    rest = Packed(packed.head, host, len(packed.head) + sum(one.nbytes for one in host))
-    sizes = tuple(piece.numel() for piece in pieces)
-    return Cargo(rest, pieces, CargoManifest(tuple(places), sizes))
+            host.append(buffer)
+    nbytes = len(packed.head) + sum(one.nbytes for one in host)
+    return Cargo(Packed(packed.head, host, nbytes), pieces, places)
 
 
-def _is_there(buffer: Buffer, on_device: OnDevice) -> bool:
-    return isinstance(buffer.source, Tensor) and on_device(buffer.source)
+def together(places: Sequence[bool], host: Iterable[Any], pieces: Iterable[Tensor]) -> list[Any]:
+    """The buffers in order, for `unpack`."""
+    here, there = iter(host), iter(pieces)
+    return [next(there) if on_device else next(here) for on_device in places]
 
 
 def _flat(tensor: Tensor) -> Tensor:

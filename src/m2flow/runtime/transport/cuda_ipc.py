@@ -7,51 +7,29 @@ CUDA opens memory of a GPU that the process does not see otherwise, if the two c
 Order and lifetime are those of torch.multiprocessing, on each side's current stream: on one GPU the
 receiver's stream waits for an event of the sender's, for another GPU the sender waits itself. The
 sender's memory stays until the receiver's tensors have died and its stream is through with them.
-The side that made an offer which is not taken counts it off.
+An offer that nobody reads is counted off by who made it, one that
+cannot be opened by who tried to, who asks for host memory from then on.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from m2flow.errors import M2FlowError
-from m2flow.runtime.transport.peering import Location
-
-CUDA_IPC = "cuda_ipc"
+from m2flow.runtime.transport.peering import LinkUnavailable, Location
+from m2flow.runtime.transport.table import CUDA_IPC, Scope
 
 Handle: TypeAlias = tuple[Any, ...]
 """All that another process needs to open a tensor; plain values."""
 
 
 class LinkRefused(M2FlowError):
-    """CUDA IPC does not work between these two processes: use another way.
-
-    Attributes:
-        taken: so many pieces had been taken over before it failed.
-    """
-
-    def __init__(self, reason: str, taken: int = 0) -> None:
-        super().__init__(reason)
-        self.taken = taken
-
-
-class Handles(Protocol):
-    """What the driver does. A RuntimeError says that it cannot."""
-
-    def share(self, piece: Tensor, *, same_gpu: bool) -> Handle:
-        """A handle for a flat uint8 tensor; its memory stays until the handle is opened and what
-        was opened has died. It can be opened once. For another GPU, what is queued is done."""
-
-    def open(self, handle: Handle) -> Tensor:
-        """The piece behind another process's handle, in that one's memory."""
-
-    def let_go(self, handle: Handle) -> None:
-        """Count a handle off that nobody will open."""
+    """CUDA IPC does not work between these two processes: use another way."""
 
 
 class IpcOffer(NamedTuple):
@@ -67,15 +45,16 @@ class IpcOffer(NamedTuple):
 
 
 class CudaIPC:
-    """The link `cuda_ipc`.
+    """The GPU of this process, whose memory it hands over by torch.multiprocessing's handles.
 
-    Args:
-        gpu: UUID of the GPU that this process stands on.
-        handles: the driver's part.
+    Attributes:
+        gpu: its UUID.
+        device: what this process calls it. Processes that see one GPU each all call theirs by the
+            same number, so the receiver's own is put in the place of the sender's.
     """
 
-    def __init__(self, gpu: str, handles: Handles) -> None:
-        self._gpu, self._handles = gpu, handles
+    def __init__(self, gpu: str, device: torch.device) -> None:
+        self.gpu, self.device = gpu, device
         self._unable: str | None = None
         self._lock = threading.Lock()  # torch's own counting expects one thread at a time
 
@@ -83,73 +62,120 @@ class CudaIPC:
         """Handles of the pieces. Where sharing fails once, it is not tried again."""
         if self._unable is not None:
             raise LinkRefused(self._unable)
-        same_gpu = asker.gpu == self._gpu
+        same_gpu = asker.gpu == self.gpu
         handles: list[Handle] = []
         try:
             handles.extend(self._share(piece, same_gpu=same_gpu) for piece in pieces)
         except RuntimeError as error:
-            self.withdraw(IpcOffer(self._gpu, tuple(handles)), 0)
+            self.withdraw(handles)
             self._unable = f"its memory cannot be shared: {_first_line(error)}"
             raise LinkRefused(self._unable) from error
-        return IpcOffer(self._gpu, tuple(handles))
+        return IpcOffer(self.gpu, tuple(handles))
 
     def _share(self, piece: Tensor, *, same_gpu: bool) -> Handle:
         with self._lock:
             try:
-                return self._handles.share(piece, same_gpu=same_gpu)
+                return self.share(piece, same_gpu=same_gpu)
             except RuntimeError:  # a view from within an allocation, or another process's memory
-                return self._handles.share(piece.clone(), same_gpu=same_gpu)
+                return self.share(piece.clone(), same_gpu=same_gpu)
 
-    def withdraw(self, offer: IpcOffer, taken: int) -> None:
-        """Count off what will not be opened: all but the first `taken` pieces."""
-        for handle in offer.handles[taken:]:
-            self._handles.let_go(handle)
+    def withdraw(self, handles: Iterable[Handle]) -> None:
+        """Count off what will not be opened; either side can."""
+        for handle in handles:
+            self.let_go(handle)
 
     def take(self, offer: IpcOffer) -> list[Tensor]:
         """Open the pieces; copy those of another GPU."""
         opened: list[Tensor] = []
         for handle in offer.handles:
             try:
-                opened.append(self._handles.open(handle))
+                opened.append(self.open(handle))
             except RuntimeError as error:
-                taken = len(opened)
+                self.withdraw(offer.handles[len(opened) :])
                 opened.clear()  # the error is looked at for longer than they are needed
                 reason = f"its memory cannot be opened: {_first_line(error)}"
-                raise LinkRefused(reason, taken=taken) from None
-        return opened if offer.gpu == self._gpu else [piece.clone() for piece in opened]
+                raise LinkRefused(reason) from None
+        return opened if offer.gpu == self.gpu else [piece.clone() for piece in opened]
 
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies on it."""
+        return tensor.device == self.device
 
-class TorchHandles:
-    """Handles as torch.multiprocessing makes them.
+    def test_piece(self, nbytes: int) -> Tensor:
+        """Something to transfer."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
-    Args:
-        device: this process's GPU. Processes that see one GPU each all call theirs by the same
-            number, so the receiver's own is put in the place of the sender's.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    # --- what the driver does; a RuntimeError says that it cannot ---------------------------------
 
     def share(self, piece: Tensor, *, same_gpu: bool) -> Handle:
+        """A handle for a flat uint8 tensor; its memory stays until the handle is opened and what
+        was opened has died. It can be opened once. For another GPU, what is queued is done."""
         # Sharing puts a counter in the place of a storage's pointer, which another thread may be
         # about to read: so a second storage over the same memory is shared, and keeps the first.
         alias = _second_storage(piece)
         handle = _Torch(*alias.untyped_storage()._share_cuda_())
         if not same_gpu:
-            torch.cuda.current_stream(self._device).synchronize()
+            torch.cuda.current_stream(self.device).synchronize()
             handle = handle._replace(event_sync_required=False)
         return tuple(handle)
 
     def open(self, handle: Handle) -> Tensor:
-        mine = _Torch(*handle)._replace(device=self._device.index or 0)
-        with torch.cuda.device(self._device):
+        """The piece behind another process's handle, in that one's memory."""
+        mine = _Torch(*handle)._replace(device=self.device.index or 0)
+        with torch.cuda.device(self.device):
             storage = torch.UntypedStorage._new_shared_cuda(*mine)
-            return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
     def let_go(self, handle: Handle) -> None:
+        """Count a handle off that nobody will open."""
         offered = _Torch(*handle)
         let_go: Any = torch.UntypedStorage._release_ipc_counter
-        let_go(offered.counters, offered.counter, device=self._device)
+        let_go(offered.counters, offered.counter, device=self.device)
+
+
+def devices_here(number: int = 0) -> CudaIPC | None:
+    """The GPU of this process; None where torch sees none.
+
+    Args:
+        number: which of the GPUs that the process sees.
+    """
+    if not torch.cuda.is_available():
+        return None
+    device = torch.device("cuda", number)
+    return CudaIPC(str(torch.cuda.get_device_properties(device).uuid), device)
+
+
+def scope_between(one: Location, other: Location) -> Scope | None:
+    """How near two GPUs of a machine are; None where there is no direct way between the two."""
+    if one.gpu is None or other.gpu is None or one.node != other.node:
+        return None
+    return "gpu" if one.gpu == other.gpu else "gpus"
+
+
+def uses_ipc(
+    asker: Location, holder: Location, *, refused: str | None, demanded: str | None = None
+) -> bool:
+    """Whether device memory goes by CUDA IPC; else it goes through host memory.
+
+    Args:
+        asker: who receives.
+        holder: who sends.
+        refused: why the asker cannot use CUDA IPC, or None.
+        demanded: the one way that is wanted; a way of host memory is one too.
+
+    Raises:
+        LinkUnavailable: CUDA IPC is demanded and does not work between the two.
+    """
+    if demanded not in (None, CUDA_IPC):
+        return False
+    if scope_between(asker, holder) is not None and refused is None:
+        return True
+    if demanded is None:
+        return False
+    why = refused or "they do not run on GPUs of one machine"
+    raise LinkUnavailable(
+        f"there is no link {CUDA_IPC!r} from {holder.name} to {asker.name}: {why}"
+    )
 
 
 def _second_storage(piece: Tensor) -> Tensor:

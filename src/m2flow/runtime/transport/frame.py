@@ -3,13 +3,12 @@
 A frame is a kind, a head and buffers. On the wire stand a fixed prefix, the sizes of the buffers,
 the head, and the buffers, each aligned to `ALIGNMENT`, so that what arrives can be viewed as
 elements of any type where it lies. `FrameStream` blocks, with a deadline for a whole message
-however slowly it comes in; `FrameQueue` never blocks and is for a selector.
+however slowly it comes in.
 """
 
 from __future__ import annotations
 
 import errno
-import math
 import select
 import socket
 import struct
@@ -23,6 +22,8 @@ from typing import Any
 import numpy as np
 
 ALIGNMENT = 64
+"""Bytes at whose multiples what is joined in one piece of memory begins."""
+
 LONGEST_KIND = 16
 JOINED_BYTES = 32 << 10
 """A smaller frame goes out as one piece of memory: a copy costs less than a longer list."""
@@ -66,12 +67,12 @@ class Frame:
         else:
             sizes = [len(one) for one in self.buffers]
             lead = 8 * len(sizes) + len(head)
-            total = _aligned(lead) + sum(map(_aligned, sizes))
+            total = aligned(lead) + sum(map(aligned, sizes))
             prefix = _PREFIX.pack(kind, len(head), len(sizes), total)
             pieces = [prefix, struct.pack(f"<{len(sizes)}Q", *sizes), head]
-            pieces.append(_PADDING[: _aligned(lead) - lead])
+            pieces.append(_PADDING[: aligned(lead) - lead])
             for size, memory in zip(sizes, self.buffers, strict=True):
-                pieces += (memory, _PADDING[: _aligned(size) - size])
+                pieces += (memory, _PADDING[: aligned(size) - size])
         if total <= JOINED_BYTES:
             return deque([memoryview(b"".join(pieces))])
         return deque(memoryview(piece) for piece in pieces if len(piece))
@@ -83,12 +84,12 @@ def _frame(kind: bytes, head: int, count: int, memory: memoryview) -> Frame:
     if not count:
         return Frame(name, memory)
     sizes = struct.unpack_from(f"<{count}Q", memory)
-    starts = accumulate(map(_aligned, sizes), initial=_aligned(8 * count + head))
+    starts = accumulate(map(aligned, sizes), initial=aligned(8 * count + head))
     buffers = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
     return Frame(name, memory[8 * count : 8 * count + head], buffers)
 
 
-class _Decoder:
+class Decoder:
     """Puts frames together from the bytes of a stream; large ones are received where they stay."""
 
     def __init__(self) -> None:
@@ -149,7 +150,7 @@ class FrameStream:
         self.deadline: float | None = None
         self.closed = False
         self._socket = connection
-        self._decoder = _Decoder()
+        self._decoder = Decoder()
         self._frames: deque[Frame] = deque()
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
@@ -165,9 +166,9 @@ class FrameStream:
         while pieces:
             self._arm()
             try:
-                _drop(pieces, self._socket.sendmsg(_first(pieces)))
+                drop_sent(pieces, self._socket.sendmsg(first_pieces(pieces)))
             except OSError as error:
-                raise _meant(error) from error
+                raise what_failed(error) from error
 
     def receive(self) -> Frame:
         """The next frame; raises as `send` does."""
@@ -176,7 +177,7 @@ class FrameStream:
             try:
                 count = self._socket.recv_into(self._decoder.room())
             except OSError as error:
-                raise _meant(error) from error
+                raise what_failed(error) from error
             if not count:
                 raise LineClosed("the connection has ended")
             self._frames += self._decoder.add(count)
@@ -197,94 +198,27 @@ class FrameStream:
         self.closed = True
         self._socket.close()
 
-    def seconds(self) -> float:
-        """What is left until the deadline, not below 0; infinite without one."""
-        return math.inf if self.deadline is None else max(0.0, self.deadline - self.clock())
-
     def _arm(self) -> None:
         """Let the next system call end at the deadline."""
         if self.deadline is None:
             return
-        left = self.seconds()
-        if not left:
+        left = self.deadline - self.clock()
+        if left <= 0:
             raise TimeoutError("the deadline has passed")
         self._socket.settimeout(left)
 
 
-class FrameQueue:
-    """The end of a connection that never waits: what does not go out at once is queued.
-
-    Attributes:
-        unsent: whether something is queued; `flush` sends it when the socket can be written.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self._socket = connection
-        self._pieces: deque[memoryview] = deque()
-        self._decoder = _Decoder()
-
-    def fileno(self) -> int:
-        """For a selector; -1 once it is closed."""
-        return self._socket.fileno()
-
-    @property
-    def unsent(self) -> bool:
-        return bool(self._pieces)
-
-    def send(self, frame: Frame) -> None:
-        """Send a frame, now or as soon as there is room. Raises LineClosed: the other end is gone.
-
-        Its buffers must not change until then.
-        """
-        waits = self.unsent
-        self._pieces += frame.pieces()
-        if not waits:
-            self.flush()
-
-    def flush(self) -> None:
-        """Send what there is room for. Raises LineClosed: the other end is gone."""
-        while self._pieces:
-            try:
-                _drop(self._pieces, self._socket.sendmsg(_first(self._pieces)))
-            except BlockingIOError:
-                return
-            except OSError as error:
-                raise _meant(error) from error
-
-    def take(self) -> list[Frame]:
-        """The frames that have come in whole.
-
-        Raises:
-            LineClosed: the other end is gone, and nothing that it sent is left to be taken.
-        """
-        frames: list[Frame] = []
-        while not frames:
-            try:
-                count = self._socket.recv_into(self._decoder.room())
-            except BlockingIOError:
-                break
-            except OSError as error:
-                raise _meant(error) from error
-            if not count:
-                raise LineClosed("it closed its line")
-            frames += self._decoder.add(count)
-        return frames
-
-    def close(self) -> None:
-        """Close the socket; what is queued is lost."""
-        self._socket.close()
-
-
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
     return size + -size % ALIGNMENT
 
 
-def _first(pieces: deque[memoryview]) -> list[memoryview]:
+def first_pieces(pieces: deque[memoryview]) -> list[memoryview]:
+    """As many as one system call takes."""
     return [pieces[number] for number in range(min(len(pieces), _MOST_PIECES))]
 
 
-def _drop(pieces: deque[memoryview], sent: int) -> None:
+def drop_sent(pieces: deque[memoryview], sent: int) -> None:
     """Remove what was sent."""
     while pieces and sent >= len(pieces[0]):
         sent -= len(pieces.popleft())
@@ -292,7 +226,7 @@ def _drop(pieces: deque[memoryview], sent: int) -> None:
         pieces[0] = pieces[0][sent:]
 
 
-def _meant(error: OSError) -> OSError:
+def what_failed(error: OSError) -> OSError:
     """What an error of the socket means: a deadline of ours, or the end of the connection.
 
     The kernel reports a machine that answers no more as ETIMEDOUT, which Python makes the same

@@ -17,6 +17,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ class LaneGroups:
     ) -> None:
         self._lane, self._num_lanes, self._listener = lane_index, num_lanes, listener
         self._timeout: datetime.timedelta | None = None
-        self._groups: dict[tuple[Lanes, str], Any] = {}
+        self._groups: dict[Lanes, Any] = {}
         self._meshes: dict[tuple[tuple[Lanes, ...], str], Any] = {}
 
     def init(
@@ -109,7 +110,7 @@ class LaneGroups:
                 timeout=timeout,
             )
         elif timeout != self._timeout:
-            own = [group for (lanes, _), group in self._groups.items() if self._lane in lanes]
+            own = [group for lanes, group in self._groups.items() if self._lane in lanes]
             for group in (None, *own):
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
         self._timeout = timeout
@@ -124,11 +125,8 @@ class LaneGroups:
             held["master_listen_fd"] = self._listener.detach()
         return TCPStore(host, port, self._num_lanes, is_master=first, timeout=timeout, **held)
 
-    def ensure(self, lane_sets: Iterable[Lanes], purpose: str = "") -> None:
+    def ensure(self, lane_sets: Iterable[Lanes]) -> None:
         """Make the groups that are not there yet.
-
-        What one group is asked for has to happen in one order on all of its lanes. So what goes on
-        beside the calls of workers has a group of its own, which its purpose names.
 
         All lanes of the world pass the same sets in the same order. The members of a new group wait
         for each other there; a lane that is in none of them goes on at once.
@@ -139,19 +137,12 @@ class LaneGroups:
         for lanes in lane_sets:
             members = tuple(sorted(lanes))
             assert len(set(members)) == len(members), f"a lane occurs twice in {lanes}"
-            if (members, purpose) not in self._groups:
-                self._groups[members, purpose] = dist.new_group(
-                    list(members), timeout=self._timeout
-                )
+            if members not in self._groups:
+                self._groups[members] = dist.new_group(list(members), timeout=self._timeout)
 
     def all_reduce(self, lanes: Lanes) -> Callable[[Sequence[Any]], None]:
         """A function that sums lists of tensors in place over these lanes, one bucket a dtype."""
-        group = self.group(lanes)
-
-        def sum_over_lanes(tensors: Sequence[Any]) -> None:
-            sum_over(group, tensors)
-
-        return sum_over_lanes
+        return partial(sum_over, self.group(lanes))
 
     def least(self, lanes: Lanes) -> Callable[[int], int]:
         """A function that gives the least of the numbers that these lanes call it with."""
@@ -201,11 +192,11 @@ class LaneGroups:
             mesh_dim_names=("replicate", "shard"),
         )
 
-    def group(self, lanes: Lanes, purpose: str = "") -> Any:
+    def group(self, lanes: Lanes) -> Any:
         """The process group of these lanes, which `ensure` has made."""
         members = tuple(sorted(lanes))
-        assert (members, purpose) in self._groups, f"no group was made for the lanes {lanes}"
-        return self._groups[members, purpose]
+        assert members in self._groups, f"no group was made for the lanes {lanes}"
+        return self._groups[members]
 
     def close(self) -> None:
         """Leave all groups and the world."""

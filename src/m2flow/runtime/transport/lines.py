@@ -11,10 +11,19 @@ from __future__ import annotations
 import queue
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 
 from m2flow.runtime.transport import listening
-from m2flow.runtime.transport.frame import Frame, FrameQueue, FrameStream, LineClosed
+from m2flow.runtime.transport.frame import (
+    Decoder,
+    Frame,
+    FrameStream,
+    LineClosed,
+    drop_sent,
+    first_pieces,
+    what_failed,
+)
 from m2flow.runtime.transport.listening import Endpoint, Listener
 
 __all__ = ["Endpoint", "LauncherLine", "Line", "LineClosed", "Waiting", "connect"]
@@ -81,7 +90,7 @@ class Line:
 
 
 class LauncherLine:
-    """The launcher's end: nothing here waits. `fileno` is for a selector. See `FrameQueue`.
+    """The launcher's end: nothing here waits. What does not go out at once is queued.
 
     Attributes:
         on_silence: says why the lane is gone, or None if it is not known to be.
@@ -90,23 +99,38 @@ class LauncherLine:
     def __init__(
         self, connection: socket.socket, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        connection.setblocking(False)
         self.on_silence: Callable[[], str | None] = lambda: None
-        self._queue = FrameQueue(connection)
+        self._socket = connection
+        self._pieces: deque[memoryview] = deque()
+        self._decoder = Decoder()
         self._clock, self._heard = clock, clock()
-        self.fileno, self.flush, self.close = (
-            self._queue.fileno,
-            self._queue.flush,
-            self._queue.close,
-        )
+
+    def fileno(self) -> int:
+        """For a selector; -1 once it is closed."""
+        return self._socket.fileno()
 
     @property
     def unsent(self) -> bool:
         """Whether bytes are left that the lane has had no room for; `flush` sends them."""
-        return self._queue.unsent
+        return bool(self._pieces)
 
     def send(self, message: bytes) -> None:
         """Send a message, now or as soon as there is room. Raises LineClosed: the lane is gone."""
-        self._queue.send(Frame("line", message))
+        waits = self.unsent
+        self._pieces += Frame("line", message).pieces()
+        if not waits:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what there is room for. Raises LineClosed: the lane is gone."""
+        while self._pieces:
+            try:
+                drop_sent(self._pieces, self._socket.sendmsg(first_pieces(self._pieces)))
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise what_failed(error) from error
 
     def take(self) -> list[memoryview]:
         """The messages that have come in whole.
@@ -114,9 +138,23 @@ class LauncherLine:
         Raises:
             LineClosed: the lane is gone, and nothing that it sent is left to be taken.
         """
-        messages = [frame.head for frame in self._queue.take()]
+        frames: list[Frame] = []
+        while not frames:
+            try:
+                count = self._socket.recv_into(self._decoder.room())
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise what_failed(error) from error
+            if not count:
+                raise LineClosed("it closed its line")
+            frames += self._decoder.add(count)
         self._heard = self._clock()
-        return messages
+        return [frame.head for frame in frames]
+
+    def close(self) -> None:
+        """Close the socket; what is queued is lost."""
+        self._socket.close()
 
     def check(self) -> None:
         """Ask about a lane that has said nothing for long; to be called at least as often.

@@ -16,6 +16,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from m2flow.runtime.transport.handshake import HANDSHAKE_SECONDS, prove
@@ -41,6 +42,12 @@ class Endpoint(NamedTuple):
 
     unix: str
     tcp: tuple[str, int] | None = None
+
+
+def this_machine() -> str:
+    """Differs between machines, and between network namespaces of one machine."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
 
 
 def connect(
@@ -98,7 +105,7 @@ class Listener:
         key: what callers have to know.
         host: this machine's address for callers on other machines; None for this machine alone.
         serve: called with each connection that was let in, on a thread of its own, which it may
-            keep; it closes the connection.
+            keep; it closes the connection. One that outlives the call is not hung up.
 
     Attributes:
         endpoint: where callers come.
@@ -118,6 +125,7 @@ class Listener:
             self._sockets.append(socket.create_server((host, 0), family=family))
         tcp = None if host is None else (host, self._sockets[1].getsockname()[1])
         self.endpoint = Endpoint(name, tcp)
+        self._let_in: set[socket.socket] = set()
         _listeners.add(self)
         for one in self._sockets:
             one.listen(128)
@@ -133,9 +141,16 @@ class Listener:
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
 
+    def hang_up(self) -> None:
+        """Accept nobody any more, and end the connections that were let in."""
+        self.close()
+        for connection in list(self._let_in):
+            with contextlib.suppress(OSError):  # it has ended already
+                connection.shutdown(socket.SHUT_RDWR)
+
     def abandon(self) -> None:
-        """In a forked child: let go of the parent's sockets, which still listens on them."""
-        for one in self._sockets:
+        """In a forked child: let go of the parent's sockets, which are still its own."""
+        for one in (*self._sockets, *self._let_in):
             one.close()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -164,7 +179,11 @@ class Listener:
             connection.close()
             _log.debug("a stranger was turned away: %s", error)
             return
-        self._serve(connection)
+        self._let_in.add(connection)
+        try:
+            self._serve(connection)
+        finally:
+            self._let_in.discard(connection)
 
 
 def _family(address: str | tuple[str, int]) -> socket.AddressFamily:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from m2flow.errors import M2FlowError
@@ -66,19 +64,10 @@ class FrameKind:
 
     The asker says HELLO (its reader's name and location) once, then one REQUEST (key, demanded
     link, why not to use CUDA IPC) at a time. The answer is an ERROR, a STREAM (a packed value), a
-    SHARED handle, an OBJECT token, or a DEVICE offer. REFUSED says that the offer does not work
-    here; it has no answer. The last frame is DONE: what was received stays in use; or ABANDONED:
-    the answer under way was never read, so what it holds is taken back. A connection that ends
-    without either probably belonged to a process that died: see `ReadersOf`.
+    SHARED handle, or a DEVICE offer. The last frame is DONE: what was received stays in use; or
+    ABANDONED: the answer under way was never read, so what it holds is taken back. A connection
+    that ends without either probably belonged to a process that died: see `ReadersOf`.
     """
 
-    HELLO, REQUEST, REFUSED = "hello", "request", "refused"
-    DONE, ABANDONED = "done", "abandoned"
-    ERROR, STREAM, SHARED, OBJECT, DEVICE = "error", "stream", "shared", "object", "device"
-
-
-def this_node() -> str:
-    """A name that this machine's processes agree on and no other machine has."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    name = boot.read_text().strip() if boot.exists() else ""
-    return f"{socket.gethostname()}/{name}"
+    HELLO, REQUEST, DONE, ABANDONED = "hello", "request", "done", "abandoned"
+    ERROR, STREAM, SHARED, DEVICE = "error", "stream", "shared", "device"

@@ -20,22 +20,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from m2flow.runtime.transport.cuda_ipc import CUDA_IPC, LinkRefused
-from m2flow.runtime.transport.devices import Devices
+from m2flow.runtime.transport.cargo import together
+from m2flow.runtime.transport.cuda_ipc import CudaIPC, LinkRefused
 from m2flow.runtime.transport.frame import JOINED_BYTES, Frame, FrameStream
 from m2flow.runtime.transport.handshake import KeyRefused
-from m2flow.runtime.transport.listening import connect
-from m2flow.runtime.transport.objects import RayObjects
+from m2flow.runtime.transport.listening import connect, this_machine
 from m2flow.runtime.transport.peering import (
     FrameKind,
     LinkUnavailable,
     Location,
     PeerAddress,
     PeerLost,
-    this_node,
 )
 from m2flow.runtime.transport.server import DeviceOffer
 from m2flow.runtime.transport.shared_memory import SharedHandle, SharedReader
+from m2flow.runtime.transport.table import CUDA_IPC
 from m2flow.runtime.transport.wire import pack, unpack
 
 FAREWELL_SECONDS = 1.0
@@ -50,12 +49,10 @@ class Received(NamedTuple):
     Attributes:
         value: the payload.
         link: by which link; that of the device part, where that had one of its own.
-        nbytes: its size as it was packed; 0 where it was not.
     """
 
     value: Any
     link: str
-    nbytes: int
 
 
 class Peers:
@@ -64,7 +61,6 @@ class Peers:
     Args:
         node: the name of this machine; servers with the same name share its /dev/shm.
         key: what the servers ask for.
-        objects: this process's end of Ray's way, if it has one.
         name: what people call this process.
         devices: what it has of its GPU.
 
@@ -80,17 +76,16 @@ class Peers:
         node: str | None,
         key: bytes,
         *,
-        objects: RayObjects | None = None,
         name: str = "a peer",
-        devices: Devices | None = None,
+        devices: CudaIPC | None = None,
     ) -> None:
-        self.node = node or this_node()
+        self.node = node or this_machine()
         self.devices = devices
         self.location = Location(name, self.node, None if devices is None else devices.gpu)
         self.refused: dict[PeerAddress, str] = {}
         self.reader = SharedReader()
         self.name = f"{os.getpid()}-{secrets.token_hex(4)}"
-        self._key, self._objects = key, objects
+        self._key = key
         self._idle: dict[PeerAddress, list[FrameStream]] = {}
         self._lost: dict[PeerAddress, str] = {}
         self._lock = threading.Lock()
@@ -112,7 +107,7 @@ class Peers:
             address: who has it.
             key: what its `provide` understands; picklable.
             timeout: seconds for all of it, connecting included.
-            link: demand this link, instead of the fastest.
+            link: demand this link, instead of the one that fits.
             device: where tensors go that stood on an accelerator.
 
         Raises:
@@ -140,14 +135,14 @@ class Peers:
         try:
             frame = self._exchanged(stream, address, request, key)
             try:
-                return self._received(frame, stream, device)
+                return self._received(frame, device)
             except LinkRefused as error:
-                self._refuse(frame, stream, address, error)
+                self._refuse(frame, address, error)
                 if link == CUDA_IPC:
                     why = f"there is no link {link!r} to {self.location.name}: {error}"
                     raise LinkUnavailable(why) from error
             frame = self._exchanged(stream, address, self._request(address, key, link), key)
-            return self._received(frame, stream, device)
+            return self._received(frame, device)
         finally:
             if not stream.closed:
                 with self._lock:
@@ -183,25 +178,20 @@ class Peers:
             self._abandon(stream)
             raise
 
-    def _received(
-        self, frame: Frame, stream: FrameStream, device: str | torch.device | None
-    ) -> Received:
+    def _received(self, frame: Frame, device: str | torch.device | None) -> Received:
         match frame.kind:
             case FrameKind.ERROR:
                 raise pickle.loads(frame.head)
             case FrameKind.SHARED:
                 handle = SharedHandle.from_bytes(frame.head)
-                value = self.reader.read(handle, device=device)
-                return Received(value, frame.kind, handle.nbytes)
+                return Received(self.reader.read(handle, device=device), frame.kind)
             case FrameKind.STREAM:
                 value = unpack(frame.head, frame.buffers, device=device)
                 link = "inline" if frame.nbytes <= JOINED_BYTES else frame.kind
-                return Received(value, link, frame.nbytes)
+                return Received(value, link)
             case FrameKind.DEVICE:
                 return self._taken(frame, device)
-        assert self._objects is not None, "this process has no end of Ray's object store"
-        token = pickle.loads(frame.head)
-        return Received(self._objects.get(token, stream.seconds()), frame.kind, 0)
+        raise AssertionError(f"no answer is a {frame.kind}")
 
     # --- device memory ----------------------------------------------------------------------------
 
@@ -209,28 +199,18 @@ class Peers:
         """The value of an answer whose device part goes by CUDA IPC."""
         assert self.devices is not None, "this process has said that it has no GPU"
         offer: DeviceOffer = pickle.loads(frame.head)
-        if offer.shared is None:
-            head, *host = frame.buffers
-        else:
-            head, host = self.reader.parts(SharedHandle.from_bytes(offer.shared))
-        pieces = self.devices.ipc.take(offer.ipc)
-        value = unpack(memoryview(head), offer.manifest.together(host, pieces), device=device)
-        nbytes = len(head) + sum(map(len, host)) + offer.manifest.nbytes
-        return Received(value, CUDA_IPC, nbytes)
+        head, *host = frame.buffers
+        pieces = self.devices.take(offer.ipc)
+        buffers = together(offer.places, host, pieces)
+        value = unpack(memoryview(head), buffers, device=device)
+        return Received(value, CUDA_IPC)
 
-    def _refuse(
-        self, frame: Frame, stream: FrameStream, address: PeerAddress, error: LinkRefused
-    ) -> None:
-        """Have the offer withdrawn, and ask for no other of this peer."""
+    def _refuse(self, frame: Frame, address: PeerAddress, error: LinkRefused) -> None:
+        """Ask for no other offer of this peer."""
         offer: DeviceOffer = pickle.loads(frame.head)
         text = "no %s from %s to %s, host memory is used from now on: %s"
         _log.warning(text, CUDA_IPC, offer.holder.name, self.location.name, str(error))
         self.refused[address] = str(error)
-        try:
-            stream.send(Frame(FrameKind.REFUSED, pickle.dumps(error.taken)))
-        except OSError as lost:
-            stream.close()
-            raise self._lose(address, lost) from lost
 
     # --- connections ------------------------------------------------------------------------------
 

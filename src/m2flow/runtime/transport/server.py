@@ -1,40 +1,37 @@
-"""`PayloadServer`: hands payloads out to whoever asks, by the link that is fastest.
+"""`PayloadServer`: hands payloads out to whoever asks, by the link that fits.
 
 The answering side picks the link, because it knows the size and where the elements lie: `shared` (a
-handle into its pool, on one node), `stream` (raw buffers over the socket, in one piece with the
-message where they are small: `inline`), or Ray's `object`. Elements on a GPU go by CUDA IPC to an
-asker on the same machine that runs on a GPU too, in the same message as the rest.
+handle into its pool, on one node) or `stream` (raw buffers over the socket, in one piece with the
+message where they are small: `inline`). Elements on a GPU go by CUDA IPC to an asker on the same
+machine that runs on a GPU too, in the same message as the rest.
 """
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from m2flow.runtime.transport.cargo import CargoManifest, device_bytes, load
-from m2flow.runtime.transport.cuda_ipc import CUDA_IPC, IpcOffer, LinkRefused
-from m2flow.runtime.transport.devices import STAGED, Devices, uses_ipc
+from m2flow.runtime.transport.cargo import load
+from m2flow.runtime.transport.cuda_ipc import CudaIPC, IpcOffer, LinkRefused, uses_ipc
 from m2flow.runtime.transport.frame import Frame, FrameStream
-from m2flow.runtime.transport.listening import LOOPBACK, Listener
-from m2flow.runtime.transport.objects import RayObjects
+from m2flow.runtime.transport.listening import LOOPBACK, Listener, this_machine
 from m2flow.runtime.transport.peering import (
     FrameKind,
     LinkUnavailable,
     Location,
     PeerAddress,
     TestPayload,
-    this_node,
 )
 from m2flow.runtime.transport.readers import ReadersOf
 from m2flow.runtime.transport.shared_memory import PoolFull, SharedHandle, SharedPool
-from m2flow.runtime.transport.table import LinkTable, Scope
+from m2flow.runtime.transport.table import CUDA_IPC, STAGED, Scope, way
 from m2flow.runtime.transport.wire import Packed, pack
 
 
@@ -49,8 +46,6 @@ class PayloadServer:
         host: the address to listen on for other nodes; None to be reached on this one only.
         node: the name of this machine, as in `Peers`.
         name: what people call this process.
-        table: what links cost; may be replaced at any time through the attribute.
-        objects: this process's end of Ray's way, if it has one.
         devices: what it has of its GPU.
     """
 
@@ -63,31 +58,23 @@ class PayloadServer:
         *,
         node: str | None = None,
         name: str = "a peer",
-        table: LinkTable | None = None,
-        objects: RayObjects | None = None,
-        devices: Devices | None = None,
+        devices: CudaIPC | None = None,
     ) -> None:
-        self.table = table or LinkTable.assumed()
         self._provide, self._pool = provide, pool
         self._readers = None if pool is None else ReadersOf(pool)
-        self._objects, self._devices = objects, devices
+        self._devices = devices
         gpu = None if devices is None else devices.gpu
-        self._location = Location(name, node or this_node(), gpu)
-        self._open: set[socket.socket] = set()
+        self._location = Location(name, node or this_machine(), gpu)
         self._listener = Listener(key, host, self._serve)
         self.address = PeerAddress(self._location.node, self._listener.endpoint, gpu)
 
     def close(self) -> None:
         """Stop answering; peers see a PeerLost."""
-        self._listener.close()
-        for connection in list(self._open):
-            with contextlib.suppress(OSError):  # gone already
-                connection.shutdown(socket.SHUT_RDWR)
+        self._listener.hang_up()
         if self._readers is not None:
             self._readers.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        self._open.add(connection)
         reader, said_farewell = "", False
         try:
             stream = FrameStream(connection)
@@ -101,7 +88,6 @@ class PayloadServer:
         except OSError:
             pass  # the asker has gone: what it held is reclaimed below
         finally:
-            self._open.discard(connection)
             connection.close()
             if self._readers is not None:
                 self._readers.reclaim_from_dead(wait_for=None if said_farewell else reader)
@@ -112,9 +98,6 @@ class PayloadServer:
         try:
             while True:
                 request = stream.receive()
-                if request.kind == FrameKind.REFUSED:
-                    self._withdraw(held, pickle.loads(request.head))
-                    continue
                 if request.kind == FrameKind.ABANDONED:
                     self._take_back(held)
                 if request.kind in (FrameKind.ABANDONED, FrameKind.DONE):
@@ -135,28 +118,22 @@ class PayloadServer:
         try:
             key, link, refused = pickle.loads(request.head)
             value = self._test_payload(key) if isinstance(key, TestPayload) else self._provide(key)
-            if link == FrameKind.OBJECT:
-                return self._by_object(value)
             packed = value if isinstance(value, Packed) else pack(value)
             if self._devices is not None:
                 answer = self._by_device(self._devices, packed, asker, link, refused)
                 if answer is not None:
                     return answer
-            return self._by_host(value, packed, asker, link)
+            return self._by_host(packed, asker, link)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to who asked
             return _frame_of_error(error), _Offered()
 
     # --- host memory ------------------------------------------------------------------------------
 
-    def _by_host(
-        self, value: Any, packed: Packed, asker: _Asker, link: str | None
-    ) -> tuple[Frame, _Offered]:
+    def _by_host(self, packed: Packed, asker: _Asker, link: str | None) -> tuple[Frame, _Offered]:
         if link == CUDA_IPC and self._devices is None:
             raise LinkUnavailable(f"there is no link {link!r}: {self._location.name} has no GPU")
         demanded = None if link in (STAGED, CUDA_IPC) else link
         kind = demanded or self._choose(asker.scope, packed.nbytes)
-        if kind == FrameKind.OBJECT:
-            return self._by_object(value)
         if kind == FrameKind.SHARED:
             handle = self._share(packed, asker, demanded=demanded is not None)
             if handle is not None:
@@ -167,12 +144,6 @@ class PayloadServer:
         return Frame(
             FrameKind.STREAM, packed.head, [one.memory() for one in packed.buffers]
         ), _Offered()
-
-    def _by_object(self, value: Any) -> tuple[Frame, _Offered]:
-        if self._objects is None:
-            raise LinkUnavailable(f"{self._location.name} has no end of Ray's object store")
-        token = self._objects.put(value)
-        return Frame(FrameKind.OBJECT, pickle.dumps(token)), _Offered(token=token)
 
     def _share(self, packed: Packed, asker: _Asker, *, demanded: bool) -> SharedHandle | None:
         if self._pool is None or self._readers is None or asker.scope != "node":
@@ -187,92 +158,67 @@ class PayloadServer:
             return None
 
     def _choose(self, scope: Scope, nbytes: int) -> str:
-        ways = {FrameKind.STREAM}
-        if self._objects is not None:
-            ways.add(FrameKind.OBJECT)
-        if scope == "node" and self._pool is not None:
-            ways.add(FrameKind.SHARED)
-        return self.table.choose(scope, nbytes, ways) or FrameKind.STREAM
+        return FrameKind.STREAM if self._pool is None else way(scope, nbytes)
 
     # --- device memory ----------------------------------------------------------------------------
 
     def _by_device(
         self,
-        devices: Devices,
+        devices: CudaIPC,
         packed: Packed,
         asker: _Asker,
         link: str | None,
         refused: str | None,
     ) -> tuple[Frame, _Offered] | None:
         """An answer whose device part stays on the device; None if all is to go by host memory."""
-        nbytes = device_bytes(packed, devices.on_device)
-        if not nbytes or not uses_ipc(
-            self.table, asker.location, self._location, nbytes, refused=refused, demanded=link
+        cargo = load(packed, devices.owns)
+        if not cargo.pieces or not uses_ipc(
+            asker.location, self._location, refused=refused, demanded=link
         ):
             return None
-        cargo = load(packed, devices.on_device)
         try:
-            ipc = devices.ipc.offer(cargo.pieces, asker.location)
+            ipc = devices.offer(cargo.pieces, asker.location)
         except LinkRefused as error:
             if link == CUDA_IPC:
                 raise LinkUnavailable(f"there is no link {link!r} here: {error}") from error
             return None
-        handle, memory = None, []
-        try:
-            if self._choose(asker.scope, cargo.host.nbytes) == FrameKind.SHARED:
-                handle = self._share(cargo.host, asker, demanded=False)
-            if handle is None:
-                memory = [cargo.host.head, *(buffer.memory() for buffer in cargo.host.buffers)]
-        except BaseException:
-            devices.ipc.withdraw(ipc, 0)
-            raise
-        shared = None if handle is None else handle.to_bytes()
-        offer = DeviceOffer(ipc, cargo.manifest, shared, self._location)
-        return Frame(FrameKind.DEVICE, pickle.dumps(offer, 5), memory), _Offered(handle, ipc)
+        offer = DeviceOffer(ipc, cargo.places, self._location)
+        memory = [cargo.host.head, *(buffer.memory() for buffer in cargo.host.buffers)]
+        return Frame(FrameKind.DEVICE, pickle.dumps(offer, 5), memory), _Offered(ipc=ipc)
 
     # --- what an answer holds ---------------------------------------------------------------------
 
     def _received(self, held: _Offered) -> None:
         """The asker has what the last answer offered."""
         held.ipc = None
-        if self._objects is not None and held.token is not None:
-            self._objects.withdraw(held.token)
-
-    def _withdraw(self, held: _Offered, taken: int) -> None:
-        if self._devices is not None and held.ipc is not None:
-            self._devices.ipc.withdraw(held.ipc, taken)
-        held.ipc = None
 
     def _take_back(self, held: _Offered) -> None:
         """Nobody has read the answer."""
         if held.handle is not None and self._pool is not None:
             self._pool.release(held.handle)
-        self._withdraw(held, 0)
+        if held.ipc is not None and self._devices is not None:
+            self._devices.withdraw(held.ipc.handles)
+        held.ipc = None
 
     def _test_payload(self, key: TestPayload) -> Any:
         if key.on_device:
             if self._devices is None:
                 raise LinkUnavailable(f"{self._location.name} has no GPU")
             return [self._devices.test_piece(key.nbytes)]
-        if key.nbytes not in _test_payloads:
-            _test_payloads[key.nbytes] = torch.zeros(key.nbytes, dtype=torch.uint8)
-        return _test_payloads[key.nbytes]
+        return _zeros(key.nbytes)
 
 
 class DeviceOffer(NamedTuple):
-    """Head of an answer whose device part goes by CUDA IPC.
+    """Head of an answer whose device part goes by CUDA IPC; its buffers are the host part.
 
     Attributes:
         ipc: what the asker opens.
-        manifest: where the buffers are.
-        shared: the handle of the host part; None if the message itself has it: the packed head,
-            then the buffers.
+        places: for each buffer of the payload, whether it is a piece.
         holder: who answers.
     """
 
     ipc: IpcOffer
-    manifest: CargoManifest
-    shared: bytes | None
+    places: tuple[bool, ...]
     holder: Location
 
 
@@ -290,10 +236,11 @@ class _Offered:
 
     handle: SharedHandle | None = None
     ipc: IpcOffer | None = None
-    token: tuple[int | None, int] | None = None
 
 
-_test_payloads: dict[int, torch.Tensor] = {}
+@cache
+def _zeros(nbytes: int) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8)
 
 
 def _frame_of_error(error: Exception) -> Frame:

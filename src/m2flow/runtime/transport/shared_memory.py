@@ -26,15 +26,13 @@ import numpy as np
 import torch
 
 from m2flow.runtime.transport.blocks import MAX_READERS, Block, Blocks, Lease, PoolFull
-from m2flow.runtime.transport.buffers import ALIGNMENT, CODES, Buffer, copy_bytes, is_plain
-from m2flow.runtime.transport.shared_reader import Parts, Region, SharedHandle, SharedReader
+from m2flow.runtime.transport.buffers import CODES, Buffer, copy_bytes, is_plain
+from m2flow.runtime.transport.frame import aligned
+from m2flow.runtime.transport.shared_reader import Region, SharedHandle, SharedReader
 from m2flow.runtime.transport.sweeping import sweep
 from m2flow.runtime.transport.wire import Packed, pack
 
 __all__ = ["PoolFull", "SharedHandle", "SharedPool", "SharedReader", "sweep"]
-
-HEAD_IN_HANDLE = 16 << 10
-"""A larger head lies in the block too, so that the handle stays small."""
 
 
 class SharedPool:
@@ -50,11 +48,6 @@ class SharedPool:
         self._blocks = Blocks(prefix, max_bytes)
         self._lock = threading.Lock()
         self._made: set[Block] = set()  # those under tensors of the owner's
-
-    @property
-    def prefix(self) -> str:
-        """How the files' names begin."""
-        return self._blocks.prefix
 
     @property
     def bytes_resident(self) -> int:
@@ -73,96 +66,43 @@ class SharedPool:
         Raises:
             PoolFull: there is no room.
         """
-        names: Sequence[Hashable] = (
-            (None,) * readers if isinstance(readers, int) else tuple(readers)
-        )
+        names = (None,) * readers if isinstance(readers, int) else tuple(readers)
         if not 1 <= len(names) <= MAX_READERS:
             raise ValueError(f"a value has 1 to {MAX_READERS} readers, not {len(names)}")
-        if type(value) is torch.Tensor and is_plain(value) and (nbytes := value.nbytes):
-            return self._write_tensor(value, nbytes, names)
-        packed = value if isinstance(value, Packed) else pack(value)
-        buffers: list[Buffer] = list(packed.buffers)
-        head = packed.head
-        if len(head) > HEAD_IN_HANDLE:
-            buffers.insert(0, Buffer(memoryview(head), len(head)))
-            head = b""
-        parts = Parts(head, [], [(0, 0, 0)] * len(buffers))
-        leased: dict[Block, tuple[int, Lease]] = {}
-        copied: list[int] = []
-        needed = 0
-        target = None
+        head, buffers = _parts(value)
+        leases: dict[Block, Lease] = {}
+        target: Block | None = None
         with self._lock:
-            for position, buffer in enumerate(buffers):
-                nbytes = buffer.nbytes
-                if self._made and (
-                    found := self._located(buffer.address, names, parts.regions, leased)
-                ):
-                    parts.extents[position] = (*found, nbytes)
-                else:
-                    copied.append(position)
-                    parts.extents[position] = (-1, needed, nbytes)
-                    needed += (nbytes + ALIGNMENT - 1) & -ALIGNMENT
-            if copied:
+            places = [self._located(buffer.address, names, leases) for buffer in buffers]
+            needed = sum(
+                aligned(buffer.nbytes)
+                for buffer, place in zip(buffers, places, strict=True)
+                if place is None
+            )
+            if needed:
                 try:
                     target = self._blocks.take(needed)
                 except PoolFull:
-                    _end(leased)
+                    _end(leases)
                     raise
                 lease = target.lease(names)
                 assert lease is not None, "a fresh block has room for 64 readers"
-                leased[target] = len(parts.regions), lease
-                parts.regions.append(_region(target, needed, lease))
+                leases[target] = lease
         if target is not None:
             try:
-                self._copy(buffers, copied, parts, target)
+                _copy(buffers, places, target)
             except BaseException:
                 with self._lock:
-                    _end(leased)
+                    _end(leases)
                 raise
-        return SharedHandle.of_parts(parts, len(names), packed.nbytes)
-
-    def _write_tensor(
-        self, tensor: torch.Tensor, nbytes: int, names: Sequence[Hashable]
-    ) -> SharedHandle:
-        """As `write`, for what is sent most: one buffer, and nothing to pickle."""
-        address = tensor.data_ptr()
-        with self._lock:
-            found = self._blocks.locate(address) if self._made else None
-            if found is None or (lease := found[0].lease(names)) is None:
-                found = self._blocks.take(nbytes), 0
-                lease = found[0].lease(names)
-                assert lease is not None, "a fresh block has room for 64 readers"
-        block, within = found
-        segment = block.segment
-        start = block.start + within
-        if segment.address + start != address:
-            copy_bytes(segment.address + start, address, nbytes)
-        return SharedHandle.of_tensor(
-            CODES[tensor.dtype],
-            tensor.shape,
-            len(names),
-            lease.turn,
-            lease.first,
-            segment.name,
-            segment.nbytes,
-            start,
+        numbers = {block: number for number, block in enumerate(leases)}
+        regions = tuple(_region(block, lease) for block, lease in leases.items())
+        extents = tuple(
+            (numbers[place[0]], place[1], buffer.nbytes)
+            for buffer, place in zip(buffers, places, strict=True)
+            if place is not None
         )
-
-    @staticmethod
-    def _copy(buffers: list[Buffer], copied: list[int], parts: Parts, target: Block) -> None:
-        """Copy into the block that is the last region, and say so in the extents."""
-        region = len(parts.regions) - 1
-        extents = parts.extents
-        segment = target.segment
-        for position in copied:
-            buffer = buffers[position]
-            _, within, nbytes = extents[position]
-            extents[position] = (region, within, nbytes)
-            start = target.start + within
-            if buffer.address is not None:
-                copy_bytes(segment.address + start, buffer.address, nbytes)
-            else:
-                buffer.copy_to(segment.memory[start : start + nbytes])
+        return SharedHandle(head, regions, extents, len(names))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor in the pool, its elements undefined: what is made in it needs no copy.
@@ -187,7 +127,7 @@ class SharedPool:
     def release(self, handle: SharedHandle) -> None:
         """Take back a handle that no reader has got, or will ever read again."""
         with self._lock:
-            for name, first, turn in handle.leases:
+            for name, _, _, _, first, turn in handle.regions:
                 segment = self._blocks.by_name.get(name)
                 if segment is not None:
                     block = segment.blocks[first // MAX_READERS]
@@ -216,33 +156,52 @@ class SharedPool:
             self._blocks.close()
 
     def _located(
-        self,
-        address: int | None,
-        names: Sequence[Hashable],
-        regions: list[Region],
-        leased: dict[Block, tuple[int, Lease]],
-    ) -> tuple[int, int] | None:
-        """Region and place in it of what lies in a block of this pool; None: to be copied."""
-        if address is None or (found := self._blocks.locate(address)) is None:
+        self, address: int | None, names: Sequence[Hashable], leases: dict[Block, Lease]
+    ) -> tuple[Block, int] | None:
+        """Block and place in it of what lies in this pool, leased; None: to be copied."""
+        if not self._made or address is None or (found := self._blocks.locate(address)) is None:
             return None
-        block, within = found
-        if block not in leased:
+        block, _ = found
+        if block not in leases:
             lease = block.lease(names)
             if lease is None:  # 64 readers hold it already
                 return None
-            leased[block] = len(regions), lease
-            regions.append(_region(block, block.segment.block_bytes, lease))
-        return leased[block][0], within
+            leases[block] = lease
+        return found
 
 
-def _region(block: Block, nbytes: int, lease: Lease) -> Region:
+def _parts(value: Any) -> tuple[Any, list[Buffer]]:
+    """Head and buffers of a value. A bare tensor, which is sent most, needs no pickler."""
+    if type(value) is torch.Tensor and is_plain(value) and (nbytes := value.nbytes):
+        head = CODES[value.dtype], tuple(value.shape)
+        return head, [Buffer(value, nbytes, value.data_ptr())]
+    packed = value if isinstance(value, Packed) else pack(value)
+    return packed.head, list(packed.buffers)
+
+
+def _copy(buffers: list[Buffer], places: list[tuple[Block, int] | None], target: Block) -> None:
+    """Copy what has no place yet into a block, and say where."""
+    segment, within = target.segment, 0
+    for position, buffer in enumerate(buffers):
+        if places[position] is None:
+            start = target.start + within
+            if buffer.address is not None:
+                copy_bytes(segment.address + start, buffer.address, buffer.nbytes)
+            else:
+                buffer.copy_to(segment.memory[start : start + buffer.nbytes])
+            places[position] = target, within
+            within += aligned(buffer.nbytes)
+
+
+def _region(block: Block, lease: Lease) -> Region:
     segment = block.segment
-    return Region(segment.name, segment.nbytes, block.start, nbytes, lease.first, lease.turn)
+    size = segment.block_bytes
+    return segment.name, segment.nbytes, block.start, size, lease.first, lease.turn
 
 
-def _end(leased: dict[Block, tuple[int, Lease]]) -> None:
+def _end(leases: dict[Block, Lease]) -> None:
     """Take hand-overs back that nobody was told of. Under the lock."""
-    for block, (_, lease) in leased.items():
+    for block, lease in leases.items():
         block.leases = [one for one in block.leases if one is not lease]
 
 

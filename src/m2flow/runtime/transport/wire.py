@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from m2flow.flow.batch import Batch, Ragged
+from m2flow.flow.batch import Batch
 from m2flow.runtime.transport.buffers import NUMPY_DTYPES, Buffer, Memory, tensor_over
 
 
@@ -230,12 +230,12 @@ def _reduce_tensor(tensor: torch.Tensor, buffers: list[Buffer]) -> Any:
         gap = _GAP
     made_of = (gap, _DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
     if requires_grad or tensor.device.type != "cpu":
-        return _special_tensor, (*made_of, requires_grad, tensor.device.type != "cpu")
+        return _tensor, (*made_of, requires_grad, tensor.device.type != "cpu")
     return _tensor, made_of
 
 
 def _reduce_parameter(parameter: torch.nn.Parameter, _buffers: list[Buffer]) -> Any:
-    return _parameter, (parameter.detach(), parameter.requires_grad)
+    return torch.nn.Parameter, (parameter.detach(), parameter.requires_grad)
 
 
 _PLAIN_KINDS = "biufcmMSU"  # NumPy's letters for types whose bytes say everything
@@ -254,52 +254,32 @@ def _reduce_array(array: np.ndarray[Any, Any], buffers: list[Buffer]) -> Any:
     return _array, (gap, dtype.str, array.shape)
 
 
-def _reduce_batch(batch: Batch, _buffers: list[Buffer]) -> Any:
-    return _batch, (batch.columns, batch.ids)
-
-
-def _reduce_ragged(ragged: Ragged, _buffers: list[Buffer]) -> Any:
-    return _ragged, (ragged.values, ragged.lengths)
-
-
 _REDUCERS: dict[type, Callable[[Any, list[Buffer]], Any]] = {
     torch.Tensor: _reduce_tensor,
     torch.nn.Parameter: _reduce_parameter,
     np.ndarray: _reduce_array,
-    Batch: _reduce_batch,
-    Ragged: _reduce_ragged,
 }
 
 
 def _tensor(
-    memory: Memory | torch.Tensor | None, dtype: str, shape: tuple[int, ...]
-) -> torch.Tensor:
-    kind = getattr(torch, dtype)
-    if isinstance(memory, torch.Tensor):  # on a device
-        return memory.view(kind).view(shape)
-    if memory is None:
-        return torch.empty(shape, dtype=kind)
-    if kind in NUMPY_DTYPES:
-        return tensor_over(memory, kind, shape)
-    return torch.frombuffer(memory, dtype=kind).view(shape)
-
-
-def _special_tensor(
     memory: Memory | torch.Tensor | None,
     dtype: str,
     shape: tuple[int, ...],
-    requires_grad: bool,
-    on_accelerator: bool,
+    requires_grad: bool = False,
+    on_accelerator: bool = False,
 ) -> torch.Tensor:
-    tensor = _tensor(memory, dtype, shape)
-    device = getattr(_receiver, "device", None)
-    if on_accelerator and device is not None:
+    kind = getattr(torch, dtype)
+    if isinstance(memory, torch.Tensor):  # on a device
+        tensor = memory.view(kind).view(shape)
+    elif memory is None:
+        tensor = torch.empty(shape, dtype=kind)
+    elif kind in NUMPY_DTYPES:
+        tensor = tensor_over(memory, kind, shape)
+    else:
+        tensor = torch.frombuffer(memory, dtype=kind).view(shape)
+    if on_accelerator and (device := getattr(_receiver, "device", None)) is not None:
         tensor = tensor.to(device)
     return tensor.requires_grad_() if requires_grad else tensor
-
-
-def _parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
-    return torch.nn.Parameter(data, requires_grad=requires_grad)
 
 
 def _array(
@@ -308,19 +288,3 @@ def _array(
     if memory is None:
         return np.empty(shape, dtype)
     return memory.view(dtype).reshape(shape)
-
-
-def _batch(columns: dict[str, Any], ids: tuple[int, ...]) -> Batch:
-    """A Batch that was checked when it was made."""
-    batch = Batch.__new__(Batch)
-    batch.columns = columns
-    batch.ids = ids
-    return batch
-
-
-def _ragged(values: Any, lengths: tuple[int, ...]) -> Ragged:
-    """A Ragged that was checked when it was made."""
-    ragged = Ragged.__new__(Ragged)
-    ragged.values = values
-    ragged.lengths = lengths
-    return ragged

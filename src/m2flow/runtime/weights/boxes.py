@@ -7,7 +7,7 @@ dimensions and one element; a box without elements overlaps nothing. Standard li
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,13 +91,3 @@ class Box:
             return tensor
         slices = zip(self.offsets, self.ends, strict=True)
         return tensor[tuple(slice(start, end) for start, end in slices)]
-
-
-def uncovered(box: Box, by: Iterable[Box]) -> list[Box]:
-    """The parts of `box` that none of the others covers."""
-    rest = [box] if box.numel else []
-    for other in by:
-        rest = [part for box in rest for part in box.minus(other)]
-        if not rest:
-            break
-    return rest

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-Method: TypeAlias = Literal["shared", "copy", "broadcast"]
+Method: TypeAlias = Literal["shared", "copy"]
 """How weights travel: the target runs on memory that the source has written for all of the node's
-lanes; each target takes a copy of its own; or one collective reaches all targets."""
+lanes, or it takes a copy of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +18,10 @@ class Sends:
     Attributes:
         readers: way -> how many installs will take it, each once.
         oldest: versions before this one are needed by nobody any more.
-        group: of a broadcast the lanes, as positions.
     """
 
     readers: Mapping[Method, int]
     oldest: int
-    group: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +36,6 @@ class Export:
         num_bytes: size of what lies there.
         handle: in shared memory of the node; None for those who are to ask.
         reader: which of the handle's readers the addressee is.
-        group, rank: of a broadcast the lanes, as positions, and the sender's position.
-        on_gpu: whether the broadcast is of memory on accelerators.
         via: the lane that brings it to the addressee's node; None if the addressee does itself.
     """
 
@@ -51,9 +47,6 @@ class Export:
     num_bytes: int
     handle: Any = None
     reader: int = 0
-    group: tuple[int, ...] = ()
-    rank: int = 0
-    on_gpu: bool = False
     via: int | None = None
 
 

@@ -47,14 +47,12 @@ class TensorPart:
         dtype: torch's name of the element type, such as "bfloat16".
         itemsize: bytes of an element.
         box: the part held here; it may be empty.
-        device: where it lies, such as "cpu" or "cuda:0".
     """
 
     global_shape: tuple[int, ...]
     dtype: str
     itemsize: int
     box: Box
-    device: str = "cpu"
 
     @property
     def num_bytes(self) -> int:
@@ -208,7 +206,7 @@ def _held(name: str, value: Any) -> TensorPart:
             "weights must be tensors", key=name, value=type(value), expected="Tensor or Shard"
         )
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorPart(shape, dtype, tensor.element_size(), box, str(tensor.device))
+    return TensorPart(shape, dtype, tensor.element_size(), box)
 
 
 def _box_of(name: str, value: Any) -> Box:

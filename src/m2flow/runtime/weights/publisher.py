@@ -2,16 +2,15 @@
 
 The way follows from where the two sides are. A target on the lane where the source stands whole
 takes the source's own tensors, and nothing is sent. Lanes of the source's node read one snapshot in
-shared memory. To one other node a copy is sent once, and passed on there; several other nodes get a
-broadcast, where the source stands whole on one lane. The publisher also keeps who still needs a
-version.
+shared memory. To each other node a copy is sent once, and passed on there. The publisher also keeps
+who still needs a version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, get_args
+from typing import get_args
 
 from m2flow.engine.messages import InstallWeights
 from m2flow.engine.plan import Plan
@@ -24,13 +23,6 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 Reader = tuple[str, int]
 """A worker that takes weights over, and the lane where it does."""
-
-
-class NodeMap(Protocol):
-    """What has to be known of a pool of lanes."""
-
-    def same_node(self, first: int, second: int) -> bool:
-        """Whether two lanes are on one machine."""
 
 
 @dataclass(slots=True)
@@ -50,7 +42,6 @@ class _Edge:
     lanes: tuple[int, ...]  # which export
     readers: tuple[Reader, ...]
     near: Method = "shared"
-    far: Method = "copy"
     num_bytes: int = 0
     versions: dict[int, _Version] = field(default_factory=dict)
 
@@ -59,10 +50,9 @@ class Publisher:
     """Plans the exports and installs of a run.
 
     Args:
-        pool: the lanes.
+        same_node: whether two lanes are on one machine.
         plan: where workers stand.
         graphs: the flow's traced methods, of which the weight edges count.
-        order: the lanes of the pool, in order of position.
         method: the one way to send; None for what the rule says. Those who stand where the source
             stands whole take its own tensors in any case.
         link: the one way that payloads take, or None.
@@ -73,10 +63,9 @@ class Publisher:
 
     def __init__(
         self,
-        pool: NodeMap,
+        same_node: Callable[[int, int], bool],
         plan: Plan,
         graphs: Mapping[str, FlowGraph],
-        order: Sequence[int],
         method: str | None = None,
         link: str | None = None,
     ) -> None:
@@ -84,7 +73,7 @@ class Publisher:
             raise UserError(
                 "unknown way to publish", key="publish", value=method, expected=", ".join(METHODS)
             )
-        self._pool, self._order, self._link = pool, list(order), link
+        self._same_node, self._link = same_node, link
         self._forced: Method | None = method
         self._edges: dict[str, _Edge] = {}
         self._installs: dict[int, tuple[str, int]] = {}
@@ -103,69 +92,30 @@ class Publisher:
                 self._edges[source] = edge = _Edge(source, tuple(gangs[0]), readers)
                 self._decide(edge)
 
-    def groups(self) -> dict[str, tuple[int, ...]]:
-        """Source -> positions of the lanes that have to make a process group to broadcast it."""
-        groups = {source: self._group(edge) for source, edge in self._edges.items()}
-        return {source: lanes for source, lanes in groups.items() if lanes}
-
     # --- which way --------------------------------------------------------------------------------
 
     def _decide(self, edge: _Edge) -> None:
-        far = self._far(edge)
-        if self._forced == "shared" and far:
+        if self._forced == "shared" and self._far(edge):
             raise UserError(
                 f"{edge.source}'s weights go to other nodes, which share no memory with it",
                 key="publish",
                 value="shared",
-                hint="leave the way open, or take copy or broadcast",
-            )
-        obstacle = _broadcast_obstacle(edge, edge.readers if self._forced else far)
-        if self._forced == "broadcast" and obstacle:
-            raise UserError(
-                f"{edge.source}'s weights cannot be broadcast: {obstacle}",
-                key="publish",
-                value="broadcast",
                 hint="leave the way open, or take copy",
             )
         if self._forced is not None:
-            edge.near = edge.far = self._forced
-            return
-        if self._link is not None or len(edge.readers) > MAX_READERS:
+            edge.near = self._forced
+        elif self._link is not None or len(edge.readers) > MAX_READERS:
             edge.near = "copy"
-        if len(self._nodes(edge, edge.lanes[0])) > 1 and not obstacle:
-            edge.far = "broadcast"
 
     def _far(self, edge: _Edge, lane: int | None = None) -> list[Reader]:
         """Who reads from another node than the exporting lane's; by default than the first's."""
         there = edge.lanes[0] if lane is None else lane
-        return [reader for reader in edge.readers if not self._pool.same_node(there, reader[1])]
-
-    def _nodes(self, edge: _Edge, lane: int) -> list[list[Reader]]:
-        """The readers on other nodes than a lane's, those of each node together."""
-        nodes: list[list[Reader]] = []
-        for reader in self._far(edge, lane):
-            for others in nodes:
-                if self._pool.same_node(others[0][1], reader[1]):
-                    others.append(reader)
-                    break
-            else:
-                nodes.append([reader])
-        return nodes
+        return [reader for reader in edge.readers if not self._same_node(there, reader[1])]
 
     def _relay(self, edge: _Edge, lane: int, reader: Reader) -> int | None:
         """The lane that brings weights to a reader's node; None where there is but this reader."""
-        for others in self._nodes(edge, lane):
-            if reader in others and len(others) > 1:
-                return others[0][1]
-        return None
-
-    def _group(self, edge: _Edge) -> tuple[int, ...]:
-        """Positions of the lanes that a broadcast needs together; empty where there is none."""
-        if edge.far != "broadcast":
-            return ()
-        readers = edge.readers if edge.near == "broadcast" else self._far(edge)
-        lanes = {edge.lanes[0], *(lane for _, lane in readers)}
-        return tuple(sorted(self._order.index(lane) for lane in lanes))
+        beside = [x for _, x in self._far(edge, lane) if self._same_node(x, reader[1])]
+        return beside[0] if len(beside) > 1 else None
 
     def explain(self) -> dict[str, str]:
         """Each way that is taken, once something has been published -> its size, and why."""
@@ -175,7 +125,7 @@ class Publisher:
             near = [reader for reader in edge.readers if reader not in far]
             for readers, nodes, method in (
                 (near, "its node", edge.near),
-                (far, "other nodes", edge.far),
+                (far, "other nodes", "copy"),
             ):
                 if readers and edge.num_bytes:
                     names = ", ".join(dict.fromkeys(target for target, _ in readers))
@@ -190,11 +140,9 @@ class Publisher:
             return "as asked for"
         if self._link is not None:
             return f"as all payloads go by {self._link}"
-        return {
-            "shared": "they read one snapshot in shared memory",
-            "copy": "each node is sent one copy",
-            "broadcast": "several nodes at once",
-        }[method]
+        if method == "shared":
+            return "they read one snapshot in shared memory"
+        return "each node is sent one copy"
 
     # --- a version on its way ---------------------------------------------------------------------
 
@@ -209,12 +157,11 @@ class Publisher:
             ways: dict[Reader, tuple[Method, int]] = {}
             counts: dict[Method, int] = {}
             for reader in edge.readers:
-                method = edge.far if reader in far else edge.near
+                method: Method = "copy" if reader in far else edge.near
                 ways[reader] = method, counts.get(method, 0)
                 counts[method] = counts.get(method, 0) + 1
             state.readers[lane] = ways
-            group = self._group(edge) if "broadcast" in counts else ()
-            found[lane] = Sends(counts, min(edge.versions), group)
+            found[lane] = Sends(counts, min(edge.versions))
         return found
 
     def laid_out(self, exports: Sequence[Export]) -> None:
@@ -244,13 +191,3 @@ class Publisher:
         if call in self._installs:
             source, version = self._installs.pop(call)
             self._edges[source].versions[version].left -= 1
-
-
-def _broadcast_obstacle(edge: _Edge, readers: Sequence[Reader]) -> str:
-    """What is in the way of a broadcast; nothing if it can be had."""
-    if len(edge.lanes) > 1:
-        return "it stands on a gang, in shards"
-    lanes = [lane for _, lane in readers]
-    if len(set(lanes)) < len(lanes):
-        return "two workers on one lane take them over"
-    return ""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +30,14 @@ class RelayKey:
     seconds: float = field(compare=False)
 
 
+@dataclass(slots=True)
+class _Brought:
+    """What was brought, once it was, and who is about to bring it."""
+
+    value: Any = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
 class Relay:
     """Brings weights from other nodes for all lanes of this one.
 
@@ -40,32 +47,20 @@ class Relay:
 
     def __init__(self, ask: Callable[[int, Any, float], Any]) -> None:
         self._ask = ask
-        self._brought: dict[RelayKey, Future[Any]] = {}
+        self._brought: dict[RelayKey, _Brought] = {}
         self._lock = threading.Lock()
 
     def bring(self, key: RelayKey) -> Any:
         """What the key stands for; raises what asking for it has raised."""
         with self._lock:
-            found = self._brought.get(key)
-            if found is not None:
-                own = None
-            else:
-                own = found = Future()
-                later = {
-                    one: brought
-                    for one, brought in self._brought.items()
-                    if not _precedes(one, key)
-                }
-                self._brought = {**later, key: own}
-        if own is not None:
-            try:
-                own.set_result(self._ask(key.lane, key.key, key.seconds))
-            except BaseException as error:
-                with self._lock:
-                    self._brought.pop(key, None)
-                own.set_exception(error)
-                raise
-        return found.result(key.seconds)
+            if key not in self._brought:
+                for one in [one for one in self._brought if _precedes(one, key)]:
+                    del self._brought[one]
+            brought = self._brought.setdefault(key, _Brought())
+        with brought.lock:
+            if brought.value is None:
+                brought.value = self._ask(key.lane, key.key, key.seconds)
+            return brought.value
 
     def drop(self) -> None:
         """Forget what was brought in an earlier run."""

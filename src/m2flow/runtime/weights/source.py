@@ -1,35 +1,51 @@
 """`WeightsOut`: a lane's weights laid out for other lanes, each version as it was when exported.
 
-One snapshot serves readers in shared memory, by a message and by a broadcast. It is asked for from
-the threads of the payload server while the lane goes on.
+One snapshot serves readers in shared memory and those who ask. It is asked for from the threads of
+the payload server while the lane goes on.
 """
 
 from __future__ import annotations
 
-import threading
+import hashlib
+import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from m2flow.runtime.transport.shared_memory import PoolFull, SharedPool
-from m2flow.runtime.weights.broadcast import broadcast
+from m2flow.runtime.transport.shared_memory import PoolFull, SharedHandle, SharedPool
 from m2flow.runtime.weights.exports import Export, ManifestKey, Sends, WeightsKey
-from m2flow.runtime.weights.manifest import TensorManifest
-from m2flow.runtime.weights.snapshot import ManifestCache, Snapshot, on_gpu
+from m2flow.runtime.weights.manifest import TensorManifest, describe, local_tensor
+from m2flow.runtime.weights.snapshot import Snapshot
 
 
 @dataclass(slots=True)
 class _Source:
-    """What is kept for one worker that publishes."""
+    """What is kept for one worker that publishes.
 
-    cache: ManifestCache = field(default_factory=ManifestCache)
+    Attributes:
+        snapshot: where the weights seen last, and their manifest, go in a snapshot.
+        token: a hash of that manifest, by which lanes that have it know it again.
+        manifests: by token.
+        snapshots: by version.
+    """
+
+    snapshot: Snapshot = field(default_factory=lambda: Snapshot(TensorManifest({})))
+    token: int = 0
     manifests: dict[int, TensorManifest] = field(default_factory=dict)
     snapshots: dict[int, Tensor] = field(default_factory=dict)
-    broadcast: threading.Thread | None = None
-    failure: BaseException | None = None
+
+    def see(self, weights: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Name -> local tensor, tied ones once; raises ManifestError as `describe` does."""
+        manifest = describe(weights)
+        if manifest != self.snapshot.manifest:
+            self.snapshot = Snapshot(manifest)
+            digest = hashlib.blake2b(pickle.dumps(manifest), digest_size=8).digest()
+            self.token = int.from_bytes(digest, "little")
+            self.manifests[self.token] = manifest
+        return {name: local_tensor(weights[name]) for name in manifest.held}
 
 
 class WeightsOut:
@@ -37,68 +53,47 @@ class WeightsOut:
 
     Args:
         pool: memory for snapshots.
-        lane, position: the lane, and its place in the pool: its rank in a broadcast.
+        lane: the lane.
         by_handle: whether lanes of this node may read the pool's memory; else they ask.
     """
 
-    def __init__(self, pool: SharedPool, lane: int, position: int, *, by_handle: bool) -> None:
-        self._pool, self._lane, self._position = pool, lane, position
-        self._by_handle = by_handle
+    def __init__(self, pool: SharedPool, lane: int, *, by_handle: bool) -> None:
+        self._pool, self._lane, self._by_handle = pool, lane, by_handle
         self._sources: dict[str, _Source] = {}
 
     def lay_out(
-        self, source: str, version: int, weights: Mapping[str, Any], sends: Sends, group: Any
+        self, source: str, version: int, weights: Mapping[str, Any], sends: Sends
     ) -> tuple[Export, ...]:
         """Keep a version as it is now, and say for each way of sending where it lies.
 
-        Args:
-            group: the process group of a broadcast, or None.
-
         Raises:
             ManifestError: the weights cannot be described.
-            Exception: what a broadcast of an earlier version has failed with.
         """
         kept = self._sources.setdefault(source, _Source())
-        if kept.failure is not None:
-            raise kept.failure
         kept.snapshots = {
             number: flat for number, flat in kept.snapshots.items() if number >= sends.oldest
         }
-        tensors = kept.cache.see(weights)
-        snapshot, token = kept.cache.snapshot, kept.cache.token
-        kept.manifests[token] = snapshot.manifest
-        on_device = on_gpu(snapshot.manifest) and sends.readers.keys() == {"broadcast"}
-        flat = self._taken(snapshot, tensors, on_device=on_device)
+        tensors = kept.see(weights)
+        flat = self._taken(kept.snapshot, tensors)
+        size = kept.snapshot.manifest.num_bytes
         exports = []
         for method, readers in sends.readers.items():
-            size = snapshot.manifest.num_bytes
-            export = Export(source, version, self._lane, method, token, size)
-            if method == "broadcast":
-                self._broadcast(kept, flat, group)
-                export = replace(export, group=sends.group, rank=self._position)
-                export = replace(export, on_gpu=flat.is_cuda)
-            elif method == "shared":
-                export = replace(export, handle=self._handle(flat, readers))
-            if method != "broadcast" and export.handle is None:
+            handle = self._handle(flat, readers) if method == "shared" else None
+            if handle is None:
                 kept.snapshots[version] = flat
-            exports.append(export)
+            exports.append(Export(source, version, self._lane, method, kept.token, size, handle))
         return tuple(exports)
 
-    def _taken(
-        self, snapshot: Snapshot, tensors: Mapping[str, Tensor], *, on_device: bool
-    ) -> Tensor:
+    def _taken(self, snapshot: Snapshot, tensors: Mapping[str, Tensor]) -> Tensor:
         size = (snapshot.num_bytes,)
         try:
-            if on_device:
-                flat = torch.empty(size, dtype=torch.uint8, device="cuda")
-            else:
-                flat = self._pool.empty(size, torch.uint8)
+            flat = self._pool.empty(size, torch.uint8)
         except PoolFull:
             flat = torch.empty(size, dtype=torch.uint8)
         snapshot.take(flat, tensors)
         return flat
 
-    def _handle(self, flat: Tensor, readers: int) -> Any:
+    def _handle(self, flat: Tensor, readers: int) -> SharedHandle | None:
         """For readers of this node; None where they have to ask."""
         if not self._by_handle:
             return None
@@ -106,22 +101,6 @@ class WeightsOut:
             return self._pool.write(flat, readers)
         except PoolFull:
             return None
-
-    def _broadcast(self, kept: _Source, flat: Tensor, group: Any) -> None:
-        """Send in the background, after the version before: the lane itself need not wait."""
-        before = kept.broadcast
-
-        def send() -> None:
-            try:
-                if before is not None:
-                    before.join()
-                if kept.failure is None:
-                    broadcast(flat, self._position, group)
-            except BaseException as error:  # noqa: BLE001 - raised by the next export
-                kept.failure = error
-
-        kept.broadcast = threading.Thread(target=send, name="m2flow broadcast", daemon=True)
-        kept.broadcast.start()
 
     def provide(self, key: WeightsKey | ManifestKey) -> Any:
         """What a reader asks for; KeyError if it is not here."""

@@ -10,14 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from m2flow.flow.worker import Worker
 from m2flow.runtime.transport.shared_memory import SharedReader
 from m2flow.runtime.weights.assemble import Assembler
 from m2flow.runtime.weights.boxes import Box
-from m2flow.runtime.weights.broadcast import broadcast
 from m2flow.runtime.weights.exports import Export, ManifestKey, WeightsKey
 from m2flow.runtime.weights.manifest import TensorManifest, merged, wanted_boxes
 from m2flow.runtime.weights.relay import Relay, RelayKey
@@ -35,7 +33,6 @@ class _Route:
     wanted: dict[str, Box] = field(default_factory=dict)
     plan: list[TensorTransfer] = field(default_factory=list)
     assembler: Assembler = field(default_factory=Assembler)
-    landing: list[Tensor] = field(default_factory=list)
 
 
 class WeightsIn:
@@ -62,7 +59,6 @@ class WeightsIn:
         version: int,
         exports: Sequence[Export],
         seconds: float,
-        group_of: Callable[[str, tuple[int, ...]], Any],
     ) -> tuple[Mapping[str, Tensor], int]:
         """A version as the target wants it, and the bytes that were taken over for it.
 
@@ -72,7 +68,6 @@ class WeightsIn:
             target: the worker's name, and the worker.
             exports: where the version lies, one for each lane that has laid out a part.
             seconds: longest that each of them may take.
-            group_of: the process group in which some lanes get a source's broadcasts.
 
         Raises:
             ManifestError: the lanes do not hold what the target wants.
@@ -82,7 +77,7 @@ class WeightsIn:
         self._know_manifests(route, source, worker, exports, seconds)
         tensors: dict[int, Mapping[str, Tensor]] = {}
         for export in exports:
-            flat = self._snapshot(route, export, seconds, group_of)
+            flat = self._snapshot(export, seconds)
             tensors[export.lane] = route.snapshots[export.lane].views(flat)
         pieces = [(move, move.source.of(tensors[move.lane][move.name])) for move in route.plan]
         total = sum(export.num_bytes for export in exports)
@@ -112,43 +107,18 @@ class WeightsIn:
         manifests = {lane: snapshot.manifest for lane, snapshot in route.snapshots.items()}
         route.whole = merged(manifests)
         route.wanted = wanted_boxes(route.whole, worker.weight_boxes(route.whole))
-        near = self._lane
-        route.plan = transfers(manifests, route.wanted, lambda lane: 0.0 if lane == near else 1.0)
+        route.plan = transfers(manifests, route.wanted)
         route.tokens = tokens
 
-    def _snapshot(
-        self,
-        route: _Route,
-        export: Export,
-        seconds: float,
-        group_of: Callable[[str, tuple[int, ...]], Any],
-    ) -> Tensor:
-        """All that a lane has laid out, as one uint8 tensor."""
-        flat: Tensor
+    def _snapshot(self, export: Export, seconds: float) -> Any:
+        """All that a lane has laid out, as one uint8 tensor: from shared memory, from the lane, or
+        by way of the one that brings it to this node."""
         if export.handle is not None:
-            flat = self._reader.read(export.handle, export.reader)
-        elif export.method == "broadcast":
-            size = route.snapshots[export.lane].num_bytes
-            flat = _landing(route, size, on_gpu=export.on_gpu)
-            broadcast(flat, export.rank, group_of(export.source, export.group))
-        else:
-            flat = self._bring(export, WeightsKey(export.source, export.version), seconds)
-        return flat
-
-    def _bring(self, export: Export, key: WeightsKey, seconds: float) -> Any:
-        """From the lane that has laid it out, or by way of the one that brings it to this node."""
+            return self._reader.read(export.handle, export.reader)
+        key = WeightsKey(export.source, export.version)
         if export.via is None:
             return self._ask(export.lane, key, seconds, own=export.method == "copy")
         relayed = RelayKey(export.lane, key, seconds)
         if export.via == self._lane:
             return self._relay.bring(relayed)
         return self._ask(export.via, relayed, seconds)
-
-
-def _landing(route: _Route, size: int, *, on_gpu: bool) -> Tensor:
-    """Memory for what is broadcast; that of the last version stays whole meanwhile."""
-    if not route.landing or route.landing[0].numel() != size:
-        device = "cuda" if on_gpu else "cpu"
-        route.landing = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
-    route.landing.reverse()
-    return route.landing[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from m2flow.runtime.transport.channel.channel import DEFAULT_TIMEOUT_SECONDS, Channel
+from m2flow.runtime.transport.channel.channel import Channel
 from m2flow.runtime.transport.channel.errors import (
     ChannelClosed,
     ChannelEmpty,
@@ -14,7 +14,6 @@ from m2flow.runtime.transport.channel.errors import (
 from m2flow.runtime.transport.channel.state import ChannelStats
 
 __all__ = [
-    "DEFAULT_TIMEOUT_SECONDS",
     "Channel",
     "ChannelClosed",
     "ChannelEmpty",

@@ -4,39 +4,75 @@ A channel lives in one process, its host; every `Channel` object is a handle tha
 wherever items are put or got, and connects when it is first used there. Items of a key leave in the
 order in which they came, each exactly once: what is handed to a process that dies before it has it
 goes back to the head. Every wait ends, at a deadline if nothing else comes, and says what it saw.
+A connection that fails in the middle of a request is closed: the host then forgets the request, or
+puts back the items that it had handed out.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import os
+import pickle
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from itertools import islice
+from typing import Any, NamedTuple, Self
 
 from m2flow.errors import UserError
-from m2flow.runtime.transport.channel import hosting
-from m2flow.runtime.transport.channel.client import ChannelReply, ChannelRequest, Client, packed
-from m2flow.runtime.transport.channel.errors import ChannelClosed, ChannelEmpty, ChannelFull
-from m2flow.runtime.transport.channel.host import ChannelAddress, Operation
+from m2flow.runtime.transport.channel.errors import (
+    ChannelClosed,
+    ChannelEmpty,
+    ChannelError,
+    ChannelFull,
+    ChannelLost,
+    ChannelTimeout,
+)
+from m2flow.runtime.transport.channel.host import (
+    ChannelAddress,
+    Host,
+    HostActor,
+    Operation,
+    node_address,
+)
 from m2flow.runtime.transport.channel.state import ChannelStats, Key, Outcome
+from m2flow.runtime.transport.frame import Frame, FrameStream
+from m2flow.runtime.transport.listening import connect, this_machine
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
 """How long a call waits where it does not say."""
 
+ANSWER_SECONDS = 30.0
+"""Longest that the host may take to answer, after what the request itself may wait."""
+
+START_SECONDS = 60.0
+"""Longest that an actor may take to start."""
+
 MAX_ITEMS, MAX_BYTES = 1024, 1 << 30
 """Bounds of a channel that does not say."""
 
-ANY_COUNT = 1 << 32
+NAMESPACE = "m2flow-channels"
+"""The Ray namespace in which channels have their names."""
 
-LONGEST_KEY = 1000
-"""Characters of a key."""
+
+class _Answer(NamedTuple):
+    """The host's answer: the outcome, the seconds waited, how many buffers each item has, what the
+    channel holds if that was asked for or is of use, and the buffers."""
+
+    outcome: Outcome
+    waited: float
+    counts: Sequence[int]
+    stats: Any
+    buffers: Sequence[Any]
+
+    def items(self) -> list[Any]:
+        """The items that came; their tensors are views of the memory in which they came."""
+        rest = iter(self.buffers)
+        return [_unpacked(*islice(rest, count)) for count in self.counts]
 
 
 class Channel:
-    """A new channel, hosted by this process, and the first handle to it.
+    """A new channel, hosted by a thread of this process, and the first handle to it.
 
     Args:
         name: stands in every message; a random one where left out.
@@ -44,8 +80,6 @@ class Channel:
         max_bytes: most bytes of packed items that it holds, over all keys. Beside them the host
             holds one item for each `put` that waits.
         timeout: seconds that a call waits where it does not say.
-        process: host it in a small process of its own, which ends with this one. Worth the time
-            that it takes to start where this process computes in Python all the time.
         listen: address at which other machines reach it. Where Ray is connected to a cluster of
             several nodes, this node's address in it; else none.
 
@@ -60,13 +94,11 @@ class Channel:
         max_items: int = MAX_ITEMS,
         max_bytes: int = MAX_BYTES,
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
-        process: bool = False,
         listen: str | None = None,
     ) -> None:
         name = _checked_name(name, max_items, max_bytes, timeout)
-        host = hosting.in_process if process else hosting.in_thread
-        address, end = host(name, max_items, max_bytes, listen or hosting.node_address())
-        self._set_up(address, timeout, end)
+        host = Host(name, max_items, max_bytes, listen or node_address())
+        self._set_up(host.address, timeout, host.stop)
 
     @classmethod
     def on_ray(
@@ -81,14 +113,39 @@ class Channel:
 
         `find` gives a handle to it by its name, in any process that is connected to the cluster.
         """
+        import ray
+
         name = _checked_name(name, max_items, max_bytes, timeout)
-        address = hosting.start_actor(name, max_items, max_bytes)
-        return cls._handle(address, timeout, on_ray=True)
+        settings = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0}
+        try:
+            ray.remote(HostActor).options(**settings).remote(name, max_items, max_bytes)
+        except ValueError as error:
+            if "already" not in str(error):
+                raise
+            raise UserError(
+                "a channel of that name is on the cluster already",
+                key="name",
+                value=name,
+                hint="Channel.find(name) gives a handle to it",
+            ) from None
+        return cls.find(name, timeout=timeout)
 
     @classmethod
     def find(cls, name: str, *, timeout: float = DEFAULT_TIMEOUT_SECONDS) -> Channel:
         """A handle to the channel of that name that `on_ray` has made."""
-        return cls._handle(hosting.find_actor(name), timeout, on_ray=True)
+        import ray
+
+        try:
+            actor = ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            raise UserError(
+                "no channel of that name is on the cluster",
+                key="name",
+                value=name,
+                hint="Channel.on_ray(name) makes one",
+            ) from None
+        address = ray.get(actor.address.remote(), timeout=START_SECONDS)
+        return cls._handle(address, timeout, on_ray=True)
 
     @classmethod
     def _handle(cls, address: ChannelAddress, timeout: float, on_ray: bool) -> Channel:
@@ -104,7 +161,7 @@ class Channel:
         on_ray: bool = False,
     ) -> None:
         self._address, self._timeout, self._end, self._on_ray = address, timeout, end, on_ray
-        self._idle: list[Client] = []
+        self._idle: list[FrameStream] = []
         self._pid = os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -138,24 +195,8 @@ class Channel:
             UserError: the item is larger than the whole channel.
             TypeError: the item cannot be pickled.
         """
-        self._ask(self._put_request(item, weight, key, timeout))
-
-    def put_nowait(self, item: Any, weight: float = 1.0, key: Key = None) -> None:
-        """`put` that raises `ChannelFull` where it would wait."""
-        self.put(item, weight, key, timeout=0)
-
-    async def aput(
-        self, item: Any, weight: float = 1.0, key: Key = None, timeout: float | None = None
-    ) -> None:
-        """`put` for an event loop. Cancelled while it waits, it puts nothing."""
-        await self._ask_async(self._put_request(item, weight, key, timeout))
-
-    def _put_request(
-        self, item: Any, weight: float, key: Key, timeout: float | None
-    ) -> ChannelRequest:
-        if not 0 <= weight < math.inf:
-            raise UserError("no such weight", key="weight", value=weight, expected="0 or more")
-        buffers = packed(item)
+        _require(0 <= weight < math.inf, "no such weight", "weight", weight, "0 or more")
+        buffers = _packed(item)
         num_bytes = sum(map(len, buffers))
         if num_bytes > self._address.max_bytes:
             raise UserError(
@@ -164,7 +205,11 @@ class Channel:
                 key="max_bytes",
                 hint="make the channel larger or the item smaller",
             )
-        return self._request(Operation.PUT, key, timeout, buffers, weight=weight)
+        self._ask(Operation.PUT, key, timeout, buffers, weight=weight)
+
+    def put_nowait(self, item: Any, weight: float = 1.0, key: Key = None) -> None:
+        """`put` that raises `ChannelFull` where it would wait."""
+        self.put(item, weight, key, timeout=0)
 
     # --- getting ----------------------------------------------------------------------------------
 
@@ -175,7 +220,7 @@ class Channel:
             ChannelEmpty: none has come in time.
             ChannelClosed: the channel is closed and nothing is left under this key.
         """
-        return self._ask(self._request(Operation.GET, key, timeout)).items()[0]
+        return self.get_batch(max_items=1, key=key, timeout=timeout)[0]
 
     def get_nowait(self, key: Key = None) -> Any:
         """`get` that raises `ChannelEmpty` where it would wait."""
@@ -204,23 +249,17 @@ class Channel:
             ChannelEmpty: the batch was not complete in time; its items are still in the channel.
             ChannelClosed: the channel is closed and nothing is left under this key.
         """
-        return self._ask(self._batch_request(weight, max_items, key, timeout, linger)).items()
-
-    async def aget(self, key: Key = None, timeout: float | None = None) -> Any:
-        """`get` for an event loop. Cancelled, it takes nothing."""
-        return (await self._ask_async(self._request(Operation.GET, key, timeout))).items()[0]
-
-    async def aget_batch(
-        self,
-        weight: float | None = None,
-        max_items: int | None = None,
-        key: Key = None,
-        timeout: float | None = None,
-        linger: float | None = None,
-    ) -> list[Any]:
-        """`get_batch` for an event loop. Cancelled, it takes nothing."""
-        request = self._batch_request(weight, max_items, key, timeout, linger)
-        return (await self._ask_async(request)).items()
+        if weight is None and max_items is None:
+            raise UserError("a batch needs weight or max_items", key="get_batch")
+        most_weight = math.inf if weight is None else weight
+        most_items = math.inf if max_items is None else max_items
+        _require(most_weight > 0, "no such weight", "weight", weight, "more than 0")
+        _require(most_items >= 1, "no such batch", "max_items", max_items, "1 or more")
+        longest = math.inf if linger is None else linger
+        answer = self._ask(
+            Operation.GET, key, timeout, weight=most_weight, max_items=most_items, linger=longest
+        )
+        return answer.items()
 
     def items(self, key: Key = None, timeout: float | None = None) -> Iterator[Any]:
         """Take items of a key one by one until the channel is closed and they are all taken."""
@@ -234,79 +273,16 @@ class Channel:
     def __iter__(self) -> Iterator[Any]:
         return self.items()
 
-    def _batch_request(
-        self,
-        weight: float | None,
-        max_items: int | None,
-        key: Key,
-        timeout: float | None,
-        linger: float | None,
-    ) -> ChannelRequest:
-        if weight is None and max_items is None:
-            raise UserError("a batch needs weight or max_items", key="get_batch")
-        if weight is not None and not weight > 0:
-            raise UserError("no such weight", key="weight", value=weight, expected="more than 0")
-        if max_items is not None and not 1 <= max_items < ANY_COUNT:
-            raise UserError("no such batch", key="max_items", value=max_items, expected=">= 1")
-        return self._request(
-            Operation.GET,
-            key,
-            timeout,
-            weight=math.inf if weight is None else weight,
-            max_items=max_items or ANY_COUNT,
-            linger=math.inf if linger is None else linger,
-        )
-
-    def _request(
-        self,
-        kind: str,
-        key: Key,
-        timeout: float | None,
-        buffers: Sequence[Any] = (),
-        **settings: float,
-    ) -> ChannelRequest:
-        if type(key) not in (str, int, type(None)):
-            raise UserError(
-                "no such key", key="key", value=key, expected="a string, an integer or None"
-            )
-        if len(str(key)) > LONGEST_KEY:
-            short = f"{str(key)[:40]}..."
-            raise UserError(f"longer than {LONGEST_KEY} characters", key="key", value=short)
-        seconds = self._timeout if timeout is None else timeout
-        if not 0 <= seconds < math.inf:
-            raise UserError(
-                "every wait has an end", key="timeout", value=timeout, expected="seconds, or None"
-            )
-        return ChannelRequest(
-            kind, key, seconds, {"key": key, "timeout": seconds, **settings}, buffers
-        )
-
     # --- looking, closing -------------------------------------------------------------------------
-
-    def peek(self, key: Key = None) -> Any:
-        """A copy of the item that would be taken next; `ChannelEmpty` where there is none."""
-        return self._ask(self._request(Operation.PEEK, key, 0)).items()[0]
 
     def stats(self) -> ChannelStats:
         """What the channel holds, has seen, and who waits."""
-        found: ChannelStats = self._ask(self._request(Operation.STATS, None, 0)).stats
+        found: ChannelStats = self._ask(Operation.STATS).stats
         return found
-
-    def size(self) -> int:
-        """Items in the channel, over all keys."""
-        return self.stats().items
-
-    def qsize(self, key: Key = None) -> int:
-        """Items under a key."""
-        return self.stats().keys.get(key, 0)
-
-    def keys(self) -> list[Key]:
-        """The keys that hold items."""
-        return list(self.stats().keys)
 
     def close(self) -> None:
         """Take nothing more: putters get `ChannelClosed` at once, getters when nothing is left."""
-        self._ask(self._request(Operation.CLOSE, None, 0))
+        self._ask(Operation.CLOSE)
 
     def terminate(self) -> None:
         """End the host, with all that is left in it; other handles get `ChannelLost`.
@@ -315,7 +291,10 @@ class Channel:
         """
         self._drop_connections()
         if self._on_ray:
-            hosting.end_actor(self.name)
+            import ray
+
+            with contextlib.suppress(ValueError):  # it has ended
+                ray.kill(ray.get_actor(self.name, namespace=NAMESPACE))
         if self._end is not None and self._pid == os.getpid():
             self._end()
 
@@ -327,78 +306,122 @@ class Channel:
 
     # --- asking the host --------------------------------------------------------------------------
 
-    def _ask(self, request: ChannelRequest) -> ChannelReply:
-        client = self._idle_client() or Client(self._address)
+    def _ask(
+        self,
+        kind: str,
+        key: Key = None,
+        timeout: float | None = None,
+        buffers: Sequence[Any] = (),
+        **settings: float,
+    ) -> _Answer:
+        """The answer to a request that succeeded; else raises what became of it."""
+        _require(
+            type(key) in (str, int, type(None)), "no such key", "key", key, "string or integer"
+        )
+        seconds = self._timeout if timeout is None else timeout
+        _require(0 <= seconds < math.inf, "every wait has an end", "timeout", timeout, "seconds")
+        head = pickle.dumps({"key": key, "timeout": seconds, **settings}, 5)
+        stream = self._connection()
+        longest = seconds + ANSWER_SECONDS
+        stream.deadline = stream.clock() + longest
         try:
-            reply = client.ask(request)
-        except BaseException:
-            client.close()
+            stream.send(Frame(kind, head, buffers))
+            frame = stream.receive()
+            waited, counts, stats = pickle.loads(frame.head)
+            answer = _Answer(Outcome(frame.kind), waited, counts, stats, frame.buffers)
+            if answer.counts:
+                stream.send(Frame(Operation.TOOK))
+        except BaseException as error:
+            stream.close()
+            if isinstance(error, TimeoutError):
+                raise ChannelTimeout(
+                    f"channel {self.name!r}: its host has not answered within {longest:g} s, "
+                    f"{ANSWER_SECONDS:g} s more than the {kind} may wait; whether it was done is "
+                    "not known"
+                ) from None
+            if isinstance(error, OSError):
+                raise self._lost(error) from error
             raise
-        self._idle.append(client)
-        return self._checked(reply, request)
+        self._idle.append(stream)
+        if answer.outcome is not Outcome.DONE:
+            raise self._failed(answer, kind, key, sum(map(len, buffers)))
+        return answer
 
-    async def _ask_async(self, request: ChannelRequest) -> ChannelReply:
-        client = self._idle_client()
-        if client is None:
-            client = await asyncio.to_thread(Client, self._address)
-        try:
-            reply = await client.ask_async(request)
-        except BaseException:
-            client.close()
-            raise
-        self._idle.append(client)
-        return self._checked(reply, request)
-
-    def _idle_client(self) -> Client | None:
-        """A connection that nobody uses, if there is one: each request that waits has its own."""
+    def _connection(self) -> FrameStream:
+        """A connection that nobody uses: each request that waits has its own."""
         if self._pid != os.getpid():  # forked: the connections are the parent's
             self._drop_connections()
             self._pid, self._end = os.getpid(), None
         with contextlib.suppress(IndexError):
             return self._idle.pop()
-        return None
+        address = self._address
+        near = address.machine == this_machine()
+        try:
+            return FrameStream(connect(address.endpoint, address.secret, same_node=near))
+        except OSError as error:
+            raise self._lost(error) from error
 
     def _drop_connections(self) -> None:
         idle, self._idle = self._idle, []
-        for client in idle:
-            client.close()
+        for stream in idle:
+            stream.close()
 
-    def _checked(self, reply: ChannelReply, request: ChannelRequest) -> ChannelReply:
-        """The reply of a request that succeeded; else raises what became of it."""
-        if reply.outcome is Outcome.DONE:
-            return reply
-        key = request.key
-        where = f"channel {self.name!r}" + ("" if key is None else f", key {key!r}")
-        if reply.outcome is Outcome.CLOSED:
-            rest = (
-                "it takes no more items" if request.kind == Operation.PUT else "and nothing is left"
-            )
-            raise ChannelClosed(f"{where}: closed, {rest}")
-        if request.kind == Operation.PEEK:
-            raise ChannelEmpty(f"{where}: nothing there")
-        stats, most = reply.stats, self._address
-        waited = f"after {reply.waited:.3g} s"
-        held = (
-            f"{stats.items} of {most.max_items} items, {stats.bytes:,} of {most.max_bytes:,} bytes"
+    def _lost(self, error: OSError) -> ChannelLost:
+        return ChannelLost(
+            f"channel {self.name!r}: its host on {self._address.endpoint.tcp or 'its own machine'} "
+            f"cannot be reached ({error}); it has ended, or the network is down, or it listens on "
+            "its own machine only: give it listen=ADDRESS"
         )
-        if reply.outcome is Outcome.FULL:
-            raise ChannelFull(
-                f"{where}: no room for {sum(map(len, request.buffers)):,} bytes {waited}; the "
-                f"channel holds {held}; {stats.waiting_putters} other putters and "
-                f"{stats.waiting_getters} getters wait"
-            )
+
+    def _failed(self, answer: _Answer, kind: str, key: Key, num_bytes: int) -> ChannelError:
+        where = f"channel {self.name!r}" + ("" if key is None else f", key {key!r}")
+        if answer.outcome is Outcome.CLOSED:
+            rest = "it takes no more items" if kind == Operation.PUT else "and nothing is left"
+            return ChannelClosed(f"{where}: closed, {rest}")
+        stats, most = answer.stats, self._address
+        held = (
+            f"after {answer.waited:.3g} s; the channel holds {stats.items} of {most.max_items} "
+            f"items, {stats.bytes:,} of {most.max_bytes:,} bytes, under keys {list(stats.keys)}; "
+            f"{stats.waiting_putters} other putters and {stats.waiting_getters} getters wait"
+        )
+        if answer.outcome is Outcome.FULL:
+            return ChannelFull(f"{where}: no room for {num_bytes:,} bytes {held}")
         found = stats.keys.get(key, 0)
         missing = "no item" if not found else f"only {found} items, not a whole batch,"
-        raise ChannelEmpty(
-            f"{where}: {missing} {waited}; the channel holds {held}, under keys "
-            f"{list(stats.keys)}; {stats.waiting_getters} other getters wait"
-        )
+        return ChannelEmpty(f"{where}: {missing} {held}")
 
 
 def _checked_name(name: str | None, max_items: int, max_bytes: int, timeout: float) -> str:
-    for key, value in (("max_items", max_items), ("max_bytes", max_bytes)):
-        if value < 1:
-            raise UserError("no such bound", key=key, value=value, expected="1 or more")
-    if not 0 < timeout < math.inf:
-        raise UserError("every wait has an end", key="timeout", value=timeout, expected="seconds")
+    _require(max_items >= 1, "no such bound", "max_items", max_items, "1 or more")
+    _require(max_bytes >= 1, "no such bound", "max_bytes", max_bytes, "1 or more")
+    _require(0 < timeout < math.inf, "every wait has an end", "timeout", timeout, "seconds")
     return name or f"channel-{secrets.token_hex(4)}"
+
+
+def _require(holds: bool, what: str, key: str, value: object, expected: str) -> None:
+    if not holds:
+        raise UserError(what, key=key, value=value, expected=expected)
+
+
+# --- items as buffers -----------------------------------------------------------------------------
+
+_PLAIN = (bytes, str, int, float, bool, type(None))
+"""Types that hold no tensor, so that nothing that knows tensors has to be loaded for them."""
+
+
+def _packed(value: Any) -> list[Any]:
+    """A value as a pickled head and the memory of its tensors and arrays."""
+    if type(value) in _PLAIN:
+        return [pickle.dumps(value, 5)]
+    from m2flow.runtime.transport import wire
+
+    head, buffers, _ = wire.pack(value)
+    return [head, *(buffer.memory() for buffer in buffers)]
+
+
+def _unpacked(head: Any, *memory: Any) -> Any:
+    if not memory:
+        return pickle.loads(head)
+    from m2flow.runtime.transport import wire
+
+    return wire.unpack(head, memory)

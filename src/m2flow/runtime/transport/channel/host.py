@@ -1,9 +1,10 @@
-"""The host of a channel: one thread, one selector, and no thought of what items mean.
+"""The host of a channel: moves frames between connections and a `ChannelState`.
 
-It moves frames between connections and a `ChannelState` and keeps its deadlines. A client has one
-request on its way at a time. A reply that hands over items is acknowledged with one more,
-unanswered frame; a client that vanishes before that gives them back. The buffers of a frame are the
-items' as they came: the host unpickles settings, never an item.
+Each connection has a thread, and one request at a time. A client says nothing while its request
+waits, so if its connection can be read then, it has gone, and the request is dropped. Items that
+were handed over are acknowledged by one more frame, which has no answer; a client that vanishes
+before that gives them back. The buffers of a frame are the items' as they came: the host unpickles
+settings, never an item.
 """
 
 from __future__ import annotations
@@ -11,21 +12,17 @@ from __future__ import annotations
 import os
 import pickle
 import secrets
-import selectors
+import select
 import socket
+import sys
 import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
-from pathlib import Path
-from typing import Any
 
-from m2flow.runtime.transport.channel.state import ChannelState, Item, Outcome, Verdict
-from m2flow.runtime.transport.frame import Frame, FrameQueue, LineClosed
-from m2flow.runtime.transport.listening import Endpoint, Listener
+from m2flow.runtime.transport.channel.state import ChannelState, Outcome, Request
+from m2flow.runtime.transport.frame import Frame, FrameStream, LineClosed
+from m2flow.runtime.transport.listening import Endpoint, Listener, this_machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +46,9 @@ class ChannelAddress:
 
 
 class Operation:
-    """Kinds of requests. TOOK acknowledges items, and has no reply."""
+    """Kinds of requests. TOOK acknowledges items, and has no answer."""
 
-    PUT, GET, TOOK, PEEK, STATS, CLOSE = "put", "get", "took", "peek", "stats", "close"
-
-
-def this_machine() -> str:
-    """Differs between machines, and between network namespaces of one machine."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
+    PUT, GET, TOOK, STATS, CLOSE = "put", "get", "took", "stats", "close"
 
 
 class Host:
@@ -71,153 +62,119 @@ class Host:
 
     def __init__(self, name: str, max_items: int, max_bytes: int, listen: str | None) -> None:
         self._state = ChannelState(max_items, max_bytes)
-        self._clients: dict[int, FrameQueue] = {}  # by ticket
-        self._tickets = count()
-        self._came: deque[socket.socket] = deque()
-        self._wake = os.eventfd(0)
-        weakref.finalize(self, os.close, self._wake)  # not before: other threads write to it
-        self._stopped = False
-        self._thread: threading.Thread | None = None
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._lock = threading.Lock()
         secret = secrets.token_bytes(32)
-        self._listener = Listener(secret, listen, self._let_in)
+        self._listener = Listener(secret, listen, self._serve)
         endpoint = self._listener.endpoint
         self.address = ChannelAddress(name, this_machine(), endpoint, secret, max_items, max_bytes)
-        _hosts.add(self)
-
-    def start(self) -> None:
-        """Serve in a thread that does not keep the process alive."""
-        self._thread = threading.Thread(
-            target=self.serve, name=f"channel {self.address.name}", daemon=True
-        )
-        self._thread.start()
 
     def stop(self) -> None:
-        """End `serve`; whoever waits loses the connection."""
-        if self._thread is not None and self._thread.is_alive():
-            self._stopped = True
-            os.eventfd_write(self._wake, 1)
-            self._thread.join()
+        """Whoever waits loses the connection."""
+        self._listener.hang_up()
 
-    def serve(self, ends_with: int | None = None) -> None:
-        """Serve until `stop`, or until the file descriptor `ends_with` reaches its end."""
-        if ends_with is not None:
-            self._selector.register(ends_with, selectors.EVENT_READ)
+    def _serve(self, connection: socket.socket) -> None:
+        client = _Client(connection, FrameStream(connection), os.eventfd(0))
         try:
-            while not self._stopped:
-                due = self._state.next_deadline - time.monotonic()
-                for key, events in self._selector.select(max(0.0, due) if due < 1e6 else None):
-                    if key.fd == ends_with:
-                        return
-                    if key.fd == self._wake:
-                        self._welcome()
-                    elif key.data in self._clients:
-                        self._attend(key.data, events)
-                if time.monotonic() >= self._state.next_deadline:
-                    self._deliver(self._state.expire(time.monotonic()))
+            while True:
+                self._handle(client, client.stream.receive())
+        except OSError:
+            pass  # the client has gone
         finally:
-            _hosts.discard(self)
-            self._listener.close()
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Close what is this process's of the connections; a forked child does it to its copies."""
-        for client in self._clients.values():
-            client.close()
-        for connection in self._came:
+            self._change(self._state.drop, client.request)
+            os.close(client.bell)
             connection.close()
-        self._selector.close()
 
-    # --- connections ------------------------------------------------------------------------------
-
-    def _let_in(self, connection: socket.socket) -> None:
-        self._came.append(connection)
-        os.eventfd_write(self._wake, 1)
-
-    def _welcome(self) -> None:
-        os.eventfd_read(self._wake)
-        while self._came:
-            ticket = next(self._tickets)
-            self._clients[ticket] = FrameQueue(self._came.popleft())
-            self._selector.register(self._clients[ticket], selectors.EVENT_READ, ticket)
-
-    def _attend(self, ticket: int, events: int) -> None:
-        client = self._clients[ticket]
-        try:
-            if events & selectors.EVENT_WRITE:
-                client.flush()
-                if not client.unsent:
-                    self._selector.modify(client, selectors.EVENT_READ, ticket)
-            if events & selectors.EVENT_READ:
-                for frame in client.take():
-                    self._handle(ticket, frame)
-        except LineClosed:
-            self._drop(ticket)
-
-    def _drop(self, ticket: int) -> None:
-        client = self._clients.pop(ticket, None)
-        if client is not None:
-            self._selector.unregister(client)
-            client.close()
-            self._deliver(self._state.drop(ticket, time.monotonic()))
-
-    # --- requests ---------------------------------------------------------------------------------
-
-    def _handle(self, ticket: int, frame: Frame) -> None:
-        state, now = self._state, time.monotonic()
-        said: dict[str, Any] = pickle.loads(frame.head)
+    def _handle(self, client: _Client, frame: Frame) -> None:
+        """Do what a frame asks for, and answer."""
+        if frame.kind == Operation.TOOK:
+            self._change(self._state.acknowledge, client.request)
+            client.request = Request()  # its items are let go of
+            return
+        said, began = pickle.loads(frame.head), time.monotonic()
+        request = client.request = Request(said["key"], wake=client.wake)
         match frame.kind:
             case Operation.PUT:
-                size = sum(map(len, frame.buffers))
-                item = Item(frame.buffers, said["weight"], size)
-                self._deliver(state.put(ticket, said["key"], item, said["timeout"], now))
+                request.weight, request.body = said["weight"], frame.buffers
+                request.num_bytes = sum(map(len, frame.buffers))
+                self._await(client, began + said["timeout"])
             case Operation.GET:
-                self._deliver(state.get(ticket, now=now, **said))
-            case Operation.TOOK:
-                self._deliver(state.acknowledge(ticket, now))
-            case Operation.PEEK:
-                item_there = state.peek(said["key"])
-                items = () if item_there is None else (item_there,)
-                outcome = Outcome.DONE if items else Outcome.EMPTY
-                self._reply(Verdict(ticket, outcome, 0.0, items))
-            case Operation.STATS:
-                self._reply(Verdict(ticket, Outcome.DONE, 0.0), stats=True)
+                request.weight, request.max_items = said["weight"], said["max_items"]
+                request.enough_at = began + said["linger"]
+                self._await(client, began + said["timeout"])
             case Operation.CLOSE:
-                self._deliver([*state.close(now), Verdict(ticket, Outcome.DONE, 0.0)])
+                with self._lock:
+                    self._state.close(began)
+        client.stream.send(self._answer(request, time.monotonic() - began))
+        if not request.items:
+            client.request = Request()  # else the connection would keep an item
 
-    def _deliver(self, answers: Sequence[Verdict]) -> None:
-        for answer in answers:
-            try:
-                self._reply(answer, stats=answer.outcome in (Outcome.FULL, Outcome.EMPTY))
-            except LineClosed:
-                self._drop(answer.ticket)
+    def _await(self, client: _Client, deadline: float) -> None:
+        """Begin a request, and wait until it has ended, by its deadline if nothing else comes."""
+        request = client.request
+        self._change(self._state.begin, request)
+        poll = select.poll()
+        poll.register(client.connection, select.POLLIN)
+        poll.register(client.bell, select.POLLIN)
+        while request.outcome is None:
+            now = time.monotonic()
+            if now >= deadline:
+                self._change(self._state.give_up, request)
+                break
+            enough = now >= request.enough_at
+            until = deadline if enough else min(deadline, request.enough_at)
+            ready = dict(poll.poll(1000 * (until - now)))
+            if client.connection.fileno() in ready:
+                raise LineClosed("the client has gone")
+            if client.bell in ready:
+                os.eventfd_read(client.bell)
+            elif not enough:
+                with self._lock:
+                    self._state.settle(time.monotonic())
 
-    def _reply(self, answer: Verdict, *, stats: bool = False) -> None:
-        """Operation what came of a request, and if asked for what the channel holds."""
-        client = self._clients.get(answer.ticket)
-        if client is None:
-            return
-        said = {
-            "waited": answer.waited,
-            "counts": [len(item.body) for item in answer.items],
-            "stats": self._state.stats() if stats else None,
-        }
-        buffers = [buffer for item in answer.items for buffer in item.body]
-        client.send(Frame(answer.outcome.value, pickle.dumps(said, 5), buffers))
-        if client.unsent:
-            both = selectors.EVENT_READ | selectors.EVENT_WRITE
-            self._selector.modify(client, both, answer.ticket)
+    def _change(self, act: Callable[[Request, float], None], request: Request) -> None:
+        with self._lock:
+            act(request, time.monotonic())
+
+    def _answer(self, request: Request, waited: float) -> Frame:
+        """What came of a request; what the channel holds, where that was asked for or is of use."""
+        stats = None
+        if request.outcome in (None, Outcome.FULL, Outcome.EMPTY):
+            with self._lock:
+                stats = self._state.stats()
+        outcome = request.outcome or Outcome.DONE
+        counts = [len(item.body) for item in request.items]
+        buffers = [buffer for item in request.items for buffer in item.body]
+        return Frame(outcome.value, pickle.dumps((waited, counts, stats), 5), buffers)
 
 
-_hosts: weakref.WeakSet[Host] = weakref.WeakSet()
+@dataclass(slots=True)
+class _Client:
+    """One connection: the eventfd that wakes who serves it, and the request that it made last."""
+
+    connection: socket.socket
+    stream: FrameStream
+    bell: int
+    request: Request = field(default_factory=Request)
+
+    def wake(self) -> None:
+        os.eventfd_write(self.bell, 1)
 
 
-def _abandon_all() -> None:
-    """Else a socket whose host has ended would look alive as long as a forked child lives."""
-    for host in list(_hosts):
-        host.abandon()
-    _hosts.clear()
+class HostActor:
+    """The Ray actor that hosts one channel."""
+
+    def __init__(self, name: str, max_items: int, max_bytes: int) -> None:
+        self._host = Host(name, max_items, max_bytes, node_address())
+
+    def address(self) -> ChannelAddress:
+        """Where it is."""
+        return self._host.address
 
 
-os.register_at_fork(after_in_child=_abandon_all)
+def node_address() -> str | None:
+    """This node's address in the Ray cluster, if this process is in one of several nodes."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    alive = sum(node["Alive"] for node in ray.nodes())
+    return str(ray.util.get_node_ip_address()) if alive > 1 else None

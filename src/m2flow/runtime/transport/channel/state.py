@@ -1,25 +1,23 @@
 """What a channel holds and who waits for it: a state machine without clock, threads or sockets.
 
-Requests carry a ticket (one request at a time for each ticket) and the time; every method returns
-the answers that have become due. The rules:
+A request that ends gets its outcome, whoever's doing it is. The rules:
 
 * Items of a key leave in the order in which they came. Bounds count what is stored, over all keys.
 * Who waits is served in order: getters within their key, putters over all keys. An item whose
   getter waits already is handed over even when the channel is full: no key blocks another.
-* A getter owns what it was handed once it acknowledges; a ticket that is dropped before that puts
-  its items back at the head.
+* A getter owns what it was handed once it acknowledges; dropped before that, it gives its items
+  back to the head.
 * A closed channel takes nothing, and lets what it holds be taken.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 Key = str | int | None
 """What items may be filed under."""
@@ -35,7 +33,6 @@ class ChannelStats:
     Attributes:
         items, bytes: what it holds.
         put, taken: items that have come, and that have been taken for good.
-        most_items, most_bytes: the most that it has held.
         waiting_putters, waiting_getters: requests that wait.
         closed: whether it takes nothing more.
         keys: items by key; keys without any are absent.
@@ -45,8 +42,6 @@ class ChannelStats:
     bytes: int
     put: int
     taken: int
-    most_items: int
-    most_bytes: int
     waiting_putters: int
     waiting_getters: int
     closed: bool
@@ -62,39 +57,35 @@ class Outcome(Enum):
     CLOSED = "closed"
 
 
-class Item(NamedTuple):
-    """An item as the channel sees it: opaque, with a weight and a size in bytes."""
+@dataclass(slots=True, eq=False)
+class Request:
+    """A put or a get, which may have to wait; a put that is done is the item in the channel.
 
-    body: Any
-    weight: float
-    num_bytes: int
+    Attributes:
+        key: of its items.
+        weight: of what is put; the most that a batch may weigh, but for its first item.
+        body, num_bytes: what is put, and its size; None for a get.
+        max_items: the most that a get takes.
+        enough_at: when a get takes whatever is there.
+        items: what a get was handed.
+        wake: called when it has ended.
+        outcome: what became of it; None while it waits.
+    """
 
+    key: Key = None
+    weight: float = math.inf
+    body: Any = None
+    num_bytes: int = 0
+    max_items: float = 1
+    enough_at: float = math.inf
+    items: Sequence[Request] = ()
+    wake: Callable[[], object] = bool
+    outcome: Outcome | None = None
 
-class Verdict(NamedTuple):
-    """The end of a request, `waited` seconds after it came."""
-
-    ticket: int
-    outcome: Outcome
-    waited: float
-    items: tuple[Item, ...] = ()
-
-
-class _Put(NamedTuple):
-    ticket: int
-    key: Key
-    began: float
-    deadline: float
-    item: Item
-
-
-class _Get(NamedTuple):
-    ticket: int
-    key: Key
-    began: float
-    deadline: float
-    weight: float
-    max_items: int
-    enough_at: float  # from then on, whatever is there will do
+    def end(self, outcome: Outcome) -> None:
+        """Say what became of it."""
+        self.outcome = outcome
+        self.wake()
 
 
 class ChannelState:
@@ -107,190 +98,145 @@ class ChannelState:
 
     def __init__(self, max_items: int, max_bytes: int) -> None:
         self.max_items, self.max_bytes = max_items, max_bytes
-        self.num_items = self.num_bytes = self.num_put = self.num_taken = 0
-        self.most_items = self.most_bytes = 0
+        self.num_items = self.num_bytes = self._num_put = self._num_taken = 0
         self.closed = False
-        self.next_deadline = math.inf
-        self._stored: dict[Key, deque[Item]] = {}
-        self._putters: dict[int, _Put] = {}
-        self._getters: dict[int, _Get] = {}
-        self._handed: dict[int, tuple[Key, tuple[Item, ...]]] = {}
+        # By key what is stored, oldest first, and behind it what waits to be.
+        self._items: defaultdict[Key, deque[Request]] = defaultdict(deque)
+        self._putters: dict[Request, None] = {}
+        self._getters: dict[Request, None] = {}
+        self._handed: set[Request] = set()
 
-    def put(self, ticket: int, key: Key, item: Item, timeout: float, now: float) -> list[Verdict]:
-        """Store the item, at once or when there is room; `timeout` 0 does not wait."""
-        assert item.num_bytes <= self.max_bytes, "an item that can never be stored"
-        if self.closed:
-            return [Verdict(ticket, Outcome.CLOSED, 0.0)]
-        self._putters[ticket] = _Put(ticket, key, now, now + timeout, item)
-        return self.expire(now)
+    def begin(self, request: Request, now: float) -> None:
+        """Serve the request, at once or when that is possible."""
+        if request.body is None:
+            self._getters[request] = None
+        elif self.closed:
+            request.end(Outcome.CLOSED)
+        else:
+            self._putters[request] = None
+            self._items[request.key].append(request)
+        self.settle(now)
 
-    def get(
-        self,
-        ticket: int,
-        key: Key,
-        timeout: float,
-        now: float,
-        *,
-        weight: float = math.inf,
-        max_items: int = 1,
-        linger: float = math.inf,
-    ) -> list[Verdict]:
-        """Take items until they weigh `weight` or are `max_items`; the first in any case.
+    def give_up(self, request: Request, now: float) -> None:
+        """End a wait that has been too long, if it is not over."""
+        if request.outcome is None:
+            request.end(Outcome.EMPTY if request.body is None else Outcome.FULL)
+            self.drop(request, now)
 
-        A batch goes as it is, with at least one item, after `linger` seconds, when the channel is
-        closed, or when it is too full to take another item of the key.
-        """
-        deadline, enough_at = now + timeout, now + linger
-        self._getters[ticket] = _Get(ticket, key, now, deadline, weight, max_items, enough_at)
-        return self.expire(now)
+    def acknowledge(self, request: Request, now: float) -> None:
+        """The getter has what it was handed."""
+        self._handed.discard(request)
+        self._num_taken += len(request.items)
+        self.settle(now)
 
-    def acknowledge(self, ticket: int, now: float) -> list[Verdict]:
-        """The ticket's getter has what it was handed."""
-        _, items = self._handed.pop(ticket, (None, ()))
-        self.num_taken += len(items)
-        return self.expire(now)
+    def drop(self, request: Request, now: float) -> None:
+        """Nobody waits for the request any more: put back what it was handed."""
+        if request in self._putters:
+            self._forget(request)
+        self._getters.pop(request, None)
+        if request in self._handed:
+            self._handed.remove(request)
+            self._items[request.key].extendleft(reversed(request.items))
+            self._count(request.items, 1)
+        self.settle(now)
 
-    def drop(self, ticket: int, now: float) -> list[Verdict]:
-        """The ticket's owner is gone: forget what it waits for, put back what it was handed."""
-        self._putters.pop(ticket, None)
-        self._getters.pop(ticket, None)
-        key, items = self._handed.pop(ticket, (None, ()))
-        if items:
-            self._stored.setdefault(key, deque()).extendleft(reversed(items))
-            self._count(items, 1)
-        return self.expire(now)
-
-    def close(self, now: float) -> list[Verdict]:
+    def close(self, now: float) -> None:
         """Refuse putters from now on, the waiting ones too; getters drain what is stored."""
         self.closed = True
-        refused = self._putters.values()
-        answers = [Verdict(one.ticket, Outcome.CLOSED, now - one.began) for one in refused]
-        self._putters.clear()
-        return answers + self.expire(now)
+        for putter in list(self._putters):
+            self._forget(putter)
+            putter.end(Outcome.CLOSED)
+        self.settle(now)
 
-    def expire(self, now: float) -> list[Verdict]:
-        """Let in whom there is room for, serve who can be served, and end waits that are over."""
-        answers = self._settled(now)
-        if not self._putters and not self._getters:
-            self.next_deadline = math.inf
-            return answers
-        while late := next((one for one in self._waits() if one.deadline <= now), None):
-            is_put = self._putters.pop(late.ticket, None) is not None
-            self._getters.pop(late.ticket, None)
-            outcome = Outcome.FULL if is_put else Outcome.EMPTY
-            answers += [Verdict(late.ticket, outcome, now - late.began), *self._settled(now)]
-        ends = [one.deadline for one in self._waits()]
-        ends += [one.enough_at for one in self._getters.values() if one.enough_at > now]
-        self.next_deadline = min(ends, default=math.inf)
-        return answers
-
-    def _waits(self) -> list[_Put | _Get]:
-        return [*self._putters.values(), *self._getters.values()]
-
-    # --- questions --------------------------------------------------------------------------------
+    def settle(self, now: float) -> None:
+        """Let in whom there is room for, and serve who can be served."""
+        while self._admit_first() or self._serve_first(now):
+            pass
 
     def stats(self) -> ChannelStats:
         """What the channel holds, has seen, and who waits."""
         return ChannelStats(
             items=self.num_items,
             bytes=self.num_bytes,
-            put=self.num_put,
-            taken=self.num_taken,
-            most_items=self.most_items,
-            most_bytes=self.most_bytes,
+            put=self._num_put,
+            taken=self._num_taken,
             waiting_putters=len(self._putters),
             waiting_getters=len(self._getters),
             closed=self.closed,
-            keys=self.sizes(),
+            keys=self._sizes(),
         )
 
-    def peek(self, key: Key) -> Item | None:
-        """The item that would be taken next."""
-        stored = self._stored.get(key)
-        return stored[0] if stored else None
-
-    def sizes(self) -> dict[Key, int]:
-        """How many items each key holds; keys that hold none are absent."""
-        return {key: len(stored) for key, stored in self._stored.items() if stored}
+    def _sizes(self) -> dict[Key, int]:
+        sizes = {key: len(items) for key, items in self._items.items()}
+        for putter in self._putters:
+            sizes[putter.key] -= 1
+        return {key: size for key, size in sizes.items() if size}
 
     # --- the rules --------------------------------------------------------------------------------
 
-    def _settled(self, now: float) -> list[Verdict]:
-        answers: list[Verdict] = []
-        while self._admit_first(now, answers) or self._serve_first(now, answers):
-            pass
-        return answers
-
-    def _admit_first(self, now: float, answers: list[Verdict]) -> bool:
+    def _admit_first(self) -> bool:
         """Store the first putter's item if there is room."""
-        putter = next(iter(self._putters.values()), None)
+        putter = next(iter(self._putters), None)
         if (
             putter is None
             or self.num_items >= self.max_items
-            or self.num_bytes + putter.item.num_bytes > self.max_bytes
+            or self.num_bytes + putter.num_bytes > self.max_bytes
         ):
             return False
-        self._stored.setdefault(putter.key, deque()).append(putter.item)
-        self._count((putter.item,), 1)
-        self._admit(putter, now, answers)
+        self._count((putter,), 1)
+        self._admit(putter)
         return True
 
-    def _admit(self, putter: _Put, now: float, answers: list[Verdict]) -> None:
-        del self._putters[putter.ticket]
-        self.num_put += 1
-        answers.append(Verdict(putter.ticket, Outcome.DONE, now - putter.began))
+    def _admit(self, putter: Request) -> None:
+        del self._putters[putter]
+        self._num_put += 1
+        putter.end(Outcome.DONE)
 
-    def _serve_first(self, now: float, answers: list[Verdict]) -> bool:
+    def _forget(self, putter: Request) -> None:
+        del self._putters[putter]
+        self._items[putter.key].remove(putter)
+
+    def _serve_first(self, now: float) -> bool:
         """Serve the first getter that can be served; each key's getters in their order."""
         seen: set[Key] = set()
-        for getter in self._getters.values():
-            ticket, key = getter.ticket, getter.key
-            if key in seen:
+        for getter in self._getters:
+            if getter.key in seen:
                 continue
-            seen.add(key)
-            stored = self._stored.get(key, deque())
-            waiting = [one for one in self._putters.values() if one.key == key]
-            count = self._ready(getter, stored, waiting, now)
-            over = self.closed and not stored and not self._given_out(key)
-            if not count and not over:
+            seen.add(getter.key)
+            there = self._items[getter.key]
+            count = self._ready(getter, there, now)
+            may_come_back = any(one.key == getter.key for one in self._handed)
+            if not count and (not self.closed or there or may_come_back):
                 continue
-            del self._getters[ticket]
-            items = [stored.popleft() for _ in range(min(count, len(stored)))]
-            self._count(items, -1)
-            for putter in waiting[: count - len(items)]:
-                items.append(putter.item)
-                self._admit(putter, now, answers)
-            if items:
-                self._handed[ticket] = (key, tuple(items))
-            outcome = Outcome.DONE if items else Outcome.CLOSED
-            answers.append(Verdict(ticket, outcome, now - getter.began, tuple(items)))
+            getter.items = [there.popleft() for _ in range(count)]
+            self._count([one for one in getter.items if one not in self._putters], -1)
+            for one in getter.items:
+                if one in self._putters:
+                    self._admit(one)
+            del self._getters[getter]
+            if count:
+                self._handed.add(getter)
+            getter.end(Outcome.DONE if count else Outcome.CLOSED)
             return True
         return False
 
-    def _ready(
-        self, getter: _Get, stored: Sequence[Item], waiting: Sequence[_Put], now: float
-    ) -> int:
+    def _ready(self, getter: Request, there: Sequence[Request], now: float) -> int:
         """How many items the getter takes now; 0 while it has to wait.
 
-        Putters that wait are behind the stored items: there is no room, so a batch cannot grow
-        beyond them.
+        Where putters wait there is no room, so that a batch cannot grow beyond their items.
         """
         count, total, complete = 0, 0.0, False
-        for item in chain(stored, (putter.item for putter in waiting)):
+        for item in there:
             if complete or (count and total + item.weight > getter.weight * (1 + ROUNDING)):
                 return count
             count, total = count + 1, total + item.weight
             enough = getter.weight * (1 - ROUNDING)
             complete = total >= enough or count >= getter.max_items
-        as_it_is = complete or waiting or self.closed or getter.enough_at <= now
-        return count if as_it_is else 0
+        cannot_grow = (
+            self.closed or getter.enough_at <= now or (there and there[-1].outcome is None)
+        )
+        return count if complete or cannot_grow else 0
 
-    def _given_out(self, key: Key) -> bool:
-        """Whether items of the key may yet come back."""
-        return any(handed_key == key for handed_key, _ in self._handed.values())
-
-    def _count(self, items: Sequence[Item], sign: int) -> None:
+    def _count(self, items: Sequence[Request], sign: int) -> None:
         self.num_items += sign * len(items)
         self.num_bytes += sign * sum(item.num_bytes for item in items)
-        self.most_items = max(self.most_items, self.num_items)
-        self.most_bytes = max(self.most_bytes, self.num_bytes)
