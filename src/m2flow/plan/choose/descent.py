@@ -27,7 +27,7 @@ WORSE = 1.6
 NO_BETTER = 0.02
 """A draft that is not the best so far is changed as if it were so much slower, relatively."""
 
-EVENTS, FEWEST = 150, 16
+EVENTS, FEWEST = 700, 16
 """A search ends when its simulations have had so many events for each that is allowed; but a
 FEWEST-th of them at least are carried out."""
 
