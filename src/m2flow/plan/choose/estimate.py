@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
+from math import log, sqrt
 from typing import NamedTuple
 
 from m2flow.flow.graph import SOURCE, StageNode
 from m2flow.plan.choose.draft import Draft, Spot, chunk_of, spot_of, stretches
 from m2flow.plan.choose.problem import Problem
+from m2flow.plan.profile import StageCost
 
 MANY = 24
 """Calls of a window that are laid out one by one."""
@@ -175,6 +177,7 @@ def _worked_out(
     if rounds > lumps:  # calls one after another are taken for fewer longer ones
         calls = (sum(calls) / spot.replicas / lumps,) * (lumps * spot.replicas)
     finish = float(cost.finish_seconds(spot.replicas)) if node.has_finish else 0.0
+    calls = (*calls[:-1], max(calls[-1], _longest(problem, node, cost, spot, calls[-1])))
     drawn = cost.round is not None or cost.spread or cost.alone < 1
     doubt = LOOPS if node.loop is not None else DRAWN if drawn else 1.0
     shortest = min(seconds.values())
@@ -186,6 +189,20 @@ def _worked_out(
         doubt * shortest,
         chunk / (window * node.minibatches),
     )
+
+
+def _longest(
+    problem: Problem, node: StageNode, cost: StageCost, spot: Spot, seconds: float
+) -> float:
+    """Seconds of the longest call of a window, of which others take so many seconds."""
+    count = problem.windows[node.index] * problem.unit_items[node.index]
+    lengths = problem.profile.stage(node.name).lengths
+    if cost.round is not None and lengths is not None:
+        each = max(1.0, count * node.expands / spot.replicas)
+        pace = cost.round.at(min(each, cost.slots or each) / 2)
+        return pace * lengths.at(1 - 0.5 / (count * node.expands))
+    deviation = cost.spread * sqrt(2 * log(spot.replicas) * spot.replicas / count)
+    return seconds * (1 + min(1.0, deviation))
 
 
 def _early(problem: Problem, draft: Draft, node: StageNode, spot: Spot) -> float:
