@@ -36,15 +36,24 @@ CHEAPER = 0.03
 """Relative seconds that more calls must save a stage by itself."""
 
 
-def starts(problem: Problem, staleness: int = 0) -> Iterator[Draft]:
-    """Drafts of every structure that memory allows, with a staleness."""
+def starts(problem: Problem, staleness: int = 0, spare: int = 0) -> Iterator[Draft]:
+    """Drafts of every structure that memory allows.
+
+    Args:
+        problem: what is planned.
+        staleness: of the drafts.
+        spare: lanes of each kind that are not used, if it has more.
+    """
     for kinds in product(*(_kinds(problem, worker) for worker in problem.workers)):
         by_kind = {
             kind: [n for n, mine in enumerate(kinds) if mine == kind]
             for kind in problem.ids
             if kind in kinds
         }
-        parts = [list(_standing(problem, kind, mine)) for kind, mine in by_kind.items()]
+        parts = [
+            list(_standing(problem, kind, mine, max(1, len(problem.ids[kind]) - spare)))
+            for kind, mine in by_kind.items()
+        ]
         for chosen in product(*parts):
             spots = {worker: spot for part in chosen for worker, spot in part.items()}
             yield from cut(problem, tuple(spots[n] for n in range(len(kinds))), staleness)
@@ -54,9 +63,11 @@ def _kinds(problem: Problem, worker: str) -> list[str]:
     return sorted({option.kind for option in problem.options[worker]})
 
 
-def _standing(problem: Problem, kind: str, workers: Sequence[int]) -> Iterator[dict[int, Spot]]:
-    """Where the workers of a kind may stand."""
-    lanes, free = len(problem.ids[kind]), _heaviest(problem, kind, workers)
+def _standing(
+    problem: Problem, kind: str, workers: Sequence[int], lanes: int
+) -> Iterator[dict[int, Spot]]:
+    """Where the workers of a kind may stand, on so many lanes."""
+    free = _heaviest(problem, kind, workers)
     for blocks in _partitions(len(free)):
         block_of = dict(zip(free, blocks, strict=True))
         for worker in workers:  # in the order of the flow
