@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -324,3 +325,28 @@ def test_the_smallest_cluster_that_would_do(least: int) -> None:
 def test_no_cluster_is_too_large_to_be_tried_forever() -> None:
     assert smallest(parse_cluster("1x2xH100"), lambda _: False) is None
     assert max(cluster.num_lanes for cluster in fuller(parse_cluster("3x8xH100"))) <= 4096
+
+
+def test_long_answers_of_a_large_model_have_a_plan(m2flow: M2flow) -> None:
+    """8,192 answers a step ended in RunFailed: a simulated step is longer than a real deadline."""
+    recipe = Path(__file__).parents[2] / "recipes" / "gsm8k.yaml"
+    sizes = ("prompts_per_step=512", "samples_per_prompt=16", "minibatches=1")
+    outcome = m2flow(
+        "plan", recipe, "--cluster", "1x8xA100-80GB", "--model", "Qwen2.5-7B", *sizes,
+        "generation.max_new_tokens=16384",
+    )  # fmt: skip
+    assert re.match(r"plan: \w+, 8 lanes, \d+ s a step", outcome.out)
+
+
+def test_more_lanes_are_not_slower_with_long_answers(m2flow: M2flow) -> None:
+    recipe = Path(__file__).parents[2] / "recipes" / "gsm8k.yaml"
+    seconds = []
+    for cluster in ("1x8xA100-80GB", "2x8xA100-80GB"):
+        outcome = m2flow(
+            "plan", recipe, "--cluster", cluster, "--model", "Qwen2.5-1.5B",
+            "generation.max_new_tokens=8192",
+        )  # fmt: skip
+        told = re.match(r"plan: \w+, \d+ lanes, ([\d.]+) s", outcome.out)
+        assert told
+        seconds.append(float(told[1]))
+    assert seconds[1] <= seconds[0]

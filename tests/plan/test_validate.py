@@ -10,6 +10,7 @@ import pytest
 from m2flow.errors import PlanError
 from m2flow.flow import Flow, stage
 from m2flow.flow.graph import WeightEdge
+from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan, validate
 from tests.plan.small_graphs import GRAPHS, GRPO
 
@@ -233,3 +234,19 @@ def test_a_sticky_worker_cannot_be_a_gang_and_a_step_must_fit_its_edge() -> None
     validate(narrow, graph, 6)
     with pytest.raises(PlanError, match=r"edges\.policy\.act->whiten.*at least 8"):
         validate(narrow, graph, 8)
+
+
+def test_a_layout_must_be_declared_and_possible() -> None:
+    odd = Layout("tp2", 2, (("heads", 7, 2),))
+    declared = {"learner": [ONE_LANE, Layout("fsdp2", 2), odd]}
+
+    def check(layout: str) -> None:
+        validate(replace(GOOD, **placed(learner=replace(GANG, layout=layout))), GRPO, 8,
+                 layouts=declared)  # fmt: skip
+
+    check("fsdp2")
+    with pytest.raises(PlanError, match=r"placements\.learner\.layout: is no layout .*'fsdp2'"):
+        check("fsdp3")
+    with pytest.raises(PlanError, match=r"learner\.layout: 7 heads cannot be divided by 2"):
+        check("tp2")
+    validate(replace(GOOD, **placed(gen=replace(TWO, layout="x"))), GRPO, 8, layouts=declared)

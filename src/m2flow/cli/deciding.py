@@ -19,7 +19,13 @@ from m2flow.plan.profile import Profile
 from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import Cluster, lane_specs, parse_cluster
 from m2flow.plan.profile.work import Pricer
-from m2flow.workloads.common.planning import flow_of, lanes_of, layouts_of, with_limit
+from m2flow.workloads.common.planning import (
+    declared_layouts,
+    flow_of,
+    lanes_of,
+    layouts_of,
+    with_limit,
+)
 from m2flow.workloads.common.profile_key import profile_key
 from m2flow.workloads.common.recipe import AUTO_MODE, Recipe
 from m2flow.workloads.common.registry import workload_of
@@ -61,11 +67,11 @@ class Planning:
                 value=asked.mode,
                 hint="leave out --cluster and --profile to see its plan",
             )
-        flow = flow_of(self.recipe, asked.assumed.model)
-        self.graph: FlowGraph = flow.trace()
-        self.isolated = isolated_workers(flow)
+        self.flow = flow_of(self.recipe, asked.assumed.model)
+        self.graph: FlowGraph = self.flow.trace()
+        self.isolated = isolated_workers(self.flow)
         self.cluster = None if asked.cluster is None else parse_cluster(asked.cluster, "--cluster")
-        self.layouts = layouts_of(self.recipe, flow, self._lanes(self.cluster))
+        self.layouts = layouts_of(self.recipe, self.flow, self._lanes(self.cluster))
         self.prices: Pricer | None = None
         if self.cluster is not None:
             workload = workload_of(self.recipe)
@@ -86,7 +92,8 @@ class Planning:
         if self.asked.plan_file is None:
             return None
         mine = read_plan(self.asked.plan_file)
-        validate(mine, self.graph, self.recipe.items_per_step, self.isolated)
+        declared = declared_layouts(self.flow, mine.lanes)
+        validate(mine, self.graph, self.recipe.items_per_step, self.isolated, declared)
         return mine
 
     def decided(self, lanes: Sequence[LaneSpec], beside: Sequence[Plan] = ()) -> Decision:

@@ -16,18 +16,10 @@ Bytes = NewType("Bytes", int)
 """A size."""
 
 Items = NewType("Items", int)
-"""A number of items of a stage, as it receives them (a step's source items times its fanout)."""
-
-SourceItems = NewType("SourceItems", int)
-"""A number of items of the step's input, by which chunks are counted for all stages alike."""
+"""A number of items of a stage, as it receives them."""
 
 BytesPerSecond = NewType("BytesPerSecond", float)
 """A rate of transfer."""
-
-
-def items_of(source_items: SourceItems, fanout: int) -> Items:
-    """Items that a stage receives for so many items of the step's input."""
-    return Items(source_items * fanout)
 
 
 def add(*parts: Seconds) -> Seconds:
@@ -38,11 +30,6 @@ def add(*parts: Seconds) -> Seconds:
 def times(count: float, each: Seconds) -> Seconds:
     """So many times a duration."""
     return Seconds(count * each)
-
-
-def size_of(items: Items, each: Bytes) -> Bytes:
-    """Bytes of so many items of one size."""
-    return Bytes(items * each)
 
 
 def transfer(size: Bytes, rate: BytesPerSecond) -> Seconds:

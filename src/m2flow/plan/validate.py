@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.engine.turns import whole_step_edges
 from m2flow.errors import PlanError, suggestion
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
+from m2flow.flow.worker import Layout
 from m2flow.plan.builders import placed
 from m2flow.plan.memory import check_memory
 from m2flow.plan.profile.hardware import DEVICES
@@ -19,6 +21,7 @@ def validate(
     graph: FlowGraph,
     num_items: int | None = None,
     isolated: Collection[str] = (),
+    layouts: Mapping[str, Collection[Layout]] = MappingProxyType({}),
 ) -> None:
     """Check a plan against the graph it is to carry out.
 
@@ -28,6 +31,8 @@ def validate(
         num_items: source items of a step, where they are known: mini-batches and edges are then
             checked against them.
         isolated: workers that must stand on lanes reserved for them, but for an eager run.
+        layouts: those that workers declare, as far as the caller knows; the layouts of other
+            workers are not checked.
 
     Raises:
         PlanError: the first thing that does not fit.
@@ -41,6 +46,8 @@ def validate(
     for worker, placement in plan.placements.items():
         _check_known("placements", worker, workers)
         _check_placement(worker, placement, lane_ids)
+        if worker in layouts:
+            _check_layout(worker, placement, layouts[worker])
     for edge in graph.weight_edges:
         if edge.source not in graph.workers:
             raise PlanError(
@@ -153,6 +160,18 @@ def _check_placement(worker: str, placement: Placement, lanes: set[int]) -> None
             raise PlanError("stands on a lane that the plan does not have", key=key, value=lane)
     if len(set(used)) != len(used):
         raise PlanError("stands twice on the same lane", key=key, value=used)
+
+
+def _check_layout(worker: str, placement: Placement, declared: Collection[Layout]) -> None:
+    key, name = f"placements.{worker}.layout", placement.layout
+    layout = next((one for one in declared if one.name == name), None)
+    if layout is None:
+        names = [one.name for one in declared if one.obstacle() is None]
+        raise PlanError(
+            "is no layout of the worker", key=key, value=name, hint=suggestion(name, names)
+        )
+    if (obstacle := layout.obstacle()) is not None:
+        raise PlanError(obstacle, key=key, value=name)
 
 
 def _check_minibatches(node: StageNode, num_items: int) -> None:

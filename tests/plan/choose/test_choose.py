@@ -47,7 +47,7 @@ def gap(seed: int) -> float:
     return mine / oracle.run(0.002) - 1
 
 
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", [0, 10])
 def test_nearly_as_good_as_brute_force(first: int) -> None:
     gaps = [gap(seed) for seed in range(first, first + 10)]
     assert sum(gaps) / len(gaps) <= 0.01
@@ -222,6 +222,14 @@ def test_generation_that_is_fed_is_found() -> None:
             fed = draft.with_calls(0, 1.0, limit)
             one = simulate(GRPO, to_plan(problem, fed), waiting(), 64, steps=3)
             assert best <= one.seconds * 1.05, (limit, fed)
+
+
+def test_structures_are_simulated_where_a_step_has_many_events() -> None:
+    """A step of 1,500 events on 16 lanes was planned by 9 simulations, of fixed modes mostly, and
+    plans 12 % faster were missed."""
+    found = choose(GRPO, waiting(), lanes_of({"cpu": 16}), 128, effort=40)
+    assert found.chosen.prediction.num_events > 1000
+    assert 16 < found.num_simulated <= 49
 
 
 def test_the_shortlist_holds_different_plans_within_the_error() -> None:

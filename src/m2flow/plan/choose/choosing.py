@@ -32,13 +32,13 @@ from m2flow.plan.profile import Profile
 EFFORT = 100
 """Simulations of one step, for each staleness."""
 
-FEWER = (0.5, 0.99)
-"""Shares of the lanes to which a part of the effort goes: more lanes shall not lead to less."""
+FEW_LANES = 12
+"""On so many lanes a quarter of the effort goes to plans that leave one of each kind idle."""
 
 FINALISTS = 6
 """So many of the best plans are simulated for STEPS steps, for each staleness."""
 
-STEPS, MANY_EVENTS = 3, 2000
+STEPS, MANY_EVENTS = 3, 3000
 """Steps of such a simulation; one, where that has more events."""
 
 AS_GOOD = 0.01
@@ -134,12 +134,11 @@ class _Choice:
         fixed = list(self._fixed(staleness))
         known: list[Draft | None] = [draft_of(self.small, plan) for _, plan in fixed]
         known += [replace(draft, staleness=staleness) for draft in self._descent.best(FINALISTS)]
-        fewer = FEWER if self.fold == 1 else ()
-        for share in fewer:
-            self._descent.search(starts(self.small, staleness, share), effort // 4)
-        known += self._descent.best(FINALISTS)
-        most = effort - len(fewer) * (effort // 4)
-        self._descent.search(starts(self.small, staleness), most, filter(None, known))
+        if len(self.small.lanes) <= FEW_LANES:  # one more lane shall not lead to less
+            self._descent.search(starts(self.small, staleness, spare=1), effort // 4)
+            known += self._descent.best(FINALISTS)
+            effort -= effort // 4
+        self._descent.search(starts(self.small, staleness), effort, filter(None, known))
         each = self.judge.num_events / max(1, self.judge.num_simulated)
         steps = STEPS if each <= MANY_EVENTS else 1
         for mode, plan in fixed:

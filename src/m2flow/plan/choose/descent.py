@@ -8,7 +8,7 @@ from itertools import chain, count, islice
 from math import inf
 
 from m2flow.plan.choose.draft import Draft, key, obstacle, structure, to_plan
-from m2flow.plan.choose.estimate import Estimate, estimate
+from m2flow.plan.choose.estimate import estimate
 from m2flow.plan.choose.judge import Judge
 from m2flow.plan.choose.moves import moves
 from m2flow.plan.choose.problem import Problem
@@ -27,7 +27,7 @@ WORSE = 1.6
 NO_BETTER = 0.02
 """A draft that is not the best so far is changed as if it were so much slower, relatively."""
 
-EVENTS, FEWEST = 150, 16
+EVENTS, FEWEST = 700, 16
 """A search ends when its simulations have had so many events for each that is allowed; but a
 FEWEST-th of them at least are carried out."""
 
@@ -89,13 +89,12 @@ class Descent:
         return [draft for draft in known if self.seconds[draft] < inf]
 
     def _changes(self, draft: Draft) -> Iterator[Draft]:
-        """Changes of a draft that may be the best of all, those that look best first."""
-        most = WORSE * estimate(self.problem, draft).about
+        """New changes of a draft, those that look best first."""
+        most = WORSE * estimate(self.problem, draft)
         for estimated, other in self._ranked(moves(self.problem, draft)):
-            if estimated.about > most:
+            if estimated > most:
                 return
-            may_be_best = estimated.least < self._best * (1 - GAIN)
-            if may_be_best and self._is_new(other) and self._fits(other):
+            if self._is_new(other) and self._fits(other):
                 yield other
 
     def judged(self, draft: Draft) -> float:
@@ -113,11 +112,11 @@ class Descent:
     def _is_new(self, draft: Draft) -> bool:
         return key(self.problem, draft) not in self._shapes
 
-    def _ranked(self, drafts: Iterable[Draft]) -> list[tuple[Estimate, Draft]]:
+    def _ranked(self, drafts: Iterable[Draft]) -> list[tuple[float, Draft]]:
         """Each draft once, those that look best first."""
         each = {key(self.problem, draft): draft for draft in drafts}
         rated = [(estimate(self.problem, draft), draft) for draft in each.values()]
-        return sorted(rated, key=lambda entry: entry[0].about)
+        return sorted(rated, key=lambda entry: entry[0])
 
     def _fits(self, draft: Draft) -> bool:
         """Whether a draft keeps the limits; if not, an example of the reason is kept."""

@@ -9,33 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
+from math import log, sqrt
 from typing import NamedTuple
 
 from m2flow.flow.graph import SOURCE, StageNode
 from m2flow.plan.choose.draft import Draft, Spot, chunk_of, spot_of, stretches
 from m2flow.plan.choose.problem import Problem
+from m2flow.plan.profile import StageCost
 
 MANY = 24
 """Calls of a window that are laid out one by one."""
 
-DRAWN, LOOPS = 0.5, 0.2
-"""Shares of what a stage is taken for that it takes at least, where seconds are drawn, and in a
-loop, which items leave one after the other."""
-
 EARLY = 0.1
 """Share of a streaming call after which its first outputs are out, where nobody knows."""
-
-
-class Estimate(NamedTuple):
-    """Seconds of a step, without the engine.
-
-    Attributes:
-        about: what it is taken for.
-        least: what no plan of these calls on these lanes undercuts by much.
-    """
-
-    about: float
-    least: float
 
 
 class _Work(NamedTuple):
@@ -44,25 +30,21 @@ class _Work(NamedTuple):
     Attributes:
         calls: of each call of a window.
         finish: of the `finish` of a mini-batch.
-        least: of a step on one replica, if all replicas could share the calls evenly.
-        shortest: of the smallest call.
+        even: of a step on one replica, if all replicas could share the calls evenly.
         share: of the items of a step that a call takes.
     """
 
     calls: tuple[float, ...]
     finish: float
-    least: float
-    shortest: float
+    even: float
     share: float
 
 
-def estimate(problem: Problem, draft: Draft) -> Estimate:
-    """Seconds of a step, about and at least."""
+def estimate(problem: Problem, draft: Draft) -> float:
+    """About how many seconds a step takes."""
     free = {kind: [0.0] * len(ids) for kind, ids in problem.ids.items()}
     first: dict[int, float] = {SOURCE: 0.0}
     last: dict[int, float] = {SOURCE: 0.0}
-    soonest: dict[int, float] = {SOURCE: 0.0}
-    path: dict[int, float] = {SOURCE: 0.0}
     busy = [0.0] * len(draft.spots)
     for node in problem.graph.nodes:
         spot = spot_of(problem, draft, node)
@@ -77,20 +59,11 @@ def estimate(problem: Problem, draft: Draft) -> Estimate:
         if node.streaming:
             begin -= work.calls[0] * (1 - _early(problem, draft, node, spot))
         first[node.index], last[node.index] = begin, end
-        busy[problem.number[node.worker]] += work.least
-        start = max(soonest[producer] for producer in node.inputs)
-        before = max(path[producer] for producer in node.inputs)
-        if node.loop is not None:  # items of a loop go round in no order
-            soonest[node.index], path[node.index] = start, before
-        else:
-            soonest[node.index] = start + (0.0 if node.streaming else work.shortest)
-            path[node.index] = max(start + work.least, before + work.shortest + work.finish)
-    load = _load(draft, busy)
+        busy[problem.number[node.worker]] += work.even
     about = max(last.values())
-    least = max(load, *path.values())
     if draft.staleness:
-        about, least = max(about / (1 + draft.staleness), load), load
-    return Estimate(about + _publishing(problem, draft) + _switching(problem, draft), least)
+        about = max(about / (1 + draft.staleness), _load(draft, busy))
+    return about + _publishing(problem, draft) + _switching(problem, draft)
 
 
 def _scheduled(
@@ -175,17 +148,23 @@ def _worked_out(
     if rounds > lumps:  # calls one after another are taken for fewer longer ones
         calls = (sum(calls) / spot.replicas / lumps,) * (lumps * spot.replicas)
     finish = float(cost.finish_seconds(spot.replicas)) if node.has_finish else 0.0
-    drawn = cost.round is not None or cost.spread or cost.alone < 1
-    doubt = LOOPS if node.loop is not None else DRAWN if drawn else 1.0
-    shortest = min(seconds.values())
-    even = max(sum(calls) / spot.replicas, rounds * shortest) + finish
-    return _Work(
-        calls,
-        finish,
-        doubt * node.minibatches * problem.turns(node) * even,
-        doubt * shortest,
-        chunk / (window * node.minibatches),
-    )
+    calls = (*calls[:-1], max(calls[-1], _longest(problem, node, cost, spot, calls[-1])))
+    even = node.minibatches * (problem.turns(node) * sum(calls) / spot.replicas + finish)
+    return _Work(calls, finish, even, chunk / (window * node.minibatches))
+
+
+def _longest(
+    problem: Problem, node: StageNode, cost: StageCost, spot: Spot, seconds: float
+) -> float:
+    """Seconds of the longest call of a window, of which others take so many seconds."""
+    count = problem.windows[node.index] * problem.unit_items[node.index]
+    lengths = problem.profile.stage(node.name).lengths
+    if cost.round is not None and lengths is not None:
+        each = max(1.0, count * node.expands / spot.replicas)
+        pace = cost.round.at(min(each, cost.slots or each) / 2)
+        return pace * lengths.at(1 - 0.5 / (count * node.expands))
+    deviation = cost.spread * sqrt(2 * log(spot.replicas) * spot.replicas / count)
+    return seconds * (1 + min(1.0, deviation))
 
 
 def _early(problem: Problem, draft: Draft, node: StageNode, spot: Spot) -> float:

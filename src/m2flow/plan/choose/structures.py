@@ -36,13 +36,13 @@ CHEAPER = 0.03
 """Relative seconds that more calls must save a stage by itself."""
 
 
-def starts(problem: Problem, staleness: int = 0, share: float = 1.0) -> Iterator[Draft]:
+def starts(problem: Problem, staleness: int = 0, spare: int = 0) -> Iterator[Draft]:
     """Drafts of every structure that memory allows.
 
     Args:
         problem: what is planned.
         staleness: of the drafts.
-        share: of the lanes of each kind that is used, rounded down to at least one lane.
+        spare: lanes of each kind that are not used, if it has more.
     """
     for kinds in product(*(_kinds(problem, worker) for worker in problem.workers)):
         by_kind = {
@@ -51,7 +51,7 @@ def starts(problem: Problem, staleness: int = 0, share: float = 1.0) -> Iterator
             if kind in kinds
         }
         parts = [
-            list(_standing(problem, kind, mine, max(1, int(share * len(problem.ids[kind])))))
+            list(_standing(problem, kind, mine, max(1, len(problem.ids[kind]) - spare)))
             for kind, mine in by_kind.items()
         ]
         for chosen in product(*parts):

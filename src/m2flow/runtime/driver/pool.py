@@ -40,6 +40,7 @@ from m2flow.runtime.lane.orders import (
     LaneEnded,
     Order,
     Prepare,
+    Probe,
     from_bytes,
     to_bytes,
 )

@@ -58,7 +58,7 @@ def planned(recipe: Recipe, plan_file: Path | None = None) -> tuple[FlowGraph, P
             max_staleness=recipe.max_staleness,
             deadline_seconds=recipe.deadline_seconds,
         )
-    validate(plan, graph, recipe.items_per_step, isolated)
+    validate(plan, graph, recipe.items_per_step, isolated, declared_layouts(flow, plan.lanes))
     return graph, plan
 
 
@@ -78,6 +78,15 @@ def with_limit(lanes: tuple[LaneSpec, ...], recipe: Recipe) -> tuple[LaneSpec, .
     return with_memory(lanes, parse_bytes(recipe.lane_memory, "lane_memory"))
 
 
+def declared_layouts(flow: Flow, lanes: Sequence[LaneSpec]) -> dict[str, list[Layout]]:
+    """The layouts that a flow's workers declare for lanes, those with an obstacle too."""
+    kinds = sorted({lane.kind for lane in lanes})
+    return {
+        name: [layout for kind in kinds for layout in worker.layouts(kind, len(lanes))]
+        for name, worker in flow.workers.items()
+    }
+
+
 def layouts_of(recipe: Recipe, flow: Flow, lanes: Sequence[LaneSpec]) -> dict[str, Layout]:
     """Layouts that the recipe asks for, by worker.
 
@@ -90,17 +99,12 @@ def layouts_of(recipe: Recipe, flow: Flow, lanes: Sequence[LaneSpec]) -> dict[st
         UserError: the flow has no such worker, the worker knows no such layout on these lanes, or
             something that the layout divides cannot be divided so.
     """
-    found = {}
+    found, declared = {}, declared_layouts(flow, lanes)
     for worker, name in recipe.layouts.items():
         key = f"layouts.{worker}"
         if worker not in flow.workers:
             raise UserError("is no worker", key=key, hint=suggestion(worker, flow.workers))
-        kinds = sorted({lane.kind for lane in lanes})
-        known = {
-            layout.name: layout
-            for kind in kinds
-            for layout in flow.workers[worker].layouts(kind, len(lanes))
-        }
+        known = {layout.name: layout for layout in declared[worker]}
         if name not in known:
             raise UserError(
                 f"{worker} has no such layout on {len(lanes)} lanes",
