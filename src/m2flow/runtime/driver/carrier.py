@@ -11,7 +11,6 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from threading import Lock
 from typing import Any
 
@@ -27,6 +26,7 @@ from m2flow.engine.messages import (
     ExportWeights,
     FeedCall,
     InstallWeights,
+    LaneCommand,
     LaneLost,
     MoveState,
     ReleaseItems,
@@ -116,38 +116,36 @@ class RayCarrier:
                 for lane in lanes:
                     source = self._source(flow, command, lane)
                     in_pieces = command.fused or self._wanted_early(flow, node, lane)
-                    self._send(lane, Execute(flow, command, source, in_pieces=in_pieces))
+                    self._send(lane, flow, command, source=source, in_pieces=in_pieces)
             case FeedCall(lanes=lanes):
                 for lane in lanes:
-                    self._send(lane, Execute(flow, command, self._source(flow, command, lane)))
+                    self._send(lane, flow, command, source=self._source(flow, command, lane))
             case RunFinish(lanes=lanes):
                 if len(lanes) > 1:
                     self._gang_calls.add(command.call)
                 for lane in lanes:
-                    self._send(lane, Execute(flow, command))
+                    self._send(lane, flow, command)
             case AbortCall(lanes=lanes):
                 for lane in lanes:
-                    self._send(lane, Execute(flow, command))
+                    self._send(lane, flow, command)
             case ExportWeights(source=worker, version=version, lanes=lanes):
                 for lane, sends in self.publisher.export(worker, version, lanes).items():
-                    self._send(lane, Execute(flow, command, sends=sends))
+                    self._send(lane, flow, command, sends=sends)
             case InstallWeights(lanes=(lane,), local=local):
                 exports = [] if local else self.publisher.install(command)
-                self._send(lane, Execute(flow, command, exports=exports))
+                self._send(lane, flow, command, exports=exports)
             case MoveState(lane=lane):
-                self._send(lane, Execute(flow, command))
+                self._send(lane, flow, command)
             case ReleaseItems(step=step, producer=producer, items=items, lanes=lanes):
                 for lane in lanes:
                     self._released[lane].append(Release(flow, step, producer, items))
             case _:
                 raise AssertionError(f"no lane carries out {command}")
 
-    def _send(self, lane: int, order: Execute) -> None:
+    def _send(self, lane: int, flow: str, command: LaneCommand, **more: Any) -> None:
         """Give a lane an order; with it goes what the lane is to let go of before."""
-        if self._released[lane]:
-            order = replace(order, released=self._released[lane])
-            self._released[lane] = []
-        self.pool.send(lane, order)
+        released, self._released[lane] = self._released[lane], []
+        self.pool.send(lane, Execute(flow, command, released=released, **more))
 
     def _source(self, flow: str, command: RunCall | FeedCall, lane: int) -> Any:
         """The source items that a call reads on a lane, packed; None if it reads none."""
@@ -165,10 +163,10 @@ class RayCarrier:
         engine, which feeds the call by what it has finished."""
         if not node.streaming:
             return False
-        stage = self._plans[flow].stages.get(node.name, StagePlan())
+        if self._plans[flow].stages.get(node.name, StagePlan()).max_running is not None:
+            return True
         readers = [other for other in self.graphs[flow].nodes if node.index in other.inputs]
-        lanes = {x for other in readers for x in self.plan.placements[other.worker].lanes}
-        return stage.max_running is not None or not lanes <= {lane}
+        return any(self.plan.placements[other.worker].lanes != (lane,) for other in readers)
 
     # --- what lanes report ------------------------------------------------------------------------
 

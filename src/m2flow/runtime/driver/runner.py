@@ -251,8 +251,7 @@ class Runner:
         begin = self._clock()
         attentive = begin - self._attended < AWAY_SECONDS
         reports = self.carrier.wait(seconds=1.0)
-        self._attended = self._clock()
-        self._handle(Tick(self._attended, judge=False))
+        self._attended = now = self._clock()
         for report in reports:
             self._spans += report.spans
             if self._open and (report.metrics is not None or report.published is not None):
@@ -262,8 +261,8 @@ class Runner:
                 if report.published is not None:
                     self._open[step].add(report.published)
             self._changed |= isinstance(report.event, MoveFailed)
-        self._handle(*(report.event for report in reports if report.event is not None))
-        self._handle(Tick(self._attended, judge=attentive))
+        news = [report.event for report in reports if report.event is not None]
+        self._handle(Tick(now, judge=False), *news, Tick(now, judge=attentive))
 
     def _step_of(self, report: Report) -> int:
         call = getattr(report.event, "call", None)
