@@ -5,7 +5,12 @@ from __future__ import annotations
 import selectors
 import socket
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
+
+import pytest
 
 from m2flow.engine.messages import CallFailed, CallFinished, ItemsProduced, LaneLost
 from m2flow.runtime.driver.carrier import first_cause_first
@@ -30,23 +35,33 @@ def test_a_lane_that_is_lost_comes_before_what_others_missed_of_it() -> None:
     assert first_cause_first([echo, produced, lost]) == [produced, lost, echo]
 
 
-def pool_of(*lanes: int) -> tuple[Any, dict[int, Line]]:
-    """A pool of lanes that are ends of sockets here."""
+PoolOf = Callable[..., tuple[Any, dict[int, Line]]]
+
+
+@pytest.fixture
+def pool_of() -> Iterator[PoolOf]:
+    """Makes a pool of lanes that are ends of sockets here."""
+    with ExitStack() as opened:
+        yield partial(make_pool, opened)
+
+
+def make_pool(opened: ExitStack, *lanes: int) -> tuple[Any, dict[int, Line]]:
     pool: Any = LanePool.__new__(LanePool)
-    pool._inbox, pool._lines, pool._selector = deque(), {}, selectors.DefaultSelector()
-    pool._woken, pool._waker = socket.socketpair()
+    pool._inbox, pool._lines = deque(), {}
+    pool._selector = opened.enter_context(selectors.DefaultSelector())
+    pool._woken, pool._waker = map(opened.enter_context, socket.socketpair())
     pool._selector.register(pool._woken, selectors.EVENT_READ, None)
     pool.spoiled, pool._known_end, pool._checked = None, lambda lane, seconds=0.0: None, 0.0
     ends = {}
     for lane in lanes:
-        here, there = socket.socketpair()
+        here, there = map(opened.enter_context, socket.socketpair())
         here.setblocking(False)
         pool._lines[lane], ends[lane] = LauncherLine(here), Line(there)
         pool._selector.register(pool._lines[lane], selectors.EVENT_READ, lane)
     return pool, ends
 
 
-def test_nothing_that_was_said_is_dropped_when_a_lane_goes() -> None:
+def test_nothing_that_was_said_is_dropped_when_a_lane_goes(pool_of: PoolOf) -> None:
     pool, ends = pool_of(0, 1)
     words = {lane: Reports("step", [Report(CallFinished(lane, lane), at=0.0)]) for lane in (0, 1)}
     for lane, end in ends.items():
@@ -62,7 +77,7 @@ def test_nothing_that_was_said_is_dropped_when_a_lane_goes() -> None:
     assert "lane 0 was lost" in pool.spoiled
 
 
-def test_whoever_has_fetched_something_wakes_the_control_loop() -> None:
+def test_whoever_has_fetched_something_wakes_the_control_loop(pool_of: PoolOf) -> None:
     pool, _ = pool_of(0)
     pool.wake()
     assert pool.receive(60.0) == []
