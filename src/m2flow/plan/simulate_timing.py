@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 from m2flow.engine.messages import (
     Event,
@@ -24,7 +25,7 @@ from m2flow.engine.messages import (
 )
 from m2flow.engine.plan import Plan, StagePlan
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
-from m2flow.plan.profile import Profile, StageCost, WorkerCost
+from m2flow.plan.profile import Profile, Quantiles, StageCost, WorkerCost
 from m2flow.plan.units import Bytes, Items
 from m2flow.simulation.timing import Admitted, Timing, Transfer
 
@@ -61,6 +62,14 @@ def drawn(seed: int, what: int, stage: int, step: int, item: int) -> float:
     return (x >> 11) / (1 << 53)
 
 
+class _Maker(NamedTuple):
+    """The stage whose items have lengths, and how many items descend from each of them."""
+
+    node: StageNode
+    lengths: Quantiles
+    expands: int
+
+
 class ProfileTiming(Timing):
     """A `Timing` for one plan.
 
@@ -93,7 +102,7 @@ class ProfileTiming(Timing):
             for layout in self._costs[node.index].values()
             if self._shares(node, layout)
         }
-        self._makers = [self._maker_of(node) for node in graph.nodes]
+        self._maker = cache(self._maker_of)
         self._visits: dict[tuple[int, int, int], int] = {}
         self._price = cache(self._publish_price)
 
@@ -126,12 +135,9 @@ class ProfileTiming(Timing):
         It is the length with which the item, or what it descends from, was made; else the longest
         of those that a reader will make of it.
         """
-        maker, ancestor = producer, item
-        while maker != SOURCE:
-            node = self.graph.nodes[maker]
-            if self.profile.stage(node.name).lengths is not None:
-                return self.length(node, step, ancestor)
-            maker, ancestor = node.inputs[0], ancestor // node.expands
+        maker = self._maker(producer)
+        if maker is not None:
+            return self.length(maker.node, step, item // maker.expands)
         for node in self.graph.nodes:
             if producer in node.inputs and self.profile.stage(node.name).lengths is not None:
                 made = range(item * node.expands, (item + 1) * node.expands)
@@ -151,11 +157,11 @@ class ProfileTiming(Timing):
         shares: Sequence[Sequence[int]],
     ) -> float:
         cost, items = self.cost(node, lanes[0]), [item for share in shares for item in share]
-        seconds, overhead = cost.call(Items(len(items))), self.profile.call_overhead
+        seconds = cost.call(Items(len(items)))
         if not cost.spread or not 0 < len(items) <= MANY_ITEMS:
-            return seconds + overhead
+            return seconds
         above = sum(self._deviation(node, step, item) for item in items) / len(items)
-        return seconds * max(LEAST_WEIGHT, 1.0 + cost.spread * above) + overhead
+        return seconds * max(LEAST_WEIGHT, 1.0 + cost.spread * above)
 
     def _deviation(self, node: StageNode, step: int, item: int) -> float:
         """By how many standard deviations an input item takes more than the mean item.
@@ -163,24 +169,22 @@ class ProfileTiming(Timing):
         An item that descends from one with a length takes as much more as the item is longer: long
         answers come late, and take long in every later stage too.
         """
-        maker, expands = self._makers[node.index]
-        if maker is None:
+        maker = self._maker(node.inputs[0])
+        if maker is None or not maker.lengths.deviation:
             return UNIT_VARIANCE * (self._drawn(WEIGHT, node, step, item) - 0.5)
-        lengths = self.profile.stage(maker.name).lengths
-        assert lengths is not None
-        return (self.length(maker, step, item // expands) - lengths.mean) / lengths.deviation
+        length = self.length(maker.node, step, item // maker.expands)
+        return (length - maker.lengths.mean) / maker.lengths.deviation
 
-    def _maker_of(self, node: StageNode) -> tuple[StageNode | None, int]:
-        """The stage that gave a stage's input items, or what they descend from, their lengths; and
-        how many of the input items descend from one of its items."""
-        expands, source = 1, node.inputs[0]
-        while source != SOURCE:
-            maker = self.graph.nodes[source]
-            lengths = self.profile.stage(maker.name).lengths
+    def _maker_of(self, producer: int) -> _Maker | None:
+        """Find the stage that gave a producer's items, or what they descend from, their lengths."""
+        expands = 1
+        while producer != SOURCE:
+            node = self.graph.nodes[producer]
+            lengths = self.profile.stage(node.name).lengths
             if lengths is not None:
-                return (maker if lengths.deviation else None), expands
-            expands, source = expands * maker.expands, maker.inputs[0]
-        return None, expands
+                return _Maker(node, lengths, expands)
+            producer, expands = node.inputs[0], expands * node.expands
+        return None
 
     def admit(self, node: StageNode, step: int, lane: int, items: Sequence[int]) -> Admitted:
         layout, count = self.cost(node, lane), len(items)
@@ -188,10 +192,10 @@ class ProfileTiming(Timing):
         if self._shares(node, layout):
             pause = layout.admit.at(count) if layout.admit else 0.0
             lengths = [self.length(node, step, output) for output in outputs]
-            return Admitted(pause + self.profile.call_overhead, lengths)
+            return Admitted(pause, lengths)
         seconds = layout.call(Items(count))
         if layout.done is None:
-            return Admitted(self.profile.call_overhead, [seconds] * len(outputs))
+            return Admitted(0.0, [seconds] * len(outputs))
         order = sorted(
             range(len(outputs)),
             key=lambda n: (
@@ -203,7 +207,7 @@ class ProfileTiming(Timing):
         for place, n in enumerate(order, start=1):
             piece = math.ceil(place * PIECES / len(outputs)) / PIECES
             needs[n] = seconds * layout.done.at(max(place / len(outputs), piece))
-        return Admitted(self.profile.call_overhead, needs)
+        return Admitted(0.0, needs)
 
     def _shares(self, node: StageNode, layout: StageCost) -> bool:
         """Whether a streaming stage's items are at work by their lengths."""
@@ -231,8 +235,7 @@ class ProfileTiming(Timing):
 
     def finish(self, node: StageNode, command: RunFinish) -> float:
         replicas = len(self.plan.placements[node.worker].replicas)
-        seconds = self.cost(node, command.lanes[0]).finish_seconds(replicas)
-        return seconds + self.profile.call_overhead
+        return self.cost(node, command.lanes[0]).finish_seconds(replicas)
 
     def publish(self, command: ExportWeights | InstallWeights, lane: int) -> float:
         """The whole price is the install's: lanes that take weights do so side by side."""

@@ -7,8 +7,6 @@ declares and the `hardware` of a cluster). Pure: nothing here starts anything or
 
 from m2flow.plan.profile.data import (
     KEY_PARTS,
-    NO_BYTES,
-    NO_TIME,
     PLACES,
     LinkCost,
     Piecewise,
@@ -23,8 +21,6 @@ from m2flow.plan.profile.data import (
 
 __all__ = [
     "KEY_PARTS",
-    "NO_BYTES",
-    "NO_TIME",
     "PLACES",
     "LinkCost",
     "Piecewise",

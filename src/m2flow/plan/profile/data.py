@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from statistics import fmean
 
 from m2flow.errors import UserError, suggestion
 from m2flow.flow.worker import ONE_LANE
@@ -27,8 +28,10 @@ PLACES = ("same", "node", "cluster")
 """Where two workers stand to each other: on common lanes, on one machine, on several."""
 
 
-def _bad(message: str, key: str, value: object, expected: str = "") -> UserError:
-    return UserError(message, key=key, value=value, expected=expected or None)
+def _check(holds: bool, message: str, key: str, value: object, expected: str = "") -> None:
+    """Refuse a value of a file that makes no sense."""
+    if not holds:
+        raise UserError(message, key=key, value=value, expected=expected or None)
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,11 @@ class Piecewise:
     points: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
-        if not self.points:
-            raise _bad("a curve needs at least one point", "points", self.points)
-        for x, y in self.points:
-            if not (math.isfinite(x) and math.isfinite(y) and x >= 0 and y >= 0):
-                raise _bad("a curve's points must be finite and not negative", "points", (x, y))
-        for (x0, y0), (x1, y1) in zip(self.points, self.points[1:], strict=False):
-            if x1 <= x0 or y1 < y0:
-                raise _bad(
-                    "a curve must not fall, and its x must rise",
-                    "points",
-                    ((x0, y0), (x1, y1)),
-                )
+        _check(bool(self.points), "a curve needs at least one point", "points", self.points)
+        known = all(0 <= x < math.inf and 0 <= y < math.inf for x, y in self.points)
+        _check(known, "a curve's points must be finite and not negative", "points", self.points)
+        rises = all(x0 < x1 and y0 <= y1 for (x0, y0), (x1, y1) in pairwise(self.points))
+        _check(rises, "a curve must not fall, and its x must rise", "points", self.points)
 
     def times(self, ratio: float) -> Piecewise:
         """The same with all values so many times as large."""
@@ -89,26 +85,16 @@ class Quantiles:
     values: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if not self.values or any(not math.isfinite(v) or v < 0 for v in self.values):
-            raise _bad("quantiles must be finite and not negative", "values", self.values)
-        if list(self.values) != sorted(self.values):
-            raise _bad("quantiles must not fall", "values", self.values)
+        known = bool(self.values) and all(0 <= value < math.inf for value in self.values)
+        _check(known, "quantiles must be finite and not negative", "values", self.values)
+        rises = all(low <= high for low, high in pairwise(self.values))
+        _check(rises, "quantiles must not fall", "values", self.values)
 
     @classmethod
     def of(cls, samples: Sequence[float], count: int = 33) -> Quantiles:
         """Quantiles of measured values, by linear interpolation between them."""
-        ordered = sorted(samples)
-        if not ordered:
-            raise _bad("there is no value to take quantiles of", "samples", list(samples))
-        where = [(len(ordered) - 1) * n / (count - 1) for n in range(count)]
-        low = [int(position) for position in where]
-        high = [min(index + 1, len(ordered) - 1) for index in low]
-        return cls(
-            tuple(
-                ordered[a] + (ordered[b] - ordered[a]) * (position - a)
-                for a, b, position in zip(low, high, where, strict=True)
-            )
-        )
+        every = cls(tuple(sorted(samples)))
+        return cls(tuple(every.at(n / (count - 1)) for n in range(count)))
 
     def at(self, probability: float) -> float:
         """The value that so large a share of all does not exceed."""
@@ -119,17 +105,19 @@ class Quantiles:
 
     @cached_property
     def mean(self) -> float:
-        if len(self.values) == 1:
-            return self.values[0]
-        inner = sum(self.values[1:-1])
-        return (inner + (self.values[0] + self.values[-1]) / 2) / (len(self.values) - 1)
+        return fmean((low + high) / 2 for low, high in self._between)
 
     @cached_property
     def deviation(self) -> float:
         """The standard deviation."""
-        pairs = list(pairwise(self.values))
-        squares = sum((a * a + a * b + b * b) / 3 for a, b in pairs) / max(1, len(pairs))
-        return math.sqrt(max(0.0, squares - self.mean**2)) if pairs else 0.0
+        if self.values[0] == self.values[-1]:
+            return 0.0
+        squares = fmean((a * a + a * b + b * b) / 3 for a, b in self._between)
+        return math.sqrt(max(0.0, squares - self.mean**2))
+
+    @property
+    def _between(self) -> Sequence[tuple[float, float]]:
+        return list(pairwise(self.values)) or [2 * self.values]
 
     @property
     def largest(self) -> float:
@@ -184,18 +172,15 @@ class StageCost:
     layout: str = ONE_LANE.name
 
     def __post_init__(self) -> None:
-        if self.lanes < 1:
-            raise _bad("must be at least 1", "lanes", self.lanes)
-        if not 0 < self.alone <= 1:
-            raise _bad("must be above 0 and at most 1", "alone", self.alone)
-        for key, limit in (("max_running", self.max_running), ("slots", self.slots)):
-            if limit is not None and limit < 1:
-                raise _bad("must be at least 1", key, limit)
-        if min(self.cores, self.host_bytes, self.error, self.spread) < 0:
-            found = (self.cores, self.host_bytes, self.error, self.spread)
-            raise _bad("must not be negative", "cores, host_bytes, error, spread", found)
-        if self.done is not None and self.done.points[-1] != (1.0, 1.0):
-            raise _bad("must end at (1, 1)", "done", self.done.points[-1])
+        for key, limit in (
+            ("lanes", self.lanes), ("max_running", self.max_running), ("slots", self.slots)
+        ):  # fmt: skip
+            _check(limit is None or limit >= 1, "must be at least 1", key, limit)
+        _check(0 < self.alone <= 1, "must be above 0 and at most 1", "alone", self.alone)
+        for key in ("cores", "host_bytes", "error", "spread"):
+            _check(getattr(self, key) >= 0, "must not be negative", key, getattr(self, key))
+        ends = self.done is None or self.done.points[-1] == (1.0, 1.0)
+        _check(ends, "must end at (1, 1)", "done", self.done)
 
     def times(self, ratio: float) -> StageCost:
         """The same, where everything takes so many times as long."""
@@ -214,12 +199,6 @@ class StageCost:
     def beside(self, busy: float) -> float:
         """Factor of all seconds while so large a share of the other lanes is at work."""
         return self.alone + (1.0 - self.alone) * busy
-
-    def first(self, done: Items, items: Items) -> Seconds:
-        """When the first `done` of `items` that came together are out (streaming)."""
-        if self.done is None or done >= items:
-            return self.call(items)
-        return Seconds(self.seconds.at(items) * self.done.at(done / items))
 
     def finish_seconds(self, replicas: int) -> Seconds:
         """The `finish` of a mini-batch on so many replicas."""
@@ -247,13 +226,11 @@ class StageProfile:
     turns: Quantiles | None = None
 
     def __post_init__(self) -> None:
-        if not self.costs:
-            raise _bad("needs at least one cost", "costs", self.costs)
+        _check(bool(self.costs), "needs at least one cost", "costs", self.costs)
         seen = [(one.layout, one.lanes, one.max_running, one.kind) for one in self.costs]
-        if len(set(seen)) != len(seen):
-            raise _bad("has a cost twice (layout, lanes, max_running, kind)", "costs", seen)
-        if self.output_bytes < 0:
-            raise _bad("must not be negative", "output_bytes", self.output_bytes)
+        once = len(set(seen)) == len(seen)
+        _check(once, "has a cost twice (layout, lanes, max_running, kind)", "costs", seen)
+        _check(self.output_bytes >= 0, "must not be negative", "output_bytes", self.output_bytes)
 
     def times(self, ratio: float) -> StageProfile:
         """The same, where every call takes so many times as long."""
@@ -280,11 +257,9 @@ class WorkerCost:
     layout: str = ONE_LANE.name
 
     def __post_init__(self) -> None:
-        if self.lanes < 1:
-            raise _bad("must be at least 1", "lanes", self.lanes)
-        if min(self.state_bytes, self.onload, self.offload) < 0:
-            found = (self.state_bytes, self.onload, self.offload)
-            raise _bad("must not be negative", "state_bytes, onload, offload", found)
+        _check(self.lanes >= 1, "must be at least 1", "lanes", self.lanes)
+        for key in ("state_bytes", "onload", "offload"):
+            _check(getattr(self, key) >= 0, "must not be negative", key, getattr(self, key))
 
     @property
     def switch(self) -> Seconds:
@@ -314,10 +289,9 @@ class PublishCost:
     target_kind: str | None = None
 
     def __post_init__(self) -> None:
-        if self.place not in PLACES:
-            raise _bad("is no place", "place", self.place, ", ".join(PLACES))
-        if not (math.isfinite(self.seconds) and self.seconds >= 0):
-            raise _bad("must be finite and not negative", "seconds", self.seconds)
+        _check(self.place in PLACES, "is no place", "place", self.place, ", ".join(PLACES))
+        known = 0 <= self.seconds < math.inf
+        _check(known, "must be finite and not negative", "seconds", self.seconds)
 
     def alike(self, *ends: int | str) -> int:
         """Count what two replicas have in common with those that the price was measured with.
@@ -337,8 +311,8 @@ class LinkCost:
     rate: BytesPerSecond
 
     def __post_init__(self) -> None:
-        if not (self.latency >= 0 and self.rate > 0):
-            raise _bad("needs a latency and a positive rate", "links", (self.latency, self.rate))
+        known = self.latency >= 0 and self.rate > 0
+        _check(known, "needs a latency and a positive rate", "links", (self.latency, self.rate))
 
     def seconds(self, size: Bytes) -> Seconds:
         """One message of so many bytes."""
@@ -356,9 +330,6 @@ class Profile:
         links: by place ("same", "node", "cluster"); a place left out is free.
         dispatch: of a call or a `finish`, seconds beside the lane's own: until its command has
             reached the lane, and until its end is known.
-        call_overhead: seconds of the lane at each call or `finish` beside the stage itself: to
-            unpack the command, fetch the inputs and report the outputs. The lane does nothing else
-            meanwhile.
         event_overhead: seconds of the controller for each event that a lane reports. The controller
             handles one event after the other.
         item_overhead: seconds of the controller for each item that an event names.
@@ -372,7 +343,6 @@ class Profile:
     publish: tuple[PublishCost, ...] = ()
     links: Mapping[str, LinkCost] = field(default_factory=dict)
     dispatch: Seconds = NO_TIME
-    call_overhead: Seconds = NO_TIME
     event_overhead: Seconds = NO_TIME
     item_overhead: Seconds = NO_TIME
     key: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
@@ -381,11 +351,9 @@ class Profile:
 
     def __post_init__(self) -> None:
         for place in self.links:
-            if place not in PLACES:
-                raise _bad("is no place", "links", place, ", ".join(PLACES))
+            _check(place in PLACES, "is no place", "links", place, ", ".join(PLACES))
         for part in self.key:
-            if part not in KEY_PARTS:
-                raise _bad("is no part of a key", "key", part, ", ".join(KEY_PARTS))
+            _check(part in KEY_PARTS, "is no part of a key", "key", part, ", ".join(KEY_PARTS))
 
     def stage(self, name: str) -> StageProfile:
         """A stage's profile.
@@ -458,17 +426,15 @@ class Profile:
             source_lanes, target_lanes: of their replicas.
             kinds: of the lanes of the source and of the target.
         """
-        ends = (source_lanes, target_lanes, *kinds)
-        known = [one for one in self.publish if (one.source, one.target) == (source, target)]
         start = PLACES.index(place)
-        for places in (PLACES[start:], PLACES[:start][::-1]):
-            there = [one for one in known if one.place in places]
-            if there:
-                most = max(one.alike(*ends) for one in there)
-                alike = [one for one in there if one.alike(*ends) == most]
-                where = min(alike, key=lambda one: places.index(one.place)).place
-                return max(one.seconds for one in alike if one.place == where)
-        return Seconds(0.0)
+
+        def likeness(one: PublishCost) -> tuple[bool, int, int, Seconds]:
+            away = PLACES.index(one.place) - start
+            alike = one.alike(source_lanes, target_lanes, *kinds)
+            return away >= 0, alike, -abs(away), one.seconds
+
+        known = [one for one in self.publish if (one.source, one.target) == (source, target)]
+        return max(known, key=likeness).seconds if known else Seconds(0.0)
 
 
 def differences(
