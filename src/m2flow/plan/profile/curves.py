@@ -167,25 +167,12 @@ def least_squares(
 
 
 def _not_negative(matrix: Matrix, wanted: Matrix) -> Matrix:
-    """Solve least squares without negative coefficients (Lawson and Hanson 1974, active sets)."""
-    count = matrix.shape[1]
-    found, free = np.zeros(count), np.zeros(count, bool)
-    scale = float(np.abs(matrix.T @ wanted).max(initial=0.0))
-    for _ in range(3 * count):
-        gain = matrix.T @ (wanted - matrix @ found)
-        gain[free] = 0.0
-        if gain.max(initial=0.0) <= TINY * scale:
+    """Solve least squares; a coefficient that comes out negative is left out, the worst first."""
+    found, kept = np.zeros(matrix.shape[1]), np.arange(matrix.shape[1])
+    while kept.size:
+        solved = np.linalg.lstsq(matrix[:, kept], wanted, rcond=None)[0]
+        if solved.min() >= 0:
+            found[kept] = solved
             break
-        free[int(gain.argmax())] = True
-        while free.any():
-            solved = np.zeros(count)
-            solved[free] = np.linalg.lstsq(matrix[:, free], wanted, rcond=None)[0]
-            below = free & (solved <= 0)
-            if not below.any():
-                found = solved
-                break
-            reach = (found[below] / np.maximum(found[below] - solved[below], TINY)).min()
-            found = np.maximum(found + reach * (solved - found), 0.0)
-            free &= (found > TINY * found.max(initial=0.0)) & ~(below & (found <= 0))
-            found[~free] = 0.0
+        kept = np.delete(kept, solved.argmin())
     return found

@@ -117,7 +117,7 @@ class Quantiles:
 
     @property
     def _between(self) -> Sequence[tuple[float, float]]:
-        return list(pairwise(self.values)) or [2 * self.values]
+        return list(pairwise(self.values)) or [(self.values[0], self.values[0])]
 
     @property
     def largest(self) -> float:
@@ -148,8 +148,6 @@ class StageCost:
         error: standard error of `seconds`, relative.
         spread: how unlike items are, as the relative standard deviation of what single ones take; a
             call takes the mean of its items. 0 where lengths tell it, or nothing is known.
-        alone: all seconds are those with every lane of the machine at work; with the other lanes
-            idle they are so many times as many, and linear in between.
         kind: the kind of lane it was measured on.
         layout: name of the layout of the replica, as the worker declares it.
     """
@@ -167,7 +165,6 @@ class StageCost:
     host_bytes: Bytes = NO_BYTES
     error: float = 0.0
     spread: float = 0.0
-    alone: float = 1.0
     kind: str = "cpu"
     layout: str = ONE_LANE.name
 
@@ -176,7 +173,6 @@ class StageCost:
             ("lanes", self.lanes), ("max_running", self.max_running), ("slots", self.slots)
         ):  # fmt: skip
             _check(limit is None or limit >= 1, "must be at least 1", key, limit)
-        _check(0 < self.alone <= 1, "must be above 0 and at most 1", "alone", self.alone)
         for key in ("cores", "host_bytes", "error", "spread"):
             _check(getattr(self, key) >= 0, "must not be negative", key, getattr(self, key))
         ends = self.done is None or self.done.points[-1] == (1.0, 1.0)
@@ -195,10 +191,6 @@ class StageCost:
     def call(self, items: Items) -> Seconds:
         """A call of one replica."""
         return Seconds(self.seconds.at(items))
-
-    def beside(self, busy: float) -> float:
-        """Factor of all seconds while so large a share of the other lanes is at work."""
-        return self.alone + (1.0 - self.alone) * busy
 
     def finish_seconds(self, replicas: int) -> Seconds:
         """The `finish` of a mini-batch on so many replicas."""

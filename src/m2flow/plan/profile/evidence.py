@@ -16,7 +16,6 @@ from typing import Any, Protocol, TypeAlias
 from m2flow.engine.plan import Plan
 from m2flow.engine.spans import Span, ids_of
 from m2flow.flow.graph import FlowGraph
-from m2flow.plan.busy import BusyLanes
 
 NEWEST, OF_ONE_SIZE = 256, 48
 """So many measurements of each sort are kept, and of calls so many of each size."""
@@ -44,27 +43,18 @@ class Sample:
     Attributes:
         size: items of a replica, bytes, or replicas.
         seconds: until the end; for memory, bytes.
-        beside: how busy the other lanes were meanwhile, from 0 (all idle) to 1.
-        effort: processor seconds of the lane's process in each second; 0 if not known.
         pieces: of a streaming call whose items came together, when it handed items on, which, and
             the length of each (empty where there are none).
     """
 
     size: float
     seconds: float
-    beside: float = 1.0
-    effort: float = 0.0
     pieces: tuple[tuple[float, tuple[int, ...], tuple[float, ...]], ...] = ()
 
     @property
     def outputs(self) -> int:
         """Count the items handed on."""
         return sum(len(items) for _, items, _ in self.pieces)
-
-    def slowed(self, factor: float) -> Sample:
-        """Return the same call, had everything in it taken so many times as long."""
-        pieces = tuple((when * factor, *rest) for when, *rest in self.pieces)
-        return replace(self, seconds=self.seconds * factor, pieces=pieces)  # type: ignore[arg-type]
 
 
 class NewestOfEachSize:
@@ -151,9 +141,8 @@ class Evidence:
         counted = spans if warm else list(_without_first(spans))
         known = {(span.name, span.kind) for span in counted}
         counted = [*counted, *(one for one in spans if (one.name, one.kind) not in known)]
-        busy = BusyLanes(spans, [lane.id for lane in plan.lanes])
         for call in _by_call(span for span in counted if span.kind == "call"):
-            self._add_call(call, placed, busy)
+            self._add_call(call, placed)
         self._add_finishes([span for span in counted if span.kind == "finish"], placed)
         self._add_publishes([span for span in counted if span.kind == "publish"], placed)
         self._add_memory(gauged, placed)
@@ -179,18 +168,14 @@ class Evidence:
         """
         return {where: some for where, some in {**self.fed, **self.calls}.items() if some}
 
-    def _add_call(self, spans: Sequence[Span], placed: _Placed, busy: BusyLanes) -> None:
+    def _add_call(self, spans: Sequence[Span], placed: _Placed) -> None:
         node = self._nodes.get(spans[0].name)
         if node is None:
             return
         where = placed.of(node.worker, spans[0].lane, node.name)
         items = sum(_number(span, "items") for span in spans)
         longest = max(spans, key=lambda span: ("taken" in span.args, span.seconds))
-        effort = 0.0
-        if where[-1] == "cpu" and longest.seconds > 0:
-            effort = _number(longest, "cpu_seconds") / longest.seconds
-        beside = busy.beside(longest, [span.lane for span in spans])
-        call = Sample(items, longest.seconds, beside, effort)
+        call = Sample(items, longest.seconds)
         if not items:
             return
         if not node.streaming:

@@ -8,7 +8,6 @@ is found by least squares.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy as np
 from m2flow.plan.profile.curves import Matrix, Rising, by_size, doubling, least_squares, spread
 from m2flow.plan.profile.data import Piecewise
 from m2flow.plan.profile.evidence import Sample
+from m2flow.plan.profile.streaming import stretches
 
 SHARES = 16
 """In so many steps of the share of items that are done, `done` says that of the time."""
@@ -54,29 +54,19 @@ class _Played:
     pieces: tuple[tuple[float, float], ...]
 
     @classmethod
-    def of(cls, call: Sample, slots: int | None) -> _Played:
+    def of(cls, call: Sample, slots: int) -> _Played:
         """Play a call in which so many items are at work at once, the lowest numbers first."""
-        lengths = {
-            item: length
-            for _, items, grown in call.pieces
-            for item, length in zip(items, grown, strict=True)
-        }
-        waiting = sorted(lengths, reverse=True)
-        at_work: list[tuple[float, int]] = []
-        finished: dict[int, float] = {}
-        segments, now = [], 0.0
-        while waiting or at_work:
-            while waiting and (slots is None or len(at_work) < slots):
-                item = waiting.pop()
-                heapq.heappush(at_work, (now + lengths[item], item))
-            end, running = at_work[0][0], len(at_work)
-            if end > now:
-                segments.append((now, end, running))
-            now = end
-            while at_work and at_work[0][0] <= now:
-                finished[heapq.heappop(at_work)[1]] = now
-        ends = [(when, max(finished[item] for item in items)) for when, items, _ in call.pieces]
-        return cls(call, tuple(segments), tuple(ends))
+        grown = sorted(
+            (item, length)
+            for _, items, lengths in call.pieces
+            for item, length in zip(items, lengths, strict=True)
+        )
+        segments, finished = [], dict[int, float]()
+        for start, end, running, ends in stretches([length for _, length in grown], slots):
+            finished |= {grown[place][0]: end for place in ends}
+            segments.append((start, end, running))
+        pieces = [(when, max(finished[item] for item in items)) for when, items, _ in call.pieces]
+        return cls(call, tuple(segments), tuple(pieces))
 
     def rows(self, rounds: Rising, admits: Rising) -> tuple[Matrix, Matrix]:
         """Return the coefficients of each piece's seconds since the one before, and the seconds."""
@@ -111,13 +101,11 @@ def fit_growth(calls: Sequence[Sample]) -> Growth | None:
     allowed = max(GOOD_ENOUGH, NOISE * _noise(calls))
     limits = {int(x * part) for x in doubling(1.0, largest) for part in (0.75, 1.0)}
     tried: list[tuple[float, Growth]] = []
-    for slots in (None, *sorted(limits - {0}, reverse=True)):
-        if slots is not None and slots >= largest:
-            continue
-        error, growth = _fitted(calls, slots)
-        if slots is None and error <= allowed:
-            return growth
-        tried.append((error, growth))
+    for slots in (largest, *sorted(limits - {0, largest}, reverse=True)):
+        error, (rounds, admits) = _fitted(calls, slots)
+        tried.append((error, (rounds, admits, slots if slots < largest else None)))
+        if slots == largest and error <= allowed:
+            break
     error, growth = min(tried, key=lambda one: one[0])
     return growth if error <= allowed else None
 
@@ -126,7 +114,7 @@ def _has_lengths(call: Sample) -> Iterator[bool]:
     return (len(items) == len(lengths) > 0 for _, items, lengths in call.pieces)
 
 
-def _fitted(calls: Sequence[Sample], slots: int | None) -> tuple[float, Growth]:
+def _fitted(calls: Sequence[Sample], slots: int) -> tuple[float, tuple[Piecewise, Piecewise]]:
     """Return the curves for a number of slots, and the largest error of calls of one size.
 
     One size with an error must do: with most calls small, the median of all would hide that large
@@ -144,7 +132,7 @@ def _fitted(calls: Sequence[Sample], slots: int | None) -> tuple[float, Growth]:
         median(one.error(round_, admit) for one in group)
         for group in by_size(played, lambda one: one.call.size)
     ]
-    return max(errors), (round_, admit, slots)
+    return max(errors), (round_, admit)
 
 
 def _noise(calls: Sequence[Sample]) -> float:

@@ -14,7 +14,6 @@ from statistics import fmean, median
 from m2flow.engine.plan import Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
-from m2flow.plan.profile.crowding import crowded, fit_alone, undisturbed
 from m2flow.plan.profile.curves import (
     NEAR,
     Point,
@@ -110,7 +109,9 @@ def _stage(node: StageNode, evidence: Evidence, known: Profile | None) -> StageP
     free = [one for one in costs if one.max_running is None] or costs
     given = {(one.layout, one.lanes, one.kind): one for one in free}
     trust = KNOWN_CALLS if known is not None and known.source == "measured" else 0.0
-    seen = {where[1:]: calls for where, calls in evidence.timed().items() if where[0] == node.name}
+    seen = {
+        where[1:]: list(calls) for where, calls in evidence.timed().items() if where[0] == node.name
+    }
     if not seen and before is None:
         raise UserError(
             "was never called while the flow was measured",
@@ -150,16 +151,13 @@ def _stage(node: StageNode, evidence: Evidence, known: Profile | None) -> StageP
 
 def _cost(
     where: Where,
-    timed: Iterable[Sample],
+    calls: Sequence[Sample],
     evidence: Evidence,
     known: StageCost | None,
     trust: float,
 ) -> StageCost:
     """Fit the price of a stage in one layout that ran."""
     _, layout, lanes, kind = where
-    seen = undisturbed(list(timed))
-    alone = fit_alone(seen)
-    calls = crowded(seen, alone)
     measured = points(calls)
     curve = _merged(measured, known.seconds if known else None, trust)
     before = known or StageCost(lanes, curve)
@@ -174,7 +172,6 @@ def _cost(
         if working
         else before.working,
         error=_error(calls, curve),
-        alone=alone,
         kind=kind,
         layout=layout,
     )

@@ -27,6 +27,30 @@ LENGTHS = 400
 """Lengths of which the mean of their squares is taken."""
 
 
+def stretches(
+    lengths: Sequence[float], limit: int
+) -> Iterator[tuple[float, float, int, list[int]]]:
+    """Yield the rounds between which the same items are at work: from when, until when, how many
+    items, and which of them are finished then.
+
+    Args:
+        lengths: units that each item grows by, one a round, in the order in which items are taken.
+        limit: the most items at work at once.
+    """
+    assert limit >= 1
+    at_work: list[tuple[float, int]] = []  # round of the item's finish; which
+    taken, now = 0, 0.0
+    while taken < len(lengths) or at_work:
+        while taken < len(lengths) and len(at_work) < limit:
+            heapq.heappush(at_work, (now + lengths[taken], taken))
+            taken += 1
+        running, end, finished = len(at_work), at_work[0][0], list[int]()
+        while at_work and at_work[0][0] <= end + 1e-9:
+            finished.append(heapq.heappop(at_work)[1])
+        yield now, end, running, finished
+        now = end
+
+
 def finish_times(
     lengths: Sequence[float],
     round_seconds: Callable[[float, float], float],
@@ -46,22 +70,15 @@ def finish_times(
         start: units that an item holds when it begins, such as its prompt's tokens.
         begin: seconds before the first round, as of the prompts' prefill.
     """
-    assert limit >= 1
     finished = [0.0] * len(lengths)
-    at_work: list[tuple[float, int]] = []  # units grown on the replica at the item's finish; which
-    taken, now, grown, held = 0, begin, 0.0, 0.0
-    while taken < len(lengths) or at_work:
-        while taken < len(lengths) and len(at_work) < limit:
-            heapq.heappush(at_work, (grown + lengths[taken], taken))
-            held += start
-            taken += 1
-        running, stretch = len(at_work), at_work[0][0] - grown
-        now += stretch * round_seconds(running, held + running * stretch / 2)
-        grown += stretch
-        held += running * stretch
-        while at_work and at_work[0][0] <= grown + 1e-9:
-            item = heapq.heappop(at_work)[1]
-            held -= start + lengths[item]
+    now, held, left = begin, 0.0, 0
+    for first, last, running, ends in stretches(lengths, limit):
+        held += (running - left) * start
+        grown = running * (last - first)
+        now += (last - first) * round_seconds(running, held + grown / 2)
+        held += grown - sum(start + lengths[item] for item in ends)
+        left = running - len(ends)
+        for item in ends:
             finished[item] = now
     return finished
 
