@@ -217,7 +217,7 @@ def test_trial_plans_show_every_stage_together_and_apart_in_several_sizes() -> N
     gangs = [p for p in plans if p.placements["learner"].replicas == ((0, 1),)]
     assert {len(plan.placements["gen"].replicas) for plan in gangs} == {2}
     alone = trial_plans(GRPO, LANES[:1], ITEMS, layouts=declared("learner", sizes=(2,)))
-    assert {plan.mode for plan in alone} == {"together"}
+    assert {plan.mode for plan in alone} == {"collocated"}
 
 
 def test_workers_are_tried_in_each_layout_that_they_declare() -> None:
