@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean, median
 from typing import TypeAlias, TypeVar
 
@@ -110,33 +110,18 @@ def envelope(samples: Sequence[tuple[float, float]]) -> Piecewise:
     return Piecewise(tuple(found))
 
 
-class Rising:
-    """A curve that does not fall as a sum of coefficients that are not negative.
+def ramps(knots: Sequence[float], x: float) -> list[float]:
+    """Return 1, and for each piece between two knots the share of it that lies below x.
 
-    The value at the first knot, then what each further knot adds; linear in between, flat outside.
-
-    Args:
-        knots: rising.
+    Curves that do not fall are sums of these with coefficients that are not negative; see `rising`.
     """
+    parts = ((x - a) / (b - a) for a, b in pairwise(knots))
+    return [1.0, *(min(1.0, max(0.0, part)) for part in parts)]
 
-    def __init__(self, knots: Sequence[float]) -> None:
-        self.knots = tuple(knots)
 
-    def __len__(self) -> int:
-        return len(self.knots)
-
-    def row(self, x: float) -> list[float]:
-        """Return by how much each coefficient counts at x."""
-        parts = ((x - a) / (b - a) for a, b in pairwise(self.knots))
-        return [1.0, *(min(1.0, max(0.0, part)) for part in parts)]
-
-    def curve(self, coefficients: Sequence[float]) -> Piecewise:
-        """Return the curve of these coefficients."""
-        y, reached = 0.0, []
-        for knot, added in zip(self.knots, coefficients, strict=True):
-            y += added
-            reached.append((knot, y))
-        return Piecewise(tuple(reached))
+def rising(knots: Sequence[float], coefficients: Iterable[float]) -> Piecewise:
+    """Return the curve that begins at the first coefficient and rises by the others."""
+    return Piecewise(tuple(zip(knots, accumulate(coefficients), strict=True)))
 
 
 def doubling(smallest: float, largest: float) -> list[float]:

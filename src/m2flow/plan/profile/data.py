@@ -285,14 +285,19 @@ class PublishCost:
         known = 0 <= self.seconds < math.inf
         _check(known, "must be finite and not negative", "seconds", self.seconds)
 
-    def alike(self, *ends: int | str) -> int:
-        """Count what two replicas have in common with those that the price was measured with.
+    @property
+    def ends(self) -> tuple[int | str | None, ...]:
+        """Lanes and kinds of the two replicas."""
+        return self.source_lanes, self.target_lanes, self.source_kind, self.target_kind
 
-        Args:
-            ends: lanes of the source and of the target, kind of the source's and the target's.
-        """
-        measured = (self.source_lanes, self.target_lanes, self.source_kind, self.target_kind)
-        return sum(mine in (None, one) for mine, one in zip(measured, ends, strict=True))
+    def alike(self, *ends: int | str | None) -> int:
+        """Count what other ends have in common with those that the price was measured with."""
+        return sum(mine in (None, one) for mine, one in zip(self.ends, ends, strict=True))
+
+    def covers(self, other: PublishCost) -> bool:
+        """Whether the price is one of what the other prices too."""
+        same = (self.source, self.target, self.place) == (other.source, other.target, other.place)
+        return same and self.alike(*other.ends) == len(self.ends)
 
 
 @dataclass(frozen=True)

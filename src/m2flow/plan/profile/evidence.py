@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 from m2flow.engine.plan import Plan
 from m2flow.engine.spans import Span, ids_of
 from m2flow.flow.graph import FlowGraph
+from m2flow.plan.profile.data import NO_TIME, PublishCost
 
 NEWEST, OF_ONE_SIZE = 256, 48
 """So many measurements of each sort are kept, and of calls so many of each size."""
@@ -85,13 +86,11 @@ class Evidence:
 
     Attributes:
         calls, finishes, working: by stage and layout. `finishes` are by number of replicas;
-            `working` are bytes on a lane beside the state.
+            `working` are bytes on a lane beside the state, of a `finish` as of a call of 0 items.
         fed: streaming calls that were given items while they ran, by stage and layout.
-        finishing: the most bytes that a `finish` took beside the state, by stage and layout.
         moves: seconds by worker and layout, and "onload" or "offload".
         states: bytes on a lane by worker and layout.
-        publishes: seconds by (source, target, place, lanes of a source replica and of a target
-            one, kinds of their lanes).
+        publishes: seconds by what is priced, as a `PublishCost` without a price.
         transfers: between lanes of one machine, by bytes.
         gaps: (events of other lanes shortly before, items, seconds) from a lane's end to its next
             call, where nothing else can have caused that call.
@@ -107,10 +106,9 @@ class Evidence:
         self.fed: dict[Where, NewestOfEachSize] = defaultdict(NewestOfEachSize)
         self.finishes: dict[Where, NewestOfEachSize] = defaultdict(NewestOfEachSize)
         self.working: dict[Where, NewestOfEachSize] = defaultdict(NewestOfEachSize)
-        self.finishing: dict[Where, float] = {}
         self.moves: dict[tuple[Where, str], deque[float]] = _newest()
         self.states: dict[Where, int] = {}
-        self.publishes: dict[tuple[str, str, str, int, int, str, str], deque[float]] = _newest()
+        self.publishes: dict[PublishCost, deque[float]] = _newest()
         self.transfers: deque[Sample] = deque(maxlen=NEWEST)
         self.gaps: deque[tuple[int, float, float]] = deque(maxlen=NEWEST)
         self.output_bytes: dict[str, deque[tuple[float, float]]] = _newest()
@@ -152,9 +150,9 @@ class Evidence:
                 self.transfers.append(Sample(_number(span, "bytes"), span.seconds))
             elif span.kind == "switch" and "what" in span.args:
                 worker = str(span.args.get("worker", span.name))
-                self._add_move(placed.of(worker), str(span.args["what"]), span.seconds)
+                self.moves[placed.of(worker), str(span.args["what"])].append(span.seconds)
         for worker, what, seconds in moves:
-            self._add_move(placed.of(worker), what, seconds)
+            self.moves[placed.of(worker), what].append(seconds)
         for worker, spot in plan.placements.items():
             if spot.state_bytes:
                 where = placed.of(worker)
@@ -218,8 +216,10 @@ class Evidence:
             if place != "same":
                 seconds += exports.get((source, version), 0.0)
             ours, theirs = placed.of(source), placed.of(target)
-            ends = (ours[2], theirs[2], ours[3], theirs[3])
-            self.publishes[(source, target, place, *ends)].append(seconds)
+            ends = PublishCost(
+                source, target, place, NO_TIME, ours[2], theirs[2], ours[3], theirs[3]
+            )
+            self.publishes[ends].append(seconds)
 
     def _add_memory(self, spans: Sequence[Span], placed: _Placed) -> None:
         gauged = (span for span in spans if "working_bytes" in span.args)
@@ -227,10 +227,9 @@ class Evidence:
             first, most = some[0], max(_number(span, "working_bytes") for span in some)
             where = placed.of(self._nodes[first.name].worker, first.lane, first.name)
             items = sum(_number(span, "items") for span in some)
-            if first.kind == "finish":
-                self.finishing[where] = max(most, self.finishing.get(where, 0.0))
-            elif items and all(len(_listed(span, "taken")) <= 1 for span in some):
-                self.working[where].append(Sample(items, most))
+            at_once = items and all(len(_listed(span, "taken")) <= 1 for span in some)
+            if first.kind == "finish" or at_once:
+                self.working[where].append(Sample(items * (first.kind == "call"), most))
 
     def _add_items(self, spans: Sequence[Span]) -> None:
         """Add what items weigh, how long they are, and how often they go around their loop."""
@@ -251,9 +250,6 @@ class Evidence:
                 self.lengths[span.name].extend(map(float, lengths))
         for (name, _), counts in visits.items():
             self.turns[name].extend(map(float, counts.values()))
-
-    def _add_move(self, where: Where, what: str, seconds: float) -> None:
-        self.moves[where, what].append(seconds)
 
 
 class _Placed:

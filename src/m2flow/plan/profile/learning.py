@@ -48,9 +48,6 @@ where anything was measured."""
 FEWEST = 4
 """Of fewer values of one size their spread says nothing."""
 
-ALL_ENDS = 4
-"""Lanes and kinds of both ends of a price for publishing."""
-
 ENOUGH_LENGTHS = 64
 """With so many measured lengths, known ones do not count."""
 
@@ -162,14 +159,14 @@ def _cost(
     curve = _merged(measured, known.seconds if known else None, trust)
     before = known or StageCost(lanes, curve)
     working = [(call.size, call.seconds) for call in evidence.working.get(where, ())]
-    ended = evidence.finishing.get(where, 0.0)
+    ended = max((most for size, most in working if not size), default=0.0)
     finishes = points(evidence.finishes.get(where, ()))
     cost = StageCost(
         lanes,
         curve,
         finish=_merged(finishes, before.finish, trust) if finishes or before.finish else None,
-        working=envelope([(size, max(most, ended)) for size, most in working])
-        if working
+        working=envelope([(size, max(most, ended)) for size, most in working if size])
+        if any(size for size, _ in working)
         else before.working,
         error=_error(calls, curve),
         kind=kind,
@@ -264,15 +261,9 @@ def _workers(evidence: Evidence, known: Profile) -> dict[str, tuple[WorkerCost, 
 def _publish(evidence: Evidence, known: Profile) -> tuple[PublishCost, ...]:
     """Return a price for each edge, place and pair of replicas that was seen, and known others."""
     found, left = list[PublishCost](), known.publish
-    for (source, target, place, ours, theirs, here, there), seconds in evidence.publishes.items():
-        price = Seconds(typical(seconds))
-        found.append(PublishCost(source, target, place, price, ours, theirs, here, there))
-        left = tuple(
-            one
-            for one in left
-            if (one.source, one.target, one.place) != (source, target, place)
-            or one.alike(ours, theirs, here, there) < ALL_ENDS
-        )
+    for one, seconds in evidence.publishes.items():
+        found.append(replace(one, seconds=Seconds(typical(seconds))))
+        left = tuple(other for other in left if not other.covers(one))
     return (*sorted(found, key=str), *left)
 
 
