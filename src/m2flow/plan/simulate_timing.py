@@ -95,12 +95,11 @@ class ProfileTiming(Timing):
             worker: {lane: len(gang) for gang in spot.replicas for lane in gang}
             for worker, spot in plan.placements.items()
         }
-        self._sizes = [profile.stage(node.name).output_bytes for node in graph.nodes]
+        self._stages = [profile.stage(node.name) for node in graph.nodes]
         self._in_pieces = {
-            node.index
-            for node in graph.nodes
-            for layout in self._costs[node.index].values()
-            if self._shares(node, layout)
+            index
+            for index, costs in enumerate(self._costs)
+            if self._stages[index].lengths and any(cost.round for cost in costs.values())
         }
         self._maker = cache(self._maker_of)
         self._visits: dict[tuple[int, int, int], int] = {}
@@ -126,7 +125,7 @@ class ProfileTiming(Timing):
 
     def length(self, node: StageNode, step: int, item: int) -> float:
         """The drawn length of an output item; 1 where nothing is known of lengths."""
-        lengths = self.profile.stage(node.name).lengths
+        lengths = self._stages[node.index].lengths
         return 1.0 if lengths is None else lengths.at(self._drawn(LENGTH, node, step, item))
 
     def said_length(self, producer: int, step: int, item: int) -> float:
@@ -139,7 +138,7 @@ class ProfileTiming(Timing):
         if maker is not None:
             return self.length(maker.node, step, item // maker.expands)
         for node in self.graph.nodes:
-            if producer in node.inputs and self.profile.stage(node.name).lengths is not None:
+            if producer in node.inputs and self._stages[node.index].lengths is not None:
                 made = range(item * node.expands, (item + 1) * node.expands)
                 return max(self.length(node, step, output) for output in made)
         return 0.0
@@ -180,7 +179,7 @@ class ProfileTiming(Timing):
         expands = 1
         while producer != SOURCE:
             node = self.graph.nodes[producer]
-            lengths = self.profile.stage(node.name).lengths
+            lengths = self._stages[node.index].lengths
             if lengths is not None:
                 return _Maker(node, lengths, expands)
             producer, expands = node.inputs[0], expands * node.expands
@@ -189,7 +188,7 @@ class ProfileTiming(Timing):
     def admit(self, node: StageNode, step: int, lane: int, items: Sequence[int]) -> Admitted:
         layout, count = self.cost(node, lane), len(items)
         outputs = [item * node.expands + k for item in items for k in range(node.expands)]
-        if self._shares(node, layout):
+        if layout.round is not None and node.index in self._in_pieces:
             pause = layout.admit.at(count) if layout.admit else 0.0
             lengths = [self.length(node, step, output) for output in outputs]
             return Admitted(pause, lengths)
@@ -209,26 +208,17 @@ class ProfileTiming(Timing):
             needs[n] = seconds * layout.done.at(max(place / len(outputs), piece))
         return Admitted(0.0, needs)
 
-    def _shares(self, node: StageNode, layout: StageCost) -> bool:
-        """Whether a streaming stage's items are at work by their lengths."""
-        return layout.round is not None and self.profile.stage(node.name).lengths is not None
-
     def round(self, node: StageNode, lane: int, running: int) -> float:
-        layout = self.cost(node, lane)
-        if layout.round is None or not self._shares(node, layout):
-            return 1.0
-        return layout.round.at(running)
+        pace = self.cost(node, lane).round
+        return 1.0 if pace is None or node.index not in self._in_pieces else pace.at(running)
 
     def slots(self, node: StageNode, lane: int) -> int | None:
         return self.cost(node, lane).slots if node.index in self._in_pieces else None
 
     def control(self, events: Sequence[Event]) -> float:
-        profile, seconds = self.profile, 0.0
-        for event in events:
-            if not isinstance(event, StepSubmitted | Tick):
-                items = len(event.items) if isinstance(event, ItemsProduced) else 0
-                seconds += profile.event_overhead + items * profile.item_overhead
-        return seconds
+        reported = [event for event in events if not isinstance(event, StepSubmitted | Tick)]
+        items = sum(len(event.items) for event in reported if isinstance(event, ItemsProduced))
+        return len(reported) * self.profile.event_overhead + items * self.profile.item_overhead
 
     def hands_on(self, node: StageNode, finished: int, running: int) -> bool:
         return node.index not in self._in_pieces or finished * HANDED_ON >= running
@@ -258,10 +248,8 @@ class ProfileTiming(Timing):
         return "node" if any(self._lanes[lane].node == here for lane in sources) else "cluster"
 
     def move(self, worker: str, what: str, lane: int) -> float:
-        layout = self.worker(worker, lane)
-        if layout is None:
-            return 0.0
-        return layout.onload if what == "onload" else layout.offload
+        cost = self.worker(worker, lane)
+        return 0.0 if cost is None else cost.onload if what == "onload" else cost.offload
 
     def worker(self, worker: str, lane: int) -> WorkerCost | None:
         """What a worker's state takes on a lane; None where the profile does not know."""
@@ -273,10 +261,11 @@ class ProfileTiming(Timing):
         link = self.profile.links.get(self._place((transfer.source,), transfer.target))
         if link is None:
             return 0.0
-        return link.seconds(Bytes(self._sizes[transfer.producer] * len(transfer.items)))
+        size = self._stages[transfer.producer].output_bytes
+        return link.seconds(Bytes(size * len(transfer.items)))
 
     def item_bytes(self, node: StageNode) -> int:
-        return self._sizes[node.index]
+        return self._stages[node.index].output_bytes
 
     def leaves(self, node: StageNode, step: int, item: int) -> bool:
         """Items leave after as many visits of members as their turns say, halves of turns too."""
@@ -285,12 +274,9 @@ class ProfileTiming(Timing):
         made = self._visits.pop(key, 0) + 1
         spec = self.graph.loops[node.loop]
         first = self.graph.nodes[spec.members[0]]
-        turns = self.profile.stage(first.name).turns
-        wanted = (
-            float(spec.max_turns or 1)
-            if turns is None
-            else turns.at(self._drawn(TURNS, first, step, item))
-        )
+        turns, wanted = self._stages[first.index].turns, float(spec.max_turns or 1)
+        if turns is not None:
+            wanted = turns.at(self._drawn(TURNS, first, step, item))
         if made >= max(1, round(wanted * len(spec.members))):
             return True
         self._visits[key] = made
