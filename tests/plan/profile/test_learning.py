@@ -297,7 +297,7 @@ def test_first_calls_do_not_count_unless_the_lanes_were_warm() -> None:
     for warm, expected in ((False, [1.0, 1.0]), (True, [9.0, 1.0, 1.0])):
         evidence = Evidence(GRPO)
         evidence.add(plan, [Ran(slow_first, 0.0)], warm=warm)
-        seconds = [call.seconds for call in evidence.calls["score", "one", 1, "cpu"]]
+        seconds = [call.seconds for call in evidence.of("call", ("score", "one", 1, "cpu"))]
         assert seconds == pytest.approx(expected)
 
 
@@ -438,7 +438,7 @@ def test_many_small_calls_do_not_push_out_a_few_large_ones() -> None:
     evidence = Evidence(GRPO)
     for plan in trial_plans(GRPO, LANES, ITEMS):
         evidence.add(*observed(GRPO, plan, KNOWN, steps=8))
-    sizes = {call.size for call in evidence.calls["learner.train", "one", 1, "cpu"]}
+    sizes = {call.size for call in evidence.of("call", ("learner.train", "one", 1, "cpu"))}
     assert {4, 8, 16, 32} <= sizes
 
 

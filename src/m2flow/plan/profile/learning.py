@@ -106,9 +106,7 @@ def _stage(node: StageNode, evidence: Evidence, known: Profile | None) -> StageP
     free = [one for one in costs if one.max_running is None] or costs
     given = {(one.layout, one.lanes, one.kind): one for one in free}
     trust = KNOWN_CALLS if known is not None and known.source == "measured" else 0.0
-    seen = {
-        where[1:]: list(calls) for where, calls in evidence.timed().items() if where[0] == node.name
-    }
+    seen = {where[1:]: calls for where, calls in evidence.timed(node.name).items()}
     if not seen and before is None:
         raise UserError(
             "was never called while the flow was measured",
@@ -158,16 +156,15 @@ def _cost(
     measured = points(calls)
     curve = _merged(measured, known.seconds if known else None, trust)
     before = known or StageCost(lanes, curve)
-    working = [(call.size, call.seconds) for call in evidence.working.get(where, ())]
-    ended = max((most for size, most in working if not size), default=0.0)
-    finishes = points(evidence.finishes.get(where, ()))
+    gauged = [(one.size, one.seconds) for one in evidence.of("working", where)]
+    ended = max((most for size, most in gauged if not size), default=0.0)
+    working = [(size, max(most, ended)) for size, most in gauged if size]
+    finishes = points(evidence.of("finish", where))
     cost = StageCost(
         lanes,
         curve,
         finish=_merged(finishes, before.finish, trust) if finishes or before.finish else None,
-        working=envelope([(size, max(most, ended)) for size, most in working if size])
-        if any(size for size, _ in working)
-        else before.working,
+        working=envelope(working) if working else before.working,
         error=_error(calls, curve),
         kind=kind,
         layout=layout,
@@ -241,14 +238,16 @@ def _workers(evidence: Evidence, known: Profile) -> dict[str, tuple[WorkerCost, 
         for worker, costs in known.workers.items()
         for one in costs
     }
-    for where in {*evidence.states, *(where for where, _ in evidence.moves)}:
+    moved = {where for what, where, _ in evidence.samples if what in ("onload", "offload")}
+    for where in {*evidence.states, *moved}:
         _, layout, lanes, kind = where
         before = found.get(where, WorkerCost(lanes, kind=kind, layout=layout))
-        size = Bytes(evidence.states.get(where, before.state_bytes))
-        onload, offload = (evidence.moves.get((where, what)) for what in ("onload", "offload"))
+        onload, offload = (
+            [one.seconds for one in evidence.of(what, where)] for what in ("onload", "offload")
+        )
         found[where] = replace(
             before,
-            state_bytes=size,
+            state_bytes=Bytes(evidence.states.get(where, before.state_bytes)),
             onload=Seconds(typical(onload)) if onload else before.onload,
             offload=Seconds(typical(offload)) if offload else before.offload,
         )
