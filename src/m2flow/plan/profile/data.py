@@ -136,7 +136,8 @@ class StageCost:
         slots: for a streaming stage, the most output items that a call works on at once; further
             items that the call holds wait, in the order in which they came. None for no limit.
         done: for a streaming stage, by the share of items that are done the share of `seconds`
-            that has passed; from (0, 0) to (1, 1). None: nothing comes out before the end.
+            that has passed; from (0, 0) to (1, 1). None: rounds tell, or nothing comes out before
+            the end.
         round: for a streaming stage, seconds in which each output item that is at work grows by one
             unit of `StageProfile.lengths`, by how many are at work on the replica; None where
             nothing is known of lengths.
