@@ -14,8 +14,7 @@ from itertools import product
 
 from m2flow.errors import UserError, suggestion
 from m2flow.flow.graph import FlowGraph, StageNode
-from m2flow.plan.profile.clusters import Cluster
-from m2flow.plan.profile.data import (
+from m2flow.plan.profile import (
     PLACES,
     LinkCost,
     Profile,
@@ -24,6 +23,7 @@ from m2flow.plan.profile.data import (
     StageProfile,
     WorkerCost,
 )
+from m2flow.plan.profile.clusters import Cluster
 from m2flow.plan.profile.hardware import (
     DISPATCH_SECONDS,
     MESSAGE_SECONDS,

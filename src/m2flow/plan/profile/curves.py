@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.plan.profile.data import Piecewise
+from m2flow.plan.profile import Piecewise
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 from m2flow.engine.plan import Plan
 from m2flow.engine.spans import Span, SpanKind, ids_of
 from m2flow.flow.graph import FlowGraph
-from m2flow.plan.profile.data import NO_TIME, PublishCost
+from m2flow.plan.profile import NO_TIME, PublishCost
 
 NEWEST, OF_ONE_SIZE = 256, 48
 """So many measurements of each sort are kept, and of calls so many of each size."""

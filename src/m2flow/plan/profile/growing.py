@@ -16,6 +16,7 @@ from statistics import fmean, median
 
 import numpy as np
 
+from m2flow.plan.profile import Piecewise
 from m2flow.plan.profile.curves import (
     Matrix,
     by_size,
@@ -25,7 +26,6 @@ from m2flow.plan.profile.curves import (
     rising,
     spread,
 )
-from m2flow.plan.profile.data import Piecewise
 from m2flow.plan.profile.evidence import Sample
 from m2flow.plan.profile.streaming import stretches
 

@@ -14,6 +14,16 @@ from statistics import fmean, median
 from m2flow.engine.plan import Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
+from m2flow.plan.profile import (
+    LinkCost,
+    Piecewise,
+    Profile,
+    PublishCost,
+    Quantiles,
+    StageCost,
+    StageProfile,
+    WorkerCost,
+)
 from m2flow.plan.profile.curves import (
     NEAR,
     Point,
@@ -23,16 +33,6 @@ from m2flow.plan.profile.curves import (
     monotone,
     spread,
     typical,
-)
-from m2flow.plan.profile.data import (
-    LinkCost,
-    Piecewise,
-    Profile,
-    PublishCost,
-    Quantiles,
-    StageCost,
-    StageProfile,
-    WorkerCost,
 )
 from m2flow.plan.profile.evidence import Evidence, Sample, Step, Where
 from m2flow.plan.profile.growing import fit_done, fit_growth

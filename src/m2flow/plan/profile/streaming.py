@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from m2flow.plan.profile.data import Piecewise, Quantiles, StageCost
+from m2flow.plan.profile import Piecewise, Quantiles, StageCost
 from m2flow.plan.profile.hardware import Device
 from m2flow.plan.profile.work import Rounds, curve, rising
 

@@ -15,7 +15,7 @@ from m2flow.engine.loops import fused_loops
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
-from m2flow.flow.worker import Layout
+from m2flow.flow.worker import Layout, Worker
 from m2flow.plan.builders import build_plan
 from m2flow.plan.chunks import cut
 from m2flow.plan.isolation import isolate
@@ -26,17 +26,19 @@ PARTS = (1, 4, 2, 8)
 
 
 def declared(
-    graph: FlowGraph, workers: Mapping[str, object], lanes: Sequence[LaneSpec]
+    graph: FlowGraph, workers: Mapping[str, Worker], lanes: Sequence[LaneSpec]
 ) -> dict[str, list[Layout]]:
     """Return the layouts on several lanes that workers declare for these lanes, and can have."""
-    found = {}
-    for name, worker in workers.items():
-        ask = getattr(worker, "layouts", None)
-        known = ask(lanes[0].kind, len(lanes)) if ask is not None else ()
-        fitting = [one for one in known if 1 < one.lanes <= len(lanes) and one.obstacle() is None]
-        if name in graph.workers and fitting:
-            found[name] = fitting
-    return found
+    kind, most = lanes[0].kind, len(lanes)
+    return {
+        name: [
+            one
+            for one in worker.layouts(kind, most)
+            if 1 < one.lanes <= most and one.obstacle() is None
+        ]
+        for name, worker in workers.items()
+        if name in graph.workers
+    }
 
 
 def trial_plans(
