@@ -24,7 +24,6 @@ from m2flow.plan.profile.curves import (
     least_squares,
     ramps,
     rising,
-    spread,
 )
 from m2flow.plan.profile.evidence import Sample
 from m2flow.plan.profile.streaming import stretches
@@ -34,9 +33,6 @@ SHARES = 16
 
 GOOD_ENOUGH = 0.15
 """Relative error of whole calls up to which rounds explain a stage, for calls of every size."""
-
-NOISE = 2.0
-"""Rounds do as well where the error is within so many times that of calls of one size alone."""
 
 FEWEST_CALLS = 2
 
@@ -82,16 +78,15 @@ def fit_growth(calls: Sequence[Sample]) -> Growth | None:
     if len(calls) < FEWEST_CALLS:
         return None
     largest = max(call.outputs for call in calls)
-    allowed = max(GOOD_ENOUGH, NOISE * _noise(calls))
     limits = {int(x * part) for x in doubling(1.0, largest) for part in (0.75, 1.0)}
     tried: list[tuple[float, Growth]] = []
     for slots in (largest, *sorted(limits - {0, largest}, reverse=True)):
         error, (rounds, admits) = _fitted(calls, slots)
         tried.append((error, (rounds, admits, slots if slots < largest else None)))
-        if slots == largest and error <= allowed:
+        if slots == largest and error <= GOOD_ENOUGH:
             break
     error, growth = min(tried, key=lambda one: one[0])
-    return growth if error <= allowed else None
+    return growth if error <= GOOD_ENOUGH else None
 
 
 def _has_lengths(call: Sample) -> bool:
@@ -118,12 +113,6 @@ def _fitted(calls: Sequence[Sample], slots: int) -> tuple[float, tuple[Piecewise
     ]
     worst = max(median(error for _, error in group) for group in by_size(errors, itemgetter(0)))
     return worst, (rising(rounds, found[: len(rounds)]), rising(admits, found[len(rounds) :]))
-
-
-def _noise(calls: Sequence[Sample]) -> float:
-    """Return how far whole calls of one size lie apart, relative to them."""
-    groups = by_size(calls, lambda call: call.size)
-    return median(spread([call.pieces[-1][0] for call in group]) for group in groups)
 
 
 def fit_done(calls: Sequence[Sample]) -> Piecewise | None:
