@@ -107,8 +107,6 @@ def beside(found: Profile) -> Iterator[str]:
         facts = [f"{stage.output_bytes:,} bytes an item"] if stage.output_bytes else []
         facts += [f"lengths: {_lengths(stage.lengths)}"] if stage.lengths else []
         facts += [f"turns: {_lengths(stage.turns)}"] if stage.turns else []
-        alone = min(layout.alone for layout in stage.costs)
-        facts += [f"{percent(1 - alone)} faster while other lanes are idle"] if alone < 1 else []
         if facts:
             yield f"{name}: {'; '.join(facts)}"
     for worker, layouts in found.workers.items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from m2flow.engine.plan import Placement, Plan
+from m2flow.engine.plan import Plan
 from m2flow.errors import PlanError
 from m2flow.flow.graph import FlowGraph
 
@@ -25,14 +25,12 @@ class Need:
         workers: whose states must be there together; the last one is who needs the others.
         state_bytes: of all of them.
         working_bytes: of the call.
-        because: why the others must be there, in words.
     """
 
     lane: int
     workers: tuple[str, ...]
     state_bytes: int
     working_bytes: int
-    because: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -51,9 +49,8 @@ def needs(plan: Plan, graph: FlowGraph) -> list[Need]:
         if edge.source in spots and edge.target in spots:
             source, target = spots[edge.source], spots[edge.target]
             states = source.state_bytes + target.state_bytes
-            because = f" beside {edge.source}'s, whose weights it takes"
             found += [
-                Need(lane, (edge.source, edge.target), states, 0, because)
+                Need(lane, (edge.source, edge.target), states, 0)
                 for lane in target.lanes
                 if lane in source.lanes
             ]
@@ -75,8 +72,9 @@ def check_memory(plan: Plan, graph: FlowGraph) -> None:
         if need.working_bytes:
             working = f"{need.working_bytes} bytes that a call takes"
             what = f"its state of {need.state_bytes} bytes and the {working} do"
+        beside = "".join(f" beside {one}'s, whose weights it takes" for one in need.workers[:-1])
         raise PlanError(
-            f"{what} not fit on lane {need.lane}{need.because}",
+            f"{what} not fit on lane {need.lane}{beside}",
             key=f"placements.{need.workers[-1]}",
             value=need.num_bytes,
             expected=f"at most {limit} bytes",
@@ -95,12 +93,12 @@ def with_sizes(
         working_bytes: worker to what a call takes there beside it.
     """
 
-    def sized(worker: str, spot: Placement) -> Placement:
-        return replace(
+    spots = {
+        worker: replace(
             spot,
             state_bytes=state_bytes.get(worker, spot.state_bytes),
             working_bytes=working_bytes.get(worker, spot.working_bytes),
         )
-
-    spots = {worker: sized(worker, spot) for worker, spot in plan.placements.items()}
+        for worker, spot in plan.placements.items()
+    }
     return replace(plan, placements=spots)

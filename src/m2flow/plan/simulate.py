@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from m2flow.engine.plan import Plan
 from m2flow.engine.spans import Span
 from m2flow.flow.graph import FlowGraph
-from m2flow.plan.busy import as_beside, is_crowded, mean_beside
 from m2flow.plan.prediction import Prediction
 from m2flow.plan.profile import Profile
 from m2flow.plan.simulate_account import predicted
@@ -49,15 +48,8 @@ def simulate(
     if not warm and any(lane.memory_bytes is not None for lane in plan.lanes):
         warm = 1
 
-    def play(profile: Profile) -> tuple[ProfileTiming, SimulatedRun]:
-        timing = ProfileTiming(graph, plan, profile, seed, first_step=-warm)
-        simulation = Simulation(graph, plan, timing)
-        return timing, simulation.run(num_items, warm + steps + plan.max_staleness)
-
-    timing, run = play(profile)
-    if is_crowded(profile):  # what the other lanes do is known by now
-        shares = mean_beside(run.spans, [lane.id for lane in plan.lanes])
-        timing, run = play(as_beside(profile, shares))
+    timing = ProfileTiming(graph, plan, profile, seed, first_step=-warm)
+    run = Simulation(graph, plan, timing).run(num_items, warm + steps + plan.max_staleness)
     counted = range(warm, warm + steps)
     return predicted(plan, run, counted, _peaks(graph, plan, timing, run.spans))
 

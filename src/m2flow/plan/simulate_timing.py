@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 from m2flow.engine.messages import (
     Event,
@@ -24,7 +25,7 @@ from m2flow.engine.messages import (
 )
 from m2flow.engine.plan import Plan, StagePlan
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
-from m2flow.plan.profile import Profile, StageCost, WorkerCost
+from m2flow.plan.profile import Profile, Quantiles, StageCost, WorkerCost
 from m2flow.plan.units import Bytes, Items
 from m2flow.simulation.timing import Admitted, Timing, Transfer
 
@@ -61,6 +62,14 @@ def drawn(seed: int, what: int, stage: int, step: int, item: int) -> float:
     return (x >> 11) / (1 << 53)
 
 
+class _Maker(NamedTuple):
+    """The stage whose items have lengths, and how many items descend from each of them."""
+
+    node: StageNode
+    lengths: Quantiles
+    expands: int
+
+
 class ProfileTiming(Timing):
     """A `Timing` for one plan.
 
@@ -86,14 +95,13 @@ class ProfileTiming(Timing):
             worker: {lane: len(gang) for gang in spot.replicas for lane in gang}
             for worker, spot in plan.placements.items()
         }
-        self._sizes = [profile.stage(node.name).output_bytes for node in graph.nodes]
+        self._stages = [profile.stage(node.name) for node in graph.nodes]
         self._in_pieces = {
-            node.index
-            for node in graph.nodes
-            for layout in self._costs[node.index].values()
-            if self._shares(node, layout)
+            index
+            for index, costs in enumerate(self._costs)
+            if self._stages[index].lengths and any(cost.round for cost in costs.values())
         }
-        self._makers = [self._maker_of(node) for node in graph.nodes]
+        self._maker = cache(self._maker_of)
         self._visits: dict[tuple[int, int, int], int] = {}
         self._price = cache(self._publish_price)
 
@@ -117,7 +125,7 @@ class ProfileTiming(Timing):
 
     def length(self, node: StageNode, step: int, item: int) -> float:
         """The drawn length of an output item; 1 where nothing is known of lengths."""
-        lengths = self.profile.stage(node.name).lengths
+        lengths = self._stages[node.index].lengths
         return 1.0 if lengths is None else lengths.at(self._drawn(LENGTH, node, step, item))
 
     def said_length(self, producer: int, step: int, item: int) -> float:
@@ -126,14 +134,11 @@ class ProfileTiming(Timing):
         It is the length with which the item, or what it descends from, was made; else the longest
         of those that a reader will make of it.
         """
-        maker, ancestor = producer, item
-        while maker != SOURCE:
-            node = self.graph.nodes[maker]
-            if self.profile.stage(node.name).lengths is not None:
-                return self.length(node, step, ancestor)
-            maker, ancestor = node.inputs[0], ancestor // node.expands
+        maker = self._maker(producer)
+        if maker is not None:
+            return self.length(maker.node, step, item // maker.expands)
         for node in self.graph.nodes:
-            if producer in node.inputs and self.profile.stage(node.name).lengths is not None:
+            if producer in node.inputs and self._stages[node.index].lengths is not None:
                 made = range(item * node.expands, (item + 1) * node.expands)
                 return max(self.length(node, step, output) for output in made)
         return 0.0
@@ -151,11 +156,11 @@ class ProfileTiming(Timing):
         shares: Sequence[Sequence[int]],
     ) -> float:
         cost, items = self.cost(node, lanes[0]), [item for share in shares for item in share]
-        seconds, overhead = cost.call(Items(len(items))), self.profile.call_overhead
+        seconds = cost.call(Items(len(items)))
         if not cost.spread or not 0 < len(items) <= MANY_ITEMS:
-            return seconds + overhead
+            return seconds
         above = sum(self._deviation(node, step, item) for item in items) / len(items)
-        return seconds * max(LEAST_WEIGHT, 1.0 + cost.spread * above) + overhead
+        return seconds * max(LEAST_WEIGHT, 1.0 + cost.spread * above)
 
     def _deviation(self, node: StageNode, step: int, item: int) -> float:
         """By how many standard deviations an input item takes more than the mean item.
@@ -163,35 +168,33 @@ class ProfileTiming(Timing):
         An item that descends from one with a length takes as much more as the item is longer: long
         answers come late, and take long in every later stage too.
         """
-        maker, expands = self._makers[node.index]
-        if maker is None:
+        maker = self._maker(node.inputs[0])
+        if maker is None or not maker.lengths.deviation:
             return UNIT_VARIANCE * (self._drawn(WEIGHT, node, step, item) - 0.5)
-        lengths = self.profile.stage(maker.name).lengths
-        assert lengths is not None
-        return (self.length(maker, step, item // expands) - lengths.mean) / lengths.deviation
+        length = self.length(maker.node, step, item // maker.expands)
+        return (length - maker.lengths.mean) / maker.lengths.deviation
 
-    def _maker_of(self, node: StageNode) -> tuple[StageNode | None, int]:
-        """The stage that gave a stage's input items, or what they descend from, their lengths; and
-        how many of the input items descend from one of its items."""
-        expands, source = 1, node.inputs[0]
-        while source != SOURCE:
-            maker = self.graph.nodes[source]
-            lengths = self.profile.stage(maker.name).lengths
+    def _maker_of(self, producer: int) -> _Maker | None:
+        """Find the stage that gave a producer's items, or what they descend from, their lengths."""
+        expands = 1
+        while producer != SOURCE:
+            node = self.graph.nodes[producer]
+            lengths = self._stages[node.index].lengths
             if lengths is not None:
-                return (maker if lengths.deviation else None), expands
-            expands, source = expands * maker.expands, maker.inputs[0]
-        return None, expands
+                return _Maker(node, lengths, expands)
+            producer, expands = node.inputs[0], expands * node.expands
+        return None
 
     def admit(self, node: StageNode, step: int, lane: int, items: Sequence[int]) -> Admitted:
         layout, count = self.cost(node, lane), len(items)
         outputs = [item * node.expands + k for item in items for k in range(node.expands)]
-        if self._shares(node, layout):
+        if layout.round is not None and node.index in self._in_pieces:
             pause = layout.admit.at(count) if layout.admit else 0.0
             lengths = [self.length(node, step, output) for output in outputs]
-            return Admitted(pause + self.profile.call_overhead, lengths)
+            return Admitted(pause, lengths)
         seconds = layout.call(Items(count))
         if layout.done is None:
-            return Admitted(self.profile.call_overhead, [seconds] * len(outputs))
+            return Admitted(0.0, [seconds] * len(outputs))
         order = sorted(
             range(len(outputs)),
             key=lambda n: (
@@ -203,36 +206,26 @@ class ProfileTiming(Timing):
         for place, n in enumerate(order, start=1):
             piece = math.ceil(place * PIECES / len(outputs)) / PIECES
             needs[n] = seconds * layout.done.at(max(place / len(outputs), piece))
-        return Admitted(self.profile.call_overhead, needs)
-
-    def _shares(self, node: StageNode, layout: StageCost) -> bool:
-        """Whether a streaming stage's items are at work by their lengths."""
-        return layout.round is not None and self.profile.stage(node.name).lengths is not None
+        return Admitted(0.0, needs)
 
     def round(self, node: StageNode, lane: int, running: int) -> float:
-        layout = self.cost(node, lane)
-        if layout.round is None or not self._shares(node, layout):
-            return 1.0
-        return layout.round.at(running)
+        pace = self.cost(node, lane).round
+        return 1.0 if pace is None or node.index not in self._in_pieces else pace.at(running)
 
     def slots(self, node: StageNode, lane: int) -> int | None:
         return self.cost(node, lane).slots if node.index in self._in_pieces else None
 
     def control(self, events: Sequence[Event]) -> float:
-        profile, seconds = self.profile, 0.0
-        for event in events:
-            if not isinstance(event, StepSubmitted | Tick):
-                items = len(event.items) if isinstance(event, ItemsProduced) else 0
-                seconds += profile.event_overhead + items * profile.item_overhead
-        return seconds
+        reported = [event for event in events if not isinstance(event, StepSubmitted | Tick)]
+        items = sum(len(event.items) for event in reported if isinstance(event, ItemsProduced))
+        return len(reported) * self.profile.event_overhead + items * self.profile.item_overhead
 
     def hands_on(self, node: StageNode, finished: int, running: int) -> bool:
         return node.index not in self._in_pieces or finished * HANDED_ON >= running
 
     def finish(self, node: StageNode, command: RunFinish) -> float:
         replicas = len(self.plan.placements[node.worker].replicas)
-        seconds = self.cost(node, command.lanes[0]).finish_seconds(replicas)
-        return seconds + self.profile.call_overhead
+        return self.cost(node, command.lanes[0]).finish_seconds(replicas)
 
     def publish(self, command: ExportWeights | InstallWeights, lane: int) -> float:
         """The whole price is the install's: lanes that take weights do so side by side."""
@@ -255,10 +248,8 @@ class ProfileTiming(Timing):
         return "node" if any(self._lanes[lane].node == here for lane in sources) else "cluster"
 
     def move(self, worker: str, what: str, lane: int) -> float:
-        layout = self.worker(worker, lane)
-        if layout is None:
-            return 0.0
-        return layout.onload if what == "onload" else layout.offload
+        cost = self.worker(worker, lane)
+        return 0.0 if cost is None else cost.onload if what == "onload" else cost.offload
 
     def worker(self, worker: str, lane: int) -> WorkerCost | None:
         """What a worker's state takes on a lane; None where the profile does not know."""
@@ -270,10 +261,11 @@ class ProfileTiming(Timing):
         link = self.profile.links.get(self._place((transfer.source,), transfer.target))
         if link is None:
             return 0.0
-        return link.seconds(Bytes(self._sizes[transfer.producer] * len(transfer.items)))
+        size = self._stages[transfer.producer].output_bytes
+        return link.seconds(Bytes(size * len(transfer.items)))
 
     def item_bytes(self, node: StageNode) -> int:
-        return self._sizes[node.index]
+        return self._stages[node.index].output_bytes
 
     def leaves(self, node: StageNode, step: int, item: int) -> bool:
         """Items leave after as many visits of members as their turns say, halves of turns too."""
@@ -282,12 +274,9 @@ class ProfileTiming(Timing):
         made = self._visits.pop(key, 0) + 1
         spec = self.graph.loops[node.loop]
         first = self.graph.nodes[spec.members[0]]
-        turns = self.profile.stage(first.name).turns
-        wanted = (
-            float(spec.max_turns or 1)
-            if turns is None
-            else turns.at(self._drawn(TURNS, first, step, item))
-        )
+        turns, wanted = self._stages[first.index].turns, float(spec.max_turns or 1)
+        if turns is not None:
+            wanted = turns.at(self._drawn(TURNS, first, step, item))
         if made >= max(1, round(wanted * len(spec.members))):
             return True
         self._visits[key] = made

@@ -25,7 +25,8 @@ def test_a_cluster_reads_back_as_it_is_written(parts: list[tuple[int, int, str]]
     assert len({lane.node for lane in lanes}) == sum(nodes for nodes, _, _ in parts)
     assert {lane.kind for lane in lanes} == set(cluster.kinds)
     assert sum(map(cluster.lanes_of, cluster.kinds)) == cluster.num_lanes
-    for lane, device in zip(lanes, cluster.devices, strict=True):
+    devices = [part.device for part in cluster.machines for _ in range(part.num_lanes)]
+    for lane, device in zip(lanes, devices, strict=True):
         assert cluster.kind_of(device) == lane.kind
         assert (lane.gpu is None) == (device.kind == "cpu")
         assert lane.memory_bytes == device.usable_bytes

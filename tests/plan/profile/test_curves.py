@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from m2flow.plan.profile.curves import (
     NEAR,
     Point,
-    Rising,
     by_size,
     doubling,
     envelope,
     isotonic,
     least_squares,
     monotone,
+    ramps,
+    rising,
     typical,
 )
 
@@ -89,19 +90,19 @@ def test_doubling_ends_at_the_largest() -> None:
 
 @given(st.lists(st.floats(0, 5), min_size=4, max_size=4))
 def test_a_rising_curve_is_found_from_its_sums(parts: list[float]) -> None:
-    form = Rising([1, 2, 4, 8])
-    curve = form.curve(parts)
+    knots = [1, 2, 4, 8]
+    curve = rising(knots, parts)
     rows, values = [], []
     for number in range(12):  # sums over different numbers of different sizes
         counted = [(1, number), (2, 3), (3, number % 3), (6, number % 5), (8, 12 - number)]
         rows.append(
             [
                 sum(times * row for (_, times), row in zip(counted, column, strict=True))
-                for column in zip(*(form.row(x) for x, _ in counted), strict=True)
+                for column in zip(*(ramps(knots, x) for x, _ in counted), strict=True)
             ]
         )
         values.append(sum(times * curve.at(x) for x, times in counted))
-    found = form.curve(least_squares(rows, values, [1.0] * len(rows)))
+    found = rising(knots, least_squares(rows, values, [1.0] * len(rows)))
     for x in (1, 2, 3, 5, 8):
         assert found.at(x) == pytest.approx(curve.at(x), rel=1e-2, abs=1e-2)
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from m2flow.errors import UserError
 from m2flow.plan import units
 from m2flow.plan.file import profile_from_json, read_profile, to_json
-from m2flow.plan.profile import Piecewise, PublishCost, Quantiles, StageCost, differences
-from m2flow.plan.units import Items, Seconds
+from m2flow.plan.profile import Piecewise, PublishCost, Quantiles, differences
+from m2flow.plan.units import Seconds
 from tests.plan.random_cases import draw
 
 
@@ -45,13 +45,6 @@ def test_quantiles_keep_mean_and_tail() -> None:
     assert lengths.mean == pytest.approx(50)
     assert lengths.at(0.95) == pytest.approx(95)
     assert lengths.largest == 100
-
-
-def test_first_chunk_of_a_stream_comes_before_its_tail() -> None:
-    tail = Piecewise(((0, 0), (0.9, 0.5), (1, 1)))
-    layout = StageCost(1, Piecewise(((1, 10.0), (10, 20.0))), done=tail)
-    assert layout.first(Items(9), Items(10)) == pytest.approx(10.0)
-    assert layout.first(Items(10), Items(10)) == layout.call(Items(10)) == 20.0
 
 
 def test_publishing_between_layouts_that_were_not_measured_is_not_free() -> None:

@@ -25,7 +25,6 @@ from m2flow.plan.profile import (
     StageProfile,
     WorkerCost,
 )
-from m2flow.plan.profile.crowding import fit_alone, undisturbed
 from m2flow.plan.profile.evidence import Evidence, Sample
 from m2flow.plan.profile.growing import fit_growth
 from m2flow.plan.profile.learning import fitted, learn
@@ -147,7 +146,6 @@ def test_seconds_of_calls_come_back(found: Profile) -> None:
         for items in measured:
             assert fitted.seconds.at(items) == pytest.approx(known.seconds.at(items), rel=0.01)
         assert fitted.error < 0.01
-        assert fitted.alone == 1.0
 
 
 def test_rounds_of_a_streaming_stage_come_back(found: Profile) -> None:
@@ -219,7 +217,7 @@ def test_trial_plans_show_every_stage_together_and_apart_in_several_sizes() -> N
     gangs = [p for p in plans if p.placements["learner"].replicas == ((0, 1),)]
     assert {len(plan.placements["gen"].replicas) for plan in gangs} == {2}
     alone = trial_plans(GRPO, LANES[:1], ITEMS, layouts=declared("learner", sizes=(2,)))
-    assert {plan.mode for plan in alone} == {"together"}
+    assert {plan.mode for plan in alone} == {"collocated"}
 
 
 def test_workers_are_tried_in_each_layout_that_they_declare() -> None:
@@ -299,7 +297,7 @@ def test_first_calls_do_not_count_unless_the_lanes_were_warm() -> None:
     for warm, expected in ((False, [1.0, 1.0]), (True, [9.0, 1.0, 1.0])):
         evidence = Evidence(GRPO)
         evidence.add(plan, [Ran(slow_first, 0.0)], warm=warm)
-        seconds = [call.seconds for call in evidence.calls["score", "one", 1, "cpu"]]
+        seconds = [call.seconds for call in evidence.of("call", ("score", "one", 1, "cpu"))]
         assert seconds == pytest.approx(expected)
 
 
@@ -354,23 +352,6 @@ def test_how_unlike_items_are_comes_back() -> None:
         assert known.costs[0].seconds.at(16) == pytest.approx(0.16, rel=0.05)
 
 
-def test_what_other_lanes_cost_is_found() -> None:
-    calls = [
-        Sample(8, 1.0 * (0.8 + 0.2 * beside) * noise, beside)
-        for beside in (0.0, 0.3, 0.5, 1.0)
-        for noise in (0.99, 1.0, 1.01)
-    ]
-    assert fit_alone(calls) == pytest.approx(0.8, abs=0.02)
-    assert fit_alone([Sample(8, 1.0, 1.0), Sample(16, 1.5, 0.0)]) == 1.0, "nothing to compare"
-
-
-def test_calls_that_another_program_held_up_do_not_count() -> None:
-    calls = [Sample(8, 1.0, effort=0.99), Sample(8, 1.01, effort=0.98), Sample(8, 2.0, effort=0.5)]
-    assert undisturbed(calls) == calls[:2]
-    unknown = [Sample(8, 1.0), Sample(8, 2.0)]
-    assert undisturbed(unknown) == unknown
-
-
 # --- a limit of a stage's own ---------------------------------------------------------------------
 
 
@@ -388,7 +369,7 @@ def played(lengths: Sequence[int], slots: int) -> Sample:
         if done:
             pieces.append((now, done, tuple(float(lengths[item]) for item in done)))
         at_work = {item: left for item, left in at_work.items() if left}
-    return Sample(len(lengths), now, pieces=tuple(pieces))
+    return Sample(len(lengths), now, tuple(pieces))
 
 
 @pytest.mark.parametrize("slots", [8, 16])
@@ -412,7 +393,8 @@ def test_rounds_that_explain_only_small_calls_are_refused() -> None:
     large = []
     for least, most in ((3, 5), (3, 5), (30, 40), (30, 40)):
         call = played([draw.randint(least, most) for _ in range(64)], 64)
-        large.append(call.slowed(3.0 / call.seconds))  # three seconds, however long the items are
+        pieces = tuple((3.0 * when / call.seconds, *rest) for when, *rest in call.pieces)
+        large.append(Sample(64, 3.0, pieces))  # type: ignore[arg-type]  # however long the items are
     assert fit_growth(small) is not None
     assert fit_growth([*small, *large]) is None
 
@@ -456,7 +438,7 @@ def test_many_small_calls_do_not_push_out_a_few_large_ones() -> None:
     evidence = Evidence(GRPO)
     for plan in trial_plans(GRPO, LANES, ITEMS):
         evidence.add(*observed(GRPO, plan, KNOWN, steps=8))
-    sizes = {call.size for call in evidence.calls["learner.train", "one", 1, "cpu"]}
+    sizes = {call.size for call in evidence.of("call", ("learner.train", "one", 1, "cpu"))}
     assert {4, 8, 16, 32} <= sizes
 
 

@@ -171,7 +171,7 @@ class Problem:
         key = (node.index, option, running, units)
         if key not in self._seconds:
             cost, each = self.cost(node, option, running), self.unit_items[node.index]
-            beside = float(self.profile.dispatch + self.profile.call_overhead)
+            beside = float(self.profile.dispatch)
             if running is not None and running < units:
                 seconds = cost.call(Items(running * each)) * units / running
             else:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 
 from m2flow.errors import UserError, suggestion
 from m2flow.flow.graph import FlowGraph, StageNode
-from m2flow.plan.profile.clusters import Cluster
-from m2flow.plan.profile.data import (
+from m2flow.plan.profile import (
     PLACES,
     LinkCost,
     Profile,
@@ -24,8 +23,8 @@ from m2flow.plan.profile.data import (
     StageProfile,
     WorkerCost,
 )
+from m2flow.plan.profile.clusters import Cluster
 from m2flow.plan.profile.hardware import (
-    DEVICES,
     DISPATCH_SECONDS,
     MESSAGE_SECONDS,
     NETWORK_FRACTION,
@@ -44,9 +43,6 @@ from m2flow.plan.profile.work import (
 )
 from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
 
-MOST_LANES = 65_536
-"""Where the search for a number of lanes that would do ends."""
-
 NO_STAGE, NO_STATE = StageWork((LayoutWork(),)), WorkerWork(())
 
 
@@ -60,8 +56,7 @@ def analytic_profile(graph: FlowGraph, cluster: Cluster, prices: Pricer, items: 
         items: of the step's input, the most that a stage's curve is asked for.
 
     Raises:
-        UserError: `prices` name a stage that the graph does not have; a stage fits on no number of
-            lanes of any kind (says the smallest number that would do).
+        UserError: `prices` name a stage that the graph does not have, or a stage fits on no lanes.
     """
     kinds = [
         _Kind(name, device, lanes, prices(device, lanes), items)
@@ -72,7 +67,7 @@ def analytic_profile(graph: FlowGraph, cluster: Cluster, prices: Pricer, items: 
     for name in (name for kind in kinds for name in kind.work.stages):
         if name not in names:
             raise UserError("the flow has no such stage", key=name, hint=suggestion(name, names))
-    stages = {node.name: _stage(node, kinds, cluster, prices) for node in graph.nodes}
+    stages = {node.name: _stage(node, kinds, cluster) for node in graph.nodes}
     workers = {
         worker: tuple(cost for kind in kinds for cost in kind.workers(worker))
         for worker in graph.workers
@@ -178,43 +173,26 @@ class _Kind:
                 yield WorkerCost(layout.lanes, state, moved, moved, self.name, layout.name)
 
 
-def _stage(
-    node: StageNode, kinds: Sequence[_Kind], cluster: Cluster, prices: Pricer
-) -> StageProfile:
+def _stage(node: StageNode, kinds: Sequence[_Kind], cluster: Cluster) -> StageProfile:
     costs = tuple(cost for kind in kinds for cost in kind.costs(node))
-    if not costs:
-        raise _nowhere(node, kinds, cluster, prices)
-    work = next(kind for kind in kinds if kind.name == costs[0].kind).stage(node)
-    return StageProfile(costs, Bytes(math.ceil(work.output_bytes)), work.lengths)
-
-
-def _nowhere(
-    node: StageNode, kinds: Sequence[_Kind], cluster: Cluster, prices: Pricer
-) -> UserError:
-    """Say why no lane of the cluster can run a stage, and how many lanes would."""
+    if costs:
+        work = next(kind for kind in kinds if kind.name == costs[0].kind).stage(node)
+        return StageProfile(costs, Bytes(math.ceil(work.output_bytes)), work.lengths)
     able = [kind for kind in kinds if kind.device.kind in kind.stage(node).kinds]
     if not able:
-        return UserError(
+        raise UserError(
             "no lane of the cluster can run this stage",
             key=node.name,
             value=str(cluster),
             expected=f"{' or '.join(kinds[0].stage(node).kinds)} lanes",
         )
     kind = max(able, key=lambda one: one.device.usable_bytes)
-    usual = DEVICES.get(kind.device.name, kind.device).lanes_per_node
-    device = replace(kind.device, lanes_per_node=max(usual, kind.device.lanes_per_node))
-    lanes, fitting = kind.lanes, list[LayoutWork]()
-    while not fitting and (lanes := 2 * lanes) <= MOST_LANES:
-        fitting = replace(kind, device=device, lanes=lanes, work=prices(device, lanes)).fitting(
-            node
-        )
-    least = min((one.layout.lanes for one in fitting), default=None)
     what = f"{node.name} of {kind.work.model}" if kind.work.model else node.name
-    return UserError(
+    raise UserError(
         f"{what} fits on no {kind.lanes} lane{'s' * (kind.lanes > 1)} of {kind.device.name}",
         key="cluster",
         value=str(cluster),
-        expected=f"at least {least} lanes" if least else "lanes with more memory",
+        expected="more lanes, or lanes with more memory",
     )
 
 

@@ -7,6 +7,7 @@ lanes of accelerators. Lanes are numbered in the order of the text.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from m2flow.engine.plan import LaneSpec
@@ -49,23 +50,16 @@ class Cluster:
         return sum(part.num_lanes for part in self.machines)
 
     @property
-    def devices(self) -> tuple[Device, ...]:
-        """The device of each lane."""
-        return tuple(part.device for part in self.machines for _ in range(part.num_lanes))
-
-    @property
     def kinds(self) -> dict[str, Device]:
         """Kinds of lanes: `gpu` or `cpu` where all of that kind are alike, else the device's name.
 
         Of machines with the same device and different counts of it, the first one's figures count.
         """
-        names: dict[str, dict[str, Device]] = {}
-        for part in self.machines:
-            names.setdefault(part.device.kind, {}).setdefault(part.device.name, part.device)
+        every = {part.device.name: part.device for part in reversed(self.machines)}
+        alike = Counter(device.kind for device in every.values())
         return {
-            kind if len(devices) == 1 else name.lower(): device
-            for kind, devices in names.items()
-            for name, device in devices.items()
+            device.kind if alike[device.kind] == 1 else name.lower(): device
+            for name, device in reversed(every.items())
         }
 
     def kind_of(self, device: Device) -> str:
@@ -118,20 +112,11 @@ def _machines(part: str, text: str, key: str) -> Machines:
 def lane_specs(cluster: Cluster) -> tuple[LaneSpec, ...]:
     """The lanes of a cluster, with the memory that states and calls may take on each."""
     lanes: list[LaneSpec] = []
-    node = 0
-    for part in cluster.machines:
-        for _ in range(part.nodes):
-            for number in range(part.lanes_per_node):
-                is_gpu = part.device.kind == "gpu"
-                lanes.append(
-                    LaneSpec(
-                        len(lanes),
-                        cluster.kind_of(part.device),
-                        () if is_gpu else (number,),
-                        number if is_gpu else None,
-                        node=node,
-                        memory_bytes=part.device.usable_bytes,
-                    )
-                )
-            node += 1
+    machines = [part for part in cluster.machines for _ in range(part.nodes)]
+    for node, part in enumerate(machines):
+        kind, room = cluster.kind_of(part.device), part.device.usable_bytes
+        for number in range(part.lanes_per_node):
+            gpu = number if part.device.kind == "gpu" else None
+            cores = () if gpu is not None else (number,)
+            lanes.append(LaneSpec(len(lanes), kind, cores, gpu, node=node, memory_bytes=room))
     return tuple(lanes)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean, median
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from m2flow.plan.profile.data import Piecewise
+from m2flow.plan.profile import Piecewise
 
 T = TypeVar("T")
 
@@ -110,33 +110,18 @@ def envelope(samples: Sequence[tuple[float, float]]) -> Piecewise:
     return Piecewise(tuple(found))
 
 
-class Rising:
-    """A curve that does not fall as a sum of coefficients that are not negative.
+def ramps(knots: Sequence[float], x: float) -> list[float]:
+    """Return 1, and for each piece between two knots the share of it that lies below x.
 
-    The value at the first knot, then what each further knot adds; linear in between, flat outside.
-
-    Args:
-        knots: rising.
+    Curves that do not fall are sums of these with coefficients that are not negative; see `rising`.
     """
+    parts = ((x - a) / (b - a) for a, b in pairwise(knots))
+    return [1.0, *(min(1.0, max(0.0, part)) for part in parts)]
 
-    def __init__(self, knots: Sequence[float]) -> None:
-        self.knots = tuple(knots)
 
-    def __len__(self) -> int:
-        return len(self.knots)
-
-    def row(self, x: float) -> list[float]:
-        """Return by how much each coefficient counts at x."""
-        parts = ((x - a) / (b - a) for a, b in pairwise(self.knots))
-        return [1.0, *(min(1.0, max(0.0, part)) for part in parts)]
-
-    def curve(self, coefficients: Sequence[float]) -> Piecewise:
-        """Return the curve of these coefficients."""
-        y, reached = 0.0, []
-        for knot, added in zip(self.knots, coefficients, strict=True):
-            y += added
-            reached.append((knot, y))
-        return Piecewise(tuple(reached))
+def rising(knots: Sequence[float], coefficients: Iterable[float]) -> Piecewise:
+    """Return the curve that begins at the first coefficient and rises by the others."""
+    return Piecewise(tuple(zip(knots, accumulate(coefficients), strict=True)))
 
 
 def doubling(smallest: float, largest: float) -> list[float]:
@@ -167,25 +152,12 @@ def least_squares(
 
 
 def _not_negative(matrix: Matrix, wanted: Matrix) -> Matrix:
-    """Solve least squares without negative coefficients (Lawson and Hanson 1974, active sets)."""
-    count = matrix.shape[1]
-    found, free = np.zeros(count), np.zeros(count, bool)
-    scale = float(np.abs(matrix.T @ wanted).max(initial=0.0))
-    for _ in range(3 * count):
-        gain = matrix.T @ (wanted - matrix @ found)
-        gain[free] = 0.0
-        if gain.max(initial=0.0) <= TINY * scale:
+    """Solve least squares; a coefficient that comes out negative is left out, the worst first."""
+    found, kept = np.zeros(matrix.shape[1]), np.arange(matrix.shape[1])
+    while kept.size:
+        solved = np.linalg.lstsq(matrix[:, kept], wanted, rcond=None)[0]
+        if solved.min() >= 0:
+            found[kept] = solved
             break
-        free[int(gain.argmax())] = True
-        while free.any():
-            solved = np.zeros(count)
-            solved[free] = np.linalg.lstsq(matrix[:, free], wanted, rcond=None)[0]
-            below = free & (solved <= 0)
-            if not below.any():
-                found = solved
-                break
-            reach = (found[below] / np.maximum(found[below] - solved[below], TINY)).min()
-            found = np.maximum(found + reach * (solved - found), 0.0)
-            free &= (found > TINY * found.max(initial=0.0)) & ~(below & (found <= 0))
-            found[~free] = 0.0
+        kept = np.delete(kept, solved.argmin())
     return found

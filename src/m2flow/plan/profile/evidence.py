@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 from m2flow.engine.plan import Plan
-from m2flow.engine.spans import Span, ids_of
+from m2flow.engine.spans import Span, SpanKind, ids_of
 from m2flow.flow.graph import FlowGraph
-from m2flow.plan.busy import BusyLanes
+from m2flow.plan.profile import NO_TIME, PublishCost
 
 NEWEST, OF_ONE_SIZE = 256, 48
 """So many measurements of each sort are kept, and of calls so many of each size."""
@@ -44,47 +44,18 @@ class Sample:
     Attributes:
         size: items of a replica, bytes, or replicas.
         seconds: until the end; for memory, bytes.
-        beside: how busy the other lanes were meanwhile, from 0 (all idle) to 1.
-        effort: processor seconds of the lane's process in each second; 0 if not known.
         pieces: of a streaming call whose items came together, when it handed items on, which, and
             the length of each (empty where there are none).
     """
 
     size: float
     seconds: float
-    beside: float = 1.0
-    effort: float = 0.0
     pieces: tuple[tuple[float, tuple[int, ...], tuple[float, ...]], ...] = ()
 
     @property
     def outputs(self) -> int:
         """Count the items handed on."""
         return sum(len(items) for _, items, _ in self.pieces)
-
-    def slowed(self, factor: float) -> Sample:
-        """Return the same call, had everything in it taken so many times as long."""
-        pieces = tuple((when * factor, *rest) for when, *rest in self.pieces)
-        return replace(self, seconds=self.seconds * factor, pieces=pieces)  # type: ignore[arg-type]
-
-
-class NewestOfEachSize:
-    """Samples of which the newest of each size are kept.
-
-    Calls of one size come in their thousands, and must not push out the few of another size.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[float, deque[Sample]] = defaultdict(lambda: deque(maxlen=OF_ONE_SIZE))
-
-    def append(self, sample: Sample) -> None:
-        """Keep a sample."""
-        self._kept[sample.size].append(sample)
-
-    def __iter__(self) -> Iterator[Sample]:
-        return (sample for size in sorted(self._kept) for sample in self._kept[size])
-
-    def __len__(self) -> int:
-        return sum(map(len, self._kept.values()))
 
 
 class Evidence:
@@ -94,14 +65,12 @@ class Evidence:
         graph: of the steps.
 
     Attributes:
-        calls, finishes, working: by stage and layout. `finishes` are by number of replicas;
-            `working` are bytes on a lane beside the state.
-        fed: streaming calls that were given items while they ran, by stage and layout.
-        finishing: the most bytes that a `finish` took beside the state, by stage and layout.
-        moves: seconds by worker and layout, and "onload" or "offload".
+        samples: by what was measured, stage or worker with its layout, and size. What was measured
+            is a "call"; one that was "fed" items while it ran; a "finish", by number of replicas;
+            bytes on a lane that a call was "working" with beside the state (a `finish` counts as
+            a call of 0 items); an "onload" or an "offload", of size 0.
         states: bytes on a lane by worker and layout.
-        publishes: seconds by (source, target, place, lanes of a source replica and of a target
-            one, kinds of their lanes).
+        publishes: seconds by what is priced, as a `PublishCost` without a price.
         transfers: between lanes of one machine, by bytes.
         gaps: (events of other lanes shortly before, items, seconds) from a lane's end to its next
             call, where nothing else can have caused that call.
@@ -113,19 +82,14 @@ class Evidence:
     def __init__(self, graph: FlowGraph) -> None:
         self.graph = graph
         self._nodes = {node.name: node for node in graph.nodes}
-        self.calls: dict[Where, NewestOfEachSize] = defaultdict(NewestOfEachSize)
-        self.fed: dict[Where, NewestOfEachSize] = defaultdict(NewestOfEachSize)
-        self.finishes: dict[Where, NewestOfEachSize] = defaultdict(NewestOfEachSize)
-        self.working: dict[Where, NewestOfEachSize] = defaultdict(NewestOfEachSize)
-        self.finishing: dict[Where, float] = {}
-        self.moves: dict[tuple[Where, str], deque[float]] = _newest()
+        self.samples: dict[tuple[str, Where, float], deque[Sample]] = _newest(OF_ONE_SIZE)
         self.states: dict[Where, int] = {}
-        self.publishes: dict[tuple[str, str, str, int, int, str, str], deque[float]] = _newest()
+        self.publishes: dict[PublishCost, deque[float]] = _newest(NEWEST)
         self.transfers: deque[Sample] = deque(maxlen=NEWEST)
         self.gaps: deque[tuple[int, float, float]] = deque(maxlen=NEWEST)
-        self.output_bytes: dict[str, deque[tuple[float, float]]] = _newest()
-        self.lengths: dict[str, deque[float]] = _newest(16)
-        self.turns: dict[str, deque[float]] = _newest(16)
+        self.output_bytes: dict[str, deque[tuple[float, float]]] = _newest(NEWEST)
+        self.lengths: dict[str, deque[float]] = _newest(16 * NEWEST)
+        self.turns: dict[str, deque[float]] = _newest(16 * NEWEST)
 
     def add(
         self,
@@ -151,10 +115,13 @@ class Evidence:
         counted = spans if warm else list(_without_first(spans))
         known = {(span.name, span.kind) for span in counted}
         counted = [*counted, *(one for one in spans if (one.name, one.kind) not in known)]
-        busy = BusyLanes(spans, [lane.id for lane in plan.lanes])
-        for call in _by_call(span for span in counted if span.kind == "call"):
-            self._add_call(call, placed, busy)
-        self._add_finishes([span for span in counted if span.kind == "finish"], placed)
+        for some in _together(counted, "call", "call"):
+            self._add_call(some, placed)
+        for some in _together(counted, "finish", "step", "minibatch"):
+            worker = self._nodes[some[0].name].worker
+            where = placed.of(worker, some[0].lane, some[0].name)
+            seconds = max(span.seconds for span in some)
+            self._keep("finish", where, Sample(placed.replicas(worker), seconds))
         self._add_publishes([span for span in counted if span.kind == "publish"], placed)
         self._add_memory(gauged, placed)
         self._add_items(spans)
@@ -163,58 +130,56 @@ class Evidence:
                 self.transfers.append(Sample(_number(span, "bytes"), span.seconds))
             elif span.kind == "switch" and "what" in span.args:
                 worker = str(span.args.get("worker", span.name))
-                self._add_move(placed.of(worker), str(span.args["what"]), span.seconds)
+                self._keep(str(span.args["what"]), placed.of(worker), Sample(0, span.seconds))
         for worker, what, seconds in moves:
-            self._add_move(placed.of(worker), what, seconds)
+            self._keep(what, placed.of(worker), Sample(0, seconds))
         for worker, spot in plan.placements.items():
             if spot.state_bytes:
                 where = placed.of(worker)
                 self.states[where] = max(self.states.get(where, 0), spot.state_bytes)
         self.gaps.extend(_gaps(spans, [step.started for step in steps]))
 
-    def timed(self) -> dict[Where, NewestOfEachSize]:
-        """Return calls by stage and layout: fed ones only where there are no others.
+    def of(self, what: str, where: Where) -> list[Sample]:
+        """Return what was measured of a stage or worker in a layout."""
+        kept = (some for (*key, _), some in self.samples.items() if key == [what, where])
+        return [sample for some in kept for sample in some]
+
+    def timed(self, stage: str) -> dict[Where, list[Sample]]:
+        """Return a stage's calls by layout: fed ones only where there are no others.
 
         A fed call took at least as long as one that is given all its items at once.
         """
-        return {where: some for where, some in {**self.fed, **self.calls}.items() if some}
+        found = {where for what, where, _ in self.samples if what in ("call", "fed")}
+        return {
+            where: self.of("call", where) or self.of("fed", where)
+            for where in sorted(found)
+            if where[0] == stage
+        }
 
-    def _add_call(self, spans: Sequence[Span], placed: _Placed, busy: BusyLanes) -> None:
+    def _keep(self, what: str, where: Where, sample: Sample) -> None:
+        self.samples[what, where, sample.size].append(sample)
+
+    def _add_call(self, spans: Sequence[Span], placed: _Placed) -> None:
         node = self._nodes.get(spans[0].name)
         if node is None:
             return
         where = placed.of(node.worker, spans[0].lane, node.name)
         items = sum(_number(span, "items") for span in spans)
         longest = max(spans, key=lambda span: ("taken" in span.args, span.seconds))
-        effort = 0.0
-        if where[-1] == "cpu" and longest.seconds > 0:
-            effort = _number(longest, "cpu_seconds") / longest.seconds
-        beside = busy.beside(longest, [span.lane for span in spans])
-        call = Sample(items, longest.seconds, beside, effort)
+        call = Sample(items, longest.seconds)
         if not items:
             return
         if not node.streaming:
-            self.calls[where].append(call)
+            self._keep("call", where, call)
         elif len(_listed(longest, "taken")) > 1:
-            self.fed[where].append(call)
+            self._keep("fed", where, call)
         else:
             pieces = tuple(
                 (float(when), ids_of(str(ids)), tuple(map(float, lengths)))
                 for when, ids, lengths in _listed(longest, "pieces")
             )
             if not pieces or sum(len(ids) for _, ids, _ in pieces) == items * node.expands:
-                self.calls[where].append(replace(call, pieces=pieces))
-
-    def _add_finishes(self, spans: Sequence[Span], placed: _Placed) -> None:
-        together: dict[tuple[object, ...], list[Span]] = defaultdict(list)
-        for number, span in enumerate(spans):
-            at = (span.args.get("step", number), span.args.get("minibatch", 0))
-            together[(span.name, *at)].append(span)
-        for some in together.values():
-            worker = self._nodes[some[0].name].worker
-            where = placed.of(worker, some[0].lane, some[0].name)
-            seconds = max(span.seconds for span in some)
-            self.finishes[where].append(Sample(placed.replicas(worker), seconds))
+                self._keep("call", where, replace(call, pieces=pieces))
 
     def _add_publishes(self, spans: Sequence[Span], placed: _Placed) -> None:
         """Add a whole transfer: the longest export and, after it, the longest install."""
@@ -233,32 +198,30 @@ class Evidence:
             if place != "same":
                 seconds += exports.get((source, version), 0.0)
             ours, theirs = placed.of(source), placed.of(target)
-            ends = (ours[2], theirs[2], ours[3], theirs[3])
-            self.publishes[(source, target, place, *ends)].append(seconds)
+            ends = PublishCost(
+                source, target, place, NO_TIME, ours[2], theirs[2], ours[3], theirs[3]
+            )
+            self.publishes[ends].append(seconds)
 
     def _add_memory(self, spans: Sequence[Span], placed: _Placed) -> None:
-        gauged = (span for span in spans if "working_bytes" in span.args)
-        for some in _by_call(span for span in gauged if span.name in self._nodes):
+        gauged = [span for span in spans if "working_bytes" in span.args]
+        for some in (*_together(gauged, "call", "call"), *_together(gauged, "finish", "call")):
             first, most = some[0], max(_number(span, "working_bytes") for span in some)
             where = placed.of(self._nodes[first.name].worker, first.lane, first.name)
             items = sum(_number(span, "items") for span in some)
-            if first.kind == "finish":
-                self.finishing[where] = max(most, self.finishing.get(where, 0.0))
-            elif items and all(len(_listed(span, "taken")) <= 1 for span in some):
-                self.working[where].append(Sample(items, most))
+            at_once = items and all(len(_listed(span, "taken")) <= 1 for span in some)
+            if first.kind == "finish" or at_once:
+                self._keep("working", where, Sample(items * (first.kind == "call"), most))
 
     def _add_items(self, spans: Sequence[Span]) -> None:
         """Add what items weigh, how long they are, and how often they go around their loop."""
         firsts = {self.graph.nodes[loop.members[0]].name for loop in self.graph.loops}
         visits: dict[tuple[str, object], dict[int, int]] = defaultdict(lambda: defaultdict(int))
         for span in spans:
-            made_by, node = _listed(span, "made_by"), self._nodes.get(span.name)
+            node = self._nodes.get(span.name)
             if span.kind == "call" and node is not None and "bytes" in span.args:
                 items = _number(span, "items") * node.expands
                 self.output_bytes[span.name].append((items, _number(span, "bytes")))
-            elif span.kind == "transfer" and len(made_by) == 1:
-                sizes = (_number(span, "items"), _number(span, "bytes"))
-                self.output_bytes[str(made_by[0])].append(sizes)
             if span.kind == "call" and span.name in firsts:
                 for item in ids_of(str(span.args.get("ids", ""))):
                     visits[span.name, span.args.get("step")][item] += 1
@@ -266,9 +229,6 @@ class Evidence:
                 self.lengths[span.name].extend(map(float, lengths))
         for (name, _), counts in visits.items():
             self.turns[name].extend(map(float, counts.values()))
-
-    def _add_move(self, where: Where, what: str, seconds: float) -> None:
-        self.moves[where, what].append(seconds)
 
 
 class _Placed:
@@ -323,9 +283,9 @@ def _gaps(spans: Sequence[Span], started: Sequence[float]) -> Iterator[tuple[int
             before, brought = span, None
 
 
-def _newest(times: int = 1) -> Any:
-    """Return a mapping to lists that keep their newest entries."""
-    return defaultdict(lambda: deque(maxlen=times * NEWEST))
+def _newest(count: int) -> Any:
+    """Return a mapping to lists that keep so many entries, the newest."""
+    return defaultdict(lambda: deque(maxlen=count))
 
 
 def _number(span: Span, name: str) -> float:
@@ -348,11 +308,11 @@ def _without_first(spans: Iterable[Span]) -> Iterator[Span]:
         seen.add(what)
 
 
-def _by_call(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """Yield the spans of each call: one for each lane of a gang."""
-    calls: dict[tuple[object, ...], list[Span]] = {}
+def _together(spans: Iterable[Span], kind: SpanKind, *keys: str) -> Iterator[list[Span]]:
+    """Yield the spans of a kind that belong together: one for each lane, with the same keys."""
+    found: dict[tuple[object, ...], list[Span]] = defaultdict(list)
     for number, span in enumerate(spans):
-        call = span.args.get("call")
-        key = (span.name, "alone", number) if call is None else (span.name, "call", call)
-        calls.setdefault(key, []).append(span)
-    yield from calls.values()
+        if span.kind == kind:
+            alone = number if keys[0] not in span.args else None
+            found[(span.name, alone, *map(span.args.get, keys))].append(span)
+    yield from found.values()

@@ -8,27 +8,31 @@ is found by least squares.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
+from operator import itemgetter
 from statistics import fmean, median
 
 import numpy as np
 
-from m2flow.plan.profile.curves import Matrix, Rising, by_size, doubling, least_squares, spread
-from m2flow.plan.profile.data import Piecewise
+from m2flow.plan.profile import Piecewise
+from m2flow.plan.profile.curves import (
+    Matrix,
+    by_size,
+    doubling,
+    least_squares,
+    ramps,
+    rising,
+)
 from m2flow.plan.profile.evidence import Sample
+from m2flow.plan.profile.streaming import stretches
 
 SHARES = 16
 """In so many steps of the share of items that are done, `done` says that of the time."""
 
 GOOD_ENOUGH = 0.15
 """Relative error of whole calls up to which rounds explain a stage, for calls of every size."""
-
-NOISE = 2.0
-"""Rounds do as well where the error is within so many times that of calls of one size alone."""
 
 FEWEST_CALLS = 2
 
@@ -39,62 +43,28 @@ Growth = tuple[Piecewise, Piecewise, int | None]
 """`StageCost.round`, `StageCost.admit` and `StageCost.slots`."""
 
 
-@dataclass(frozen=True)
-class _Played:
-    """A call with the rounds that its lengths imply.
+def _until(
+    call: Sample, slots: int, rounds: Sequence[float], admits: Sequence[float]
+) -> tuple[Matrix, Matrix]:
+    """Return the coefficients of the seconds until each piece, and the seconds.
 
-    Attributes:
-        call: what was measured.
-        segments: (first round, last round, items at work) in order.
-        pieces: for each piece its seconds, and the round in which its last item was finished.
+    So many items are at work at once, the lowest numbers first.
     """
-
-    call: Sample
-    segments: tuple[tuple[float, float, int], ...]
-    pieces: tuple[tuple[float, float], ...]
-
-    @classmethod
-    def of(cls, call: Sample, slots: int | None) -> _Played:
-        """Play a call in which so many items are at work at once, the lowest numbers first."""
-        lengths = {
-            item: length
-            for _, items, grown in call.pieces
-            for item, length in zip(items, grown, strict=True)
-        }
-        waiting = sorted(lengths, reverse=True)
-        at_work: list[tuple[float, int]] = []
-        finished: dict[int, float] = {}
-        segments, now = [], 0.0
-        while waiting or at_work:
-            while waiting and (slots is None or len(at_work) < slots):
-                item = waiting.pop()
-                heapq.heappush(at_work, (now + lengths[item], item))
-            end, running = at_work[0][0], len(at_work)
-            if end > now:
-                segments.append((now, end, running))
-            now = end
-            while at_work and at_work[0][0] <= now:
-                finished[heapq.heappop(at_work)[1]] = now
-        ends = [(when, max(finished[item] for item in items)) for when, items, _ in call.pieces]
-        return cls(call, tuple(segments), tuple(ends))
-
-    def rows(self, rounds: Rising, admits: Rising) -> tuple[Matrix, Matrix]:
-        """Return the coefficients of each piece's seconds since the one before, and the seconds."""
-        edges = [0.0, *(end for _, end, _ in self.segments)]
-        each = [[(end - start) * x for x in rounds.row(n)] for start, end, n in self.segments]
-        passed = np.cumsum([[0.0] * len(rounds), *each], axis=0)
-        grown = np.maximum.accumulate([0.0, *(reached for _, reached in self.pieces)])
-        sums = np.stack([np.interp(grown, edges, column) for column in passed.T], axis=1)
-        first = np.zeros((len(self.pieces), len(admits)))
-        first[0] = admits.row(self.call.size)
-        seconds = np.diff([0.0, *(when for when, _ in self.pieces)])
-        return np.hstack([np.diff(sums, axis=0), first]), seconds
-
-    def error(self, rounds: Piecewise, admits: Piecewise) -> float:
-        """Return how far the whole call is from what the curves say, relative to it."""
-        growing = sum((end - start) * rounds.at(count) for start, end, count in self.segments)
-        actual = self.call.pieces[-1][0]
-        return abs(admits.at(self.call.size) + growing - actual) / actual if actual else 0.0
+    grown = sorted(
+        (item, length)
+        for _, items, lengths in call.pieces
+        for item, length in zip(items, lengths, strict=True)
+    )
+    edges, passed, finished = [0.0], [np.zeros(len(rounds))], dict[int, float]()
+    for start, end, running, ends in stretches([length for _, length in grown], slots):
+        finished |= {grown[place][0]: end for place in ends}
+        edges.append(end)
+        passed.append(passed[-1] + (end - start) * np.array(ramps(rounds, running)))
+    ends_of = [max(finished[item] for item in items) for _, items, _ in call.pieces]
+    reached = np.maximum.accumulate(ends_of)
+    sums = [np.interp(reached, edges, column) for column in np.transpose(passed)]
+    taken = np.tile(ramps(admits, call.size), (len(call.pieces), 1))
+    return np.hstack([np.transpose(sums), taken]), np.array([when for when, *_ in call.pieces])
 
 
 def fit_growth(calls: Sequence[Sample]) -> Growth | None:
@@ -102,55 +72,47 @@ def fit_growth(calls: Sequence[Sample]) -> Growth | None:
 
     A stage with a limit of its own is found by the limit under which rounds explain it.
     """
-    calls = [call for call in calls if call.pieces and all(_has_lengths(call))]
+    calls = [call for call in calls if _has_lengths(call)]
     groups = by_size(calls, lambda call: call.size)
     calls = [call for group in groups for call in group[-NEWEST_CALLS:]]
     if len(calls) < FEWEST_CALLS:
         return None
     largest = max(call.outputs for call in calls)
-    allowed = max(GOOD_ENOUGH, NOISE * _noise(calls))
     limits = {int(x * part) for x in doubling(1.0, largest) for part in (0.75, 1.0)}
     tried: list[tuple[float, Growth]] = []
-    for slots in (None, *sorted(limits - {0}, reverse=True)):
-        if slots is not None and slots >= largest:
-            continue
-        error, growth = _fitted(calls, slots)
-        if slots is None and error <= allowed:
-            return growth
-        tried.append((error, growth))
+    for slots in (largest, *sorted(limits - {0, largest}, reverse=True)):
+        error, (rounds, admits) = _fitted(calls, slots)
+        tried.append((error, (rounds, admits, slots if slots < largest else None)))
+        if slots == largest and error <= GOOD_ENOUGH:
+            break
     error, growth = min(tried, key=lambda one: one[0])
-    return growth if error <= allowed else None
+    return growth if error <= GOOD_ENOUGH else None
 
 
-def _has_lengths(call: Sample) -> Iterator[bool]:
-    return (len(items) == len(lengths) > 0 for _, items, lengths in call.pieces)
+def _has_lengths(call: Sample) -> bool:
+    told = all(len(items) == len(lengths) > 0 for _, items, lengths in call.pieces)
+    return told and bool(call.pieces) and call.pieces[-1][0] > 0
 
 
-def _fitted(calls: Sequence[Sample], slots: int | None) -> tuple[float, Growth]:
+def _fitted(calls: Sequence[Sample], slots: int) -> tuple[float, tuple[Piecewise, Piecewise]]:
     """Return the curves for a number of slots, and the largest error of calls of one size.
 
     One size with an error must do: with most calls small, the median of all would hide that large
     calls take several times as long.
     """
-    played = [_Played.of(call, slots) for call in calls]
-    most = max(running for one in played for *_, running in one.segments)
-    rounds, admits = Rising(doubling(1.0, float(most))), Rising(sorted({c.size for c in calls}))
-    parts = [one.rows(rounds, admits) for one in played]
-    rows, seconds = (np.concatenate(column) for column in zip(*parts, strict=True))
+    most = min(slots, max(call.outputs for call in calls))
+    rounds, admits = doubling(1.0, float(most)), sorted({call.size for call in calls})
+    played = [_until(call, slots, rounds, admits) for call in calls]
+    rows = np.concatenate([np.diff(sums, axis=0, prepend=0.0) for sums, _ in played])
+    seconds = np.concatenate([np.diff(until, prepend=0.0) for _, until in played])
     floor = float(np.median(seconds)) / 10 or 1e-9
     found = least_squares(rows, seconds, 1.0 / np.maximum(seconds, floor))
-    round_, admit = rounds.curve(found[: len(rounds)]), admits.curve(found[len(rounds) :])
     errors = [
-        median(one.error(round_, admit) for one in group)
-        for group in by_size(played, lambda one: one.call.size)
+        (call.size, abs(float(sums[-1] @ found / until[-1]) - 1.0))
+        for call, (sums, until) in zip(calls, played, strict=True)
     ]
-    return max(errors), (round_, admit, slots)
-
-
-def _noise(calls: Sequence[Sample]) -> float:
-    """Return how far whole calls of one size lie apart, relative to them."""
-    groups = by_size(calls, lambda call: call.size)
-    return median(spread([call.pieces[-1][0] for call in group]) for group in groups)
+    worst = max(median(error for _, error in group) for group in by_size(errors, itemgetter(0)))
+    return worst, (rising(rounds, found[: len(rounds)]), rising(admits, found[len(rounds) :]))
 
 
 def fit_done(calls: Sequence[Sample]) -> Piecewise | None:

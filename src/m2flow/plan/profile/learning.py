@@ -14,7 +14,16 @@ from statistics import fmean, median
 from m2flow.engine.plan import Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
-from m2flow.plan.profile.crowding import crowded, fit_alone, undisturbed
+from m2flow.plan.profile import (
+    LinkCost,
+    Piecewise,
+    Profile,
+    PublishCost,
+    Quantiles,
+    StageCost,
+    StageProfile,
+    WorkerCost,
+)
 from m2flow.plan.profile.curves import (
     NEAR,
     Point,
@@ -24,16 +33,6 @@ from m2flow.plan.profile.curves import (
     monotone,
     spread,
     typical,
-)
-from m2flow.plan.profile.data import (
-    LinkCost,
-    Piecewise,
-    Profile,
-    PublishCost,
-    Quantiles,
-    StageCost,
-    StageProfile,
-    WorkerCost,
 )
 from m2flow.plan.profile.evidence import Evidence, Sample, Step, Where
 from m2flow.plan.profile.growing import fit_done, fit_growth
@@ -48,9 +47,6 @@ where anything was measured."""
 
 FEWEST = 4
 """Of fewer values of one size their spread says nothing."""
-
-ALL_ENDS = 4
-"""Lanes and kinds of both ends of a price for publishing."""
 
 ENOUGH_LENGTHS = 64
 """With so many measured lengths, known ones do not count."""
@@ -110,7 +106,7 @@ def _stage(node: StageNode, evidence: Evidence, known: Profile | None) -> StageP
     free = [one for one in costs if one.max_running is None] or costs
     given = {(one.layout, one.lanes, one.kind): one for one in free}
     trust = KNOWN_CALLS if known is not None and known.source == "measured" else 0.0
-    seen = {where[1:]: calls for where, calls in evidence.timed().items() if where[0] == node.name}
+    seen = {where[1:]: calls for where, calls in evidence.timed(node.name).items()}
     if not seen and before is None:
         raise UserError(
             "was never called while the flow was measured",
@@ -150,31 +146,26 @@ def _stage(node: StageNode, evidence: Evidence, known: Profile | None) -> StageP
 
 def _cost(
     where: Where,
-    timed: Iterable[Sample],
+    calls: Sequence[Sample],
     evidence: Evidence,
     known: StageCost | None,
     trust: float,
 ) -> StageCost:
     """Fit the price of a stage in one layout that ran."""
     _, layout, lanes, kind = where
-    seen = undisturbed(list(timed))
-    alone = fit_alone(seen)
-    calls = crowded(seen, alone)
     measured = points(calls)
     curve = _merged(measured, known.seconds if known else None, trust)
     before = known or StageCost(lanes, curve)
-    working = [(call.size, call.seconds) for call in evidence.working.get(where, ())]
-    ended = evidence.finishing.get(where, 0.0)
-    finishes = points(evidence.finishes.get(where, ()))
+    gauged = [(one.size, one.seconds) for one in evidence.of("working", where)]
+    ended = max((most for size, most in gauged if not size), default=0.0)
+    working = [(size, max(most, ended)) for size, most in gauged if size]
+    finishes = points(evidence.of("finish", where))
     cost = StageCost(
         lanes,
         curve,
         finish=_merged(finishes, before.finish, trust) if finishes or before.finish else None,
-        working=envelope([(size, max(most, ended)) for size, most in working])
-        if working
-        else before.working,
+        working=envelope(working) if working else before.working,
         error=_error(calls, curve),
-        alone=alone,
         kind=kind,
         layout=layout,
     )
@@ -247,14 +238,16 @@ def _workers(evidence: Evidence, known: Profile) -> dict[str, tuple[WorkerCost, 
         for worker, costs in known.workers.items()
         for one in costs
     }
-    for where in {*evidence.states, *(where for where, _ in evidence.moves)}:
+    moved = {where for what, where, _ in evidence.samples if what in ("onload", "offload")}
+    for where in {*evidence.states, *moved}:
         _, layout, lanes, kind = where
         before = found.get(where, WorkerCost(lanes, kind=kind, layout=layout))
-        size = Bytes(evidence.states.get(where, before.state_bytes))
-        onload, offload = (evidence.moves.get((where, what)) for what in ("onload", "offload"))
+        onload, offload = (
+            [one.seconds for one in evidence.of(what, where)] for what in ("onload", "offload")
+        )
         found[where] = replace(
             before,
-            state_bytes=size,
+            state_bytes=Bytes(evidence.states.get(where, before.state_bytes)),
             onload=Seconds(typical(onload)) if onload else before.onload,
             offload=Seconds(typical(offload)) if offload else before.offload,
         )
@@ -267,15 +260,9 @@ def _workers(evidence: Evidence, known: Profile) -> dict[str, tuple[WorkerCost, 
 def _publish(evidence: Evidence, known: Profile) -> tuple[PublishCost, ...]:
     """Return a price for each edge, place and pair of replicas that was seen, and known others."""
     found, left = list[PublishCost](), known.publish
-    for (source, target, place, ours, theirs, here, there), seconds in evidence.publishes.items():
-        price = Seconds(typical(seconds))
-        found.append(PublishCost(source, target, place, price, ours, theirs, here, there))
-        left = tuple(
-            one
-            for one in left
-            if (one.source, one.target, one.place) != (source, target, place)
-            or one.alike(ours, theirs, here, there) < ALL_ENDS
-        )
+    for one, seconds in evidence.publishes.items():
+        found.append(replace(one, seconds=Seconds(typical(seconds))))
+        left = tuple(other for other in left if not other.covers(one))
     return (*sorted(found, key=str), *left)
 
 

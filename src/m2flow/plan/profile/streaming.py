@@ -1,30 +1,50 @@
 """Prices of a streaming stage whose output items grow side by side, a unit a round.
 
 A replica works on as many items at once as its limit allows, and takes the next one when one is
-finished. `seconds` and `done` of a price are played to the last item; `round` and `admit` let a
-simulation draw lengths and play the tail of every replica itself.
+finished. `seconds` of a price are played to the last item; `round` and `admit` let a simulation
+draw lengths and play the tail of every replica itself.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from m2flow.plan.profile.data import Piecewise, Quantiles, StageCost
+from m2flow.plan.profile import Piecewise, Quantiles, StageCost
 from m2flow.plan.profile.hardware import Device
 from m2flow.plan.profile.work import Rounds, curve, rising
 
 MOST_PLAYED = 2048
 """Output items of one replica that are played; beyond them time goes on in proportion."""
 
-SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
-"""Of the input items of a replica, at which `done` says how much of the time has passed."""
-
 LENGTHS = 400
 """Lengths of which the mean of their squares is taken."""
+
+
+def stretches(
+    lengths: Sequence[float], limit: int
+) -> Iterator[tuple[float, float, int, list[int]]]:
+    """Yield the rounds between which the same items are at work: from when, until when, how many
+    items, and which of them are finished then.
+
+    Args:
+        lengths: units that each item grows by, one a round, in the order in which items are taken.
+        limit: the most items at work at once.
+    """
+    assert limit >= 1
+    at_work: list[tuple[float, int]] = []  # round of the item's finish; which
+    taken, now = 0, 0.0
+    while taken < len(lengths) or at_work:
+        while taken < len(lengths) and len(at_work) < limit:
+            heapq.heappush(at_work, (now + lengths[taken], taken))
+            taken += 1
+        running, end, finished = len(at_work), at_work[0][0], list[int]()
+        while at_work and at_work[0][0] <= end + 1e-9:
+            finished.append(heapq.heappop(at_work)[1])
+        yield now, end, running, finished
+        now = end
 
 
 def finish_times(
@@ -46,22 +66,15 @@ def finish_times(
         start: units that an item holds when it begins, such as its prompt's tokens.
         begin: seconds before the first round, as of the prompts' prefill.
     """
-    assert limit >= 1
     finished = [0.0] * len(lengths)
-    at_work: list[tuple[float, int]] = []  # units grown on the replica at the item's finish; which
-    taken, now, grown, held = 0, begin, 0.0, 0.0
-    while taken < len(lengths) or at_work:
-        while taken < len(lengths) and len(at_work) < limit:
-            heapq.heappush(at_work, (grown + lengths[taken], taken))
-            held += start
-            taken += 1
-        running, stretch = len(at_work), at_work[0][0] - grown
-        now += stretch * round_seconds(running, held + running * stretch / 2)
-        grown += stretch
-        held += running * stretch
-        while at_work and at_work[0][0] <= grown + 1e-9:
-            item = heapq.heappop(at_work)[1]
-            held -= start + lengths[item]
+    now, held, left = begin, 0.0, 0
+    for first, last, running, ends in stretches(lengths, limit):
+        held += (running - left) * start
+        grown = running * (last - first)
+        now += (last - first) * round_seconds(running, held + grown / 2)
+        held += grown - sum(start + lengths[item] for item in ends)
+        left = running - len(ends)
+        for item in ends:
             finished[item] = now
     return finished
 
@@ -106,9 +119,6 @@ class Streaming:
 
     def _limited(self, cost: StageCost, limit: int, max_running: int | None) -> StageCost:
         counts = [n for n in rising(self.most) if n * self.expands <= MOST_PLAYED] or [1]
-        ends = {count: self._ends(count, limit) for count in counts}
-        last = ends[counts[-1]]
-        passed = (0.0, *(min(1.0, at / last[-1]) for at in last[:-1]), 1.0)
 
         def working(items: int) -> float:
             beside = cost.working.at(items) if cost.working else 0.0
@@ -116,23 +126,20 @@ class Streaming:
 
         return replace(
             cost,
-            seconds=curve(lambda count: ends[count][-1], counts),
+            seconds=curve(lambda count: self._seconds(count, limit), counts),
             max_running=max_running,
             slots=limit,
-            done=Piecewise(tuple(zip((0.0, *SHARES), passed, strict=True))),
             round=self._round(limit),
             admit=curve(self._admit, rising(self.most)),
             working=curve(working, rising(self.most)),
         )
 
-    def _ends(self, inputs: int, limit: int) -> tuple[float, ...]:
-        """Return the seconds until each of SHARES of so many input items has all its outputs."""
+    def _seconds(self, inputs: int, limit: int) -> float:
+        """Return the seconds until so many input items have all their outputs."""
         count = inputs * self.expands
         lengths = [self.lengths.at((n + 0.5) / count) for n in range(count)]
         random.Random(0).shuffle(lengths)
-        ends = finish_times(lengths, self._step, limit, self.rounds.start, self._admit(inputs))
-        whole = sorted(max(ends[n : n + self.expands]) for n in range(0, count, self.expands))
-        return tuple(whole[math.ceil(share * inputs) - 1] for share in SHARES)
+        return max(finish_times(lengths, self._step, limit, self.rounds.start, self._admit(inputs)))
 
     def _step(self, running: float, units: float) -> float:
         return self.rounds.round(running, units).on(self.device)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from m2flow.flow.worker import ONE_LANE, Layout
-from m2flow.plan.profile.data import Piecewise, Quantiles
+from m2flow.plan.profile import Piecewise, Quantiles
 from m2flow.plan.profile.hardware import SMALL_COLLECTIVE_SECONDS, Device
 
 
