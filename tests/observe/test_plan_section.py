@@ -49,7 +49,7 @@ DECISION = Explanation(
         Alternative("hybrid", "hybrid", 0, 0.6, 53.0, ()),
     ),
     ruled_out={"disaggregated": "does not fit"},
-    flips=(Flip("publishing", 3.5, "collocated", (), 0.6, 0.5, "simulated"),),
+    flips=(Flip("publishing", 3.5, "collocated", (), 0.6, 0.5),),
     assumptions=("prompts of 10 tokens",),
     timeline=Gantt(0.0, 0.41, (Row((0, 1), PIECES, 0.0),)),
 )

@@ -109,7 +109,7 @@ def test_layouts_are_named_in_differences() -> None:
 
 
 def test_the_words_say_everything(why: Explanation) -> None:
-    told = "\n".join(in_words(why, 100, ascii_only=True))
+    told = "\n".join(in_words(why))
     assert told.isascii()
     for part in (
         "plan: ", "items/s", "bottleneck: ", "idle: ", "runner-up: ", "compute", "switching",

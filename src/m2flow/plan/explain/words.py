@@ -15,16 +15,15 @@ SHOWN = 4
 """Phrases of a difference, flips, and plans that were ruled out, that are printed."""
 
 
-def in_words(explanation: Explanation, width: int = 100, ascii_only: bool = False) -> list[str]:
+def in_words(explanation: Explanation, width: int = 100) -> list[str]:
     """The whole explanation, with the picture of the predicted step.
 
     Args:
         explanation: of a plan.
         width: of the picture, in characters.
-        ascii_only: whether the terminal shows ASCII only.
     """
     lines = [*summary(explanation), "", *(f"  {line}" for line in explanation.stands), ""]
-    drawn = picture(explanation.timeline, explanation.stages, width, ascii_only)
+    drawn = picture(explanation.timeline, explanation.stages, width)
     lines += [*drawn, ""] if drawn else []
     lines += costs(explanation)
     if explanation.ruled_out:
@@ -145,13 +144,9 @@ def _flips(explanation: Explanation) -> Iterator[str]:
     elif not flips:
         yield "  no input alone, up to 4 times more or less of it"
     for flip in flips[:SHOWN]:
-        less = " (less)" if flip.input in ("memory", "lanes") else " (faster)"
-        instead = flip.chosen_seconds
-        yield (
-            f"  {flip.input} x {flip.factor:.2f}{less if flip.factor < 1 else ''}: "
-            f"{flip.mode} is best, {brief(flip.other_seconds)} a step"
-            + (f" instead of {brief(instead)}" if instead is not None else "")
-        )
+        faster = " (faster)" if flip.factor < 1 else ""
+        seconds = f"{brief(flip.other_seconds)} a step instead of {brief(flip.chosen_seconds)}"
+        yield f"  {flip.input} x {flip.factor:.2f}{faster}: {flip.mode} is best, {seconds}"
         yield from _some([f"    {change}" for change in flip.changes], most=2)
     if len(flips) > SHOWN:
         yield f"  and {len(flips) - SHOWN} more, by larger changes"
