@@ -22,7 +22,7 @@ from m2flow.plan.choose.descent import Descent
 from m2flow.plan.choose.draft import AUTO, Draft, obstacle, to_plan
 from m2flow.plan.choose.folding import fold_of, folded, unfolded
 from m2flow.plan.choose.judge import Judge, shape
-from m2flow.plan.choose.problem import Limits, Problem
+from m2flow.plan.choose.problem import Problem
 from m2flow.plan.choose.sizes import draft_of, sized
 from m2flow.plan.choose.structures import starts
 from m2flow.plan.isolation import isolate
@@ -55,7 +55,6 @@ def choose(
     *,
     max_staleness: int = 0,
     isolated: Collection[str] = (),
-    limits: Limits | None = None,
     layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
     beside: Sequence[Plan] = (),
     effort: int = EFFORT,
@@ -69,7 +68,6 @@ def choose(
         num_items: source items of a step.
         max_staleness: how many steps generation may run ahead; a budget, not a wish.
         isolated: workers that get lanes of their own.
-        limits: resources that belong to no lane.
         layouts: for the plans of the fixed modes, as in `build_plan`.
         beside: further plans to be judged, such as the one that runs.
         effort: plans that are simulated for each staleness.
@@ -78,9 +76,7 @@ def choose(
         UserError: no plan keeps the limits, or the profile does not know a stage.
     """
     start = time.perf_counter()
-    problem = Problem(
-        graph, profile, [x for x in lanes if x.reserved_for is None], num_items, limits
-    )
+    problem = Problem(graph, profile, [x for x in lanes if x.reserved_for is None], num_items)
     choice = _Choice(problem, tuple(lanes), isolated, layouts)
     found = [
         candidate
@@ -223,18 +219,14 @@ def _frontier(ranked: Sequence[Candidate], max_staleness: int) -> tuple[Candidat
 
 
 def check_fits(
-    graph: FlowGraph,
-    profile: Profile,
-    lanes: Sequence[LaneSpec],
-    num_items: int,
-    limits: Limits | None = None,
+    graph: FlowGraph, profile: Profile, lanes: Sequence[LaneSpec], num_items: int
 ) -> None:
     """Refuse lanes whose limits no plan keeps, without simulating any.
 
     Raises:
         UserError: no plan does, or the profile does not know a stage.
     """
-    problem = Problem(graph, profile, lanes, num_items, limits)
+    problem = Problem(graph, profile, lanes, num_items)
     small, reasons = folded(problem, fold_of(problem)), dict[str, str]()
     for draft in starts(small):
         reason = obstacle(small, draft)

@@ -19,19 +19,6 @@ from m2flow.plan.profile import Profile, StageCost
 from m2flow.plan.units import Bytes, Items
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What there is of resources that belong to no single lane.
-
-    Attributes:
-        cores: CPU cores for stages that need some beside their lanes' own; None for no limit.
-        host_bytes: memory of the machines for calls and for states that are offloaded.
-    """
-
-    cores: float | None = None
-    host_bytes: Bytes | None = None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Option:
     """A layout of a worker on lanes of one kind; one object for each in a problem.
@@ -55,7 +42,7 @@ class Problem:
     """A flow, its prices and the lanes.
 
     Args:
-        graph, profile, num_items, limits: what is planned.
+        graph, profile, num_items: what is planned.
         lanes: those that are free for any worker.
 
     Attributes:
@@ -70,17 +57,12 @@ class Problem:
     """
 
     def __init__(
-        self,
-        graph: FlowGraph,
-        profile: Profile,
-        lanes: Sequence[LaneSpec],
-        num_items: int,
-        limits: Limits | None = None,
+        self, graph: FlowGraph, profile: Profile, lanes: Sequence[LaneSpec], num_items: int
     ) -> None:
         if not lanes or num_items < 1:
             raise UserError("a plan needs a lane and an item", key="lanes", value=len(lanes))
         self.graph, self.profile, self.num_items = graph, profile, num_items
-        self.lanes, self.limits = tuple(lanes), limits or Limits()
+        self.lanes = tuple(lanes)
         self.by_id = {lane.id: lane for lane in lanes}
         ordered = sorted(lanes, key=lambda lane: (lane.node, lane.id))
         kinds = sorted({lane.kind for lane in lanes})
