@@ -7,10 +7,9 @@ streaming stage and the members of a loop make the *rollout*.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Protocol
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import UserError, suggestion
@@ -23,28 +22,11 @@ DEFAULT_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
 """Every worker in the layout `ONE_LANE`."""
 
 
-class Builder(Protocol):
-    """Makes the plan of one mode.
-
-    Raises:
-        UserError: the mode does not fit the graph or the lanes.
-    """
-
-    def __call__(
-        self,
-        graph: FlowGraph,
-        lanes: Sequence[LaneSpec],
-        num_items: int,
-        layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
-    ) -> Plan: ...
+Builder = Callable[[FlowGraph, Sequence[LaneSpec], int, Mapping[str, Layout]], Plan]
+"""Makes the plan of one mode; raises a UserError where the mode does not fit graph or lanes."""
 
 
-def eager(
-    graph: FlowGraph,
-    lanes: Sequence[LaneSpec],
-    num_items: int,  # noqa: ARG001 - a builder
-    layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,  # noqa: ARG001 - one process, one copy
-) -> Plan:
+def eager(graph: FlowGraph, lanes: Sequence[LaneSpec], *_: object) -> Plan:
     """Everything on one lane of this machine, each stage in one call after the other."""
     here = [lane for lane in lanes if lane.node == lanes[0].node]
     limits = [lane.memory_bytes for lane in here if lane.memory_bytes is not None]
@@ -58,10 +40,7 @@ def eager(
 
 
 def collocated(
-    graph: FlowGraph,
-    lanes: Sequence[LaneSpec],
-    num_items: int,
-    layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
+    graph: FlowGraph, lanes: Sequence[LaneSpec], num_items: int, layouts: Mapping[str, Layout]
 ) -> Plan:
     """Every worker on every lane; each stage is spread over all lanes before the next begins."""
     placements = {worker: _placement(worker, lanes, layouts) for worker in placed(graph)}
@@ -69,10 +48,7 @@ def collocated(
 
 
 def disaggregated(
-    graph: FlowGraph,
-    lanes: Sequence[LaneSpec],
-    num_items: int,
-    layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
+    graph: FlowGraph, lanes: Sequence[LaneSpec], num_items: int, layouts: Mapping[str, Layout]
 ) -> Plan:
     """Rollout and training on lanes of their own, joined by a pipeline.
 
@@ -105,10 +81,7 @@ def disaggregated(
 
 
 def hybrid(
-    graph: FlowGraph,
-    lanes: Sequence[LaneSpec],
-    num_items: int,
-    layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
+    graph: FlowGraph, lanes: Sequence[LaneSpec], num_items: int, layouts: Mapping[str, Layout]
 ) -> Plan:
     """The rollout's parts on lanes of their own, in a pipeline; then training on all lanes.
 
