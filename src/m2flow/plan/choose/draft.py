@@ -200,8 +200,5 @@ def _cut(ids: list[int], size: int) -> list[tuple[int, ...]]:
 
 def structure(problem: Problem, draft: Draft) -> str:
     """Who stands together, in words: `generator+verifier | learner`."""
-    found = []
-    for lanes, workers in stretches(problem, draft):
-        if workers:
-            found.append("+".join(problem.workers[worker] for worker in workers) + f" x{lanes}")
-    return " | ".join(found)
+    groups = (workers for _, workers in stretches(problem, draft) if workers)
+    return " | ".join("+".join(problem.workers[n] for n in workers) for workers in groups)
