@@ -139,7 +139,7 @@ def build_plan(
     """
     if mode not in BUILDERS:
         raise UserError("is not a mode", key="mode", value=mode, hint=suggestion(mode, BUILDERS))
-    check_layouts(graph, layouts)
+    _check_layouts(graph, layouts)
     return isolate(BUILDERS[mode](graph, lanes, num_items, layouts), isolated)
 
 
@@ -210,12 +210,11 @@ def _placement(worker: str, lanes: Sequence[LaneSpec], layouts: Mapping[str, Lay
     return Placement(replicas, layout=layout.name)
 
 
-def check_layouts(graph: FlowGraph, layouts: Mapping[str, Layout]) -> None:
+def _check_layouts(graph: FlowGraph, layouts: Mapping[str, Layout]) -> None:
     """Refuse layouts that the graph's workers cannot have, whatever the lanes.
 
     Raises:
-        UserError: a layout is of no worker, has an obstacle, or has several lanes where a stage
-            needs single ones.
+        UserError: a layout is of no worker, or has an obstacle.
     """
     for worker, layout in layouts.items():
         key = f"layouts.{worker}"
@@ -226,11 +225,3 @@ def check_layouts(graph: FlowGraph, layouts: Mapping[str, Layout]) -> None:
         obstacle = layout.obstacle()
         if obstacle is not None:
             raise UserError(f"is not possible: {obstacle}", key=key, value=layout.name)
-        bound = [n.name for n in graph.nodes if n.worker == worker and n.sticky]
-        if layout.lanes > 1 and bound:
-            raise UserError(
-                f"{bound[0]} is sticky, so each replica must be a single lane",
-                key=key,
-                value=layout.name,
-                expected=ONE_LANE.name,
-            )

@@ -35,10 +35,11 @@ FEW_LANES = 12
 """On so many lanes a quarter of the effort goes to plans that leave one of each kind idle."""
 
 FINALISTS = 6
-"""So many of the best plans are simulated for STEPS steps, for each staleness."""
+"""So many of the best plans are compared in the end, for each staleness."""
 
-STEPS, MANY_EVENTS = 3, 3000
-"""Steps of such a simulation; one, where that has more events."""
+STEPS, MANY_EVENTS, NEAR = 3, 3000, 0.1
+"""Steps of such a simulation; one, where that has more events, or where a plan is slower in one
+step than the fastest by more than this share."""
 
 AS_GOOD = 0.01
 """Relative difference of predicted seconds up to which two plans count as equally fast."""
@@ -134,9 +135,13 @@ class _Choice:
             (AUTO, to_plan(self.small, draft), to_plan(self.problem, draft.times(self.fold)))
             for draft in descent.best(FINALISTS, staleness)
         )
-        for name, small, whole in (*fixed, *free):
-            steps = STEPS if each <= MANY_EVENTS else 1
-            found = self.judge.candidate(isolate(small, self.isolated), name, steps)
+        plans = [(name, isolate(x, self.isolated), whole) for name, x, whole in (*fixed, *free)]
+        judged = [self.judge.candidate(small, name) for name, small, _ in plans]
+        least = min((one.prediction.seconds for one in judged if one is not None), default=0.0)
+        for (name, small, whole), found in zip(plans, judged, strict=True):
+            near = found is not None and found.prediction.seconds <= least * (1 + NEAR)
+            if near and each <= MANY_EVENTS:
+                found = self.judge.candidate(small, name, STEPS)
             if found is not None:
                 plan = isolate(replace(whole, lanes=self.lanes), self.isolated)
                 told = unfolded(found.prediction, self.problem, self.small, plan, self.fold)

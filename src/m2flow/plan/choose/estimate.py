@@ -82,18 +82,22 @@ def _scheduled(
         arrival: when the first inputs come, and when the last ones do.
     """
     size, turns = spot.option.lanes, problem.turns(node)
-    replicas = [(max(free[low : low + size]), low) for low in range(spot.first, spot.end, size)]
-    windows, count = node.minibatches, len(work.calls)
+    replicas = list(zip(free[spot.first : spot.end], range(spot.first, spot.end), strict=True))
+    if size > 1:
+        lows = range(spot.first, spot.end, size)
+        replicas = [(max(free[low : low + size]), low) for low in lows]
     early, late = arrival
+    step = (late - early) / (node.minibatches * len(work.calls))
     begin = end = 0.0
-    for window in range(windows):
+    for _ in range(node.minibatches):
         heapify(replicas)
-        for number, seconds in enumerate(work.calls, start=window * count + 1):
+        for seconds in work.calls:
             moment, low = replicas[0]
-            ready = early + (late - early) * number / (windows * count)
-            done = max(moment, ready) + turns * seconds
+            early += step
+            done = (moment if moment > early else early) + turns * seconds
             heapreplace(replicas, (done, low))
-            begin, end = begin or done, max(end, done)
+            begin = begin or done
+            end = done if done > end else end
         if work.finish:
             end += work.finish
             replicas = [(end, low) for _, low in replicas]

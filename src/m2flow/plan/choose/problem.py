@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from m2flow.engine.plan import LaneSpec
@@ -51,6 +50,8 @@ class Problem:
         workers: those that stages run on.
         companions: for each worker those that only take its weights; they stand with it.
         options: for each worker the layouts in which all of its stages have a price.
+        weight_edges: (source, target) of those between workers that stages run on, by number.
+        near: for each stage the workers, by number, of its neighbours in the graph.
 
     Raises:
         UserError: there is no lane, or a worker has no layout that these lanes can carry.
@@ -75,6 +76,16 @@ class Problem:
         self.nodes_of = {w: [n for n in graph.nodes if n.worker == w] for w in self.workers}
         self.windows = [window_units(node, num_items) for node in graph.nodes]
         self.unit_items = [unit_items(node, num_items) for node in graph.nodes]
+        self.weight_edges = tuple(
+            (self.number[edge.source], self.number[edge.target])
+            for edge in graph.weight_edges
+            if edge.source in self.number and edge.target in self.number
+        )
+        self.near: list[set[int]] = [set() for _ in graph.nodes]
+        for producer, consumer in graph.edges:
+            if producer != SOURCE:
+                self.near[producer].add(self.number[graph.nodes[consumer].worker])
+                self.near[consumer].add(self.number[graph.nodes[producer].worker])
         self.work: dict[tuple[object, ...], Any] = {}
         self._costs: dict[tuple[int, Option, int | None], StageCost] = {}
         self._seconds: dict[tuple[int, Option, int | None, int], float] = {}
@@ -113,25 +124,6 @@ class Problem:
                 ),
             )
         return tuple(found)
-
-    @cached_property
-    def near(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage the workers, by number, of its neighbours in the graph."""
-        found: list[dict[int, None]] = [{} for _ in self.graph.nodes]
-        for producer, consumer in self.graph.edges:
-            if producer != SOURCE:
-                found[producer][self.number[self.graph.nodes[consumer].worker]] = None
-                found[consumer][self.number[self.graph.nodes[producer].worker]] = None
-        return tuple(tuple(some) for some in found)
-
-    @cached_property
-    def weight_edges(self) -> tuple[tuple[int, int], ...]:
-        """(source, target) of weight edges between workers that stages run on, by number."""
-        return tuple(
-            (self.number[edge.source], self.number[edge.target])
-            for edge in self.graph.weight_edges
-            if edge.source in self.number and edge.target in self.number
-        )
 
     def cost(self, node: StageNode, option: Option, running: int | None) -> StageCost:
         """What a stage takes in a layout under a running limit."""

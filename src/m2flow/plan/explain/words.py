@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from m2flow.plan.explain.amounts import brief, slower
-from m2flow.plan.explain.explanation import Alternative, Explanation
+from m2flow.plan.explain.amounts import brief
+from m2flow.plan.explain.explanation import Explanation
 from m2flow.plan.explain.picture import picture
 from m2flow.plan.gantt import lane_names
 from m2flow.plan.time_account import TERMS
 
 SHOWN = 4
 """Phrases of a difference, flips, and plans that were ruled out, that are printed."""
+
+
+BETTER = 0.99
+"""A plan that takes less than this share of the chosen one's seconds is clearly faster."""
 
 
 def in_words(explanation: Explanation, width: int = 100) -> list[str]:
@@ -76,7 +80,7 @@ def _bounds(explanation: Explanation) -> Iterator[str]:
         place = f" on {lane_names(found.lanes)}" if len(found.lanes) <= SHOWN else ""
         of_it = f"{brief(found.seconds)} of the step ({found.share:.0%})"
         yield f"bottleneck: {found.what}{place}, {of_it}"
-        yield f"  {found.why}"
+        yield from (f"  {line}" for line in [found.why] if line)
     if idle:
         yield (
             f"idle: {sum(idle) / len(idle):.0%} of all lanes' time "
@@ -86,19 +90,11 @@ def _bounds(explanation: Explanation) -> Iterator[str]:
         yield f"memory: {explanation.memory}"
 
 
-def _is_better(explanation: Explanation, others: Sequence[Alternative]) -> bool:
-    """Whether one of the others is clearly faster than the chosen plan."""
-    return any(other.seconds < 0.99 * explanation.seconds for other in others)
-
-
 def _runners_up(explanation: Explanation) -> Iterator[str]:
     for number, other in enumerate(explanation.runners_up):
         word = "runner-up" if number == 0 else "then"
-        word = "better" if _is_better(explanation, [other]) else word
-        yield (
-            f"{word}: {other.title}, {brief(other.seconds)} a step, "
-            f"{slower(other.seconds, explanation.seconds)}"
-        )
+        word = "better" if other.seconds < BETTER * explanation.seconds else word
+        yield f"{word}: {other.title}, {brief(other.seconds)} a step"
         if number == 0:
             yield from _some([f"  {change}" for change in other.changes])
 
@@ -139,7 +135,7 @@ def costs(explanation: Explanation) -> list[str]:
 
 def _flips(explanation: Explanation) -> Iterator[str]:
     flips = explanation.flips or ()
-    if _is_better(explanation, explanation.runners_up[:1]):
+    if any(one.seconds < BETTER * explanation.seconds for one in explanation.runners_up[:1]):
         yield "  nothing: another plan is faster as it is"
     elif not flips:
         yield "  no input alone, up to 4 times more or less of it"
