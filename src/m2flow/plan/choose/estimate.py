@@ -31,13 +31,11 @@ class _Work(NamedTuple):
         calls: of each call of a window.
         finish: of the `finish` of a mini-batch.
         even: of a step on one replica, if all replicas could share the calls evenly.
-        share: of the items of a step that a call takes.
     """
 
     calls: tuple[float, ...]
     finish: float
     even: float
-    share: float
 
 
 def estimate(problem: Problem, draft: Draft) -> float:
@@ -49,12 +47,7 @@ def estimate(problem: Problem, draft: Draft) -> float:
     for node in problem.graph.nodes:
         spot = spot_of(problem, draft, node)
         work = _work(problem, draft, node, spot)
-        comes = [
-            (first[producer] + hop, last[producer] + hop)
-            for producer in node.inputs
-            for hop in (_hop(problem, draft, producer, spot, work.share),)
-        ]
-        arrival = max(one for one, _ in comes), max(other for _, other in comes)
+        arrival = max(first[x] for x in node.inputs), max(last[x] for x in node.inputs)
         begin, end = _scheduled(problem, node, spot, work, free[spot.option.kind], arrival)
         if node.streaming:
             begin -= work.calls[0] * (1 - _early(problem, draft, node, spot))
@@ -106,15 +99,6 @@ def _scheduled(
     return begin, end
 
 
-def _hop(problem: Problem, draft: Draft, producer: int, spot: Spot, share: float) -> float:
-    """Seconds in which the inputs of a call come from other lanes."""
-    if producer == SOURCE or not problem.profile.links:
-        return 0.0
-    if spot_of(problem, draft, problem.graph.nodes[producer]).lanes == spot.lanes:
-        return 0.0
-    return problem.link_seconds(producer, max(1, round(share * problem.num_items)))
-
-
 def _load(draft: Draft, busy: Sequence[float]) -> float:
     """Seconds of work that some lanes have, which nobody else could do, for each of them."""
     most = 0.0
@@ -154,7 +138,7 @@ def _worked_out(
     finish = float(cost.finish_seconds(spot.replicas)) if node.has_finish else 0.0
     calls = (*calls[:-1], max(calls[-1], _longest(problem, node, cost, spot, calls[-1])))
     even = node.minibatches * (problem.turns(node) * sum(calls) / spot.replicas + finish)
-    return _Work(calls, finish, even, chunk / (window * node.minibatches))
+    return _Work(calls, finish, even)
 
 
 def _longest(

@@ -15,7 +15,7 @@ from m2flow.errors import UserError
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 from m2flow.plan.chunks import unit_items, window_units
 from m2flow.plan.profile import Profile, StageCost
-from m2flow.plan.units import Bytes, Items
+from m2flow.plan.units import Items
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,14 +160,6 @@ class Problem:
         held = units if running is None else min(units, running)
         cost = self.cost(node, option, running)
         return cost.working_bytes(Items(held * self.unit_items[node.index]))
-
-    def link_seconds(self, producer: int, items: int) -> float:
-        """So many outputs of a stage from lane to lane on one machine."""
-        link = self.profile.links.get("node")
-        if link is None or producer == SOURCE:
-            return 0.0
-        size = self.profile.stage(self.graph.nodes[producer].name).output_bytes * items
-        return float(link.seconds(Bytes(size)))
 
     def turns(self, node: StageNode) -> float:
         """How many turns an item stays in the stage's loop, in the mean; 1 outside of loops."""
