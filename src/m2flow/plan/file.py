@@ -38,7 +38,9 @@ UNKNOWN_KEY, MISSING = "unexpected_keyword_argument", "missing"
 
 def to_json(value: object) -> str:
     """JSON text of data classes, mappings and sequences, indented for people to read and edit."""
-    return _writer().dump_json(value, indent=2).decode() + "\n"
+    import pydantic_core
+
+    return pydantic_core.to_json(value, indent=2, inf_nan_mode="constants").decode() + "\n"
 
 
 def from_json(
@@ -130,13 +132,6 @@ def read_profile(path: Path | str) -> Profile:
         UserError: what `read_json` refuses, or an impossible value (a curve that falls).
     """
     return read_json(Profile, path, "profile", "profile")
-
-
-@cache
-def _writer() -> TypeAdapter[object]:
-    from pydantic import ConfigDict, TypeAdapter
-
-    return TypeAdapter(object, config=ConfigDict(ser_json_inf_nan="constants"))
 
 
 @cache

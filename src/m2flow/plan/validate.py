@@ -100,17 +100,15 @@ def _check_lanes(lanes: tuple[LaneSpec, ...]) -> None:
 def _check_shared(lanes: Sequence[LaneSpec]) -> None:
     """Lanes of one machine may share a core or an accelerator if all but one are reserved."""
     free = [lane for lane in lanes if lane.reserved_for is None]
-    cores = Counter(core for lane in free for core in set(lane.cores))
-    gpus = Counter(lane.gpu for lane in free if lane.gpu is not None)
-    for what, counts in (("core", cores), ("gpu", gpus)):
-        shared = [number for number, count in counts.items() if count > 1]
-        if shared:
-            owners = [
-                lane.id
-                for lane in free
-                if shared[0] in (lane.cores if what == "core" else (lane.gpu,))
-            ]
-            raise PlanError(f"lanes {owners} overlap on {what} {shared[0]}", key="lanes")
+    owners: dict[tuple[str, int], list[int]] = {}
+    for lane in free:
+        held = [("core", core) for core in sorted(set(lane.cores))]
+        held += [("gpu", lane.gpu)] if lane.gpu is not None else []
+        for one in held:
+            owners.setdefault(one, []).append(lane.id)
+    for (what, number), ids in owners.items():
+        if len(ids) > 1:
+            raise PlanError(f"lanes {ids} overlap on {what} {number}", key="lanes")
 
 
 def _check_reserved(plan: Plan, isolated: Collection[str]) -> None:

@@ -18,11 +18,10 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Layout
 from m2flow.plan.builders import BUILDERS, DEFAULT_LAYOUTS, build_plan
 from m2flow.plan.choose.descent import Descent
-from m2flow.plan.choose.draft import AUTO, obstacle, to_plan
+from m2flow.plan.choose.draft import AUTO, draft_of, obstacle, to_plan
 from m2flow.plan.choose.folding import fold_of, folded, unfolded
-from m2flow.plan.choose.judge import Judge, Shape, shape
+from m2flow.plan.choose.judge import Judge, Shape, shape, sized
 from m2flow.plan.choose.problem import Problem
-from m2flow.plan.choose.sizes import draft_of, sized
 from m2flow.plan.choose.structures import starts
 from m2flow.plan.isolation import isolate
 from m2flow.plan.prediction import Candidate, Decision

@@ -34,9 +34,6 @@ EVENTS, FEWEST = 700, 16
 """A search ends when its simulations have had so many events for each that is allowed; but a
 FEWEST-th of them at least are carried out."""
 
-GAIN = 1e-4
-"""Relative seconds that a change must save."""
-
 
 class Descent:
     """A search among drafts.
@@ -79,7 +76,7 @@ class Descent:
                 continue
             heappush(queue, (hopes * (1 + PATIENCE), next(order), draft, changes))
             before, seconds = self._best, self._judged(other)
-            hopes = seconds if seconds < before * (1 - GAIN) else seconds * (1 + NO_BETTER)
+            hopes = seconds if seconds < before else seconds * (1 + NO_BETTER)
             heappush(queue, (hopes, next(order), other, self._changes(other)))
 
     def best(self, most: int, staleness: int) -> list[Draft]:

@@ -198,6 +198,46 @@ def _cut(ids: list[int], size: int) -> list[tuple[int, ...]]:
     return [tuple(ids[n : n + size]) for n in range(0, len(ids) - size + 1, size)]
 
 
+def draft_of(problem: Problem, plan: Plan) -> Draft | None:
+    """The draft of a plan whose workers each stand on neighbouring lanes; None of another one."""
+    spots = []
+    for worker in problem.workers:
+        spot = plan.placements[worker]
+        size = len(spot.replicas[0])
+        option = next(
+            (
+                option
+                for option in problem.options[worker]
+                if (option.layout, option.lanes) == (spot.layout, size)
+                and set(spot.lanes) <= set(problem.ids[option.kind])
+            ),
+            None,
+        )
+        if option is None or any(len(gang) != size for gang in spot.replicas):
+            return None
+        ids = problem.ids[option.kind]
+        first = min(ids.index(lane) for lane in spot.lanes)
+        if set(ids[first : first + len(spot.lanes)]) != set(spot.lanes):
+            return None
+        spots.append(Spot(option, first, len(spot.replicas)))
+    pieces, running = [], []
+    for node in problem.graph.nodes:
+        stage, window = plan.stages.get(node.name, StagePlan()), problem.windows[node.index]
+        calls = -(-window // min(stage.chunk or window, window))
+        replicas = len(plan.placements[node.worker].replicas)
+        pieces.append(calls / replicas)
+        running.append(stage.max_running)
+    names = tuple(node.name for node in reversed(problem.graph.nodes))
+    return Draft(
+        tuple(spots),
+        tuple(pieces),
+        tuple(running),
+        plan.order == names,
+        plan.fuse_loops,
+        plan.max_staleness,
+    )
+
+
 def structure(problem: Problem, draft: Draft) -> str:
     """Who stands together, in words: `generator+verifier | learner`."""
     groups = (workers for _, workers in stretches(problem, draft) if workers)

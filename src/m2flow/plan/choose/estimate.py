@@ -21,7 +21,7 @@ MANY = 24
 """Calls of a window that are laid out one by one."""
 
 EARLY = 0.1
-"""Share of a streaming call after which its first outputs are out, where nobody knows."""
+"""Share of a streaming call after which its first outputs are out."""
 
 
 class _Work(NamedTuple):
@@ -50,7 +50,7 @@ def estimate(problem: Problem, draft: Draft) -> float:
         arrival = max(first[x] for x in node.inputs), max(last[x] for x in node.inputs)
         begin, end = _scheduled(problem, node, spot, work, free[spot.option.kind], arrival)
         if node.streaming:
-            begin -= work.calls[0] * (1 - _early(problem, draft, node, spot))
+            begin -= work.calls[0] * (1 - EARLY)
         first[node.index], last[node.index] = begin, end
         busy[problem.number[node.worker]] += work.even
     about = max(last.values())
@@ -153,14 +153,6 @@ def _longest(
         return pace * lengths.at(1 - 0.5 / (count * node.expands))
     deviation = cost.spread * sqrt(2 * log(spot.replicas) * spot.replicas / count)
     return seconds * (1 + min(1.0, deviation))
-
-
-def _early(problem: Problem, draft: Draft, node: StageNode, spot: Spot) -> float:
-    """Share of a call after which its first outputs are handed on."""
-    if not node.streaming:
-        return 1.0
-    done = problem.cost(node, spot.option, draft.running[node.index]).done
-    return EARLY if done is None else done.at(EARLY)
 
 
 def _publishing(problem: Problem, draft: Draft) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from m2flow.engine.plan import LaneSpec
@@ -87,7 +88,7 @@ class Problem:
                 self.near[producer].add(self.number[graph.nodes[consumer].worker])
                 self.near[consumer].add(self.number[graph.nodes[producer].worker])
         self.work: dict[tuple[object, ...], Any] = {}
-        self._costs: dict[tuple[int, Option, int | None], StageCost] = {}
+        self._cost = cache(profile.cost)
         self._seconds: dict[tuple[int, Option, int | None, int], float] = {}
 
     def _least_memory(self, kind: str) -> int | None:
@@ -127,12 +128,7 @@ class Problem:
 
     def cost(self, node: StageNode, option: Option, running: int | None) -> StageCost:
         """What a stage takes in a layout under a running limit."""
-        key = (node.index, option, running)
-        if key not in self._costs:
-            self._costs[key] = self.profile.cost(
-                node.name, option.layout, option.lanes, option.kind, running
-            )
-        return self._costs[key]
+        return self._cost(node.name, option.layout, option.lanes, option.kind, running)
 
     def call_seconds(
         self, node: StageNode, option: Option, running: int | None, units: int

@@ -38,8 +38,6 @@ def picture(chart: Gantt, stages: Sequence[str], width: int) -> list[str]:
     lines += _axis(chart.seconds, columns, " " * (label + 1))
     seen = {work for works in shown for work in works}
     lines += _legend(seen, letters, max(width, NARROWEST))
-    if not all(row.alike for row in chart.rows):
-        lines.append("lanes in one row differ a little: it shows what most of them do")
     return lines
 
 
