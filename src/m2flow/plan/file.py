@@ -38,9 +38,10 @@ UNKNOWN_KEY, MISSING = "unexpected_keyword_argument", "missing"
 
 def to_json(value: object) -> str:
     """JSON text of data classes, mappings and sequences, indented for people to read and edit."""
-    import pydantic_core
+    from pydantic import ConfigDict, TypeAdapter
 
-    return pydantic_core.to_json(value, indent=2, inf_nan_mode="constants").decode() + "\n"
+    writer = TypeAdapter(object, config=ConfigDict(ser_json_inf_nan="constants"))
+    return writer.dump_json(value, indent=2).decode() + "\n"
 
 
 def from_json(

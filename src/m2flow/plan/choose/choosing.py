@@ -9,7 +9,7 @@ that plan is taken that asks for less: fewer steps of staleness, then the plan o
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from m2flow.engine.plan import LaneSpec, Plan
@@ -88,7 +88,8 @@ def choose(
         each.setdefault(shape(one.plan), one)
     ranked = sorted(each.values(), key=lambda one: one.prediction.seconds)
     if not ranked:
-        raise nothing_fits(problem, choice.judge.ruled_out)
+        free = (why for name, why in choice.judge.ruled_out.items() if name not in MODES)
+        raise nothing_fits(problem, free)
     chosen = _best(ranked)
     return Decision(
         chosen,
@@ -199,20 +200,19 @@ def check_fits(
         UserError: no plan does, or the profile does not know a stage.
     """
     problem = Problem(graph, profile, lanes, num_items)
-    small, reasons = folded(problem, fold_of(problem)), dict[str, str]()
+    small, reasons = folded(problem, fold_of(problem)), list[str]()
     for draft in starts(small):
         reason = obstacle(small, draft)
         if reason is None:
             return
-        reasons.setdefault(reason, reason)
+        reasons.append(reason)
     raise nothing_fits(problem, reasons)
 
 
-def nothing_fits(problem: Problem, reasons: Mapping[str, str]) -> UserError:
-    """The error where no plan keeps the limits."""
+def nothing_fits(problem: Problem, reasons: Iterable[str]) -> UserError:
+    """The error where no plan keeps the limits, with the first reason."""
+    why = next(iter(reasons), "no layout of a worker fits on them")
     lanes = {kind: len(ids) for kind, ids in problem.ids.items()}
-    broken = (why for name, why in reasons.items() if name not in MODES)
-    why = next(broken, "no layout of a worker fits on them")
     return UserError(
         f"no plan keeps the limits of these lanes: {why}",
         key="lanes",

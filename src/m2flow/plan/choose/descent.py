@@ -46,7 +46,6 @@ class Descent:
     def __init__(self, problem: Problem, judge: Judge) -> None:
         self.problem, self.judge = problem, judge
         self._found: dict[tuple[object, ...], tuple[float, Draft]] = {}
-        self._best = inf
 
     def search(self, starts: Iterable[Draft], most: int, known: Iterable[Draft] = ()) -> None:
         """Simulate the starts that look best, then change the best draft, one thing at a time.
@@ -57,7 +56,6 @@ class Descent:
             known: further starts, which are simulated in any case.
         """
         plans, events = self.judge.num_simulated, self.judge.num_events
-        self._best = inf
         order, queue = count(), list[tuple[float, int, Draft, Iterator[Draft]]]()
 
         def goes_on() -> bool:
@@ -69,14 +67,16 @@ class Descent:
             if goes_on():
                 queue.append((self._judged(draft), next(order), draft, self._changes(draft)))
         heapify(queue)
+        best = queue[0][0] if queue else inf
         while queue and goes_on():
             hopes, _, draft, changes = heappop(queue)
             other = next(changes, None)
             if other is None:
                 continue
             heappush(queue, (hopes * (1 + PATIENCE), next(order), draft, changes))
-            before, seconds = self._best, self._judged(other)
-            hopes = seconds if seconds < before else seconds * (1 + NO_BETTER)
+            seconds = self._judged(other)
+            hopes = seconds if seconds < best else seconds * (1 + NO_BETTER)
+            best = min(best, seconds)
             heappush(queue, (hopes, next(order), other, self._changes(other)))
 
     def best(self, most: int, staleness: int) -> list[Draft]:
@@ -108,7 +108,6 @@ class Descent:
             found = self.judge.candidate(plan, structure(self.problem, draft))
             seconds = inf if found is None else float(found.prediction.seconds)
             self._found[shape] = seconds, draft
-        self._best = min(self._best, self._found[shape][0])
         return self._found[shape][0]
 
     def _ranked(self, drafts: Iterable[Draft]) -> list[tuple[float, Draft]]:

@@ -41,7 +41,8 @@ def starts(problem: Problem, staleness: int = 0, spare: int = 0) -> Iterator[Dra
         staleness: of the drafts.
         spare: lanes of each kind that are not used, if it has more.
     """
-    for kinds in product(*(_kinds(problem, worker) for worker in problem.workers)):
+    each = ({option.kind for option in problem.options[worker]} for worker in problem.workers)
+    for kinds in product(*map(sorted, each)):
         by_kind = {
             kind: [n for n, mine in enumerate(kinds) if mine == kind]
             for kind in problem.ids
@@ -54,10 +55,6 @@ def starts(problem: Problem, staleness: int = 0, spare: int = 0) -> Iterator[Dra
         for chosen in product(*parts):
             spots = {worker: spot for part in chosen for worker, spot in part.items()}
             yield from cut(problem, tuple(spots[n] for n in range(len(kinds))), staleness)
-
-
-def _kinds(problem: Problem, worker: str) -> list[str]:
-    return sorted({option.kind for option in problem.options[worker]})
 
 
 def _standing(

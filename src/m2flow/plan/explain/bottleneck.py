@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 from m2flow.engine.spans import Span
 from m2flow.plan.explain.amounts import brief
 from m2flow.plan.prediction import Candidate
-from m2flow.plan.time_account import LaneTime, extent, where_the_time_went
+from m2flow.plan.time_account import extent, where_the_time_went
 
 ALIKE = 0.05
 """Lanes whose idle shares differ by less than this are equally busy."""
@@ -44,7 +46,9 @@ def bottleneck(candidate: Candidate) -> Bottleneck | None:
     idle = {one.lane: one.share(one.terms["waiting"]) for one in accounts}
     least = min(idle.values())
     busiest = [one for one in accounts if idle[one.lane] <= least + ALIKE]
-    spent = _spent(busiest)
+    together = reduce(add, busiest)
+    spent = {**together.stages, **together.terms}
+    del spent["compute"]  # the stages have it
     what = max(spent, key=lambda name: spent[name])
     seconds = spent[what] / len(busiest)
     own = tuple(one.lane for one in busiest)
@@ -54,15 +58,6 @@ def bottleneck(candidate: Candidate) -> Bottleneck | None:
     if tail is not None:
         why = f"the last {brief(tail)} of it run on at most half of its lanes: the longest items"
     return Bottleneck(what, own, seconds, share, why)
-
-
-def _spent(accounts: Sequence[LaneTime]) -> dict[str, float]:
-    """Seconds of lanes by stage and by term."""
-    spent: dict[str, float] = {}
-    for one in accounts:
-        for name, seconds in (*one.stages.items(), *list(one.terms.items())[1:]):
-            spent[name] = spent.get(name, 0.0) + seconds
-    return spent
 
 
 def _tail(spans: Sequence[Span], stage: str) -> float | None:
