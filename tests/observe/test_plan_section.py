@@ -49,7 +49,7 @@ DECISION = Explanation(
         Alternative("hybrid", "hybrid", 0, 0.6, 53.0, ()),
     ),
     ruled_out={"disaggregated": "does not fit"},
-    flips=(Flip("publishing", 3.5, "collocated", (), 0.6, 0.5, "simulated"),),
+    flips=(Flip("publishing", 3.5, "collocated", (), 0.6, 0.5),),
     assumptions=("prompts of 10 tokens",),
     timeline=Gantt(0.0, 0.41, (Row((0, 1), PIECES, 0.0),)),
 )
@@ -68,7 +68,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(
     for part in (
         "Why this plan", "410 ms", "measured (median)", "of what was predicted",
         "runner-up: collocated", "then: hybrid", "bottleneck: learner.train, 62 % of the step",
-        "No lane has <b>time</b> left", "gen on lane 0 & lane 1",
+        "no lane has <b>time</b> left", "gen on lane 0 & lane 1",
         "publishing x 3.5 would make collocated the best", "assumed: prompts of 10 tokens",
         "ruled out: disaggregated, does not fit", "measured, step 4", "a lane, in the mean",
         "lanes 0-1", "decision.json",

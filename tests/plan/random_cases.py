@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.flow import Flow, FlowGraph, Worker, loop, stage
-from m2flow.plan.choose import Limits
 from m2flow.plan.choose.problem import Problem
 from m2flow.plan.profile import (
     LinkCost,
@@ -64,7 +63,6 @@ class Case(NamedTuple):
     profile: Profile
     lanes: tuple[LaneSpec, ...]
     num_items: int
-    limits: Limits
 
     @property
     def problem(self) -> Problem:
@@ -170,17 +168,12 @@ def draw(
     limited = rng.random() < 0.5 and not many
     dispatch = Seconds(Random(-seed).choice([0.0, 0.0, 0.03]))
     profile = profile_of(rng, graph, num_items, counts, limited, many)
-    limits = Limits(
-        cores=None if many else rng.choice([None, None, None, 6.0]),
-        host_bytes=Bytes(400) if limited and rng.random() < 0.2 else None,
-    )
     per_node = rng.choice([None, 4])
     return Case(
         graph,
         replace(profile, dispatch=dispatch),
         lanes_of(counts, 100 if limited else None, per_node),
         num_items,
-        limits,
     )
 
 

@@ -244,11 +244,6 @@ def test_gangs_that_cannot_be(layouts: dict[str, Layout], reason: str) -> None:
         build_plan("collocated", GRPO, cpu_lanes(3), 8, layouts=layouts)
 
 
-def test_a_sticky_stage_has_no_gang() -> None:
-    with pytest.raises(UserError, match=r"layouts\.policy: policy\.act is sticky.*single lane"):
-        build_plan("collocated", GRAPHS["embodied"], cpu_lanes(2), 8, layouts={"policy": FSDP2})
-
-
 # --- several machines, memory ---------------------------------------------------------------------
 
 

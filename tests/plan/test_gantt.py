@@ -30,7 +30,6 @@ def test_lanes_that_look_alike_are_one_row() -> None:
     assert [lane_names(row.lanes) for row in found] == ["lanes 0-2, 4", "lane 3", "lane 5"]
     assert [(piece.start, piece.end) for piece in found[0].pieces] == [(0, 6)]
     assert [piece.start for piece in found[1].pieces] == [5]
-    assert all(row.alike for row in found)
 
 
 def test_many_rows_are_folded_by_the_stages_that_ran() -> None:
@@ -38,7 +37,6 @@ def test_many_rows_are_folded_by_the_stages_that_ran() -> None:
     spans += [call(lane, "b", 6, 10) for lane in range(30, 40)]
     found = folded(lay_out(spans, (0.0, 10.0)), 100).rows
     assert [lane_names(row.lanes) for row in found] == ["lanes 0-29", "lanes 30-39"]
-    assert [row.alike for row in found] == [False, True]
     assert sum(piece.seconds for piece in found[0].pieces) == pytest.approx(6.5, abs=0.2)
 
 

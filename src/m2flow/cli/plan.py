@@ -101,13 +101,12 @@ def _print_decision(asked: Question, explain: bool, as_json: bool) -> None:
     decision = planning.decision()
     found = None
     if explain or as_json:
-        found = flips(decision, planning.graph, planning.decided)
+        found = flips(decision, planning.graph)
     why = explained(decision, planning.graph, flips=found)
     if as_json:
         print(to_json({**dataclasses.asdict(decision.chosen.plan), "decision": why}), end="")
     if explain or not as_json:
         out = sys.stderr if as_json else sys.stdout
-        plain = not out.isatty() or "utf" not in (out.encoding or "").lower()
         width = shutil.get_terminal_size((100, 24)).columns
-        lines = in_words(why, width, plain) if explain else summary(why)
+        lines = in_words(why, width) if explain else summary(why)
         print("\n".join(lines), file=out)

@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
-from m2flow.plan.builders import (
-    BUILDERS,
-    build_plan,
-    collocated,
-    disaggregated,
-    eager,
-    hybrid,
-    placed,
-)
+from m2flow.plan.builders import BUILDERS, build_plan, placed
 from m2flow.plan.companion import companion
 from m2flow.plan.describe import describe_plan
 from m2flow.plan.file import plan_from_json, read_plan, to_json
@@ -32,12 +24,8 @@ __all__ = [
     "available_cores",
     "build_plan",
     "check_machine",
-    "collocated",
     "companion",
     "describe_plan",
-    "disaggregated",
-    "eager",
-    "hybrid",
     "isolate",
     "isolated_workers",
     "needs",

@@ -7,10 +7,9 @@ streaming stage and the members of a loop make the *rollout*.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Protocol
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import UserError, suggestion
@@ -23,28 +22,11 @@ DEFAULT_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
 """Every worker in the layout `ONE_LANE`."""
 
 
-class Builder(Protocol):
-    """Makes the plan of one mode.
-
-    Raises:
-        UserError: the mode does not fit the graph or the lanes.
-    """
-
-    def __call__(
-        self,
-        graph: FlowGraph,
-        lanes: Sequence[LaneSpec],
-        num_items: int,
-        layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
-    ) -> Plan: ...
+Builder = Callable[[FlowGraph, Sequence[LaneSpec], int, Mapping[str, Layout]], Plan]
+"""Makes the plan of one mode; raises a UserError where the mode does not fit graph or lanes."""
 
 
-def eager(
-    graph: FlowGraph,
-    lanes: Sequence[LaneSpec],
-    num_items: int,  # noqa: ARG001 - a builder
-    layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,  # noqa: ARG001 - one process, one copy
-) -> Plan:
+def eager(graph: FlowGraph, lanes: Sequence[LaneSpec], *_: object) -> Plan:
     """Everything on one lane of this machine, each stage in one call after the other."""
     here = [lane for lane in lanes if lane.node == lanes[0].node]
     limits = [lane.memory_bytes for lane in here if lane.memory_bytes is not None]
@@ -58,10 +40,7 @@ def eager(
 
 
 def collocated(
-    graph: FlowGraph,
-    lanes: Sequence[LaneSpec],
-    num_items: int,
-    layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
+    graph: FlowGraph, lanes: Sequence[LaneSpec], num_items: int, layouts: Mapping[str, Layout]
 ) -> Plan:
     """Every worker on every lane; each stage is spread over all lanes before the next begins."""
     placements = {worker: _placement(worker, lanes, layouts) for worker in placed(graph)}
@@ -69,10 +48,7 @@ def collocated(
 
 
 def disaggregated(
-    graph: FlowGraph,
-    lanes: Sequence[LaneSpec],
-    num_items: int,
-    layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
+    graph: FlowGraph, lanes: Sequence[LaneSpec], num_items: int, layouts: Mapping[str, Layout]
 ) -> Plan:
     """Rollout and training on lanes of their own, joined by a pipeline.
 
@@ -105,10 +81,7 @@ def disaggregated(
 
 
 def hybrid(
-    graph: FlowGraph,
-    lanes: Sequence[LaneSpec],
-    num_items: int,
-    layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
+    graph: FlowGraph, lanes: Sequence[LaneSpec], num_items: int, layouts: Mapping[str, Layout]
 ) -> Plan:
     """The rollout's parts on lanes of their own, in a pipeline; then training on all lanes.
 
@@ -166,7 +139,7 @@ def build_plan(
     """
     if mode not in BUILDERS:
         raise UserError("is not a mode", key="mode", value=mode, hint=suggestion(mode, BUILDERS))
-    check_layouts(graph, layouts)
+    _check_layouts(graph, layouts)
     return isolate(BUILDERS[mode](graph, lanes, num_items, layouts), isolated)
 
 
@@ -237,12 +210,11 @@ def _placement(worker: str, lanes: Sequence[LaneSpec], layouts: Mapping[str, Lay
     return Placement(replicas, layout=layout.name)
 
 
-def check_layouts(graph: FlowGraph, layouts: Mapping[str, Layout]) -> None:
+def _check_layouts(graph: FlowGraph, layouts: Mapping[str, Layout]) -> None:
     """Refuse layouts that the graph's workers cannot have, whatever the lanes.
 
     Raises:
-        UserError: a layout is of no worker, has an obstacle, or has several lanes where a stage
-            needs single ones.
+        UserError: a layout is of no worker, or has an obstacle.
     """
     for worker, layout in layouts.items():
         key = f"layouts.{worker}"
@@ -253,11 +225,3 @@ def check_layouts(graph: FlowGraph, layouts: Mapping[str, Layout]) -> None:
         obstacle = layout.obstacle()
         if obstacle is not None:
             raise UserError(f"is not possible: {obstacle}", key=key, value=layout.name)
-        bound = [n.name for n in graph.nodes if n.worker == worker and n.sticky]
-        if layout.lanes > 1 and bound:
-            raise UserError(
-                f"{bound[0]} is sticky, so each replica must be a single lane",
-                key=key,
-                value=layout.name,
-                expected=ONE_LANE.name,
-            )

@@ -23,19 +23,17 @@ MAX_ROWS = 16
 
 @dataclass(frozen=True)
 class Row:
-    """Lanes that are drawn as one.
+    """Lanes that are drawn as one, by what most of them did.
 
     Attributes:
         lanes: their numbers.
         pieces: what they did, in order; the gaps are idle.
         idle: share of their time, in the mean.
-        alike: whether all of them did the same; else the row shows what most of them did.
     """
 
     lanes: tuple[int, ...]
     pieces: tuple[Piece, ...]
     idle: float
-    alike: bool = True
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,6 @@ def folded(chart: Gantt, columns: int) -> Gantt:
             tuple(lanes),
             tuple(joined(row, chart)),
             sum(idle[lane] for lane in lanes) / len(lanes),
-            all(drawn[lane] == drawn[lanes[0]] for lane in lanes),
         )
         for row, lanes in together.items()
     )

@@ -25,7 +25,7 @@ class Prediction:
         terms: seconds of lanes a step, added over all lanes: "compute", "switching", "publishing",
             "links", "waiting" (idle).
         stages: seconds of lanes that each stage takes a step.
-        peak_bytes: for each lane, where sizes are known.
+        peak_bytes: for each lane with a limit of memory.
         staleness: mean version lag of the items.
         spans: of the last step, from second 0 on, for a picture.
         num_events: events that the engine has handled for it.
@@ -49,12 +49,10 @@ class Candidate:
     Attributes:
         plan: with the predicted seconds in it.
         prediction: what the simulation gave.
-        measured: seconds of a step in a trial on real lanes; None if there was none.
     """
 
     plan: Plan
     prediction: Prediction
-    measured: Seconds | None = None
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,6 @@ from m2flow.engine.plan import Plan
 CLEARLY = 1.25
 """An entrant whose step takes so many times the best entrant's drops out at once."""
 
-FIRST_ROUND = 1
-"""Steps of each entrant in the first round."""
-
 WON = "won"
 
 
@@ -62,7 +59,7 @@ class Race:
         assert entrants, "a race needs an entrant"
         self.entrants = tuple(entrants)
         self._steps_left = most_steps
-        self._steps_each = FIRST_ROUND
+        self._steps_each = 1
         self._queue: list[Entrant] = []
         self._start_round()
 

@@ -7,16 +7,19 @@ distributions, the same for every plan that is compared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 from m2flow.engine.plan import Plan
 from m2flow.engine.spans import Span
 from m2flow.flow.graph import FlowGraph
 from m2flow.plan.prediction import Prediction
 from m2flow.plan.profile import Profile
-from m2flow.plan.simulate_account import predicted
 from m2flow.plan.simulate_timing import ProfileTiming
-from m2flow.plan.units import Bytes, Items
+from m2flow.plan.time_account import TERMS, Window, where_the_time_went
+from m2flow.plan.units import Bytes, Seconds
 from m2flow.simulation.driver import SimulatedRun, Simulation
 
 
@@ -50,45 +53,45 @@ def simulate(
 
     timing = ProfileTiming(graph, plan, profile, seed, first_step=-warm)
     run = Simulation(graph, plan, timing).run(num_items, warm + steps + plan.max_staleness)
-    counted = range(warm, warm + steps)
-    return predicted(plan, run, counted, _peaks(graph, plan, timing, run.spans))
+    return _predicted(plan, run, range(warm, warm + steps))
 
 
-def played(
-    graph: FlowGraph, plan: Plan, profile: Profile, num_items: int, *, steps: int = 1, seed: int = 0
-) -> SimulatedRun:
-    """The run itself, from the first step on."""
-    timing = ProfileTiming(graph, plan, profile, seed)
-    return Simulation(graph, plan, timing).run(num_items, steps)
+def _predicted(plan: Plan, run: SimulatedRun, counted: Sequence[int]) -> Prediction:
+    """What a run says of a plan.
+
+    Args:
+        plan: what was played.
+        run: all of it.
+        counted: the steps that are spoken of, one after the other.
+    """
+    ends = run.step_ends
+    start = ends[counted[0] - 1] if counted[0] else run.step_starts[counted[0]]
+    marks = [start, *(ends[step] for step in counted)]
+    each, count = [b - a for a, b in pairwise(marks)], len(counted)
+    spent = where_the_time_went(run.spans, (start, marks[-1]), [lane.id for lane in plan.lanes])
+    stages: dict[str, float] = {}
+    for lane in spent:
+        for name, seconds in lane.stages.items():
+            stages[name] = stages.get(name, 0.0) + seconds
+    lags = sum(run.staleness.values())
+    return Prediction(
+        seconds=Seconds(statistics.fmean(each)),
+        spread=Seconds(statistics.pstdev(each)),
+        idle={lane.lane: min(1.0, lane.share(lane.waiting + lane.idle)) for lane in spent},
+        terms={term: Seconds(sum(one.terms[term] for one in spent) / count) for term in TERMS},
+        stages={name: Seconds(seconds / count) for name, seconds in stages.items()},
+        peak_bytes={lane: Bytes(size) for lane, size in run.peak_bytes.items()},
+        staleness=sum(lag * n for lag, n in run.staleness.items()) / lags if lags else 0.0,
+        spans=tuple(_shifted(run.spans, (marks[-2], marks[-1]))),
+        num_events=run.num_events,
+    )
 
 
-def _peaks(
-    graph: FlowGraph, plan: Plan, timing: ProfileTiming, spans: Sequence[Span]
-) -> Mapping[int, Bytes]:
-    """For lanes without a limit: all states there, and the call that works with most."""
-    stage = {node.name: node for node in graph.nodes}
-    largest: dict[int, dict[str, int]] = {lane.id: {} for lane in plan.lanes}
-    for span in spans:
-        items = span.args.get("items")
-        if span.kind == "call" and isinstance(items, int):
-            own = largest[span.lane]
-            own[span.name] = max(own.get(span.name, 0), items)
-    there: dict[int, list[str]] = {lane.id: [] for lane in plan.lanes}
-    for worker, spot in plan.placements.items():
-        for number in spot.lanes:
-            there[number].append(worker)
-    peaks = {}
-    for lane in plan.lanes:
-        if lane.memory_bytes is not None:
-            continue
-        states = 0
-        for worker in there[lane.id]:
-            known = timing.worker(worker, lane.id)
-            states += plan.placements[worker].state_bytes or (known.state_bytes if known else 0)
-        working = 0
-        for name, items in largest[lane.id].items():
-            cost = timing.cost(stage[name], lane.id)
-            working = max(working, cost.working_bytes(Items(items * cost.lanes)))
-        if states + working:
-            peaks[lane.id] = Bytes(states + working)
-    return peaks
+def _shifted(spans: Iterable[Span], window: Window) -> list[Span]:
+    """Spans of a window, cut to it and counted from its start."""
+    start, end = window
+    return [
+        replace(span, start=max(span.start, start) - start, end=min(span.end, end) - start)
+        for span in sorted(spans, key=lambda span: (span.start, span.lane))
+        if span.end > start and span.start < end
+    ]

@@ -100,19 +100,11 @@ class LaneTime:
 
     def __add__(self, other: LaneTime) -> LaneTime:
         """The account of two windows; the lane is the first one's."""
-        stages = dict(self.stages)
-        for stage, seconds in other.stages.items():
-            stages[stage] = stages.get(stage, 0.0) + seconds
-        return LaneTime(
-            self.lane,
-            self.seconds + other.seconds,
-            stages,
-            self.switching + other.switching,
-            self.transfer + other.transfer,
-            self.publishing + other.publishing,
-            self.waiting + other.waiting,
-            self.idle + other.idle,
-        )
+        stages = {name: self.stages.get(name, 0.0) for name in (*self.stages, *other.stages)}
+        stages |= {name: stages[name] + seconds for name, seconds in other.stages.items()}
+        names = ("seconds", "switching", "transfer", "publishing", "waiting", "idle")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return LaneTime(self.lane, stages=stages, **sums)
 
 
 def where_the_time_went(

@@ -12,6 +12,7 @@ from m2flow.errors import PlanError, suggestion
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 from m2flow.flow.worker import Layout
 from m2flow.plan.builders import placed
+from m2flow.plan.chunks import unit_items
 from m2flow.plan.memory import check_memory
 from m2flow.plan.profile.hardware import DEVICES
 
@@ -99,17 +100,15 @@ def _check_lanes(lanes: tuple[LaneSpec, ...]) -> None:
 def _check_shared(lanes: Sequence[LaneSpec]) -> None:
     """Lanes of one machine may share a core or an accelerator if all but one are reserved."""
     free = [lane for lane in lanes if lane.reserved_for is None]
-    cores = Counter(core for lane in free for core in set(lane.cores))
-    gpus = Counter(lane.gpu for lane in free if lane.gpu is not None)
-    for what, counts in (("core", cores), ("gpu", gpus)):
-        shared = [number for number, count in counts.items() if count > 1]
-        if shared:
-            owners = [
-                lane.id
-                for lane in free
-                if shared[0] in (lane.cores if what == "core" else (lane.gpu,))
-            ]
-            raise PlanError(f"lanes {owners} overlap on {what} {shared[0]}", key="lanes")
+    owners: dict[tuple[str, int], list[int]] = {}
+    for lane in free:
+        held = [("core", core) for core in sorted(set(lane.cores))]
+        held += [("gpu", lane.gpu)] if lane.gpu is not None else []
+        for one in held:
+            owners.setdefault(one, []).append(lane.id)
+    for (what, number), ids in owners.items():
+        if len(ids) > 1:
+            raise PlanError(f"lanes {ids} overlap on {what} {number}", key="lanes")
 
 
 def _check_reserved(plan: Plan, isolated: Collection[str]) -> None:
@@ -175,7 +174,7 @@ def _check_layout(worker: str, placement: Placement, declared: Collection[Layout
 
 
 def _check_minibatches(node: StageNode, num_items: int) -> None:
-    units = num_items * node.fanout // _unit_items(node, num_items)
+    units = num_items * node.fanout // unit_items(node, num_items)
     if units % node.minibatches:
         raise PlanError(
             f"cannot cut {units} {node.unit}s of a step into mini-batches of the same size",
@@ -188,14 +187,12 @@ def _check_minibatches(node: StageNode, num_items: int) -> None:
 def _check_gang(node: StageNode, placement: Placement) -> None:
     if all(len(gang) == 1 for gang in placement.replicas):
         return
-    reason = ""
-    if node.sticky:
-        reason = "is sticky"
-    elif node.streaming and node.is_function:
-        reason = "is a streaming function, whose lanes could not agree on what has come"
-    if reason:
+    why = "is sticky" if node.sticky else ""
+    if node.streaming and node.is_function:
+        why = "is a streaming function, whose lanes could not agree on what has come"
+    if why:
         raise PlanError(
-            f"{reason}, so each of its replicas must be a single lane",
+            f"{why}, so each of its replicas must be a single lane",
             key=f"placements.{node.worker}",
         )
 
@@ -217,7 +214,7 @@ def _check_edges(plan: Plan, graph: FlowGraph, num_items: int | None) -> None:
     whole = set() if num_items is None else whole_step_edges(graph, limits, num_items)
     for name, edge in plan.edges.items():
         producer, consumer = known[name]
-        needed = _room_needed(graph, producer, consumer, num_items)
+        needed = _room_needed(graph, producer, consumer, num_items or 1)
         if num_items is not None and (producer, consumer) in whole:
             needed = num_items * graph.nodes[consumer].fanout
         if edge.max_items is not None and edge.max_items < needed:
@@ -229,14 +226,8 @@ def _check_edges(plan: Plan, graph: FlowGraph, num_items: int | None) -> None:
             )
 
 
-def _room_needed(graph: FlowGraph, producer: int, consumer: int, num_items: int | None) -> int:
+def _room_needed(graph: FlowGraph, producer: int, consumer: int, num_items: int) -> int:
     """Items that an edge must hold, lest the stages behind it wait for ever."""
-    made_at_once = _unit_items(graph.nodes[producer], num_items) * graph.nodes[producer].expands
+    made_at_once = unit_items(graph.nodes[producer], num_items) * graph.nodes[producer].expands
     behind = [graph.nodes[stage] for stage in graph.between(producer, consumer)]
-    return max(made_at_once, *(_unit_items(node, num_items) for node in behind))
-
-
-def _unit_items(node: StageNode, num_items: int | None) -> int:
-    if node.unit == "step":
-        return (num_items or 1) * node.fanout
-    return node.group_size if node.unit == "group" else 1
+    return max(made_at_once, *(unit_items(node, num_items) for node in behind))

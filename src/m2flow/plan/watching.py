@@ -31,19 +31,11 @@ class Watch:
 
     Args:
         predicted: seconds that a step is expected to take.
-        tolerance, patience, warm_up: see TOLERANCE, PATIENCE and WARM_UP.
     """
 
-    def __init__(
-        self,
-        predicted: Seconds,
-        tolerance: float = TOLERANCE,
-        patience: int = PATIENCE,
-        warm_up: int = WARM_UP,
-    ) -> None:
-        self.predicted, self.tolerance, self.patience = predicted, tolerance, patience
-        self._warm_up = warm_up
-        self._last: deque[float] = deque(maxlen=patience)
+    def __init__(self, predicted: Seconds) -> None:
+        self.predicted, self._warm_up = predicted, WARM_UP
+        self._last: deque[float] = deque(maxlen=PATIENCE)
 
     def note(self, seconds: float) -> None:
         """Add what a step has taken."""
@@ -54,10 +46,10 @@ class Watch:
 
     def drift(self) -> float | None:
         """Return measured over predicted seconds if all of the last steps were off to one side."""
-        if len(self._last) < self.patience:
+        if len(self._last) < PATIENCE:
             return None
         ratios = [seconds / self.predicted for seconds in self._last]
-        if min(ratios) > 1 + self.tolerance or max(ratios) < 1 - self.tolerance:
+        if min(ratios) > 1 + TOLERANCE or max(ratios) < 1 - TOLERANCE:
             return statistics.median(ratios)
         return None
 

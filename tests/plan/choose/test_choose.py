@@ -11,12 +11,11 @@ import pytest
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
 from m2flow.plan import build_plan
-from m2flow.plan.choose import Limits, check_fits, choose, sized
+from m2flow.plan.choose import check_fits, choose, sized
 from m2flow.plan.choose.choosing import EFFORT, MODES
-from m2flow.plan.choose.draft import Draft, obstacle, to_plan
+from m2flow.plan.choose.draft import Draft, draft_of, obstacle, to_plan
 from m2flow.plan.choose.judge import Judge
 from m2flow.plan.choose.moves import moves
-from m2flow.plan.choose.sizes import draft_of
 from m2flow.plan.choose.structures import starts
 from m2flow.plan.profile import Piecewise, Profile, Quantiles, StageCost, StageProfile, WorkerCost
 from m2flow.plan.simulate import simulate
@@ -40,7 +39,6 @@ def seconds(case: Case, plan: Plan, steps: int = 3) -> float:
 def gap(seed: int) -> float:
     """How much longer the chosen plan takes than the best of all, as a share."""
     case = draw(seed, SMALL, most_lanes=3)
-    case = case._replace(limits=Limits())
     chosen = choose(case.graph, case.profile, case.lanes, case.num_items).chosen
     mine = seconds(case, chosen.plan, 1)
     oracle = Oracle(case.problem, best=mine * (1 + 1e-9), most=2000)
@@ -69,9 +67,7 @@ def test_no_fixed_mode_random_plan_or_finer_plan_is_much_faster(first: int) -> N
         case = draw(10_000 + seed, most_lanes=8)
         problem = case.problem
         try:
-            chosen = choose(
-                case.graph, case.profile, case.lanes, case.num_items, limits=case.limits
-            )
+            chosen = choose(case.graph, case.profile, case.lanes, case.num_items)
         except UserError:
             continue
         mine = seconds(case, chosen.chosen.plan)
@@ -201,7 +197,7 @@ def test_nothing_fits_says_why() -> None:
 
 def test_smaller_calls_are_tried_where_all_stages_share_lanes() -> None:
     """Only stages on other lanes than the ones before were tried in smaller calls."""
-    case = Case(GRPO, waiting(), lanes_of({"cpu": 8}), 64, Limits())
+    case = Case(GRPO, waiting(), lanes_of({"cpu": 8}), 64)
     plan = of_mode(case, "collocated")
     draft = draft_of(case.problem, plan) if plan else None
     assert draft
@@ -217,7 +213,7 @@ def test_generation_that_is_fed_is_found() -> None:
     found = choose(GRPO, waiting(), lanes_of({"cpu": 8}), 64)
     best = found.chosen.prediction.seconds
     for limit in (1, 2, 4):
-        problem = Case(GRPO, waiting(), lanes_of({"cpu": 8}), 64, Limits()).problem
+        problem = Case(GRPO, waiting(), lanes_of({"cpu": 8}), 64).problem
         for draft in islice(starts(problem), 40):
             fed = draft.with_calls(0, 1.0, limit)
             one = simulate(GRPO, to_plan(problem, fed), waiting(), 64, steps=3)

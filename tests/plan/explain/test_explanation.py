@@ -43,15 +43,7 @@ def test_the_bottleneck_is_what_fills_the_busiest_lanes() -> None:
     found = bottleneck(Candidate(plan, predicted(10, *spans)))
     assert found is not None
     assert (found.what, found.lanes, found.seconds, found.share) == (GEN, (0,), 9, 0.9)
-    assert "lane 0" not in found.why
-    assert "no lane works throughout (the fullest is idle for 10%)" in found.why
-
-
-def test_a_lane_that_is_full_is_named() -> None:
-    spans = [span(0, GEN, 0, 9.5), span(1, TRAIN, 2, 4)]
-    found = bottleneck(Candidate(plan_of("beside", [0], [1]), predicted(9.5, *spans)))
-    assert found is not None
-    assert found.why == "lane 0 has no time left"
+    assert "the last 7 s of it run on at most half of its lanes" in found.why
 
 
 def test_lanes_that_mostly_wait_are_bound_by_waiting() -> None:
@@ -67,7 +59,6 @@ def test_the_tail_of_a_stage_is_told() -> None:
     found = bottleneck(Candidate(plan, predicted(9, *spans, count=4)))
     assert found is not None
     assert "the last 7 s of it run on at most half of its lanes" in found.why
-    assert "lane 0 has no time left" in found.why
 
 
 def test_without_spans_nothing_bounds() -> None:
@@ -109,7 +100,7 @@ def test_layouts_are_named_in_differences() -> None:
 
 
 def test_the_words_say_everything(why: Explanation) -> None:
-    told = "\n".join(in_words(why, 100, ascii_only=True))
+    told = "\n".join(in_words(why))
     assert told.isascii()
     for part in (
         "plan: ", "items/s", "bottleneck: ", "idle: ", "runner-up: ", "compute", "switching",
@@ -120,13 +111,12 @@ def test_the_words_say_everything(why: Explanation) -> None:
     assert told.startswith("\n".join(summary(why)))
 
 
-def test_the_words_set_memory_at_its_peak_beside_states() -> None:
-    """Of the lane that holds most; the profile says what the plan does not."""
+def test_the_words_set_memory_at_its_peak() -> None:
     limited = (*lanes(1), replace(lanes(2)[1], memory_bytes=2000))
     held = replace(predicted(5, span(0, GEN, 0, 5)), peak_bytes={0: Bytes(100), 1: Bytes(1234)})
     chosen = Candidate(replace(plan_of("a", [0, 1], [1]), lanes=limited), held)
     told = summary(explained(Decision(chosen, (), profile(), 16), TALKING))
-    assert "memory: at most 1.23 KB of 2 KB on a lane, whose states are 150 B" in told
+    assert "memory: at most 1.23 KB of 2 KB on a lane" in told
 
 
 def test_the_race_is_told_plan_by_plan(decision: Decision) -> None:

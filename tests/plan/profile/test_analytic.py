@@ -20,8 +20,8 @@ from m2flow.models.work import (
     update,
 )
 from m2flow.plan.builders import build_plan
-from m2flow.plan.file import profile_from_json, to_json
-from m2flow.plan.profile import Quantiles
+from m2flow.plan.file import from_json, to_json
+from m2flow.plan.profile import Profile, Quantiles
 from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import lane_specs, parse_cluster
 from m2flow.plan.profile.hardware import DEVICES, DISPATCH_SECONDS, Device
@@ -143,7 +143,7 @@ def grpo() -> FlowGraph:
 def test_a_profile_of_lanes_that_are_not_here() -> None:
     profile = analytic_profile(grpo(), parse_cluster("1x8xH100"), WORK, 16)
     assert profile.source == "analytic"
-    assert profile_from_json(to_json(profile)) == profile
+    assert from_json(Profile, to_json(profile), "profile") == profile
     generating = profile.stage("generator.generate")
     assert {(layout.lanes, layout.max_running) for layout in generating.costs} == {
         (lanes, prompts) for lanes in (1, 2, 4) for prompts in (4, None)

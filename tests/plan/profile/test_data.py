@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from m2flow.errors import UserError
 from m2flow.plan import units
-from m2flow.plan.file import profile_from_json, read_profile, to_json
-from m2flow.plan.profile import Piecewise, PublishCost, Quantiles, differences
+from m2flow.plan.file import from_json, read_profile, to_json
+from m2flow.plan.profile import Piecewise, Profile, PublishCost, Quantiles, differences
 from m2flow.plan.units import Seconds
 from tests.plan.random_cases import draw
 
@@ -69,7 +69,7 @@ def test_publishing_between_layouts_that_were_not_measured_is_not_free() -> None
 @pytest.mark.parametrize("seed", range(10))
 def test_files_give_back_what_was_written(seed: int) -> None:
     profile = draw(seed).profile
-    assert profile_from_json(to_json(profile)) == profile
+    assert from_json(Profile, to_json(profile), "profile") == profile
 
 
 CURVE = '{"stages": {"a": {"costs": [{"lanes": %s, "seconds": {"points": %s}}]}}}'
@@ -88,7 +88,7 @@ CURVE = '{"stages": {"a": {"costs": [{"lanes": %s, "seconds": {"points": %s}}]}}
 )
 def test_bad_files_are_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        profile_from_json(text)
+        from_json(Profile, text, "profile")
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ that plan is taken that asks for less: fewer steps of staleness, then the plan o
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import inf
 
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
@@ -19,14 +18,13 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Layout
 from m2flow.plan.builders import BUILDERS, DEFAULT_LAYOUTS, build_plan
 from m2flow.plan.choose.descent import Descent
-from m2flow.plan.choose.draft import AUTO, Draft, obstacle, to_plan
+from m2flow.plan.choose.draft import AUTO, draft_of, obstacle, to_plan
 from m2flow.plan.choose.folding import fold_of, folded, unfolded
-from m2flow.plan.choose.judge import Judge, shape
-from m2flow.plan.choose.problem import Limits, Problem
-from m2flow.plan.choose.sizes import draft_of, sized
+from m2flow.plan.choose.judge import Judge, Shape, shape, sized
+from m2flow.plan.choose.problem import Problem
 from m2flow.plan.choose.structures import starts
 from m2flow.plan.isolation import isolate
-from m2flow.plan.prediction import Candidate, Decision, differ
+from m2flow.plan.prediction import Candidate, Decision
 from m2flow.plan.profile import Profile
 
 EFFORT = 100
@@ -36,10 +34,11 @@ FEW_LANES = 12
 """On so many lanes a quarter of the effort goes to plans that leave one of each kind idle."""
 
 FINALISTS = 6
-"""So many of the best plans are simulated for STEPS steps, for each staleness."""
+"""So many of the best plans are compared in the end, for each staleness."""
 
-STEPS, MANY_EVENTS = 3, 3000
-"""Steps of such a simulation; one, where that has more events."""
+STEPS, MANY_EVENTS, NEAR = 3, 3000, 0.1
+"""Steps of such a simulation; one, where that has more events, or where a plan is slower in one
+step than the fastest by more than this share."""
 
 AS_GOOD = 0.01
 """Relative difference of predicted seconds up to which two plans count as equally fast."""
@@ -55,7 +54,6 @@ def choose(
     *,
     max_staleness: int = 0,
     isolated: Collection[str] = (),
-    limits: Limits | None = None,
     layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
     beside: Sequence[Plan] = (),
     effort: int = EFFORT,
@@ -69,7 +67,6 @@ def choose(
         num_items: source items of a step.
         max_staleness: how many steps generation may run ahead; a budget, not a wish.
         isolated: workers that get lanes of their own.
-        limits: resources that belong to no lane.
         layouts: for the plans of the fixed modes, as in `build_plan`.
         beside: further plans to be judged, such as the one that runs.
         effort: plans that are simulated for each staleness.
@@ -78,9 +75,7 @@ def choose(
         UserError: no plan keeps the limits, or the profile does not know a stage.
     """
     start = time.perf_counter()
-    problem = Problem(
-        graph, profile, [x for x in lanes if x.reserved_for is None], num_items, limits
-    )
+    problem = Problem(graph, profile, [x for x in lanes if x.reserved_for is None], num_items)
     choice = _Choice(problem, tuple(lanes), isolated, layouts)
     found = [
         candidate
@@ -88,9 +83,13 @@ def choose(
         for candidate in choice.candidates(staleness, effort)
     ]
     found += choice.beside(beside)
-    ranked = sorted(_each_once(found), key=lambda one: one.prediction.seconds)
+    each: dict[Shape, Candidate] = {}
+    for one in found:
+        each.setdefault(shape(one.plan), one)
+    ranked = sorted(each.values(), key=lambda one: one.prediction.seconds)
     if not ranked:
-        raise nothing_fits(problem, choice.judge.ruled_out)
+        free = (why for name, why in choice.judge.ruled_out.items() if name not in MODES)
+        raise nothing_fits(problem, free)
     chosen = _best(ranked)
     return Decision(
         chosen,
@@ -99,8 +98,8 @@ def choose(
         num_items,
         time.perf_counter() - start,
         _frontier(ranked, max_staleness),
-        choice.ruled_out,
-        choice.num_simulated,
+        {**choice.judge.ruled_out, **choice.whole.ruled_out},
+        choice.judge.num_simulated + choice.whole.num_simulated,
     )
 
 
@@ -118,88 +117,58 @@ class _Choice:
         self.fold = fold_of(problem)
         self.small = folded(problem, self.fold)
         self.judge = Judge(problem.graph, self.small.profile, self.small.num_items, isolated)
-        self._whole = Judge(problem.graph, problem.profile, problem.num_items, isolated)
+        self.whole = Judge(problem.graph, problem.profile, problem.num_items, isolated)
         self._descent = Descent(self.small, self.judge)
-
-    @property
-    def ruled_out(self) -> dict[str, str]:
-        return {**self.judge.ruled_out, **self._whole.ruled_out}
-
-    @property
-    def num_simulated(self) -> int:
-        return self.judge.num_simulated + self._whole.num_simulated
 
     def candidates(self, staleness: int, effort: int) -> Iterator[Candidate]:
         """The best plans for a staleness, and those of the fixed modes."""
-        fixed = list(self._fixed(staleness))
-        known: list[Draft | None] = [draft_of(self.small, plan) for _, plan in fixed]
-        known += [replace(draft, staleness=staleness) for draft in self._descent.best(FINALISTS)]
+        fixed, descent = list(self._fixed(staleness)), self._descent
+        known = [draft_of(self.small, plan) for _, plan, _ in fixed]
+        known += [replace(x, staleness=staleness) for x in descent.best(FINALISTS, staleness - 1)]
         if len(self.small.lanes) <= FEW_LANES:  # one more lane shall not lead to less
-            self._descent.search(starts(self.small, staleness, spare=1), effort // 4)
-            known += self._descent.best(FINALISTS)
+            descent.search(starts(self.small, staleness, spare=1), effort // 4)
+            known += descent.best(FINALISTS, staleness)
             effort -= effort // 4
-        self._descent.search(starts(self.small, staleness), effort, filter(None, known))
+        descent.search(starts(self.small, staleness), effort, filter(None, known))
         each = self.judge.num_events / max(1, self.judge.num_simulated)
-        steps = STEPS if each <= MANY_EVENTS else 1
-        for mode, plan in fixed:
-            found = self.judge.candidate(plan, mode, steps)
+        free = (
+            (AUTO, to_plan(self.small, draft), to_plan(self.problem, draft.times(self.fold)))
+            for draft in descent.best(FINALISTS, staleness)
+        )
+        plans = [(name, isolate(x, self.isolated), whole) for name, x, whole in (*fixed, *free)]
+        judged = [self.judge.candidate(small, name) for name, small, _ in plans]
+        least = min((one.prediction.seconds for one in judged if one is not None), default=0.0)
+        for (name, small, whole), found in zip(plans, judged, strict=True):
+            near = found is not None and found.prediction.seconds <= least * (1 + NEAR)
+            if near and each <= MANY_EVENTS:
+                found = self.judge.candidate(small, name, STEPS)
             if found is not None:
-                whole = replace(self._built(self.problem, mode), max_staleness=staleness)
-                yield self._unfolded(found, self._on_all_lanes(whole))
-        for draft in self._finalists(staleness):
-            small = isolate(to_plan(self.small, draft), self.isolated)
-            found = self.judge.candidate(small, AUTO, steps)
-            if found is not None:
-                whole = to_plan(self.problem, draft.times(self.fold))
-                yield self._unfolded(found, self._on_all_lanes(whole))
+                plan = isolate(replace(whole, lanes=self.lanes), self.isolated)
+                told = unfolded(found.prediction, self.problem, self.small, plan, self.fold)
+                yield Candidate(replace(plan, predicted_seconds=float(told.seconds)), told)
 
     def beside(self, plans: Sequence[Plan]) -> Iterator[Candidate]:
         """Plans of others, as they are."""
         for plan in plans:
-            found = self._whole.candidate(plan, plan.mode, STEPS)
+            found = self.whole.candidate(plan, plan.mode, STEPS)
             if found is not None:
                 yield found
 
-    def _finalists(self, staleness: int) -> list[Draft]:
-        """The best drafts that differ."""
-        seconds = self._descent.seconds
-        own = [draft for draft in seconds if draft.staleness == staleness]
-        kept: list[tuple[Draft, Plan]] = []
-        for draft in sorted(own, key=seconds.__getitem__):
-            plan = to_plan(self.small, draft)
-            if seconds[draft] == inf or len(kept) >= FINALISTS:
-                break
-            if all(differ(plan, other) for _, other in kept):
-                kept.append((draft, plan))
-        return [draft for draft, _ in kept]
-
-    def _fixed(self, staleness: int) -> Iterator[tuple[str, Plan]]:
-        """The plans of the fixed modes that fit, on the part of the lanes."""
+    def _fixed(self, staleness: int) -> Iterator[tuple[str, Plan, Plan]]:
+        """The fixed modes that fit, with their plans on the part of the lanes and on all lanes."""
         for mode in MODES:
             try:
-                plan = self._built(self.small, mode)
+                small = self._built(self.small, mode, staleness)
+                whole = self._built(self.problem, mode, staleness)
             except UserError as error:
                 self.judge.ruled_out.setdefault(mode, f"{error}")
                 continue
-            yield mode, isolate(replace(plan, max_staleness=staleness), self.isolated)
+            yield mode, small, whole
 
-    def _built(self, problem: Problem, mode: str) -> Plan:
-        plan = build_plan(
-            mode, problem.graph, problem.lanes, problem.num_items, layouts=self.layouts
-        )
-        return sized(plan, problem.graph, problem.profile, problem.num_items)
-
-    def _on_all_lanes(self, plan: Plan) -> Plan:
-        return isolate(replace(plan, lanes=self.lanes), self.isolated)
-
-    def _unfolded(self, found: Candidate, plan: Plan) -> Candidate:
-        prediction = unfolded(found.prediction, self.problem, self.small, plan, self.fold)
-        return Candidate(replace(plan, predicted_seconds=float(prediction.seconds)), prediction)
-
-
-def _each_once(found: Sequence[Candidate]) -> list[Candidate]:
-    kept = {shape(one.plan): one for one in reversed(found)}
-    return list(reversed(kept.values()))
+    def _built(self, problem: Problem, mode: str, staleness: int) -> Plan:
+        graph, items = problem.graph, problem.num_items
+        plan = build_plan(mode, graph, problem.lanes, items, layouts=self.layouts)
+        return replace(sized(plan, graph, problem.profile, items), max_staleness=staleness)
 
 
 def _best(ranked: Sequence[Candidate]) -> Candidate:
@@ -223,32 +192,27 @@ def _frontier(ranked: Sequence[Candidate], max_staleness: int) -> tuple[Candidat
 
 
 def check_fits(
-    graph: FlowGraph,
-    profile: Profile,
-    lanes: Sequence[LaneSpec],
-    num_items: int,
-    limits: Limits | None = None,
+    graph: FlowGraph, profile: Profile, lanes: Sequence[LaneSpec], num_items: int
 ) -> None:
     """Refuse lanes whose limits no plan keeps, without simulating any.
 
     Raises:
         UserError: no plan does, or the profile does not know a stage.
     """
-    problem = Problem(graph, profile, lanes, num_items, limits)
-    small, reasons = folded(problem, fold_of(problem)), dict[str, str]()
+    problem = Problem(graph, profile, lanes, num_items)
+    small, reasons = folded(problem, fold_of(problem)), list[str]()
     for draft in starts(small):
         reason = obstacle(small, draft)
         if reason is None:
             return
-        reasons.setdefault(reason, reason)
+        reasons.append(reason)
     raise nothing_fits(problem, reasons)
 
 
-def nothing_fits(problem: Problem, reasons: Mapping[str, str]) -> UserError:
-    """The error where no plan keeps the limits."""
+def nothing_fits(problem: Problem, reasons: Iterable[str]) -> UserError:
+    """The error where no plan keeps the limits, with the first reason."""
+    why = next(iter(reasons), "no layout of a worker fits on them")
     lanes = {kind: len(ids) for kind, ids in problem.ids.items()}
-    broken = (why for name, why in reasons.items() if name not in MODES)
-    why = next(broken, "no layout of a worker fits on them")
     return UserError(
         f"no plan keeps the limits of these lanes: {why}",
         key="lanes",

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import chain, count, islice
 from math import inf
 
+from m2flow.engine.plan import Plan
 from m2flow.plan.choose.draft import Draft, key, obstacle, structure, to_plan
 from m2flow.plan.choose.estimate import estimate
 from m2flow.plan.choose.judge import Judge
 from m2flow.plan.choose.moves import moves
 from m2flow.plan.choose.problem import Problem
 from m2flow.plan.isolation import isolate
+from m2flow.plan.prediction import differ
 
 STARTS = 16
 """So many drafts of different structure are simulated before any is changed."""
@@ -31,9 +34,6 @@ EVENTS, FEWEST = 700, 16
 """A search ends when its simulations have had so many events for each that is allowed; but a
 FEWEST-th of them at least are carried out."""
 
-GAIN = 1e-4
-"""Relative seconds that a change must save."""
-
 
 class Descent:
     """A search among drafts.
@@ -41,16 +41,11 @@ class Descent:
     Args:
         problem: what is planned.
         judge: simulates.
-
-    Attributes:
-        seconds: of every draft that was simulated; infinite where it is ruled out.
     """
 
     def __init__(self, problem: Problem, judge: Judge) -> None:
         self.problem, self.judge = problem, judge
-        self.seconds: dict[Draft, float] = {}
-        self._shapes: dict[tuple[object, ...], float] = {}
-        self._best = inf
+        self._found: dict[tuple[object, ...], tuple[float, Draft]] = {}
 
     def search(self, starts: Iterable[Draft], most: int, known: Iterable[Draft] = ()) -> None:
         """Simulate the starts that look best, then change the best draft, one thing at a time.
@@ -61,7 +56,6 @@ class Descent:
             known: further starts, which are simulated in any case.
         """
         plans, events = self.judge.num_simulated, self.judge.num_events
-        self._best = inf
         order, queue = count(), list[tuple[float, int, Draft, Iterator[Draft]]]()
 
         def goes_on() -> bool:
@@ -71,22 +65,31 @@ class Descent:
 
         for draft in chain(filter(self._fits, known), islice(self._unlike(starts), STARTS)):
             if goes_on():
-                queue.append((self.judged(draft), next(order), draft, self._changes(draft)))
+                queue.append((self._judged(draft), next(order), draft, self._changes(draft)))
         heapify(queue)
+        best = queue[0][0] if queue else inf
         while queue and goes_on():
             hopes, _, draft, changes = heappop(queue)
             other = next(changes, None)
             if other is None:
                 continue
             heappush(queue, (hopes * (1 + PATIENCE), next(order), draft, changes))
-            before, seconds = self._best, self.judged(other)
-            hopes = seconds if seconds < before * (1 - GAIN) else seconds * (1 + NO_BETTER)
+            seconds = self._judged(other)
+            hopes = seconds if seconds < best else seconds * (1 + NO_BETTER)
+            best = min(best, seconds)
             heappush(queue, (hopes, next(order), other, self._changes(other)))
 
-    def best(self, most: int) -> list[Draft]:
-        """The fastest drafts so far."""
-        known = sorted(self.seconds, key=self.seconds.__getitem__)[:most]
-        return [draft for draft in known if self.seconds[draft] < inf]
+    def best(self, most: int, staleness: int) -> list[Draft]:
+        """The fastest drafts of a staleness that differ, so many at most."""
+        own = [one for one in self._found.values() if one[1].staleness == staleness]
+        kept: list[tuple[Draft, Plan]] = []
+        for seconds, draft in sorted(own, key=lambda one: one[0]):
+            plan = to_plan(self.problem, draft)
+            if seconds == inf or len(kept) >= most:
+                break
+            if all(differ(plan, other) for _, other in kept):
+                kept.append((draft, plan))
+        return [draft for draft, _ in kept]
 
     def _changes(self, draft: Draft) -> Iterator[Draft]:
         """New changes of a draft, those that look best first."""
@@ -94,23 +97,18 @@ class Descent:
         for estimated, other in self._ranked(moves(self.problem, draft)):
             if estimated > most:
                 return
-            if self._is_new(other) and self._fits(other):
+            if key(self.problem, other) not in self._found and self._fits(other):
                 yield other
 
-    def judged(self, draft: Draft) -> float:
-        """Seconds of a step, simulated."""
-        if draft not in self.seconds:
-            shape = key(self.problem, draft)
-            if shape not in self._shapes:
-                plan = isolate(to_plan(self.problem, draft), self.judge.isolated)
-                found = self.judge.candidate(plan, structure(self.problem, draft))
-                self._shapes[shape] = inf if found is None else float(found.prediction.seconds)
-            self.seconds[draft] = self._shapes[shape]
-        self._best = min(self._best, self.seconds[draft])
-        return self.seconds[draft]
-
-    def _is_new(self, draft: Draft) -> bool:
-        return key(self.problem, draft) not in self._shapes
+    def _judged(self, draft: Draft) -> float:
+        """Seconds of a step, simulated; infinite where the draft is ruled out."""
+        shape = key(self.problem, draft)
+        if shape not in self._found:
+            plan = isolate(to_plan(self.problem, draft), self.judge.isolated)
+            found = self.judge.candidate(plan, structure(self.problem, draft))
+            seconds = inf if found is None else float(found.prediction.seconds)
+            self._found[shape] = seconds, draft
+        return self._found[shape][0]
 
     def _ranked(self, drafts: Iterable[Draft]) -> list[tuple[float, Draft]]:
         """Each draft once, those that look best first."""
@@ -127,12 +125,10 @@ class Descent:
 
     def _unlike(self, drafts: Iterable[Draft]) -> Iterator[Draft]:
         """Those that look best and fit, at most two of each structure."""
-        found: dict[frozenset[tuple[int, ...]], int] = {}
+        found = Counter[tuple[int, ...]]()
         for _, draft in self._ranked(drafts):
-            groups: dict[tuple[str, int, int], list[int]] = {}
-            for worker, spot in enumerate(draft.spots):
-                groups.setdefault(spot.lanes, []).append(worker)
-            apart = frozenset(tuple(some) for some in groups.values())
-            if found.get(apart, 0) < 2 and self._fits(draft):
-                found[apart] = found.get(apart, 0) + 1
+            lanes = [spot.lanes for spot in draft.spots]
+            apart = tuple(map(lanes.index, lanes))
+            if found[apart] < 2 and self._fits(draft):
+                found[apart] += 1
                 yield draft

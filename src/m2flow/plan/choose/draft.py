@@ -120,11 +120,11 @@ def working_of(problem: Problem, draft: Draft, worker: str) -> int:
 
 
 def obstacle(problem: Problem, draft: Draft) -> str | None:
-    """Say which limit a draft breaks: the memory of a lane, cores or memory of the machines."""
-    working = {worker: working_of(problem, draft, worker) for worker in problem.workers}
+    """Say where the memory of a lane is too small for a draft; None if it is nowhere."""
     for worker, spot in zip(problem.workers, draft.spots, strict=True):
         limit = problem.memory[spot.option.kind]
-        if limit is not None and spot.option.state_bytes + working[worker] > limit:
+        working = working_of(problem, draft, worker)
+        if limit is not None and spot.option.state_bytes + working > limit:
             return f"{worker} does not fit on a lane"
     for source, target in problem.weight_edges:
         one, other = draft.spots[source], draft.spots[target]
@@ -132,13 +132,6 @@ def obstacle(problem: Problem, draft: Draft) -> str | None:
         states = one.option.state_bytes + other.option.state_bytes
         if limit is not None and states > limit and _overlap(one, other):
             return f"{problem.workers[source]} does not fit beside {problem.workers[target]}"
-    limits = problem.limits
-    if limits.cores is not None and _of_machines(problem, draft, "cores") > limits.cores:
-        return "takes more cores than there are"
-    if limits.host_bytes is not None:
-        host = _of_machines(problem, draft, "host_bytes") + _offloaded(problem, draft, working)
-        if host > limits.host_bytes:
-            return "takes more memory than the machines have"
     return None
 
 
@@ -157,34 +150,6 @@ def stretches(problem: Problem, draft: Draft) -> Iterator[tuple[int, list[int]]]
         for low, high in pairwise(marks):
             here = [n for n in mine if draft.spots[n].first <= low and draft.spots[n].end >= high]
             yield high - low, here
-
-
-def _of_machines(problem: Problem, draft: Draft, what: str) -> float:
-    """Cores or bytes of machines that are in use at once at most: one call a lane."""
-    total = 0.0
-    for lanes, workers in stretches(problem, draft):
-        most = 0.0
-        for worker in workers:
-            option = draft.spots[worker].option
-            for node in problem.nodes_of[problem.workers[worker]]:
-                cost = problem.cost(node, option, draft.running[node.index])
-                most = max(most, float(getattr(cost, what)) / option.lanes)
-        total += lanes * most
-    return total
-
-
-def _offloaded(problem: Problem, draft: Draft, working: dict[str, int]) -> int:
-    """Bytes of states that are away from their lanes at times, for want of room."""
-    total = 0
-    for lanes, workers in stretches(problem, draft):
-        if not workers:
-            continue
-        limit = problem.memory[draft.spots[workers[0]].option.kind]
-        states = sum(draft.spots[worker].option.state_bytes for worker in workers)
-        most = max(working[problem.workers[worker]] for worker in workers)
-        if limit is not None and states + most > limit:
-            total += lanes * states
-    return total
 
 
 def to_plan(problem: Problem, draft: Draft) -> Plan:
@@ -233,10 +198,47 @@ def _cut(ids: list[int], size: int) -> list[tuple[int, ...]]:
     return [tuple(ids[n : n + size]) for n in range(0, len(ids) - size + 1, size)]
 
 
+def draft_of(problem: Problem, plan: Plan) -> Draft | None:
+    """The draft of a plan whose workers each stand on neighbouring lanes; None of another one."""
+    spots = []
+    for worker in problem.workers:
+        spot = plan.placements[worker]
+        size = len(spot.replicas[0])
+        option = next(
+            (
+                option
+                for option in problem.options[worker]
+                if (option.layout, option.lanes) == (spot.layout, size)
+                and set(spot.lanes) <= set(problem.ids[option.kind])
+            ),
+            None,
+        )
+        if option is None or any(len(gang) != size for gang in spot.replicas):
+            return None
+        ids = problem.ids[option.kind]
+        first = min(ids.index(lane) for lane in spot.lanes)
+        if set(ids[first : first + len(spot.lanes)]) != set(spot.lanes):
+            return None
+        spots.append(Spot(option, first, len(spot.replicas)))
+    pieces, running = [], []
+    for node in problem.graph.nodes:
+        stage, window = plan.stages.get(node.name, StagePlan()), problem.windows[node.index]
+        calls = -(-window // min(stage.chunk or window, window))
+        replicas = len(plan.placements[node.worker].replicas)
+        pieces.append(calls / replicas)
+        running.append(stage.max_running)
+    names = tuple(node.name for node in reversed(problem.graph.nodes))
+    return Draft(
+        tuple(spots),
+        tuple(pieces),
+        tuple(running),
+        plan.order == names,
+        plan.fuse_loops,
+        plan.max_staleness,
+    )
+
+
 def structure(problem: Problem, draft: Draft) -> str:
     """Who stands together, in words: `generator+verifier | learner`."""
-    found = []
-    for lanes, workers in stretches(problem, draft):
-        if workers:
-            found.append("+".join(problem.workers[worker] for worker in workers) + f" x{lanes}")
-    return " | ".join(found)
+    groups = (workers for _, workers in stretches(problem, draft) if workers)
+    return " | ".join("+".join(problem.workers[n] for n in workers) for workers in groups)

@@ -21,7 +21,7 @@ MANY = 24
 """Calls of a window that are laid out one by one."""
 
 EARLY = 0.1
-"""Share of a streaming call after which its first outputs are out, where nobody knows."""
+"""Share of a streaming call after which its first outputs are out."""
 
 
 class _Work(NamedTuple):
@@ -31,13 +31,11 @@ class _Work(NamedTuple):
         calls: of each call of a window.
         finish: of the `finish` of a mini-batch.
         even: of a step on one replica, if all replicas could share the calls evenly.
-        share: of the items of a step that a call takes.
     """
 
     calls: tuple[float, ...]
     finish: float
     even: float
-    share: float
 
 
 def estimate(problem: Problem, draft: Draft) -> float:
@@ -49,15 +47,10 @@ def estimate(problem: Problem, draft: Draft) -> float:
     for node in problem.graph.nodes:
         spot = spot_of(problem, draft, node)
         work = _work(problem, draft, node, spot)
-        comes = [
-            (first[producer] + hop, last[producer] + hop)
-            for producer in node.inputs
-            for hop in (_hop(problem, draft, producer, spot, work.share),)
-        ]
-        arrival = max(one for one, _ in comes), max(other for _, other in comes)
+        arrival = max(first[x] for x in node.inputs), max(last[x] for x in node.inputs)
         begin, end = _scheduled(problem, node, spot, work, free[spot.option.kind], arrival)
         if node.streaming:
-            begin -= work.calls[0] * (1 - _early(problem, draft, node, spot))
+            begin -= work.calls[0] * (1 - EARLY)
         first[node.index], last[node.index] = begin, end
         busy[problem.number[node.worker]] += work.even
     about = max(last.values())
@@ -82,33 +75,28 @@ def _scheduled(
         arrival: when the first inputs come, and when the last ones do.
     """
     size, turns = spot.option.lanes, problem.turns(node)
-    replicas = [(max(free[low : low + size]), low) for low in range(spot.first, spot.end, size)]
-    windows, count = node.minibatches, len(work.calls)
+    replicas = list(zip(free[spot.first : spot.end], range(spot.first, spot.end), strict=True))
+    if size > 1:
+        lows = range(spot.first, spot.end, size)
+        replicas = [(max(free[low : low + size]), low) for low in lows]
     early, late = arrival
+    step = (late - early) / (node.minibatches * len(work.calls))
     begin = end = 0.0
-    for window in range(windows):
+    for _ in range(node.minibatches):
         heapify(replicas)
-        for number, seconds in enumerate(work.calls, start=window * count + 1):
+        for seconds in work.calls:
             moment, low = replicas[0]
-            ready = early + (late - early) * number / (windows * count)
-            done = max(moment, ready) + turns * seconds
+            early += step
+            done = (moment if moment > early else early) + turns * seconds
             heapreplace(replicas, (done, low))
-            begin, end = begin or done, max(end, done)
+            begin = begin or done
+            end = done if done > end else end
         if work.finish:
             end += work.finish
             replicas = [(end, low) for _, low in replicas]
     for moment, low in replicas:
         free[low : low + size] = [moment] * size
     return begin, end
-
-
-def _hop(problem: Problem, draft: Draft, producer: int, spot: Spot, share: float) -> float:
-    """Seconds in which the inputs of a call come from other lanes."""
-    if producer == SOURCE or not problem.profile.links:
-        return 0.0
-    if spot_of(problem, draft, problem.graph.nodes[producer]).lanes == spot.lanes:
-        return 0.0
-    return problem.link_seconds(producer, max(1, round(share * problem.num_items)))
 
 
 def _load(draft: Draft, busy: Sequence[float]) -> float:
@@ -150,7 +138,7 @@ def _worked_out(
     finish = float(cost.finish_seconds(spot.replicas)) if node.has_finish else 0.0
     calls = (*calls[:-1], max(calls[-1], _longest(problem, node, cost, spot, calls[-1])))
     even = node.minibatches * (problem.turns(node) * sum(calls) / spot.replicas + finish)
-    return _Work(calls, finish, even, chunk / (window * node.minibatches))
+    return _Work(calls, finish, even)
 
 
 def _longest(
@@ -165,14 +153,6 @@ def _longest(
         return pace * lengths.at(1 - 0.5 / (count * node.expands))
     deviation = cost.spread * sqrt(2 * log(spot.replicas) * spot.replicas / count)
     return seconds * (1 + min(1.0, deviation))
-
-
-def _early(problem: Problem, draft: Draft, node: StageNode, spot: Spot) -> float:
-    """Share of a call after which its first outputs are handed on."""
-    if not node.streaming:
-        return 1.0
-    done = problem.cost(node, spot.option, draft.running[node.index]).done
-    return EARLY if done is None else done.at(EARLY)
 
 
 def _publishing(problem: Problem, draft: Draft) -> float:

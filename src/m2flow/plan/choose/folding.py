@@ -61,18 +61,8 @@ def folded(problem: Problem, fold: int) -> Problem:
             first = problem.by_id[ids[column * fold]]
             memory = problem.memory[kind]
             lanes.append(LaneSpec(len(lanes), kind, memory_bytes=memory, node=first.node))
-    limits = problem.limits
-    return Problem(
-        problem.graph,
-        folded_profile(problem.profile, problem.graph, fold),
-        lanes,
-        problem.num_items // fold,
-        replace(
-            limits,
-            cores=None if limits.cores is None else limits.cores / fold,
-            host_bytes=limits.host_bytes and Bytes(limits.host_bytes // fold),
-        ),
-    )
+    profile = folded_profile(problem.profile, problem.graph, fold)
+    return Problem(problem.graph, profile, lanes, problem.num_items // fold)
 
 
 def folded_profile(profile: Profile, graph: FlowGraph, fold: int) -> Profile:

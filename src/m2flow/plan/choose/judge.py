@@ -10,12 +10,15 @@ from collections.abc import Collection
 from dataclasses import replace
 from math import inf
 
-from m2flow.engine.plan import Plan
+from m2flow.engine.plan import Plan, StagePlan
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow.graph import FlowGraph
+from m2flow.plan.chunks import unit_items, window_units
+from m2flow.plan.memory import with_sizes
 from m2flow.plan.prediction import Candidate
 from m2flow.plan.profile import Profile
 from m2flow.plan.simulate import simulate
+from m2flow.plan.units import Items
 from m2flow.plan.validate import validate
 
 Shape = tuple[object, ...]
@@ -80,3 +83,28 @@ def shape(plan: Plan) -> Shape:
         plan.max_staleness,
         plan.fuse_loops,
     )
+
+
+def sized(plan: Plan, graph: FlowGraph, profile: Profile, num_items: int) -> Plan:
+    """The plan with the sizes of states and calls that the profile knows."""
+    states: dict[str, int] = {}
+    working: dict[str, int] = {}
+    kind_of = {lane.id: lane.kind for lane in plan.lanes}
+    for worker, spot in plan.placements.items():
+        gang = spot.replicas[0]
+        state = profile.worker(worker, len(gang), kind_of[gang[0]], spot.layout)
+        if state is not None:
+            states[worker] = state.state_bytes
+    for node in graph.nodes:
+        spot, stage = plan.placements[node.worker], plan.stages.get(node.name, StagePlan())
+        gang, units = spot.replicas[0], window_units(node, num_items)
+        try:
+            cost = profile.cost(
+                node.name, spot.layout, len(gang), kind_of[gang[0]], stage.max_running
+            )
+        except UserError:  # whoever simulates the plan will refuse it, and say why
+            continue
+        items = min(stage.chunk or units, units) * unit_items(node, num_items)
+        size = cost.working_bytes(Items(items))
+        working[node.worker] = max(working.get(node.worker, 0), size)
+    return with_sizes(plan, states, working)

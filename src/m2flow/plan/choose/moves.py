@@ -125,13 +125,6 @@ def _spots(problem: Problem, draft: Draft, worker: int) -> Iterator[Draft]:
                 yield from _placed(draft, worker, option, low, high)
         elif option != spot.option:
             yield from _placed(draft, worker, option, 0, len(problem.ids[option.kind]))
-    if all(node.is_function for node in problem.nodes_of[name]):
-        return  # stands where others do
-    for low, high in ((0, -1), (-1, 0), (0, 1), (1, 0), (1, 1), (-1, -1)):
-        size = spot.option.lanes
-        start, end = spot.first + low * size, spot.end + high * size
-        if start >= 0 and end <= len(problem.ids[kind]):
-            yield from _placed(draft, worker, spot.option, start, end)
     for replicas in {spot.replicas // 2, spot.replicas // 4, 1} - {0, spot.replicas}:
         yield draft.with_spot(worker, replace(spot, replicas=replicas))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 from m2flow.engine.plan import LaneSpec
@@ -16,20 +16,7 @@ from m2flow.errors import UserError
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 from m2flow.plan.chunks import unit_items, window_units
 from m2flow.plan.profile import Profile, StageCost
-from m2flow.plan.units import Bytes, Items
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What there is of resources that belong to no single lane.
-
-    Attributes:
-        cores: CPU cores for stages that need some beside their lanes' own; None for no limit.
-        host_bytes: memory of the machines for calls and for states that are offloaded.
-    """
-
-    cores: float | None = None
-    host_bytes: Bytes | None = None
+from m2flow.plan.units import Items
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +42,7 @@ class Problem:
     """A flow, its prices and the lanes.
 
     Args:
-        graph, profile, num_items, limits: what is planned.
+        graph, profile, num_items: what is planned.
         lanes: those that are free for any worker.
 
     Attributes:
@@ -64,23 +51,20 @@ class Problem:
         workers: those that stages run on.
         companions: for each worker those that only take its weights; they stand with it.
         options: for each worker the layouts in which all of its stages have a price.
+        weight_edges: (source, target) of those between workers that stages run on, by number.
+        near: for each stage the workers, by number, of its neighbours in the graph.
 
     Raises:
         UserError: there is no lane, or a worker has no layout that these lanes can carry.
     """
 
     def __init__(
-        self,
-        graph: FlowGraph,
-        profile: Profile,
-        lanes: Sequence[LaneSpec],
-        num_items: int,
-        limits: Limits | None = None,
+        self, graph: FlowGraph, profile: Profile, lanes: Sequence[LaneSpec], num_items: int
     ) -> None:
         if not lanes or num_items < 1:
             raise UserError("a plan needs a lane and an item", key="lanes", value=len(lanes))
         self.graph, self.profile, self.num_items = graph, profile, num_items
-        self.lanes, self.limits = tuple(lanes), limits or Limits()
+        self.lanes = tuple(lanes)
         self.by_id = {lane.id: lane for lane in lanes}
         ordered = sorted(lanes, key=lambda lane: (lane.node, lane.id))
         kinds = sorted({lane.kind for lane in lanes})
@@ -93,8 +77,18 @@ class Problem:
         self.nodes_of = {w: [n for n in graph.nodes if n.worker == w] for w in self.workers}
         self.windows = [window_units(node, num_items) for node in graph.nodes]
         self.unit_items = [unit_items(node, num_items) for node in graph.nodes]
+        self.weight_edges = tuple(
+            (self.number[edge.source], self.number[edge.target])
+            for edge in graph.weight_edges
+            if edge.source in self.number and edge.target in self.number
+        )
+        self.near: list[set[int]] = [set() for _ in graph.nodes]
+        for producer, consumer in graph.edges:
+            if producer != SOURCE:
+                self.near[producer].add(self.number[graph.nodes[consumer].worker])
+                self.near[consumer].add(self.number[graph.nodes[producer].worker])
         self.work: dict[tuple[object, ...], Any] = {}
-        self._costs: dict[tuple[int, Option, int | None], StageCost] = {}
+        self._cost = cache(profile.cost)
         self._seconds: dict[tuple[int, Option, int | None, int], float] = {}
 
     def _least_memory(self, kind: str) -> int | None:
@@ -132,33 +126,9 @@ class Problem:
             )
         return tuple(found)
 
-    @cached_property
-    def near(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage the workers, by number, of its neighbours in the graph."""
-        found: list[dict[int, None]] = [{} for _ in self.graph.nodes]
-        for producer, consumer in self.graph.edges:
-            if producer != SOURCE:
-                found[producer][self.number[self.graph.nodes[consumer].worker]] = None
-                found[consumer][self.number[self.graph.nodes[producer].worker]] = None
-        return tuple(tuple(some) for some in found)
-
-    @cached_property
-    def weight_edges(self) -> tuple[tuple[int, int], ...]:
-        """(source, target) of weight edges between workers that stages run on, by number."""
-        return tuple(
-            (self.number[edge.source], self.number[edge.target])
-            for edge in self.graph.weight_edges
-            if edge.source in self.number and edge.target in self.number
-        )
-
     def cost(self, node: StageNode, option: Option, running: int | None) -> StageCost:
         """What a stage takes in a layout under a running limit."""
-        key = (node.index, option, running)
-        if key not in self._costs:
-            self._costs[key] = self.profile.cost(
-                node.name, option.layout, option.lanes, option.kind, running
-            )
-        return self._costs[key]
+        return self._cost(node.name, option.layout, option.lanes, option.kind, running)
 
     def call_seconds(
         self, node: StageNode, option: Option, running: int | None, units: int
@@ -186,14 +156,6 @@ class Problem:
         held = units if running is None else min(units, running)
         cost = self.cost(node, option, running)
         return cost.working_bytes(Items(held * self.unit_items[node.index]))
-
-    def link_seconds(self, producer: int, items: int) -> float:
-        """So many outputs of a stage from lane to lane on one machine."""
-        link = self.profile.links.get("node")
-        if link is None or producer == SOURCE:
-            return 0.0
-        size = self.profile.stage(self.graph.nodes[producer].name).output_bytes * items
-        return float(link.seconds(Bytes(size)))
 
     def turns(self, node: StageNode) -> float:
         """How many turns an item stays in the stage's loop, in the mean; 1 outside of loops."""

@@ -26,9 +26,6 @@ where the worker does whose outputs it reads."""
 LIGHT = 0.01
 """A worker with less than this share of the work is not dealt out freely either."""
 
-MOST_DEALS = 6
-"""Ways to deal lanes out that are compared, for each structure."""
-
 FINENESS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 """Calls a replica and window that are compared for a stage by itself."""
 
@@ -44,7 +41,8 @@ def starts(problem: Problem, staleness: int = 0, spare: int = 0) -> Iterator[Dra
         staleness: of the drafts.
         spare: lanes of each kind that are not used, if it has more.
     """
-    for kinds in product(*(_kinds(problem, worker) for worker in problem.workers)):
+    each = ({option.kind for option in problem.options[worker]} for worker in problem.workers)
+    for kinds in product(*map(sorted, each)):
         by_kind = {
             kind: [n for n, mine in enumerate(kinds) if mine == kind]
             for kind in problem.ids
@@ -57,10 +55,6 @@ def starts(problem: Problem, staleness: int = 0, spare: int = 0) -> Iterator[Dra
         for chosen in product(*parts):
             spots = {worker: spot for part in chosen for worker, spot in part.items()}
             yield from cut(problem, tuple(spots[n] for n in range(len(kinds))), staleness)
-
-
-def _kinds(problem: Problem, worker: str) -> list[str]:
-    return sorted({option.kind for option in problem.options[worker]})
 
 
 def _standing(
@@ -141,7 +135,7 @@ def _lane_seconds(problem: Problem, worker: int, option: Option, replicas: int) 
 def _deals(
     problem: Problem, kind: str, parts: Sequence[Sequence[int]], lanes: int
 ) -> Iterator[list[int]]:
-    """Lanes of each block: all ways if they are few, else by work and a little beside it."""
+    """Lanes of each block: by work, and a little beside it."""
     least = [
         max(
             min(o.lanes for o in problem.options[problem.workers[n]] if o.kind == kind)
@@ -155,15 +149,6 @@ def _deals(
         yield []
         return
     work = [sum(work_seconds(problem, n, kind) for n in part) for part in parts]
-    every = list(_compositions(lanes, least)) if lanes <= 2 * MOST_APART else []
-    if every:
-        total = sum(work) or 1.0
-
-        def uneven(deal: list[int]) -> float:
-            return max(w / n for w, n in zip(work, deal, strict=True)) / total
-
-        yield from sorted(every, key=uneven)[:MOST_DEALS]
-        return
     deal = _by_work(work, least, lanes)
     yield deal
     step = max(1, lanes // 16)
@@ -174,16 +159,6 @@ def _deals(
                 other[giver] -= step
                 other[taker] += step
                 yield other
-
-
-def _compositions(total: int, least: Sequence[int]) -> Iterator[list[int]]:
-    """Every way to part a number into so many numbers that are not below these."""
-    if len(least) == 1:
-        yield [total]
-        return
-    for first in range(least[0], total - sum(least[1:]) + 1):
-        for rest in _compositions(total - first, least[1:]):
-            yield [first, *rest]
 
 
 def _by_work(work: Sequence[float], least: Sequence[int], lanes: int) -> list[int]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 from m2flow.engine.spans import Span
 from m2flow.plan.explain.amounts import brief
-from m2flow.plan.gantt import lane_names
 from m2flow.plan.prediction import Candidate
-from m2flow.plan.time_account import LaneTime, extent, where_the_time_went
-
-FULL = 0.1
-"""A lane that is idle for less than this share of the step has no time left."""
+from m2flow.plan.time_account import extent, where_the_time_went
 
 ALIKE = 0.05
 """Lanes whose idle shares differ by less than this are equally busy."""
@@ -28,7 +26,7 @@ class Bottleneck:
         lanes: the busiest lanes.
         seconds: that it takes on each of them in a step, in the mean.
         share: of the step.
-        why: a sentence.
+        why: of its longest items, if these keep few lanes at work; else empty.
     """
 
     what: str
@@ -48,41 +46,18 @@ def bottleneck(candidate: Candidate) -> Bottleneck | None:
     idle = {one.lane: one.share(one.terms["waiting"]) for one in accounts}
     least = min(idle.values())
     busiest = [one for one in accounts if idle[one.lane] <= least + ALIKE]
-    spent = _spent(busiest)
+    together = reduce(add, busiest)
+    spent = {**together.stages, **together.terms}
+    del spent["compute"]  # the stages have it
     what = max(spent, key=lambda name: spent[name])
     seconds = spent[what] / len(busiest)
     own = tuple(one.lane for one in busiest)
     share = seconds / accounts[0].seconds if accounts[0].seconds else 0.0
-    return Bottleneck(what, own, seconds, share, _why(spans, what, idle))
-
-
-def _spent(accounts: Sequence[LaneTime]) -> dict[str, float]:
-    """Seconds of lanes by stage and by term."""
-    spent: dict[str, float] = {}
-    for one in accounts:
-        for name, seconds in (*one.stages.items(), *list(one.terms.items())[1:]):
-            spent[name] = spent.get(name, 0.0) + seconds
-    return spent
-
-
-def _why(spans: Sequence[Span], what: str, idle: Mapping[int, float]) -> str:
-    reasons = []
-    if (tail := _tail(spans, what)) is not None:
-        reasons.append(
-            f"the last {brief(tail)} of it run on at most half of its lanes: the longest items"
-        )
-    full = [lane for lane, share in idle.items() if share < FULL]
-    if len(full) == len(idle):
-        reasons.append("no lane has time left")
-    elif full:
-        have = "have" if len(full) > 1 else "has"
-        reasons.append(f"{lane_names(full)} {have} no time left")
-    else:
-        reasons.append(
-            f"no lane works throughout (the fullest is idle for {min(idle.values()):.0%}): "
-            "stages wait for each other"
-        )
-    return "; ".join(reasons)
+    tail = _tail(spans, what)
+    why = ""
+    if tail is not None:
+        why = f"the last {brief(tail)} of it run on at most half of its lanes: the longest items"
+    return Bottleneck(what, own, seconds, share, why)
 
 
 def _tail(spans: Sequence[Span], stage: str) -> float | None:

@@ -153,21 +153,18 @@ def explained(
         stages=tuple(node.name for node in graph.nodes),
         predicted=replace(prediction, spans=()),
         bottleneck=bottleneck(chosen),
-        memory=_memory(decision),
+        memory=_memory(chosen),
         runners_up=tuple(_alternative(one, decision) for one in decision.others[:RUNNERS_UP]),
         ruled_out=decision.ruled_out,
         flips=None if flips is None else tuple(flips),
         frontier=tuple(_alternative(one, decision) for one in decision.frontier) if ahead else (),
-        race=tuple(_tried(one) for one in race),
+        race=tuple(
+            Tried(one.name, one.predicted, tuple(one.measured), one.verdict) for one in race
+        ),
         profile=Origin(profile.source, profile.key),
         assumptions=tuple(dict.fromkeys((*profile.assumptions, *assumptions))),
         timeline=_timeline(chosen),
     )
-
-
-def _tried(entrant: Entrant) -> Tried:
-    measured = tuple(entrant.measured)
-    return Tried(entrant.name, entrant.predicted, measured, entrant.verdict)
 
 
 def _alternative(other: Candidate, decision: Decision) -> Alternative:
@@ -177,21 +174,15 @@ def _alternative(other: Candidate, decision: Decision) -> Alternative:
     return Alternative(plan.mode, title(plan), plan.max_staleness, seconds, pace, changes)
 
 
-def _memory(decision: Decision) -> str:
-    """What the fullest lane holds at most, and how much of it are states."""
-    plan, peaks = decision.chosen.plan, decision.chosen.prediction.peak_bytes
-    if not peaks:
+def _memory(chosen: Candidate) -> str:
+    """What the fullest lane holds at most."""
+    peaks, limits = chosen.prediction.peak_bytes, {x.id: x.memory_bytes for x in chosen.plan.lanes}
+    fullest = max(peaks, key=lambda lane: peaks[lane], default=None)
+    if fullest is None:
         return ""
-    fullest = max(plan.lanes, key=lambda lane: peaks.get(lane.id, 0))
-    states = 0
-    for worker, spot in plan.placements.items():
-        if fullest.id in spot.lanes:
-            gang = len(spot.replicas[0])
-            known = decision.profile.worker(worker, gang, fullest.kind, spot.layout)
-            states += spot.state_bytes or (known.state_bytes if known else 0)
-    limit = fullest.memory_bytes
-    most = bytes_text(peaks[fullest.id]) + ("" if limit is None else f" of {bytes_text(limit)}")
-    return f"at most {most} on a lane, whose states are {bytes_text(states)}"
+    limit = limits[fullest]
+    of_it = "" if limit is None else f" of {bytes_text(limit)}"
+    return f"at most {bytes_text(peaks[fullest])}{of_it} on a lane"
 
 
 def _timeline(chosen: Candidate) -> Gantt:

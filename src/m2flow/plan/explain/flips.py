@@ -1,20 +1,18 @@
 """What change of which input would make another plan the best one, found by simulating again.
 
 The seconds of each stage, of switching, of publishing and of links are scaled up and down in turn,
-and the chosen plan and its rivals are simulated under each scaled profile. Other numbers of lanes,
-and more memory on each, are put to the planner again.
+and the chosen plan and its rivals are simulated under each scaled profile.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from m2flow.engine.plan import LaneSpec, Plan
-from m2flow.errors import RunFailed, UserError
+from m2flow.errors import RunFailed
 from m2flow.flow.graph import FlowGraph
-from m2flow.plan.explain.differences import differences, where
+from m2flow.plan.explain.differences import differences
 from m2flow.plan.prediction import Candidate, Decision
 from m2flow.plan.profile import Profile, WorkerCost
 from m2flow.plan.simulate import simulate
@@ -24,7 +22,7 @@ FACTORS = (1.25, 1.5, 2.0, 4.0)
 """An input is multiplied and divided by these."""
 
 RIVALS = 3
-"""Number of other plans that may overtake: the fastest of each shape, then the next fastest."""
+"""Number of other plans that may overtake."""
 
 CLEAR = 0.01
 """A plan that is faster by less than this share counts as equally fast."""
@@ -44,63 +42,39 @@ class Flip:
     """A change of one input that makes another plan the best.
 
     Attributes:
-        input: a stage, "switching", "publishing", "links", "lanes" or "memory".
+        input: a stage, or one of OVERHEAD.
         factor: what it is multiplied by.
         mode: of the plan that is best then.
         changes: what that plan does otherwise, a phrase each.
-        chosen_seconds: of a step of the chosen plan then; None where it does not apply.
+        chosen_seconds: of a step of the chosen plan then.
         other_seconds: of a step of the other one.
-        how: "simulated", or "planned" where the planner was asked again.
     """
 
     input: str
     factor: float
     mode: str
     changes: tuple[str, ...]
-    chosen_seconds: float | None
+    chosen_seconds: float
     other_seconds: float
-    how: str
 
 
-def flips(
-    decision: Decision,
-    graph: FlowGraph,
-    plan_for: Callable[[Sequence[LaneSpec]], Decision] | None = None,
-) -> list[Flip]:
+def flips(decision: Decision, graph: FlowGraph) -> list[Flip]:
     """What would flip a choice, smallest changes first.
 
     Args:
         decision: whose choice. Nothing flips it if a rival is faster already: a person made it.
         graph: its flow.
-        plan_for: decides again, for other lanes; None: lanes and memory are not looked at.
     """
-    chosen, rivals = decision.chosen, _rivals(decision)
-    found: list[Flip] = []
+    chosen = decision.chosen
+    allowed = chosen.plan.max_staleness
+    rivals = [one for one in decision.others if one.plan.max_staleness <= allowed][:RIVALS]
     if any(one.prediction.seconds * (1 + CLEAR) < chosen.prediction.seconds for one in rivals):
-        return found
+        return []
+    found: list[Flip] = []
     for what in (*(node.name for node in graph.nodes), *OVERHEAD) if rivals else ():
         if any(_share(one, what) >= NOTICED for one in (chosen, *rivals)):
             found += _of_input(what, decision, graph, rivals)
-    if plan_for is not None:
-        found += _of_lanes(chosen.plan, plan_for)
     return sorted(found, key=lambda flip: abs(math.log(flip.factor)))
-
-
-def shape(plan: Plan) -> frozenset[frozenset[str]]:
-    """Which workers stand on the same lanes, whatever the number of lanes."""
-    groups: dict[tuple[int, ...], set[str]] = {}
-    for worker, spot in plan.placements.items():
-        groups.setdefault(tuple(sorted(spot.lanes)), set()).add(worker)
-    return frozenset(map(frozenset, groups.values()))
-
-
-def _rivals(decision: Decision) -> list[Candidate]:
-    """Plans within the chosen one's staleness: the fastest of each shape, then the next."""
-    allowed = decision.chosen.plan.max_staleness
-    others = [one for one in decision.others if one.plan.max_staleness <= allowed]
-    first = {shape(one.plan): one for one in reversed(others)}
-    leading = [one for one in others if first[shape(one.plan)] is one]
-    return [*leading, *(one for one in others if one not in leading)][:RIVALS]
 
 
 def _share(one: Candidate, what: str) -> float:
@@ -132,15 +106,12 @@ def _of_input(
             return None
         other = rivals[theirs.index(best)].plan
         changes = tuple(differences(chosen.plan, other))
-        return Flip(what, factor, other.mode, changes, ours, best, "simulated")
+        return Flip(what, factor, other.mode, changes, ours, best)
 
     for ladder in (FACTORS, tuple(1 / factor for factor in FACTORS)):
-        flip = overtaken(ladder[-1])
-        if flip is None:
-            continue
-        middle = overtaken(ladder[1])
-        nearer = overtaken(ladder[0]) if middle else overtaken(ladder[2])
-        yield nearer or middle or flip
+        largest = overtaken(ladder[-1])
+        if largest is not None:
+            yield next(filter(None, map(overtaken, ladder[:-1])), largest)
 
 
 def rescaled(profile: Profile, what: str, factor: float) -> Profile:
@@ -168,26 +139,3 @@ def rescaled(profile: Profile, what: str, factor: float) -> Profile:
             workers = {name: tuple(map(switched, own)) for name, own in profile.workers.items()}
             return replace(profile, workers=workers)
     return replace(profile, stages={**profile.stages, what: profile.stage(what).times(factor)})
-
-
-def _of_lanes(plan: Plan, plan_for: Callable[[Sequence[LaneSpec]], Decision]) -> Iterator[Flip]:
-    """Flips by half as many lanes, twice as many, and twice the memory on each."""
-    lanes = [lane for lane in plan.lanes if lane.reserved_for is None]
-    ids, nodes = (1 + max(getattr(lane, name) for lane in lanes) for name in ("id", "node"))
-    more = [replace(lane, id=lane.id + ids, node=lane.node + nodes) for lane in lanes]
-    larger = [replace(lane, memory_bytes=(lane.memory_bytes or 0) * 2 or None) for lane in lanes]
-    for what, factor, asked in (
-        ("lanes", 2.0, [*lanes, *more]),
-        ("lanes", 0.5, lanes[: len(lanes) // 2]),
-        ("memory", 2.0, larger),
-    ):
-        if not asked or asked == lanes:
-            continue
-        try:
-            then = plan_for(asked).chosen
-        except UserError:  # no plan fits there
-            continue
-        if shape(then.plan) != shape(plan):
-            seconds = float(then.prediction.seconds)
-            changes = tuple(where(then.plan))
-            yield Flip(what, factor, then.plan.mode, changes, None, seconds, "planned")

@@ -1,4 +1,4 @@
-"""A Gantt chart as text: a line for each row, a letter for each stage."""
+"""A Gantt chart as plain ASCII text: a line for each row, a letter for each stage."""
 
 from __future__ import annotations
 
@@ -6,31 +6,25 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from m2flow.plan.explain.amounts import brief
 from m2flow.plan.gantt import Gantt, Work, in_columns, lane_names
+from m2flow.plan.time_account import TERM_OF, WORK
 
 NARROWEST, LABEL, SHARE = 40, 14, 11
 """Columns of the whole picture at least; of the lanes' names at most; of the idle share."""
 
-
-ASCII = {"switch": "~", "publish": "^", "transfer": "-", "wait": ",", "idle": "."}
-DRAWN = {"switch": "≈", "publish": "↑", "transfer": "→", "wait": "˙", "idle": "·"}
+MARKS = {"switch": "~", "publish": "^", "transfer": "-", "wait": ",", "idle": "."}
 """The characters of work that is no stage's, and of idleness."""
 
-WORDS = {"switch": "switching", "publish": "publishing", "transfer": "links", "wait": "waiting"}
 
-
-def picture(chart: Gantt, stages: Sequence[str], width: int, ascii_only: bool = False) -> list[str]:
+def picture(chart: Gantt, stages: Sequence[str], width: int) -> list[str]:
     """The lines of a picture; none for a chart without work.
 
     Args:
         chart: what is drawn.
         stages: names of the flow's stages, in its order.
         width: of a line, in characters; no line is wider than this, or than NARROWEST.
-        ascii_only: whether the terminal shows ASCII only.
     """
     if not any(row.pieces for row in chart.rows):
         return []
-    marks = ASCII if ascii_only else DRAWN
-    side, corner, line, tick = "|+-+" if ascii_only else "│└─┴"
     lanes = [lane for row in chart.rows for lane in row.lanes]
     label = len(lane_names(lanes)) if len(lanes) <= 2 else LABEL
     columns = max(width, NARROWEST) - label - SHARE - 3
@@ -38,14 +32,12 @@ def picture(chart: Gantt, stages: Sequence[str], width: int, ascii_only: bool = 
     shown = [in_columns(row.pieces, chart, columns) for row in chart.rows]
     lines = []
     for row, works in zip(chart.rows, shown, strict=True):
-        body = "".join(_mark(work, letters, marks) for work in works)
+        body = "".join(_mark(work, letters) for work in works)
         name = _shortened(lane_names(row.lanes), label)
-        lines.append(f"{name:<{label}} {side}{body}{side} {row.idle:4.0%} idle")
-    lines += _axis(chart.seconds, columns, " " * (label + 1), corner, line, tick)
+        lines.append(f"{name:<{label}} |{body}| {row.idle:4.0%} idle")
+    lines += _axis(chart.seconds, columns, " " * (label + 1))
     seen = {work for works in shown for work in works}
-    lines += _legend(seen, letters, marks, max(width, NARROWEST))
-    if not all(row.alike for row in chart.rows):
-        lines.append("lanes in one row differ a little: it shows what most of them do")
+    lines += _legend(seen, letters, max(width, NARROWEST))
     return lines
 
 
@@ -65,35 +57,33 @@ def stage_letters(stages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _mark(work: Work | None, letters: Mapping[str, str], marks: Mapping[str, str]) -> str:
+def _mark(work: Work | None, letters: Mapping[str, str]) -> str:
     """The character of a column; a stage's `finish` is its small letter."""
     kind, name = work or ("idle", "")
     letter = letters.get(name, "?")
-    return marks.get(kind) or (letter.lower() if kind == "finish" else letter)
+    return MARKS.get(kind) or (letter.lower() if kind == "finish" else letter)
 
 
-def _axis(seconds: float, columns: int, space: str, corner: str, line: str, tick: str) -> list[str]:
+def _axis(seconds: float, columns: int, space: str) -> list[str]:
     """A line with ticks at quarters, and their seconds below."""
     ticks = [round(columns * part / 4) for part in range(5)]
-    drawn = "".join(tick if n in ticks[1:4] else line for n in range(columns))
+    drawn = "".join("+" if n in ticks[1:4] else "-" for n in range(columns))
     numbers = list(" " * (columns + SHARE + 2))
     for part, at in enumerate(ticks):
         text = brief(seconds * part / 4)
         start = min(max(0, at - (len(text) // 2 if part else 0)), columns + SHARE - len(text))
         numbers[start : start + len(text)] = text
-    return [f"{space}{corner}{drawn}", f"{space} {''.join(numbers).rstrip()}"]
+    return [f"{space}+{drawn}", f"{space} {''.join(numbers).rstrip()}"]
 
 
-def _legend(
-    seen: set[Work | None], letters: Mapping[str, str], marks: Mapping[str, str], width: int
-) -> list[str]:
+def _legend(seen: set[Work | None], letters: Mapping[str, str], width: int) -> list[str]:
     """What each character means, of those that are there."""
     kinds = {work[0] for work in seen if work}
-    stages = {work[1] for work in seen if work and work[0] not in WORDS}
+    stages = {work[1] for work in seen if work and work[0] in WORK}
     entries = [f"{letter} {stage}" for stage, letter in letters.items() if stage in stages]
     entries += ["small letter: its finish"] if "finish" in kinds else []
-    entries += [f"{marks[kind]} {word}" for kind, word in WORDS.items() if kind in kinds]
-    entries += [f"{marks['idle']} idle"] if None in seen else []
+    entries += [f"{MARKS[kind]} {word}" for kind, word in TERM_OF.items() if kind in kinds]
+    entries += [f"{MARKS['idle']} idle"] if None in seen else []
     lines = [""]
     for entry in entries:
         if lines[-1] and len(lines[-1]) + 2 + len(entry) > width:

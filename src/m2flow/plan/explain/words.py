@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from m2flow.plan.explain.amounts import brief, slower
-from m2flow.plan.explain.explanation import Alternative, Explanation
+from m2flow.plan.explain.amounts import brief
+from m2flow.plan.explain.explanation import Explanation
 from m2flow.plan.explain.picture import picture
 from m2flow.plan.gantt import lane_names
 from m2flow.plan.time_account import TERMS
@@ -15,16 +15,19 @@ SHOWN = 4
 """Phrases of a difference, flips, and plans that were ruled out, that are printed."""
 
 
-def in_words(explanation: Explanation, width: int = 100, ascii_only: bool = False) -> list[str]:
+BETTER = 0.99
+"""A plan that takes less than this share of the chosen one's seconds is clearly faster."""
+
+
+def in_words(explanation: Explanation, width: int = 100) -> list[str]:
     """The whole explanation, with the picture of the predicted step.
 
     Args:
         explanation: of a plan.
         width: of the picture, in characters.
-        ascii_only: whether the terminal shows ASCII only.
     """
     lines = [*summary(explanation), "", *(f"  {line}" for line in explanation.stands), ""]
-    drawn = picture(explanation.timeline, explanation.stages, width, ascii_only)
+    drawn = picture(explanation.timeline, explanation.stages, width)
     lines += [*drawn, ""] if drawn else []
     lines += costs(explanation)
     if explanation.ruled_out:
@@ -77,7 +80,7 @@ def _bounds(explanation: Explanation) -> Iterator[str]:
         place = f" on {lane_names(found.lanes)}" if len(found.lanes) <= SHOWN else ""
         of_it = f"{brief(found.seconds)} of the step ({found.share:.0%})"
         yield f"bottleneck: {found.what}{place}, {of_it}"
-        yield f"  {found.why}"
+        yield from (f"  {line}" for line in [found.why] if line)
     if idle:
         yield (
             f"idle: {sum(idle) / len(idle):.0%} of all lanes' time "
@@ -87,19 +90,11 @@ def _bounds(explanation: Explanation) -> Iterator[str]:
         yield f"memory: {explanation.memory}"
 
 
-def _is_better(explanation: Explanation, others: Sequence[Alternative]) -> bool:
-    """Whether one of the others is clearly faster than the chosen plan."""
-    return any(other.seconds < 0.99 * explanation.seconds for other in others)
-
-
 def _runners_up(explanation: Explanation) -> Iterator[str]:
     for number, other in enumerate(explanation.runners_up):
         word = "runner-up" if number == 0 else "then"
-        word = "better" if _is_better(explanation, [other]) else word
-        yield (
-            f"{word}: {other.title}, {brief(other.seconds)} a step, "
-            f"{slower(other.seconds, explanation.seconds)}"
-        )
+        word = "better" if other.seconds < BETTER * explanation.seconds else word
+        yield f"{word}: {other.title}, {brief(other.seconds)} a step"
         if number == 0:
             yield from _some([f"  {change}" for change in other.changes])
 
@@ -140,18 +135,14 @@ def costs(explanation: Explanation) -> list[str]:
 
 def _flips(explanation: Explanation) -> Iterator[str]:
     flips = explanation.flips or ()
-    if _is_better(explanation, explanation.runners_up[:1]):
+    if any(one.seconds < BETTER * explanation.seconds for one in explanation.runners_up[:1]):
         yield "  nothing: another plan is faster as it is"
     elif not flips:
         yield "  no input alone, up to 4 times more or less of it"
     for flip in flips[:SHOWN]:
-        less = " (less)" if flip.input in ("memory", "lanes") else " (faster)"
-        instead = flip.chosen_seconds
-        yield (
-            f"  {flip.input} x {flip.factor:.2f}{less if flip.factor < 1 else ''}: "
-            f"{flip.mode} is best, {brief(flip.other_seconds)} a step"
-            + (f" instead of {brief(instead)}" if instead is not None else "")
-        )
+        faster = " (faster)" if flip.factor < 1 else ""
+        seconds = f"{brief(flip.other_seconds)} a step instead of {brief(flip.chosen_seconds)}"
+        yield f"  {flip.input} x {flip.factor:.2f}{faster}: {flip.mode} is best, {seconds}"
         yield from _some([f"    {change}" for change in flip.changes], most=2)
     if len(flips) > SHOWN:
         yield f"  and {len(flips) - SHOWN} more, by larger changes"

@@ -23,7 +23,7 @@ from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Layout
 from m2flow.plan.builders import DEFAULT_LAYOUTS, build_plan
-from m2flow.plan.choose import Limits, choose
+from m2flow.plan.choose import choose
 from m2flow.plan.choose.judge import shape
 from m2flow.plan.chunks import window_units
 from m2flow.plan.prediction import Candidate, Decision
@@ -90,7 +90,7 @@ class Pilot:
     """The planner beside a run.
 
     Args:
-        graph, lanes, num_items, max_staleness, isolated, limits, layouts: as for `choose`.
+        graph, lanes, num_items, max_staleness, isolated, layouts: as for `choose`.
         known: a stored or computed profile, if there is one.
         num_steps: of the whole run; None where nobody knows: it is then taken to be half done.
         deadline_seconds: longest that a call may take, whatever the plan.
@@ -114,7 +114,6 @@ class Pilot:
         known: Profile | None = None,
         max_staleness: int = 0,
         isolated: Collection[str] = (),
-        limits: Limits | None = None,
         layouts: Mapping[str, Layout] = DEFAULT_LAYOUTS,
         num_steps: int | None = None,
         deadline_seconds: float | None = None,
@@ -122,7 +121,7 @@ class Pilot:
     ) -> None:
         self._graph, self._lanes, self._num_items = graph, tuple(lanes), num_items
         self._max_staleness, self._isolated = max_staleness, isolated
-        self._limits, self._layouts = limits, layouts
+        self._layouts = layouts
         self._num_steps, self._deadline, self._keep = num_steps, deadline_seconds, keep
         self._evidence = Evidence(graph)
         self._last: deque[tuple[Plan, StepResult]] = deque(maxlen=PATIENCE)
@@ -253,7 +252,6 @@ class Pilot:
             self._num_items,
             max_staleness=self._max_staleness,
             isolated=self._isolated,
-            limits=self._limits,
             layouts=self._layouts,
             beside=beside,
             effort=EFFORT,

@@ -1,4 +1,4 @@
-"""Data classes as JSON text, in and out.
+"""Plans, profiles and other data classes as JSON text, in and out.
 
 `to_json` writes any nest of data classes, mappings and sequences; a data class becomes an object
 with a key for each field. `from_json` reads a data class back and checks every value against the
@@ -12,16 +12,15 @@ since `import m2flow` loads this module.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import types
-import typing
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from m2flow.errors import UserError, suggestion
+from m2flow.engine.plan import Plan
+from m2flow.errors import PlanError, UserError, suggestion
+from m2flow.plan.profile import Profile
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -31,12 +30,18 @@ T = TypeVar("T")
 LONGEST_VALUE = 80
 """Characters of a wrong value that are repeated in the error; a longer value is left out."""
 
+DECISION = "decision"
+"""The key of a plan file, beside the plan's own, that says why the plan was chosen; not read."""
+
 UNKNOWN_KEY, MISSING = "unexpected_keyword_argument", "missing"
 
 
 def to_json(value: object) -> str:
     """JSON text of data classes, mappings and sequences, indented for people to read and edit."""
-    return _writer().dump_json(value, indent=2).decode() + "\n"
+    from pydantic import ConfigDict, TypeAdapter
+
+    writer = TypeAdapter(object, config=ConfigDict(ser_json_inf_nan="constants"))
+    return writer.dump_json(value, indent=2).decode() + "\n"
 
 
 def from_json(
@@ -74,32 +79,60 @@ def from_json(
     return value
 
 
-def read_text(path: Path | str, what: str, key: str, error: type[UserError] = UserError) -> str:
-    """The text of a file that a user has named.
+def read_json(
+    kind: type[T],
+    path: Path | str,
+    what: str,
+    key: str,
+    error: type[UserError] = UserError,
+    ignore: Sequence[str] = (),
+) -> T:
+    """Read a data class from a file that a user has named.
 
     Args:
+        kind, error, ignore: as in `from_json`.
         path: the file.
         what: kind of file, for the error.
         key: option or setting that names the file, for the error.
-        error: class of the error.
 
     Raises:
-        UserError: there is no such file, or it is not text.
+        UserError: there is no such file, it is not text, or `from_json` refuses it.
     """
     path = Path(path)
     if not path.is_file():
         raise error(f"there is no such {what}", key=key, value=str(path))
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise error("is not a text file", key=key, value=str(path)) from None
+    return from_json(kind, text, str(path), error, ignore)
 
 
-@cache
-def _writer() -> TypeAdapter[object]:
-    from pydantic import ConfigDict, TypeAdapter
+def plan_from_json(text: str, where: str = "plan") -> Plan:
+    """Read a plan.
 
-    return TypeAdapter(object, config=ConfigDict(ser_json_inf_nan="constants"))
+    Raises:
+        PlanError: what `from_json` refuses.
+    """
+    return from_json(Plan, text, where, PlanError, ignore=(DECISION,))
+
+
+def read_plan(path: Path | str) -> Plan:
+    """Read a plan file.
+
+    Raises:
+        PlanError: what `read_json` refuses.
+    """
+    return read_json(Plan, path, "plan file", "--plan", PlanError, ignore=(DECISION,))
+
+
+def read_profile(path: Path | str) -> Profile:
+    """Read a profile file.
+
+    Raises:
+        UserError: what `read_json` refuses, or an impossible value (a curve that falls).
+    """
+    return read_json(Profile, path, "profile", "profile")
 
 
 @cache
@@ -119,7 +152,7 @@ def _first(kind: type[Any], found: Any, where: str, error: type[UserError]) -> U
     value = entry["input"] if len(repr(entry["input"])) <= LONGEST_VALUE else None
     message = entry["msg"].removeprefix("Value error, ")
     if entry["type"] == UNKNOWN_KEY:
-        return error("unknown key", key=key, hint=suggestion(str(path[-1]), _fields(kind, path)))
+        return error("unknown key", key=key, hint=suggestion(str(path[-1]), _keys(kind)))
     if entry["type"] == MISSING:
         return error("is missing", key=key)
     if entry["type"] == "value_error":
@@ -134,26 +167,7 @@ def _path_text(path: Sequence[str | int]) -> str:
     return text.removeprefix(".")
 
 
-def _fields(kind: Any, path: Sequence[str | int]) -> list[str]:
-    """Field names of the data class whose key `path` ends with."""
-    for step in path[:-1]:
-        kind = _inner(_bare(kind), step)
-    return [field.name for field in dataclasses.fields(_bare(kind))]
-
-
-def _inner(kind: Any, step: str | int) -> Any:
-    """The type of what lies in a value of type `kind` under a key or an index."""
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return typing.get_type_hints(kind)[str(step)]
-    inner = typing.get_args(kind)
-    if issubclass(typing.get_origin(kind), Mapping):
-        return inner[1]
-    return inner[0] if inner[-1] is Ellipsis or len(inner) == 1 else inner[int(step)]
-
-
-def _bare(kind: Any) -> Any:
-    """A type without `NewType` and `| None`."""
-    kind = getattr(kind, "__supertype__", kind)
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        return _bare(next(one for one in typing.get_args(kind) if one is not type(None)))
-    return kind
+def _keys(kind: type[Any]) -> set[str]:
+    """The keys that objects have in a file of this kind."""
+    schema = _adapter(cast(Hashable, kind)).json_schema()
+    return {key for one in schema["$defs"].values() for key in one.get("properties", ())}
