@@ -211,7 +211,6 @@ def profile_of(
             gangs[worker] = 1
         elif any(node.streaming for node in own) and not simple and min(counts.values()) > 1:
             gangs[worker] = rng.choice([1, 2, 2, 3])
-    cored = rng.random() < 0.2 and not simple
     for node in graph.nodes:
         items = num_items * node.fanout
         layouts = [
@@ -225,7 +224,6 @@ def profile_of(
                 working=Piecewise(((1, 3.0), (items + 1, 3.0 + rng.uniform(0, 40))))
                 if limited
                 else None,
-                cores=rng.choice([0.0, 1.0]) if cored else 0.0,
                 kind=kind,
             )
             for kind in kinds_of[node.worker]

@@ -146,8 +146,6 @@ class StageCost:
         admit: beside the rounds, seconds to take in items, by how many come together; None: none.
         finish: seconds of a `finish`, by the number of replicas; None where there is none.
         working: bytes on each lane that a call takes beside the state, by items of the replica.
-        cores: CPU cores of the machine that a replica keeps busy beside its lanes' own.
-        host_bytes: memory of the machine that a replica's call takes.
         error: standard error of `seconds`, relative.
         spread: how unlike items are, as the relative standard deviation of what single ones take; a
             call takes the mean of its items. 0 where lengths tell it, or nothing is known.
@@ -164,8 +162,6 @@ class StageCost:
     admit: Piecewise | None = None
     finish: Piecewise | None = None
     working: Piecewise | None = None
-    cores: float = 0.0
-    host_bytes: Bytes = NO_BYTES
     error: float = 0.0
     spread: float = 0.0
     kind: str = "cpu"
@@ -176,7 +172,7 @@ class StageCost:
             ("lanes", self.lanes), ("max_running", self.max_running), ("slots", self.slots)
         ):  # fmt: skip
             _check(limit is None or limit >= 1, "must be at least 1", key, limit)
-        for key in ("cores", "host_bytes", "error", "spread"):
+        for key in ("error", "spread"):
             _check(getattr(self, key) >= 0, "must not be negative", key, getattr(self, key))
         ends = self.done is None or self.done.points[-1] == (1.0, 1.0)
         _check(ends, "must end at (1, 1)", "done", self.done)

@@ -194,7 +194,7 @@ class LaneExecutor:
     def _call(self, order: Execute, command: RunCall) -> None:
         """Run a stage. A piece is reported when it is finished, if anybody can use it by then."""
         reports = self._fetch(order)
-        start, worked, num_bytes = time.time(), time.process_time(), 0
+        start, num_bytes = time.time(), 0
         heard = time.monotonic()
         for piece in self._host.call(order.flow, command):
             if piece is not None:
@@ -207,8 +207,7 @@ class LaneExecutor:
                 self._say(Reports(order.flow, reports))
                 reports, heard = [], time.monotonic()
             self._look_for_orders(command.call)
-        facts = {"bytes": num_bytes, "cpu_seconds": time.process_time() - worked}
-        reports.append(self._finished(order, command, start, facts=facts))
+        reports.append(self._finished(order, command, start, facts={"bytes": num_bytes}))
         self._say(Reports(order.flow, reports))
 
     def _look_for_orders(self, call: int) -> None:
