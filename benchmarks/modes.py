@@ -135,18 +135,10 @@ def _compared(workload: Workload, options: argparse.Namespace) -> Result:
 
 
 def _profiled(workload: Workload, pool: LanePool, budget: float) -> Profile:
-    from m2flow.runtime.profiling import obtain
+    from m2flow.runtime.profiling import profile_flow
 
-    profile, source = obtain(
-        workload.make_flow,
-        [workload.batch(PROFILED + step) for step in range(4)],
-        pool,
-        {"model": {"workload": workload.name}, "shapes": {"items": workload.items}},
-        budget=budget,
-        cache=False,
-    )
-    print(f"{workload.name}: profile {source}", flush=True)
-    return profile
+    batches = [workload.batch(PROFILED + step) for step in range(4)]
+    return profile_flow(workload.make_flow, batches, lanes=pool, budget_seconds=budget)
 
 
 def _predict(workload: Workload, profile: Profile, records: Mapping[str, Record]) -> None:

@@ -95,7 +95,7 @@ class Parallel:
         # A layer's backward pass has as many collectives as a forward pass, not twice as many.
         rounds = max(1.0, passes - 1) / self.pipeline
         sums = 2 * model.layers * ring_bytes(message, self.tensor)
-        experts = 2 * model.moe_layers * (self.expert - 1) / self.expert
+        experts = 2 * model.layers * (self.expert - 1) / self.expert
         experts *= message * model.experts_per_token / self.tensor
         wires = (
             Work(sent_bytes=rounds * sums, span=self.tensor),

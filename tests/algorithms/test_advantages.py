@@ -63,7 +63,7 @@ def test_rows_that_do_not_fill_groups_are_refused() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_reward_that_is_no_number_is_refused_by_sample(bad: float) -> None:
-    with pytest.raises(UserError, match="sample 2"):
+    with pytest.raises(UserError, match="first at 2"):
         group_advantages(torch.tensor([0.0, 1.0, bad, 1.0]), 2)
 
 

@@ -101,7 +101,7 @@ def test_dtypes_widen(dtype: torch.dtype) -> None:
 def test_a_figure_that_is_not_finite_is_named(what: str) -> None:
     fine_T, bad_T = torch.zeros(3), torch.tensor([0.0, NAN, 0.0])
     rewards_T, values_T = (bad_T, fine_T) if what == "reward" else (fine_T, bad_T)
-    with pytest.raises(UserError, match=f"{what}: 1 of 3 are not finite, the first at token 1"):
+    with pytest.raises(UserError, match=f"{what}: 1 of 3 values are not finite, the first at 1"):
         generalised_advantages(rewards_T, values_T, torch.tensor([1, 2]))
 
 

@@ -105,23 +105,16 @@ def test_sample_equals_the_oracle(dtype: torch.dtype, rows: list[list[float]], d
     count = len(rows)
     seeds = data.draw(st.lists(int64s, min_size=count, max_size=count))
     positions = data.draw(st.lists(st.integers(0, 5000), min_size=count, max_size=count))
-    temperatures = data.draw(
-        st.lists(st.sampled_from([0.0, 0.3, 1.0, 1.7]), min_size=count, max_size=count)
-    )
-    token, logprob = sample_tokens(
-        table,
-        torch.tensor(seeds),
-        torch.tensor(positions),
-        torch.tensor(temperatures, dtype=torch.float64),
-    )
+    temperature = data.draw(st.sampled_from([0.0, 0.3, 1.0, 1.7]))
+    token, logprob = sample_tokens(table, torch.tensor(seeds), torch.tensor(positions), temperature)
     assert token.dtype == torch.int64
     assert logprob.dtype == dtype
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
     for row in range(count):
         args = (torch.tensor(seeds[row : row + 1]), torch.tensor(positions[row : row + 1]))
-        alone = sample_tokens(table[row : row + 1], *args, temperatures[row])
+        alone = sample_tokens(table[row : row + 1], *args, temperature)
         expected_token, expected_logprob = sample_oracle(
-            table[row].tolist(), uniform_oracle(seeds[row], positions[row]), temperatures[row]
+            table[row].tolist(), uniform_oracle(seeds[row], positions[row]), temperature
         )
         assert token[row] == alone[0][0] == expected_token
         assert logprob[row] == alone[1][0]

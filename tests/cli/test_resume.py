@@ -273,7 +273,7 @@ def flip(path: Path) -> None:
         (lambda at: cut(at / "model/model.safetensors"), ["model.safetensors has", "bytes"]),
         (lambda at: cut(at / "trainer/state.safetensors"), ["state.safetensors has", "bytes"]),
         (lambda at: flip(at / "trainer/state.safetensors"), ["state.safetensors is not what"]),
-        (lambda at: (at / "trainer/extra.json").unlink(), ["extra.json is missing"]),
+        (lambda at: (at / "model/config.json").unlink(), ["config.json is missing"]),
         (lambda at: (at / "MANIFEST.json").unlink(), ["MANIFEST.json is missing"]),
         (lambda at: cut(at / "MANIFEST.json"), ["MANIFEST.json cannot be read"]),
         (shutil.rmtree, ["MANIFEST.json is missing"]),

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import pytest
+
 from m2flow.engine.messages import LAUNCHER, FeedCall, ItemsProduced, Part, RunCall
 from m2flow.flow import SOURCE, Batch, Flow, Stream, Worker, stage
 from m2flow.runtime.lane.host import LaneHost
@@ -89,7 +91,9 @@ def test_the_first_lane_hands_on_what_all_have_made() -> None:
     assert items_of(first) == [0, 1, 4]
     assert second == [None] * 3
     assert hosts[0].store.gather(FLOW, STEP, [(0, (0, 1, 4))])["y"] == [0, 2, 8]
-    assert not any(hosts[1].store.has(FLOW, STEP, 0, item) for item in (0, 1, 4))
+    for item in (0, 1, 4):
+        with pytest.raises(KeyError):
+            hosts[1].store.gather(FLOW, STEP, [(0, (item,))])
     call = RunCall(CALL, 0, STEP, LANES, (inputs(0, 1),) * 2)
     spans = [host.finished(FLOW, call, 0.0).spans[0] for host in hosts]
     assert [span.args["items"] for span in spans] == [3, 0]

@@ -104,20 +104,6 @@ def test_greedy_is_the_greedy_of_transformers(name: str) -> None:
         assert done[request.id].token_ids.tolist() == expected[0, prompt.shape[1] :].tolist()
 
 
-def test_temperatures_mix_in_one_batch() -> None:
-    model = small_model()
-    temperatures = [0.0, 1.0, 0.7]
-    wanted = [
-        Request(r.id, r.prompt_ids, r.seed, SamplingParams(9, temperatures[r.id % 3]))
-        for r in requests(8)
-    ]
-    together = generate(model, wanted, torch.float64)
-    for request in wanted:
-        alone = generate(model, [request], torch.float64)[request.id]
-        assert together[request.id].token_ids.tolist() == alone.token_ids.tolist()
-        torch.testing.assert_close(together[request.id].logprobs, alone.logprobs)
-
-
 @pytest.mark.parametrize("name", ["llama-biases-scaled-rope", "qwen3", "qwen2-untied-one-kv-head"])
 def test_every_installed_parameter_counts(name: str) -> None:
     """Fused copies and tied heads go stale without a word where an install forgets one."""

@@ -36,7 +36,7 @@ def parallel_of(groups: LaneGroups) -> TensorParallel:
 
 
 def requests() -> list[Request]:
-    """Groups with a common prompt, lengths of all sorts, one greedy, a stop token."""
+    """Groups with a common prompt, lengths of all sorts, a stop token for all but one."""
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 3, 9, 20)]
     return [
@@ -44,7 +44,7 @@ def requests() -> list[Request]:
             n,
             prompts[n % 4],
             100 + n,
-            SamplingParams(rng.choice((1, 4, 9, CONTEXT - 20)), float(n != 5), (3,)),
+            SamplingParams(9 if n == 5 else rng.choice((1, 4, CONTEXT - 20)), 1.0, (3,) * (n != 5)),
         )
         for n in range(12)
     ]

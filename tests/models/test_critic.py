@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from m2flow.errors import UserError
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_model
-from m2flow.models.critic import critic_of, load_critic
+from m2flow.models.critic import load_critic
 from m2flow.training.packing import pack
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.values import token_values
@@ -68,26 +67,3 @@ def test_half_a_critic_is_refused(policy_folder: Path, tmp_path: Path) -> None:
         load_critic(tmp_path / "critic")
     with pytest.raises(UserError, match="does not exist"):
         load_critic(tmp_path / "nowhere")
-
-
-def test_a_classifier_is_no_critic(policy_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "critic"
-    load_critic(policy_folder).save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["id2label"] = {"0": "A", "1": "B"}
-    config["label2id"] = {"A": 0, "B": 1}
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = load_file(folder / "model.safetensors")
-    for name in ("score.weight", "score.bias"):
-        tensors[name] = tensors[name].repeat_interleave(2, 0)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="several numbers a token"):
-        load_critic(folder)
-
-
-def test_an_architecture_without_a_critic() -> None:
-    from transformers import CodeGenConfig, CodeGenForCausalLM
-
-    config = CodeGenConfig(vocab_size=5, n_embd=16, n_layer=1, n_head=4, rotary_dim=4)
-    with pytest.raises(UserError, match="no critic of this architecture"):
-        critic_of(CodeGenForCausalLM(config))

@@ -36,23 +36,12 @@ QWEN_MOE: dict[str, Any] = {
     "num_key_value_heads": 4,
     "vocab_size": 151936,
 }
-MIXTRAL: dict[str, Any] = {
-    "model_type": "mixtral",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "num_local_experts": 8,
-    "vocab_size": 32000,
-}
 
 
 @pytest.mark.parametrize(
     ("config", "parameters"),
-    [(QWEN_7B, 7_615_616_512), (QWEN_MOE, 30_532_122_624), (MIXTRAL, 46_702_792_704)],
-    ids=["dense", "many experts", "few experts"],
+    [(QWEN_7B, 7_615_616_512), (QWEN_MOE, 30_532_122_624)],
+    ids=["dense", "many experts"],
 )
 def test_parameters_are_those_of_the_published_weights(
     config: dict[str, Any], parameters: int
@@ -63,12 +52,8 @@ def test_parameters_are_those_of_the_published_weights(
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2Config": {},
     "Qwen3Config": {"attention_bias": True},
-    "Qwen3MoeConfig": {"num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 2},
+    "Qwen3MoeConfig": {"num_experts": 8, "num_experts_per_tok": 2},
     "LlamaConfig": {"attention_bias": True, "mlp_bias": True},
-    "MistralConfig": {},
-    "MixtralConfig": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "GemmaConfig": {},
-    "Gemma2Config": {},
 }
 SMALL = {
     "hidden_size": 64,
@@ -86,7 +71,7 @@ SMALL = {
 def test_parameters_are_those_that_transformers_builds(
     family: str, tied: bool | None, whole: bool
 ) -> None:
-    """A `config.json` leaves out defaults of its class, as gemma-2-9b does its tied embeddings."""
+    """A `config.json` leaves out defaults of its class, as Qwen3 does its head size."""
     import torch
     import transformers
 
@@ -98,21 +83,6 @@ def test_parameters_are_those_that_transformers_builds(
     built = sum(parameter.numel() for parameter in model.parameters())  # a shared one once
     written = config.to_dict() if whole else {**said, "model_type": config.model_type}
     assert model_from_config(written).parameters == built
-
-
-def test_gemma_2_9b_has_its_embedding_once() -> None:
-    """It was counted with 10.16 billion parameters; the published weights have 9.24."""
-    config = {
-        "model_type": "gemma2",
-        "head_dim": 256,
-        "hidden_size": 3584,
-        "intermediate_size": 14336,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 42,
-        "num_key_value_heads": 8,
-        "vocab_size": 256000,
-    }
-    assert model_from_config(config).parameters == 9_241_705_984
 
 
 @pytest.mark.parametrize(
@@ -150,19 +120,10 @@ def test_kv_bytes_count_key_value_heads_only() -> None:
     assert model_from_config({**QWEN_7B, "num_key_value_heads": None}).kv_heads == 28
 
 
-def test_dense_layers_between_mixtures() -> None:
-    shape = model_from_config({**QWEN_MOE, "decoder_sparse_step": 2, "mlp_only_layers": [1]})
-    assert shape.moe_layers == 23
-
-
 def test_flops_of_a_short_context_are_two_for_each_parameter() -> None:
     shape = KNOWN_MODELS["Qwen2.5-7B"]
     assert shape.forward_flops(10, 0) == 20 * shape.active_parameters
     assert shape.forward_flops(1, 1000) > shape.forward_flops(1, 0)
-
-
-def test_the_text_part_of_a_configuration_of_several_modalities() -> None:
-    assert model_from_config({"model_type": "both", "text_config": QWEN_7B}).hidden == 3584
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size"])
@@ -172,16 +133,11 @@ def test_what_a_configuration_must_say(key: str, value: object) -> None:
         model_from_config({**QWEN_7B, key: value})
 
 
-def test_latent_attention_is_refused() -> None:
-    with pytest.raises(UserError, match="latent"):
-        model_from_config({**QWEN_7B, "kv_lora_rank": 512})
-
-
 def test_reading_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
     assert read_model(tmp_path).hidden == 3584
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="not JSON"):
+    with pytest.raises(UserError, match=r"config.json cannot be read"):
         read_model(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(UserError, match="no JSON object"):

@@ -148,7 +148,7 @@ def test_training_small_experts_is_what_was_measured() -> None:
     )
     bubble = 1 + 1 / (512 / replicas)
     sent = tokens / replicas * MOE.hidden * WEIGHT_BYTES * MOE.experts_per_token
-    there = 2 * MOE.moe_layers / 2 * (experts - 1) / experts * sent
+    there = 2 * MOE.layers / 2 * (experts - 1) / experts * sent
     wires = Work(sent_bytes=2 * there, span=experts)
     shards = Work(
         sent_bytes=ring_bytes(MOE.weight_bytes / 2, int(replicas)),

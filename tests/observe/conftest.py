@@ -6,7 +6,6 @@ import json
 import math
 import random
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -38,38 +37,38 @@ def write_fake_run(path: Path, *, num_steps: int = 80, planned_steps: int | None
     """Write what a run of `num_steps` steps out of `planned_steps` would have left."""
     draw = random.Random(7)
     timeline = Timeline(keep_first=2, keep_last=3)
-    with closing(RunDirectory.create(path, "grpo_addition")) as run:
-        run.write_run(
-            recipe="recipes/grpo_addition.yaml",
-            mode="auto",
-            seed=1,
-            steps=planned_steps or num_steps,
-            machine="2 cores · AMD EPYC 9B14 · 24 GiB · no accelerator",
-            started=START,
-            version="0.1.0",
-        )
-        run.write_config(
-            {
-                "recipe": "grpo_addition",
-                "seed": 1,
-                "steps": planned_steps or num_steps,
-                "prompts_per_step": 32,
-                "samples_per_prompt": 8,
-                "minibatches": 2,
-                "learning_rate": 1e-4,
-                "model": {"hidden": 128, "layers": 4, "name": "qwen2-tiny"},
-            }
-        )
-        run.write_plan(json.dumps(PLAN))
-        run.append_metrics(0, {"time": START, "eval/accuracy": 0.47})
-        now = 100.0
-        for step in range(1, num_steps + 1):
-            begin, now = now, _fake_step(timeline, step, now, draw)
-            run.append_metrics(step, _fake_metrics(step, num_steps, now - begin, now, draw))
-            run.append_samples(step, _fake_samples(step, num_steps, draw))
-        timeline.write(run.timeline)
-        if planned_steps is None:
-            run.write_run(finished=START + now)
+    run = RunDirectory.create(path, "grpo_addition")
+    run.write_run(
+        recipe="recipes/grpo_addition.yaml",
+        mode="auto",
+        seed=1,
+        steps=planned_steps or num_steps,
+        machine="2 cores · AMD EPYC 9B14 · 24 GiB · no accelerator",
+        started=START,
+        version="0.1.0",
+    )
+    run.write_config(
+        {
+            "recipe": "grpo_addition",
+            "seed": 1,
+            "steps": planned_steps or num_steps,
+            "prompts_per_step": 32,
+            "samples_per_prompt": 8,
+            "minibatches": 2,
+            "learning_rate": 1e-4,
+            "model": {"hidden": 128, "layers": 4, "name": "qwen2-tiny"},
+        }
+    )
+    run.write_plan(json.dumps(PLAN))
+    run.append_metrics(0, {"time": START, "eval/accuracy": 0.47})
+    now = 100.0
+    for step in range(1, num_steps + 1):
+        begin, now = now, _fake_step(timeline, step, now, draw)
+        run.append_metrics(step, _fake_metrics(step, num_steps, now - begin, now, draw))
+        run.append_samples(step, _fake_samples(step, num_steps, draw))
+    timeline.write(run.timeline)
+    if planned_steps is None:
+        run.write_run(finished=START + now)
     return path
 
 
@@ -129,51 +128,50 @@ def _fake_samples(step: int, num_steps: int, draw: random.Random) -> list[dict[s
 
 
 def record(
-    timeline: Timeline, lane: int, name: str, kind: SpanKind, start: float, end: float, **args: int
+    spans: list[Span], lane: int, name: str, kind: SpanKind, start: float, end: float, **args: int
 ) -> None:
     """Add a span."""
-    timeline.add(Span(lane, name, kind, start, end, args))
+    spans.append(Span(lane, name, kind, start, end, args))
 
 
 def _fake_step(timeline: Timeline, step: int, begin: float, draw: random.Random) -> float:
     """Spans of one step on two lanes; returns when it ends."""
+    spans: list[Span] = []
     ends = []
     for lane in (0, 1):
         now = begin + 0.002
         generated = now + draw.uniform(0.112, 0.148)
-        record(timeline, lane, "generator.generate", "call", now, generated, items=128, tokens=1820)
+        record(spans, lane, "generator.generate", "call", now, generated, items=128, tokens=1820)
         for chunk in range(3):
             scored = now + (chunk + 1.1) * 0.034
-            record(timeline, lane, "payload", "transfer", scored, scored + 0.003, bytes=4096)
+            record(spans, lane, "payload", "transfer", scored, scored + 0.003, bytes=4096)
         now = generated
         for _ in range(4):
             done = now + draw.uniform(0.004, 0.008)
-            record(timeline, lane, "verifier.score", "call", now, done, items=32)
+            record(spans, lane, "verifier.score", "call", now, done, items=32)
             now = done + 0.0005
         ends.append(now)
     advantage = max(ends)
-    record(timeline, 0, "group_advantage", "call", advantage, advantage + 0.004, items=256)
+    record(spans, 0, "group_advantage", "call", advantage, advantage + 0.004, items=256)
     start = advantage + 0.005
     ends = []
     for lane in (0, 1):
-        record(timeline, lane, "group_advantage", "wait", advantage - 0.01, start)
-        record(timeline, lane, "learner", "switch", start, start + 0.009, bytes=12_600_000)
+        record(spans, lane, "group_advantage", "wait", advantage - 0.01, start)
+        record(spans, lane, "learner", "switch", start, start + 0.009, bytes=12_600_000)
         now = start + 0.009
         done = now + draw.uniform(0.050, 0.058)
-        record(timeline, lane, "learner.logprobs", "call", now, done, items=128)
+        record(spans, lane, "learner.logprobs", "call", now, done, items=128)
         now = done
         for minibatch in range(2):
             done = now + draw.uniform(0.074, 0.090)
-            record(
-                timeline, lane, "learner.train", "call", now, done, items=64, minibatch=minibatch
-            )
-            record(timeline, lane, "learner.train", "finish", done, done + 0.009)
+            record(spans, lane, "learner.train", "call", now, done, items=64, minibatch=minibatch)
+            record(spans, lane, "learner.train", "finish", done, done + 0.009)
             now = done + 0.012
         ends.append(now)
     end = max(ends)
     for lane in (0, 1):
-        record(timeline, lane, "generator", "publish", end, end + 0.006, version=step)
-    timeline.end_step(step, begin, end + 0.007)
+        record(spans, lane, "generator", "publish", end, end + 0.006, version=step)
+    timeline.add(step, spans, begin, end + 0.007)
     return end + 0.007
 
 

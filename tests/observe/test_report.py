@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -147,33 +146,31 @@ HOSTILE = "</pre></article><script>alert(1)</script><img src=x onerror=alert(2)>
 
 
 def test_what_a_model_writes_is_text(tmp_path: Path) -> None:
-    with closing(RunDirectory.create(tmp_path / "run", "r")) as run:
-        run.write_run(recipe=HOSTILE, machine=HOSTILE)
-        run.write_config({"name": HOSTILE, "steps": 2})
-        run.write_plan(json.dumps({"mode": HOSTILE, "placements": {HOSTILE: {"replicas": [[0]]}}}))
-        for step in (1, 2):
-            run.append_metrics(step, {"reward/mean": 0.5, f"loss/{HOSTILE}": 1.0})
-            sample = {"prompt": HOSTILE, "completion": HOSTILE, "answer": HOSTILE}
-            run.append_samples(step, [{**sample, "reward": 1, "finish_reason": HOSTILE}])
+    run = RunDirectory.create(tmp_path / "run", "r")
+    run.write_run(recipe=HOSTILE, machine=HOSTILE)
+    run.write_config({"name": HOSTILE, "steps": 2})
+    run.write_plan(json.dumps({"mode": HOSTILE, "placements": {HOSTILE: {"replicas": [[0]]}}}))
+    for step in (1, 2):
+        run.append_metrics(step, {"reward/mean": 0.5, f"loss/{HOSTILE}": 1.0})
+        sample = {"prompt": HOSTILE, "completion": HOSTILE, "answer": HOSTILE}
+        run.append_samples(step, [{**sample, "reward": 1, "finish_reason": HOSTILE}])
     text = words(check(write_report(run.path)))
     assert "<script>alert(1)</script>" in text
 
 
 def test_a_very_long_completion_is_cut_and_says_so(tmp_path: Path) -> None:
-    with closing(RunDirectory.create(tmp_path / "run", "r")) as run:
-        run.append_samples(1, [{"prompt": "p", "completion": "x" * 50_000, "reward": 0.0}])
+    run = RunDirectory.create(tmp_path / "run", "r")
+    run.append_samples(1, [{"prompt": "p", "completion": "x" * 50_000, "reward": 0.0}])
     path = write_report(run.path)
     assert "38,000 more characters" in words(check(path))
     assert path.stat().st_size < 60_000
 
 
 def test_rollouts_of_the_first_and_last_step_stand_side_by_side(tmp_path: Path) -> None:
-    with closing(RunDirectory.create(tmp_path / "run", "r")) as run:
-        for step in (1, 2, 3):
-            rows = [
-                {"prompt": f"p{item // 4}", "completion": f"{step}-{item}"} for item in range(20)
-            ]
-            run.append_samples(step, rows)
+    run = RunDirectory.create(tmp_path / "run", "r")
+    for step in (1, 2, 3):
+        rows = [{"prompt": f"p{item // 4}", "completion": f"{step}-{item}"} for item in range(20)]
+        run.append_samples(step, rows)
     text = words(check(write_report(run.path)))
     assert re.findall(r"\b\d-\d+\b", text) == [
         "1-0",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.errors import UserError
-from m2flow.observe.jsonl import JsonLines, cut_after_step, encode, json_safe, mend_tail, read_rows
+from m2flow.observe.jsonl import append_rows, cut_after_step, encode, json_safe, read_rows
 from m2flow.observe.run_directory import RunDirectory, first_and_last, read_metrics
 
 
@@ -30,8 +29,8 @@ def test_default_name_is_recipe_and_time_and_never_taken_twice(
 
 
 def test_a_fresh_run_refuses_a_directory_that_holds_one(tmp_path: Path) -> None:
-    with closing(RunDirectory.create(tmp_path / "run", "r")) as run:
-        run.append_metrics(1, {"reward/mean": 0.5})
+    run = RunDirectory.create(tmp_path / "run", "r")
+    run.append_metrics(1, {"reward/mean": 0.5})
     with pytest.raises(UserError, match=r"holds a run already \(metrics.jsonl\).*--resume"):
         RunDirectory.create(tmp_path / "run", "r")
     assert RunDirectory.create(tmp_path / "run", "r", resume=True).path == tmp_path / "run"
@@ -89,30 +88,28 @@ def test_rows_are_flushed_and_not_finite_becomes_null(tmp_path: Path) -> None:
     assert row["step"] == 3
     assert row["loss/policy"] is row["reward/mean"] is None
     assert row["time"] > 1e9
-    run.close()
 
 
 def test_resume_cuts_later_steps_and_a_torn_line(tmp_path: Path) -> None:
-    with closing(RunDirectory.create(tmp_path / "run", "r")) as run:
-        for step in range(6):
-            run.append_metrics(step, {"reward/mean": step / 10})
-            run.append_samples(step, [{"item": 0}, {"item": 1}])
+    run = RunDirectory.create(tmp_path / "run", "r")
+    for step in range(6):
+        run.append_metrics(step, {"reward/mean": step / 10})
+        run.append_samples(step, [{"item": 0}, {"item": 1}])
     with run.metrics.open("ab") as file:
         file.write(b'{"step": 6, "rewa')
     run = RunDirectory.create(run.path, "r", resume=True)
     assert run.cut_after(3) == 2 + 1 + 4
     run.append_metrics(4, {"reward/mean": 0.9})
-    run.close()
     assert [row["step"] for row in read_metrics(run.path)] == [0, 1, 2, 3, 4]
     assert read_metrics(run.path)[4]["reward/mean"] == 0.9
     assert [row["step"] for row in read_rows(run.samples).rows] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_lines_of_one_step_are_merged_in_order(tmp_path: Path) -> None:
-    with closing(RunDirectory.create(tmp_path / "run", "r")) as run:
-        run.append_metrics(2, {"time": 1.0, "reward/mean": 0.5})
-        run.append_metrics(1, {"time": 0.0})
-        run.append_metrics(2, {"time": 2.0, "eval/accuracy": 0.7})
+    run = RunDirectory.create(tmp_path / "run", "r")
+    run.append_metrics(2, {"time": 1.0, "reward/mean": 0.5})
+    run.append_metrics(1, {"time": 0.0})
+    run.append_metrics(2, {"time": 2.0, "eval/accuracy": 0.7})
     merged = {"step": 2, "time": 2.0, "reward/mean": 0.5, "eval/accuracy": 0.7}
     assert read_metrics(run.path) == [{"step": 1, "time": 0.0}, merged]
 
@@ -174,28 +171,23 @@ def test_whatever_a_crash_tears_off_only_the_last_row_is_lost(
     tmp_path_factory: pytest.TempPathFactory, steps: list[int], torn: int, cut: int
 ) -> None:
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    writer = JsonLines(path)
-    for number, step in enumerate(steps):
-        writer.append({"step": step, "number": number, "text": "é\n"})
-    writer.close()
+    append_rows(path, ({"step": step, "number": n, "text": "é\n"} for n, step in enumerate(steps)))
     content = path.read_bytes()
     last_line = len(content) - (content.rfind(b"\n", 0, -1) + 1) if content else 0
     torn = min(torn, last_line)
     path.write_bytes(content[: len(content) - torn])
     whole = steps if torn <= 1 else steps[:-1]  # one byte is the line's end, no content
-    writer = JsonLines(path)
-    writer.append({"step": 0, "number": -1})
-    writer.close()
-    assert [row["step"] for row in read_rows(path).rows] == [*whole, 0]
+    assert [row["step"] for row in read_rows(path).rows] == whole
+    kept = [step for step in whole if step <= cut]
+    cut_after_step(path, cut)
+    append_rows(path, [{"step": 0, "number": -1}])
+    assert [row["step"] for row in read_rows(path).rows] == [*kept, 0]
     assert read_rows(path).unreadable == ()
-    kept = [step for step in [*whole, 0] if step <= cut]
-    assert cut_after_step(path, cut) == len(whole) + 1 - len(kept)
-    assert [row["step"] for row in read_rows(path).rows] == kept
 
 
-def test_mending_reads_back_over_a_line_longer_than_a_block(tmp_path: Path) -> None:
+def test_cutting_removes_a_torn_line_that_is_longer_than_a_block(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     first = encode({"step": 1, "text": "x" * 200_000}) + b"\n"
     path.write_bytes(first + encode({"step": 2, "text": "y" * 200_000})[:-5])
-    mend_tail(path)
+    assert cut_after_step(path, 2) == 1
     assert path.read_bytes() == first

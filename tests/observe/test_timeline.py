@@ -16,17 +16,16 @@ from m2flow.errors import UserError
 from m2flow.observe.timeline import Timeline
 from m2flow.observe.trace import StepSpans, Trace, read_trace, write_trace
 from m2flow.plan.time_account import extent
-from tests.observe.conftest import record
 from tests.plan.test_time_account import spans_on_a_grid
 
 
 def test_the_recorder_keeps_first_and_last_steps_and_accounts_for_all() -> None:
     timeline = Timeline(keep_first=1, keep_last=2)
     for step in range(10):
-        record(timeline, 0, "train", "call", step, step + 0.5, items=8)
+        spans = [Span(0, "train", "call", step, step + 0.5, {"items": 8})]
         if step == 4:
-            record(timeline, 1, "train", "call", step, step + 1.0)
-        timeline.end_step(step, step, step + 1.0)
+            spans.append(Span(1, "train", "call", step, step + 1.0))
+        timeline.add(step, spans, step, step + 1.0)
     assert [step.step for step in timeline.steps] == [0, 8, 9]
     first, second = timeline.totals()
     assert first.stages == {"train": 5.0}
@@ -37,24 +36,19 @@ def test_the_recorder_keeps_first_and_last_steps_and_accounts_for_all() -> None:
 
 def test_a_step_of_too_many_spans_says_what_it_dropped() -> None:
     timeline = Timeline(max_spans_per_step=3)
-    for index in range(5):
-        record(timeline, 0, "step", "call", index, index + 1)
-    timeline.end_step(1)
-    record(timeline, 0, "step", "call", 5, 6)
-    timeline.end_step(2)
+    spans = [Span(0, "step", "call", index, index + 1) for index in range(6)]
+    timeline.add(1, spans[:5], 0, 5)
+    timeline.add(2, spans[5:], 5, 6)
     assert [(len(step.spans), step.dropped) for step in timeline.steps] == [(3, 2), (1, 0)]
-
-
-def test_a_span_ends_after_it_starts() -> None:
-    with pytest.raises(AssertionError, match="ends before it starts"):
-        record(Timeline(), 0, "x", "call", 2.0, 1.0)
 
 
 def test_the_trace_reads_back(tmp_path: Path) -> None:
     timeline = Timeline()
-    record(timeline, 0, "generate", "call", 100.0, 100.5, items=4)
-    record(timeline, 1, "weights", "publish", 100.5, 100.625)
-    timeline.end_step(1, 99.5, 101.0)
+    spans = [
+        Span(0, "generate", "call", 100.0, 100.5, {"items": 4}),
+        Span(1, "weights", "publish", 100.5, 100.625),
+    ]
+    timeline.add(1, spans, 99.5, 101.0)
     timeline.write(tmp_path / "timeline.json")
     trace = read_trace(tmp_path / "timeline.json")
     (step,) = trace.steps

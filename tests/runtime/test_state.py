@@ -224,15 +224,15 @@ def test_no_room_leaves_the_state_where_it_is(
 ) -> None:
     tensor = torch.arange(100_000.0)
     state = state_of(tensor, place=place)
-    pwritev = os.pwritev
+    pwrite = os.pwrite
 
-    def full(file: int, buffers: Any, start: int) -> int:
+    def full(file: int, buffer: Any, start: int) -> int:
         if start > 0:
             raise OSError(28, "No space left on device")
-        return pwritev(file, [buffers[0][:1000]], start)
+        return pwrite(file, buffer[:1000], start)
 
     with monkeypatch.context() as patch:
-        patch.setattr(spill_module.os, "pwritev", full)
+        patch.setattr(spill_module.os, "pwrite", full)
         with pytest.raises(RunFailed, match=r"no room to put 400000 bytes .*spill"):
             state.offload()
     assert state.is_resident
@@ -267,13 +267,9 @@ def test_short_writes_and_reads_are_gone_on_with(
 ) -> None:
     tensors = [torch.randn(size) for size in (10, 1000, 1, 3000)]
     expected = copy.deepcopy(tensors)
-    pwritev, preadv = os.pwritev, os.preadv
-
-    def bounded(buffers: Any, limit: int = 777) -> list[memoryview]:
-        return [buffers[0][:limit]] if len(buffers[0]) > limit else [buffers[0]]
-
-    monkeypatch.setattr(spill_module.os, "pwritev", lambda f, b, s: pwritev(f, bounded(b), s))
-    monkeypatch.setattr(spill_module.os, "preadv", lambda f, b, s: preadv(f, bounded(b), s))
+    pwrite, preadv = os.pwrite, os.preadv
+    monkeypatch.setattr(spill_module.os, "pwrite", lambda f, b, s: pwrite(f, b[:777], s))
+    monkeypatch.setattr(spill_module.os, "preadv", lambda f, b, s: preadv(f, [b[0][:777]], s))
     state = state_of(*tensors, place=place)
     state.offload()
     state.onload()

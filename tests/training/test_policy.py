@@ -224,7 +224,7 @@ def test_columns_that_are_no_numbers_are_refused(
     values[3] = float("nan")
     rollouts = replace(rollouts, **{column: values})
     trainer = PolicyTrainer(make_model(), GRPOLoss(), CONFIG)
-    with pytest.raises(UserError, match="completion token 3"):
+    with pytest.raises(UserError, match="not finite, the first at 3"):
         trainer.fold(rollouts)
 
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from m2flow.algorithms.finite import check_finite
 from m2flow.errors import UserError
 
 
-def group_advantages(
-    rewards_B: Tensor, group_size: int, normalize_std: bool = True, eps: float = 1e-6
-) -> Tensor:
-    """Group-relative advantages: `(r - mean) / (std + eps)` within each group of consecutive rows.
+def group_advantages(rewards_B: Tensor, group_size: int, normalize_std: bool = True) -> Tensor:
+    """Group-relative advantages: `(r - mean) / (std + 1e-6)` within each group of consecutive rows.
 
     The standard deviation is the population one (divided by G). With `normalize_std=False` only
     the mean is taken off, as Dr.GRPO does (arXiv 2503.20783). A group whose rewards are all equal
@@ -29,7 +28,6 @@ def group_advantages(
         rewards_B: [B], any real dtype.
         group_size: G, rows of one group.
         normalize_std: whether to divide by the deviation.
-        eps: added to the deviation.
 
     Returns:
         [B], in the dtype of the rewards where that is a floating one, else float32.
@@ -54,20 +52,11 @@ def group_advantages(
             value=group_size,
             expected=f"a divisor of the number of samples, {rewards_B.numel()}",
         )
-    finite_B = torch.isfinite(rewards_B)
-    if not bool(finite_B.all()):
-        row = int((~finite_B).nonzero()[0])
-        raise UserError(
-            f"the reward of sample {row} is not a finite number",
-            key="reward",
-            value=float(rewards_B[row]),
-            expected="a finite number for every sample",
-            hint="mend the verifier that scored it",
-        )
+    check_finite({"reward": rewards_B})
     dtype = rewards_B.dtype if rewards_B.is_floating_point() else torch.float32
     rewards_NG = rewards_B.to(torch.float64).view(-1, group_size)
     centred_NG = rewards_NG - rewards_NG.mean(dim=1, keepdim=True)
     if normalize_std:
-        centred_NG = centred_NG / (rewards_NG.std(dim=1, correction=0, keepdim=True) + eps)
+        centred_NG = centred_NG / (rewards_NG.std(dim=1, correction=0, keepdim=True) + 1e-6)
     equal_N1 = (rewards_NG == rewards_NG[:, :1]).all(dim=1, keepdim=True)
     return torch.where(equal_N1, 0.0, centred_NG).to(dtype).view(-1)

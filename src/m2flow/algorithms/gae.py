@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from m2flow.errors import UserError
+from m2flow.algorithms.finite import check_finite
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ def generalised_advantages(
     dtype = torch.promote_types(rewards_T.dtype, values_T.dtype)
     dtype = torch.promote_types(dtype, torch.float32)
     rewards_T, values_T = rewards_T.detach().to(dtype), values_T.detach().to(dtype)
-    _check_finite("reward", rewards_T)
-    _check_finite("value", values_T)
+    check_finite({"reward": rewards_T, "value": values_T})
     advantages_T = _backwards(rewards_T, values_T, lengths_B, gamma, lam)
     return Estimates(advantages_T, advantages_T + values_T)
 
@@ -94,8 +93,8 @@ def rewards_at_end(rewards_B: Tensor, lengths_B: Tensor) -> Tensor:
     return rewards_T
 
 
-def whitened(values_T: Tensor, eps: float = 1e-8) -> Tensor:
-    """`(x - mean) / (std + eps)` over all tokens given.
+def whitened(values_T: Tensor) -> Tensor:
+    """`(x - mean) / (std + 1e-8)` over all tokens given.
 
     Mean and (population) deviation are taken in float64. Values that are all the same become
     exactly zero, so that rounding of the mean is never blown up by a vanishing deviation.
@@ -103,16 +102,4 @@ def whitened(values_T: Tensor, eps: float = 1e-8) -> Tensor:
     wide_T = values_T.to(torch.float64)
     if not wide_T.numel() or bool((wide_T == wide_T[0]).all()):
         return torch.zeros_like(values_T)
-    return ((wide_T - wide_T.mean()) / (wide_T.std(correction=0) + eps)).to(values_T.dtype)
-
-
-def _check_finite(what: str, values_T: Tensor) -> None:
-    bad_T = ~torch.isfinite(values_T)
-    if bool(bad_T.any()):
-        token = int(bad_T.nonzero()[0])
-        raise UserError(
-            f"{int(bad_T.sum())} of {bad_T.numel()} are not finite, the first at token {token}",
-            key=what,
-            value=float(values_T[token]),
-            expected="a finite number for every token",
-        )
+    return ((wide_T - wide_T.mean()) / (wide_T.std(correction=0) + 1e-8)).to(values_T.dtype)

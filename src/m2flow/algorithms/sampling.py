@@ -55,7 +55,7 @@ def uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
 
 
 def sample_tokens(
-    logits_BV: Tensor, seed_B: Tensor, position_B: Tensor, temperature: float | Tensor
+    logits_BV: Tensor, seed_B: Tensor, position_B: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Draws one token per row by inverting the cumulative distribution at `uniform(seed, t)`.
 
@@ -67,23 +67,16 @@ def sample_tokens(
         logits_BV: float, finite or -inf (an excluded token).
         seed_B: int64.
         position_B: int64, position in the completion, from 0.
-        temperature: one number, or float64 [B]; not negative.
+        temperature: not negative.
 
     Returns:
         token_B: int64.
         logprob_B: in the dtype of the logits, computed in float64: log softmax(logits /
-            temperature) of the drawn token, under temperature 1 where the row is greedy.
+            temperature) of the drawn token, under temperature 1 where it is greedy.
             NaN where the logits are not a distribution.
     """
     logits64_BV = logits_BV.to(torch.float64)
-    if isinstance(temperature, Tensor):
-        greedy_B = temperature == 0
-        # Always the product with the reciprocal: one number and a column give the same bits.
-        scale_B = temperature.to(torch.float64).masked_fill(greedy_B, 1.0).reciprocal()
-        prob_BV = torch.softmax(logits64_BV * scale_B.unsqueeze(-1), dim=-1)
-        drawn_B = _invert_cdf(prob_BV, uniform(seed_B, position_B))
-        token_B = torch.where(greedy_B, logits_BV.argmax(dim=-1), drawn_B)
-    elif temperature == 0:
+    if temperature == 0:
         prob_BV = torch.softmax(logits64_BV, dim=-1)
         token_B = logits_BV.argmax(dim=-1)
     else:

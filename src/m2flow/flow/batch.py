@@ -214,9 +214,7 @@ def _length(name: str, column: Column) -> int:
 def _select(column: Column, rows: list[int]) -> Column:
     if isinstance(column, Ragged):
         return column.select(rows)
-    if isinstance(column, list):
-        return [column[row] for row in rows]
-    if isinstance(column, tuple | range):
+    if isinstance(column, list | tuple | range):
         return [column[row] for row in rows]
     return column[rows]
 

@@ -10,21 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, TypeAlias
 
 from m2flow.errors import FlowError
 
-
-class TracedStage(Protocol):
-    """What tracing knows of a stage that is called (`m2flow.flow.stage.BoundStage`)."""
-
-    @property
-    def spec(self) -> Any: ...
-    @property
-    def owner(self) -> Any: ...
-    @property
-    def stage(self) -> Any: ...
-    def resolve(self, declared: int | str, options: dict[str, Any], what: str) -> int: ...
+TracedStage: TypeAlias = Any
+"""A stage that is called: an `m2flow.flow.stage.BoundStage`, which stands on this module."""
 
 
 class Stream:

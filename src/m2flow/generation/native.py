@@ -99,6 +99,9 @@ class NativeEngine:
             assert request.id not in new, f"request {request.id} comes twice"
             new[request.id] = sequence = RunningSequence(request)
             self._check(sequence)
+        beside = (*self._live.values(), *new.values())
+        temperatures = {sequence.request.params.temperature for sequence in beside}
+        assert len(temperatures) <= 1, f"requests beside each other have one: {temperatures}"
         self._live.update(new)
         for sequence in new.values():
             self._waiting.append(sequence)

@@ -17,7 +17,11 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to draw. Temperature 0 is greedy; any of the stop tokens ends the completion."""
+    """How to draw.
+
+    Temperature 0 is greedy; requests beside each other have the same. Any of the stop tokens ends
+    the completion.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0

@@ -20,8 +20,8 @@ from m2flow.generation.sequence import RunningSequence
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 
 # Fields of a row, one int64 each: the token to feed and its position, how many tokens are drawn,
-# the seed, and the bits of the temperature in float64.
-_TOKEN, _POSITION, _DRAWN, _SEED, _TEMPERATURE = range(5)
+# and the seed.
+_TOKEN, _POSITION, _DRAWN, _SEED = range(4)
 
 
 class RunningBatch:
@@ -45,10 +45,8 @@ class RunningBatch:
         self.sequences: list[RunningSequence] = []
         self._parallel = parallel
         self._cache, self._device = cache, device
-        shape = (5, padded_rows(max_running))
+        shape = (4, padded_rows(max_running))
         self._state = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._temperature = self._state[_TEMPERATURE].view(torch.float64)
-        self._same_temperature: float | None = None
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -61,13 +59,9 @@ class RunningBatch:
     def add(self, sequences: Sequence[RunningSequence]) -> None:
         """Appends rows; their slots hold all of their tokens already."""
         first, end = len(self), len(self) + len(sequences)
-        fields = [
-            [0, s.length - 1, len(s.tokens), s.request.seed, _float_bits(s.temperature)]
-            for s in sequences
-        ]
+        fields = [[0, s.length - 1, len(s.tokens), s.request.seed] for s in sequences]
         self._state[:, first:end] = torch.tensor(fields, device=self._device).T
         self.sequences += sequences
-        self._changed()
 
     def remove(self, rows: Sequence[int]) -> list[RunningSequence]:
         """Takes rows out; the last ones move into the gaps, so that the batch stays dense."""
@@ -85,7 +79,6 @@ class RunningBatch:
             for source, target in zip(sources, targets, strict=True):
                 self.sequences[target] = self.sequences[source]
         del self.sequences[kept:]
-        self._changed()
         return leaving
 
     def decode_inputs(self) -> tuple[Tensor, Tensor, CacheView]:
@@ -105,21 +98,11 @@ class RunningBatch:
         Returns:
             tokens and their log-probabilities.
         """
-        token_B, position_B, drawn_B, seed_B, _ = self._state[:, first : len(self)]
-        temperature: float | Tensor | None = self._same_temperature
-        if temperature is None:
-            temperature = self._temperature[first : len(self)]
+        token_B, position_B, drawn_B, seed_B = self._state[:, first : len(self)]
+        temperature = self.sequences[0].request.params.temperature
         drawn = sample_tokens(logits_BV, seed_B, drawn_B, temperature)
         new_token_B, logprob_B = self._parallel.agree(*drawn)
         token_B.copy_(new_token_B)
         position_B.add_(1)
         drawn_B.add_(1)
         return new_token_B.tolist(), logprob_B.tolist()
-
-    def _changed(self) -> None:
-        temperatures = {sequence.temperature for sequence in self.sequences}
-        self._same_temperature = temperatures.pop() if len(temperatures) == 1 else None
-
-
-def _float_bits(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float64).view(torch.int64))

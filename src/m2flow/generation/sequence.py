@@ -23,7 +23,6 @@ class RunningSequence:
         "prompt",
         "request",
         "stopped",
-        "temperature",
         "tokens",
     )
 
@@ -31,7 +30,6 @@ class RunningSequence:
         ids = request.prompt_ids
         self.request = request
         self.prompt: tuple[int, ...] = tuple(ids.tolist() if isinstance(ids, Tensor) else ids)
-        self.temperature = float(request.params.temperature)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.stopped = False

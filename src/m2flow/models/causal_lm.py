@@ -41,14 +41,11 @@ class TinySpec:
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
     intermediate_size: int = 384
-    tie_word_embeddings: bool = True
     max_position_embeddings: int = 2048
     initializer_range: float = 0.08
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value <= 0 and name != "tie_word_embeddings":
-                raise UserError("must be positive", key=name, value=value)
+        assert all(value > 0 for value in asdict(self).values()), self
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if self.hidden_size % (2 * heads):
             raise UserError(
@@ -85,6 +82,7 @@ def build_tiny(
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
         bos_token_id=None,
+        tie_word_embeddings=True,
         **asdict(spec),
     )
     with torch.random.fork_rng(devices=[]):

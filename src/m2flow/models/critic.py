@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
-from m2flow.errors import UserError
 from m2flow.models.causal_lm import load_model, loaded
 from m2flow.models.folder import checked_folder, read_json
 
@@ -28,41 +27,23 @@ def load_critic(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrai
         dtype: of the weights.
 
     Raises:
-        UserError: the folder or its weights are missing or incomplete, or transformers has no
-            such body for token classification.
+        UserError: the folder or its weights are missing or incomplete.
     """
     folder = checked_folder(path)
     if not _is_critic(folder):
         return critic_of(load_model(folder, dtype))
-    model = loaded(AutoModelForTokenClassification, folder, dtype)
-    if model.config.num_labels != 1:
-        raise UserError(
-            "is no critic: it gives several numbers a token",
-            key=str(folder),
-            value=model.config.num_labels,
-            expected="a single label",
-        )
-    return model
+    return loaded(AutoModelForTokenClassification, folder, dtype)
 
 
 def critic_of(policy: PreTrainedModel) -> PreTrainedModel:
     """A critic with the policy's body, which it takes over: the policy is not to be used any more.
 
-    Raises:
-        UserError: transformers has no such body for token classification.
+    transformers knows one for each architecture that generation computes.
     """
     config: Any = policy.config
     config.num_labels = 1
-    try:
-        with torch.device("meta"):  # only what stands around the body is wanted of it
-            critic: Any = AutoModelForTokenClassification.from_config(config)
-    except ValueError:
-        raise UserError(
-            "transformers has no critic of this architecture",
-            key="model.path",
-            value=config.model_type,
-            expected="one that AutoModelForTokenClassification knows, such as Qwen2, Qwen3, Llama",
-        ) from None
+    with torch.device("meta"):  # only what stands around the body is wanted of it
+        critic: Any = AutoModelForTokenClassification.from_config(config)
     body = policy.base_model
     parameter = next(body.parameters())
     setattr(critic, critic.base_model_prefix, body)

@@ -1,13 +1,12 @@
 """Shapes of decoders, and what follows from the shape alone: parameters, FLOPs, bytes of KV cache.
 
 Read from a Hugging Face `config.json`; neither weights nor transformers are needed. Parameter
-counts are exact for the families Llama, Mistral, Mixtral, Qwen2, Qwen3 (both with and without
-experts), Gemma and Gemma 2. This module knows no device.
+counts are exact for the models that the generation engine computes (Llama, Qwen2, Qwen3), and for
+Qwen3 with experts, which published figures are compared by. This module knows no device.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,24 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from m2flow.errors import UserError, suggestion
+from m2flow.models.folder import read_json
 
 WEIGHT_BYTES = 2
 """Of a parameter, or of one number in the KV cache, in 16-bit formats."""
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "gemma": {"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 16},
-    "gemma2": {"tie_word_embeddings": True, "head_dim": 256, "num_key_value_heads": 4},
-    "mistral": {"num_key_value_heads": 8},
-    "mixtral": {"num_key_value_heads": 8},
     "qwen2": {"attention_bias": True},
-    "qwen2_moe": {"attention_bias": True},
     "qwen3": {"head_dim": 128},
     "qwen3_moe": {"num_key_value_heads": 4, "moe_intermediate_size": 768},
 }
 """By model type: defaults of its configuration class that a `config.json` need not repeat."""
-
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys under which configurations write the number of experts of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +39,9 @@ class ModelShape:
         intermediate: width of a dense feed-forward block.
         vocabulary: rows of the embedding.
         tied: whether the output projection is the embedding.
-        moe_layers: layers whose feed-forward block is a mixture of experts.
-        experts: in each of those; `experts_per_token` work on a token.
+        experts: in the feed-forward block of each layer, 0 for a dense one; `experts_per_token`
+            work on a token.
         expert_intermediate: width of an expert.
-        shared_intermediate: width of the expert that every token passes; 0 where there is none.
         layer_extras: parameters of a layer beside its matrices: norms and biases.
     """
 
@@ -63,23 +54,19 @@ class ModelShape:
     intermediate: int
     vocabulary: int
     tied: bool = False
-    moe_layers: int = 0
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
-    shared_intermediate: int = 0
     layer_extras: int = 0
 
     def _blocks(self, experts: int) -> int:
         """Parameters of all layers, so many experts of each mixture counted."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
-        dense = (self.layers - self.moe_layers) * 3 * self.hidden * self.intermediate
-        shared = 3 * self.hidden * self.shared_intermediate
-        shared += self.hidden if self.shared_intermediate else 0  # its gate
-        router = self.hidden * self.experts
-        expert = 3 * self.hidden * self.expert_intermediate
-        mixtures = self.moe_layers * (router + shared + experts * expert)
-        return self.layers * (attention + self.layer_extras) + dense + mixtures
+        forward = 3 * self.hidden * self.intermediate
+        if self.experts:
+            router = self.hidden * self.experts
+            forward = router + experts * 3 * self.hidden * self.expert_intermediate
+        return self.layers * (attention + forward + self.layer_extras)
 
     @property
     def parameters(self) -> int:
@@ -95,7 +82,7 @@ class ModelShape:
     @property
     def expert_parameters(self) -> int:
         """Count the parameters of all experts of all mixtures."""
-        return self.moe_layers * self.experts * 3 * self.hidden * self.expert_intermediate
+        return self.layers * self.experts * 3 * self.hidden * self.expert_intermediate
 
     @property
     def expert_share(self) -> float:
@@ -147,21 +134,9 @@ class ModelShape:
 def model_from_config(config: Mapping[str, Any], name: str = "model") -> ModelShape:
     """Return the shape that a Hugging Face configuration describes.
 
-    A configuration of several modalities is read by its `text_config`.
-
     Raises:
-        UserError: a key is missing, or the architecture is not a plain decoder.
+        UserError: a key is missing.
     """
-    text = config.get("text_config")
-    if isinstance(text, Mapping) and "hidden_size" not in config:
-        config = {**config, **text}
-    if config.get("kv_lora_rank"):
-        raise UserError(
-            "keys and values in a latent space are not described by this model of costs",
-            key=f"{name}.kv_lora_rank",
-            value=config["kv_lora_rank"],
-            expected="multi-head or grouped-query attention",
-        )
     kind = str(config.get("model_type", ""))
     given = {key: value for key, value in config.items() if value is not None}
     config = {**DEFAULTS.get(kind, {}), **given}
@@ -174,35 +149,25 @@ def model_from_config(config: Mapping[str, Any], name: str = "model") -> ModelSh
     )  # fmt: skip
     kv_heads = int(config.get("num_key_value_heads", heads))
     head_dim = int(config.get("head_dim", hidden // heads))
-    experts = next((int(config[key]) for key in EXPERT_COUNTS if config.get(key)), 0)
+    experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
     return ModelShape(
         name, layers, hidden, heads, kv_heads, head_dim, intermediate, vocabulary,
         tied=bool(config.get("tie_word_embeddings", False)),
-        moe_layers=_mixtures(config, layers) if experts else 0,
         experts=experts,
         experts_per_token=_number(config, name, "num_experts_per_tok") if experts else 0,
-        expert_intermediate=int(config.get("moe_intermediate_size", intermediate))
-        if experts
-        else 0,
-        shared_intermediate=int(config.get("shared_expert_intermediate_size", 0)),
+        expert_intermediate=int(config["moe_intermediate_size"]) if experts else 0,
         layer_extras=_norms_and_biases(config, kind, heads * head_dim, kv_heads * head_dim),
     )  # fmt: skip
-
-
-def _mixtures(config: Mapping[str, Any], layers: int) -> int:
-    """Count the layers whose feed-forward block is a mixture of experts."""
-    period, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
-    return sum(n not in dense and (n + 1) % period == 0 for n in range(layers))
 
 
 def _norms_and_biases(config: Mapping[str, Any], kind: str, queries: int, keys: int) -> int:
     """Count the parameters of one layer that belong to no matrix."""
     hidden = int(config["hidden_size"])
-    found = (4 if kind == "gemma2" else 2) * hidden
+    found = 2 * hidden
     if kind.startswith("qwen3"):
         found += 2 * queries // int(config["num_attention_heads"])  # norms of queries and keys
     if config.get("attention_bias"):
-        found += queries + 2 * keys + (0 if kind.startswith("qwen2") else hidden)
+        found += queries + 2 * keys + (0 if kind == "qwen2" else hidden)
     if config.get("mlp_bias"):
         found += 2 * int(config["intermediate_size"]) + hidden
     return found
@@ -221,32 +186,32 @@ def _number(config: Mapping[str, Any], name: str, key: str) -> int:
     return value
 
 
-def read_model(source: str | Path) -> ModelShape:
-    """Return the shape of a model by its folder, its `config.json`, or a name in `KNOWN_MODELS`.
+def config_of(source: str | Path) -> tuple[dict[str, Any], str]:
+    """The configuration of a model by its folder, its `config.json` or a name in `PUBLISHED`; and
+    what the model is called.
 
     Raises:
-        UserError: there is no such file or name, or it does not describe a decoder.
+        UserError: there is no such file or name, or the file holds no JSON object.
     """
-    known = {name.lower(): shape for name, shape in KNOWN_MODELS.items()}
-    short = str(source).rstrip("/").split("/")[-1].lower()
-    path = Path(source)
+    path = Path(source).expanduser()
     path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        if short in known:
-            return known[short]
-        raise UserError(
-            "neither a folder with a config.json nor a model whose shape is known",
-            key="model",
-            value=str(source),
-            hint=suggestion(str(source).split("/")[-1], KNOWN_MODELS),
-        )
-    try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"is not JSON: {error}", key="model", value=str(path)) from error
-    if not isinstance(config, dict):
-        raise UserError("holds no JSON object", key="model", value=str(path))
-    return model_from_config(config, path.parent.name or "model")
+    if path.is_file():
+        return read_json(path, "the architecture"), path.parent.name or "model"
+    known = {name.lower(): name for name in PUBLISHED}
+    short = str(source).rstrip("/").split("/")[-1]
+    if name := known.get(short.lower()):
+        return PUBLISHED[name], name
+    raise UserError(
+        "neither a folder with a config.json nor a model whose shape is known",
+        key="model",
+        value=str(source),
+        hint=suggestion(short, PUBLISHED),
+    )
+
+
+def read_model(source: str | Path) -> ModelShape:
+    """Return the shape of a model; `source` and errors are those of `config_of`."""
+    return model_from_config(*config_of(source))
 
 
 def _published(kind: str, sizes: tuple[int, ...], **more: Any) -> dict[str, Any]:
@@ -258,27 +223,26 @@ def _published(kind: str, sizes: tuple[int, ...], **more: Any) -> dict[str, Any]
     return {"model_type": kind, **dict(zip(names, sizes, strict=True)), **more}
 
 
-KNOWN_MODELS: dict[str, ModelShape] = {
-    name: model_from_config(config, name)
-    for name, config in {
-        "Qwen2.5-0.5B": _published(
-            "qwen2", (24, 896, 14, 2, 4864, 151936), tie_word_embeddings=True
-        ),
-        "Qwen2.5-1.5B": _published(
-            "qwen2", (28, 1536, 12, 2, 8960, 151936), tie_word_embeddings=True
-        ),
-        "Qwen2.5-7B": _published("qwen2", (28, 3584, 28, 4, 18944, 152064)),
-        "Qwen2.5-32B": _published("qwen2", (64, 5120, 40, 8, 27648, 152064)),
-        "Qwen3-0.6B": _published(
-            "qwen3", (28, 1024, 16, 8, 3072, 151936), tie_word_embeddings=True
-        ),
-        "Qwen3-32B": _published("qwen3", (64, 5120, 64, 8, 25600, 151936)),
-        "Qwen3-30B-A3B": _published(
-            "qwen3_moe", (48, 2048, 32, 4, 6144, 151936), head_dim=128, num_experts=128,
-            num_experts_per_tok=8, moe_intermediate_size=768,
-        ),
-        "Llama-2-7B": _published("llama", (32, 4096, 32, 32, 11008, 32000)),
-        "Llama-3.1-8B": _published("llama", (32, 4096, 32, 8, 14336, 128256)),
-    }.items()
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen2.5-0.5B": _published(
+        "qwen2", (24, 896, 14, 2, 4864, 151936), tie_word_embeddings=True
+    ),
+    "Qwen2.5-1.5B": _published(
+        "qwen2", (28, 1536, 12, 2, 8960, 151936), tie_word_embeddings=True
+    ),
+    "Qwen2.5-7B": _published("qwen2", (28, 3584, 28, 4, 18944, 152064)),
+    "Qwen2.5-32B": _published("qwen2", (64, 5120, 40, 8, 27648, 152064)),
+    "Qwen3-0.6B": _published(
+        "qwen3", (28, 1024, 16, 8, 3072, 151936), tie_word_embeddings=True
+    ),
+    "Qwen3-32B": _published("qwen3", (64, 5120, 64, 8, 25600, 151936)),
+    "Qwen3-30B-A3B": _published(
+        "qwen3_moe", (48, 2048, 32, 4, 6144, 151936), head_dim=128, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768,
+    ),
+    "Llama-2-7B": _published("llama", (32, 4096, 32, 32, 11008, 32000)),
+    "Llama-3.1-8B": _published("llama", (32, 4096, 32, 8, 14336, 128256)),
 }  # fmt: skip
-"""Shapes by name, from the `config.json` that each model is published with."""
+"""By name what counts of the `config.json` that a model is published with."""
+
+KNOWN_MODELS = {name: model_from_config(config, name) for name, config in PUBLISHED.items()}

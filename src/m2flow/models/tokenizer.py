@@ -11,8 +11,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from m2flow.errors import UserError
-
 EOS_TOKEN = "<eos>"
 PAD_TOKEN = "<pad>"
 
@@ -22,19 +20,8 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 
     Ids: `characters[i]` is i, eos is len(characters), pad is len(characters) + 1. Text with any
     other character cannot be encoded and raises.
-
-    Raises:
-        UserError: no characters, or one of them twice.
     """
-    repeated = sorted({c for c in characters if characters.count(c) > 1})
-    if not characters or repeated:
-        raise UserError(
-            "a character vocabulary needs each character once",
-            key="characters",
-            value=characters,
-            expected="distinct characters, at least one",
-            hint=f"repeated: {' '.join(map(repr, repeated))}" if repeated else None,
-        )
+    assert characters and len(set(characters)) == len(characters), f"not each once: {characters!r}"
     vocabulary = {character: index for index, character in enumerate(characters)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     # The dot of this regular expression language does not match a line break.

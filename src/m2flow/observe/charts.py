@@ -65,17 +65,15 @@ def line_chart(
     series: Sequence[Series],
     *,
     label: str,
-    x_label: str = "step",
     low: float | None = None,
     high: float | None = None,
     form: Callable[[float], str] = number,
 ) -> str:
-    """An SVG chart of the series over one x axis.
+    """An SVG chart of the series over steps.
 
     Args:
         series: lines with at least one finite value among them.
         label: what a screen reader says.
-        x_label: the unit of x, for hover texts and the axis.
         low, high: bounds that the y axis must include; None leaves it to the values.
         form: writes a y value.
     """
@@ -91,10 +89,10 @@ def line_chart(
     frame = Frame(min(xs), max(xs), y_ticks[0], y_ticks[-1])
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
     parts = [f'<svg class="chart" {size} role="img" aria-label="{escape(label)}">']
-    parts += _axes(frame, x_ticks, y_ticks, x_label, form)
+    parts += _axes(frame, x_ticks, y_ticks, form)
     for one in series:
         parts += _curve(one, frame)
-    parts += _hits(series, frame, x_label, form)
+    parts += _hits(series, frame, form)
     parts.append("</svg>")
     return "".join(parts)
 
@@ -171,7 +169,6 @@ def _axes(
     frame: Frame,
     x_ticks: Sequence[float],
     y_ticks: Sequence[float],
-    x_label: str,
     form: Callable[[float], str],
 ) -> Iterator[str]:
     base = HEIGHT - BOTTOM
@@ -182,7 +179,7 @@ def _axes(
         text = escape(form(tick))
         yield f'<text x="{LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>'
     for index, tick in enumerate(x_ticks):
-        text = f"{x_label} {tick:,.0f}" if index == len(x_ticks) - 1 else f"{tick:,.0f}"
+        text = f"step {tick:,.0f}" if index == len(x_ticks) - 1 else f"{tick:,.0f}"
         anchor = "end" if frame.x(tick) > WIDTH - RIGHT - 20 else "middle"
         x = min(frame.x(tick), WIDTH - RIGHT)
         yield f'<text x="{x:.1f}" y="{base + 15}" text-anchor="{anchor}">{escape(text)}</text>'
@@ -220,9 +217,7 @@ def _path(points: Sequence[Point], frame: Frame, colour: str, name: str) -> str:
     return f'<path class="{name}" style="stroke:{colour}" d="M{steps}"/>'
 
 
-def _hits(
-    series: Sequence[Series], frame: Frame, x_label: str, form: Callable[[float], str]
-) -> Iterator[str]:
+def _hits(series: Sequence[Series], frame: Frame, form: Callable[[float], str]) -> Iterator[str]:
     """Invisible columns; a browser shows the title of the one under the pointer."""
     columns: dict[float, list[str]] = {}
     for one in series:
@@ -233,5 +228,5 @@ def _hits(
         yield (
             f'<rect class="hit" x="{frame.x(x) - width / 2:.1f}" y="{TOP}" width="{width:.1f}" '
             f'height="{HEIGHT - TOP - BOTTOM}">'
-            f"<title>{escape(', '.join([f'{x_label} {x:,.0f}', *lines]))}</title></rect>"
+            f"<title>{escape(', '.join([f'step {x:,.0f}', *lines]))}</title></rect>"
         )

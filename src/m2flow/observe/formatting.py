@@ -5,25 +5,25 @@ from __future__ import annotations
 import math
 
 
-def number(value: float, digits: int = 3) -> str:
+def number(value: float) -> str:
     """Short form: 0.123, 12.3, 1,234, 5k, 12.3k, 4.56M; a dash for what is not finite."""
     if not math.isfinite(value):
         return "–"
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
-            return _significant(value / (1e3 if unit == "k" else limit), digits) + unit
+            return _significant(value / (1e3 if unit == "k" else limit)) + unit
     if size >= 1000:
         return f"{value / 1000:g}k" if value % 100 == 0 else f"{value:,.0f}"
     if 0 < size < 1e-3:
-        return f"{value:.{digits - 1}g}"
-    return _significant(value, digits)
+        return f"{value:.2g}"
+    return _significant(value)
 
 
-def _significant(value: float, digits: int) -> str:
-    """At most `digits` significant digits, no more than `digits` decimals, no trailing zeros."""
+def _significant(value: float) -> str:
+    """At most three significant digits, no more than three decimals, no trailing zeros."""
     whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-    text = f"{value:.{max(0, digits - whole)}f}"
+    text = f"{value:.{max(0, 3 - whole)}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
@@ -37,9 +37,9 @@ def seconds(value: float) -> str:
     if size < 1e-3:
         return f"{value * 1e6:.0f} µs"
     if size < 1:
-        return f"{_significant(value * 1e3, 3)} ms"
+        return f"{_significant(value * 1e3)} ms"
     if size < 100:
-        return f"{_significant(value, 3)} s"
+        return f"{_significant(value)} s"
     minutes, rest = divmod(round(size), 60)
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"

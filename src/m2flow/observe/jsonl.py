@@ -1,8 +1,8 @@
 """JSON that any reader accepts, and files of one JSON object per line that survive a crash.
 
 Promises: a number that is not finite is written as null; a line is handed to the operating system
-whole and at once; a last line torn by a crash is mended before anything is appended; a file can be
-cut back to a step. Knows rows and steps, not what the columns mean.
+whole and at once; a file can be cut back to a step, without a last line that a crash has torn.
+Knows rows and steps, not what the columns mean.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +73,12 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise
 
 
+def append_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Write rows at a file's end; they are in the operating system's hands when this returns."""
+    with path.open("ab") as file:
+        file.write(b"".join(encode(row) + b"\n" for row in rows))
+
+
 def parse_line(line: bytes) -> dict[str, Any] | None:
     """The object on a line, or None where the line holds none."""
     try:
@@ -104,22 +110,6 @@ def read_rows(path: Path) -> Rows:
     return Rows(rows, tuple(unreadable))
 
 
-def mend_tail(path: Path) -> None:
-    """End the last line if it is whole, remove it if it is torn; a missing file stays missing."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    start = content.rfind(b"\n") + 1
-    if start == len(content):
-        return
-    with path.open("rb+") as file:
-        if parse_line(content[start:]) is not None:
-            file.seek(0, os.SEEK_END)
-            file.write(b"\n")
-        else:
-            file.truncate(start)
-
-
 def cut_after_step(path: Path, last_step: int) -> int:
     """Remove every row with `step` > `last_step` and every unreadable line.
 
@@ -128,13 +118,12 @@ def cut_after_step(path: Path, last_step: int) -> int:
     """
     if not path.exists():
         return 0
-    lines = path.read_bytes().splitlines()
-    kept = list(_lines_until(lines, last_step))
-    if len(kept) == len(lines):
-        mend_tail(path)
-        return 0
-    write_atomically(path, b"".join(line + b"\n" for line in kept))
-    return len(lines) - len(kept)
+    content = path.read_bytes()
+    lines = content.splitlines()
+    kept = b"".join(line + b"\n" for line in _lines_until(lines, last_step))
+    if kept != content:
+        write_atomically(path, kept)
+    return len(lines) - kept.count(b"\n")
 
 
 def _lines_until(lines: Sequence[bytes], last_step: int) -> Iterator[bytes]:
@@ -142,19 +131,3 @@ def _lines_until(lines: Sequence[bytes], last_step: int) -> Iterator[bytes]:
         row = parse_line(line)
         if row is not None and row.get("step", 0) <= last_step:
             yield line
-
-
-class JsonLines:
-    """Appends rows to a file, each in one write; mends the file's tail before the first."""
-
-    def __init__(self, path: Path) -> None:
-        mend_tail(path)
-        self._file = path.open("ab")
-
-    def append(self, *rows: Mapping[str, object]) -> None:
-        """Write the rows; they are in the operating system's hands when this returns."""
-        self._file.write(b"".join(encode(row) + b"\n" for row in rows))
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()

@@ -44,8 +44,7 @@ class MetricsLog:
             self._write(step, summary=self._summary(value=values))
 
     def close(self) -> None:
-        """Write what is buffered and let go of the files."""
-        self._run.close()
+        """Write what is buffered."""
         if self._writer is not None:
             self._writer.close()
 

@@ -26,7 +26,7 @@ overflow-wrap:anywhere}}
 h2{{font-size:19px;letter-spacing:-.01em;font-weight:650;margin:0}}
 h3{{font-size:13.5px;font-weight:600;margin:0}}
 p{{margin:0}}
-code,pre,.mono{{font-family:{MONO};font-size:12.5px}}
+code,pre{{font-family:{MONO};font-size:12.5px}}
 a{{color:inherit}}
 section{{margin-top:40px}}
 .heading{{display:flex;flex-wrap:wrap;align-items:baseline;gap:4px 12px;margin-bottom:14px}}

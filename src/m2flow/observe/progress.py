@@ -1,7 +1,7 @@
 """What a person sees while a run goes on: bars on a terminal, plain lines elsewhere.
 
 Promises: something appears at once; on a terminal one line is redrawn per phase, in a log one line
-is written at most every `seconds_between_lines`, flushed, besides the first and last line of a
+is written at most every `SECONDS_BETWEEN_LINES`, flushed, besides the first and last line of a
 phase and every evaluation. Takes metrics by their keys in `metrics.jsonl`; knows no workload.
 """
 
@@ -28,6 +28,9 @@ from rich.text import Text
 from m2flow.observe.formatting import clock, number, percent, seconds
 from m2flow.observe.record import ACCURACY, EVALUATION, LOSS, as_number
 
+SECONDS_BETWEEN_LINES = 2.0
+"""The least time between two plain lines of one phase."""
+
 
 class _Bars(Progress):
     """One line for each phase, and below them the figures of the one that runs."""
@@ -45,7 +48,6 @@ class TrainProgress:
     Args:
         console: where to write; standard output if None.
         live: redraw in place; None means if the console is a terminal.
-        seconds_between_lines: the least time between two plain lines of one phase.
         now: a clock in seconds.
     """
 
@@ -54,10 +56,8 @@ class TrainProgress:
         console: Console | None = None,
         *,
         live: bool | None = None,
-        seconds_between_lines: float = 2.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._between = seconds_between_lines
         self._now = now
         self._last_line = float("-inf")
         self._unsaid = False
@@ -111,7 +111,7 @@ class TrainProgress:
             return
         now = self._now()
         weighty = step == task.total or any(key in metrics for key in EVALUATION)
-        self._unsaid = not (weighty or now - self._last_line >= self._between)
+        self._unsaid = not (weighty or now - self._last_line >= SECONDS_BETWEEN_LINES)
         if not self._unsaid:
             self._last_line = now
             self._say(task)

@@ -19,7 +19,7 @@ import yaml
 
 from m2flow.errors import UserError
 from m2flow.observe.jsonl import (
-    JsonLines,
+    append_rows,
     cut_after_step,
     encode,
     read_rows,
@@ -47,7 +47,6 @@ class RunDirectory:
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.report = self.path / "report.html"
-        self._open: dict[Path, JsonLines] = {}
 
     @classmethod
     def create(
@@ -124,11 +123,11 @@ class RunDirectory:
     def append_metrics(self, step: int, metrics: Mapping[str, object]) -> None:
         """Append one line for a step; `time` is Unix seconds unless `metrics` brings its own."""
         assert "step" not in metrics or metrics["step"] == step, "two steps in one row"
-        self._append(self.metrics, {"step": step, "time": time.time(), **metrics})
+        append_rows(self.metrics, [{"step": step, "time": time.time(), **metrics}])
 
     def append_samples(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
         """Append rollouts: `item`, `prompt`, `completion`, `reward`, `answer`, `finish_reason`."""
-        self._append(self.samples, *({"step": step, **sample} for sample in samples))
+        append_rows(self.samples, ({"step": step, **sample} for sample in samples))
 
     def cut_after(self, step: int) -> int:
         """Go back to a checkpoint's step: rows of later steps and torn lines leave both files.
@@ -136,18 +135,7 @@ class RunDirectory:
         Returns:
             The number of lines removed.
         """
-        self.close()
         return cut_after_step(self.metrics, step) + cut_after_step(self.samples, step)
-
-    def close(self) -> None:
-        """Close the files; appending opens them again."""
-        while self._open:
-            self._open.popitem()[1].close()
-
-    def _append(self, path: Path, *rows: Mapping[str, object]) -> None:
-        if path not in self._open:
-            self._open[path] = JsonLines(path)
-        self._open[path].append(*rows)
 
 
 def read_metrics(directory: Path | str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Records what every lane did, in bounded memory, at a few microseconds a span.
+"""Records what every lane did, in bounded memory.
 
 Promises: the spans of the first and of the last few steps are kept whole, for a trace and a
 picture; the account of where the time went covers every step, because each step is summed up when
@@ -9,17 +9,16 @@ dropped. Knows no clock: spans arrive with their times.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 from m2flow.engine.spans import Span
 from m2flow.observe.trace import StepSpans, Trace, write_trace
-from m2flow.plan.time_account import LaneTime, extent, where_the_time_went
+from m2flow.plan.time_account import LaneTime, where_the_time_went
 
 
 class Timeline:
-    """Takes spans as they end, and closes them into steps.
-
-    `add` may be called from any thread; `end_step` and `write` from one.
+    """Takes the spans of one step after the other.
 
     Args:
         keep_first: steps whose spans are kept from the start of the run.
@@ -32,42 +31,28 @@ class Timeline:
     ) -> None:
         self._keep_first = keep_first
         self._max_spans = max_spans_per_step
-        self._current: list[Span] = []
-        self._dropped = 0
         self._first: list[StepSpans] = []
         self._last: deque[StepSpans] = deque(maxlen=keep_last)
         self._totals: dict[int, LaneTime] = {}
         self._seconds = 0.0
         self._num_steps = 0
 
-    def add(self, span: Span) -> None:
-        """Keep a span for the step now running."""
-        assert span.end >= span.start, f"a span ends before it starts: {span}"
-        if len(self._current) < self._max_spans:
-            self._current.append(span)
-        else:
-            self._dropped += 1
-
-    def end_step(self, step: int, start: float | None = None, end: float | None = None) -> None:
-        """Close the step: all spans added since the last one belong to it.
+    def add(self, step: int, spans: Sequence[Span], start: float, end: float) -> None:
+        """Take the spans of a step.
 
         Args:
             step: its number.
-            start: when the step began, in the spans' clock; None means with its first span.
-            end: when it ended; None means with its last span.
+            spans: what the lanes did, in the order in which it ended.
+            start, end: when the step began and ended, in the spans' clock.
         """
-        spans, self._current = self._current, []
-        dropped, self._dropped = self._dropped, 0
-        first, last = extent(spans)
-        start = first if start is None else start
-        end = max(last, start) if end is None else end
-        for lane_time in where_the_time_went(spans, (start, end)):
+        kept = spans[: self._max_spans]
+        for lane_time in where_the_time_went(kept, (start, end)):
             known = self._totals.get(lane_time.lane)
             self._totals[lane_time.lane] = lane_time if known is None else known + lane_time
         self._seconds += end - start
         self._num_steps += 1
-        kept = StepSpans(step, start, end, spans, dropped)
-        (self._first if len(self._first) < self._keep_first else self._last).append(kept)
+        those = StepSpans(step, start, end, kept, len(spans) - len(kept))
+        (self._first if len(self._first) < self._keep_first else self._last).append(those)
 
     @property
     def steps(self) -> list[StepSpans]:

@@ -1,9 +1,9 @@
 """Checkpoints that are either whole or not there, however the writer dies.
 
-`root/step_NNNNNN/` holds `model/` (Hugging Face layout), `trainer/state.safetensors`,
-`trainer/extra.json` and, written last, `MANIFEST.json` with size and SHA-256 of every file. All of
-it is written and fsynced in a hidden sibling folder, then renamed; then the link `latest` is
-replaced. A folder without a manifest, or whose files do not match it, is never resumed from.
+`root/step_NNNNNN/` holds `model/` (Hugging Face layout), `trainer/state.safetensors` and, written
+last, `MANIFEST.json` with size and SHA-256 of every file. All of it is written and fsynced in a
+hidden sibling folder, then renamed; then the link `latest` is replaced. A folder without a
+manifest, or whose files do not match it, is never resumed from.
 
 Trainer state is one safetensors file, not a pickle: any tool reads it, it is mapped and not copied,
 and opening it runs no code. Several writers may fill the folder that `begin` gives, each a part of
@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -30,22 +30,15 @@ LATEST = "latest"
 _STEP = re.compile(r"step_(\d{6,})")
 
 
-class SavesPretrained(Protocol):
-    """What transformers models and tokenizers have in common."""
-
-    def save_pretrained(self, save_directory: str) -> object:
-        """Write oneself into a folder."""
-
-
-def write_part(
-    folder: Path,
-    model: SavesPretrained,
-    tokenizer: SavesPretrained | None,
-    trainer_state: dict[str, Tensor],
-) -> None:
+def write_part(folder: Path, model: Any, tokenizer: Any, trainer_state: dict[str, Tensor]) -> None:
     """Write a model and its trainer's state, as `model/` and `trainer/`, into a folder.
 
     That of a further model lies in a folder of its own within the one that `begin` gave.
+
+    Args:
+        folder: where to.
+        model, tokenizer: as transformers has them, with `save_pretrained`; or no tokenizer.
+        trainer_state: tensors by name.
     """
     from safetensors.torch import save_file
 
@@ -76,14 +69,7 @@ def begin(root: Path, step: int) -> Path:
     return partial
 
 
-def commit(
-    root: Path,
-    step: int,
-    *,
-    extra: dict[str, Any] | None = None,
-    keep: int | None = None,
-    in_use: Path | None = None,
-) -> Path:
+def commit(root: Path, step: int, *, keep: int | None = None, in_use: Path | None = None) -> Path:
     """Make the folder that `begin` gave a checkpoint, point `latest` at it, delete old ones.
 
     Where `latest` already names a whole checkpoint of this very step, that one stays. A checkpoint
@@ -91,23 +77,17 @@ def commit(
 
     Args:
         root, step: as for `begin`.
-        extra: JSON to remember in `trainer/`, beside the parts.
         keep: how many checkpoints to keep, this one included; None for all.
         in_use: one that is kept beside them, because workers load from it when they move.
 
     Returns:
         The checkpoint's folder.
     """
-    if keep is not None and keep < 1:
-        raise UserError(
-            "a run must keep a checkpoint", key="keep", value=keep, expected="1 or more"
-        )
+    assert keep is None or keep >= 1, keep
     partial, final = _partial(root, step), folder_of(root, step)
     if _target(root) == final and broken_file(final) is None:
         _remove(partial)
     else:
-        if extra is not None:
-            (partial / "trainer" / "extra.json").write_text(json.dumps(extra, indent=1))
         _write_manifest(partial, step)
         if final.exists():
             _discard(final)

@@ -20,7 +20,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from m2flow.errors import UserError
 from m2flow.training.attention import PackLayout
 from m2flow.training.rollouts import TokenPairs, flat_index
 
@@ -88,17 +87,8 @@ def pack(pairs: TokenPairs, tokens_per_microbatch: int, sharing: Sharing = "pref
         sharing: `none` lays rows side by side; `prompt` computes a prompt once for consecutive
             rows that have it in common; `prefix` orders rows by their tokens and computes every
             prefix, in prompts and completions, once a pack.
-
-    Raises:
-        UserError: a budget below one token.
     """
-    if tokens_per_microbatch < 1:
-        raise UserError(
-            "a micro-batch must hold a token",
-            key="tokens_per_microbatch",
-            value=tokens_per_microbatch,
-            expected="a positive number",
-        )
+    assert tokens_per_microbatch >= 1, tokens_per_microbatch
     return [_build(pairs, rows) for rows in _cut(_rows(pairs, sharing), tokens_per_microbatch)]
 
 

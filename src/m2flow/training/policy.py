@@ -12,11 +12,12 @@ Shapes: T completion tokens, R rows of a pack.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from m2flow.algorithms.aggregation import denominator
+from m2flow.algorithms.finite import check_finite
 from m2flow.algorithms.grpo import GRPOLoss
 from m2flow.errors import UserError
 from m2flow.training.forward import token_logprobs
@@ -24,7 +25,7 @@ from m2flow.training.optimizer import AdamWConfig, AllReduce
 from m2flow.training.packing import Pack, Sharing, pack
 from m2flow.training.rollouts import Rollouts, TokenPairs
 from m2flow.training.sharded import WHOLE, Shards
-from m2flow.training.summing import SummingTrainer, check_finite, figures_of
+from m2flow.training.summing import SummingTrainer, column_of, figures_of
 
 
 @dataclass(frozen=True)
@@ -133,12 +134,10 @@ class PolicyTrainer(SummingTrainer):
             NotFinite: the loss or a gradient is NaN or infinite; no step was taken.
         """
         steps_before = self.optimizer.num_steps
-        totals, result = self.step(all_reduce)
+        totals, figures = self.step(all_reduce)
         trained = max(totals["tokens_trained"], 1.0)
         return {
-            "loss": totals["loss"] / max(totals["denominator"], 1.0),
-            "grad_norm": result.grad_norm,
-            "learning_rate": result.learning_rate,
+            **figures,
             **{name: totals[name] / trained for name in self.algorithm.figures},
             "behaviour_entropy": totals["behaviour_entropy"] / max(totals["tokens"], 1.0),
             **{name: totals[name] for name in _TOTALS if name.startswith(("tokens", "samples"))},
@@ -170,30 +169,21 @@ class PolicyTrainer(SummingTrainer):
         )
         device = figures.logprobs_T.device
 
-        def column(values_T: Tensor) -> Tensor:
-            return values_T[microbatch.token_index_T].to(device)
-
-        def optional(values_T: Tensor | None) -> Tensor | None:
-            return None if values_T is None else column(values_T)
+        def column(values_T: Tensor | None) -> Any:
+            return None if values_T is None else column_of(values_T, microbatch, device)
 
         behaviour_T = column(rollouts.behaviour_logprobs_T)
-        old_T = optional(rollouts.old_logprobs_T)
+        old_T = column(rollouts.old_logprobs_T)
         terms = self.algorithm.loss(
             figures.logprobs_T,
             behaviour_T if old_T is None else old_T,
             column(rollouts.advantages_T),
             microbatch.lengths_R.to(device),
             behaviour_logprobs_T=None if old_T is None else behaviour_T,
-            reference_logprobs_T=optional(rollouts.reference_logprobs_T),
+            reference_logprobs_T=column(rollouts.reference_logprobs_T),
             entropy_T=figures.entropy_T,
         )
-        torch.autograd.backward(terms.loss)
-        self.add(
-            loss=terms.loss.detach().double(),
-            tokens_trained=microbatch.target_ids_T.numel(),
-            tokens_computed=microbatch.num_nodes,
-            **terms.sums,
-        )
+        self.learn(terms, microbatch, tokens_trained=microbatch.target_ids_T.numel())
 
     def _check(self, rollouts: Rollouts) -> None:
         if self.algorithm.needs_reference and rollouts.reference_logprobs_T is None:

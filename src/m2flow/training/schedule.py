@@ -9,8 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
-from m2flow.errors import UserError
-
 Decay = Literal["constant", "linear", "cosine"]
 
 
@@ -32,15 +30,8 @@ class Schedule:
     final_fraction: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.decay != "constant" and (
-            self.total_steps is None or self.total_steps <= self.warmup_steps
-        ):
-            raise UserError(
-                f"a {self.decay} schedule must know where it ends",
-                key="total_steps",
-                value=self.total_steps,
-                expected=f"more than the {self.warmup_steps} warm-up steps",
-            )
+        ends = self.total_steps is not None and self.total_steps > self.warmup_steps
+        assert self.decay == "constant" or ends, f"{self} must know where it ends"
 
     def factor(self, step: int) -> float:
         """What the peak rate is multiplied by at the given step, counted from 0."""

@@ -8,13 +8,13 @@ Shapes: T completion tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from m2flow.errors import UserError
-from m2flow.training.optimizer import AdamWConfig, AllReduce, OptimizerStep, SumOptimizer
+from m2flow.algorithms.loss import LossTerms
+from m2flow.training.optimizer import AdamWConfig, AllReduce, SumOptimizer
 from m2flow.training.packing import Pack, Sharing, pack
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.sharded import Shards
@@ -71,13 +71,19 @@ class SummingTrainer:
                 nothing_T = forward(one_token())
                 torch.autograd.backward(nothing_T, torch.zeros_like(nothing_T))
 
+    def learn(self, terms: LossTerms, microbatch: Pack, **sums: float) -> None:
+        """Accumulate the gradient of a pack's share of the loss, and its figures."""
+        torch.autograd.backward(terms.loss)
+        loss, computed = terms.loss.detach().double(), microbatch.num_nodes
+        self.add(loss=loss, tokens_computed=computed, **terms.sums, **sums)
+
     def discard(self) -> None:
         """Forget the gradients and figures folded in since the last step."""
         self._sums = dict.fromkeys(self._names, 0.0)
         self.optimizer.zero()
 
-    def step(self, all_reduce: AllReduce | None) -> tuple[dict[str, float], OptimizerStep]:
-        """One optimizer step; the sums of all replicas, which begin anew here, and what it was.
+    def step(self, all_reduce: AllReduce | None) -> tuple[dict[str, float], dict[str, float]]:
+        """One optimizer step; the sums of all replicas, which begin anew here, and its figures.
 
         Raises:
             NotFinite: the loss or a gradient is NaN or infinite; no step was taken.
@@ -85,7 +91,12 @@ class SummingTrainer:
         sums = torch.tensor([float(self._sums[name]) for name in self._names], dtype=torch.float64)
         self._sums = dict.fromkeys(self._names, 0.0)
         result = self.optimizer.step(sums, self._names.index("denominator"), all_reduce)
-        return dict(zip(self._names, result.sums.tolist(), strict=True)), result
+        totals: dict[str, float] = dict(zip(self._names, result.sums.tolist(), strict=True))
+        return totals, {
+            "loss": totals["loss"] / max(totals["denominator"], 1.0),
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+        }
 
 
 def figures_of(
@@ -120,23 +131,11 @@ def figures_of(
     return torch.empty(0) if figures_T is None else figures_T
 
 
-def check_finite(columns: Mapping[str, Tensor | None]) -> None:
-    """Refuse a column [T] with a value that is NaN or infinite; its name is the key."""
-    for name, column_T in columns.items():
-        if column_T is None:
-            continue
-        bad_T = ~torch.isfinite(column_T)
-        if bool(bad_T.any()):
-            token = int(bad_T.nonzero()[0])
-            raise UserError(
-                f"{int(bad_T.sum())} of {bad_T.numel()} values are not finite, the first at "
-                f"completion token {token}",
-                key=name,
-                value=float(column_T[token]),
-                expected="a finite number for every token",
-            )
-
-
 def one_token() -> Pack:
     """The smallest pack, one token that predicts itself: for a lane that has nothing of its own."""
     return pack(TokenPairs.from_rows([[0]], [[0]]), 1)[0]
+
+
+def column_of(values_T: Tensor, microbatch: Pack, device: torch.device) -> Tensor:
+    """A column's values at the completion tokens of a pack, on a device."""
+    return values_T[microbatch.token_index_T].to(device)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from m2flow.errors import UserError
 from m2flow.training.forward import token_logprobs
 from m2flow.training.optimizer import AdamWConfig, SumOptimizer
 from m2flow.training.packing import pack
@@ -46,13 +45,9 @@ def train_supervised(
         on_progress: called with step and loss every `PROGRESS_EVERY` steps and at the last one.
 
     Raises:
-        UserError: there is nothing to learn from.
         NotFinite: the loss or a gradient became NaN or infinite.
     """
-    if not int(pairs.completion_lengths_B.sum()):
-        raise UserError(
-            "nothing to learn from", key="pairs", value=len(pairs), expected="completions"
-        )
+    assert int(pairs.completion_lengths_B.sum()), "nothing to learn from"
     model.eval()
     owner = SumOptimizer(model.named_parameters(), optimizer or adamw(steps))
     batches = _batches(len(pairs), batch_size, seed)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from m2flow.algorithms.aggregation import denominator
+from m2flow.algorithms.finite import check_finite
 from m2flow.algorithms.ppo import CriticLoss, explained_variance
 from m2flow.training.attention import packed_attention_on
 from m2flow.training.optimizer import AllReduce
@@ -24,7 +25,7 @@ from m2flow.training.packing import Pack, pack
 from m2flow.training.policy import PolicyTrainerConfig
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.sharded import WHOLE, Shards
-from m2flow.training.summing import SummingTrainer, check_finite, figures_of
+from m2flow.training.summing import SummingTrainer, column_of, figures_of
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,10 @@ class ValueTrainer(SummingTrainer):
         Raises:
             NotFinite: the loss or a gradient is NaN or infinite; no step was taken.
         """
-        totals, result = self.step(all_reduce)
+        totals, figures = self.step(all_reduce)
         tokens = max(totals["tokens"], 1.0)
         return {
-            "loss": totals["loss"] / max(totals["denominator"], 1.0),
-            "grad_norm": result.grad_norm,
-            "learning_rate": result.learning_rate,
+            **figures,
             **{name: totals[name] / tokens for name in ("clip_fraction", "value", "return")},
             "explained_variance": explained_variance(totals, totals["tokens"]),
             "tokens_computed": totals["tokens_computed"],
@@ -137,17 +136,10 @@ class ValueTrainer(SummingTrainer):
     def _fold_pack(self, targets: ValueTargets, microbatch: Pack) -> None:
         values_T = self._values_of(microbatch)
         device = values_T.device
-
-        def column(whole_T: Tensor) -> Tensor:
-            return whole_T[microbatch.token_index_T].to(device)
-
         terms = self.algorithm.loss(
             values_T,
-            column(targets.old_values_T),
-            column(targets.returns_T),
+            column_of(targets.old_values_T, microbatch, device),
+            column_of(targets.returns_T, microbatch, device),
             microbatch.lengths_R.to(device),
         )
-        torch.autograd.backward(terms.loss)
-        self.add(
-            loss=terms.loss.detach().double(), tokens_computed=microbatch.num_nodes, **terms.sums
-        )
+        self.learn(terms, microbatch)

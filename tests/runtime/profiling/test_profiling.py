@@ -17,7 +17,7 @@ from m2flow.plan.profile import Profile
 from m2flow.plan.profile.learning import learn
 from m2flow.runtime.driver.launch import launch
 from m2flow.runtime.driver.pool import LanePool
-from m2flow.runtime.profiling import cached, keep, obtain, profile_flow, stored_at
+from m2flow.runtime.profiling import cached, keep, profile_flow, stored_at
 from m2flow.runtime.profiling.stored import given
 from tests.runtime.local_cluster import local_cluster
 
@@ -217,10 +217,6 @@ def test_an_ordinary_run_teaches_its_profile() -> None:
 # --- the store ------------------------------------------------------------------------------------
 
 
-def nothing() -> Profile:
-    raise AssertionError("was measured though it is known")
-
-
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("M2FLOW_CACHE", str(tmp_path))
@@ -230,28 +226,17 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_stored_profile_is_found_by_its_key_alone(profile: Profile, store: Path) -> None:
     assert cached(KEY) is None
     path = keep(profile)
-    assert path.parent == store / "profiles"
+    assert path == stored_at(KEY)
+    assert list((store / "profiles").iterdir()) == [path]
     assert cached(KEY) == profile
     other = {**KEY, "shapes": {"items": ITEMS + 1}}
     assert cached(other) is None
     assert stored_at(other) != path
-    found, origin = obtain(KEY, nothing)
-    assert found == profile
-    assert str(path) in origin
 
 
 def test_a_stored_file_that_cannot_be_read_counts_as_none(profile: Profile, store: Path) -> None:
     keep(profile).write_text('{"stages": {"of": "another form"}}')
     assert cached(KEY) is None
-
-
-def test_what_is_measured_is_stored(profile: Profile, store: Path) -> None:
-    found, origin = obtain(KEY, lambda: profile)
-    assert "measured" in origin
-    assert cached(KEY) == found == profile
-    assert list((store / "profiles").iterdir()) == [stored_at(KEY)]
-    with pytest.raises(AssertionError, match="though it is known"):
-        obtain(KEY, nothing, again=True)
 
 
 def test_a_file_of_something_else_is_refused_with_what_differs(

@@ -11,7 +11,6 @@ from torch.distributed.tensor import Shard as Along
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from m2flow.runtime.weights.assemble import Assembler
 from m2flow.runtime.weights.boxes import Box
 from m2flow.runtime.weights.manifest import (
     ManifestError,
@@ -20,7 +19,7 @@ from m2flow.runtime.weights.manifest import (
     merged,
     wanted_boxes,
 )
-from m2flow.runtime.weights.transfers import transfers
+from m2flow.runtime.weights.transfers import Assembler, transfers
 
 
 def seen_from_each_rank(mesh_shape, make):

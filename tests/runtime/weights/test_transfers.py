@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2flow.runtime.weights.assemble import Assembler
 from m2flow.runtime.weights.boxes import Box
 from m2flow.runtime.weights.manifest import (
     ManifestError,
@@ -22,7 +21,7 @@ from m2flow.runtime.weights.manifest import (
     merged,
     wanted_boxes,
 )
-from m2flow.runtime.weights.transfers import transfers
+from m2flow.runtime.weights.transfers import Assembler, transfers
 
 from .random_layouts import boxes, shapes, sources, tensor_of
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from m2flow.runtime.weights.assemble import Assembler
 from m2flow.runtime.weights.boxes import Box
 from m2flow.runtime.weights.manifest import TensorManifest, merged, wanted_boxes
-from m2flow.runtime.weights.transfers import transfers
+from m2flow.runtime.weights.transfers import Assembler, transfers
 
 from .two_ranks import Model, trained
 

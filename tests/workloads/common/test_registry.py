@@ -86,7 +86,7 @@ class CountingExperiment:
     def samples(self, result, count):
         return [{"item": 0, "number": result.output["number"][0]}][:count]
 
-    def save(self, run, checkpoints, step, extra):
+    def save(self, run, checkpoints, step):
         (checkpoints / f"step_{step:06d}").mkdir(parents=True)
 
 

@@ -56,7 +56,7 @@ def stretch(
         flow, items_per_step=recipe.prompts_per_step, first_step=first, lanes="cpu:1"
     ) as run:
         results = list(run.steps(experiment.batch(step) for step in range(first, last)))
-        experiment.save(run, folder, last, {})
+        experiment.save(run, folder, last)
         weights = {
             f"{name}/{parameter}": tensor
             for name in ("learner", "critic")

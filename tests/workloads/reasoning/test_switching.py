@@ -153,7 +153,7 @@ def test_a_learner_that_is_away_can_be_saved_and_stays_away(
     learner.train_finish()
     expected = learner.parameters()
     learner.offload()
-    folder = learner.save_checkpoint(str(tmp_path / "checkpoints"), 1, {}, 1)
+    folder = learner.save_checkpoint(str(tmp_path / "checkpoints"), 1, 1)
     found = learner.parameters()
     assert sum(storages(learner)) == 0
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

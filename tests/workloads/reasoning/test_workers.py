@@ -328,7 +328,7 @@ def test_a_learner_goes_on_from_its_checkpoint(
     learner = loaded(Learner(warmed, recipe))
     learner.train(samples)
     learner.train_finish()
-    folder = learner.save_checkpoint(str(tmp_path), 1, {"seed": 0}, keep=1)
+    folder = learner.save_checkpoint(str(tmp_path), 1, keep=1)
     resumed = loaded(Learner(ModelSource(f"{folder}/model"), recipe, folder))
     for each in (learner, resumed):
         each.train(samples)
@@ -375,7 +375,7 @@ def test_a_critic_is_folded_in_pieces_and_goes_on_from_its_checkpoint(
         torch.testing.assert_close(value, pieces.parameters()[name], rtol=1e-4, atol=2e-4)
 
     critic.save_part(str(tmp_path), 1)
-    folder = learner.save_checkpoint(str(tmp_path), 1, {}, 1)
+    folder = learner.save_checkpoint(str(tmp_path), 1, 1)
     resumed = loaded(Critic(ModelSource(f"{folder}/critic/model"), recipe, folder))
     for each in (critic, resumed):
         each.train(valued)
@@ -388,7 +388,7 @@ def test_a_checkpoint_of_grpo_has_no_critic(
     warmed: ModelSource, tiny_recipe: MakeRecipe, tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(algorithm={"name": "ppo"})
-    folder = loaded(Learner(warmed, recipe)).save_checkpoint(str(tmp_path), 1, {}, 1)
+    folder = loaded(Learner(warmed, recipe)).save_checkpoint(str(tmp_path), 1, 1)
     with pytest.raises(UserError, match="the checkpoint has no critic"):
         loaded(Critic(warmed, recipe, folder))
 

@@ -207,7 +207,7 @@ class Exchange:
         self._pool.close()
 
 
-def reference_cost(repeats: int = 200) -> TransferCost:
+def reference_cost() -> TransferCost:
     """What handing a Batch on within a lane takes: put into the store and gathered again."""
     batch = Batch({"tokens": torch.zeros(16, 64), "reward": torch.zeros(16)})
 
@@ -216,4 +216,4 @@ def reference_cost(repeats: int = 200) -> TransferCost:
         store.put("flow", 0, 0, batch)
         store.gather("flow", 0, [(0, batch.ids)])
 
-    return TransferCost(median_seconds(hand_over, repeats))
+    return TransferCost(median_seconds(hand_over, repeats=200))

@@ -29,9 +29,6 @@ class Store:
         chunk = _Chunk(batch, {item: row for row, item in enumerate(batch.ids)})
         self._chunks.setdefault((flow, step, producer), {}).update(dict.fromkeys(batch.ids, chunk))
 
-    def has(self, flow: str, step: int, producer: int, item: int) -> bool:
-        return item in self._chunks.get((flow, step, producer), ())
-
     def gather(self, flow: str, step: int, wanted: Sequence[tuple[int, Sequence[int]]]) -> Batch:
         """Join items of several stages, in ascending order of item.
 

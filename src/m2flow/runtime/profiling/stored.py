@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from m2flow.errors import UserError
@@ -53,21 +53,6 @@ def keep(profile: Profile) -> Path:
     partial.write_text(to_json(profile), encoding="utf-8")
     os.replace(partial, path)
     return path
-
-
-def obtain(key: Key, measure: Callable[[], Profile], *, again: bool = False) -> tuple[Profile, str]:
-    """Return the stored profile of a key, else a new one; and in a few words where it is from.
-
-    Args:
-        key: what the profile depends on.
-        measure: makes a profile, which is stored.
-        again: measure though a profile is stored.
-    """
-    known = None if again else cached(key)
-    if known is not None:
-        return known, f"stored at {stored_at(key)}"
-    profile = measure()
-    return profile, f"measured, stored at {keep(profile)}"
 
 
 def given(path: Path, key: Key, *, whatever_its_key: bool = False) -> Profile:

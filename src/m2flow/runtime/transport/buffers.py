@@ -7,7 +7,6 @@ by its address and copied by it, without a NumPy array in between.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,30 +15,7 @@ import torch
 Memory: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 """Bytes in host memory: a flat uint8 array."""
 
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
-"""Types of plain tensors; the place in this tuple stands for the type in messages. The complex
-ones are not among them: they may be conjugated without a change to their bytes."""
-
-CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-
 _TORCH_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BITS = {size: np.dtype(f"i{size}") for size in (1, 2, 4, 8)}
 
 
 class Buffer:
@@ -89,36 +65,6 @@ copy_bytes = ctypes.memmove
 """`copy_bytes(target, source, nbytes)` between two addresses; other threads run meanwhile."""
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether dtype, shape and the bytes at `data_ptr` say all about a tensor."""
-    return (
-        tensor.layout is torch.strided
-        and tensor.is_cpu
-        and tensor.dtype in CODES
-        and not tensor.is_nested
-        and tensor.is_contiguous()
-        and not tensor.requires_grad
-        and not tensor.is_neg()
-    )
-
-
-def tensor_over(memory: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A contiguous tensor, not empty, over anything writable with a buffer, which it keeps alive.
-
-    The array in between is made by one call: torch's own `frombuffer` and `view` take thrice the
-    time.
-    """
-    tensor = torch.from_numpy(np.ndarray(shape, NUMPY_DTYPES[dtype], memory))
-    return tensor if tensor.dtype is dtype else tensor.view(dtype)
-
-
-def _numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    try:
-        return torch.empty(0, dtype=dtype).numpy().dtype
-    except TypeError:  # NumPy lacks bfloat16 and others: take the bits
-        return _BITS[dtype.itemsize]
-
-
 def _bytes_of(tensor: torch.Tensor) -> Memory:
     """A view of a contiguous host tensor's memory."""
     try:
@@ -127,7 +73,3 @@ def _bytes_of(tensor: torch.Tensor) -> Memory:
         # Not as bytes at once: one element may have a stride that this does not forgive.
         array = tensor.view(_TORCH_BITS[tensor.itemsize]).numpy()
     return array.reshape(-1).view(np.uint8)
-
-
-NUMPY_DTYPES = {dtype: _numpy_dtype(dtype) for dtype in DTYPES}
-"""For each type of element NumPy's own, or one of as many bits."""

@@ -38,17 +38,16 @@ class ReadersOf:
                 except ProcessLookupError:  # it ended meanwhile
                     self._pool.forget(name)
 
-    def reclaim_from_dead(self, *, wait_for: str | None = None, seconds: float = 1.0) -> bool:
+    def reclaim_from_dead(self, *, wait_for: str | None = None) -> bool:
         """Reclaim the blocks leased to processes that have exited. Returns True if any had.
 
         Args:
-            wait_for: a reader that has just fallen silent: it may be about to end.
-            seconds: how long to wait for it.
+            wait_for: a reader that has just fallen silent: it may end within a second.
         """
         with self._lock:
             watched = dict(self._descriptors)
         if wait_for in watched:
-            _ended(watched[wait_for], seconds)
+            _ended(watched[wait_for], 1.0)
         dead = [name for name, one in watched.items() if _ended(one)]
         for name in dead:
             with self._lock:

@@ -12,7 +12,6 @@ import pickle
 import socket
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -95,24 +94,20 @@ class PayloadServer:
     def _converse(self, stream: FrameStream, asker: _Asker) -> bool:
         """Answer requests until the other side says farewell."""
         held = _Offered()
-        try:
-            while True:
-                request = stream.receive()
-                if request.kind == FrameKind.ABANDONED:
-                    self._take_back(held)
-                if request.kind in (FrameKind.ABANDONED, FrameKind.DONE):
-                    return True
-                self._received(held)
-                answer, held = self._answer(request, asker)
-                del request  # while waiting, nothing of it is held
-                try:
-                    stream.send(answer)
-                except OSError:
-                    self._take_back(held)  # it was not read
-                    raise
-                del answer
-        finally:
-            self._received(held)
+        while True:
+            request = stream.receive()
+            if request.kind == FrameKind.ABANDONED:
+                self._take_back(held)
+            if request.kind in (FrameKind.ABANDONED, FrameKind.DONE):
+                return True
+            answer, held = self._answer(request, asker)
+            del request  # while waiting, nothing of it is held
+            try:
+                stream.send(answer)
+            except OSError:
+                self._take_back(held)  # it was not read
+                raise
+            del answer
 
     def _answer(self, request: Frame, asker: _Asker) -> tuple[Frame, _Offered]:
         try:
@@ -188,17 +183,12 @@ class PayloadServer:
 
     # --- what an answer holds ---------------------------------------------------------------------
 
-    def _received(self, held: _Offered) -> None:
-        """The asker has what the last answer offered."""
-        held.ipc = None
-
     def _take_back(self, held: _Offered) -> None:
         """Nobody has read the answer."""
         if held.handle is not None and self._pool is not None:
             self._pool.release(held.handle)
         if held.ipc is not None and self._devices is not None:
             self._devices.withdraw(held.ipc.handles)
-        held.ipc = None
 
     def _test_payload(self, key: TestPayload) -> Any:
         if key.on_device:
@@ -230,8 +220,7 @@ class _Asker(NamedTuple):
     scope: Scope
 
 
-@dataclass(slots=True)
-class _Offered:
+class _Offered(NamedTuple):
     """What the last answer holds for the asker until it has read it."""
 
     handle: SharedHandle | None = None

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from m2flow.runtime.transport.blocks import MAX_READERS, Block, Blocks, Lease, PoolFull
-from m2flow.runtime.transport.buffers import CODES, Buffer, copy_bytes, is_plain
+from m2flow.runtime.transport.buffers import Buffer, copy_bytes
 from m2flow.runtime.transport.frame import aligned
 from m2flow.runtime.transport.shared_reader import Region, SharedHandle, SharedReader
 from m2flow.runtime.transport.sweeping import sweep
@@ -69,7 +69,8 @@ class SharedPool:
         names = (None,) * readers if isinstance(readers, int) else tuple(readers)
         if not 1 <= len(names) <= MAX_READERS:
             raise ValueError(f"a value has 1 to {MAX_READERS} readers, not {len(names)}")
-        head, buffers = _parts(value)
+        packed = value if isinstance(value, Packed) else pack(value)
+        buffers = packed.buffers
         leases: dict[Block, Lease] = {}
         target: Block | None = None
         with self._lock:
@@ -102,7 +103,7 @@ class SharedPool:
             for buffer, place in zip(buffers, places, strict=True)
             if place is not None
         )
-        return SharedHandle(head, regions, extents, len(names))
+        return SharedHandle(packed.head, regions, extents, len(names))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor in the pool, its elements undefined: what is made in it needs no copy.
@@ -170,16 +171,7 @@ class SharedPool:
         return found
 
 
-def _parts(value: Any) -> tuple[Any, list[Buffer]]:
-    """Head and buffers of a value. A bare tensor, which is sent most, needs no pickler."""
-    if type(value) is torch.Tensor and is_plain(value) and (nbytes := value.nbytes):
-        head = CODES[value.dtype], tuple(value.shape)
-        return head, [Buffer(value, nbytes, value.data_ptr())]
-    packed = value if isinstance(value, Packed) else pack(value)
-    return packed.head, list(packed.buffers)
-
-
-def _copy(buffers: list[Buffer], places: list[tuple[Block, int] | None], target: Block) -> None:
+def _copy(buffers: Sequence[Buffer], places: list[tuple[Block, int] | None], target: Block) -> None:
     """Copy what has no place yet into a block, and say where."""
     segment, within = target.segment, 0
     for position, buffer in enumerate(buffers):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from m2flow.runtime.transport.buffers import DTYPES, Memory, tensor_over
+from m2flow.runtime.transport.buffers import Memory
 from m2flow.runtime.transport.sweeping import FOLDER
 from m2flow.runtime.transport.wire import unpack
 
@@ -30,13 +30,13 @@ class SharedHandle(NamedTuple):
     """A value in shared memory, to be sent to its readers.
 
     Attributes:
-        head: `Packed.head`; of a bare tensor the code of its dtype, and its shape.
+        head: `Packed.head`.
         regions: the blocks in which it lies.
         extents: for each buffer (region, first byte within it, bytes).
         readers: how many will read it, each once, as reader 0, 1, ...
     """
 
-    head: bytes | tuple[int, tuple[int, ...]]
+    head: bytes
     regions: tuple[Region, ...]
     extents: tuple[tuple[int, int, int], ...]
     readers: int
@@ -84,9 +84,6 @@ class SharedReader:
             weakref.finalize(block, _let_go, mapping, flags + reader, turn, os.getpid())
             blocks.append(block)
         buffers = [blocks[region][start : start + size] for region, start, size in handle.extents]
-        if isinstance(handle.head, tuple):
-            code, shape = handle.head
-            return tensor_over(buffers[0], DTYPES[code], shape)
         return unpack(handle.head, buffers, device=device)
 
     def close(self) -> None:

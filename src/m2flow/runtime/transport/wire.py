@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from m2flow.flow.batch import Batch
-from m2flow.runtime.transport.buffers import NUMPY_DTYPES, Buffer, Memory, tensor_over
+from m2flow.runtime.transport.buffers import Buffer, Memory
 
 
 class UnsendableError(TypeError):
@@ -269,14 +269,11 @@ def _tensor(
     on_accelerator: bool = False,
 ) -> torch.Tensor:
     kind = getattr(torch, dtype)
-    if isinstance(memory, torch.Tensor):  # on a device
-        tensor = memory.view(kind).view(shape)
-    elif memory is None:
+    if memory is None:
         tensor = torch.empty(shape, dtype=kind)
-    elif kind in NUMPY_DTYPES:
-        tensor = tensor_over(memory, kind, shape)
     else:
-        tensor = torch.frombuffer(memory, dtype=kind).view(shape)
+        flat = memory if isinstance(memory, torch.Tensor) else torch.from_numpy(memory)
+        tensor = flat.view(kind).view(shape)
     if on_accelerator and (device := getattr(_receiver, "device", None)) is not None:
         tensor = tensor.to(device)
     return tensor.requires_grad_() if requires_grad else tensor

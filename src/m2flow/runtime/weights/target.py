@@ -14,13 +14,12 @@ from torch import Tensor
 
 from m2flow.flow.worker import Worker
 from m2flow.runtime.transport.shared_memory import SharedReader
-from m2flow.runtime.weights.assemble import Assembler
 from m2flow.runtime.weights.boxes import Box
 from m2flow.runtime.weights.exports import Export, ManifestKey, WeightsKey
 from m2flow.runtime.weights.manifest import TensorManifest, merged, wanted_boxes
 from m2flow.runtime.weights.relay import Relay, RelayKey
 from m2flow.runtime.weights.snapshot import Snapshot
-from m2flow.runtime.weights.transfers import TensorTransfer, transfers
+from m2flow.runtime.weights.transfers import Assembler, TensorTransfer, transfers
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from m2flow.engine.plan import Plan
 from m2flow.observe.machine import describe_machine
@@ -133,7 +133,6 @@ class Training:
             finally:
                 log.close()
                 self.timeline.write(directory.timeline)
-                directory.close()
 
     def _write_plan(self, run: Run) -> None:
         """Write the plan of the steps to come, and from what it was chosen."""
@@ -176,9 +175,7 @@ class Training:
         figures |= self._against_plan(run, result)
         rows = self.experiment.samples(result, self.recipe.samples_logged_per_step)
         self._begun().append_samples(step, rows)
-        for span in result.spans:
-            self.timeline.add(span)
-        self.timeline.end_step(step, result.started, result.started + result.seconds)
+        self.timeline.add(step, result.spans, result.started, result.started + result.seconds)
         self.progress.update(step, figures)
         return figures
 
@@ -221,8 +218,7 @@ class Training:
         return figures | {"eval/seconds": result.seconds}
 
     def _save(self, run: Run, step: int) -> None:
-        extra: dict[str, Any] = {"version": step, "seed": self.recipe.seed}
-        self.experiment.save(run, self._begun().checkpoints.resolve(), step, extra)
+        self.experiment.save(run, self._begun().checkpoints.resolve(), step)
         self.timeline.write(self._begun().timeline)
 
 

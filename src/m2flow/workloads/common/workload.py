@@ -126,14 +126,13 @@ class Experiment(Protocol):
     def samples(self, result: StepResult, count: int) -> list[dict[str, Any]]:
         """A few rollouts of a step, as rows of samples.jsonl."""
 
-    def save(self, run: Run, checkpoints: Path, step: int, extra: dict[str, Any]) -> None:
+    def save(self, run: Run, checkpoints: Path, step: int) -> None:
         """Write the checkpoint of a step; `recipe.checkpoint.keep` of them are kept.
 
         Args:
             run: whose workers write.
             checkpoints: the run's folder of checkpoints, absolute, which all lanes see.
             step: training steps done.
-            extra: JSON to remember beside the workers' states.
         """
 
 

@@ -270,14 +270,13 @@ class ReasoningExperiment:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def save(self, run: Run, checkpoints: Path, step: int, extra: dict[str, Any]) -> None:
+    def save(self, run: Run, checkpoints: Path, step: int) -> None:
         """Write a checkpoint of the policy, and of the critic if there is one."""
         checkpoint.sweep(checkpoints)
         for name in run.plan.placements.keys() & {Critic.part}:
             run.worker_call_everywhere(name, "save_part", str(checkpoints), step)
         keep = self.recipe.checkpoint.keep
-        arguments = (str(checkpoints), step, extra, keep)
-        run.worker_call_everywhere("learner", "save_checkpoint", *arguments)
+        run.worker_call_everywhere("learner", "save_checkpoint", str(checkpoints), step, keep)
 
 
 def _tiny_spec(recipe: ReasoningRecipe) -> TinySpec:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 from m2flow.errors import UserError
 from m2flow.generation.supported import check_supported
-from m2flow.models.shape import read_model
+from m2flow.models.shape import config_of, read_model
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 
 def check_model(recipe: ReasoningRecipe, model: str | None = None) -> None:
     """Refuse a model that generation does not compute.
 
-    A folder that is not here is not judged: the run itself refuses it.
+    A model that is not here is not judged: the run itself refuses it.
 
     Args:
         recipe: its model is judged.
@@ -23,22 +20,12 @@ def check_model(recipe: ReasoningRecipe, model: str | None = None) -> None:
     Raises:
         UserError: names the model and what of it is not computed.
     """
-    source = model if model is not None else recipe.model.path
-    key = "--model" if model is not None else "model.path"
+    key, source = ("model.path", recipe.model.path) if model is None else ("--model", model)
     if source is None:
         return
-    file = Path(source).expanduser()
-    file = file / "config.json" if file.is_dir() else file
-    if file.is_file():
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError:
-            return  # the run says what is wrong with the folder
-        if not isinstance(config, dict):
-            return
-    elif model is not None and read_model(model).experts:
-        config = {"model_type": "mixture of experts"}
-    else:
+    try:
+        config, _ = config_of(source)
+    except UserError:  # whoever needs the model says what is wrong with it
         return
     try:
         check_supported(config)

@@ -16,7 +16,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -29,7 +29,6 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 _ON_DISK = (Path("/var/tmp"), Path.home())
 """Where the file goes if the folder lies in memory; the first that does not."""
 
-_BUFFERS_PER_CALL = 1024  # the system takes no more
 _HUGE_PAGES_FROM = 2 << 20  # bytes: the size of one
 _MADV_HUGEPAGE = 14
 
@@ -59,7 +58,7 @@ class FileShelf:
         """Copy the bytes of these storages. After an error nothing is kept."""
         file = self._open()
         try:
-            _transfer(lambda buffers, start: os.pwritev(file, buffers, start), storages)
+            _transfer(lambda buffer, start: os.pwrite(file, buffer, start), storages)
         except OSError as error:
             self.clear()
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -89,7 +88,7 @@ class FileShelf:
     def take(self, storages: Sequence[UntypedStorage]) -> None:
         """Copy the bytes back into the storages they came from, inside `filling`; keeps them."""
         file = self._open()
-        _transfer(lambda buffers, start: os.preadv(file, buffers, start), storages)
+        _transfer(lambda buffer, start: os.preadv(file, [buffer], start), storages)
 
     def clear(self) -> None:
         """Forget the bytes."""
@@ -132,27 +131,16 @@ def _lies_in_memory(folder: Path) -> bool:
     return kind in _IN_MEMORY
 
 
-def _transfer(
-    move: Callable[[Sequence[memoryview], int], int], storages: Sequence[UntypedStorage]
-) -> None:
+def _transfer(move: Callable[[memoryview, int], int], storages: Sequence[UntypedStorage]) -> None:
     """Moves all bytes, in order, from the file's start; `move` may do less than it is asked for."""
     position = 0
-    for buffers in _batches(storages):
-        while buffers:
-            moved = move(buffers, position)
+    for storage in storages:
+        buffer = _buffer(storage)
+        while buffer:
+            moved = move(buffer, position)
             if moved == 0:
                 raise RunFailed(f"the file with the state ends after {position} bytes")
-            position += moved
-            while buffers and moved >= len(buffers[0]):
-                moved -= len(buffers.pop(0))
-            if moved:
-                buffers[0] = buffers[0][moved:]
-
-
-def _batches(storages: Sequence[UntypedStorage]) -> Iterator[list[memoryview]]:
-    buffers = [_buffer(storage) for storage in storages]
-    for first in range(0, len(buffers), _BUFFERS_PER_CALL):
-        yield buffers[first : first + _BUFFERS_PER_CALL]
+            buffer, position = buffer[moved:], position + moved
 
 
 def _buffer(storage: UntypedStorage) -> memoryview:

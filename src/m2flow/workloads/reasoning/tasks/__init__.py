@@ -13,7 +13,7 @@ from typing import Any
 from m2flow.errors import UserError, suggestion
 from m2flow.workloads.reasoning.tasks.problem import DemonstratedTask, Problem, Task
 
-__all__ = ["DemonstratedTask", "Problem", "Task", "make_task", "reward_of_task", "task_names"]
+__all__ = ["DemonstratedTask", "Problem", "Task", "make_task", "reward_of_task"]
 
 _TASKS = {
     "addition": ("m2flow.workloads.reasoning.tasks.addition", "Addition", "addition"),
@@ -21,11 +21,6 @@ _TASKS = {
     "jsonl": ("m2flow.workloads.reasoning.tasks.jsonl", "Jsonl", "math"),
 }
 """Name to module, class, and the reward of a recipe that names none."""
-
-
-def task_names() -> list[str]:
-    """The names that `make_task` knows, sorted."""
-    return sorted(_TASKS)
 
 
 def reward_of_task(name: str) -> str:
@@ -37,17 +32,13 @@ def make_task(name: str, **settings: Any) -> Task:
     """The task of that name.
 
     Args:
-        name: one of `task_names()`.
+        name: a value of the recipe key `data.task`.
         settings: keyword arguments of the task's class, such as `seed` or `path`.
 
     Raises:
-        UserError: unknown name, unknown or missing setting, or what the task itself refuses; in the
+        UserError: unknown or missing setting, or what the task itself refuses; in the
             words of a recipe.
     """
-    if name not in _TASKS:
-        raise UserError(
-            "no such task", key="data.task", value=name, hint=suggestion(name, task_names())
-        )
     module, attribute, _ = _TASKS[name]
     task_class = getattr(importlib.import_module(module), attribute)
     parameters = inspect.signature(task_class).parameters

@@ -96,13 +96,7 @@ class Trained(Sharded):
 
         state_file.read(folder, self.policy, self.trainer.optimizer, self.shards)
 
-    def save_checkpoint(
-        self,
-        checkpoints: str,
-        step: int,
-        extra: dict[str, Any],
-        keep: int,
-    ) -> str:
+    def save_checkpoint(self, checkpoints: str, step: int, keep: int) -> str:
         """Write a checkpoint, which a worker on any lanes can go on from; returns its folder.
 
         Parts of other workers, which `save_part` has written, are in it.
@@ -113,7 +107,6 @@ class Trained(Sharded):
         Args:
             checkpoints: the run's folder of checkpoints.
             step: training steps done.
-            extra: JSON to remember beside it.
             keep: how many checkpoints to keep.
         """
         from m2flow.training import checkpoint
@@ -126,7 +119,7 @@ class Trained(Sharded):
                 checkpoint.write_part(folder, model, self.model.tokenizer(), trainer_state)
                 goes_on = self.checkpoint is not None and step < self.recipe.steps
                 in_use = Path(str(self.checkpoint)) if goes_on else None
-                checkpoint.commit(root, step, extra=extra, keep=keep, in_use=in_use)
+                checkpoint.commit(root, step, keep=keep, in_use=in_use)
         return str(checkpoint.folder_of(root, step))
 
     def save_part(self, checkpoints: str, step: int) -> None:
