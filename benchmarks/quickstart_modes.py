@@ -14,8 +14,8 @@ import ray
 from harness import Target, arguments, conclude, table
 from starting_point import quickstart
 
-from m2flow.plan.time_account import where_the_time_went
 from m2flow.runtime.driver.launch import Run, launch
+from m2flow.simulation.time_account import where_the_time_went
 from m2flow.workloads.reasoning.flow import recipe_flow
 
 MODES = ("eager", "collocated", "disaggregated", "hybrid")

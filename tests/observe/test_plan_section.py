@@ -15,8 +15,8 @@ from m2flow.plan.explain.bottleneck import Bottleneck
 from m2flow.plan.file import to_json
 from m2flow.plan.gantt import Gantt, Row
 from m2flow.plan.prediction import Prediction
-from m2flow.plan.time_account import Piece
 from m2flow.plan.units import Seconds
+from m2flow.simulation.time_account import Piece
 from tests.observe.test_report import check, words
 
 GENERATE, TRAIN = "generator.generate", "learner.train"

@@ -17,7 +17,7 @@ from m2flow.observe.charts import round_ticks
 from m2flow.observe.formatting import percent, seconds
 from m2flow.observe.theme import SANS, stage_colours, variables
 from m2flow.plan.gantt import Gantt, Row, in_columns, joined, lane_names
-from m2flow.plan.time_account import TERM_OF, WORK, Piece
+from m2flow.simulation.time_account import TERM_OF, WORK, Piece
 
 GANTT_CSS = """
 .gantt{display:block;width:100%;height:auto}

@@ -13,7 +13,7 @@ from m2flow.observe.page import legend_entry
 from m2flow.observe.theme import stage_colours
 from m2flow.observe.trace import StepSpans, Trace
 from m2flow.plan.gantt import Gantt, lay_out
-from m2flow.plan.time_account import TERM_OF, LaneTime, where_the_time_went
+from m2flow.simulation.time_account import TERM_OF, LaneTime, where_the_time_went
 
 MAX_LANES = 64
 FILLS = {term: f"var(--{kind})" for kind, term in TERM_OF.items()}

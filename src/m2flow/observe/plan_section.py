@@ -21,7 +21,7 @@ from m2flow.observe.record import RunRecord, as_number
 from m2flow.observe.trace import StepSpans
 from m2flow.plan.explain import Explanation
 from m2flow.plan.file import to_json
-from m2flow.plan.time_account import TERMS, where_the_time_went
+from m2flow.simulation.time_account import TERMS, where_the_time_went
 
 
 def plan_section(record: RunRecord) -> str:

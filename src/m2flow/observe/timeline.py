@@ -14,7 +14,7 @@ from pathlib import Path
 
 from m2flow.engine.spans import Span
 from m2flow.observe.trace import StepSpans, Trace, write_trace
-from m2flow.plan.time_account import LaneTime, where_the_time_went
+from m2flow.simulation.time_account import LaneTime, where_the_time_went
 
 
 class Timeline:

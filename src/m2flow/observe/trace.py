@@ -17,7 +17,7 @@ from typing import Any
 from m2flow.engine.spans import Span
 from m2flow.errors import UserError
 from m2flow.observe.jsonl import encode, write_atomically
-from m2flow.plan.time_account import LaneTime, extent
+from m2flow.simulation.time_account import LaneTime, extent
 
 PROCESS, STEPS_THREAD = 1, 0
 

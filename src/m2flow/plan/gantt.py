@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from m2flow.engine.spans import Span
-from m2flow.plan.time_account import Piece, Window, by_lane, extent, pieces
+from m2flow.simulation.time_account import Piece, Window, by_lane, extent, pieces
 
 Work = tuple[str, str]
 """(kind, name) of a span: a stage's call or finish, or a switch, publish, transfer or wait."""

@@ -18,9 +18,9 @@ from m2flow.flow.graph import FlowGraph
 from m2flow.plan.prediction import Prediction
 from m2flow.plan.profile import Profile
 from m2flow.plan.simulate_timing import ProfileTiming
-from m2flow.plan.time_account import TERMS, Window, where_the_time_went
 from m2flow.plan.units import Bytes, Seconds
 from m2flow.simulation.driver import SimulatedRun, Simulation
+from m2flow.simulation.time_account import TERMS, Window, where_the_time_went
 
 
 def simulate(

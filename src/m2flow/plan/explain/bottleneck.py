@@ -11,7 +11,7 @@ from operator import add
 from m2flow.engine.spans import Span
 from m2flow.plan.explain.amounts import brief
 from m2flow.plan.prediction import Candidate
-from m2flow.plan.time_account import extent, where_the_time_went
+from m2flow.simulation.time_account import extent, where_the_time_went
 
 ALIKE = 0.05
 """Lanes whose idle shares differ by less than this are equally busy."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from m2flow.plan.explain.amounts import brief
 from m2flow.plan.gantt import Gantt, Work, in_columns, lane_names
-from m2flow.plan.time_account import TERM_OF, WORK
+from m2flow.simulation.time_account import TERM_OF, WORK
 
 NARROWEST, LABEL, SHARE = 40, 14, 11
 """Columns of the whole picture at least; of the lanes' names at most; of the idle share."""

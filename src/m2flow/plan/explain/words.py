@@ -9,7 +9,7 @@ from m2flow.plan.explain.amounts import brief
 from m2flow.plan.explain.explanation import Explanation
 from m2flow.plan.explain.picture import picture
 from m2flow.plan.gantt import lane_names
-from m2flow.plan.time_account import TERMS
+from m2flow.simulation.time_account import TERMS
 
 SHOWN = 4
 """Phrases of a difference, flips, and plans that were ruled out, that are printed."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.engine.spans import Span
-from m2flow.plan.time_account import PRECEDENCE, TERMS, where_the_time_went
+from m2flow.simulation.time_account import PRECEDENCE, TERMS, where_the_time_went
 
 spans_on_a_grid = st.lists(
     st.builds(
