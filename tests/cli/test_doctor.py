@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from rich.console import Console
 
 from m2flow.cli import doctor
-from m2flow.cli.doctor import GIB, Finding, Requirements
+from m2flow.cli.doctor import GIB, Check, Requirements
 
 PROJECT = Path(__file__).parents[2]
 
@@ -110,7 +110,7 @@ def test_memory_is_the_least_of_machine_and_cgroup(
 def test_little_memory_is_worth_a_warning(tmp_path: Path) -> None:
     proc = make_proc(tmp_path, total_gib=4, available_gib=3)
     (finding,) = doctor.check_memory(proc, tmp_path)
-    assert finding == Finding(
+    assert finding == Check(
         "memory",
         "warn",
         "3.0 GiB available of 4.0 GiB: a run wants 4 GiB",
@@ -151,7 +151,7 @@ def test_bfloat16_is_read_from_the_flags_of_the_cpu(
 
 
 def test_a_package_that_is_there() -> None:
-    assert doctor.check_package(Requirement("pyyaml>=1")) == Finding(
+    assert doctor.check_package(Requirement("pyyaml>=1")) == Check(
         "pyyaml", "ok", metadata.version("pyyaml")
     )
 
@@ -267,25 +267,25 @@ def test_gpus(
 
 
 def test_a_check_that_fails_becomes_a_finding() -> None:
-    def check() -> list[Finding]:
+    def check() -> list[Check]:
         raise OSError("no such\nthing")
 
     assert doctor.isolated("disk", check) == [
-        Finding("disk", "warn", "could not be checked: no such thing")
+        Check("disk", "warn", "could not be checked: no such thing")
     ]
 
 
 def test_a_mistake_in_a_check_is_not_hidden() -> None:
-    def check() -> list[Finding]:
+    def check() -> list[Check]:
         raise KeyError("a programming mistake")
 
     with pytest.raises(KeyError):
         doctor.isolated("disk", check)
 
 
-SOUND = Finding("Python", "ok", "3.11.7")
-ABSENT = Finding("ray", "missing", "not installed", "python -m pip install 'ray[a]>=2'")
-EXTRA = Finding(
+SOUND = Check("Python", "ok", "3.11.7")
+ABSENT = Check("ray", "missing", "not installed", "python -m pip install 'ray[a]>=2'")
+EXTRA = Check(
     "extra gym", "optional", "without reasoning-gym", "python -m pip install 'm2flow[gym]'"
 )
 
@@ -296,14 +296,14 @@ EXTRA = Finding(
 def test_exit_code_and_json(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    findings: list[Finding],
+    findings: list[Check],
     code: int,
 ) -> None:
     monkeypatch.setattr(doctor, "diagnose", lambda: findings)
     assert doctor.run_doctor(as_json=True) == code
     report = json.loads(capsys.readouterr().out)
     assert report["works"] == (code == 0)
-    assert [Finding(**row) for row in report["findings"]] == findings
+    assert [Check(**row) for row in report["findings"]] == findings
 
 
 def test_commands_are_printed_whole_and_ready_to_copy() -> None:

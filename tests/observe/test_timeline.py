@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from tests.plan.test_time_account import spans_on_a_grid
 
 from m2flow.engine.spans import Span
 from m2flow.errors import UserError
 from m2flow.observe.timeline import Timeline
 from m2flow.observe.trace import StepSpans, Trace, read_trace, write_trace
 from m2flow.simulation.time_account import extent
+from tests.simulation.test_time_account import spans_on_a_grid
 
 
 def test_the_recorder_keeps_first_and_last_steps_and_accounts_for_all() -> None:

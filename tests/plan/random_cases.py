@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.flow import Flow, FlowGraph, Worker, loop, stage
-from m2flow.plan.choose.problem import Problem
+from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.profile import (
     LinkCost,
     Piecewise,
@@ -65,8 +65,8 @@ class Case(NamedTuple):
     num_items: int
 
     @property
-    def problem(self) -> Problem:
-        return Problem(*self)
+    def problem(self) -> PlanningProblem:
+        return PlanningProblem(*self)
 
 
 SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {

@@ -43,7 +43,7 @@ EXPECTED_FAILURES = (ImportError, OSError, RuntimeError, ValueError, AttributeEr
 
 
 @dataclass(frozen=True)
-class Finding:
+class Check:
     """One line of the report.
 
     Attributes:
@@ -87,10 +87,10 @@ def run_links(*, as_json: bool = False) -> int:
 
     from m2flow.engine.plan import LaneSpec
     from m2flow.plan.file import to_json
-    from m2flow.runtime.driver.cluster import Cluster
+    from m2flow.runtime.driver.cluster import RayCluster
     from m2flow.runtime.driver.pool import LanePool
 
-    cluster = Cluster(())
+    cluster = RayCluster(())
     if torch.cuda.is_available():  # two lanes on one GPU, and one on another GPU if there is one
         lanes = [LaneSpec(0, "gpu", gpu=0), LaneSpec(1, "gpu", gpu=0, reserved_for="links")]
         lanes += [LaneSpec(2, "gpu", gpu=1)] if torch.cuda.device_count() > 1 else []
@@ -107,9 +107,9 @@ def run_links(*, as_json: bool = False) -> int:
     return 0
 
 
-def diagnose() -> list[Finding]:
+def diagnose() -> list[Check]:
     """All findings for this machine and this interpreter, in the order of the report."""
-    checks: dict[str, Callable[[], list[Finding]]] = {
+    checks: dict[str, Callable[[], list[Check]]] = {
         "Python": check_python,
         "CPU cores": check_cores,
         "memory": check_memory,
@@ -123,15 +123,15 @@ def diagnose() -> list[Finding]:
     return [finding for name, check in checks.items() for finding in isolated(name, check)]
 
 
-def isolated(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
+def isolated(name: str, check: Callable[[], list[Check]]) -> list[Check]:
     """The check's findings; where it fails, one finding that says how."""
     try:
         return check()
     except EXPECTED_FAILURES as error:
-        return [Finding(name, "warn", f"could not be checked: {_one_line(error)}")]
+        return [Check(name, "warn", f"could not be checked: {_one_line(error)}")]
 
 
-def print_findings(findings: Sequence[Finding], console: Console) -> None:
+def print_findings(findings: Sequence[Check], console: Console) -> None:
     """A table of the findings; under it, ready to copy, what mends them."""
     table = Table(box=None, pad_edge=False)
     for heading in ("", "status", "found"):
@@ -155,64 +155,64 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
 # The machine
 
 
-def check_python() -> list[Finding]:
+def check_python() -> list[Check]:
     """The interpreter that runs, and whether it belongs to a virtual environment."""
     version = ".".join(map(str, sys.version_info[:3]))
     place = "" if sys.prefix != sys.base_prefix else ", not in a virtual environment"
-    return [Finding("Python", "ok", f"{version}{place} ({sys.executable})")]
+    return [Check("Python", "ok", f"{version}{place} ({sys.executable})")]
 
 
-def check_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> list[Finding]:
+def check_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> list[Check]:
     """The cores that may be used; on a machine without a GPU they are the lanes."""
     cores = usable_cores(proc, cgroup)
     detail = f"{cores:g} usable of {os.cpu_count()}"
     if cores < 2:
         fix = "give this job two cores or more (docker run --cpus, taskset, cpuset)"
-        return [Finding("CPU cores", "warn", f"{detail}: stages cannot overlap", fix)]
-    return [Finding("CPU cores", "ok", detail)]
+        return [Check("CPU cores", "warn", f"{detail}: stages cannot overlap", fix)]
+    return [Check("CPU cores", "ok", detail)]
 
 
-def check_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> list[Finding]:
+def check_memory(proc: Path = PROC, cgroup: Path = CGROUP) -> list[Check]:
     """Memory: each lane is a process of its own that imports torch."""
     available, total = usable_memory(proc, cgroup)
     detail = f"{_gib(available)} available of {_gib(total)}"
     if available < 4 * GIB:
         fix = "close other programs, or raise this job's memory limit"
-        return [Finding("memory", "warn", f"{detail}: a run wants 4 GiB", fix)]
-    return [Finding("memory", "ok", detail)]
+        return [Check("memory", "warn", f"{detail}: a run wants 4 GiB", fix)]
+    return [Check("memory", "ok", detail)]
 
 
-def check_shared_memory(shm: Path = SHM) -> list[Finding]:
+def check_shared_memory(shm: Path = SHM) -> list[Check]:
     """Room in /dev/shm, which holds Ray's object store."""
     if not shm.is_dir():
         detail = f"{shm} is not there: Ray's object store falls back to files"
-        return [Finding("shared memory", "warn", detail)]
+        return [Check("shared memory", "warn", detail)]
     usage = shutil.disk_usage(shm)
     detail = f"{_gib(usage.free)} free of {_gib(usage.total)} in {shm}"
     if usage.free < 2 * GIB:
         fix = f"docker run --shm-size=8g, or: mount -o remount,size=8g {shm}"
         detail += ": below 2 GiB, Ray's object store falls back to files"
-        return [Finding("shared memory", "warn", detail, fix)]
-    return [Finding("shared memory", "ok", detail)]
+        return [Check("shared memory", "warn", detail, fix)]
+    return [Check("shared memory", "ok", detail)]
 
 
-def check_disk(places: Sequence[Path] | None = None) -> list[Finding]:
+def check_disk(places: Sequence[Path] | None = None) -> list[Check]:
     """Free disk where runs are written (here) and where Ray spills (the temporary directory)."""
     places = places or [Path.cwd(), Path(tempfile.gettempdir())]
     free = {place: shutil.disk_usage(place).free for place in places}
     detail = ", ".join(f"{_gib(count)} free in {place}" for place, count in free.items())
     if min(free.values()) < 5 * GIB:
         fix = "free some space, or name a larger disk with --run-dir and TMPDIR"
-        return [Finding("disk", "warn", detail, fix)]
-    return [Finding("disk", "ok", detail)]
+        return [Check("disk", "warn", detail, fix)]
+    return [Check("disk", "ok", detail)]
 
 
-def check_cpu_bfloat16(proc: Path = PROC) -> list[Finding]:
+def check_cpu_bfloat16(proc: Path = PROC) -> list[Check]:
     """Whether this CPU multiplies bfloat16 in hardware; where it does not, bfloat16 is emulated."""
     flags = set(read_text(proc / "cpuinfo").split())
     found = sorted(flags & {"avx512_bf16", "amx_bf16", "bf16"})  # the last is Arm's name
     detail = f"fast ({', '.join(found)})" if found else "emulated: float32 is the faster choice"
-    return [Finding("bfloat16 on CPU", "ok", detail)]
+    return [Check("bfloat16 on CPU", "ok", detail)]
 
 
 # The software
@@ -245,29 +245,29 @@ def _applies(requirement: Requirement, extra: str) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
 
 
-def check_packages(requirements: Requirements | None = None) -> list[Finding]:
+def check_packages(requirements: Requirements | None = None) -> list[Check]:
     """One finding for each package of the core: is it there, does it import, is it in range?"""
     return [check_package(one) for one in (requirements or declared_requirements()).core]
 
 
-def check_package(requirement: Requirement) -> Finding:
+def check_package(requirement: Requirement) -> Check:
     """Whether one package is there, can be imported, and has a version in its range."""
     name, install = requirement.name, _pip_install(_pip_form(requirement))
     version = _version(requirement)
     if version is None:
-        return Finding(name, "missing", "not installed", install)
+        return Check(name, "missing", "not installed", install)
     try:
         importlib.import_module(MODULE_NAMES.get(name.lower(), name.replace("-", "_")))
     except EXPECTED_FAILURES as error:
         detail = f"{version} is installed and does not import: {_one_line(error)}"
-        return Finding(name, "missing", detail, f"{install} --force-reinstall")
+        return Check(name, "missing", detail, f"{install} --force-reinstall")
     if not requirement.specifier.contains(version, prereleases=True):
         detail = f"{version} is outside the range {requirement.specifier}"
-        return Finding(name, "warn", detail, install)
-    return Finding(name, "ok", version)
+        return Check(name, "warn", detail, install)
+    return Check(name, "ok", version)
 
 
-def check_gpu() -> list[Finding]:
+def check_gpu() -> list[Check]:
     """The GPUs that torch can use, or why it cannot use those that are there."""
     import torch
 
@@ -277,20 +277,20 @@ def check_gpu() -> list[Finding]:
     if usable:
         gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         listed = ", ".join(f"{gpu.name} ({_gib(gpu.total_memory)})" for gpu in gpus)
-        return [Finding("GPU", "ok", f"{listed}; CUDA {torch.version.cuda}")]
+        return [Check("GPU", "ok", f"{listed}; CUDA {torch.version.cuda}")]
     if shutil.which("nvidia-smi") is None:
-        return [Finding("GPU", "ok", "none: lanes are sets of CPU cores")]
+        return [Check("GPU", "ok", "none: lanes are sets of CPU cores")]
     if torch.version.cuda is None:
         detail = f"there is an NVIDIA driver, but torch {torch.__version__} is a build for CPU"
         wanted = next(one for one in declared_requirements().core if one.name == "torch")
         fix = f"{_pip_install(_pip_form(wanted))} --force-reinstall"
-        return [Finding("GPU", "warn", detail, fix)]
+        return [Check("GPU", "warn", detail, fix)]
     reason = f": {_one_line(caught[0].message)}" if caught else ""
     detail = f"torch, built for CUDA {torch.version.cuda}, finds none{reason}"
-    return [Finding("GPU", "warn", detail, "nvidia-smi  # is the driver loaded, and new enough?")]
+    return [Check("GPU", "warn", detail, "nvidia-smi  # is the driver loaded, and new enough?")]
 
 
-def check_extras(requirements: Requirements | None = None) -> list[Finding]:
+def check_extras(requirements: Requirements | None = None) -> list[Check]:
     """One finding for each extra: its versions, or the command that installs what it lacks."""
     findings = []
     for extra, wanted in (requirements or declared_requirements()).extras.items():
@@ -299,10 +299,10 @@ def check_extras(requirements: Requirements | None = None) -> list[Finding]:
         absent = [package for package, version in versions.items() if version is None]
         if absent:
             detail = f"without {', '.join(absent)}"
-            findings.append(Finding(name, "optional", detail, _install_extra(extra)))
+            findings.append(Check(name, "optional", detail, _install_extra(extra)))
         else:
             detail = ", ".join(f"{package} {version}" for package, version in versions.items())
-            findings.append(Finding(name, "ok", detail))
+            findings.append(Check(name, "ok", detail))
     return findings
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from m2flow.errors import FlowError, suggestion
 from m2flow.flow.graph import FlowGraph, build_graph
-from m2flow.flow.trace import Stream, Trace, tracing
+from m2flow.flow.trace import Recording, Stream, tracing
 from m2flow.flow.worker import Worker
 
 
@@ -57,7 +57,7 @@ class Flow:
         return {name: value for name, value in vars(self).items() if isinstance(value, Worker)}
 
     def trace(self, method: str = "step") -> FlowGraph:
-        """Trace one method symbolically; no worker is started.
+        """Recording one method symbolically; no worker is started.
 
         Args:
             method: "step", or another method of the same form, such as "evaluate". Weight edges
@@ -67,7 +67,7 @@ class Flow:
             FlowError: the flow makes no sense, or looks at a Stream's content.
         """
         _check_distinct(self.workers)
-        trace = Trace(
+        trace = Recording(
             type(self).__name__, {id(worker): name for name, worker in self.workers.items()}
         )
         with tracing(trace):

@@ -13,7 +13,7 @@ from typing import Any
 
 from m2flow.errors import FlowError
 from m2flow.flow.stage import Stage, Unit
-from m2flow.flow.trace import CallRecord, LoopSpec, Stream, Trace
+from m2flow.flow.trace import CallRecord, LoopSpec, Recording, Stream
 
 SOURCE = -1
 """Stands for the step's input wherever a node index stands for the stage that makes a stream."""
@@ -159,7 +159,7 @@ class FlowGraph:
         return lines
 
 
-def build_graph(trace: Trace, output: Stream, method: str) -> FlowGraph:
+def build_graph(trace: Recording, output: Stream, method: str) -> FlowGraph:
     """Turn a trace into a validated graph.
 
     Raises:
@@ -193,7 +193,7 @@ def build_graph(trace: Trace, output: Stream, method: str) -> FlowGraph:
     return graph
 
 
-def _unique_names(trace: Trace) -> list[str]:
+def _unique_names(trace: Recording) -> list[str]:
     seen: dict[str, int] = {}
     names = []
     for call in trace.calls:
@@ -204,7 +204,7 @@ def _unique_names(trace: Trace) -> list[str]:
 
 
 def _node(
-    trace: Trace, index: int, call: CallRecord, name: str, chains: dict[int, tuple[int, ...]]
+    trace: Recording, index: int, call: CallRecord, name: str, chains: dict[int, tuple[int, ...]]
 ) -> tuple[StageNode, tuple[int, ...]]:
     """The node of one call, and the chain of expansions that its output has behind it."""
     spec, owner = call.stage.spec, call.stage.owner

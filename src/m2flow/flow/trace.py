@@ -23,7 +23,7 @@ class Stream:
 
     __slots__ = ("producer", "trace")
 
-    def __init__(self, trace: Trace, producer: int | None) -> None:
+    def __init__(self, trace: Recording, producer: int | None) -> None:
         self.trace = trace
         self.producer = producer
         """Index of the record that makes the items; None for the input of the step."""
@@ -78,7 +78,7 @@ class LoopSpec:
 
 
 @dataclass(slots=True)
-class Trace:
+class Recording:
     """What tracing has recorded so far."""
 
     flow_name: str
@@ -115,11 +115,11 @@ class Trace:
         return len(self.calls) - 1
 
 
-_current: ContextVar[Trace | None] = ContextVar("m2flow_trace", default=None)
+_current: ContextVar[Recording | None] = ContextVar("m2flow_trace", default=None)
 
 
 @contextmanager
-def tracing(trace: Trace) -> Iterator[Trace]:
+def tracing(trace: Recording) -> Iterator[Recording]:
     """Make `trace` the one that stage calls and publishes are recorded in."""
     token = _current.set(trace)
     try:
@@ -128,7 +128,7 @@ def tracing(trace: Trace) -> Iterator[Trace]:
         _current.reset(token)
 
 
-def current_trace() -> Trace | None:
+def current_trace() -> Recording | None:
     """The trace that stage calls are recorded in, if any."""
     return _current.get()
 
@@ -152,7 +152,7 @@ def record_call(stage: TracedStage, args: tuple[Any, ...], options: dict[str, An
     return Stream(trace, trace.add(stage, [arg.producer for arg in args], dict(options)))
 
 
-def check_same_trace(trace: Trace, stream: Stream, name: str) -> None:
+def check_same_trace(trace: Recording, stream: Stream, name: str) -> None:
     """Refuse a Stream that was made outside the step that is traced."""
     if stream.trace is not trace or current_trace() is not trace:
         raise FlowError(

@@ -86,7 +86,7 @@ def line_chart(
         max([*values, *([] if high is None else [high])]),
         4,
     )
-    frame = Frame(min(xs), max(xs), y_ticks[0], y_ticks[-1])
+    frame = Scale(min(xs), max(xs), y_ticks[0], y_ticks[-1])
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
     parts = [f'<svg class="chart" {size} role="img" aria-label="{escape(label)}">']
     parts += _axes(frame, x_ticks, y_ticks, form)
@@ -98,7 +98,7 @@ def line_chart(
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class Scale:
     """The ranges of both axes, mapped to the drawing's coordinates."""
 
     x_low: float
@@ -166,7 +166,7 @@ def smooth(values: Sequence[float], reach: int) -> list[float]:
 
 
 def _axes(
-    frame: Frame,
+    frame: Scale,
     x_ticks: Sequence[float],
     y_ticks: Sequence[float],
     form: Callable[[float], str],
@@ -185,7 +185,7 @@ def _axes(
         yield f'<text x="{x:.1f}" y="{base + 15}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _curve(one: Series, frame: Frame) -> Iterator[str]:
+def _curve(one: Series, frame: Scale) -> Iterator[str]:
     colour = series_colour(one.colour)
     runs = [
         [(x, y) for x, y in group if y is not None]
@@ -212,12 +212,12 @@ def _curve(one: Series, frame: Frame) -> Iterator[str]:
                 )
 
 
-def _path(points: Sequence[Point], frame: Frame, colour: str, name: str) -> str:
+def _path(points: Sequence[Point], frame: Scale, colour: str, name: str) -> str:
     steps = "L".join(f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in points)
     return f'<path class="{name}" style="stroke:{colour}" d="M{steps}"/>'
 
 
-def _hits(series: Sequence[Series], frame: Frame, form: Callable[[float], str]) -> Iterator[str]:
+def _hits(series: Sequence[Series], frame: Scale, form: Callable[[float], str]) -> Iterator[str]:
     """Invisible columns; a browser shows the title of the one under the pointer."""
     columns: dict[float, list[str]] = {}
     for one in series:

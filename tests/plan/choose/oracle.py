@@ -17,7 +17,7 @@ from itertools import product
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow.graph import SOURCE, StageNode
-from m2flow.plan.choose.problem import Option, Problem
+from m2flow.plan.choose.problem import Option, PlanningProblem
 from m2flow.plan.simulate import simulate
 from m2flow.plan.units import Items
 from m2flow.plan.validate import validate
@@ -39,7 +39,7 @@ class Oracle:
         num_simulated: simulations.
     """
 
-    problem: Problem
+    problem: PlanningProblem
     best: float = math.inf
     plan: Plan | None = None
     num_simulated: int = 0

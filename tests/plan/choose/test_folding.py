@@ -9,7 +9,7 @@ import pytest
 from m2flow.plan.choose import choose
 from m2flow.plan.choose.draft import to_plan
 from m2flow.plan.choose.folding import fold_of, folded
-from m2flow.plan.choose.problem import Problem
+from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.choose.structures import starts
 from m2flow.plan.simulate import simulate
 from m2flow.plan.validate import validate
@@ -20,7 +20,7 @@ from tests.plan.small_graphs import GRPO
 
 @pytest.mark.parametrize(("count", "items", "fold"), [(16, 64, 1), (64, 128, 4), (66, 128, 4)])
 def test_a_folded_plan_takes_as_long_as_the_whole(count: int, items: int, fold: int) -> None:
-    problem = Problem(GRPO, waiting(), lanes_of({"cpu": count}), items)
+    problem = PlanningProblem(GRPO, waiting(), lanes_of({"cpu": count}), items)
     assert fold_of(problem) == fold
     small = folded(problem, fold)
     for draft in islice(starts(small), 0, 30, 6):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2flow.runtime.transport.channel.state import ChannelState, Outcome, Request
+from m2flow.runtime.transport.channel.state import ChannelRequest, ChannelState, Outcome
 
 MAX_ITEMS, MAX_BYTES = 3, 40
 TICKETS = frozenset(range(8))
@@ -35,24 +35,24 @@ class Tickets:
 
     def __init__(self, max_items: int, max_bytes: int) -> None:
         self.state = ChannelState(max_items, max_bytes)
-        self._open: dict[int, Request] = {}
+        self._open: dict[int, ChannelRequest] = {}
         self._ended: list[Verdict] = []
 
     def put(self, ticket: int, key: str | None, put: Item, timeout: float, now: float) -> list:
-        request = Request(key, put.weight, [put.body], put.num_bytes)
+        request = ChannelRequest(key, put.weight, [put.body], put.num_bytes)
         return self._begin(ticket, request, timeout, now)
 
     def get(self, ticket: int, key: str | None, timeout: float, now: float, **more: Any) -> list:
         more["enough_at"] = now + more.pop("linger", math.inf)
-        return self._begin(ticket, Request(key, **more), timeout, now)
+        return self._begin(ticket, ChannelRequest(key, **more), timeout, now)
 
-    def _begin(self, ticket: int, request: Request, timeout: float, now: float) -> list:
+    def _begin(self, ticket: int, request: ChannelRequest, timeout: float, now: float) -> list:
         self._open[ticket] = request
         request.wake = lambda: self._end(ticket, request)
         self.state.begin(request, now)
         return self.give_up(ticket, now) if timeout == 0 else self._told()
 
-    def _end(self, ticket: int, request: Request) -> None:
+    def _end(self, ticket: int, request: ChannelRequest) -> None:
         items = tuple(one.body[0] for one in request.items)
         self._ended.append(Verdict(ticket, request.outcome, items))
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from m2flow.runtime.transport.frame import (
     _READ_AHEAD,
     ALIGNMENT,
-    Decoder,
     Frame,
+    FrameDecoder,
 )
 
 lengths = st.sampled_from([0, 1, 63, 64, 65, 1000, _READ_AHEAD - 40, _READ_AHEAD, 100_000])
@@ -28,7 +28,7 @@ def content(frame: Frame) -> tuple[str, bytes, list[bytes]]:
 @given(st.lists(frames, max_size=4), st.lists(st.integers(1, 200_000), min_size=1, max_size=20))
 def test_frames_come_out_as_they_went_in(sent: list[Frame], portions: list[int]) -> None:
     raw = b"".join(piece for frame in sent for piece in frame.pieces())
-    decoder, got, at, turn = Decoder(), [], 0, 0
+    decoder, got, at, turn = FrameDecoder(), [], 0, 0
     while at < len(raw):
         room = decoder.room()
         assert len(room) > 0

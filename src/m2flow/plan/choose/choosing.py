@@ -21,7 +21,7 @@ from m2flow.plan.choose.descent import Descent
 from m2flow.plan.choose.draft import AUTO, draft_of, obstacle, to_plan
 from m2flow.plan.choose.folding import fold_of, folded, unfolded
 from m2flow.plan.choose.judge import Judge, Shape, shape, sized
-from m2flow.plan.choose.problem import Problem
+from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.choose.structures import starts
 from m2flow.plan.isolation import isolate
 from m2flow.plan.prediction import Candidate, Decision
@@ -75,7 +75,9 @@ def choose(
         UserError: no plan keeps the limits, or the profile does not know a stage.
     """
     start = time.perf_counter()
-    problem = Problem(graph, profile, [x for x in lanes if x.reserved_for is None], num_items)
+    problem = PlanningProblem(
+        graph, profile, [x for x in lanes if x.reserved_for is None], num_items
+    )
     choice = _Choice(problem, tuple(lanes), isolated, layouts)
     found = [
         candidate
@@ -108,7 +110,7 @@ class _Choice:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: PlanningProblem,
         lanes: tuple[LaneSpec, ...],
         isolated: Collection[str],
         layouts: Mapping[str, Layout],
@@ -165,7 +167,7 @@ class _Choice:
                 continue
             yield mode, small, whole
 
-    def _built(self, problem: Problem, mode: str, staleness: int) -> Plan:
+    def _built(self, problem: PlanningProblem, mode: str, staleness: int) -> Plan:
         graph, items = problem.graph, problem.num_items
         plan = build_plan(mode, graph, problem.lanes, items, layouts=self.layouts)
         return replace(sized(plan, graph, problem.profile, items), max_staleness=staleness)
@@ -199,7 +201,7 @@ def check_fits(
     Raises:
         UserError: no plan does, or the profile does not know a stage.
     """
-    problem = Problem(graph, profile, lanes, num_items)
+    problem = PlanningProblem(graph, profile, lanes, num_items)
     small, reasons = folded(problem, fold_of(problem)), list[str]()
     for draft in starts(small):
         reason = obstacle(small, draft)
@@ -209,7 +211,7 @@ def check_fits(
     raise nothing_fits(problem, reasons)
 
 
-def nothing_fits(problem: Problem, reasons: Iterable[str]) -> UserError:
+def nothing_fits(problem: PlanningProblem, reasons: Iterable[str]) -> UserError:
     """The error where no plan keeps the limits, with the first reason."""
     why = next(iter(reasons), "no layout of a worker fits on them")
     lanes = {kind: len(ids) for kind, ids in problem.ids.items()}

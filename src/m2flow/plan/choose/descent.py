@@ -13,7 +13,7 @@ from m2flow.plan.choose.draft import Draft, key, obstacle, structure, to_plan
 from m2flow.plan.choose.estimate import estimate
 from m2flow.plan.choose.judge import Judge
 from m2flow.plan.choose.moves import moves
-from m2flow.plan.choose.problem import Problem
+from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.isolation import isolate
 from m2flow.plan.prediction import differ
 
@@ -43,7 +43,7 @@ class Descent:
         judge: simulates.
     """
 
-    def __init__(self, problem: Problem, judge: Judge) -> None:
+    def __init__(self, problem: PlanningProblem, judge: Judge) -> None:
         self.problem, self.judge = problem, judge
         self._found: dict[tuple[object, ...], tuple[float, Draft]] = {}
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from m2flow.engine.plan import Placement, Plan, StagePlan
 from m2flow.flow.graph import StageNode
-from m2flow.plan.choose.problem import Option, Problem
+from m2flow.plan.choose.problem import Option, PlanningProblem
 
 AUTO = "auto"
 """Mode of a plan that was chosen freely."""
@@ -48,7 +48,7 @@ class Draft:
     """A plan in few numbers. Two drafts are never equal; `key` tells what they do.
 
     Attributes:
-        spots: by worker, in the order of `Problem.workers`.
+        spots: by worker, in the order of `PlanningProblem.workers`.
         pieces: by stage, into how many calls a replica cuts its part of a window; less than 1
             where one call has the parts of several replicas.
         running: by stage, the plan's `max_running`.
@@ -82,7 +82,7 @@ class Draft:
         return replace(self, spots=tuple(spots))
 
 
-def key(problem: Problem, draft: Draft) -> tuple[object, ...]:
+def key(problem: PlanningProblem, draft: Draft) -> tuple[object, ...]:
     """What a draft does: equal for drafts of the same plan."""
     return (
         tuple((id(spot.option), spot.first, spot.replicas) for spot in draft.spots),
@@ -94,7 +94,7 @@ def key(problem: Problem, draft: Draft) -> tuple[object, ...]:
     )
 
 
-def chunk_of(problem: Problem, draft: Draft, node: StageNode) -> int:
+def chunk_of(problem: PlanningProblem, draft: Draft, node: StageNode) -> int:
     """Units that a call of a stage takes."""
     window, replicas = problem.windows[node.index], spot_of(problem, draft, node).replicas
     running = draft.running[node.index]
@@ -103,12 +103,12 @@ def chunk_of(problem: Problem, draft: Draft, node: StageNode) -> int:
     return chunk if running is None else min(chunk, running)
 
 
-def spot_of(problem: Problem, draft: Draft, node: StageNode) -> Spot:
+def spot_of(problem: PlanningProblem, draft: Draft, node: StageNode) -> Spot:
     """Where a stage's worker stands."""
     return draft.spots[problem.number[node.worker]]
 
 
-def working_of(problem: Problem, draft: Draft, worker: str) -> int:
+def working_of(problem: PlanningProblem, draft: Draft, worker: str) -> int:
     """Bytes that a call of a worker takes at most on each lane beside its state."""
     option = draft.spots[problem.number[worker]].option
     found = 0
@@ -119,7 +119,7 @@ def working_of(problem: Problem, draft: Draft, worker: str) -> int:
     return found
 
 
-def obstacle(problem: Problem, draft: Draft) -> str | None:
+def obstacle(problem: PlanningProblem, draft: Draft) -> str | None:
     """Say where the memory of a lane is too small for a draft; None if it is nowhere."""
     for worker, spot in zip(problem.workers, draft.spots, strict=True):
         limit = problem.memory[spot.option.kind]
@@ -140,7 +140,7 @@ def _overlap(one: Spot, other: Spot) -> bool:
     return same and one.first < other.end and other.first < one.end
 
 
-def stretches(problem: Problem, draft: Draft) -> Iterator[tuple[int, list[int]]]:
+def stretches(problem: PlanningProblem, draft: Draft) -> Iterator[tuple[int, list[int]]]:
     """Neighbouring lanes on which the same workers stand: how many, and who (by number)."""
     for kind, ids in problem.ids.items():
         mine = [n for n, spot in enumerate(draft.spots) if spot.option.kind == kind]
@@ -152,7 +152,7 @@ def stretches(problem: Problem, draft: Draft) -> Iterator[tuple[int, list[int]]]
             yield high - low, here
 
 
-def to_plan(problem: Problem, draft: Draft) -> Plan:
+def to_plan(problem: PlanningProblem, draft: Draft) -> Plan:
     """The engine's plan of a draft."""
     placements: dict[str, Placement] = {}
     for worker, spot in zip(problem.workers, draft.spots, strict=True):
@@ -182,7 +182,9 @@ def to_plan(problem: Problem, draft: Draft) -> Plan:
     )
 
 
-def _gangs(problem: Problem, ids: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...]:
+def _gangs(
+    problem: PlanningProblem, ids: tuple[int, ...], size: int
+) -> tuple[tuple[int, ...], ...]:
     """Replicas of so many lanes: first those on one machine, then of what is left."""
     if size == 1:
         return tuple((lane,) for lane in ids)
@@ -198,7 +200,7 @@ def _cut(ids: list[int], size: int) -> list[tuple[int, ...]]:
     return [tuple(ids[n : n + size]) for n in range(0, len(ids) - size + 1, size)]
 
 
-def draft_of(problem: Problem, plan: Plan) -> Draft | None:
+def draft_of(problem: PlanningProblem, plan: Plan) -> Draft | None:
     """The draft of a plan whose workers each stand on neighbouring lanes; None of another one."""
     spots = []
     for worker in problem.workers:
@@ -238,7 +240,7 @@ def draft_of(problem: Problem, plan: Plan) -> Draft | None:
     )
 
 
-def structure(problem: Problem, draft: Draft) -> str:
+def structure(problem: PlanningProblem, draft: Draft) -> str:
     """Who stands together, in words: `generator+verifier | learner`."""
     groups = (workers for _, workers in stretches(problem, draft) if workers)
     return " | ".join("+".join(problem.workers[n] for n in workers) for workers in groups)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from m2flow.flow.graph import SOURCE, StageNode
 from m2flow.plan.choose.draft import Draft, Spot, chunk_of, spot_of, stretches
-from m2flow.plan.choose.problem import Problem
+from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.profile import StageCost
 
 MANY = 24
@@ -38,7 +38,7 @@ class _Work(NamedTuple):
     even: float
 
 
-def estimate(problem: Problem, draft: Draft) -> float:
+def estimate(problem: PlanningProblem, draft: Draft) -> float:
     """About how many seconds a step takes."""
     free = {kind: [0.0] * len(ids) for kind, ids in problem.ids.items()}
     first: dict[int, float] = {SOURCE: 0.0}
@@ -60,7 +60,7 @@ def estimate(problem: Problem, draft: Draft) -> float:
 
 
 def _scheduled(
-    problem: Problem,
+    problem: PlanningProblem,
     node: StageNode,
     spot: Spot,
     work: _Work,
@@ -112,7 +112,7 @@ def _load(draft: Draft, busy: Sequence[float]) -> float:
     return most
 
 
-def _work(problem: Problem, draft: Draft, node: StageNode, spot: Spot) -> _Work:
+def _work(problem: PlanningProblem, draft: Draft, node: StageNode, spot: Spot) -> _Work:
     chunk, running = chunk_of(problem, draft, node), draft.running[node.index]
     key = (node.index, spot.option, spot.replicas, chunk, running)
     known = problem.work.get(key)
@@ -122,7 +122,7 @@ def _work(problem: Problem, draft: Draft, node: StageNode, spot: Spot) -> _Work:
 
 
 def _worked_out(
-    problem: Problem, node: StageNode, spot: Spot, chunk: int, running: int | None
+    problem: PlanningProblem, node: StageNode, spot: Spot, chunk: int, running: int | None
 ) -> _Work:
     window, cost = problem.windows[node.index], problem.cost(node, spot.option, running)
     full, rest = divmod(window, chunk)
@@ -142,7 +142,7 @@ def _worked_out(
 
 
 def _longest(
-    problem: Problem, node: StageNode, cost: StageCost, spot: Spot, seconds: float
+    problem: PlanningProblem, node: StageNode, cost: StageCost, spot: Spot, seconds: float
 ) -> float:
     """Seconds of the longest call of a window, of which others take so many seconds."""
     count = problem.windows[node.index] * problem.unit_items[node.index]
@@ -155,7 +155,7 @@ def _longest(
     return seconds * (1 + min(1.0, deviation))
 
 
-def _publishing(problem: Problem, draft: Draft) -> float:
+def _publishing(problem: PlanningProblem, draft: Draft) -> float:
     most = 0.0
     for source, target in problem.weight_edges:
         one, other = draft.spots[source], draft.spots[target]
@@ -175,7 +175,7 @@ def _publishing(problem: Problem, draft: Draft) -> float:
     return most
 
 
-def _switching(problem: Problem, draft: Draft) -> float:
+def _switching(problem: PlanningProblem, draft: Draft) -> float:
     """Seconds in which a lane brings and takes away states that do not fit on it together."""
     most = 0.0
     if any(limit is not None for limit in problem.memory.values()):

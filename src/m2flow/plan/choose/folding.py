@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.flow.graph import FlowGraph
-from m2flow.plan.choose.problem import Problem
+from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.chunks import unit_items
 from m2flow.plan.prediction import Prediction
 from m2flow.plan.profile import Piecewise, Profile, StageCost
@@ -26,7 +26,7 @@ IDLE = 1 / 32
 """Share of the lanes that may be left over, as they do not fill a fold."""
 
 
-def fold_of(problem: Problem) -> int:
+def fold_of(problem: PlanningProblem) -> int:
     """How many lanes are taken for one; 1 where there are few."""
     counts = [len(ids) for ids in problem.ids.values()]
     smallest = (min(option.lanes for option in some) for some in problem.options.values())
@@ -40,7 +40,7 @@ def fold_of(problem: Problem) -> int:
     )
 
 
-def _divides(problem: Problem, fold: int) -> bool:
+def _divides(problem: PlanningProblem, fold: int) -> bool:
     """Whether a step of so many items fewer has whole units and mini-batches."""
     if problem.num_items % fold:
         return False
@@ -51,7 +51,7 @@ def _divides(problem: Problem, fold: int) -> bool:
     )
 
 
-def folded(problem: Problem, fold: int) -> Problem:
+def folded(problem: PlanningProblem, fold: int) -> PlanningProblem:
     """The problem on a part of the lanes."""
     if fold == 1:
         return problem
@@ -62,7 +62,7 @@ def folded(problem: Problem, fold: int) -> Problem:
             memory = problem.memory[kind]
             lanes.append(LaneSpec(len(lanes), kind, memory_bytes=memory, node=first.node))
     profile = folded_profile(problem.profile, problem.graph, fold)
-    return Problem(problem.graph, profile, lanes, problem.num_items // fold)
+    return PlanningProblem(problem.graph, profile, lanes, problem.num_items // fold)
 
 
 def folded_profile(profile: Profile, graph: FlowGraph, fold: int) -> Profile:
@@ -94,7 +94,7 @@ def _narrowed(curve: Piecewise, fold: int) -> Piecewise:
 
 
 def unfolded(
-    prediction: Prediction, problem: Problem, small: Problem, plan: Plan, fold: int
+    prediction: Prediction, problem: PlanningProblem, small: PlanningProblem, plan: Plan, fold: int
 ) -> Prediction:
     """What a prediction on a part of the lanes says of all of them.
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from m2flow.flow.graph import StageNode
 from m2flow.plan.choose.draft import Draft, Spot, chunk_of, spot_of
-from m2flow.plan.choose.problem import Option, Problem
+from m2flow.plan.choose.problem import Option, PlanningProblem
 from m2flow.plan.choose.structures import cut, running_limits
 
 PIECES = (0.125, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
@@ -19,7 +19,7 @@ SIZES = 3
 """So many smaller and so many larger sizes of calls are tried."""
 
 
-def moves(problem: Problem, draft: Draft) -> Iterator[Draft]:
+def moves(problem: PlanningProblem, draft: Draft) -> Iterator[Draft]:
     """Every draft that differs in one thing; some of them break a limit."""
     for node in problem.graph.nodes:
         yield from _calls(problem, draft, node)
@@ -34,7 +34,7 @@ def moves(problem: Problem, draft: Draft) -> Iterator[Draft]:
         yield replace(draft, fused=not draft.fused)
 
 
-def _recut(problem: Problem, moved: Draft) -> Iterator[Draft]:
+def _recut(problem: PlanningProblem, moved: Draft) -> Iterator[Draft]:
     """A draft with workers on other lanes, in calls as before and in calls that suit them."""
     yield moved
     for other in cut(problem, moved.spots, moved.staleness):
@@ -45,7 +45,7 @@ def _recut(problem: Problem, moved: Draft) -> Iterator[Draft]:
 # --- calls of stages ------------------------------------------------------------------------------
 
 
-def _calls(problem: Problem, draft: Draft, node: StageNode) -> Iterator[Draft]:
+def _calls(problem: PlanningProblem, draft: Draft, node: StageNode) -> Iterator[Draft]:
     """A stage in larger or smaller calls, or under another running limit."""
     if node.unit == "step":
         return
@@ -68,7 +68,7 @@ def _calls(problem: Problem, draft: Draft, node: StageNode) -> Iterator[Draft]:
             yield draft.with_calls(index, 1.0, None)
 
 
-def _next_pieces(problem: Problem, draft: Draft, node: StageNode) -> list[float]:
+def _next_pieces(problem: PlanningProblem, draft: Draft, node: StageNode) -> list[float]:
     """Numbers of calls that give the next smaller and the next larger sizes of calls."""
     mine, found = draft.pieces[node.index], list[float]()
     smaller, larger = PIECES[bisect_right(PIECES, mine) :], PIECES[: bisect_left(PIECES, mine)]
@@ -84,7 +84,7 @@ def _next_pieces(problem: Problem, draft: Draft, node: StageNode) -> list[float]
     return found
 
 
-def _all_calls(problem: Problem, draft: Draft) -> Iterator[Draft]:
+def _all_calls(problem: PlanningProblem, draft: Draft) -> Iterator[Draft]:
     """All stages in calls of half or of twice the size; those of one loop alike."""
     for factor in (2.0, 4.0, 0.5):
         yield replace(draft, pieces=tuple(_bounded(factor * p) for p in draft.pieces))
@@ -110,7 +110,7 @@ def _bounded(pieces: float) -> float:
 # --- lanes ----------------------------------------------------------------------------------------
 
 
-def _spots(problem: Problem, draft: Draft, worker: int) -> Iterator[Draft]:
+def _spots(problem: PlanningProblem, draft: Draft, worker: int) -> Iterator[Draft]:
     """A worker on other lanes, or in another layout."""
     spot, name = draft.spots[worker], problem.workers[worker]
     kind = spot.option.kind
@@ -137,7 +137,7 @@ def _placed(draft: Draft, worker: int, option: Option, low: int, high: int) -> I
             yield draft.with_spot(worker, spot)
 
 
-def _boundaries(problem: Problem, draft: Draft) -> Iterator[Draft]:
+def _boundaries(problem: PlanningProblem, draft: Draft) -> Iterator[Draft]:
     """All workers that end or begin at a lane moved with it; all on fewer lanes."""
     for kind, ids in problem.ids.items():
         mine = [spot for spot in draft.spots if spot.option.kind == kind]

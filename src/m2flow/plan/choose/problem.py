@@ -1,4 +1,4 @@
-"""`Problem`: what a plan is chosen for, with the layouts of each worker that the lanes can carry.
+"""`PlanningProblem`: what a plan is chosen for, with the layouts that the lanes can carry.
 
 Lanes are told apart by their kind and their machine only. What the profile says is read here, and
 kept by what it was asked for, so that ten thousand drafts can be compared.
@@ -38,7 +38,7 @@ class Option:
     switch: float
 
 
-class Problem:
+class PlanningProblem:
     """A flow, its prices and the lanes.
 
     Args:

@@ -13,7 +13,7 @@ from math import ceil, inf
 
 from m2flow.flow.graph import SOURCE, StageNode
 from m2flow.plan.choose.draft import Draft, Spot
-from m2flow.plan.choose.problem import Option, Problem
+from m2flow.plan.choose.problem import Option, PlanningProblem
 from m2flow.plan.chunks import PIECES
 
 EVERYWHERE = -1
@@ -33,7 +33,7 @@ CHEAPER = 0.03
 """Relative seconds that more calls must save a stage by itself."""
 
 
-def starts(problem: Problem, staleness: int = 0, spare: int = 0) -> Iterator[Draft]:
+def starts(problem: PlanningProblem, staleness: int = 0, spare: int = 0) -> Iterator[Draft]:
     """Drafts of every structure that memory allows.
 
     Args:
@@ -58,7 +58,7 @@ def starts(problem: Problem, staleness: int = 0, spare: int = 0) -> Iterator[Dra
 
 
 def _standing(
-    problem: Problem, kind: str, workers: Sequence[int], lanes: int
+    problem: PlanningProblem, kind: str, workers: Sequence[int], lanes: int
 ) -> Iterator[dict[int, Spot]]:
     """Where the workers of a kind may stand, on so many lanes."""
     free = _heaviest(problem, kind, workers)
@@ -95,14 +95,14 @@ def _partitions(count: int) -> Iterator[tuple[int, ...]]:
     yield from longer((), 0)
 
 
-def _heaviest(problem: Problem, kind: str, workers: Sequence[int]) -> list[int]:
+def _heaviest(problem: PlanningProblem, kind: str, workers: Sequence[int]) -> list[int]:
     """The workers that are dealt out freely, in the order of the flow."""
     work = {worker: work_seconds(problem, worker, kind) for worker in workers}
     heavy = [worker for worker in workers if work[worker] >= LIGHT * sum(work.values())]
     return sorted(sorted(heavy, key=lambda worker: -work[worker])[:MOST_APART])
 
 
-def _beside(problem: Problem, worker: int, block_of: dict[int, int]) -> int:
+def _beside(problem: PlanningProblem, worker: int, block_of: dict[int, int]) -> int:
     """The block of the worker that makes the inputs of a light one, if it is known."""
     for node in problem.nodes_of[problem.workers[worker]]:
         for producer in node.inputs:
@@ -113,13 +113,13 @@ def _beside(problem: Problem, worker: int, block_of: dict[int, int]) -> int:
     return EVERYWHERE
 
 
-def work_seconds(problem: Problem, worker: int, kind: str) -> float:
+def work_seconds(problem: PlanningProblem, worker: int, kind: str) -> float:
     """Seconds of lanes that a worker's stages take a step, in its cheapest layout."""
     options = [x for x in problem.options[problem.workers[worker]] if x.kind == kind]
     return min(_lane_seconds(problem, worker, option, 1) for option in options)
 
 
-def _lane_seconds(problem: Problem, worker: int, option: Option, replicas: int) -> float:
+def _lane_seconds(problem: PlanningProblem, worker: int, option: Option, replicas: int) -> float:
     total = 0.0
     for node in problem.nodes_of[problem.workers[worker]]:
         running = _least_limit(problem, node, option)
@@ -133,7 +133,7 @@ def _lane_seconds(problem: Problem, worker: int, option: Option, replicas: int) 
 
 
 def _deals(
-    problem: Problem, kind: str, parts: Sequence[Sequence[int]], lanes: int
+    problem: PlanningProblem, kind: str, parts: Sequence[Sequence[int]], lanes: int
 ) -> Iterator[list[int]]:
     """Lanes of each block: by work, and a little beside it."""
     least = [
@@ -171,7 +171,7 @@ def _by_work(work: Sequence[float], least: Sequence[int], lanes: int) -> list[in
 
 
 def _spots(
-    problem: Problem,
+    problem: PlanningProblem,
     kind: str,
     parts: Sequence[Sequence[int]],
     deal: Sequence[int],
@@ -194,7 +194,9 @@ def _spots(
     return found
 
 
-def best_option(problem: Problem, worker: int, kind: str, lanes: int, lean: bool) -> Option | None:
+def best_option(
+    problem: PlanningProblem, worker: int, kind: str, lanes: int, lean: bool
+) -> Option | None:
     """The layout in which a worker is done first on so many lanes, among those that fit there.
 
     With `lean`, among those whose state is smallest.
@@ -214,7 +216,7 @@ def best_option(problem: Problem, worker: int, kind: str, lanes: int, lean: bool
     )
 
 
-def fits_alone(problem: Problem, worker: int, option: Option) -> bool:
+def fits_alone(problem: PlanningProblem, worker: int, option: Option) -> bool:
     """Whether the smallest calls of a worker fit on a lane."""
     limit = problem.memory[option.kind]
     if limit is None:
@@ -227,13 +229,13 @@ def fits_alone(problem: Problem, worker: int, option: Option) -> bool:
     )
 
 
-def _least_limit(problem: Problem, node: StageNode, option: Option) -> int | None:
+def _least_limit(problem: PlanningProblem, node: StageNode, option: Option) -> int | None:
     """None where the stage has a price without a limit, else the largest limit that has one."""
     limits = running_limits(problem, node, option)
     return None if None in limits else max(limit for limit in limits if limit is not None)
 
 
-def running_limits(problem: Problem, node: StageNode, option: Option) -> set[int | None]:
+def running_limits(problem: PlanningProblem, node: StageNode, option: Option) -> set[int | None]:
     """The running limits for which a streaming stage has prices in a layout."""
     costs = problem.profile.stage(node.name).costs
     return {
@@ -243,7 +245,7 @@ def running_limits(problem: Problem, node: StageNode, option: Option) -> set[int
     }
 
 
-def cut(problem: Problem, spots: tuple[Spot, ...], staleness: int) -> Iterator[Draft]:
+def cut(problem: PlanningProblem, spots: tuple[Spot, ...], staleness: int) -> Iterator[Draft]:
     """The draft in calls as large as can be, and in a pipeline."""
     for pipelined in (False, True):
         pieces, running, finer = [], [], False
@@ -261,7 +263,7 @@ def cut(problem: Problem, spots: tuple[Spot, ...], staleness: int) -> Iterator[D
         yield Draft(spots, tuple(pieces), tuple(running), pipelined, True, staleness)
 
 
-def _next_to_other_lanes(problem: Problem, node: StageNode, spots: Sequence[Spot]) -> bool:
+def _next_to_other_lanes(problem: PlanningProblem, node: StageNode, spots: Sequence[Spot]) -> bool:
     """Whether a stage can be at work while one that it reads from, or that reads from it, is."""
     if node.streaming or node.unit == "step":
         return False
@@ -270,7 +272,7 @@ def _next_to_other_lanes(problem: Problem, node: StageNode, spots: Sequence[Spot
 
 
 def _fine_enough(
-    problem: Problem, node: StageNode, spot: Spot, running: int | None, calls: float
+    problem: PlanningProblem, node: StageNode, spot: Spot, running: int | None, calls: float
 ) -> float:
     """So many calls a replica and window, or more: as memory asks for, or as they are cheaper."""
     limit, window = problem.memory[spot.option.kind], problem.windows[node.index]

@@ -55,9 +55,9 @@ class LanesAhead:
 
 
 def _start(lanes: Sequence[LaneSpec], modules: Sequence[str]) -> LanePool:
-    from m2flow.runtime.driver.cluster import Cluster
+    from m2flow.runtime.driver.cluster import RayCluster
 
-    cluster = Cluster(lanes)  # seconds, in other processes; what comes next imports torch here
+    cluster = RayCluster(lanes)  # seconds, in other processes; what comes next imports torch here
 
     from m2flow.runtime.driver.pool import LanePool
 

@@ -30,7 +30,7 @@ def require_token() -> None:
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
-class Cluster:
+class RayCluster:
     """A connection to Ray.
 
     `RAY_ADDRESS`, or a connection that exists already, is used as it is. Otherwise a cluster is

@@ -29,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed
 from m2flow.flow.worker import Isolation
-from m2flow.runtime.driver.cluster import Cluster
+from m2flow.runtime.driver.cluster import RayCluster
 from m2flow.runtime.driver.placing import check_room, gpus_beside, nodes_for, options_of
 from m2flow.runtime.lane.actor import LAUNCHER, VISIBLE, LaneAddress, LaneProcess
 from m2flow.runtime.lane.exchange import Exchange, name_of
@@ -100,12 +100,12 @@ class LanePool:
         isolated: Mapping[str, Isolation] | None = None,
         *,
         link: str | None = None,
-        cluster: Cluster | None = None,
+        cluster: RayCluster | None = None,
         lanes_per_process: int = 1,
     ) -> None:
         self.lanes, self._link = tuple(lanes), link
         self._lanes_per_process = lanes_per_process
-        self._cluster = cluster or Cluster(self.lanes)
+        self._cluster = cluster or RayCluster(self.lanes)
         self._key = uuid.uuid4().bytes + uuid.uuid4().bytes
         self._folder = Path(tempfile.gettempdir()) / f"m2flow-{uuid.uuid4().hex[:12]}"
         self._selector = selectors.DefaultSelector()

@@ -89,7 +89,7 @@ def _frame(kind: bytes, head: int, count: int, memory: memoryview) -> Frame:
     return Frame(name, memory[8 * count : 8 * count + head], buffers)
 
 
-class Decoder:
+class FrameDecoder:
     """Puts frames together from the bytes of a stream; large ones are received where they stay."""
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class FrameStream:
         self.deadline: float | None = None
         self.closed = False
         self._socket = connection
-        self._decoder = Decoder()
+        self._decoder = FrameDecoder()
         self._frames: deque[Frame] = deque()
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)

@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 from m2flow.runtime.transport import listening
 from m2flow.runtime.transport.frame import (
-    Decoder,
     Frame,
+    FrameDecoder,
     FrameStream,
     LineClosed,
     drop_sent,
@@ -103,7 +103,7 @@ class LauncherLine:
         self.on_silence: Callable[[], str | None] = lambda: None
         self._socket = connection
         self._pieces: deque[memoryview] = deque()
-        self._decoder = Decoder()
+        self._decoder = FrameDecoder()
         self._clock, self._heard = clock, clock()
 
     def fileno(self) -> int:

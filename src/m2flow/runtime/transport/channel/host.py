@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from m2flow.runtime.transport.channel.state import ChannelState, Outcome, Request
+from m2flow.runtime.transport.channel.state import ChannelRequest, ChannelState, Outcome
 from m2flow.runtime.transport.frame import Frame, FrameStream, LineClosed
 from m2flow.runtime.transport.listening import Endpoint, Listener, this_machine
 
@@ -88,10 +88,10 @@ class Host:
         """Do what a frame asks for, and answer."""
         if frame.kind == Operation.TOOK:
             self._change(self._state.acknowledge, client.request)
-            client.request = Request()  # its items are let go of
+            client.request = ChannelRequest()  # its items are let go of
             return
         said, began = pickle.loads(frame.head), time.monotonic()
-        request = client.request = Request(said["key"], wake=client.wake)
+        request = client.request = ChannelRequest(said["key"], wake=client.wake)
         match frame.kind:
             case Operation.PUT:
                 request.weight, request.body = said["weight"], frame.buffers
@@ -106,7 +106,7 @@ class Host:
                     self._state.close(began)
         client.stream.send(self._answer(request, time.monotonic() - began))
         if not request.items:
-            client.request = Request()  # else the connection would keep an item
+            client.request = ChannelRequest()  # else the connection would keep an item
 
     def _await(self, client: _Client, deadline: float) -> None:
         """Begin a request, and wait until it has ended, by its deadline if nothing else comes."""
@@ -131,11 +131,13 @@ class Host:
                 with self._lock:
                     self._state.settle(time.monotonic())
 
-    def _change(self, act: Callable[[Request, float], None], request: Request) -> None:
+    def _change(
+        self, act: Callable[[ChannelRequest, float], None], request: ChannelRequest
+    ) -> None:
         with self._lock:
             act(request, time.monotonic())
 
-    def _answer(self, request: Request, waited: float) -> Frame:
+    def _answer(self, request: ChannelRequest, waited: float) -> Frame:
         """What came of a request; what the channel holds, where that was asked for or is of use."""
         stats = None
         if request.outcome in (None, Outcome.FULL, Outcome.EMPTY):
@@ -154,7 +156,7 @@ class _Client:
     connection: socket.socket
     stream: FrameStream
     bell: int
-    request: Request = field(default_factory=Request)
+    request: ChannelRequest = field(default_factory=ChannelRequest)
 
     def wake(self) -> None:
         os.eventfd_write(self.bell, 1)

@@ -58,7 +58,7 @@ class Outcome(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class ChannelRequest:
     """A put or a get, which may have to wait; a put that is done is the item in the channel.
 
     Attributes:
@@ -78,7 +78,7 @@ class Request:
     num_bytes: int = 0
     max_items: float = 1
     enough_at: float = math.inf
-    items: Sequence[Request] = ()
+    items: Sequence[ChannelRequest] = ()
     wake: Callable[[], object] = bool
     outcome: Outcome | None = None
 
@@ -101,12 +101,12 @@ class ChannelState:
         self.num_items = self.num_bytes = self._num_put = self._num_taken = 0
         self.closed = False
         # By key what is stored, oldest first, and behind it what waits to be.
-        self._items: defaultdict[Key, deque[Request]] = defaultdict(deque)
-        self._putters: dict[Request, None] = {}
-        self._getters: dict[Request, None] = {}
-        self._handed: set[Request] = set()
+        self._items: defaultdict[Key, deque[ChannelRequest]] = defaultdict(deque)
+        self._putters: dict[ChannelRequest, None] = {}
+        self._getters: dict[ChannelRequest, None] = {}
+        self._handed: set[ChannelRequest] = set()
 
-    def begin(self, request: Request, now: float) -> None:
+    def begin(self, request: ChannelRequest, now: float) -> None:
         """Serve the request, at once or when that is possible."""
         if request.body is None:
             self._getters[request] = None
@@ -117,19 +117,19 @@ class ChannelState:
             self._items[request.key].append(request)
         self.settle(now)
 
-    def give_up(self, request: Request, now: float) -> None:
+    def give_up(self, request: ChannelRequest, now: float) -> None:
         """End a wait that has been too long, if it is not over."""
         if request.outcome is None:
             request.end(Outcome.EMPTY if request.body is None else Outcome.FULL)
             self.drop(request, now)
 
-    def acknowledge(self, request: Request, now: float) -> None:
+    def acknowledge(self, request: ChannelRequest, now: float) -> None:
         """The getter has what it was handed."""
         self._handed.discard(request)
         self._num_taken += len(request.items)
         self.settle(now)
 
-    def drop(self, request: Request, now: float) -> None:
+    def drop(self, request: ChannelRequest, now: float) -> None:
         """Nobody waits for the request any more: put back what it was handed."""
         if request in self._putters:
             self._forget(request)
@@ -187,12 +187,12 @@ class ChannelState:
         self._admit(putter)
         return True
 
-    def _admit(self, putter: Request) -> None:
+    def _admit(self, putter: ChannelRequest) -> None:
         del self._putters[putter]
         self._num_put += 1
         putter.end(Outcome.DONE)
 
-    def _forget(self, putter: Request) -> None:
+    def _forget(self, putter: ChannelRequest) -> None:
         del self._putters[putter]
         self._items[putter.key].remove(putter)
 
@@ -220,7 +220,7 @@ class ChannelState:
             return True
         return False
 
-    def _ready(self, getter: Request, there: Sequence[Request], now: float) -> int:
+    def _ready(self, getter: ChannelRequest, there: Sequence[ChannelRequest], now: float) -> int:
         """How many items the getter takes now; 0 while it has to wait.
 
         Where putters wait there is no room, so that a batch cannot grow beyond their items.
@@ -237,6 +237,6 @@ class ChannelState:
         )
         return count if complete or cannot_grow else 0
 
-    def _count(self, items: Sequence[Request], sign: int) -> None:
+    def _count(self, items: Sequence[ChannelRequest], sign: int) -> None:
         self.num_items += sign * len(items)
         self.num_bytes += sign * sum(item.num_bytes for item in items)
