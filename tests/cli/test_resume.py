@@ -179,7 +179,13 @@ def test_killed_and_killed_again(tiny: Path, killed: Path, straight: Path, m2flo
 
 
 def test_the_plan_may_change(tiny: Path, run: Path, m2flow: M2flow) -> None:
-    changes = ["steps=4", "deadline_seconds=99", "evaluation.every=3", "checkpoint.keep=1"]
+    changes = [
+        "steps=4",
+        "deadline_seconds=99",
+        "load_deadline_seconds=9",
+        "evaluation.every=3",
+        "checkpoint.keep=1",
+    ]
     assert m2flow("train", tiny, *changes, "--run-dir", run, "--resume").code == 0
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["latest", "step_000004"]

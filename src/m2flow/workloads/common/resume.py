@@ -17,7 +17,8 @@ from m2flow.workloads.common.reading import read_yaml, validated
 from m2flow.workloads.common.recipe import Recipe
 
 MAY_CHANGE = {
-    "steps", "mode", "lanes", "lane_memory", "layouts", "deadline_seconds", "logger",
+    "steps", "mode", "lanes", "lane_memory", "layouts", "deadline_seconds",
+    "load_deadline_seconds", "logger",
     "samples_logged_per_step", "evaluation", "checkpoint",
 }  # fmt: skip
 """Keys that may differ when a run is resumed: they change no weight."""
