@@ -211,6 +211,7 @@ def profile_of(
             gangs[worker] = 1
         elif any(node.streaming for node in own) and not simple and min(counts.values()) > 1:
             gangs[worker] = rng.choice([1, 2, 2, 3])
+    skips = rng.random() < 0.2 and not simple  # of the draws, so that a seed's case stays the same
     for node in graph.nodes:
         items = num_items * node.fanout
         layouts = [
@@ -224,7 +225,7 @@ def profile_of(
                 working=Piecewise(((1, 3.0), (items + 1, 3.0 + rng.uniform(0, 40))))
                 if limited
                 else None,
-                kind=kind,
+                kind=rng.choice([kind, kind]) if skips else kind,
             )
             for kind in kinds_of[node.worker]
             for lanes in dict.fromkeys((1, gangs[node.worker]))
