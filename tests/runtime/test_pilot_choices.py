@@ -163,9 +163,22 @@ def test_a_guess_that_cannot_run_makes_way_for_another_one() -> None:
 
 def test_where_no_plan_can_run_the_failure_is_told() -> None:
     pilot = Pilot(GRAPH, LANES, ITEMS, num_steps=STEPS)
-    while (plan := pilot.instead("out of memory")) is not None:
-        pilot.gone_over(plan, (), 0.0)
+    run = VirtualRun(GRAPH, SLOW_SERVICE, ITEMS, fails=lambda _plan: "out of memory")
+    with pytest.raises(AssertionError, match="no plan is left"):
+        run.steps(pilot, STEPS)
+    assert not run.seconds
     assert calls_of(pilot.plan) == 1
+
+
+def test_a_worker_that_cannot_move_stays_when_a_plan_has_failed() -> None:
+    """The best plans would stand it elsewhere; taking the step again must not end the run."""
+    pilot = Pilot(GRAPH, LANES, ITEMS, known=takes(0.02, 0.0125), num_steps=STEPS)
+    first = pilot.plan.placements
+    run = VirtualRun(GRAPH, SLOW_SERVICE, ITEMS, fixed=("asker", "counter"))
+    run.fails = lambda plan: "no memory" if calls_of(plan) > 4 else None
+    run.steps(pilot, STEPS)
+    for worker in run.fixed:
+        assert all(p.placements[worker].replicas == first[worker].replicas for p in run.plans)
 
 
 def test_the_deadline_of_the_run_is_that_of_every_plan() -> None:

@@ -25,6 +25,7 @@ class VirtualRun:
         plans: those of the steps.
         load_seconds: pause where workers move.
         fails: names a plan that cannot run, and why.
+        fixed: workers that cannot move.
     """
 
     graph: FlowGraph
@@ -32,6 +33,7 @@ class VirtualRun:
     num_items: int
     load_seconds: float = 1.0
     fails: Callable[[Plan], str | None] = lambda plan: None
+    fixed: tuple[str, ...] = ()
     now: float = 0.0
     seconds: list[float] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
@@ -45,14 +47,14 @@ class VirtualRun:
         return self.load_seconds if self.movers(plan) else 0.0
 
     def movable(self, worker: str) -> bool:
-        return True
+        return worker not in self.fixed
 
     def steps(self, pilot: Pilot, num_steps: int) -> None:
         """Run steps, and go over to the plans that the pilot wants."""
         while len(self.seconds) < num_steps:
             self._here = pilot.plan
             while (reason := self.fails(pilot.plan)) is not None:
-                plan = pilot.instead(reason)
+                plan = pilot.instead(reason, self)
                 assert plan is not None, "no plan is left"
                 self._go_over(pilot, plan)
             self.plans.append(pilot.plan)

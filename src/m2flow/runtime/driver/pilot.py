@@ -199,11 +199,12 @@ class Pilot:
         self._uncounted = plan.max_staleness + (1 if moved else 0)
         return change
 
-    def instead(self, reason: str) -> Plan | None:
+    def instead(self, reason: str, run: Movers) -> Plan | None:
         """The plan under which to take a step again that failed under the present one.
 
         Args:
             reason: why it failed.
+            run: which workers it can move.
 
         Returns:
             The next plan of the race, or the one that is best by what is known; None if every plan
@@ -216,7 +217,14 @@ class Pilot:
             self.race.rule_out(self._entrant(failed), reason)
             if self.race.open:
                 return self.race.current.plan
-        return next((plan for plan in self._others() if not self._has_failed(plan)), None)
+        return next(
+            (
+                plan
+                for plan in self._others()
+                if not self._has_failed(plan) and all(map(run.movable, run.movers(plan)))
+            ),
+            None,
+        )
 
     def _others(self) -> Iterator[Plan]:
         """Plans beside the present one: those that have run, those that were judged, guesses.

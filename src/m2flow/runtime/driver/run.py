@@ -144,7 +144,7 @@ class Run:
         )
         if self.pilot is None or not can or not _wants_memory_or_time(error.__cause__):
             raise error
-        plan = self.pilot.instead(str(error).splitlines()[0])
+        plan = self.pilot.instead(str(error).splitlines()[0], self)
         batches = None if plan is None else self._runners[STEP].take_back()
         if plan is None or batches is None:
             raise error
