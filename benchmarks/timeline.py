@@ -47,7 +47,7 @@ def main() -> None:
         spans.append(call_span(graph, call, 0, start, time.time()))
 
     def send(report: Report) -> Callable[[], None]:
-        return lambda: from_bytes(to_bytes(Reports("step", [report])))
+        return lambda: from_bytes(to_bytes(Reports([report])))
 
     made = _seconds(make, count)
     sent = _seconds(send(Report(bare.event, (spans[0],))), count) - _seconds(send(bare), count)

@@ -23,7 +23,7 @@ import yaml
 from m2flow.cli.app import app
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
 from m2flow.plan import plan_from_json, validate
-from m2flow.workloads.common.planning import graph_of
+from m2flow.workloads.common.planning import flow_of
 from m2flow.workloads.common.reading import read_recipe, validated
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -225,7 +225,9 @@ def test_kubernetes_runs_a_command_of_ours(block: Block) -> None:
 @pytest.mark.parametrize("block", in_language("json"), ids=str)
 def test_json_is_a_plan_for_the_quick_start(block: Block) -> None:
     recipe = read_recipe(QUICKSTART)
-    validate(plan_from_json(block.body, str(block)), graph_of(recipe), recipe.prompts_per_step)
+    validate(
+        plan_from_json(block.body, str(block)), flow_of(recipe).trace(), recipe.prompts_per_step
+    )
 
 
 def calls_in(tree: ast.AST, method: str) -> list[str]:

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from m2flow.cli.larger import fuller, smallest
 from m2flow.plan import plan_from_json, validate
 from m2flow.plan.file import to_json
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import parse_cluster
-from m2flow.workloads.common.planning import graph_of, lanes_of
+from m2flow.workloads.common.planning import flow_of, lanes_of
 from m2flow.workloads.common.profile_key import profile_key
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.reasoning.work import prices
@@ -40,7 +39,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def profile_for(recipe_path: Path, *words: str) -> Profile:
     """A profile as if it had been measured on the recipe's lanes."""
     recipe = read_recipe(recipe_path, words)
-    graph = graph_of(recipe)
+    graph = flow_of(recipe).trace()
     cluster = parse_cluster("1x2xCPU")
     computed = analytic_profile(graph, cluster, prices(recipe, graph), recipe.prompts_per_step)
     key = profile_key(recipe, lanes_of(recipe))
@@ -94,7 +93,7 @@ def test_a_model_larger_than_a_lane_generates_on_several(tiny: Path, m2flow: M2f
     assert refused.error.startswith(
         "--cluster: generator.generate of Qwen2.5-32B fits on no 1 lane"
     )
-    assert refused.error.endswith("expected at least 16 lanes, such as 2x8xL40S")
+    assert refused.error.endswith("expected more lanes, such as 2x8xL40S")
 
 
 def test_the_choice_explained(tiny: Path, m2flow: M2flow) -> None:
@@ -110,7 +109,7 @@ def test_the_json_is_a_plan_that_can_be_run(tiny: Path, m2flow: M2flow) -> None:
     assert (outcome.code, outcome.err) == (0, "")
     document = json.loads(outcome.out)
     plan = plan_from_json(outcome.out)
-    validate(plan, graph_of(read_recipe(tiny)), 4)
+    validate(plan, flow_of(read_recipe(tiny)).trace(), 4)
     assert plan.deadline_seconds == 77
     assert plan.predicted_seconds == document["decision"]["predicted"]["seconds"]
     assert document["decision"]["profile"]["source"] == "analytic"
@@ -302,29 +301,15 @@ def test_a_model_that_does_not_fit_says_what_would_do(tiny: Path, m2flow: M2flow
     words = ["plan", tiny, "--model", "Qwen2.5-7B"]
     refusal = m2flow(*words, "--cluster", "1x1xH100").error
     assert refusal.startswith("--cluster: learner.train of Qwen2.5-7B fits on no 1 lane of H100")
-    enough = refusal.split("at least ")[1]
-    count, _, such = enough.partition(" lanes, such as ")
-    assert m2flow(*words, "--cluster", such).code == 0
-    fewer = such.replace(f"x{count}x", f"x{int(count) - 1}x")
-    assert m2flow(*words, "--cluster", fewer).code == 2
+    enough = refusal.split("such as ")[1]
+    assert m2flow(*words, "--cluster", enough).code == 0
+    lanes = parse_cluster(enough).num_lanes
+    assert m2flow(*words, "--cluster", f"1x{lanes // 2}xH100").code == 2
 
 
 def test_a_model_that_fits_nowhere_says_why(tiny: Path, m2flow: M2flow) -> None:
     words = ["plan", tiny, "--model", "Qwen2.5-32B", "--cluster", "1x2xCPU"]
     assert "no number of such lanes would do: " in m2flow(*words).error
-
-
-@pytest.mark.parametrize("least", [3, 8, 9, 40, 72, 1000])
-def test_the_smallest_cluster_that_would_do(least: int) -> None:
-    """One machine is filled lane by lane; of full machines there are as few as will do."""
-    found = smallest(parse_cluster("1x2xH100"), lambda cluster: cluster.num_lanes >= least)
-    assert found is not None
-    assert found.num_lanes == (least if least <= 8 else -(-least // 8) * 8)
-
-
-def test_no_cluster_is_too_large_to_be_tried_forever() -> None:
-    assert smallest(parse_cluster("1x2xH100"), lambda _: False) is None
-    assert max(cluster.num_lanes for cluster in fuller(parse_cluster("3x8xH100"))) <= 4096
 
 
 def test_long_answers_of_a_large_model_have_a_plan(m2flow: M2flow) -> None:

@@ -59,7 +59,7 @@ def write_fake_run(path: Path, *, num_steps: int = 80, planned_steps: int | None
             "model": {"hidden": 128, "layers": 4, "name": "qwen2-tiny"},
         }
     )
-    run.write_plan(json.dumps(PLAN))
+    run.write_json(run.plan, json.dumps(PLAN))
     run.append_metrics(0, {"time": START, "eval/accuracy": 0.47})
     now = 100.0
     for step in range(1, num_steps + 1):

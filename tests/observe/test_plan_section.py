@@ -56,7 +56,7 @@ DECISION = Explanation(
 
 
 def decided(run: Path, decision: Explanation = DECISION) -> Path:
-    RunDirectory(run).write_decision(to_json(decision))
+    RunDirectory(run).write_json(run / "decision.json", to_json(decision))
     return run
 
 
@@ -103,7 +103,7 @@ def test_a_fixed_mode_says_so(tmp_path: Path, fake_run: Callable[..., Path]) -> 
 
 
 def test_a_run_without_spans_shows_the_prediction_alone(tmp_path: Path) -> None:
-    RunDirectory(tmp_path).write_plan('{"mode": "auto", "placements": {}}')
+    RunDirectory(tmp_path).write_json(tmp_path / "plan.json", '{"mode": "auto", "placements": {}}')
     text = words(check(write_report(decided(tmp_path))))
     assert "predicted" in text
     assert "measured (median)" not in text

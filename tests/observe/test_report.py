@@ -149,7 +149,9 @@ def test_what_a_model_writes_is_text(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run", "r")
     run.write_run(recipe=HOSTILE, machine=HOSTILE)
     run.write_config({"name": HOSTILE, "steps": 2})
-    run.write_plan(json.dumps({"mode": HOSTILE, "placements": {HOSTILE: {"replicas": [[0]]}}}))
+    run.write_json(
+        run.plan, json.dumps({"mode": HOSTILE, "placements": {HOSTILE: {"replicas": [[0]]}}})
+    )
     for step in (1, 2):
         run.append_metrics(step, {"reward/mean": 0.5, f"loss/{HOSTILE}": 1.0})
         sample = {"prompt": HOSTILE, "completion": HOSTILE, "answer": HOSTILE}

@@ -57,8 +57,8 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
 def test_documents_are_whole_and_leave_nothing_beside_them(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run", "r")
     run.write_config({"seed": 1, "learning_rate": 1e-4, "name": "Müller"})
-    run.write_plan('{"mode": "eager"}')
-    run.write_profile('{"seconds": [1.0]}')
+    run.write_json(run.plan, '{"mode": "eager"}')
+    run.write_json(run.profile, '{"seconds": [1.0]}')
     run.write_run(recipe="r", seed=1)
     run.write_run(finished=12.5)
     config = yaml.safe_load(run.config.read_text())

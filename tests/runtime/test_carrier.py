@@ -47,7 +47,7 @@ def pool_of() -> Iterator[PoolOf]:
 
 def make_pool(opened: ExitStack, *lanes: int) -> tuple[Any, dict[int, Line]]:
     pool: Any = LanePool.__new__(LanePool)
-    pool._inbox, pool._lines = deque(), {}
+    pool._inbox, pool._lines, pool._holding = deque(), {}, set()
     pool._selector = opened.enter_context(selectors.DefaultSelector())
     pool._woken, pool._waker = map(opened.enter_context, socket.socketpair())
     pool._selector.register(pool._woken, selectors.EVENT_READ, None)
@@ -63,7 +63,7 @@ def make_pool(opened: ExitStack, *lanes: int) -> tuple[Any, dict[int, Line]]:
 
 def test_nothing_that_was_said_is_dropped_when_a_lane_goes(pool_of: PoolOf) -> None:
     pool, ends = pool_of(0, 1)
-    words = {lane: Reports("step", [Report(CallFinished(lane, lane), at=0.0)]) for lane in (0, 1)}
+    words = {lane: Reports([Report(CallFinished(lane, lane), at=0.0)]) for lane in (0, 1)}
     for lane, end in ends.items():
         end.send(to_bytes(words[lane]))
     ends[0].close()

@@ -17,8 +17,8 @@ SPAN = Span(5, "learner.train", "call", 1.0, 2.0, {"step": 3, "items": 2})
 MESSAGES = [
     Close(),
     Execute("step", RunCall(77, 3, 3, (5,), (((Part(0, (1, 2), 4),),),))),
-    Reports("step", [Report(ItemsProduced(77, 5, (1, 2), 10)), Report(None, (SPAN,), {"a": 1.0})]),
-    Reports("step", [Report(CallFinished(77, 5), (SPAN,))]),
+    Reports([Report(ItemsProduced(77, 5, (1, 2), 10)), Report(None, (SPAN,), {"a": 1.0})]),
+    Reports([Report(CallFinished(77, 5), (SPAN,))]),
 ]
 
 
@@ -29,7 +29,7 @@ def test_messages_come_out_as_they_went_in(message: Any) -> None:
 
 def test_an_error_comes_along_with_its_call() -> None:
     report = Report(CallFailed(1, 2, UserError("is wrong", key="a")))
-    (back,) = from_bytes(to_bytes(Reports("step", [report]))).reports
+    (back,) = from_bytes(to_bytes(Reports([report]))).reports
     assert isinstance(back.event, CallFailed)
     assert str(back.event.error) == str(UserError("is wrong", key="a"))
 

@@ -21,7 +21,7 @@ import m2flow
 from m2flow import Batch, Flow, Stream, Worker, stage
 from m2flow.engine.messages import InstallWeights
 from m2flow.engine.plan import LaneSpec, Placement, Plan
-from m2flow.errors import RunFailed, UserError
+from m2flow.errors import RunFailed
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.runtime.transport.shared_memory import SharedPool, SharedReader
 from m2flow.runtime.weights import Box, ManifestError, Shard
@@ -142,6 +142,15 @@ def pool() -> Iterator[Any]:
         yield lanes
 
 
+@pytest.fixture(scope="module")
+def copying_pool(pool: Any) -> Iterator[Any]:
+    """Lanes on which weights travel as copies, as all payloads take one link."""
+    from m2flow.runtime.driver.pool import LanePool
+
+    with LanePool(pool.lanes, link="stream") as lanes:
+        yield lanes
+
+
 def run_on(
     pool: Any, source: Sequence[tuple[int, ...]], steps: int = STEPS, **more: Any
 ) -> tuple[list[StepResult], list[str]]:
@@ -172,28 +181,18 @@ def check(results: Sequence[StepResult]) -> None:
 
 
 @pytest.mark.parametrize("source", [((0,),), ((0, 1),)], ids=["single", "gang"])
-@pytest.mark.parametrize("method", ["shared", "copy", None])
+@pytest.mark.parametrize("way", ["shared", "copy"])
 def test_the_same_weights_whatever_the_way(
-    pool: Any, method: str | None, source: Sequence[tuple[int, ...]]
+    request: pytest.FixtureRequest, way: str, source: Sequence[tuple[int, ...]]
 ) -> None:
-    results, lines = run_on(pool, source, publish=method)
+    lanes = request.getfixturevalue("pool" if way == "shared" else "copying_pool")
+    results, lines = run_on(lanes, source)
     check(results)
     (line,) = lines
-    assert f"source publishes to target on 2 lanes of its node by {method or 'shared'}" in line
+    assert f"source publishes to target on 2 lanes of its node by {way}" in line
     for result in results:
         assert result.published["source"].num_bytes > 0
         assert result.published["source"].seconds > 0
-
-
-@pytest.mark.usefixtures("pool")
-def test_the_same_weights_where_all_payloads_take_one_link() -> None:
-    from m2flow.runtime.driver.pool import LanePool
-
-    with LanePool([LaneSpec(number) for number in range(3)], link="stream") as lanes:
-        results, lines = run_on(lanes, ((0,),))
-        check(results)
-        assert "by copy" in lines[0]
-        assert "as all payloads go by stream" in lines[0]
 
 
 class Pair(Flow):
@@ -210,13 +209,16 @@ class Pair(Flow):
         self.second.publish(self.other)
 
 
-@pytest.mark.parametrize("method", ["shared", "copy"])
-def test_two_sources_do_not_get_in_each_others_way(pool: Any, method: str) -> None:
+@pytest.mark.parametrize("lanes", ["pool", "copying_pool"])
+def test_two_sources_do_not_get_in_each_others_way(
+    request: pytest.FixtureRequest, lanes: str
+) -> None:
+    pool = request.getfixturevalue(lanes)
     here, there = Placement(((0,),)), Placement(((1,), (2,)))
     spots = {"first": here, "second": here, "one": there, "other": there}
     plan = Plan("custom", pool.lanes, spots, deadline_seconds=30)
     flow = Pair(first=Source(), second=Source(), one=Target(), other=Target())
-    with m2flow.launch(flow, items_per_step=4, plan=plan, lanes=pool, publish=method) as run:
+    with m2flow.launch(flow, items_per_step=4, plan=plan, lanes=pool) as run:
         check(list(run.steps(items() for _ in range(STEPS))))
 
 
@@ -236,11 +238,6 @@ def test_an_install_that_raises_ends_the_run(pool: Any) -> None:
         run.worker_call("target", "refuse")
         with pytest.raises(RunFailed, match=r"install of source's weights in target .* lane 1"):
             run.step(items())
-
-
-def test_a_way_that_cannot_be_had_is_refused(pool: Any) -> None:
-    with pytest.raises(UserError, match="unknown way to publish"):
-        launched(pool, ((0,),), publish="pigeon")
 
 
 # --- the two halves, in one process ---------------------------------------------------------------
@@ -397,13 +394,13 @@ def same_node(first: int, second: int) -> bool:
     return first // 2 == second // 2
 
 
-def publisher(method: str | None = None, num_lanes: int = 4) -> Publisher:
+def publisher(link: str | None = None, num_lanes: int = 4) -> Publisher:
     flow = Publishing(source=Source(), target=Target())
     readers = tuple((lane,) for lane in range(1, num_lanes))
     placements = {"source": Placement(((0,),)), "target": Placement(readers)}
     plan = Plan("custom", tuple(LaneSpec(n) for n in range(num_lanes)), placements)
     graphs = {"step": flow.trace()}
-    return Publisher(same_node, plan, graphs, method)
+    return Publisher(same_node, plan, graphs, link)
 
 
 def publish(one: Publisher, version: int, lanes: Sequence[int]) -> Mapping[Any, int]:
@@ -435,10 +432,10 @@ def test_the_way_follows_from_where_the_lanes_are() -> None:
     assert publish(three, 1, range(1, 6)) == {"shared": 1, "copy": 4}
 
 
-def test_shared_memory_does_not_reach_other_nodes() -> None:
-    with pytest.raises(UserError, match="share no memory"):
-        publisher("shared")
-    assert publish(publisher("copy"), 1, (1, 2, 3)) == {"copy": 3}
+def test_weights_are_copied_where_all_payloads_take_one_link() -> None:
+    one = publisher("stream")
+    assert publish(one, 1, (1, 2, 3)) == {"copy": 3}
+    assert set(one.explain().values()) == {"210 MB (all goes by stream)"}
 
 
 def test_versions_that_somebody_needs_are_kept() -> None:

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -340,6 +342,7 @@ def test_a_process_that_dies_leaves_nothing(tmp_path: Path) -> None:
     code = """
 import os, sys, torch
 from pathlib import Path
+from types import SimpleNamespace
 from m2flow.flow import Place
 from m2flow.runtime.lane.state import MovableState
 tensor = torch.ones(1000)
@@ -490,14 +493,9 @@ def test_blocks_of_host_memory_hold_what_was_put(sizes: list[int], block: int) -
     assert [kept.data_ptr() for kept in shelf._blocks] == blocks
 
 
-def mounts(tmp_path: Path, *lines: str) -> Path:
-    """A table of mounts as Linux has it: `<where> <kind of file system>` on each line."""
-    file = tmp_path / "mountinfo"
-    rows = [line.split(" ") for line in lines]
-    file.write_text(
-        "".join(f"1 2 0:3 / {at} rw shared:1 - {kind} {kind} rw\n" for at, kind in rows)
-    )
-    return file
+def mounts(*table: tuple[Path, str]) -> Callable[..., list[Any]]:
+    """In place of `psutil.disk_partitions`: mount points and their file systems."""
+    return lambda **_: [SimpleNamespace(mountpoint=str(at), fstype=kind) for at, kind in table]
 
 
 def test_a_spill_folder_in_memory_is_left_for_one_on_a_disk(
@@ -505,18 +503,16 @@ def test_a_spill_folder_in_memory_is_left_for_one_on_a_disk(
 ) -> None:
     """Where /tmp is a tmpfs, state that was put away had only moved within memory."""
     on_disk = spill_module.on_disk
-    for at in ("fast", "fast/disk", "a b"):
-        (tmp_path / at).mkdir()
-    fast, disk, spaced = tmp_path / "fast", tmp_path / "fast" / "disk", tmp_path / "a b"
+    fast, disk = tmp_path / "fast", tmp_path / "fast" / "disk"
+    disk.mkdir(parents=True)
     monkeypatch.setattr(spill_module, "_ON_DISK", (disk,))
-    table = ["/ ext4", f"{fast} tmpfs", f"{disk} ext4", f"{tmp_path}/a\\040b tmpfs"]
-    monkeypatch.setattr(spill_module, "_MOUNTS", mounts(tmp_path, *table))
+    table = [(Path("/"), "ext4"), (fast, "ext4"), (fast, "tmpfs"), (disk, "ext4")]
+    monkeypatch.setattr(psutil, "disk_partitions", mounts(*table))
     assert on_disk(tmp_path) == tmp_path
     assert on_disk(disk / "new") == disk / "new"
     assert on_disk(fast / "not there yet") == disk
-    assert on_disk(spaced) == disk
     assert not caplog.records
-    monkeypatch.setattr(spill_module, "_MOUNTS", mounts(tmp_path, "/ tmpfs"))
+    monkeypatch.setattr(psutil, "disk_partitions", mounts((Path("/"), "tmpfs")))
     assert on_disk(fast) == fast
     assert "frees none; set TMPDIR" in caplog.text
 

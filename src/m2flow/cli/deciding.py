@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from m2flow.cli.larger import fuller, smallest
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
@@ -30,6 +29,12 @@ from m2flow.workloads.common.profile_key import profile_key
 from m2flow.workloads.common.recipe import AUTO_MODE, Recipe
 from m2flow.workloads.common.registry import workload_of
 from m2flow.workloads.common.workload import NOTHING_ASSUMED, Assumed
+
+FULL = 8
+"""Lanes of a machine that is filled before there is a second one."""
+
+MOST_LANES = 4096
+"""Where the search for a larger cluster ends."""
 
 
 @dataclass(frozen=True)
@@ -185,11 +190,12 @@ class Planning:
         """The refusal, with the smallest number of lanes that would do, or why none would."""
         assert self.cluster is not None
         what = str(error).split(";")[0].removeprefix(f"{error.key}: ")
-        found = smallest(self.cluster, lambda cluster: self._refusal(cluster) is None)
-        if found is not None:
-            enough = f"at least {found.num_lanes} lanes, such as {found}"
-            return UserError(what, key="--cluster", expected=enough)
-        reason = self._refusal(list(fuller(self.cluster))[-1])
+        reason: UserError | None = error
+        for larger in _doubled(self.cluster):
+            reason = self._refusal(larger)
+            if reason is None:
+                enough = f"more lanes, such as {larger}"
+                return UserError(what, key="--cluster", expected=enough)
         return UserError(what, key="--cluster", hint=f"no number of such lanes would do: {reason}")
 
     def _refusal(self, cluster: Cluster) -> UserError | None:
@@ -200,6 +206,19 @@ class Planning:
         except UserError as error:
             return error
         return None
+
+
+def _doubled(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster with twice as many lanes each time, first on one machine, up to MOST_LANES."""
+    first, rest = cluster.machines[0], cluster.machines[1:]
+    while 2 * first.nodes * first.lanes_per_node <= MOST_LANES:
+        if first.nodes == 1 and 2 * first.lanes_per_node <= FULL:
+            lanes = 2 * first.lanes_per_node
+            device = replace(first.device, lanes_per_node=lanes)
+            first = replace(first, lanes_per_node=lanes, device=device)
+        else:
+            first = replace(first, nodes=2 * first.nodes)
+        yield Cluster((first, *rest))
 
 
 def _of_plan(decision: Decision, plan: Plan) -> Decision:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from m2flow.generation.architecture import Architecture, architecture_of, rotation_table
-from m2flow.generation.kernels import RMSNorm, linear, padded_rows
+from m2flow.generation.kernels import linear, padded_rows, rms_norm
 from m2flow.generation.kv_cache import CacheView
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 from m2flow.generation.weights import DecoderWeights
@@ -62,9 +62,6 @@ class Decoder:
         self.dtype, self.device, self._parallel = dtype, device, parallel
         self.weights = DecoderWeights(architecture_of(config), dtype, device, parallel)
         self.architecture: Architecture = self.weights.architecture
-        a = self.architecture
-        self._norm = RMSNorm(a.hidden_size, a.norm_epsilon, dtype, device)
-        self._head_norm = RMSNorm(a.head_dim, a.norm_epsilon, dtype, device)
         self._rotation = rotation_table(config, dtype).to(device)
         # bmm beats the fused kernel for float32 and float64 on the CPU; elsewhere the fused kernel
         # is faster, and for half precision it keeps the scores in float32.
@@ -73,12 +70,6 @@ class Decoder:
     def install(self, weights: Mapping[str, Tensor]) -> None:
         """Copies all weights; see `NativeEngine.install`."""
         self.weights.install(weights)
-        self._norm.prepare(self.weights.norm)
-        for layer in self.weights.layers:
-            self._norm.prepare(layer.attention_norm)
-            self._norm.prepare(layer.mlp_norm)
-            if layer.qk_norm is not None:
-                self._head_norm.prepare(layer.qk_norm)
 
     @property
     def logprob_dtype(self) -> torch.dtype:
@@ -176,14 +167,14 @@ class Decoder:
         rotation_Y1C = self._rotation.index_select(0, position_Y).unsqueeze(1)
         hidden_NE = self.weights.embedding.index_select(0, ids_N)
         for index, layer in enumerate(self.weights.layers):
-            normed_NE = self._norm(hidden_NE, layer.attention_norm)
+            normed_NE = rms_norm(hidden_NE, layer.attention_norm, a.norm_epsilon)
             qkv_YSD = linear(normed_NE, layer.qkv, layer.qkv_bias).view(shape)
             query_key = qkv_YSD.narrow(1, 0, a.group + 1)
             if layer.qk_norm is not None:
-                query_key.copy_(self._head_norm(query_key, layer.qk_norm))
+                query_key.copy_(rms_norm(query_key, layer.qk_norm, a.norm_epsilon))
             rotate(query_key, rotation_Y1C)
             hidden_NE += self._joined(attend(index, qkv_YSD), layer.out, layer.out_bias)
-            normed_NE = self._norm(hidden_NE, layer.mlp_norm)
+            normed_NE = rms_norm(hidden_NE, layer.mlp_norm, a.norm_epsilon)
             gate, up = linear(normed_NE, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
             hidden_NE += self._joined(F.silu(gate).mul_(up), layer.down, layer.down_bias)
         return hidden_NE
@@ -196,7 +187,7 @@ class Decoder:
         return hidden_NE if bias_E is None else hidden_NE.add_(bias_E)
 
     def _logits(self, hidden_NE: Tensor) -> Tensor:
-        normed_NE = self._norm(hidden_NE, self.weights.norm)
+        normed_NE = rms_norm(hidden_NE, self.weights.norm, self.architecture.norm_epsilon)
         logits_NV = linear(normed_NE, self.weights.head)
         return logits_NV if logits_NV.dtype is torch.float64 else logits_NV.float()
 

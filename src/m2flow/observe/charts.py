@@ -149,20 +149,10 @@ def thin(points: Sequence[tuple[float, float | None]], limit: int = MAX_POINTS) 
 
 
 def smooth(values: Sequence[float], reach: int) -> list[float]:
-    """A straight line fitted to each value and `reach` neighbours on each side, read off there.
-
-    Local linear regression: symmetric and without bias at the ends, so a rise is drawn where it
-    happened.
-    """
-    result = []
-    for index, value in enumerate(values):
-        near = range(max(0, index - reach), min(len(values), index + reach + 1))
-        if len(near) < 2:
-            result.append(value)
-            continue
-        slope, level = statistics.linear_regression(near, [values[other] for other in near])
-        result.append(level + slope * index)
-    return result
+    """Means of each value and at most `reach` neighbours a side, as many on each: a rise stays."""
+    count = len(values)
+    reaches = [min(reach, index, count - 1 - index) for index in range(count)]
+    return [statistics.fmean(values[i - near : i + near + 1]) for i, near in enumerate(reaches)]
 
 
 def _axes(
@@ -192,18 +182,13 @@ def _curve(one: Series, frame: Scale) -> Iterator[str]:
         for finite, group in groupby(one.points, key=lambda point: point[1] is not None)
         if finite
     ]
-    smoothed = one.style == "line" and len(one.values) >= SMOOTH_FROM
     for run in runs:
         points = thin(run)
-        if one.style == "dashed":
-            yield _path(points, frame, colour, "curve dashed")
-        elif smoothed:
+        if one.style == "line" and len(one.values) >= SMOOTH_FROM:
             yield _path(points, frame, colour, "curve raw")
             means = smooth([y for _, y in points], max(2, len(points) // 14))
-            line = [(x, y) for (x, _), y in zip(points, means, strict=True)]
-            yield _path(line, frame, colour, "curve")
-        else:
-            yield _path(points, frame, colour, "curve")
+            points = [(x, y) for (x, _), y in zip(points, means, strict=True)]
+        yield _path(points, frame, colour, "curve dashed" if one.style == "dashed" else "curve")
         if one.style == "dots" or (one.style == "line" and len(points) == 1):
             for x, y in points:
                 yield (

@@ -108,17 +108,9 @@ class RunDirectory:
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True, default_flow_style=False)
         write_atomically(self.config, text.encode())
 
-    def write_plan(self, text: str) -> None:
-        """Write the plan, as `m2flow.plan.file.to_json` gives it."""
-        write_atomically(self.plan, text.encode())
-
-    def write_profile(self, text: str) -> None:
-        """Write the profile, as `m2flow.plan.file.to_json` gives it."""
-        write_atomically(self.profile, text.encode())
-
-    def write_decision(self, text: str) -> None:
-        """Write why the plan was chosen: the JSON of an `m2flow.plan.explain.Explanation`."""
-        write_atomically(self.decision, text.encode())
+    def write_json(self, path: Path, text: str) -> None:
+        """Write the plan, profile or decision, as `m2flow.plan.file.to_json` gives it."""
+        write_atomically(path, text.encode())
 
     def append_metrics(self, step: int, metrics: Mapping[str, object]) -> None:
         """Append one line for a step; `time` is Unix seconds unless `metrics` brings its own."""

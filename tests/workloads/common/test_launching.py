@@ -10,10 +10,10 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.runtime.driver.pilot import Pilot
 from m2flow.workloads.common import read_recipe
 from m2flow.workloads.common.launching import computed_profile
-from m2flow.workloads.common.planning import graph_of
+from m2flow.workloads.common.planning import flow_of
 
 RECIPE = read_recipe(Path(__file__).parents[3] / "recipes" / "quickstart.yaml", ())
-GRAPH = graph_of(RECIPE)
+GRAPH = flow_of(RECIPE).trace()
 GPUS = tuple(LaneSpec(number, "gpu", gpu=number) for number in range(4))
 
 

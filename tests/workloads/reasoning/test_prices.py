@@ -10,14 +10,14 @@ from m2flow.models.shape import KNOWN_MODELS
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import parse_cluster
-from m2flow.workloads.common.planning import graph_of
+from m2flow.workloads.common.planning import flow_of
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.work import prices
 
 
 def profile(cluster: str, model: str | None = "Qwen2.5-7B", **words: Any) -> Profile:
     recipe = ReasoningRecipe(**words)
-    graph = graph_of(recipe)
+    graph = flow_of(recipe).trace()
     priced = prices(recipe, graph, model)
     return analytic_profile(graph, parse_cluster(cluster), priced, recipe.prompts_per_step)
 

@@ -137,7 +137,8 @@ def least_squares(
 ) -> list[float]:
     """Return the coefficients, none negative, whose weighted sums come closest to the values.
 
-    Measurements that lie far off count less (Huber's weights, twice).
+    Measurements that lie far off count less (Huber's weights, twice). In the end all coefficients
+    are scaled alike, so that the sums have the mean of the values: what is predicted is a sum too.
     """
     matrix, wanted = np.array(rows, float), np.array(values, float)
     given = np.array(weights, float)
@@ -148,7 +149,8 @@ def least_squares(
         tamed = given * np.minimum(1.0, bound / np.maximum(errors, TINY))
         if bound > 0:
             found = _not_negative(matrix * np.sqrt(tamed)[:, None], wanted * np.sqrt(tamed))
-    return [float(x) for x in found]
+    explained = float(np.sum(matrix @ found))
+    return [float(x) * float(np.sum(wanted)) / explained if explained else 0.0 for x in found]
 
 
 def _not_negative(matrix: Matrix, wanted: Matrix) -> Matrix:

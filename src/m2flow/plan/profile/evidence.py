@@ -71,7 +71,8 @@ class Evidence:
             a call of 0 items); an "onload" or an "offload", of size 0.
         states: bytes on a lane by worker and layout.
         publishes: seconds by what is priced, as a `PublishCost` without a price.
-        transfers: between lanes of one machine, by bytes.
+        transfers: (parts, bytes, seconds) of what was fetched from lanes of one machine for a call;
+            each part lies on one lane.
         gaps: (events of other lanes shortly before, items, seconds) from a lane's end to its next
             call, where nothing else can have caused that call.
         output_bytes: (items, bytes) by stage.
@@ -85,7 +86,7 @@ class Evidence:
         self.samples: dict[tuple[str, Where, float], deque[Sample]] = _newest(OF_ONE_SIZE)
         self.states: dict[Where, int] = {}
         self.publishes: dict[PublishCost, deque[float]] = _newest(NEWEST)
-        self.transfers: deque[Sample] = deque(maxlen=NEWEST)
+        self.transfers: deque[tuple[float, float, float]] = deque(maxlen=NEWEST)
         self.gaps: deque[tuple[int, float, float]] = deque(maxlen=NEWEST)
         self.output_bytes: dict[str, deque[tuple[float, float]]] = _newest(NEWEST)
         self.lengths: dict[str, deque[float]] = _newest(16 * NEWEST)
@@ -127,7 +128,8 @@ class Evidence:
         self._add_items(spans)
         for span in counted:
             if "bytes" in span.args and span.kind == "transfer" and placed.on_one_machine:
-                self.transfers.append(Sample(_number(span, "bytes"), span.seconds))
+                sizes = _number(span, "parts"), _number(span, "bytes")
+                self.transfers.append((*sizes, span.seconds))
             elif span.kind == "switch" and "what" in span.args:
                 worker = str(span.args.get("worker", span.name))
                 self._keep(str(span.args["what"]), placed.of(worker), Sample(0, span.seconds))

@@ -266,16 +266,18 @@ def _publish(evidence: Evidence, known: Profile) -> tuple[PublishCost, ...]:
     return (*sorted(found, key=str), *left)
 
 
-def _links(transfers: Iterable[Sample], known: LinkCost | None) -> dict[str, LinkCost]:
+def _links(
+    transfers: Iterable[tuple[float, float, float]], known: LinkCost | None
+) -> dict[str, LinkCost]:
     """Return latency and rate of transfers on one machine; the known rate where sizes hide it."""
-    seen = [one for one in transfers if one.seconds > 0]
+    seen = [one for one in transfers if one[2] > 0]
     if not seen:
         return {}
-    largest = max(one.size for one in seen) or 1.0
+    largest = max(size for _, size, _ in seen) or 1.0
     latency, slope = least_squares(
-        [[1.0, one.size / largest] for one in seen],
-        [one.seconds for one in seen],
-        [1.0 / one.seconds for one in seen],
+        [[parts, size / largest] for parts, size, _ in seen],
+        [seconds for *_, seconds in seen],
+        [1.0 / seconds for *_, seconds in seen],
     )
     fastest = NO_COPY if known is None else known.rate
     rate = BytesPerSecond(largest / slope) if slope > 0 else fastest

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from m2flow.engine.plan import LaneSpec
@@ -42,15 +41,10 @@ class LanesAhead:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._pool.exception() is None:
             # On the thread that connected to Ray: from another one, Ray waits 5 s for it.
-            self._thread.submit(self._pool.result().__exit__, kind, error, trace).result()
+            self._thread.submit(self._pool.result().__exit__, *error).result()
         self._thread.shutdown()
 
 

@@ -71,14 +71,12 @@ class RayCarrier:
         plans: the plan of each of the graphs.
         version: number of the weights that the run begins with.
         load_seconds: longest that a lane may take to bring one worker up.
-        publish: the one way to send weights; None for what the rule says.
         moved: what is known of the run that this one goes on with on the same lanes, if any.
 
     Attributes:
         state_bytes: what each worker's state takes on a lane, as the workers say after loading.
 
     Raises:
-        UserError: weights cannot be published that way.
         Exception: what a worker raised while it was loaded.
     """
 
@@ -91,7 +89,6 @@ class RayCarrier:
         plans: Mapping[str, Plan],
         version: int,
         load_seconds: float,
-        publish: str | None = None,
         moved: Moved | None = None,
     ) -> None:
         self.pool, self.graphs, self.plan, self._plans = pool, graphs, plan, plans
@@ -99,7 +96,7 @@ class RayCarrier:
         self._released: dict[int, list[Release]] = {lane.id: [] for lane in pool.lanes}
         self._gang_calls: set[int] = set()
         self._collective = {name for name, worker in workers.items() if worker.collective}
-        self.publisher = Publisher(pool.same_node, plan, graphs, publish, pool.exchange.link)
+        self.publisher = Publisher(pool.same_node, plan, graphs, pool.exchange.link)
         self.state_bytes = load_workers(pool, graphs, plan, workers, version, load_seconds, moved)
 
     # --- carrier ----------------------------------------------------------------------------------
@@ -135,7 +132,7 @@ class RayCarrier:
                 exports = [] if local else self.publisher.install(command)
                 self._send(lane, flow, command, exports=exports)
             case MoveState(lane=lane):
-                self._send(lane, flow, command)
+                self.pool.send(lane, Execute(flow, command), hold=True)
             case ReleaseItems(step=step, producer=producer, items=items, lanes=lanes):
                 for lane in lanes:
                     self._released[lane].append(Release(flow, step, producer, items))

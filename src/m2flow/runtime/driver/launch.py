@@ -48,7 +48,6 @@ def launch(
     num_threads: int | None = None,
     lane_memory: int | None = None,
     layouts: Mapping[str, Layout] = MappingProxyType({}),
-    publish: str | None = None,
     auto: Auto = AUTO,
     load_deadline_seconds: float = LOAD_SECONDS,
 ) -> Run:
@@ -70,8 +69,6 @@ def launch(
             other's way. None for no limit.
         layouts: worker to the layout of its replicas, where a plan is built; one lane for each
             replica of those left out.
-        publish: the one way to send weights to other lanes, "shared" or "copy"; by default it
-            follows from where the workers stand (see `Run.explain_publishing`).
         auto: how mode "auto" goes about it.
         load_deadline_seconds: longest that a lane may take to bring one worker up. A lane that goes
             on to its next worker has made progress, and gets as long again.
@@ -93,9 +90,7 @@ def launch(
         pilot = _pilot(auto, methods, (*free, *reserved) if reserved else guess.lanes, layouts)
         plans = methods.planned(pilot.plan)
         with lanes_of(lanes, methods.planned(guess).everything.lanes, flow) as pool:
-            return on_lanes(
-                methods, plans, flow, first_step, pool, publish, load_deadline_seconds, pilot
-            )
+            return on_lanes(methods, plans, flow, first_step, pool, load_deadline_seconds, pilot)
     if plan is None:
         specs = specs_of(lanes, lane_memory)
         plan = build_plan(mode, graphs[STEP], specs, items_per_step, methods.isolated, layouts)
@@ -103,7 +98,7 @@ def launch(
     if plan.mode == "eager":
         return in_this_process(methods, plans, flow, first_step, num_threads)
     with lanes_of(lanes, plans.everything.lanes, flow) as pool:
-        return on_lanes(methods, plans, flow, first_step, pool, publish, load_deadline_seconds)
+        return on_lanes(methods, plans, flow, first_step, pool, load_deadline_seconds)
 
 
 def _pilot(

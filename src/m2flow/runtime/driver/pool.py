@@ -18,6 +18,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -112,6 +113,7 @@ class LanePool:
         self._lines: dict[int, LauncherLine] = {}
         self._actors: dict[int, Any] = {}
         self._serving: dict[int, Any] = {}
+        self._holding: set[int] = set()
         self._inbox: deque[tuple[int, FromLane]] = deque()
         self._next_number = 0
         self._checked = time.monotonic()
@@ -219,18 +221,28 @@ class LanePool:
 
     # --- talking to lanes -------------------------------------------------------------------------
 
-    def send(self, lane: int, order: Order) -> None:
-        """Give a lane an order. One that is gone is heard of by `receive`."""
-        if lane not in self._lines:
+    def send(self, lane: int, order: Order, *, hold: bool = False) -> None:
+        """Give a lane an order. One that is gone is heard of by `receive`.
+
+        Args:
+            lane, order: which.
+            hold: it may go with the next order, and goes before `receive` waits.
+        """
+        line = self._lines.get(lane)
+        if line is None:
             return
-        try:
-            self._lines[lane].send(to_bytes(order))
-        except LineClosed:
-            return
-        if self._lines[lane].unsent:
-            self._selector.modify(
-                self._lines[lane], selectors.EVENT_READ | selectors.EVENT_WRITE, lane
-            )
+        line.hold(to_bytes(order))
+        if hold:
+            self._holding.add(lane)
+        else:
+            self._flush(lane, line)
+
+    def _flush(self, lane: int, line: LauncherLine) -> None:
+        self._holding.discard(lane)
+        with suppress(LineClosed):
+            line.flush()
+            if line.unsent:
+                self._selector.modify(line, selectors.EVENT_READ | selectors.EVENT_WRITE, lane)
 
     def receive(self, seconds: float) -> list[tuple[int, FromLane]]:
         """What lanes have said; waits for the first word, but no longer than this.
@@ -240,6 +252,8 @@ class LanePool:
         if self._inbox:
             said, self._inbox = list(self._inbox), deque()
             return said
+        for lane in self._holding & self._lines.keys():
+            self._flush(lane, self._lines[lane])
         said = self._ended_in_silence()
         if said:
             return said
@@ -418,7 +432,7 @@ class LanePool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: object = None, *_: object) -> None:
         self.close(CLOSE_SECONDS if kind is None else FAILED_SECONDS)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from m2flow.engine.messages import ExportWeights, InstallWeights
@@ -58,17 +58,17 @@ class Run:
         *,
         pool: LanePool | None = None,
         owns_pool: bool = False,
-        publish: str | None = None,
         load_seconds: float = 0.0,
         load_deadline_seconds: float = 0.0,
         pilot: Pilot | None = None,
     ) -> None:
         self.graph = methods.graphs[STEP]
         self.load_seconds, self.pilot = load_seconds, pilot
-        self._methods, self._workers, self._publish = methods, workers, publish
+        self._methods, self._workers = methods, workers
         self._load_deadline = load_deadline_seconds
         self._pool, self._owns_pool = pool, owns_pool
         self._take_up(plans, carrier, dict.fromkeys(methods.graphs, first_step))
+        gc.freeze()  # what is there stays: to go through all of torch would stop the control loop
 
     def _take_up(self, plans: Plans, carrier: Any, next_steps: Mapping[str, int]) -> None:
         self.plan, self._plans, self._carrier = plans.by_method[STEP], plans, carrier
@@ -263,7 +263,6 @@ class Run:
             plans.by_method,
             next_steps[STEP],
             load_seconds=self._load_deadline,
-            publish=self._publish,
             moved=Moved(frozenset(self._placements) - set(moved), fetches),
         )
         moving.drop_states(self._pool)
@@ -341,15 +340,11 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
+        gc.unfreeze()
         self._carrier.close()
         if self._pool is not None and self._owns_pool:
-            self._pool.__exit__(kind, error, trace)
+            self._pool.__exit__(*error)
 
 
 def _wants_memory_or_time(cause: BaseException | None) -> bool:

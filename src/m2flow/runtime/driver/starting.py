@@ -37,17 +37,19 @@ def methods_of(
 def run_on(flow: Flow, items_per_step: int, plan: Plan, pool: LanePool) -> Run:
     """The run of a plan on lanes that are up."""
     methods = methods_of(flow, items_per_step)
-    return on_lanes(methods, methods.planned(plan), flow, 0, (pool, False), None, LOAD_SECONDS)
+    return on_lanes(methods, methods.planned(plan), flow, 0, (pool, False), LOAD_SECONDS)
 
 
 def in_this_process(
     methods: Methods, plans: Plans, flow: Flow, first_step: int, num_threads: int | None
 ) -> Run:
     """The run of an eager plan: everything in this process."""
+    import torch
+
     lane = plans.by_method[STEP].lanes[0]
     threads = num_threads or max(1, len(lane.cores))
     device = "cpu" if lane.kind == "cpu" else "cuda:0"
-    _set_num_threads(threads)
+    torch.set_num_threads(threads)
     graphs, workers = methods.graphs, plans.placed(flow.workers)
     carrier = InlineCarrier(graphs, plans.everything, workers, threads, device, first_step)
     try:
@@ -100,7 +102,6 @@ def on_lanes(
     flow: Flow,
     first_step: int,
     lanes: tuple[LanePool, bool],
-    publish: str | None,
     load_deadline_seconds: float,
     pilot: Pilot | None = None,
 ) -> Run:
@@ -120,7 +121,6 @@ def on_lanes(
         plans.by_method,
         first_step,
         load_seconds=load_deadline_seconds,
-        publish=publish,
     )
     return Run(
         methods,
@@ -130,14 +130,7 @@ def on_lanes(
         first_step,
         pool=pool,
         owns_pool=owns_pool,
-        publish=publish,
         load_seconds=time.perf_counter() - start,
         load_deadline_seconds=load_deadline_seconds,
         pilot=pilot,
     )
-
-
-def _set_num_threads(count: int) -> None:
-    import torch
-
-    torch.set_num_threads(count)

@@ -7,6 +7,7 @@ payload server's threads, which read the same store.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import pickle
 import time
@@ -62,6 +63,7 @@ from m2flow.runtime.lane.orders import (
 from m2flow.runtime.lane.reports import NO_FACTS, Published, Report
 from m2flow.runtime.lane.state.memory import MemoryGauge
 from m2flow.runtime.transport.lines import Line
+from m2flow.runtime.weights.exports import Export
 
 SILENCE_SECONDS = 2.0
 """Longest that a streaming call goes on without a word, also where nobody waits for its items."""
@@ -85,6 +87,7 @@ class LaneExecutor:
         self.lane, self._context = lane, context
         self._line, self._exchange = line, exchange
         self._orders: deque[Order] = deque()
+        self._unsaid: list[Report] = []
         self._stuck: dict[str, BaseException] = {}
         self._host = LaneHost(lane, {}, {})
         self._loader = Loader(context, exchange, lambda *begun: self._say(Loading(*begun)))
@@ -94,31 +97,44 @@ class LaneExecutor:
     def run(self) -> None:
         """Carry out orders until `Close` comes, or the launcher is gone (LineClosed)."""
         while True:
-            order = self._orders.popleft() if self._orders else from_bytes(self._line.receive())
-            match order:
-                case Execute():
+            match self._next_order():
+                case Execute() as order:
                     self._execute(order)
-                case DropStep():
-                    self._host.store.drop_step(order.flow, order.step)
-                case CallMethod():
-                    self._answer(order.number, partial(self._called, order))
-                case Load():
+                case DropStep(flow=flow, step=step):
+                    self._host.store.drop_step(flow, step)
+                case CallMethod(number=number) as order:
+                    self._answer(number, partial(self._called, order))
+                case Load() as order:
                     self._load(order)
-                case Save():
-                    self._answer(order.number, partial(self._saved, order))
-                case Probe():
-                    self._answer(order.number, partial(self._exchange.measure, order.peers))
-                case GaugeMemory():
-                    self._gauge = MemoryGauge(self._context.device) if order.on else None
-                case Prepare():
-                    for module in order.modules:
+                case Save(number=number) as order:
+                    self._answer(number, partial(self._saved, order))
+                case Probe(number=number, peers=peers):
+                    self._answer(number, partial(self._exchange.measure, peers))
+                case GaugeMemory(on=on):
+                    self._gauge = MemoryGauge(self._context.device) if on else None
+                case Prepare(modules=modules):
+                    for module in modules:
                         importlib.import_module(module)
                 case Close():
                     self._close_workers()
                     return
 
+    def _next_order(self) -> Order:
+        """Wait for the next order; what is not said yet is said before."""
+        if self._orders:
+            return self._orders.popleft()
+        if self._unsaid and not self._line.waiting():
+            self._report([])
+        order: Order = from_bytes(self._line.receive())
+        return order
+
     def _say(self, message: Loading | Loaded | Answer | Reports) -> None:
         self._line.send(to_bytes(message))
+
+    def _report(self, reports: Sequence[Report], exports: Sequence[Export] = ()) -> None:
+        """Say what was done; with it goes what could wait until there was more to say."""
+        said, self._unsaid = [*self._unsaid, *reports], []
+        self._say(Reports(said, tuple(exports)))
 
     # --- workers ----------------------------------------------------------------------------------
 
@@ -126,9 +142,11 @@ class LaneExecutor:
         state_bytes: dict[str, int] = {}
         raised = None
         try:
+            gc.unfreeze()
             self._close_workers(order.keep or ())
             self._deadline_seconds = order.deadline_seconds
             self._host = self._loader.load(order, self._host, state_bytes)
+            gc.freeze()  # libraries and workers: to go through them takes 0.1 s
         except BaseException as error:
             raised = cloudpickle.dumps(self._portable(error))
         self._say(Loaded(order.number, state_bytes, raised, time.time()))
@@ -166,7 +184,7 @@ class LaneExecutor:
             case FeedCall():
                 self._feed(order)
             case AbortCall(call=call):  # it has ended already, and its last word is on its way
-                self._say(Reports(order.flow, [Report(CallAborted(call, self.lane))]))
+                self._report([Report(CallAborted(call, self.lane))])
             case MoveState():
                 self._move(order.command)
             case RunCall() as command:
@@ -186,10 +204,10 @@ class LaneExecutor:
                 self._gauge.begin()
             carry_out(order, command)
         except _Withdrawn:
-            self._say(Reports(order.flow, [Report(CallAborted(command.call, self.lane))]))
+            self._report([Report(CallAborted(command.call, self.lane))])
         except BaseException as error:
             failed = CallFailed(command.call, self.lane, self._portable(error))
-            self._say(Reports(order.flow, [Report(failed)]))
+            self._report([Report(failed)])
 
     def _call(self, order: Execute, command: RunCall) -> None:
         """Run a stage. A piece is reported when it is finished, if anybody can use it by then."""
@@ -204,11 +222,11 @@ class LaneExecutor:
             if silent and not reports:
                 reports.append(Report(ItemsProduced(command.call, self.lane, ())))
             if reports and (order.in_pieces or silent):
-                self._say(Reports(order.flow, reports))
+                self._report(reports)
                 reports, heard = [], time.monotonic()
             self._look_for_orders(command.call)
         reports.append(self._finished(order, command, start, facts={"bytes": num_bytes}))
-        self._say(Reports(order.flow, reports))
+        self._report(reports)
 
     def _look_for_orders(self, call: int) -> None:
         """Take in what has come while a call runs; it is fed, or withdrawn, at once.
@@ -236,7 +254,7 @@ class LaneExecutor:
             failed = CallFailed(order.command.call, self.lane, self._portable(error))
             reports = [Report(failed)]
         if reports:
-            self._say(Reports(order.flow, reports))
+            self._report(reports)
 
     def _finish(self, order: Execute, command: RunFinish) -> None:
         """Run the `finish` of an accumulating stage; the first lane gives the metrics."""
@@ -244,7 +262,7 @@ class LaneExecutor:
         metrics = self._host.finish(order.flow, command)
         first = command.lanes[0] == self.lane
         finished = self._finished(order, command, start, metrics if first else None)
-        self._say(Reports(order.flow, [finished]))
+        self._report([finished])
 
     def _export(self, order: Execute, command: ExportWeights) -> None:
         """Lay a worker's weights out for other lanes."""
@@ -256,7 +274,7 @@ class LaneExecutor:
         num_bytes = sum(export.num_bytes for export in exports)
         published = Published(command.source, num_bytes, time.time() - start)
         finished = self._finished(order, command, start, published=published)
-        self._say(Reports(order.flow, [finished], exports))
+        self._report([finished], exports)
 
     def _install(self, order: Execute, command: InstallWeights) -> None:
         """Install weights: those laid out elsewhere, or those of the source worker here."""
@@ -279,7 +297,7 @@ class LaneExecutor:
             raise
         published = Published(command.source, num_bytes, time.time() - start)
         finished = self._finished(order, command, start, published=published)
-        self._say(Reports(order.flow, [finished]))
+        self._report([finished])
 
     # --- context switches -------------------------------------------------------------------------
 
@@ -291,8 +309,9 @@ class LaneExecutor:
         except BaseException as error:
             self._stuck[command.worker] = error
             failed = MoveFailed(self.lane, command.worker, command.what, self._portable(error))
-            report = Report(failed)
-        self._say(Reports("", [report]))
+            self._report([Report(failed)])
+        else:
+            self._unsaid.append(report)  # nobody waits for it
 
     def _check_in_place(self, workers: Sequence[str]) -> None:
         """Refuse to touch workers whose last move has failed.
@@ -312,7 +331,7 @@ class LaneExecutor:
         assert isinstance(command, RunCall | FeedCall)
         worker = self._host.workers.get(self._host.graphs[order.flow].nodes[command.node].worker)
         collective = worker is not None and worker.collective
-        num_items = num_bytes = 0
+        num_items = num_bytes = fetched = 0
         producers = set()
         share = share_of(command, self.lane, collective=collective)
         for part in (part for parts in share for part in parts if part.items):
@@ -324,6 +343,7 @@ class LaneExecutor:
                 key = ItemsKey(order.flow, command.step, part.producer, part.items)
                 batch = self._exchange.ask(part.lane, key, self._deadline_seconds)
                 producers.add(part.producer)
+                fetched += 1
                 num_items += len(part.items)
                 num_bytes += batch.nbytes
             self._host.store.put(order.flow, command.step, part.producer, batch)
@@ -334,6 +354,7 @@ class LaneExecutor:
             "step": command.step,
             "items": num_items,
             "bytes": num_bytes,
+            "parts": fetched,
             "made_by": [nodes[n].name for n in sorted(producers)],
         }
         return [Report(None, (Span(self.lane, "items", "transfer", start, time.time(), facts),))]

@@ -226,7 +226,6 @@ class Answer:
 class Reports:
     """Reports for the engine; `exports` says where an ExportWeights has laid its weights."""
 
-    flow: str
     reports: Sequence[Report]
     exports: tuple[Export, ...] = ()
 

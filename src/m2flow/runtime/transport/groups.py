@@ -10,23 +10,19 @@ order, also for those it is not in. Only the members of a new group wait for eac
 
 from __future__ import annotations
 
-import array
 import datetime
-import fcntl
+import ipaddress
 import os
 import socket
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from m2flow.errors import RunFailed
 
 Lanes = tuple[int, ...]
-
-_SIOCGIFCONF = 0x8912  # Linux: all IPv4 addresses of this host with their interfaces
-_INTERFACE_BYTES = 40  # size of one answer
 
 
 def lane_sets_of(replicas: Sequence[Lanes]) -> list[Lanes]:
@@ -252,34 +248,16 @@ def interface_of(address: str) -> str:
     Raises:
         RunFailed: none has it.
     """
-    name = _interface6(address) if ":" in address else _interface4(address)
-    if name is None:
-        raise RunFailed(
-            f"no network interface of this node has its address {address}; name one in "
-            "GLOO_SOCKET_IFNAME that the other nodes can reach"
-        )
-    return name
-
-
-def _interface4(address: str) -> str | None:
-    wanted = socket.inet_aton(address)
-    answers = array.array("B", bytes(256 * _INTERFACE_BYTES))
-    where, size = answers.buffer_info()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, struct.pack("iL", size, where))
-    (num_bytes, _) = struct.unpack("iL", answer)
-    for start in range(0, num_bytes, _INTERFACE_BYTES):
-        entry = answers[start : start + _INTERFACE_BYTES].tobytes()
-        if entry[20:24] == wanted:
-            label = entry[:16].split(b"\0")[0].decode()
-            return label.split(":")[0]  # a second address may carry a label such as eth0:1
-    return None
-
-
-def _interface6(address: str) -> str | None:
-    wanted = socket.inet_pton(socket.AF_INET6, address.split("%", maxsplit=1)[0]).hex()
-    for line in Path("/proc/net/if_inet6").read_text().splitlines():
-        found, *_, name = line.split()
-        if found == wanted:
+    wanted = _without_zone(address)
+    for name, known in psutil.net_if_addrs().items():
+        ours = (one.address for one in known if one.family in (socket.AF_INET, socket.AF_INET6))
+        if wanted in map(_without_zone, ours):
             return name
-    return None
+    raise RunFailed(
+        f"no network interface of this node has its address {address}; name one in "
+        "GLOO_SOCKET_IFNAME that the other nodes can reach"
+    )
+
+
+def _without_zone(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(address.partition("%")[0])

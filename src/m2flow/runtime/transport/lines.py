@@ -117,10 +117,12 @@ class LauncherLine:
 
     def send(self, message: bytes) -> None:
         """Send a message, now or as soon as there is room. Raises LineClosed: the lane is gone."""
-        waits = self.unsent
+        self.hold(message)
+        self.flush()
+
+    def hold(self, message: bytes) -> None:
+        """Send a message with the next one, or with `flush`."""
         self._pieces += Frame("line", message).pieces()
-        if not waits:
-            self.flush()
 
     def flush(self) -> None:
         """Send what there is room for. Raises LineClosed: the lane is gone."""

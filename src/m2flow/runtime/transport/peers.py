@@ -92,7 +92,11 @@ class Peers:
         # Close the connections even where `close` is never called.
         self._end = weakref.finalize(self, _say_farewell, self._idle)
 
-    def fetch(
+    def fetch(self, address: PeerAddress, key: Any, **how: Any) -> Any:
+        """The payload of a key, alone; arguments and errors are those of `receive`."""
+        return self.receive(address, key, **how).value
+
+    def receive(
         self,
         address: PeerAddress,
         key: Any,
@@ -100,8 +104,8 @@ class Peers:
         timeout: float,
         link: str | None = None,
         device: str | torch.device | None = None,
-    ) -> Any:
-        """The payload of a key. What came by `shared` must not be changed in place.
+    ) -> Received:
+        """The payload of a key, and how it came; by `shared`, it must not be changed in place.
 
         Args:
             address: who has it.
@@ -117,18 +121,6 @@ class Peers:
             LinkUnavailable: the demanded link does not exist here.
             Exception: whatever `provide` raised.
         """
-        return self.receive(address, key, timeout=timeout, link=link, device=device).value
-
-    def receive(
-        self,
-        address: PeerAddress,
-        key: Any,
-        *,
-        timeout: float,
-        link: str | None = None,
-        device: str | torch.device | None = None,
-    ) -> Received:
-        """As `fetch`, and how it came."""
         request = self._request(address, key, link)
         stream = self._connection(address, timeout)
         stream.deadline = stream.clock() + timeout

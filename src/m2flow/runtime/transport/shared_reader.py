@@ -56,6 +56,7 @@ class SharedReader:
 
     def __init__(self) -> None:
         self._mappings: dict[bytes, tuple[mmap.mmap, int]] = {}
+        self._look_at = 0
         self._lock = threading.Lock()
 
     def read(
@@ -105,11 +106,17 @@ class SharedReader:
             return self._mappings[segment][0]
 
     def _let_go_of_unlinked(self) -> None:
-        """The owner makes a new file where it may just have given others back."""
+        """The owner makes a new file where it may just have given others back.
+
+        They are looked for when there are twice as many mappings as after the last time.
+        """
+        if len(self._mappings) < self._look_at:
+            return
         for segment, (_, descriptor) in list(self._mappings.items()):
             if os.fstat(descriptor).st_nlink == 0:
                 os.close(descriptor)
                 del self._mappings[segment]
+        self._look_at = 2 * len(self._mappings)
 
 
 def _let_go(mapping: mmap.mmap, flag: int, turn: int, process: int) -> None:

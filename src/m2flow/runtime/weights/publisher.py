@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import get_args
 
 from m2flow.engine.messages import InstallWeights
 from m2flow.engine.plan import Plan
-from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
 from m2flow.runtime.transport.blocks import MAX_READERS
 from m2flow.runtime.weights.exports import Export, Method, Sends
 
-METHODS: tuple[Method, ...] = get_args(Method)
+REASONS: Mapping[Method, str] = {
+    "shared": "they read one snapshot in shared memory",
+    "copy": "each node is sent one copy",
+}
 
 Reader = tuple[str, int]
 """A worker that takes weights over, and the lane where it does."""
@@ -41,7 +42,7 @@ class _Edge:
     source: str
     lanes: tuple[int, ...]  # which export
     readers: tuple[Reader, ...]
-    near: Method = "shared"
+    near: Method
     num_bytes: int = 0
     versions: dict[int, _Version] = field(default_factory=dict)
 
@@ -53,12 +54,7 @@ class Publisher:
         same_node: whether two lanes are on one machine.
         plan: where workers stand.
         graphs: the flow's traced methods, of which the weight edges count.
-        method: the one way to send; None for what the rule says. Those who stand where the source
-            stands whole take its own tensors in any case.
         link: the one way that payloads take, or None.
-
-    Raises:
-        UserError: the method cannot be had.
     """
 
     def __init__(
@@ -66,15 +62,9 @@ class Publisher:
         same_node: Callable[[int, int], bool],
         plan: Plan,
         graphs: Mapping[str, FlowGraph],
-        method: str | None = None,
         link: str | None = None,
     ) -> None:
-        if method is not None and method not in METHODS:
-            raise UserError(
-                "unknown way to publish", key="publish", value=method, expected=", ".join(METHODS)
-            )
         self._same_node, self._link = same_node, link
-        self._forced: Method | None = method
         self._edges: dict[str, _Edge] = {}
         self._installs: dict[int, tuple[str, int]] = {}
         edges = {edge for graph in graphs.values() for edge in graph.weight_edges}
@@ -89,23 +79,11 @@ class Publisher:
                 if lane not in home
             )
             if readers:
-                self._edges[source] = edge = _Edge(source, tuple(gangs[0]), readers)
-                self._decide(edge)
+                copy = link is not None or len(readers) > MAX_READERS
+                near: Method = "copy" if copy else "shared"
+                self._edges[source] = _Edge(source, tuple(gangs[0]), readers, near)
 
     # --- which way --------------------------------------------------------------------------------
-
-    def _decide(self, edge: _Edge) -> None:
-        if self._forced == "shared" and self._far(edge):
-            raise UserError(
-                f"{edge.source}'s weights go to other nodes, which share no memory with it",
-                key="publish",
-                value="shared",
-                hint="leave the way open, or take copy",
-            )
-        if self._forced is not None:
-            edge.near = self._forced
-        elif self._link is not None or len(edge.readers) > MAX_READERS:
-            edge.near = "copy"
 
     def _far(self, edge: _Edge, lane: int | None = None) -> list[Reader]:
         """Who reads from another node than the exporting lane's; by default than the first's."""
@@ -131,18 +109,9 @@ class Publisher:
                     names = ", ".join(dict.fromkeys(target for target, _ in readers))
                     lanes = "a lane" if len(readers) == 1 else f"{len(readers)} lanes"
                     way = f"{edge.source} publishes to {names} on {lanes} of {nodes} by {method}"
-                    why = self._why(method)
+                    why = REASONS[method] if self._link is None else f"all goes by {self._link}"
                     found[way] = f"{edge.num_bytes / 1e6:.3g} MB ({why})"
         return found
-
-    def _why(self, method: Method) -> str:
-        if self._forced is not None:
-            return "as asked for"
-        if self._link is not None:
-            return f"as all payloads go by {self._link}"
-        if method == "shared":
-            return "they read one snapshot in shared memory"
-        return "each node is sent one copy"
 
     # --- a version on its way ---------------------------------------------------------------------
 

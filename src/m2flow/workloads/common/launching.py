@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,18 +55,17 @@ def launched(
         first_step, also: as for `launch`.
     """
     recipe, flow = experiment.recipe, experiment.flow(checkpoint)
-    items = recipe.items_per_step
+    start = partial(
+        launch,
+        flow,
+        items_per_step=recipe.items_per_step,
+        lanes="auto" if pool is None else pool,
+        first_step=first_step,
+        also=also,
+        load_deadline_seconds=recipe.load_deadline_seconds,
+    )
     if plan is not None:
-        lanes = "auto" if pool is None else pool
-        return launch(
-            flow,
-            items_per_step=items,
-            plan=plan,
-            lanes=lanes,
-            first_step=first_step,
-            also=also,
-            load_deadline_seconds=recipe.load_deadline_seconds,
-        )
+        return start(plan=plan)
     assert pool is not None, "a plan is chosen for lanes"
     free = [lane for lane in pool.lanes if lane.reserved_for is None]
     key = profile_key(recipe, free)
@@ -78,15 +78,9 @@ def launched(
         progress.note(
             f"no profile of these lanes is stored: the run begins {GUESSES[0]}, and learns"
         )
-    return launch(
-        flow,
-        items_per_step=items,
+    return start(
         mode=AUTO_MODE,
-        lanes=pool,
-        first_step=first_step,
-        also=also,
         layouts=layouts_of(recipe, flow, free),
-        load_deadline_seconds=recipe.load_deadline_seconds,
         auto=Auto(
             profile=known,
             max_staleness=recipe.max_staleness,
@@ -114,9 +108,9 @@ def computed_profile(recipe: Recipe, graph: FlowGraph, lanes: Sequence[LaneSpec]
 def write_decision(directory: RunDirectory, graph: FlowGraph, pilot: Pilot) -> None:
     """Write the profile, what was decided by it, and how the plans did that were tried."""
     if pilot.profile is not None:
-        directory.write_profile(to_json(pilot.profile))
+        directory.write_json(directory.profile, to_json(pilot.profile))
     if pilot.decision is not None:
-        directory.write_decision(to_json(explanation(pilot, graph)))
+        directory.write_json(directory.decision, to_json(explanation(pilot, graph)))
 
 
 def explanation(pilot: Pilot, graph: FlowGraph) -> Explanation:

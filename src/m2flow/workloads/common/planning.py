@@ -35,11 +35,6 @@ def flow_of(recipe: Recipe, model: str | None = None) -> Flow:
     return workload_of(recipe).flow(recipe, model)
 
 
-def graph_of(recipe: Recipe) -> FlowGraph:
-    """The same, traced."""
-    return flow_of(recipe).trace()
-
-
 def planned(recipe: Recipe, plan_file: Path | None = None) -> tuple[FlowGraph, Plan]:
     """The graph and the plan that a recipe leads to on this machine.
 

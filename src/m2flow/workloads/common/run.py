@@ -137,7 +137,7 @@ class Training:
     def _write_plan(self, run: Run) -> None:
         """Write the plan of the steps to come, and from what it was chosen."""
         directory = self._begun()
-        directory.write_plan(to_json(run.plan))
+        directory.write_json(directory.plan, to_json(run.plan))
         if run.pilot is not None:
             write_decision(directory, run.graph, run.pilot)
 

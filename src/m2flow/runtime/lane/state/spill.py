@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+import psutil
 from torch import UntypedStorage
 
 from m2flow.errors import RunFailed
@@ -32,7 +33,6 @@ _ON_DISK = (Path("/var/tmp"), Path.home())
 _HUGE_PAGES_FROM = 2 << 20  # bytes: the size of one
 _MADV_HUGEPAGE = 14
 
-_MOUNTS = Path("/proc/self/mountinfo")
 _log = logging.getLogger(__name__)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -120,15 +120,12 @@ def on_disk(folder: Path) -> Path:
 
 def _lies_in_memory(folder: Path) -> bool:
     """Whether the file system that a folder lies on, or will lie on, is one in memory."""
-    path = str(folder.resolve())
-    kind, longest = "", -1
-    for line in _MOUNTS.read_text().splitlines():
-        mounted, _, about = line.partition(" - ")
-        point = mounted.split(" ")[4].encode().decode("unicode_escape")  # \040 is a space
-        within = path == point or path.startswith(point.rstrip("/") + "/")
-        if within and len(point) >= longest:  # a later mount hides an earlier one
-            kind, longest = about.split(" ")[0], len(point)
-    return kind in _IN_MEMORY
+    path = folder.resolve()
+    mounts = [
+        one for one in psutil.disk_partitions(all=True) if path.is_relative_to(one.mountpoint)
+    ]
+    # Of mounts at one point the last hides the others.
+    return sorted(mounts, key=lambda one: len(one.mountpoint))[-1].fstype in _IN_MEMORY
 
 
 def _transfer(move: Callable[[memoryview, int], int], storages: Sequence[UntypedStorage]) -> None:
