@@ -119,11 +119,11 @@ class Simulation:
             if isinstance(news, _Next) and news.ticket != news.stream.ticket:
                 continue
             self.now = when
-            self._handle(Tick(when))
             if isinstance(news, _Next):
+                self._handle(Tick(when))
                 self._advance(news.stream)
             else:
-                self._report(lane, *news)
+                self._report(lane, Tick(when), *news)
         self.record.peak_bytes = self._lanes.peak_bytes()
         return self.record
 

@@ -88,6 +88,7 @@ class PlanningProblem:
                 self.near[producer].add(self.number[graph.nodes[consumer].worker])
                 self.near[consumer].add(self.number[graph.nodes[producer].worker])
         self.work: dict[tuple[object, ...], Any] = {}
+        self.fineness: dict[tuple[object, ...], float] = {}
         self._cost = cache(profile.cost)
         self._seconds: dict[tuple[int, Option, int | None, int], float] = {}
 

@@ -256,7 +256,10 @@ def cut(problem: PlanningProblem, spots: tuple[Spot, ...], staleness: int) -> It
             if pipelined and _next_to_other_lanes(problem, node, spots):
                 calls = float(max(1, PIECES // node.minibatches))
                 finer = finer or calls > 1
-            pieces.append(_fine_enough(problem, node, spot, limit, calls))
+            asked = node.index, spot.option, spot.replicas, limit, calls
+            if asked not in problem.fineness:
+                problem.fineness[asked] = _fine_enough(problem, node, spot, limit, calls)
+            pieces.append(problem.fineness[asked])
             running.append(limit)
         if pipelined and not finer:
             return
