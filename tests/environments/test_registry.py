@@ -89,18 +89,18 @@ def test_the_back_end_is_chosen_by_what_works(machine, monkeypatch):
     machine()
     with pytest.raises(UserError, match="Vulkan driver"):
         rendering.choose("vulkan")
-    assert rendering.variables(None) == {}
+    assert rendering.variables("vulkan", required=False) == {}
 
 
 def test_a_choice_that_comes_too_late_is_said(machine, monkeypatch):
     machine("osmesa")
     monkeypatch.setitem(sys.modules, "mujoco", sys)
     with pytest.raises(UserError, match="before mujoco is imported"):
-        rendering.use_here("mujoco")
+        rendering.use_here(rendering.variables("mujoco"))
     monkeypatch.delitem(sys.modules, "mujoco")
     monkeypatch.setenv("PYOPENGL_PLATFORM", "")
     monkeypatch.setenv("MUJOCO_GL", "osmesa")
-    rendering.use_here("mujoco")
+    rendering.use_here(rendering.variables("mujoco"))
     assert os.environ["PYOPENGL_PLATFORM"] == "osmesa"
 
 

@@ -62,7 +62,8 @@ class GymnasiumEnvironment(Environment):
         return sorted(gymnasium.registry)
 
     def _wrap(self, name: str, made: Any, pixels: int) -> None:
-        self._made, self._pixels, self._last = made, pixels, None
+        self._made, self._pixels = made, pixels
+        self._last: Any = None
         limit = getattr(made.spec, "max_episode_steps", None) if made.spec else None
         parts = (
             (image_spec("image", pixels, pixels),)

@@ -10,7 +10,7 @@ from m2flow.environments.deadlines import Deadlines
 from m2flow.environments.process import Source
 from m2flow.environments.processes import ProcessEnvironments
 from m2flow.environments.protocol import VectorEnvironment
-from m2flow.environments.registry import make_environment, maker, renderer_of
+from m2flow.environments.registry import make_environment, maker, variables_of
 from m2flow.environments.serial import SerialEnvironments
 
 
@@ -38,16 +38,16 @@ def make_environments(
         options: of the environment.
 
     Raises:
-        UserError: what `check` finds, or what the environment refuses.
+        UserError: the name or an option is wrong, or something is not installed.
     """
     if python is None:
         maker(name, options)  # refuses before a process is started
-    renderer = renderer_of(name) if options.get("images", True) else None
+    variables = variables_of(name, options)
     if not processes:
-        rendering.use_here(renderer)
+        rendering.use_here(variables)
         make = partial(make_environment, name, **options)
         return SerialEnvironments(make, num_envs, auto_reset=auto_reset)
-    source = Source(name, options, python, rendering.variables(renderer))
+    source = Source(name, options, python, variables)
     return ProcessEnvironments(
         source, num_envs, processes, deadlines=deadlines, auto_reset=auto_reset, copy=copy
     )

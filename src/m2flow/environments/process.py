@@ -20,8 +20,6 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import m2flow
-
 TAIL_CHARS = 2000
 LOG_BYTES = 1 << 20
 
@@ -179,7 +177,7 @@ def _search_path(python: str | None) -> str:
     """
     if python is None:
         return f"sys.path[:] = {sys.path!r}; "
-    root = str(Path(m2flow.__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     return f"sys.path += {[root, str(Path.cwd())]!r}; "
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from m2flow.environments import rendering
 from m2flow.environments.environment import Environment
 from m2flow.environments.gymnasium import GymnasiumEnvironment, is_gymnasium
 from m2flow.errors import UserError, suggestion
@@ -30,13 +31,17 @@ class Family:
             `Class(task, **options)` is an Environment.
         package: the module that must be importable.
         extra: the extra of m2flow that brings it.
-        renderer: what draws its pictures: "mujoco", "vulkan", or None where it needs no back end.
+        renderer: what draws its pictures, "mujoco" or "vulkan"; see `rendering.py`.
+        pixels: height and width of its pictures where the option `pixels` is not given.
+        draws_always: it needs the renderer for observations without pictures too.
     """
 
     adaptor: tuple[str, str]
     package: str
     extra: str
-    renderer: str | None = None
+    renderer: str = "mujoco"
+    pixels: int = 0
+    draws_always: bool = False
 
 
 FAMILIES = {
@@ -44,19 +49,19 @@ FAMILIES = {
         ("m2flow.environments.gymnasium", "GymnasiumEnvironment"), "gymnasium", "embodied"
     ),
     "libero": Family(
-        ("m2flow.environments.libero", "LiberoEnvironment"), "libero", "libero", "mujoco"
+        ("m2flow.environments.libero", "LiberoEnvironment"), "libero", "libero", pixels=256
     ),
     "maniskill": Family(
         ("m2flow.environments.maniskill", "ManiSkillEnvironment"),
         "mani_skill",
         "maniskill",
         "vulkan",
+        draws_always=True,
     ),
     "metaworld": Family(
         ("m2flow.environments.metaworld", "MetaWorldEnvironment"),
         "metaworld",
         "metaworld",
-        "mujoco",
     ),
 }
 
@@ -111,10 +116,18 @@ def maker(name: str, options: dict[str, Any]) -> Callable[[], Environment]:
     return lambda: adaptor(task, **options)
 
 
-def renderer_of(name: str) -> str | None:
-    """What draws the pictures of the environment of that name; see `Family.renderer`."""
-    family = FAMILIES.get(name.partition(":")[0])
-    return None if family is None else family.renderer
+def variables_of(name: str, options: Mapping[str, Any]) -> Mapping[str, str]:
+    """Environment variables that must be set before the simulator of that name is imported.
+
+    Raises:
+        UserError: its observations need a back end for rendering, and none works here.
+    """
+    head = name.partition(":")[0]
+    family = FAMILIES.get(head)
+    if family is None:
+        return {}
+    draws = family.draws_always or bool(options.get("pixels", family.pixels))
+    return rendering.variables(family.renderer, required=draws and head != "gymnasium")
 
 
 def _maker_of_class(

@@ -138,25 +138,32 @@ def choose(renderer: str) -> str:
     )
 
 
-def variables(renderer: str | None) -> Mapping[str, str]:
+def variables(renderer: str, *, required: bool = True) -> Mapping[str, str]:
     """Environment variables that choose the back end; to be set before the simulator is imported.
+
+    Args:
+        renderer: "mujoco" or "vulkan".
+        required: whether there must be a back end; else there are no variables without one.
 
     Raises:
         UserError: none works.
     """
-    if renderer is None:
+    try:
+        name = choose(renderer)
+    except UserError:
+        if required:
+            raise
         return {}
-    name = choose(renderer)
     return {} if renderer == "vulkan" else {"MUJOCO_GL": name, "PYOPENGL_PLATFORM": name}
 
 
-def use_here(renderer: str | None) -> None:
+def use_here(chosen: Mapping[str, str]) -> None:
     """Set the variables in this process.
 
     Raises:
-        UserError: none works, or MuJoCo is imported already with another choice.
+        UserError: MuJoCo is imported already with another choice.
     """
-    for name, value in variables(renderer).items():
+    for name, value in chosen.items():
         if "mujoco" in sys.modules and os.environ.get(name) != value:
             raise UserError(
                 "must be set before mujoco is imported",

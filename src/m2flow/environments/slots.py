@@ -67,10 +67,15 @@ class Steps(NamedTuple):
     @classmethod
     def nothing(cls, rows: int, chunk: int) -> Steps:
         """No step taken, nothing ended."""
+        terminated, truncated, success, success_once, failed = np.zeros((5, rows), bool)
         return cls(
-            np.zeros((rows, chunk), np.float32),
-            *(np.zeros(rows, bool) for _ in range(5)),
-            np.zeros(rows, np.int64),
+            reward=np.zeros((rows, chunk), np.float32),
+            terminated=terminated,
+            truncated=truncated,
+            success=success,
+            success_once=success_once,
+            failed=failed,
+            steps=np.zeros(rows, np.int64),
         )
 
 
