@@ -97,6 +97,8 @@ def test_a_choice_that_comes_too_late_is_said(machine, monkeypatch):
     monkeypatch.setitem(sys.modules, "mujoco", sys)
     with pytest.raises(UserError, match="before mujoco is imported"):
         rendering.use_here(rendering.variables("mujoco"))
+    rendering.use_here(rendering.variables("mujoco"), required=False)
+    assert "MUJOCO_GL" not in os.environ
     monkeypatch.delitem(sys.modules, "mujoco")
     monkeypatch.setenv("PYOPENGL_PLATFORM", "")
     monkeypatch.setenv("MUJOCO_GL", "osmesa")

@@ -10,7 +10,7 @@ from m2flow.environments.deadlines import Deadlines
 from m2flow.environments.process import Source
 from m2flow.environments.processes import ProcessEnvironments
 from m2flow.environments.protocol import VectorEnvironment
-from m2flow.environments.registry import make_environment, maker, variables_of
+from m2flow.environments.registry import make_environment, maker, needs_renderer, variables_of
 from m2flow.environments.serial import SerialEnvironments
 
 
@@ -44,7 +44,7 @@ def make_environments(
         maker(name, options)  # refuses before a process is started
     variables = variables_of(name, options)
     if not processes:
-        rendering.use_here(variables)
+        rendering.use_here(variables, required=needs_renderer(name, options))
         make = partial(make_environment, name, **options)
         return SerialEnvironments(make, num_envs, auto_reset=auto_reset)
     source = Source(name, options, python, variables)

@@ -116,18 +116,25 @@ def maker(name: str, options: dict[str, Any]) -> Callable[[], Environment]:
     return lambda: adaptor(task, **options)
 
 
+def needs_renderer(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether the observations of that environment need a back end for rendering."""
+    head = name.partition(":")[0]
+    family = FAMILIES.get(head)
+    if family is None or head == "gymnasium":  # whose classic tasks draw themselves
+        return False
+    return family.draws_always or bool(options.get("pixels", family.pixels))
+
+
 def variables_of(name: str, options: Mapping[str, Any]) -> Mapping[str, str]:
     """Environment variables that must be set before the simulator of that name is imported.
 
     Raises:
         UserError: its observations need a back end for rendering, and none works here.
     """
-    head = name.partition(":")[0]
-    family = FAMILIES.get(head)
+    family = FAMILIES.get(name.partition(":")[0])
     if family is None:
         return {}
-    draws = family.draws_always or bool(options.get("pixels", family.pixels))
-    return rendering.variables(family.renderer, required=draws and head != "gymnasium")
+    return rendering.variables(family.renderer, required=needs_renderer(name, options))
 
 
 def _maker_of_class(

@@ -157,14 +157,16 @@ def variables(renderer: str, *, required: bool = True) -> Mapping[str, str]:
     return {} if renderer == "vulkan" else {"MUJOCO_GL": name, "PYOPENGL_PLATFORM": name}
 
 
-def use_here(chosen: Mapping[str, str]) -> None:
-    """Set the variables in this process.
+def use_here(chosen: Mapping[str, str], *, required: bool = True) -> None:
+    """Set the variables in this process, unless it is too late and nothing depends on them.
 
     Raises:
         UserError: MuJoCo is imported already with another choice.
     """
     for name, value in chosen.items():
         if "mujoco" in sys.modules and os.environ.get(name) != value:
+            if not required:
+                return
             raise UserError(
                 "must be set before mujoco is imported",
                 key=name,
