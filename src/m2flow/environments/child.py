@@ -1,0 +1,83 @@
+"""The process of some environments: makes them, obeys commands, writes observations where told.
+
+Started by `processes.py` with two descriptors: a connection for commands and replies, and, on
+standard input, a pipe that ends with the parent. It imports the simulator and NumPy, not torch.
+
+    ("make", name, options, count) -> ("made", EnvironmentSpec)
+    ("attach", descriptor, spec of all, processes, own number, first environment) -> ("attached",)
+    (method of Slots, arguments)   -> ("done", result, new failures, instructions)
+    whatever goes wrong outside a simulator's own call -> ("error", exception)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from m2flow.environments.memory import ObservationMemory
+from m2flow.environments.registry import make_environment
+from m2flow.environments.slots import Slots
+from m2flow.errors import M2FlowError, RunFailed
+
+
+class _Child:
+    """Answers commands until the connection ends."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.slots: Slots | None = None
+        self.memory: ObservationMemory | None = None
+        self.number = 0
+
+    def run(self) -> None:
+        while True:
+            try:
+                command, *arguments = self.connection.recv()
+            except EOFError:
+                break
+            try:
+                reply = self.obey(command, arguments)
+            except M2FlowError as error:
+                reply = ("error", error)
+            except Exception:
+                reply = ("error", RunFailed(f"{command} failed:\n{traceback.format_exc()}"))
+            self.connection.send(reply)
+        if self.slots is not None:
+            self.slots.close()
+
+    def obey(self, command: str, arguments: list[Any]) -> tuple[Any, ...]:
+        if command == "make":
+            name, options, count = arguments
+            self.slots = Slots(partial(make_environment, name, **options), count, self.moved_on)
+            return "made", self.slots.spec
+        assert self.slots is not None, "made first"
+        if command == "attach":
+            descriptor, spec, processes, self.number, first = arguments
+            self.memory = ObservationMemory(spec, processes, descriptor)
+            mine = slice(first, first + len(self.slots.instructions))
+            self.slots.memory = {name: rows[mine] for name, rows in self.memory.rows.items()}
+            return ("attached",)
+        result = getattr(self.slots, command)(*arguments)
+        failures, self.slots.new_failures = self.slots.new_failures, []
+        return "done", result, failures, self.slots.instructions
+
+    def moved_on(self) -> None:
+        if self.memory is not None:
+            self.memory.progress[self.number] += 1
+
+
+def main(descriptor: int) -> None:
+    """Serve the connection of that descriptor; the process ends with its parent."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # simulators talk; the log has it all
+    _Child(Connection(descriptor)).run()
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)

@@ -1,0 +1,221 @@
+"""Any Gymnasium environment, by its id or its class.
+
+A vector of figures becomes "state", a picture "image". Of a dictionary the pictures keep their
+names, text becomes the instruction, and all else is joined in "state" by the order of the names.
+Other observations are flattened as Gymnasium does. Episodes are restored by replaying them from
+their seed: Gymnasium has no call that saves a state.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from m2flow.environments.environment import Array, Environment, Transition, seed_of
+from m2flow.environments.spec import (
+    ActionSpec,
+    EnvironmentSpec,
+    ObservationSpec,
+    image_spec,
+)
+from m2flow.errors import UserError
+
+SUCCESS_KEYS = ("success", "is_success")
+
+
+class GymnasiumEnvironment(Environment):
+    """A Gymnasium environment; see the module docstring.
+
+    Args:
+        task: its id, such as "CartPole-v1".
+        pixels: height and width of an "image" that is drawn of it, in place of its own
+            observation; 0 for its own observation.
+        options: keyword arguments of the environment.
+    """
+
+    def __init__(self, task: str, pixels: int = 0, **options: Any) -> None:
+        import gymnasium
+
+        # `passive_checker` warns once a step of what the spec already says.
+        made = gymnasium.make(task, render_mode="rgb_array", disable_env_checker=True, **options)
+        self._wrap(f"gymnasium:{task}", made, pixels)
+
+    @classmethod
+    def of_class(cls, name: str, made_by: Any, pixels: int = 0, **options: Any) -> Environment:
+        """An environment of a class that is not registered with Gymnasium."""
+        self = cls.__new__(cls)
+        takes_mode = "render_mode" in inspect.signature(made_by).parameters
+        if takes_mode and "render_mode" not in options:
+            options = {**options, "render_mode": "rgb_array"}
+        self._wrap(name, made_by(**options), pixels)
+        return self
+
+    @staticmethod
+    def tasks() -> list[str]:
+        """All registered ids."""
+        import gymnasium
+
+        return sorted(gymnasium.registry)
+
+    def _wrap(self, name: str, made: Any, pixels: int) -> None:
+        self._made, self._pixels = made, pixels
+        self._last: Any = None
+        limit = getattr(made.spec, "max_episode_steps", None) if made.spec else None
+        parts = (
+            (image_spec("image", pixels, pixels),)
+            if pixels
+            else _parts(name, made.observation_space)
+        )
+        self.spec = EnvironmentSpec(
+            name,
+            1,
+            parts,
+            _action(name, made.action_space),
+            max_episode_steps=limit,
+            instructions=() if _texts(made.observation_space) else None,
+        )
+
+    def reset(self, seed: int, initial_state: int | None) -> None:
+        self._last, _ = self._made.reset(seed=seed_of(seed, initial_state))
+
+    def step(self, action: Array) -> Transition:
+        space = self._made.action_space
+        taken: Any
+        if self.spec.action.num_discrete is not None:
+            taken = int(space.start) + int(action[0])
+        else:
+            taken = np.clip(action.reshape(space.shape), space.low, space.high).astype(space.dtype)
+        self._last, reward, terminated, truncated, info = self._made.step(taken)
+        success = any(bool(info.get(key, False)) for key in SUCCESS_KEYS)
+        return Transition(float(reward), bool(terminated), bool(truncated), success)
+
+    def observe(self) -> Mapping[str, Array]:
+        if self._pixels:
+            return {"image": shrink(self.render(), self._pixels, self._pixels)}
+        return _observation(self._made.observation_space, self._last)
+
+    def instruction(self) -> str:
+        texts = _texts(self._made.observation_space)
+        return " ".join(str(self._last[key]) for key in texts) if texts else ""
+
+    def render(self) -> Array:
+        if self._made.render_mode != "rgb_array":
+            raise UserError(
+                "draws no pictures", key=self.spec.name, expected='render_mode "rgb_array"'
+            )
+        return np.asarray(self._made.render(), np.uint8)
+
+    def close(self) -> None:
+        self._made.close()
+
+
+def is_gymnasium(found: Any) -> bool:
+    """Whether it is a class of Gymnasium environments; imports nothing to find out."""
+    package = sys.modules.get("gymnasium")
+    return package is not None and inspect.isclass(found) and issubclass(found, package.Env)
+
+
+def shrink(picture_HWC: Array, height: int, width: int) -> Array:
+    """The picture in another size, each pixel the mean of those that it covers.
+
+    Where the picture is smaller than what is asked for, its pixels are repeated.
+    """
+    rows = np.arange(height) * picture_HWC.shape[0] // height
+    columns = np.arange(width) * picture_HWC.shape[1] // width
+    if picture_HWC.shape[0] < height or picture_HWC.shape[1] < width:
+        return picture_HWC[rows][:, columns]
+    sums = np.add.reduceat(picture_HWC.astype(np.float32), rows, axis=0)
+    sums = np.add.reduceat(sums, columns, axis=1)
+    heights = np.diff(np.append(rows, picture_HWC.shape[0]))[:, None, None]
+    widths = np.diff(np.append(columns, picture_HWC.shape[1]))[None, :, None]
+    return (sums / (heights * widths)).round().astype(np.uint8)
+
+
+def _is_image(space: Any) -> bool:
+    return space.dtype == np.uint8 and len(space.shape or ()) == 3 and space.shape[2] == 3
+
+
+def _texts(space: Any) -> list[str]:
+    """Names of the parts of a dictionary that are text."""
+    from gymnasium import spaces
+
+    if not isinstance(space, spaces.Dict):
+        return []
+    return sorted(key for key, part in space.items() if isinstance(part, spaces.Text))
+
+
+def _images(space: Any) -> dict[str, str]:
+    """Name of each picture in a dictionary, to its key there."""
+    keys = sorted(key for key, part in space.items() if _is_image(part))
+    return {"image": keys[0]} if len(keys) == 1 else {key: key for key in keys}
+
+
+def _figures(space: Any) -> list[str]:
+    """Keys of the parts of a dictionary that are neither picture nor text."""
+    apart = {*_texts(space), *_images(space).values()}
+    return sorted(key for key in space if key not in apart)
+
+
+def _parts(name: str, space: Any) -> tuple[ObservationSpec, ...]:
+    from gymnasium import spaces
+
+    if _is_image(space):
+        return (image_spec("image", *space.shape[:2]),)
+    if not isinstance(space, spaces.Dict):
+        return (_state_spec(name, space),)
+    images = _images(space)
+    found = [image_spec(own, *space[key].shape[:2]) for own, key in images.items()]
+    keys = _figures(space)
+    if keys:
+        found.append(_state_spec(name, spaces.Dict({key: space[key] for key in keys})))
+    return tuple(found)
+
+
+def _state_spec(name: str, space: Any) -> ObservationSpec:
+    from gymnasium import spaces
+
+    try:
+        flat = spaces.flatten_space(space)
+    except NotImplementedError:
+        flat = None
+    if not isinstance(flat, spaces.Box):
+        raise UserError(
+            f"its observations ({type(space).__name__}) are no vector", key=name, value=space
+        )
+    return ObservationSpec(
+        "state", flat.shape, "float32", float(flat.low.min()), float(flat.high.max())
+    )
+
+
+def _observation(space: Any, observed: Any) -> dict[str, Array]:
+    from gymnasium import spaces
+
+    if _is_image(space):
+        return {"image": observed}
+    if not isinstance(space, spaces.Dict):
+        return {"state": spaces.flatten(space, observed)}
+    found = {own: observed[key] for own, key in _images(space).items()}
+    keys = _figures(space)
+    if keys:
+        flat = [np.ravel(spaces.flatten(space[key], observed[key])) for key in keys]
+        found["state"] = np.concatenate(flat)
+    return found
+
+
+def _action(name: str, space: Any) -> ActionSpec:
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Discrete):
+        return ActionSpec.discrete(int(space.n))
+    if isinstance(space, spaces.Box):
+        low, high = (tuple(map(float, bound.ravel())) for bound in (space.low, space.high))
+        return ActionSpec(len(low), low, high)
+    raise UserError(
+        f"its actions ({type(space).__name__}) are neither a vector nor one choice",
+        key=name,
+        expected="Box or Discrete",
+    )

@@ -1,0 +1,53 @@
+"""`make_environments`: several environments by name, here or in processes of their own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from m2flow.environments import rendering
+from m2flow.environments.deadlines import Deadlines
+from m2flow.environments.process import Source
+from m2flow.environments.processes import ProcessEnvironments
+from m2flow.environments.protocol import VectorEnvironment
+from m2flow.environments.registry import make_environment, maker, needs_renderer, variables_of
+from m2flow.environments.serial import SerialEnvironments
+
+
+def make_environments(
+    name: str,
+    num_envs: int,
+    *,
+    processes: int = 0,
+    auto_reset: bool = False,
+    copy: bool = True,
+    deadlines: Deadlines | None = None,
+    python: str | None = None,
+    **options: Any,
+) -> VectorEnvironment:
+    """Several equal environments.
+
+    Args:
+        name: "family:task" or "module:Class"; see `registry.make_environment`.
+        num_envs: how many.
+        processes: in how many processes; 0 for this very one, where a hang or a crash of the
+            simulator is not contained.
+        auto_reset: see `VectorEnvironment`.
+        copy, deadlines: see `ProcessEnvironments`.
+        python: interpreter of the processes, with the simulator installed; None for this one.
+        options: of the environment.
+
+    Raises:
+        UserError: the name or an option is wrong, or something is not installed.
+    """
+    if python is None:
+        maker(name, options)  # refuses before a process is started
+    variables = variables_of(name, options)
+    if not processes:
+        rendering.use_here(variables, required=needs_renderer(name, options))
+        make = partial(make_environment, name, **options)
+        return SerialEnvironments(make, num_envs, auto_reset=auto_reset)
+    source = Source(name, options, python, variables)
+    return ProcessEnvironments(
+        source, num_envs, processes, deadlines=deadlines, auto_reset=auto_reset, copy=copy
+    )

@@ -1,0 +1,191 @@
+"""One process of environments, seen from its parent: start, command, await, kill.
+
+Every wait has a deadline, and there is one way for a process to be lost: `await_replies` says so,
+by what cause. Whoever asked kills it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TAIL_CHARS = 2000
+LOG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a process makes, and with what.
+
+    Attributes:
+        name, options: of the environment, as `registry.make_environment` takes them.
+        python: interpreter, with NumPy and the simulator installed; None for this one.
+        variables: environment variables that stand before the simulator is imported.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    python: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+class Lost(NamedTuple):
+    """A process that gave no reply: "killed" or "hung", and the end of what it wrote."""
+
+    cause: str
+    detail: str
+
+
+class SimulatorProcess:
+    """A process that runs `child.py`.
+
+    Args:
+        number: its position among its siblings.
+        ids: the environments in it.
+        source: what it makes.
+        descriptor: of the memory for observations, which it inherits.
+    """
+
+    def __init__(self, number: int, ids: range, source: Source, descriptor: int) -> None:
+        self.number, self.ids, self.source = number, ids, source
+        self._descriptor = descriptor
+        self.ready = False
+        self._log = tempfile.TemporaryFile("a+b")  # noqa: SIM115, closed with the process
+        self.start()
+
+    def start(self) -> None:
+        """Start it, or start it again; `("made", spec)` is what it first replies."""
+        self.ready = False
+        self._connection, theirs = connection.Pipe()
+        program = (
+            f"import sys; {_search_path(self.source.python)}"
+            "from m2flow.environments.child import main; "
+            f"main({theirs.fileno()})"
+        )
+        self._process = subprocess.Popen(
+            [self.source.python or sys.executable, "-X", "faulthandler", "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            pass_fds=(theirs.fileno(), self._descriptor),
+            env={"OMP_NUM_THREADS": "1", **os.environ, **self.source.variables},
+        )
+        theirs.close()
+        self.send(("make", self.source.name, dict(self.source.options), len(self.ids)))
+
+    @property
+    def pid(self) -> int:
+        """Number of the process that runs now."""
+        return self._process.pid
+
+    def send(self, command: tuple[Any, ...], seconds: float = 60.0) -> None:
+        """Send a command. That nobody takes it shows in the reply that does not come."""
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            _set_timeout(self._connection.fileno(), option, seconds)
+        with contextlib.suppress(OSError):
+            self._connection.send(command)
+
+    def kill(self) -> None:
+        """End the process and wait for that; harmless where it has ended."""
+        self.ready = False
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._connection.close()
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Let the process end by itself, or kill it."""
+        self._connection.close()
+        if self._process.stdin is not None and not self.ready:
+            self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # then it is killed
+            self._process.wait(seconds)
+        self.kill()
+        self._log.close()
+
+    def tail(self) -> str:
+        """The end of what the process wrote."""
+        self._log.seek(max(0, self._log.tell() - TAIL_CHARS))
+        return self._log.read().decode(errors="replace").strip()
+
+    def shorten_log(self) -> None:
+        """Forget what it wrote, if that is much."""
+        if os.fstat(self._log.fileno()).st_size > LOG_BYTES:
+            self._log.truncate(0)
+
+
+def await_replies(
+    processes: Sequence[SimulatorProcess],
+    seconds: float,
+    progress: Callable[[int], int],
+) -> dict[int, Any]:
+    """One reply of each process.
+
+    Args:
+        processes: each has been sent a command.
+        seconds: how long a process may go without a reply and without moving on.
+        progress: a number that changes when the process of that number moves on.
+
+    Returns:
+        number of the process to its reply, or to a `Lost`.
+    """
+    replies: dict[int, Any] = {}
+    waiting = {process._connection: process for process in processes}
+    seen = {process.number: progress(process.number) for process in processes}
+    deadlines = {process.number: time.monotonic() + seconds for process in processes}
+    while waiting:
+        first = min(deadlines[process.number] for process in waiting.values())
+        ready = connection.wait(list(waiting), max(0.0, first - time.monotonic()))
+        for line in ready:
+            assert isinstance(line, connection.Connection)
+            process = waiting.pop(line)
+            try:
+                replies[process.number] = line.recv()
+            except BlockingIOError:  # half a reply, and then nothing
+                replies[process.number] = Lost("hung", process.tail())
+            except (EOFError, OSError):
+                replies[process.number] = Lost("killed", process.tail())
+        now = time.monotonic()
+        for line, process in list(waiting.items()):
+            number = process.number
+            moved = progress(number)
+            if moved != seen[number]:
+                seen[number], deadlines[number] = moved, now + seconds
+            elif now >= deadlines[number]:
+                del waiting[line]
+                detail = f"no sign of life for {seconds:g} s; it wrote: {process.tail()}"
+                replies[number] = Lost("hung", detail)
+    return replies
+
+
+def _search_path(python: str | None) -> str:
+    """Source text that lets the child find m2flow and the user's modules.
+
+    Another interpreter has packages of its own: it gets m2flow and the working folder behind them.
+    """
+    if python is None:
+        return f"sys.path[:] = {sys.path!r}; "
+    root = str(Path(__file__).parents[2])
+    return f"sys.path += {[root, str(Path.cwd())]!r}; "
+
+
+def _set_timeout(descriptor: int, option: int, seconds: float) -> None:
+    """Bound each single read or write of a socket."""
+    value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    line = socket.socket(fileno=os.dup(descriptor))
+    try:
+        line.setsockopt(socket.SOL_SOCKET, option, value)
+    finally:
+        line.close()

@@ -1,0 +1,268 @@
+"""Environments side by side in one process; each holds an episode, or none.
+
+A slot without an episode (never reset, or given up) answers every step with `failed` until it is
+reset. An episode is given up, and counted by cause, when its simulator raises ("error"), gives a
+figure that is not finite ("nan"), or cannot be reset in `RESET_ATTEMPTS` attempts ("reset"); the
+simulator is then built anew. The other slots go on. Observations are written into `memory`, which
+may be shared between processes. NumPy alone; knows neither torch nor processes.
+
+Legend: B slots concerned, K actions of a chunk, A figures of an action.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from m2flow.environments.environment import Array, Environment
+from m2flow.environments.spec import EnvironmentSpec
+from m2flow.errors import UserError
+
+RESET_ATTEMPTS = 3
+
+
+@dataclass
+class Episode:
+    """A running episode, so that it can be carried on elsewhere.
+
+    Attributes:
+        seed, initial_state: as given to `reset`.
+        actions: those taken so far, float32 [A] each; empty where the simulator saves its state.
+        steps: how many.
+        over: it has terminated or was truncated.
+        saved: the simulator's own state, in what `state` returns.
+    """
+
+    seed: int
+    initial_state: int | None
+    actions: list[Array] = field(default_factory=list)
+    steps: int = 0
+    over: bool = False
+    saved: Any = None
+
+
+class Failure(NamedTuple):
+    """An episode that was given up: its slot, the cause in a word, and what there is to read."""
+
+    slot: int
+    cause: str
+    detail: str
+
+
+class Steps(NamedTuple):
+    """What a chunk did, one row for each slot concerned; see `protocol.StepOutcome`."""
+
+    reward: Array  # float32 [B, K]
+    terminated: Array
+    truncated: Array
+    success: Array
+    success_once: Array
+    failed: Array
+    steps: Array  # int64 [B]
+
+    @classmethod
+    def nothing(cls, rows: int, chunk: int) -> Steps:
+        """No step taken, nothing ended."""
+        terminated, truncated, success, success_once, failed = np.zeros((5, rows), bool)
+        return cls(
+            reward=np.zeros((rows, chunk), np.float32),
+            terminated=terminated,
+            truncated=truncated,
+            success=success,
+            success_once=success_once,
+            failed=failed,
+            steps=np.zeros(rows, np.int64),
+        )
+
+
+def allocate(spec: EnvironmentSpec) -> dict[str, Array]:
+    """Memory for the observations of all environments: name to [num_envs, ...]."""
+    return {
+        part.name: np.zeros((spec.num_envs, *part.shape), part.dtype) for part in spec.observations
+    }
+
+
+def stack_pictures(pictures: Sequence[Array | None]) -> Array:
+    """One array [B, H, W, 3] of pictures of one size; black where there is none."""
+    shapes = [picture.shape for picture in pictures if picture is not None]
+    black = np.zeros(shapes[0] if shapes else (64, 64, 3), np.uint8)
+    return np.stack([black if picture is None else picture for picture in pictures])
+
+
+class Slots:
+    """The environments of one process.
+
+    Args:
+        make: makes one environment.
+        count: how many.
+        progress: called after every reset and step of one environment, to show that they go on.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Environment],
+        count: int,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._make, self._progress = make, progress
+        self._environments = [make() for _ in range(count)]
+        self._episodes: list[Episode | None] = [None] * count
+        self.spec = replace(self._environments[0].spec, num_envs=count)
+        self.memory = allocate(self.spec)
+        self.instructions = [""] * count
+        self.new_failures: list[Failure] = []
+
+    def reset(
+        self, slots: Sequence[int], seeds: Sequence[int], initial_states: Sequence[int | None]
+    ) -> None:
+        """Begin an episode in each of the slots."""
+        for slot, seed, initial_state in zip(slots, seeds, initial_states, strict=True):
+            self._begin(slot, seed, initial_state)
+            self._progress()
+
+    def step(self, slots: Sequence[int], action_BKA: Array) -> Steps:
+        """Carry out each slot's chunk, up to the end of its episode."""
+        result = Steps.nothing(*action_BKA.shape[:2])
+        for row, slot in enumerate(slots):
+            self._step(result, row, slot, action_BKA[row])
+        return result
+
+    def render(self, slots: Sequence[int]) -> list[Array | None]:
+        """Pictures for people, uint8 [H, W, 3] each; None where there is no episode."""
+        return [self._render(slot) for slot in slots]
+
+    def state(self) -> list[Episode | None]:
+        """The episode of each slot, to be carried on by `restore` here or elsewhere."""
+        saves = self.spec.restores == "saved"
+        return [
+            replace(episode, saved=self._environments[slot].state())
+            if saves and episode is not None
+            else episode
+            for slot, episode in enumerate(self._episodes)
+        ]
+
+    def restore(self, episodes: Sequence[Episode | None]) -> None:
+        """Carry on the episodes, by the simulator's saved state or by replaying their actions."""
+        for slot, episode in enumerate(episodes):
+            if episode is None:
+                self._episodes[slot] = None
+                continue
+            self._begin(slot, episode.seed, episode.initial_state)
+            if self._episodes[slot] is None:
+                continue
+            environment = self._environments[slot]
+            if self.spec.restores == "saved":
+                environment.restore(episode.saved)
+            for action in episode.actions:
+                environment.step(action)
+                self._progress()
+            self._episodes[slot] = replace(episode, actions=list(episode.actions), saved=None)
+            self._observe(slot)
+            self._progress()
+
+    def close(self) -> None:
+        """Let go of all simulators."""
+        for environment in self._environments:
+            environment.close()
+
+    def _render(self, slot: int) -> Array | None:
+        if self._episodes[slot] is None:
+            return None
+        try:
+            return np.asarray(self._environments[slot].render())
+        except UserError:
+            raise
+        except Exception:
+            self._give_up(slot, "error", traceback.format_exc())
+            return None
+
+    def _begin(self, slot: int, seed: int, initial_state: int | None) -> None:
+        self._episodes[slot] = None
+        detail = ""
+        for attempt in range(RESET_ATTEMPTS):
+            try:
+                if attempt:
+                    self._progress()
+                    self._build_anew(slot)
+                environment = self._environments[slot]
+                environment.reset(seed, initial_state)
+                self.instructions[slot] = environment.instruction()
+                finite = self._observe(slot)
+            except UserError:
+                raise
+            except Exception:
+                detail = traceback.format_exc()
+                continue
+            if finite:
+                self._episodes[slot] = Episode(seed, initial_state)
+                return
+            detail = "the first observation is not finite"
+        self._give_up(slot, "reset", detail)
+
+    def _step(self, result: Steps, row: int, slot: int, action_KA: Array) -> None:
+        episode = self._episodes[slot]
+        if episode is None:
+            result.failed[row] = True
+            return
+        if episode.over:
+            raise ValueError(f"the episode of environment {slot} is over: reset it")
+        environment, limit = self._environments[slot], self.spec.max_episode_steps
+        cause, detail = "", ""
+        try:
+            for k, action in enumerate(action_KA):
+                did = environment.step(action)
+                self._progress()
+                episode.steps += 1
+                if self.spec.restores == "replayed":
+                    episode.actions.append(action.copy())
+                if not np.isfinite(did.reward):
+                    cause, detail = "nan", f"the reward is {did.reward}"
+                    break
+                truncated = did.truncated or (limit is not None and episode.steps >= limit)
+                result.reward[row, k] = did.reward
+                result.terminated[row] = did.terminated
+                result.truncated[row] = truncated and not did.terminated
+                result.success[row] = did.success
+                result.success_once[row] |= did.success
+                result.steps[row] = k + 1
+                if did.terminated or truncated:
+                    episode.over = True
+                    break
+            if not cause and not self._observe(slot):
+                cause, detail = "nan", "the observation is not finite"
+            self._progress()
+        except UserError:
+            raise
+        except Exception:
+            cause, detail = "error", traceback.format_exc()
+        if cause:
+            self._give_up(slot, cause, detail)
+            result.reward[row] = 0
+            result.terminated[row] = result.truncated[row] = False
+            result.success[row] = result.success_once[row] = False
+            result.failed[row] = True
+
+    def _observe(self, slot: int) -> bool:
+        """Write the slot's observation into the memory; whether all of it is finite."""
+        parts: Mapping[str, Array] = self._environments[slot].observe()
+        for part in self.spec.observations:
+            self.memory[part.name][slot] = parts[part.name]
+        return all(
+            bool(np.isfinite(self.memory[part.name][slot]).all())
+            for part in self.spec.observations
+            if part.dtype == "float32"
+        )
+
+    def _give_up(self, slot: int, cause: str, detail: str) -> None:
+        self._episodes[slot] = None
+        for rows in self.memory.values():
+            rows[slot] = 0
+        self.new_failures.append(Failure(slot, cause, detail))
+
+    def _build_anew(self, slot: int) -> None:
+        self._environments[slot].close()
+        self._environments[slot] = self._make()

@@ -1,0 +1,201 @@
+"""What an environment takes and gives: shapes, bounds and limits, known before it runs.
+
+NumPy alone, because the processes of simulators read it and need no torch. Legend: B environments,
+K actions of a chunk, A figures of an action.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from m2flow.errors import UserError
+
+TOLERANCE = 1e-4
+"""How far an action may lie outside its bounds: rounding of policies that compute in bfloat16
+is theirs to clip, rounding of float32 is not a mistake."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservationSpec:
+    """One named part of an observation, as each environment gives it.
+
+    Attributes:
+        name: "state", "image", "wrist_image" or a name of the environment's own.
+        shape: without the dimension of environments; an image is (height, width, 3).
+        dtype: "float32" or "uint8".
+        low, high: bounds of all its figures; infinite where there are none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Literal["float32", "uint8"] = "float32"
+    low: float = -math.inf
+    high: float = math.inf
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one environment's part."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+def image_spec(name: str, height: int, width: int) -> ObservationSpec:
+    """An RGB picture, uint8 [height, width, 3]."""
+    return ObservationSpec(name, (height, width, 3), "uint8", 0, 255)
+
+
+@dataclass(frozen=True, slots=True)
+class ActionSpec:
+    """An action: `size` figures within bounds, or one number of `num_discrete` choices.
+
+    Attributes:
+        size: A, figures of one action; 1 where it is a choice.
+        low, high: bounds of each figure; infinite where there are none.
+        num_discrete: number of choices, 0 .. num_discrete - 1; None for continuous actions.
+    """
+
+    size: int
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    num_discrete: int | None = None
+
+    @classmethod
+    def discrete(cls, choices: int) -> ActionSpec:
+        """One of `choices` actions."""
+        return cls(1, (0.0,), (choices - 1.0,), choices)
+
+    def check(self, action_BKA: np.ndarray[Any, Any]) -> None:
+        """Refuse actions that this environment cannot take.
+
+        Raises:
+            UserError: another shape, figures outside the bounds or not finite, or no choice.
+        """
+        shape = action_BKA.shape
+        if len(shape) != 3 or shape[2] != self.size or shape[1] < 1:
+            raise UserError(
+                "the policy's actions do not fit the environment",
+                key="actions",
+                value=tuple(shape),
+                expected=f"[environments, chunk, {self.size}]",
+            )
+        if not np.isfinite(action_BKA).all():
+            raise UserError(
+                "an action is not finite",
+                key="actions",
+                hint="the policy has diverged: lower its learning rate",
+            )
+        low_A, high_A = np.array(self.low), np.array(self.high)
+        outside = (action_BKA < low_A - TOLERANCE) | (action_BKA > high_A + TOLERANCE)
+        if outside.any():
+            figure = int(np.argwhere(outside)[0][2])
+            raise UserError(
+                f"figure {figure} of an action is out of bounds",
+                key="actions",
+                value=float(action_BKA[outside][0]),
+                expected=f"{self.low[figure]} to {self.high[figure]}",
+                hint="squash or clip actions in the policy, or un-normalise them",
+            )
+        if self.num_discrete is not None and (action_BKA != np.round(action_BKA)).any():
+            raise UserError(
+                "a choice is not a whole number",
+                key="actions",
+                expected=f"0 to {self.num_discrete - 1}",
+            )
+
+    def require(
+        self,
+        size: int,
+        low: Sequence[float] | None = None,
+        high: Sequence[float] | None = None,
+        num_discrete: int | None = None,
+    ) -> None:
+        """Refuse a policy that gives other actions, before anything is started.
+
+        Args:
+            size: figures of one action of the policy.
+            low, high: the bounds within which the policy acts; None where it takes the
+                environment's own.
+            num_discrete: the policy's choices; None for continuous actions.
+
+        Raises:
+            UserError: size, bounds or number of choices do not fit.
+        """
+        if (self.num_discrete is None) != (num_discrete is None):
+            kinds = ("continuous", "discrete")
+            raise UserError(
+                f"the policy's actions are {kinds[num_discrete is not None]}",
+                key="policy",
+                expected=f"{kinds[self.num_discrete is not None]} actions",
+            )
+        if num_discrete != self.num_discrete:
+            raise UserError(
+                "the policy has another number of choices than the environment",
+                key="policy",
+                value=num_discrete,
+                expected=str(self.num_discrete),
+            )
+        if size != self.size:
+            raise UserError(
+                "the policy's actions have another size than the environment's",
+                key="policy",
+                value=size,
+                expected=str(self.size),
+            )
+        for name, bounds, own, sign in (("low", low, self.low, 1), ("high", high, self.high, -1)):
+            if bounds is None:
+                continue
+            if len(bounds) != self.size or any(
+                sign * (mine - his) > TOLERANCE for his, mine in zip(bounds, own, strict=True)
+            ):
+                raise UserError(
+                    f"the policy's {name} bounds of actions do not fit the environment",
+                    key="policy",
+                    value=tuple(bounds),
+                    expected=f"within {own}",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSpec:
+    """An environment, or several equal ones.
+
+    Attributes:
+        name: as the registry knows it, such as "gymnasium:CartPole-v1".
+        num_envs: how many environments there are.
+        observations: the tensors of an observation.
+        action: what `step` takes.
+        max_episode_steps: an episode is truncated after so many steps; None for no bound.
+        instructions: all sentences that an episode may carry, or () where they are not known
+            beforehand; None where there is no language.
+        num_initial_states: how many numbered initial states there are; None where any number
+            names one.
+        restores: how an episode comes back from `state`: "saved" from the simulator's own state,
+            "replayed" by its seed and its actions.
+    """
+
+    name: str
+    num_envs: int
+    observations: tuple[ObservationSpec, ...]
+    action: ActionSpec
+    max_episode_steps: int | None = None
+    instructions: tuple[str, ...] | None = None
+    num_initial_states: int | None = None
+    restores: Literal["saved", "replayed"] = "replayed"
+
+    def observation(self, name: str) -> ObservationSpec:
+        """The part of that name.
+
+        Raises:
+            UserError: the environment gives no such part.
+        """
+        for spec in self.observations:
+            if spec.name == name:
+                return spec
+        names = ", ".join(spec.name for spec in self.observations)
+        raise UserError(
+            f"{self.name} gives no such observation", key=name, expected=f"one of {names}"
+        )

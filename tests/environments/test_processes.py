@@ -1,0 +1,234 @@
+"""Environments in processes: the same episodes as in one, and failures that stay where they are.
+
+The processes are real, and so are kills and hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from m2flow.environments.deadlines import Deadlines
+from m2flow.environments.process import Source
+from m2flow.environments.processes import ProcessEnvironments
+from m2flow.environments.serial import SerialEnvironments
+from m2flow.errors import RunFailed, UserError
+
+PATIENT = Deadlines(start=60, reset=30, step=30, render=30)
+HURRIED = Deadlines(start=60, reset=30, step=0.5, render=30)
+
+
+def hosted(task="Walk", num_envs=4, num_processes=2, deadlines=PATIENT, **settings):
+    """Toy environments in processes."""
+    kwargs = {key: settings.pop(key) for key in ("auto_reset", "copy") if key in settings}
+    source = Source(f"toy_environments:{task}", settings)
+    return ProcessEnvironments(source, num_envs, num_processes, deadlines=deadlines, **kwargs)
+
+
+def actions(rows, chunk=2, seed=0):
+    return torch.rand(rows, chunk, 2, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def same(left, right):
+    assert left.keys() == right.keys()
+    assert torch.equal(left["state"], right["state"])
+    assert torch.equal(left["image"], right["image"])
+    assert left["instruction"] == right["instruction"]
+
+
+@pytest.mark.parametrize(("num_envs", "num_processes"), [(1, 1), (5, 2)])
+def test_processes_give_the_same_episodes_as_one(walk, num_envs, num_processes):
+    serial = SerialEnvironments(lambda: walk(limit=7), num_envs, auto_reset=True)
+    there = hosted(num_envs=num_envs, num_processes=num_processes, limit=7, auto_reset=True)
+    try:
+        assert there.spec == serial.spec
+        seeds = list(range(num_envs))
+        same(there.reset(None, seeds), serial.reset(None, seeds))
+        for turn in range(6):
+            chunk = actions(num_envs, 3, turn)
+            left, right = there.step(chunk), serial.step(chunk)
+            same(left.observation, right.observation)
+            for name in ("reward", "terminated", "truncated", "success", "steps", "failed"):
+                assert torch.equal(getattr(left, name), getattr(right, name)), name
+            assert (left.final_observation is None) == (right.final_observation is None)
+            if left.final_observation is not None:
+                same(left.final_observation, right.final_observation)
+        assert torch.equal(there.render([0]), serial.render([0]))
+        assert not there.failures
+    finally:
+        there.close()
+        there.close()
+
+
+def test_episodes_move_between_processes_and_one(walk):
+    there, here = hosted(), SerialEnvironments(walk, 4)
+    try:
+        there.reset([1, 2], [1, 2])
+        there.step(actions(2), [1, 2])
+        here.restore(there.state())
+        left, right = (v.step(actions(2, 3, 1), [1, 2]) for v in (there, here))
+        same(left.observation, right.observation)
+        there.restore(here.state())
+        left, right = (v.step(actions(2, 3, 2), [2, 1]) for v in (there, here))
+        same(left.observation, right.observation)
+    finally:
+        there.close()
+
+
+def test_views_of_the_shared_memory_are_not_copied():
+    with_views, with_copies = hosted(copy=False), hosted(num_envs=2, num_processes=1)
+    try:
+        seen = with_views.reset(None, [0, 1, 2, 3])
+        before = seen["state"].clone()
+        again = with_views.step(actions(4)).observation
+        assert seen["image"].data_ptr() == again["image"].data_ptr()
+        assert not torch.equal(seen["state"], before), "the view shows what is there now"
+        kept = with_copies.reset(None, [0, 1])
+        before = kept["state"].clone()
+        with_copies.step(actions(2))
+        assert torch.equal(kept["state"], before)
+    finally:
+        with_views.close()
+        with_copies.close()
+
+
+def faulty(tmp_path: Path, deadlines=PATIENT, **settings):
+    vector = hosted("Faulty", deadlines=deadlines, folder=str(tmp_path), **settings)
+    vector.reset(None, [0, 1, 2, 3])
+    return vector
+
+
+def test_a_killed_process_costs_its_episodes_and_no_other(tmp_path):
+    vector = faulty(tmp_path)
+    try:
+        before = vector.pids
+        os.kill(before[0], signal.SIGKILL)
+        outcome = vector.step(actions(4))
+        assert outcome.failed.tolist() == [True, True, False, False]
+        assert vector.failures == Counter(killed=2)
+        assert vector.pids[0] != before[0], "started again"
+        assert vector.pids[1] == before[1], "untouched"
+        others = vector.step(actions(2, 2, 1), [2, 3])
+        assert not others.failed.any()
+        vector.reset([0, 1], [4, 5])
+        assert not vector.step(actions(4)).failed.any()
+        assert vector.failures == Counter(killed=2)
+    finally:
+        vector.close()
+
+
+def test_a_simulator_that_ends_its_process_in_mid_episode(tmp_path):
+    vector = faulty(tmp_path)
+    try:
+        vector.step(actions(4))
+        (tmp_path / "kill").touch()
+        outcome = vector.step(actions(4))
+        assert int(outcome.failed.sum()) == 2
+        assert not outcome.reward[outcome.failed].any()
+        assert not outcome.observation["state"][outcome.failed].any()
+        assert vector.failures == Counter(killed=2)
+        again = vector.step(actions(4))
+        assert torch.equal(again.failed, outcome.failed), "no episode until it is reset"
+        assert vector.failures == Counter(killed=2), "counted once"
+    finally:
+        vector.close()
+
+
+def test_a_process_that_hangs_is_killed_at_its_deadline(tmp_path):
+    vector = faulty(tmp_path, HURRIED)
+    try:
+        (tmp_path / "hang").touch()
+        outcome = vector.step(actions(4))
+        assert int(outcome.failed.sum()) == 2
+        assert vector.failures == Counter(hung=2)
+        ids = [row for row in range(4) if outcome.failed[row]]
+        vector.reset(ids, [7, 8])
+        assert not vector.step(actions(4)).failed.any()
+    finally:
+        vector.close()
+
+
+def test_many_slow_steps_are_no_hang(tmp_path):
+    """The deadline counts from the last sign of life, not from the command."""
+    vector = hosted("Slow", num_envs=2, num_processes=1, deadlines=HURRIED, seconds=0.15)
+    try:
+        vector.reset(None, [0, 1])
+        assert not vector.step(actions(2, 4)).failed.any()
+    finally:
+        vector.close()
+
+
+@pytest.mark.parametrize(("name", "cause"), [("nan", "nan"), ("raise", "error")])
+def test_a_bad_step_costs_one_episode_and_no_process(tmp_path, name, cause):
+    vector = faulty(tmp_path)
+    try:
+        before = vector.pids
+        (tmp_path / name).touch()
+        outcome = vector.step(actions(4))
+        assert int(outcome.failed.sum()) == 1
+        assert vector.failures == Counter({cause: 1})
+        assert vector.pids == before
+        (index,) = (row for row in range(4) if outcome.failed[row])
+        vector.reset([index], [9])
+        assert not vector.step(actions(4)).failed.any()
+    finally:
+        vector.close()
+
+
+def test_a_reset_that_fails_three_times(tmp_path):
+    vector = faulty(tmp_path)
+    try:
+        before = vector.pids
+        (tmp_path / "noreset").write_text("3")
+        vector.reset([0], [5])
+        assert vector.failures == Counter(reset=1)
+        outcome = vector.step(actions(4))
+        assert outcome.failed.tolist() == [True, False, False, False]
+        vector.reset([0], [5])
+        assert vector.pids == before, "an episode runs beside it"
+        assert not vector.step(actions(4)).failed.any()
+        vector.reset([0, 1], [6, 7])
+        assert vector.pids[0] != before[0], "started again when none ran there"
+        assert vector.pids[1] == before[1]
+        assert not vector.step(actions(4)).failed.any()
+        assert vector.failures == Counter(reset=1)
+    finally:
+        vector.close()
+
+
+def test_automatic_reset_goes_on_after_every_failure(tmp_path):
+    vector = faulty(tmp_path, HURRIED, auto_reset=True)
+    try:
+        for name in ("kill", "hang", "nan", "raise"):
+            (tmp_path / name).touch()
+            assert vector.step(actions(4)).failed.any()
+            assert not vector.step(actions(4)).failed.any()
+        assert vector.failures == Counter(killed=2, hung=2, nan=1, error=1)
+    finally:
+        vector.close()
+
+
+def test_what_the_user_got_wrong_is_said_as_such():
+    with pytest.raises(UserError, match="did you mean 'limit'"):
+        hosted(limmit=3)
+    with pytest.raises(UserError, match="each process needs an environment"):
+        hosted(num_envs=1, num_processes=2)
+
+
+def test_a_process_that_does_not_start_names_its_cause():
+    with pytest.raises(RunFailed, match="no such display"):
+        hosted("Unmakeable", num_envs=1, num_processes=1)
+
+
+def test_no_process_outlives_its_host():
+    vector = hosted(num_envs=2)
+    pids = vector.pids
+    vector.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
