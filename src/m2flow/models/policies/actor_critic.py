@@ -40,6 +40,10 @@ class RunningNorm(nn.Module):
     `evaluate` of the same step it must not be called.
     """
 
+    mean: Tensor
+    square: Tensor
+    count: Tensor
+
     def __init__(self, size: int, limit: float = 10.0) -> None:
         super().__init__()
         self.limit = limit
@@ -67,10 +71,16 @@ class RunningNorm(nn.Module):
         return normed.clamp(-self.limit, self.limit).to(state_BS.dtype)
 
 
+class Encoder(nn.Module):
+    """Observations to `features` numbers each."""
+
+    features: int
+
+
 class ActorCritic(Policy):
     """An action head and a value head on features of the observation."""
 
-    def __init__(self, actor: nn.Module, critic: nn.Module | None, head: ActionHead) -> None:
+    def __init__(self, actor: Encoder, critic: Encoder | None, head: ActionHead) -> None:
         """Take the parts apart.
 
         Args:
@@ -108,7 +118,7 @@ class ActorCritic(Policy):
         return self.value(features_BF).squeeze(-1)
 
 
-class StateEncoder(nn.Module):
+class StateEncoder(Encoder):
     """An MLP over `state`."""
 
     def __init__(self, state_size: int, hidden: Sequence[int], normalise: bool) -> None:
@@ -125,7 +135,7 @@ class StateEncoder(nn.Module):
         return self.layers(self.norm(observations["state"]))
 
 
-class PixelEncoder(nn.Module):
+class PixelEncoder(Encoder):
     """Convolutions over the cameras, with the state beside their features where there is one.
 
     Kernels and strides of Mnih et al. (2015) for 64 pixels and more, one stride less below; a
@@ -154,7 +164,7 @@ class PixelEncoder(nn.Module):
 
     def forward(self, observations: Observations) -> Tensor:
         images = torch.cat([observations[camera] for camera in self.cameras], dim=-1)
-        pixels = images.permute(0, 3, 1, 2).to(self.join[0].weight.dtype) / 255.0
+        pixels = images.permute(0, 3, 1, 2).float() / 255.0
         flat = self.convolutions(pixels)
         if self.norm is not None:
             flat = torch.cat([flat, self.norm(observations["state"])], dim=-1)

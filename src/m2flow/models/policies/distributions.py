@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 from m2flow.algorithms.sampling import sample_tokens
 from m2flow.models.policies.protocol import standard_normal
+
+L = TypeVar("L", nn.Linear, nn.Conv2d)
 
 _LOG_2PI = math.log(2.0 * math.pi)
 # Haarnoja et al., "Soft Actor-Critic Algorithms and Applications" (2018), appendix: the range in
@@ -49,6 +52,9 @@ class GaussianHead(ActionHead):
     Tokens are the unbounded draws; the environment gets them clamped to its bounds, which the
     log-probability does not see (as in PPO's usual implementations).
     """
+
+    low: Tensor
+    high: Tensor
 
     def __init__(
         self, features: int, low_A: Tensor, high_A: Tensor, chunk: int = 1, log_std: float = 0.0
@@ -86,6 +92,9 @@ class SquashedGaussianHead(ActionHead):
     log-probability is that of the action in [-1, 1] (Haarnoja et al. 2018, appendix C); the
     entropy is the Gaussian's plus the expected log-Jacobian by Gauss-Hermite quadrature.
     """
+
+    low: Tensor
+    high: Tensor
 
     def __init__(self, features: int, low_A: Tensor, high_A: Tensor, chunk: int = 1) -> None:
         super().__init__()
@@ -172,7 +181,7 @@ def log_tanh_slope(x: Tensor) -> Tensor:
     return 2.0 * (math.log(2.0) - x - F.softplus(-2.0 * x))
 
 
-def orthogonal(layer: nn.Linear | nn.Conv2d, gain: float) -> nn.Linear | nn.Conv2d:
+def orthogonal(layer: L, gain: float) -> L:
     """Initialise a layer as PPO's usual implementations do: orthogonal weights, no bias.
 
     Andrychowicz et al., "What Matters In On-Policy Reinforcement Learning?" (2020): the last

@@ -50,6 +50,10 @@ class ActionScale(nn.Module):
     and 0 closed; "widowx" (ManiSkill's bridge tasks) wants 1 open and -1 closed.
     """
 
+    low_A: Tensor
+    high_A: Tensor
+    mask_A: Tensor
+
     def __init__(self, statistics: Mapping[str, Any], gripper: Gripper = "as_it_is") -> None:
         super().__init__()
         if gripper not in ("as_it_is", "libero", "widowx"):
@@ -78,8 +82,8 @@ class ActionScale(nn.Module):
         actions = torch.where(self.mask_A, 0.5 * (scaled + 1) * span_A + self.low_A, scaled)
         if self.gripper == "as_it_is":
             return actions
-        closed = torch.where(actions[..., -1:] > 0.5, 1.0, -1.0)
-        return torch.cat([actions[..., :-1], -closed if self.gripper == "libero" else closed], -1)
+        opened = torch.where(actions[..., -1:] > 0.5, 1.0, -1.0)
+        return torch.cat([actions[..., :-1], -opened if self.gripper == "libero" else opened], -1)
 
     def inverse(self, actions: Tensor) -> Tensor:
         """Return environment actions scaled to [-1, 1] again, clamped; for demonstrations."""

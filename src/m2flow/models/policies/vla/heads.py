@@ -8,6 +8,8 @@ Legend: B batch, K actions of a chunk, A action size, E embedding.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +23,7 @@ class ValueHead(nn.Module):
         super().__init__()
         widths = [embedding, min(512, embedding), min(128, embedding)]
         layers: list[nn.Module] = []
-        for width, following in zip(widths, widths[1:], strict=False):
+        for width, following in pairwise(widths):
             layers += [nn.Linear(width, following), nn.GELU()]
         last = nn.Linear(widths[-1], 1)
         nn.init.normal_(last.weight, std=0.02)

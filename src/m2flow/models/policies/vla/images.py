@@ -55,9 +55,7 @@ def _crop_middle(pixels_B3HW: Tensor, area: float) -> Tensor:
     side = area**0.5
     theta = pixels_B3HW.new_tensor([[side, 0.0, 0.0], [0.0, side, 0.0]])
     batch = pixels_B3HW.shape[0]
-    grid = F.affine_grid(
-        theta.expand(batch, 2, 3), list(pixels_B3HW.shape), align_corners=True
-    )
+    grid = F.affine_grid(theta.expand(batch, 2, 3), list(pixels_B3HW.shape), align_corners=True)
     cropped = F.grid_sample(pixels_B3HW, grid, align_corners=True)
     return (cropped.clamp(0, 1) * 255).round() / 255
 

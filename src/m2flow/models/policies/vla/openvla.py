@@ -45,13 +45,14 @@ class OpenVLA(nn.Module):
 
     def __init__(self, config: VLAConfig) -> None:
         super().__init__()
+        vision_backbone = VisionBackbone(config)  # first: transformers imports torchvision too
         from transformers import LlamaConfig, LlamaForCausalLM
 
         text = {key: value for key, value in config.text.items() if key != "torch_dtype"}
         llama = LlamaConfig(**text)
         llama._attn_implementation = "sdpa"
         self.config = config
-        self.vision_backbone = VisionBackbone(config)
+        self.vision_backbone = vision_backbone
         self.projector = Projector(self.vision_backbone.channels, llama.hidden_size)
         self.language_model = LlamaForCausalLM(llama)
 

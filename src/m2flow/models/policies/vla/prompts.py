@@ -26,22 +26,33 @@ def prompt(instruction: str) -> str:
 class PromptTokenizer:
     """Instructions to token ids, padded on the right."""
 
-    def __init__(self, file: str | Path) -> None:
+    def __init__(self, content: str, where: Path) -> None:
+        """Read the content of a `tokenizer.json`; `where` names it in errors."""
         from tokenizers import Tokenizer
 
-        path = Path(file)
+        self.json = content
+        self._tokenizer = Tokenizer.from_str(content)
+        self.begin, self.stop, self._empty_word = (
+            self._id(token, where) for token in (_BEGIN, _STOP, _EMPTY_WORD)
+        )
+        self._cache: dict[str, list[int]] = {}
+
+    @classmethod
+    def load(cls, folder: Path) -> PromptTokenizer:
+        """Read `tokenizer.json` of a checkpoint folder."""
+        path = folder / "tokenizer.json"
         if not path.is_file():
             raise UserError(
                 "tokenizer.json is missing",
-                key=str(path.parent),
+                key=str(folder),
                 hint="copy it from the checkpoint on the hub (openvla/openvla-7b has it)",
             )
-        self.json = path.read_text(encoding="utf-8")
-        self._tokenizer = Tokenizer.from_str(self.json)
-        self.begin, self.stop, self._empty_word = (
-            self._id(token, path) for token in (_BEGIN, _STOP, _EMPTY_WORD)
-        )
-        self._cache: dict[str, list[int]] = {}
+        return cls(path.read_text(encoding="utf-8"), path)
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return self._tokenizer.get_vocab_size()
 
     def ids(self, instruction: str) -> list[int]:
         """Return the ids of one prompt."""

@@ -82,8 +82,9 @@ def import_torchvision() -> None:
     """Import torchvision where its compiled operators do not fit the installed torch.
 
     torchvision is published for CUDA only; beside a CPU build of torch its operators do not load
-    and its import ends at the first one that it describes for tracing. timm and peft import it but
-    need none of them here: declaring the two operators lets the Python part be imported.
+    and its import ends at the first one that it describes for tracing. timm, transformers and
+    peft import it but need none of them here: declaring the two operators lets its Python part be
+    imported.
     """
     try:
         import torchvision
