@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ class ActionBins:
     def __init__(self, vocabulary: int, bins: int = 256) -> None:
         self.vocabulary, self.bins = vocabulary, bins
         self.first_token = vocabulary - bins
-        self.edges = torch.linspace(-1.0, 1.0, bins, dtype=torch.float64)
+        self.edges = torch.from_numpy(np.linspace(-1.0, 1.0, bins))
         self.centres = (self.edges[:-1] + self.edges[1:]) / 2
 
     def decode(self, tokens: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ class VLAConfig:
         found = sorted(self.norm_stats)
         if name is None and len(found) == 1:
             name = found[0]
-        for candidate in (name, f"{name}_no_noops"):
+        for candidate in (name or "", f"{name}_no_noops"):
             if candidate in self.norm_stats:
                 return self.norm_stats[candidate]
         raise UserError(

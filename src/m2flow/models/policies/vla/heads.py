@@ -31,8 +31,8 @@ class ValueHead(nn.Module):
         self.layers = nn.Sequential(*layers, last)
 
     def forward(self, hidden_BE: Tensor) -> Tensor:
-        """Return float32 [B]; computed in float32 whatever the decoder's dtype."""
-        return self.layers(hidden_BE.to(self.layers[0].weight.dtype)).squeeze(-1).float()
+        """Return float32 [B]; the head is in float32 whatever the decoder is in."""
+        return self.layers(hidden_BE.float()).squeeze(-1)
 
 
 class ProprioProjector(nn.Module):

@@ -32,11 +32,10 @@ def preprocess(image_BHW3: Tensor, size: int, centre_crop: bool) -> Tensor:
         centre_crop: crop to the middle 90 % of the area; for checkpoints that were fine-tuned
             with image augmentation (all LIBERO ones), not for openvla-7b itself.
     """
-    pixels = image_BHW3.permute(0, 3, 1, 2).float()
-    if pixels.shape[-2:] != (size, size):
-        pixels = F.interpolate(pixels, (size, size), mode="bicubic", antialias=True)
-        pixels = pixels.round().clamp(0, 255)
-    pixels = pixels / 255.0
+    # In float64, and the width before the height with rounding in between: as Pillow does it.
+    pixels = image_BHW3.permute(0, 3, 1, 2).double()
+    pixels = _resize(pixels, (pixels.shape[2], size))
+    pixels = _resize(pixels, (size, size)).float() / 255.0
     if centre_crop:
         pixels = _crop_middle(pixels, CROPPED_AREA)
     normed = [
@@ -44,6 +43,13 @@ def preprocess(image_BHW3: Tensor, size: int, centre_crop: bool) -> Tensor:
         for mean, std in ((DINO_MEAN, DINO_STD), (SIGLIP_MEAN, SIGLIP_STD))
     ]
     return torch.cat(normed, dim=1)
+
+
+def _resize(pixels: Tensor, shape: tuple[int, int]) -> Tensor:
+    if pixels.shape[-2:] == shape:
+        return pixels
+    resized = F.interpolate(pixels, shape, mode="bicubic", antialias=True)
+    return (resized + 0.5).floor().clamp(0, 255)
 
 
 def _crop_middle(pixels_B3HW: Tensor, area: float) -> Tensor:
