@@ -133,7 +133,7 @@ def test_reinforcing_a_path_raises_its_probability() -> None:
     output = model.act(seen, seeds=SEEDS)
     before = at_level(output.logprobs, "chunk")
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for _ in range(5):
+    for _ in range(20):
         loss = -at_level(model.evaluate(seen, output.tokens).logprobs, "chunk").mean()
         optimiser.zero_grad()
         loss.backward()

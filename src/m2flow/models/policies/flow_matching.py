@@ -208,7 +208,7 @@ class FlowMatchingPolicy(Policy):
         return _Scene(output.past_key_values, mask, state, mean)
 
     def _prompts(self, instructions: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return ids and mask: the pictures' places, the begin token, the instruction, a newline."""
+        """Return ids and mask: places of the pictures, begin token, instruction, newline."""
         config = self.model.config.vlm_config
         patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
         places = [config.image_token_id] * (patches * len(self.options.cameras))
