@@ -40,6 +40,7 @@ from m2flow.models.policies.protocol import (
     seed_tensor,
     standard_normal,
 )
+from m2flow.models.policies.torchvision_import import import_torchvision
 
 Noise = Literal["sde", "network"]
 _BEGIN = "<bos>"
@@ -314,7 +315,8 @@ def tiny_pi0(
 ) -> FlowMatchingPolicy:
     """Make a small pi0 with random weights and one token per word, for tests and two CPU cores."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PI0Config
+
+    pi0 = _pi0_class()
 
     words = sorted({word for text in instructions for word in text.split()})
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<unk>", _BEGIN, "\n", *words])}
@@ -322,7 +324,7 @@ def tiny_pi0(
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n|\S+| +"), "isolated")
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     shared = {**heads, "head_dim": width // 2}  # the expert reads the cache of the language model
-    config = PI0Config(
+    config = pi0.config_class(
         vlm_config={
             "model_type": "paligemma",
             "projection_dim": width,
@@ -358,10 +360,11 @@ def tiny_pi0(
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return FlowMatchingPolicy(_pi0_class()(config).eval(), tokenizer, options)
+        return FlowMatchingPolicy(pi0(config).eval(), tokenizer, options)
 
 
 def _pi0_class() -> Any:
+    import_torchvision()
     try:
         from transformers import PI0ForConditionalGeneration
     except ImportError as error:

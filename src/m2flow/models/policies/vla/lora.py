@@ -6,8 +6,8 @@ Only the adapters (and the value head) train; a saved checkpoint has them added 
 from __future__ import annotations
 
 from m2flow.errors import UserError
+from m2flow.models.policies.torchvision_import import import_torchvision
 from m2flow.models.policies.vla.policy import VLAPolicy
-from m2flow.models.policies.vla.vision import import_torchvision
 
 # Linear layers by their published names; `lm_head` is left as it is, and the pooling of
 # the second tower does not take part in the network.
@@ -26,14 +26,14 @@ def add_lora(policy: VLAPolicy, rank: int = 32, alpha: int | None = None, seed: 
     """
     import torch
 
+    import_torchvision()
     try:
-        import_torchvision()
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise UserError(
             f"LoRA needs {error.name}",
             hint="pip install 'm2flow[vla]', or beside a CPU build of torch: "
-            "pip install --no-deps peft accelerate",
+            "pip install --no-deps peft accelerate psutil",
         ) from error
     if rank < 1:
         raise UserError("the rank is not positive", key="lora.rank", value=rank)

@@ -10,7 +10,6 @@ Legend: B batch, P patches, C channels of both towers together.
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -18,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from m2flow.errors import UserError
+from m2flow.models.policies.torchvision_import import import_torchvision
 from m2flow.models.policies.vla.config import VLAConfig
 
 _CHANNELS = 3
-_DECLARED: list[torch.library.Library] = []
 
 
 class LayerScale(nn.Module):
@@ -78,28 +77,6 @@ class Projector(nn.Module):
         return self.fc3(self.act(self.fc2(self.act(self.fc1(patches_BPC)))))
 
 
-def import_torchvision() -> None:
-    """Import torchvision where its compiled operators do not fit the installed torch.
-
-    torchvision is published for CUDA only; beside a CPU build of torch its operators do not load
-    and its import ends at the first one that it describes for tracing. timm, transformers and
-    peft import it but need none of them here: declaring the two operators lets its Python part be
-    imported.
-    """
-    try:
-        import torchvision
-    except RuntimeError as error:
-        if "torchvision::" not in str(error):
-            raise
-        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _DECLARED.append(library)  # the operators last as long as the library
-        import torchvision  # noqa: F401
-
-
 def _tower(name: str, image_size: int, overrides: dict[str, Any]) -> Any:
     timm = _import_timm()
     # Without pretrained weights: the checkpoint brings them. The tower's classifier is left out.
@@ -114,8 +91,8 @@ def _tower(name: str, image_size: int, overrides: dict[str, Any]) -> Any:
 
 
 def _import_timm() -> ModuleType:
+    import_torchvision()
     try:
-        import_torchvision()
         import timm
     except ImportError as error:
         raise UserError(
