@@ -1,0 +1,252 @@
+"""Small actor-critics: an encoder of states or pixels, an action head and a value head.
+
+From a state, actor and critic have networks of their own; from pixels they share the convolutions,
+which are most of the cost. Initialisation is orthogonal.
+
+Legend: B batch, S state size, F features.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from m2flow.errors import UserError
+from m2flow.models.policies.distributions import (
+    ActionHead,
+    CategoricalHead,
+    GaussianHead,
+    SquashedGaussianHead,
+    orthogonal,
+)
+from m2flow.models.policies.protocol import (
+    Evaluation,
+    Observations,
+    Policy,
+    PolicyOutput,
+    seed_tensor,
+)
+
+_CAMERAS = ("image", "wrist_image")
+
+
+class RunningNorm(nn.Module):
+    """Subtract the mean and divide by the standard deviation of all states shown to `update`.
+
+    Nothing is learned by gradients, and nothing changes but in `update`: between `act` and
+    `evaluate` of the same step it must not be called.
+    """
+
+    mean: Tensor
+    square: Tensor
+    count: Tensor
+
+    def __init__(self, size: int, limit: float = 10.0) -> None:
+        super().__init__()
+        self.limit = limit
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("square", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    @torch.no_grad()
+    def update(self, state_BS: Tensor) -> None:
+        """Add states to the statistics (Chan et al. 1983, the parallel variance formula)."""
+        state_BS = state_BS.to(torch.float64)
+        added = state_BS.shape[0]
+        mean_S = state_BS.mean(dim=0)
+        delta_S = mean_S - self.mean
+        total = self.count + added
+        self.square += ((state_BS - mean_S) ** 2).sum(0) + delta_S**2 * self.count * added / total
+        self.mean += delta_S * added / total
+        self.count.copy_(total)
+
+    def forward(self, state_BS: Tensor) -> Tensor:
+        if self.count < 2:
+            return state_BS
+        std_S = (self.square / self.count).sqrt() + 1e-8
+        normed = (state_BS - self.mean) / std_S
+        return normed.clamp(-self.limit, self.limit).to(state_BS.dtype)
+
+
+class Encoder(nn.Module):
+    """Observations to `features` numbers each."""
+
+    features: int
+
+
+class ActorCritic(Policy):
+    """An action head and a value head on features of the observation."""
+
+    def __init__(self, actor: Encoder, critic: Encoder | None, head: ActionHead) -> None:
+        """Take the parts apart.
+
+        Args:
+            actor: observations to features [B, F].
+            critic: a second network of that kind for the value, or None to share the actor's.
+            head: features to actions.
+        """
+        super().__init__()
+        self.actor, self.critic, self.head = actor, critic, head
+        self.value = orthogonal(nn.Linear((critic or actor).features, 1), 1.0)
+
+    def act(
+        self, observations: Observations, *, seeds: Sequence[int], greedy: bool = False
+    ) -> PolicyOutput:
+        """See `Policy.act`; differentiable through the drawn actions, as SAC needs it."""
+        features_BF = self.actor(observations)
+        tokens = self.head.draw(features_BF, seed_tensor(seeds, features_BF.device), greedy)
+        logprobs, _ = self.head.judge(features_BF, tokens)
+        values_B = self._values(observations, features_BF)
+        return PolicyOutput(self.head.actions(tokens), tokens, logprobs, values_B)
+
+    def evaluate(self, observations: Observations, tokens: Tensor) -> Evaluation:
+        features_BF = self.actor(observations)
+        logprobs, entropy = self.head.judge(features_BF, tokens)
+        return Evaluation(logprobs, entropy, self._values(observations, features_BF))
+
+    def observe(self, observations: Observations) -> None:
+        """Add states to the running statistics, where the encoders keep some."""
+        for norm in (module for module in self.modules() if isinstance(module, RunningNorm)):
+            norm.update(observations["state"])
+
+    def _values(self, observations: Observations, features_BF: Tensor) -> Tensor:
+        if self.critic is not None:
+            features_BF = self.critic(observations)
+        return self.value(features_BF).squeeze(-1)
+
+
+class StateEncoder(Encoder):
+    """An MLP over `state`."""
+
+    def __init__(self, state_size: int, hidden: Sequence[int], normalise: bool) -> None:
+        super().__init__()
+        self.norm = RunningNorm(state_size) if normalise else nn.Identity()
+        layers: list[nn.Module] = []
+        for width in hidden:
+            layers += [orthogonal(nn.Linear(state_size, width), math.sqrt(2)), nn.Tanh()]
+            state_size = width
+        self.layers = nn.Sequential(*layers)
+        self.features = state_size
+
+    def forward(self, observations: Observations) -> Tensor:
+        return self.layers(self.norm(observations["state"]))
+
+
+class PixelEncoder(Encoder):
+    """Convolutions over the cameras, with the state beside their features where there is one.
+
+    Kernels and strides of Mnih et al. (2015) for 64 pixels and more, one stride less below; a
+    second camera has its channels beside the first one's.
+    """
+
+    def __init__(
+        self, image_size: int, cameras: Sequence[str], state_size: int, features: int
+    ) -> None:
+        super().__init__()
+        self.cameras, self.features = tuple(cameras), features
+        first = (8, 4) if image_size >= 64 else (4, 2)
+        layers: list[nn.Module] = []
+        channels = 3 * len(self.cameras)
+        for width, (kernel, stride) in zip((32, 64, 64), (first, (4, 2), (3, 1)), strict=True):
+            convolution = nn.Conv2d(channels, width, kernel, stride)
+            layers += [orthogonal(convolution, math.sqrt(2)), nn.ReLU()]
+            channels = width
+        self.convolutions = nn.Sequential(*layers, nn.Flatten())
+        with torch.no_grad():
+            empty = torch.zeros(1, 3 * len(self.cameras), image_size, image_size)
+            flat = self.convolutions(empty).shape[1]
+        self.norm = RunningNorm(state_size) if state_size else None
+        joined = nn.Linear(flat + state_size, features)
+        self.join = nn.Sequential(orthogonal(joined, math.sqrt(2)), nn.ReLU())
+
+    def forward(self, observations: Observations) -> Tensor:
+        images = torch.cat([observations[camera] for camera in self.cameras], dim=-1)
+        pixels = images.permute(0, 3, 1, 2).float() / 255.0
+        flat = self.convolutions(pixels)
+        if self.norm is not None:
+            flat = torch.cat([flat, self.norm(observations["state"])], dim=-1)
+        return self.join(flat)
+
+
+def action_head(
+    kind: str,
+    features: int,
+    *,
+    low: Sequence[float] | None = None,
+    high: Sequence[float] | None = None,
+    count: int | None = None,
+    chunk: int = 1,
+) -> ActionHead:
+    """Build the head of that kind: "gaussian", "squashed" (both need bounds) or "categorical"."""
+    if kind == "categorical":
+        if count is None:
+            raise UserError("actions are not discrete", key="policy.actions", value=kind)
+        return CategoricalHead(features, count, chunk)
+    if low is None or high is None:
+        raise UserError("actions have no bounds", key="policy.actions", value=kind)
+    if len(low) != len(high):
+        raise UserError(
+            "bounds differ in size", key="policy.actions", value=f"{len(low)} and {len(high)}"
+        )
+    low_A, high_A = torch.tensor(low), torch.tensor(high)
+    if kind == "gaussian":
+        return GaussianHead(features, low_A, high_A, chunk)
+    if kind == "squashed":
+        if not bool(torch.isfinite(low_A).all() and torch.isfinite(high_A).all()):
+            raise UserError(
+                "a squashed Gaussian needs finite bounds",
+                key="policy.actions",
+                hint="use a Gaussian",
+            )
+        return SquashedGaussianHead(features, low_A, high_A, chunk)
+    raise UserError(
+        "unknown distribution of actions",
+        key="policy.actions",
+        value=kind,
+        expected="gaussian, squashed or categorical",
+    )
+
+
+def mlp_actor_critic(
+    state_size: int,
+    *,
+    actions: str,
+    low: Sequence[float] | None = None,
+    high: Sequence[float] | None = None,
+    count: int | None = None,
+    chunk: int = 1,
+    hidden: Sequence[int] = (128, 128),
+    normalise: bool = True,
+) -> ActorCritic:
+    """Build a policy over states, its critic apart. `actions`, bounds: see `action_head`."""
+    actor, critic = (StateEncoder(state_size, hidden, normalise) for _ in range(2))
+    head = action_head(actions, actor.features, low=low, high=high, count=count, chunk=chunk)
+    return ActorCritic(actor, critic, head)
+
+
+def cnn_actor_critic(
+    image_size: int,
+    *,
+    actions: str,
+    low: Sequence[float] | None = None,
+    high: Sequence[float] | None = None,
+    count: int | None = None,
+    chunk: int = 1,
+    cameras: Sequence[str] = ("image",),
+    state_size: int = 0,
+    features: int = 256,
+) -> ActorCritic:
+    """Build a policy over square pictures, whose critic shares the convolutions."""
+    unknown = sorted(set(cameras) - set(_CAMERAS))
+    if unknown or not cameras or image_size < 24:
+        raise UserError(
+            f"no camera {unknown[0]!r}" if unknown else "pictures are missing or too small",
+            key="policy.cameras",
+            expected=f"cameras of {', '.join(_CAMERAS)}, at least 24 pixels",
+        )
+    encoder = PixelEncoder(image_size, cameras, state_size, features)
+    head = action_head(actions, features, low=low, high=high, count=count, chunk=chunk)
+    return ActorCritic(encoder, None, head)

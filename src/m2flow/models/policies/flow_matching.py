@@ -1,0 +1,374 @@
+"""A flow-matching policy on transformers' own pi0, with log-probabilities of the noise path.
+
+Denoising an action by an ordinary differential equation has no density. Both ways of pi-RL (Chen
+et al. 2025, arXiv 2510.25889) make each step a Gaussian, so that the path from noise to action
+has one:
+
+* "sde": the stochastic equation with the same marginals (Flow-GRPO, arXiv 2505.05470, eq. 9). At
+  time t (1 noise, 0 action), step d and velocity v: mean x - d (v + s^2 / 2t (x + (1 - t) v)),
+  standard deviation s sqrt(d), with s = noise * sqrt(t / (1 - t)), t at most 1 - d under the root;
+* "network": a small network on the action expert's hidden state gives the standard deviation
+  within bounds (Flow-Noise); the mean is that of the plain equation.
+
+Tokens are the whole path: coordinates (S + 1) * A per action, first the noise, last the action.
+Their log-probabilities sum to that of the path. Greedy acting follows the plain equation from the
+item's own noise.
+
+Legend: B batch, K actions of a chunk, A action size, S denoising steps, L tokens of the prefix,
+M size that pi0 pads states and actions to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from m2flow.errors import UserError
+from m2flow.models.folder import checked_folder, read_json
+from m2flow.models.policies.distributions import normal_entropy, normal_logprob
+from m2flow.models.policies.protocol import (
+    Evaluation,
+    Observations,
+    Policy,
+    PolicyOutput,
+    seed_tensor,
+    standard_normal,
+)
+from m2flow.models.policies.torchvision_import import import_torchvision
+
+Noise = Literal["sde", "network"]
+_BEGIN = "<bos>"
+
+
+@dataclass(frozen=True)
+class FlowOptions:
+    """How a flow-matching checkpoint is used.
+
+    Attributes:
+        action_size: coordinates of an action that the environment takes; pi0 pads to more.
+        cameras: names of the observed pictures, in the order of training.
+        noise: which density the path has, see the module.
+        noise_level: factor of the standard deviation in "sde".
+        std_range: bounds of the standard deviation in "network".
+        steps: denoising steps; None as the checkpoint says.
+        critic: whether there is a value head.
+        action_mean, action_std: scale of the data set's actions; None where it is 0 and 1.
+        state_mean, state_std: that of the states.
+    """
+
+    action_size: int
+    cameras: tuple[str, ...] = ("image",)
+    noise: Noise = "sde"
+    noise_level: float = 0.5
+    std_range: tuple[float, float] = (0.08, 0.16)
+    steps: int | None = None
+    critic: bool = False
+    action_mean: tuple[float, ...] | None = None
+    action_std: tuple[float, ...] | None = None
+    state_mean: tuple[float, ...] | None = None
+    state_std: tuple[float, ...] | None = None
+
+
+class FlowMatchingPolicy(Policy):
+    """pi0 whose denoising steps are Gaussian."""
+
+    def __init__(self, model: Any, tokenizer: Any, options: FlowOptions) -> None:
+        """Take the model, and the tokenizer of the checkpoint (package tokenizers)."""
+        super().__init__()
+        config = model.config
+        if options.noise not in ("sde", "network"):
+            raise UserError(
+                "unknown density of the path",
+                key="noise",
+                value=options.noise,
+                expected="sde or network",
+            )
+        if not 0 < options.action_size <= config.max_action_dim:
+            raise UserError(
+                "actions do not fit the checkpoint",
+                key="action_size",
+                value=options.action_size,
+                expected=f"1 to {config.max_action_dim}",
+            )
+        if options.noise_level <= 0 or not 0 < options.std_range[0] < options.std_range[1]:
+            raise UserError("the noise of the path is not positive", key="noise_level")
+        self.model, self.tokenizer, self.options = model, tokenizer, options
+        self.steps = options.steps or config.num_inference_steps
+        self.chunk, self.size = config.chunk_size, options.action_size
+        self.noise_network: nn.Module | None = None
+        if options.noise == "network":
+            width = config.dit_config.hidden_size
+            self.noise_network = nn.Sequential(
+                nn.Linear(width, width), nn.Tanh(), nn.Linear(width, self.size)
+            )
+        self.value_head: nn.Module | None = None
+        if options.critic:
+            width = config.vlm_config.text_config.hidden_size
+            self.value_head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, 1))
+
+    @torch.no_grad()
+    def act(
+        self, observations: Observations, *, seeds: Sequence[int], greedy: bool = False
+    ) -> PolicyOutput:
+        scene = self._scene(observations)
+        seed_B = seed_tensor(seeds, scene.state.device)
+        coordinates = self.chunk * self.size
+        noise = standard_normal(seed_B, (self.steps + 1) * coordinates).to(scene.state.dtype)
+        noise = noise.view(len(seeds), self.steps + 1, self.chunk, self.size)
+        path = [noise[:, 0]]
+        logprobs = [normal_logprob(path[0], torch.zeros(()), torch.zeros(()))]
+        for step in range(self.steps):
+            if greedy:
+                velocity, _ = self._velocity(scene, path[-1], self._time(step))
+                following = path[-1] - velocity / self.steps
+                logprob = torch.zeros_like(following)
+            else:
+                mean, log_std = self._transition(scene, path[-1], step)
+                following = mean + log_std.exp() * noise[:, step + 1]
+                logprob = normal_logprob(following, mean, log_std)
+            path.append(following)
+            logprobs.append(logprob)
+        return PolicyOutput(
+            self._environment_actions(path[-1]),
+            torch.cat(path, dim=-1),
+            torch.cat(logprobs, dim=-1).float(),
+            self._value(scene),
+        )
+
+    def evaluate(self, observations: Observations, tokens: Tensor) -> Evaluation:
+        scene = self._scene(observations)
+        path = tokens.split(self.size, dim=-1)
+        zero = torch.zeros((), device=tokens.device)
+        logprobs = [normal_logprob(path[0], zero, zero)]
+        entropies = [normal_entropy(zero).expand_as(path[0])]
+        for step in range(self.steps):
+            mean, log_std = self._transition(scene, path[step], step)
+            logprobs.append(normal_logprob(path[step + 1], mean, log_std))
+            entropies.append(normal_entropy(log_std).expand_as(mean))
+        return Evaluation(
+            torch.cat(logprobs, dim=-1).float(),
+            torch.cat(entropies, dim=-1).float(),
+            self._value(scene),
+        )
+
+    def _transition(self, scene: _Scene, x_BKA: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return mean and log standard deviation of the next point of the path."""
+        time, width = self._time(step), 1.0 / self.steps
+        velocity, hidden = self._velocity(scene, x_BKA, time)
+        if self.noise_network is not None:
+            low, high = (torch.tensor(bound).log() for bound in self.options.std_range)
+            share = torch.sigmoid(self.noise_network(hidden))
+            return x_BKA - width * velocity, low + share * (high - low)
+        sigma = self.options.noise_level * (time / (1 - min(time, 1 - width))) ** 0.5
+        score = sigma**2 / (2 * time) * (x_BKA + (1 - time) * velocity)
+        mean = x_BKA - width * (velocity + score)
+        log_std = torch.full((), sigma * width**0.5, device=mean.device).log()
+        return mean, log_std.to(mean.dtype)
+
+    def _time(self, step: int) -> float:
+        return 1.0 - step / self.steps
+
+    def _velocity(self, scene: _Scene, x_BKA: Tensor, time: float) -> tuple[Tensor, Tensor]:
+        """Return the velocity [B, K, A] and the action expert's hidden state [B, K, width]."""
+        model = self.model
+        padded = F.pad(x_BKA, (0, model.config.max_action_dim - self.size))
+        time_B = torch.full((len(x_BKA),), time, device=x_BKA.device)
+        output = model.model(
+            action_embeds=model.embed_action_time(scene.state, padded, time_B),
+            attention_mask=scene.mask,
+            past_key_values=scene.cache,
+        )
+        # The prefix alone stays: a step does not see the steps before it.
+        scene.cache.crop(scene.mask.shape[1] - scene.cache.get_seq_length())
+        hidden = output.last_hidden_state[:, -self.chunk :]
+        return model.action_out_proj(hidden)[..., : self.size], hidden
+
+    def _scene(self, observations: Observations) -> _Scene:
+        model, device = self.model, self.model.device
+        pictures = [_picture(observations, c, model, device) for c in self.options.cameras]
+        pixels = torch.stack(pictures, dim=1)
+        seen = torch.ones(pixels.shape[:2], dtype=torch.bool, device=device)
+        ids, mask = self._prompts(observations["instruction"], device)
+        embeddings = model.model.embed_prefix(ids, pixels, seen)
+        output = model.model.vlm(
+            inputs_embeds=embeddings,
+            attention_mask=mask,
+            position_ids=mask.cumsum(-1) - 1,
+            token_type_ids=torch.zeros_like(ids),
+            use_cache=True,
+        )
+        state = self._scaled(observations["state"].to(device))
+        summary = output.last_hidden_state.masked_fill(mask.unsqueeze(-1) == 0, 0.0).sum(1)
+        mean = summary / mask.sum(1, keepdim=True)
+        return _Scene(output.past_key_values, mask, state, mean)
+
+    def _prompts(self, instructions: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return ids and mask: places of the pictures, begin token, instruction, newline."""
+        config = self.model.config.vlm_config
+        patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
+        places = [config.image_token_id] * (patches * len(self.options.cameras))
+        begin = self.tokenizer.token_to_id(_BEGIN)
+        rows = [
+            [*places, begin, *self.tokenizer.encode(f"{text}\n", add_special_tokens=False).ids]
+            for text in instructions
+        ]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        return ids, (torch.arange(longest, device=device) < lengths.unsqueeze(1)).long()
+
+    def _scaled(self, state_BS: Tensor) -> Tensor:
+        limit = self.model.config.max_state_dim
+        if state_BS.shape[1] > limit:
+            raise UserError(
+                "the robot state does not fit the checkpoint",
+                key="state",
+                value=state_BS.shape[1],
+                expected=f"at most {limit}",
+            )
+        state_BS = state_BS.to(self.model.dtype)
+        if self.options.state_mean is not None:
+            mean = state_BS.new_tensor(self.options.state_mean)
+            std = state_BS.new_tensor(self.options.state_std or (1.0,))
+            state_BS = (state_BS - mean) / (std + 1e-8)
+        return F.pad(state_BS, (0, limit - state_BS.shape[1]))
+
+    def _environment_actions(self, actions_BKA: Tensor) -> Tensor:
+        if self.options.action_mean is None:
+            return actions_BKA.float()
+        mean = actions_BKA.new_tensor(self.options.action_mean)
+        std = actions_BKA.new_tensor(self.options.action_std or (1.0,))
+        return (actions_BKA * (std + 1e-8) + mean).float()
+
+    def _value(self, scene: _Scene) -> Tensor | None:
+        if self.value_head is None:
+            return None
+        return self.value_head(scene.summary.float()).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class _Scene:
+    """An encoded observation: what all denoising steps share."""
+
+    cache: Any
+    mask: Tensor
+    state: Tensor
+    summary: Tensor
+
+
+def _picture(observations: Observations, camera: str, model: Any, device: torch.device) -> Tensor:
+    """Return one camera [B, 3, side, side] in [-1, 1]: proportions kept, black around it."""
+    if camera not in observations:
+        raise UserError(
+            "the environment gives no such picture",
+            key="cameras",
+            value=camera,
+            expected=f"names among: {', '.join(sorted(observations))}",
+        )
+    side = model.config.vlm_config.vision_config.image_size
+    pixels = observations[camera].to(device).permute(0, 3, 1, 2).float()
+    height, width = pixels.shape[-2:]
+    scale = side / max(height, width)
+    shape = (max(1, int(height * scale)), max(1, int(width * scale)))
+    if shape != (height, width):
+        pixels = F.interpolate(pixels, shape, mode="bicubic", antialias=True).round().clamp(0, 255)
+    normed = pixels / 127.5 - 1.0
+    top, left = (side - shape[0]) // 2, (side - shape[1]) // 2
+    around = (left, side - shape[1] - left, top, side - shape[0] - top)
+    return F.pad(normed, around, value=-1.0).to(model.dtype)
+
+
+def load_pi0(folder: str | Path, options: FlowOptions, dtype: torch.dtype) -> FlowMatchingPolicy:
+    """Load a pi0 checkpoint in transformers' layout with its `tokenizer.json`."""
+    from tokenizers import Tokenizer
+
+    path = checked_folder(folder)
+    family = read_json(path / "config.json", "the architecture")["model_type"]
+    if family != "pi0":
+        raise UserError(
+            "a checkpoint of another family of models",
+            key=f"{path}/config.json",
+            value=family,
+            expected='model_type "pi0"',
+        )
+    if not (path / "tokenizer.json").is_file():
+        raise UserError("tokenizer.json is missing", key=str(path), hint="PaliGemma's is meant")
+    model = _pi0_class().from_pretrained(path, dtype=dtype)
+    return FlowMatchingPolicy(model, Tokenizer.from_file(str(path / "tokenizer.json")), options)
+
+
+def tiny_pi0(
+    instructions: Sequence[str],
+    options: FlowOptions,
+    *,
+    state_size: int,
+    chunk: int = 4,
+    image_size: int = 32,
+    width: int = 64,
+    seed: int = 0,
+) -> FlowMatchingPolicy:
+    """Make a small pi0 with random weights and one token per word, for tests and two CPU cores."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    pi0 = _pi0_class()
+
+    words = sorted({word for text in instructions for word in text.split()})
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<unk>", _BEGIN, "\n", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n|\S+| +"), "isolated")
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shared = {**heads, "head_dim": width // 2}  # the expert reads the cache of the language model
+    config = pi0.config_class(
+        vlm_config={
+            "model_type": "paligemma",
+            "projection_dim": width,
+            "image_token_id": len(vocabulary),
+            "text_config": {
+                "model_type": "gemma",
+                "hidden_size": width,
+                "intermediate_size": 2 * width,
+                "vocab_size": len(vocabulary),
+                **shared,
+            },
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": width // 2,
+                "intermediate_size": width,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "patch_size": 8,
+                "image_size": image_size,
+                "vision_use_head": False,
+            },
+        },
+        dit_config={
+            "model_type": "gemma",
+            "hidden_size": width // 2,
+            "intermediate_size": width,
+            **shared,
+        },
+        chunk_size=chunk,
+        max_state_dim=state_size,
+        max_action_dim=options.action_size,
+        num_inference_steps=4,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return FlowMatchingPolicy(pi0(config).eval(), tokenizer, options)
+
+
+def _pi0_class() -> Any:
+    import_torchvision()
+    try:
+        from transformers import PI0ForConditionalGeneration
+    except ImportError as error:
+        raise UserError(
+            "the installed transformers has no pi0", expected="transformers 5.23 or newer"
+        ) from error
+    return PI0ForConditionalGeneration

@@ -1,0 +1,102 @@
+"""The contract between a policy and whoever collects its actions or trains it.
+
+`act` draws a chunk of actions per observation, `evaluate` gives the log-probability of what was
+drawn. What an item draws depends on its own seed alone, never on the batch it stands in, and
+`evaluate` of what `act` gave returns the same log-probabilities up to rounding.
+
+Observations are named tensors with a leading batch dimension: "state" float [B, S], "image" and
+"wrist_image" uint8 [B, H, W, 3]; "instruction" is a list of B strings.
+
+Legend: B batch, K actions of a chunk, A action size, D coordinates drawn for one action (action
+tokens, raw actions, or all points of a noise path).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from m2flow.algorithms.sampling import uniform
+
+Observations = Mapping[str, Any]
+Level = Literal["token", "action", "chunk"]
+
+
+@dataclass(frozen=True)
+class PolicyOutput:
+    """What a policy decided for B observations.
+
+    Attributes:
+        actions: [B, K, A], as the environment takes them.
+        tokens: [B, K, D], what was drawn; give it to `evaluate`.
+        logprobs: float32 [B, K, D].
+        values: float32 [B], the critic's estimate; None where the policy has no critic.
+    """
+
+    actions: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+    values: Tensor | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a policy thinks of given actions; differentiable in its parameters.
+
+    Attributes:
+        logprobs: float32 [B, K, D].
+        entropy: float32 [B, K, D], of the distribution that each coordinate was drawn from.
+        values: float32 [B], or None where the policy has no critic.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    values: Tensor | None
+
+
+class Policy(nn.Module, ABC):
+    """A network that acts and that can judge its actions."""
+
+    @abstractmethod
+    def act(
+        self, observations: Observations, *, seeds: Sequence[int], greedy: bool = False
+    ) -> PolicyOutput:
+        """Draw a chunk of actions per observation; `greedy` takes the most likely one."""
+
+    @abstractmethod
+    def evaluate(self, observations: Observations, tokens: Tensor) -> Evaluation:
+        """Return log-probabilities and entropies of `tokens` [B, K, D] under the parameters."""
+
+
+def at_level(values_BKD: Tensor, level: Level) -> Tensor:
+    """Sum log-probabilities or entropies of tokens to those of actions or whole chunks.
+
+    Returns:
+        [B, K, D] for "token", [B, K] for "action", [B] for "chunk".
+    """
+    if level == "token":
+        return values_BKD
+    values_BK = values_BKD.sum(dim=-1)
+    return values_BK if level == "action" else values_BK.sum(dim=-1)
+
+
+def seed_tensor(seeds: Sequence[int], device: torch.device) -> Tensor:
+    """One int64 seed per item."""
+    return torch.tensor(list(seeds), dtype=torch.int64, device=device)
+
+
+def standard_normal(seed_B: Tensor, count: int, first: int = 0) -> Tensor:
+    """Standard normal numbers that depend on an item's seed and their position alone.
+
+    Returns:
+        float64 [B, count], by inverting the cumulative distribution at `uniform(seed, position)`
+        for the positions from `first` on.
+    """
+    position_C = torch.arange(first, first + count, device=seed_B.device)
+    uniform_BC = uniform(seed_B.unsqueeze(1), position_C)
+    return torch.special.ndtri(uniform_BC + 2.0**-54)  # half a step: 0 would give -inf

@@ -1,0 +1,70 @@
+"""Pictures as OpenVLA's two vision towers take them.
+
+A picture is resized without keeping its proportions (bicubic with antialiasing, as Pillow does),
+optionally cropped to the middle 90 % of its area and resized again (what fine-tuned checkpoints
+saw on average, since they were trained on random crops of that area), and normalised once per
+tower.
+
+Legend: B batch, H, W height and width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Of `preprocessor_config.json` in openvla/openvla-7b: ImageNet's for DINOv2, rounded to bfloat16
+# there, and one half for SigLIP.
+DINO_MEAN = (0.484375, 0.455078125, 0.40625)
+DINO_STD = (0.228515625, 0.2236328125, 0.224609375)
+SIGLIP_MEAN = (0.5, 0.5, 0.5)
+SIGLIP_STD = (0.5, 0.5, 0.5)
+CROPPED_AREA = 0.9
+
+
+def preprocess(image_BHW3: Tensor, size: int, centre_crop: bool) -> Tensor:
+    """Return float32 [B, 6, size, size]: DINOv2's three channels, then SigLIP's.
+
+    Args:
+        image_BHW3: uint8.
+        size: side in pixels.
+        centre_crop: crop to the middle 90 % of the area; for checkpoints that were fine-tuned
+            with image augmentation (all LIBERO ones), not for openvla-7b itself.
+    """
+    # In float64, and the width before the height with rounding in between: as Pillow does it.
+    pixels = image_BHW3.permute(0, 3, 1, 2).double()
+    pixels = _resize(pixels, (pixels.shape[2], size))
+    pixels = _resize(pixels, (size, size)).float() / 255.0
+    if centre_crop:
+        pixels = _crop_middle(pixels, CROPPED_AREA)
+    normed = [
+        (pixels - _channels(mean, pixels)) / _channels(std, pixels)
+        for mean, std in ((DINO_MEAN, DINO_STD), (SIGLIP_MEAN, SIGLIP_STD))
+    ]
+    return torch.cat(normed, dim=1)
+
+
+def _resize(pixels: Tensor, shape: tuple[int, int]) -> Tensor:
+    if pixels.shape[-2:] == shape:
+        return pixels
+    resized = F.interpolate(pixels, shape, mode="bicubic", antialias=True)
+    return (resized + 0.5).floor().clamp(0, 255)
+
+
+def _crop_middle(pixels_B3HW: Tensor, area: float) -> Tensor:
+    """Crop to that part of the area and resize back, bilinear, corners on corners.
+
+    The crop's corners need not lie on pixels; values between pixels are interpolated. Rounded to
+    256 levels, since the result is a picture again.
+    """
+    side = area**0.5
+    theta = pixels_B3HW.new_tensor([[side, 0.0, 0.0], [0.0, side, 0.0]])
+    batch = pixels_B3HW.shape[0]
+    grid = F.affine_grid(theta.expand(batch, 2, 3), list(pixels_B3HW.shape), align_corners=True)
+    cropped = F.grid_sample(pixels_B3HW, grid, align_corners=True)
+    return (cropped.clamp(0, 1) * 255).round() / 255
+
+
+def _channels(values: tuple[float, ...], like: Tensor) -> Tensor:
+    return like.new_tensor(values).view(1, 3, 1, 1)

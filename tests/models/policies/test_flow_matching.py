@@ -1,0 +1,177 @@
+"""A flow-matching policy: the path's density, the plain equation as transformers solves it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from m2flow.errors import UserError
+from m2flow.models.policies.flow_matching import (
+    FlowMatchingPolicy,
+    FlowOptions,
+    load_pi0,
+    tiny_pi0,
+)
+from m2flow.models.policies.protocol import at_level, standard_normal
+
+TEXTS = ["push the cube", "lift the big red cube up"]
+SEEDS = [5, 6, 7]
+CAMERAS = ("image", "wrist_image")
+
+
+def observations(batch: int = 3) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "image": torch.randint(0, 256, (batch, 32, 32, 3), generator=generator).byte(),
+        "wrist_image": torch.randint(0, 256, (batch, 48, 64, 3), generator=generator).byte(),
+        "state": torch.randn(batch, 5, generator=generator),
+        "instruction": [TEXTS[i % 2] for i in range(batch)],
+    }
+
+
+def policy(noise: Any = "sde", **more: Any) -> FlowMatchingPolicy:
+    options = FlowOptions(action_size=3, cameras=CAMERAS, noise=noise, critic=True, **more)
+    return tiny_pi0(TEXTS, options, state_size=5)
+
+
+@pytest.mark.parametrize("noise", ["sde", "network"])
+def test_evaluate_gives_what_act_gave_whatever_the_batch(noise: str) -> None:
+    model, seen = policy(noise), observations()
+    output = model.act(seen, seeds=SEEDS)
+    judged = model.evaluate(seen, output.tokens)
+    assert output.actions.shape == (3, 4, 3)
+    assert output.tokens.shape == output.logprobs.shape == judged.entropy.shape == (3, 4, 15)
+    torch.testing.assert_close(judged.logprobs, output.logprobs, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(judged.values, output.values)
+    for i in range(3):
+        alone = model.act({k: v[i : i + 1] for k, v in seen.items()}, seeds=[SEEDS[i]])
+        torch.testing.assert_close(alone.tokens[0], output.tokens[i], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_greedy_acting_solves_the_equation_as_transformers_does() -> None:
+    model, seen = policy(), observations()
+    ours = model.act(seen, seeds=SEEDS, greedy=True).actions
+    noise = standard_normal(torch.tensor(SEEDS), 12).view(3, 4, 3).float()
+    ids, mask = model._prompts(seen["instruction"], torch.device("cpu"))
+    from m2flow.models.policies.flow_matching import _picture
+
+    pixels = torch.stack([_picture(seen, c, model.model, ids.device) for c in CAMERAS], dim=1)
+    theirs = model.model.sample_actions(
+        state=seen["state"],
+        input_ids=ids,
+        pixel_values=pixels,
+        noise=noise,
+        attention_mask=mask,
+        pixel_attention_mask=torch.ones(3, 2, dtype=torch.bool),
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_each_step_of_the_path_is_the_gaussian_of_the_stochastic_equation() -> None:
+    model, seen = policy(noise_level=0.7), observations()
+    output = model.act(seen, seeds=SEEDS)
+    path = output.tokens.split(3, dim=-1)
+    logprobs = output.logprobs.split(3, dim=-1)
+    standard = torch.distributions.Normal(0.0, 1.0)
+    torch.testing.assert_close(logprobs[0], standard.log_prob(path[0]))
+    scene = model._scene(seen)
+    for step in range(4):
+        t, d = 1 - step / 4, 1 / 4
+        v, _ = model._velocity(scene, path[step], t)
+        s = 0.7 * (t / (1 - min(t, 0.75))) ** 0.5
+        mean = path[step] - d * v - d * s * s / (2 * t) * (path[step] + (1 - t) * v)
+        oracle = torch.distributions.Normal(mean, s * d**0.5)
+        torch.testing.assert_close(
+            logprobs[step + 1], oracle.log_prob(path[step + 1]), rtol=1e-3, atol=1e-4
+        )
+
+
+def test_the_stochastic_equation_keeps_the_marginals() -> None:
+    """Exact velocity of Gaussian data: after many steps its mean and deviation come out."""
+    data_mean, data_std = 0.8, 0.3
+    options = FlowOptions(action_size=1, steps=200, noise_level=0.7)
+    model = tiny_pi0(TEXTS, options, state_size=5)
+
+    def exact(scene: Any, x: Tensor, t: float) -> tuple[Tensor, Tensor]:
+        # x_t = t noise + (1 - t) data; v = E[noise - data | x_t], a regression of Gaussians.
+        variance = t * t + (1 - t) ** 2 * data_std**2
+        slope = (t - (1 - t) * data_std**2) / variance
+        return -data_mean + slope * (x - (1 - t) * data_mean), x
+
+    model._velocity = exact
+    noise = standard_normal(torch.arange(4000), 201).float()
+    x = noise[:, :1]
+    for step in range(200):
+        mean, log_std = model._transition(None, x, step)
+        x = mean + log_std.exp() * noise[:, step + 1 : step + 2]
+    assert abs(x.mean() - data_mean) < 0.03
+    assert abs(x.std() - data_std) < 0.04
+
+
+def test_the_noise_network_keeps_its_bounds_and_learns() -> None:
+    model, seen = policy("network", std_range=(0.1, 0.2)), observations()
+    output = model.act(seen, seeds=SEEDS)
+    _, log_std = model._transition(model._scene(seen), output.tokens[..., :3], 0)
+    assert (log_std.exp() > 0.1).all()
+    assert (log_std.exp() < 0.2).all()
+    at_level(model.evaluate(seen, output.tokens).logprobs, "chunk").sum().backward()
+    assert model.noise_network is not None
+    assert all(p.grad is not None and p.grad.any() for p in model.noise_network.parameters())
+    reached = [p.grad is not None and bool(p.grad.any()) for p in model.model.parameters()]
+    assert sum(reached) > 0.85 * len(reached)
+
+
+def test_reinforcing_a_path_raises_its_probability() -> None:
+    model, seen = policy(), observations()
+    output = model.act(seen, seeds=SEEDS)
+    before = at_level(output.logprobs, "chunk")
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(20):
+        loss = -at_level(model.evaluate(seen, output.tokens).logprobs, "chunk").mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    after = at_level(model.evaluate(seen, output.tokens).logprobs, "chunk")
+    assert (after > before + 1).all()
+
+
+def test_instruction_and_scales_matter() -> None:
+    model, seen = policy(), observations(1)
+    actions = model.act(seen, seeds=[1], greedy=True).actions
+    other = model.act({**seen, "instruction": [TEXTS[1]]}, seeds=[1], greedy=True).actions
+    assert not torch.allclose(actions, other)
+    scaled = policy(action_mean=(1.0, 2.0, 3.0), action_std=(2.0, 2.0, 2.0))
+    expected = actions * 2 + torch.tensor([1.0, 2.0, 3.0])
+    torch.testing.assert_close(scaled.act(seen, seeds=[1], greedy=True).actions, expected)
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
+    model, seen = policy(), observations()
+    model.model.save_pretrained(tmp_path)
+    model.tokenizer.save(str(tmp_path / "tokenizer.json"))
+    again = load_pi0(tmp_path, FlowOptions(action_size=3, cameras=CAMERAS), torch.float32)
+    one, two = (p.act(seen, seeds=SEEDS).actions for p in (model, again))
+    torch.testing.assert_close(one, two)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "openvla"}))
+    with pytest.raises(UserError, match="another family"):
+        load_pi0(tmp_path, FlowOptions(action_size=3), torch.float32)
+
+
+def test_what_does_not_fit_is_said() -> None:
+    with pytest.raises(UserError, match="sde or network"):
+        policy("ode")
+    with pytest.raises(UserError, match="not positive"):
+        policy(noise_level=0.0)
+    seen = observations()
+    with pytest.raises(UserError, match="at most 5"):
+        policy().act({**seen, "state": torch.zeros(3, 6)}, seeds=SEEDS)
+    del seen["wrist_image"]
+    with pytest.raises(UserError, match="wrist_image"):
+        policy().act(seen, seeds=SEEDS)
