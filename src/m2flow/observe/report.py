@@ -8,6 +8,7 @@ recorded spans.
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Callable, Sequence
 from html import escape
@@ -58,6 +59,7 @@ def render_report(record: RunRecord) -> str:
             section("Rollouts", rollouts, "the first recorded step against the last")
             if (rollouts := rollout_columns(record.samples))
             else "",
+            _films(record),
             plan_section(record),
             _configuration(record),
             _footer(record),
@@ -137,7 +139,9 @@ def _change(
 def _throughput(record: RunRecord) -> str:
     values = record.values("throughput/tokens_per_s")
     if not values:
-        return ""
+        steps = record.values("throughput/steps_per_s")
+        figure = f"{number(median(steps))} <small>environment steps/s</small>" if steps else ""
+        return _tile("Throughput", figure, "median") if steps else ""
     generated = sum(record.values("tokens/generated"))
     more = f"{number(generated)} generated in all" if generated else "median"
     return _tile("Throughput", f"{number(median(values))} <small>tokens/s</small>", more)
@@ -202,6 +206,24 @@ def _timeline(record: RunRecord) -> str:
     note += f"kept is in {record.directory.timeline.name}, which Perfetto opens"
     body = f'<div class="card"><div class="scroll">{picture}</div></div>'
     return section("Timeline", body, note)
+
+
+def _films(record: RunRecord) -> str:
+    """The films of the first and of the last evaluation, within the page."""
+    found = sorted(record.directory.films.glob("step_*.webp"))
+    steps = sorted({film.stem.split("_")[1] for film in found})
+    cards = []
+    for film in found:
+        step = film.stem.split("_")[1]
+        if step in (steps[0], steps[-1]):
+            content = base64.b64encode(film.read_bytes()).decode()
+            cards.append(
+                f'<article class="card"><header><h3>step {int(step)}</h3></header>'
+                f'<img alt="an episode" style="width:100%" src="data:image/webp;base64,{content}">'
+                "</article>"
+            )
+    body = f'<div class="charts">{"".join(cards)}</div>'
+    return section("Episodes", body, "of the first and of the last evaluation") if cards else ""
 
 
 def _configuration(record: RunRecord) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ class RunDirectory:
         self.timeline = self.path / "timeline.json"
         self.timeline_picture = self.path / "timeline.svg"
         self.tensorboard = self.path / "tensorboard"
+        self.films = self.path / "films"
         self.checkpoints = self.path / "checkpoints"
         self.report = self.path / "report.html"
 
@@ -111,6 +112,12 @@ class RunDirectory:
     def write_json(self, path: Path, text: str) -> None:
         """Write the plan, profile or decision, as `m2flow.plan.file.to_json` gives it."""
         write_atomically(path, text.encode())
+
+    def write_films(self, step: int, films: Sequence[bytes]) -> None:
+        """Write the films of an evaluation, as `films/step_NNNNNN_N.webp`."""
+        for number, film in enumerate(films):
+            self.films.mkdir(exist_ok=True)
+            write_atomically(self.films / f"step_{step:06d}_{number}.webp", film)
 
     def append_metrics(self, step: int, metrics: Mapping[str, object]) -> None:
         """Append one line for a step; `time` is Unix seconds unless `metrics` brings its own."""

@@ -83,6 +83,9 @@ class CountingExperiment:
     def evaluation(self, result):
         return {"eval/success": sum(result.output["number"]) / 100}
 
+    def films(self, result):
+        return ()
+
     def samples(self, result, count):
         return [{"item": 0, "number": result.output["number"][0]}][:count]
 

@@ -51,17 +51,32 @@ class RunningNorm(nn.Module):
         self.register_buffer("square", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
+    def moments(self, state_BS: Tensor | None) -> Tensor:
+        """Float64 [2 S + 1]: count, sums and sums of squares around the mean so far.
+
+        Of several parts of the states they may be added up before `take_in`; None is no state.
+        """
+        size = self.mean.numel()
+        if state_BS is None:
+            return torch.zeros(2 * size + 1, dtype=torch.float64, device=self.mean.device)
+        away_BS = state_BS.to(self.mean) - self.mean
+        count = away_BS.new_tensor([len(away_BS)])
+        return torch.cat([count, away_BS.sum(0), away_BS.square().sum(0)])
+
     @torch.no_grad()
-    def update(self, state_BS: Tensor) -> None:
-        """Add states to the statistics (Chan et al. 1983, the parallel variance formula)."""
-        state_BS = state_BS.to(torch.float64)
-        added = state_BS.shape[0]
-        mean_S = state_BS.mean(dim=0)
-        delta_S = mean_S - self.mean
-        total = self.count + added
-        self.square += ((state_BS - mean_S) ** 2).sum(0) + delta_S**2 * self.count * added / total
-        self.mean += delta_S * added / total
+    def take_in(self, moments: Tensor) -> None:
+        """Add states by their moments (Chan et al. 1983, the parallel variance formula)."""
+        added, sums_S, squares_S = moments.split([1, self.mean.numel(), self.mean.numel()])
+        if not added:
+            return
+        total = self.count + added[0]
+        self.square += squares_S - sums_S.square() / total
+        self.mean += sums_S / total
         self.count.copy_(total)
+
+    def update(self, state_BS: Tensor) -> None:
+        """Add states to the statistics."""
+        self.take_in(self.moments(state_BS))
 
     def forward(self, state_BS: Tensor) -> Tensor:
         if self.count < 2:
@@ -109,8 +124,12 @@ class ActorCritic(Policy):
 
     def observe(self, observations: Observations) -> None:
         """Add states to the running statistics, where the encoders keep some."""
-        for norm in (module for module in self.modules() if isinstance(module, RunningNorm)):
+        for norm in self.norms():
             norm.update(observations["state"])
+
+    def norms(self) -> list[RunningNorm]:
+        """Running statistics of states that the encoders keep."""
+        return [module for module in self.modules() if isinstance(module, RunningNorm)]
 
     def _values(self, observations: Observations, features_BF: Tensor) -> Tensor:
         if self.critic is not None:

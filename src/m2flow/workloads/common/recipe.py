@@ -7,6 +7,7 @@ one line.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -36,6 +37,23 @@ class Section(BaseModel):
         allow_inf_nan=False,
         coerce_numbers_to_str=True,
     )
+
+
+def refuse_keys_of_others(
+    section: Section, choice: str, readers: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Refuse a key that was set though nobody reads it under the choice that was made."""
+    name, _, chooser = choice.partition(".")
+    chosen = getattr(section, chooser)
+    for key, wanted in readers.items():
+        value = getattr(section, key)
+        if chosen not in wanted and value != type(section).model_fields[key].default:
+            raise UserError(
+                f"{chosen} has no use for it",
+                key=f"{name}.{key}",
+                value=value,
+                hint=f"set {choice} to {' or '.join(wanted)}, or take it out",
+            )
 
 
 class EvaluationSection(Section):

@@ -18,7 +18,10 @@ from m2flow.workloads.common.workload import Workload
 
 GROUP = "m2flow.workloads"
 
-OWN = (metadata.EntryPoint("reasoning", "m2flow.workloads.reasoning.workload:WORKLOAD", GROUP),)
+OWN = tuple(
+    metadata.EntryPoint(name, f"m2flow.workloads.{name}.workload:WORKLOAD", GROUP)
+    for name in ("reasoning", "embodied")
+)
 """Those of m2flow itself, which are known without an installation too."""
 
 

@@ -213,6 +213,7 @@ class Training:
     def _evaluation(self, run: Run, step: int, held_out: Batch) -> dict[str, float]:
         result = run.run_method("evaluate", held_out)
         figures = self.experiment.evaluation(result)
+        self._begun().write_films(step, self.experiment.films(result))
         name, value = next(iter(figures.items()))
         self.progress.note(f"step {step}: held-out {name.removeprefix('eval/')} {value:.1%}")
         return figures | {"eval/seconds": result.seconds}

@@ -126,6 +126,9 @@ class Experiment(Protocol):
     def samples(self, result: StepResult, count: int) -> list[dict[str, Any]]:
         """A few rollouts of a step, as rows of samples.jsonl."""
 
+    def films(self, result: StepResult) -> Sequence[bytes]:
+        """Animated WebP pictures of an evaluation, for the report."""
+
     def save(self, run: Run, checkpoints: Path, step: int) -> None:
         """Write the checkpoint of a step; `recipe.checkpoint.keep` of them are kept.
 

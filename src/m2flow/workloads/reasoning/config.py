@@ -5,7 +5,6 @@ Sizes are named for what they count. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -48,23 +47,6 @@ KEYS_OF_TASKS = {
 """Keys of `data` to the tasks that read them; `options` are the task's or data set's own."""
 
 
-def _refuse_keys_of_others(
-    section: Section, choice: str, readers: Mapping[str, tuple[str, ...]]
-) -> None:
-    """Refuse a key that was set though nobody reads it under the choice that was made."""
-    name, _, chooser = choice.partition(".")
-    chosen = getattr(section, chooser)
-    for key, wanted in readers.items():
-        value = getattr(section, key)
-        if chosen not in wanted and value != type(section).model_fields[key].default:
-            raise UserError(
-                f"{chosen} has no use for it",
-                key=f"{name}.{key}",
-                value=value,
-                hint=f"set {choice} to {' or '.join(wanted)}, or take it out",
-            )
-
-
 class DataSection(Section):
     """The problems. `task` is addition, jsonl or gym; each other key belongs to some of them."""
 
@@ -78,7 +60,7 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _keys_belong_to_the_task(self) -> DataSection:
-        _refuse_keys_of_others(self, "data.task", KEYS_OF_TASKS)
+        common.refuse_keys_of_others(self, "data.task", KEYS_OF_TASKS)
         return self
 
 
@@ -149,7 +131,7 @@ class AlgorithmSection(Section):
 
     @model_validator(mode="after")
     def _keys_belong_to_the_algorithm(self) -> AlgorithmSection:
-        _refuse_keys_of_others(self, "algorithm.name", KEYS_OF_ALGORITHMS)
+        common.refuse_keys_of_others(self, "algorithm.name", KEYS_OF_ALGORITHMS)
         return self
 
 

@@ -268,6 +268,10 @@ class ReasoningExperiment:
         rows = range(0, len(output), every)[:count]
         return [sample_row(output, row) for row in rows]
 
+    def films(self, result: StepResult) -> Sequence[bytes]:
+        """Text is not filmed."""
+        return ()
+
     # --- checkpoints ------------------------------------------------------------------------------
 
     def save(self, run: Run, checkpoints: Path, step: int) -> None:

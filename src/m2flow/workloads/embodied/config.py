@@ -1,0 +1,198 @@
+"""The recipe of an embodied run: the keys that `m2flow.workloads.common.Recipe` does not have.
+
+Sizes are named for what they count. Nothing here imports torch or a simulator.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from m2flow.errors import UserError
+from m2flow.workloads.common import recipe as common
+from m2flow.workloads.common.recipe import (
+    Count,
+    Decay,
+    Flag,
+    Natural,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+)
+
+
+class EnvironmentSection(Section):
+    """The simulator: `name` is "family:task" or "module:Class", `options` are its own.
+
+    `processes` simulators run in so many processes of each lane; None for one a core where the
+    simulator is a heavy one, 0 for none: it then runs in the lane's own process.
+    """
+
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    processes: Natural | None = None
+
+
+class PolicySection(Section):
+    """What acts: a small actor-critic that is made on the spot, or a checkpoint."""
+
+    kind: Literal["mlp", "cnn"] = "mlp"
+    hidden: tuple[Count, ...] = (128, 128)
+    features: Count = 256
+    cameras: tuple[str, ...] = ("image",)
+    chunk: Count = 1
+    distribution: Literal["auto", "gaussian", "squashed", "categorical"] = "auto"
+    normalize_state: Flag = True
+
+
+class RolloutSection(Section):
+    """A rollout is what one environment does in a step of training.
+
+    With `automatic_reset` it is `horizon` environment steps long, and another episode begins where
+    one ends; without, it is one episode of at most so many steps.
+    """
+
+    horizon: Count = 200
+    automatic_reset: Flag = True
+
+
+KEYS_OF_ALGORITHMS = {
+    "lam": ("ppo",),
+    "value_clip": ("ppo",),
+    "value_coefficient": ("ppo",),
+    "normalize_advantage": ("ppo",),
+    "group_size": ("grpo",),
+    "normalize_std": ("grpo",),
+    "reward": ("grpo",),
+}
+"""Keys of `algorithm` to the algorithms that read them, where not all do."""
+
+
+class AlgorithmSection(Section):
+    """PPO with the policy's own value head, or GRPO over rollouts that begin alike."""
+
+    name: Literal["ppo", "grpo"] = "ppo"
+    level: Literal["token", "action", "chunk"] = "action"
+    clip_low: Share = 0.2
+    clip_high: Positive = 0.2
+    gamma: Share = 0.99
+    lam: Share = 0.95
+    value_clip: Positive | None = None
+    value_coefficient: NonNegative = 0.5
+    entropy_coefficient: NonNegative = 0.0
+    normalize_advantage: Flag = True
+    group_size: Count = 8
+    normalize_std: Flag = True
+    reward: Literal["success", "return"] = "success"
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_algorithm(self) -> AlgorithmSection:
+        common.refuse_keys_of_others(self, "algorithm.name", KEYS_OF_ALGORITHMS)
+        return self
+
+
+class UpdateSection(Section):
+    """What a step of training makes of its rollouts: `epochs` passes of `minibatches` each."""
+
+    epochs: Count = 4
+    minibatches: Count = 4
+    turns_per_microbatch: Count = 4096
+
+
+class OptimizerSection(Section):
+    """AdamW."""
+
+    learning_rate: Positive = 3e-4
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: Positive | None = 0.5
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Natural = 0
+
+
+class EpisodesSection(common.EvaluationSection):
+    """Success and return of greedy episodes with seeds of their own; some of them are filmed."""
+
+    episodes: Natural = 20
+    films: Natural = 1
+
+
+class EmbodiedRecipe(common.Recipe):
+    """A whole run."""
+
+    workload: Literal["embodied"] = "embodied"
+    name: str = "embodied"
+    rollouts_per_step: Count = 16
+    environment: EnvironmentSection
+    policy: PolicySection = PolicySection()
+    rollout: RolloutSection = RolloutSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    update: UpdateSection = UpdateSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    evaluation: EpisodesSection = EpisodesSection()
+
+    @property
+    def group_size(self) -> int:
+        """Rollouts that begin alike."""
+        return self.algorithm.group_size if self.algorithm.name == "grpo" else 1
+
+    @property
+    def items_per_step(self) -> int:
+        return self.rollouts_per_step // self.group_size
+
+    @property
+    def step_size(self) -> str:
+        return f"{self.rollouts_per_step} rollouts of up to {self.rollout.horizon} steps"
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Of the whole run."""
+        return self.steps * self.update.epochs * self.update.minibatches
+
+    @property
+    def fixed_steps(self) -> str | None:
+        schedule = self.optimizer.schedule
+        if schedule == "constant":
+            return None
+        return f"the {schedule} schedule of the run that is to be resumed ends with its last step"
+
+    def derived(self) -> dict[str, int]:
+        return {
+            "environment_steps_per_step": self.rollouts_per_step * self.rollout.horizon,
+            "optimizer_steps": self.optimizer_steps,
+        }
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> EmbodiedRecipe:
+        size = self.group_size
+        if self.algorithm.name == "grpo" and size < 2:
+            raise UserError(
+                "rollouts that begin alike are compared with each other",
+                key="algorithm.group_size",
+                value=size,
+                expected="at least 2",
+            )
+        if self.rollouts_per_step % size:
+            raise UserError(
+                "the rollouts do not fill whole groups",
+                key="rollouts_per_step",
+                value=self.rollouts_per_step,
+                expected=f"a multiple of algorithm.group_size = {size}",
+            )
+        if self.algorithm.name == "grpo" and self.rollout.automatic_reset:
+            raise UserError(
+                "a group compares single episodes",
+                key="rollout.automatic_reset",
+                value=True,
+                hint="set it to false",
+            )
+        if self.rollout.horizon % self.policy.chunk:
+            raise UserError(
+                "a rollout does not hold whole chunks of actions",
+                key="rollout.horizon",
+                value=self.rollout.horizon,
+                expected=f"a multiple of policy.chunk = {self.policy.chunk}",
+            )
+        return self

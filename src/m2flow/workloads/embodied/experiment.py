@@ -1,0 +1,139 @@
+"""What an embodied recipe means: its environment, the starts of any step, its figures.
+
+The starts of a step are a function of recipe and step alone, so that a resumed run needs nothing
+else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from m2flow.algorithms.sampling import derive_seed
+from m2flow.environments import make_environment
+from m2flow.flow import Batch
+from m2flow.runtime.driver.runner import StepResult
+from m2flow.training import checkpoint
+from m2flow.workloads.common.workload import RunProgress
+from m2flow.workloads.embodied.config import EmbodiedRecipe
+from m2flow.workloads.embodied.flow import GRPO, PPO, recipe_flow
+from m2flow.workloads.embodied.workers import PolicySource
+
+if TYPE_CHECKING:
+    from m2flow.runtime.driver.run import Run
+
+METRIC_NAMES = {"loss": "loss/policy", "value_loss": "loss/value"}
+"""What the training's losses are called in metrics.jsonl."""
+
+EVALUATED = 1 << 40
+"""Numbers of rollouts of evaluations begin here: no step of training comes so far."""
+
+
+class EmbodiedExperiment:
+    """A recipe made concrete; see `m2flow.workloads.common.Experiment`.
+
+    Args:
+        recipe: the validated recipe.
+
+    Raises:
+        UserError: there is no such environment, or the policy does not fit it.
+    """
+
+    def __init__(self, recipe: EmbodiedRecipe) -> None:
+        self.recipe = recipe
+        environment = make_environment(recipe.environment.name, **recipe.environment.options)
+        self.spec = environment.spec
+        environment.close()
+        PolicySource(recipe.policy, self.spec, recipe.seed).make()  # refuses what does not fit
+
+    @property
+    def makes_model(self) -> bool:
+        """The first weights follow from the seed: every lane draws them."""
+        return False
+
+    def prepare(self, folder: Path, progress: RunProgress | None = None) -> None:
+        """Nothing is made beforehand."""
+
+    def flow(self, checkpoint: Path | None = None) -> PPO | GRPO:
+        """The flow from the beginning, or from a checkpoint."""
+        return recipe_flow(self.recipe, self.spec, checkpoint=checkpoint)
+
+    def batch(self, step: int) -> Batch:
+        """The starts of a step (counted from 0)."""
+        count = self.recipe.items_per_step
+        return self._starts(1, step * count, count)
+
+    def held_out(self) -> Batch | None:
+        """The starts of an evaluation; None if there are to be none."""
+        count = self.recipe.evaluation.episodes
+        return self._starts(4, EVALUATED, count, evaluated=True) if count else None
+
+    def _starts(self, kind: int, first: int, count: int, *, evaluated: bool = False) -> Batch:
+        numbers = range(first, first + count)
+        filmed = self.recipe.evaluation.films if evaluated else 0
+        single = evaluated or not self.recipe.rollout.automatic_reset
+        return Batch(
+            {
+                "rollout": torch.tensor(numbers),
+                "seed": torch.tensor([derive_seed(self.recipe.seed, kind, n) for n in numbers]),
+                "initial_state": torch.full((count,), -1),
+                "greedy": torch.full((count,), evaluated),
+                "single": torch.full((count,), single),
+                "film": torch.arange(count) < filmed,
+                "turn": torch.zeros(count, dtype=torch.int64),
+            }
+        )
+
+    # --- the figures ------------------------------------------------------------------------------
+
+    def metrics(self, result: StepResult) -> dict[str, float]:
+        """The figures of a training step, as metrics.jsonl names them."""
+        figures = episode_figures(result.output)
+        steps = float(sum(result.output["steps_taken"]))
+        figures |= {"environment_steps": steps, "throughput/steps_per_s": steps / result.seconds}
+        for name, value in result.metrics.items():
+            figures[METRIC_NAMES.get(name, f"train/{name}")] = value
+        return figures
+
+    def evaluation(self, result: StepResult) -> dict[str, float]:
+        """The figures of an evaluation."""
+        figures = episode_figures(result.output)
+        names = {"episodes/success_once": "eval/success", "episodes/return": "eval/return",
+                 "episodes/success": "eval/success_at_end", "episodes/length": "eval/length",
+                 "episodes/finished": "eval/episodes"}  # fmt: skip
+        return {ours: figures[name] for name, ours in names.items()}
+
+    def samples(self, result: StepResult, count: int) -> list[dict[str, Any]]:
+        """Nothing to read: episodes are filmed."""
+        return []
+
+    def films(self, result: StepResult) -> Sequence[bytes]:
+        """Those of an evaluation's first episodes, where the environment can draw itself."""
+        return [film for film in result.output["film"] if film]
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def save(self, run: Run, checkpoints: Path, step: int) -> None:
+        """Write a checkpoint of the policy and its trainer."""
+        checkpoint.sweep(checkpoints)
+        keep = self.recipe.checkpoint.keep
+        run.worker_call("learner", "save_checkpoint", str(checkpoints), step, keep)
+
+
+def episode_figures(output: Batch) -> dict[str, float]:
+    """Means over the episodes that ended in a step's rollouts."""
+    episodes = [one for some in output["episodes"] for one in some]
+    names = ("return", "length", "success_once", "success")
+    figures = {
+        f"episodes/{name}": sum(one[name] for one in episodes) / max(1, len(episodes))
+        for name in names
+    }
+    return figures | {
+        "reward/mean": figures["episodes/return"],
+        "success/mean": figures["episodes/success_once"],
+        "episodes/finished": float(len(episodes)),
+        "episodes/failed": float(sum(int(count) for count in output["failed"])),
+    }

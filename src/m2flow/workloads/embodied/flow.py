@@ -1,0 +1,97 @@
+"""The macro flows of embodied agents: what happens in a step, and nothing about where or when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from m2flow.environments.spec import EnvironmentSpec
+from m2flow.flow import Flow, Stream, loop
+from m2flow.workloads.embodied.config import EmbodiedRecipe
+from m2flow.workloads.embodied.workers import (
+    Actor,
+    Learner,
+    PolicySource,
+    Simulator,
+    begin_alike,
+    critic_advantage,
+    group_advantage,
+    outcome,
+)
+
+
+class Rollouts(Flow):
+    """What PPO and GRPO have in common: a policy and environments that take turns."""
+
+    simulator: Simulator
+    actor: Actor
+    learner: Learner
+    group_size: int = 1
+
+    def rolled_out(self, starts: Stream, group_size: int) -> Stream:
+        """Whole rollouts, with all of their turns."""
+        seen = self.simulator.begin(begin_alike(starts, group_size=group_size))
+        return loop(self.actor.act, self.simulator.step)(seen)
+
+    def sync(self) -> None:
+        self.learner.publish(self.actor)
+
+    def evaluate(self, starts: Stream) -> Stream:
+        """Episodes with seeds of their own; what is drawn is said by the starts."""
+        return outcome(self.rolled_out(starts, 1))
+
+
+class PPO(Rollouts):
+    """Compare each turn with what the policy's value head expected."""
+
+    gamma: float = 0.99
+    lam: float = 0.95
+
+    def step(self, starts: Stream) -> Stream:
+        rollouts = self.actor.look_beyond(self.rolled_out(starts, 1))
+        return self.learner.train(critic_advantage(rollouts, gamma=self.gamma, lam=self.lam))
+
+
+class GRPO(Rollouts):
+    """Compare the episodes of a group, which begin alike, with each other."""
+
+    normalize_std: bool = True
+    reward: str = "success"
+
+    def step(self, starts: Stream) -> Stream:
+        rollouts = group_advantage(
+            self.rolled_out(starts, self.group_size),
+            group_size=self.group_size,
+            normalize_std=self.normalize_std,
+            reward=self.reward,
+        )
+        return self.learner.train(rollouts)
+
+
+def recipe_flow(
+    recipe: EmbodiedRecipe,
+    spec: EnvironmentSpec | None = None,
+    start: Path | None = None,
+    checkpoint: Path | None = None,
+) -> PPO | GRPO:
+    """The flow of a recipe with its workers, none of them loaded.
+
+    Args:
+        recipe: every setting.
+        spec: of the environment; None if the flow is only to be traced.
+        start: folder of the weights that training starts from; None for those that are drawn.
+        checkpoint: go on from here, its weights and the state of its trainer.
+    """
+    algorithm, folder = recipe.algorithm, checkpoint or start
+    path = None if folder is None else str(folder)
+    source = PolicySource(recipe.policy, spec, recipe.seed, path)
+    state = None if checkpoint is None else str(checkpoint)
+    workers: dict[str, Any] = {
+        "simulator": Simulator(recipe.environment, recipe.rollout.horizon),
+        "actor": Actor(source),
+        "learner": Learner(source, recipe, state),
+        "group_size": recipe.group_size,
+    }
+    if algorithm.name == "ppo":
+        return PPO(**workers, gamma=algorithm.gamma, lam=algorithm.lam)
+    return GRPO(**workers, normalize_std=algorithm.normalize_std, reward=algorithm.reward)

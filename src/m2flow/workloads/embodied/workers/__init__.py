@@ -1,0 +1,23 @@
+"""The workers of embodied flows, and their stages that need none."""
+
+from m2flow.workloads.embodied.workers.actor import Actor
+from m2flow.workloads.embodied.workers.learner import Learner
+from m2flow.workloads.embodied.workers.simulator import Simulator
+from m2flow.workloads.embodied.workers.source import PolicySource
+from m2flow.workloads.embodied.workers.stages import (
+    begin_alike,
+    critic_advantage,
+    group_advantage,
+    outcome,
+)
+
+__all__ = [
+    "Actor",
+    "Learner",
+    "PolicySource",
+    "Simulator",
+    "begin_alike",
+    "critic_advantage",
+    "group_advantage",
+    "outcome",
+]

@@ -1,0 +1,83 @@
+"""The worker that acts: a policy for inference, on the weights that the learner publishes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from m2flow.flow import Batch, Place, Ragged, Worker, stage
+from m2flow.workloads.embodied.workers.columns import CUT, TURN, WHO, observations_of
+from m2flow.workloads.embodied.workers.source import PolicySource
+
+
+class Actor(Worker):
+    """Decides on actions, and says what observations are worth.
+
+    Args:
+        source: the policy.
+    """
+
+    def __init__(self, source: PolicySource) -> None:
+        self.source = source
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        from m2flow.runtime.lane.state import MovableState, module_tensors
+
+        self.policy = self.source.make(place.device)
+        self.state = MovableState(lambda: module_tensors(self.policy), place)
+
+    @stage
+    def act(self, seen: Batch) -> Batch:
+        """A chunk of actions for each rollout. What is drawn follows from its seed and its turn."""
+        import torch
+
+        from m2flow.algorithms.sampling import derive_seed
+
+        pairs = zip(seen["seed"].tolist(), seen["turn"].tolist(), strict=True)
+        seeds = [derive_seed(seed, 2, turn) for seed, turn in pairs]
+        greedy = bool(seen["greedy"][0])
+        with torch.inference_mode():
+            decided = self.policy.act(self._here(observations_of(seen)), seeds=seeds, greedy=greedy)
+        found = {
+            "action": decided.actions, "tokens": decided.tokens, "logprobs": decided.logprobs
+        }  # fmt: skip
+        if decided.values is not None:
+            found["values"] = decided.values
+        return seen.only(*WHO).with_columns(**{name: x.cpu() for name, x in found.items()})
+
+    @stage
+    def look_beyond(self, rollouts: Batch) -> Batch:
+        """Adds `turn.beyond`: where an episode was cut off, what the observation there is worth."""
+        import torch
+
+        cut: Ragged = rollouts[f"{TURN}cut"]
+        beyond_T = torch.zeros(len(cut.values))
+        if bool(cut.values.any()):
+            observations = self._here(observations_of(rollouts, CUT))
+            count = int(cut.values.sum())
+            with torch.inference_mode():
+                values = self.policy.act(observations, seeds=[0] * count, greedy=True).values
+            assert values is not None, "a policy without a critic"
+            beyond_T[cut.values] = values.cpu()
+        return rollouts.with_columns(**{f"{TURN}beyond": Ragged(beyond_T, cut.lengths)})
+
+    def _here(self, observations: Mapping[str, Any]) -> dict[str, Any]:
+        """Observations on the policy's device."""
+        device = self.place.device
+        return {
+            name: part if isinstance(part, list) else part.to(device)
+            for name, part in observations.items()
+        }
+
+    def install(self, weights: Mapping[str, Any], version: int) -> None:
+        self.policy.load_state_dict(dict(weights))
+
+    def offload(self) -> None:
+        self.state.offload()
+
+    def onload(self) -> None:
+        self.state.onload()
+
+    def state_bytes(self) -> int:
+        return self.state.nbytes()

@@ -1,0 +1,87 @@
+"""`EnvironmentPool`: as many environments as rollouts are on a lane, made when they are needed.
+
+How many rollouts a lane hosts is decided by the plan, and by chance where lanes take work as they
+become free. Environments that are made stay, and serve the next rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import Tensor
+
+from m2flow.environments.protocol import Observations, StepOutcome, VectorEnvironment
+
+
+class EnvironmentPool:
+    """Rollouts, each in an environment of its own.
+
+    Args:
+        make: makes a vector of so many environments.
+    """
+
+    def __init__(self, make: Callable[[int], VectorEnvironment]) -> None:
+        self._make = make
+        self._vectors: list[VectorEnvironment] = []
+        self._free: list[tuple[int, int]] = []
+        self._places: dict[int, tuple[int, int]] = {}
+
+    @property
+    def failures(self) -> int:
+        """Episodes that were given up since the beginning."""
+        return sum(sum(vector.failures.values()) for vector in self._vectors)
+
+    def begin(
+        self, rollouts: Sequence[int], seeds: Sequence[int], states: Sequence[int] | None
+    ) -> Iterator[tuple[list[int], Observations]]:
+        """Begin rollouts; a rollout that runs already begins anew.
+
+        Yields:
+            positions among those given, and their first observations.
+        """
+        new = [rollout for rollout in rollouts if rollout not in self._places]
+        lacking = len(new) - len(self._free)
+        if lacking > 0:
+            self._vectors.append(self._make(lacking))
+            self._free += [(len(self._vectors) - 1, index) for index in range(lacking)]
+        self._free.sort(reverse=True)
+        for rollout in new:
+            self._places[rollout] = self._free.pop()
+        for vector, rows, ids in self._dealt(rollouts):
+            chosen = None if states is None else [states[row] for row in rows]
+            yield rows, vector.reset(ids, [seeds[row] for row in rows], chosen)
+
+    def step(
+        self, rollouts: Sequence[int], action_BKA: Tensor
+    ) -> Iterator[tuple[list[int], StepOutcome]]:
+        """Carry out a chunk of actions in each rollout.
+
+        Yields:
+            positions among those given, and what happened there.
+        """
+        for vector, rows, ids in self._dealt(rollouts):
+            actions = action_BKA if len(rows) == len(rollouts) else action_BKA[rows]
+            yield rows, vector.step(actions, ids)
+
+    def render(self, rollout: int) -> Tensor:
+        """A picture of a rollout for people, uint8 [H, W, 3]."""
+        vector, index = self._places[rollout]
+        return self._vectors[vector].render([index])[0]
+
+    def release(self, rollout: int) -> None:
+        """A rollout is over: its environment is free for another."""
+        self._free.append(self._places.pop(rollout))
+
+    def close(self) -> None:
+        """End all simulators."""
+        for vector in self._vectors:
+            vector.close()
+
+    def _dealt(
+        self, rollouts: Sequence[int]
+    ) -> Iterator[tuple[VectorEnvironment, list[int], list[int]]]:
+        """Each vector with the positions of the rollouts it hosts, and their places there."""
+        for number, vector in enumerate(self._vectors):
+            rows = [row for row, one in enumerate(rollouts) if self._places[one][0] == number]
+            if rows:
+                yield vector, rows, [self._places[rollouts[row]][1] for row in rows]

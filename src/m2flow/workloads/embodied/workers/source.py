@@ -1,0 +1,100 @@
+"""Where a worker's policy comes from: the recipe's section, what the environment takes, weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from m2flow.environments.spec import EnvironmentSpec
+from m2flow.errors import UserError
+from m2flow.workloads.embodied.config import PolicySection
+
+if TYPE_CHECKING:
+    from m2flow.models.policies.actor_critic import ActorCritic
+
+WEIGHTS = "policy.safetensors"
+
+
+@dataclass(frozen=True)
+class PolicySource:
+    """How to make a policy.
+
+    Attributes:
+        section: its kind and sizes.
+        spec: of the environment; None where the policy is never made.
+        seed: of its first weights.
+        folder: where weights lie that it begins with, or None.
+    """
+
+    section: PolicySection
+    spec: EnvironmentSpec | None
+    seed: int = 0
+    folder: str | None = None
+
+    def make(self, device: str = "cpu") -> ActorCritic:
+        """The policy, on a device.
+
+        Raises:
+            UserError: policy and environment do not fit each other, or the weights do not.
+        """
+        import torch
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            policy = self._drawn()
+        if self.folder is not None:
+            from safetensors.torch import load_file
+
+            try:
+                policy.load_state_dict(load_file(Path(self.folder) / WEIGHTS))
+            except RuntimeError as error:
+                raise UserError(
+                    f"holds weights of another policy: {str(error).splitlines()[-1].strip()}",
+                    key=self.folder,
+                    hint="train with the recipe that it was made by",
+                ) from error
+        return policy.to(device).eval()
+
+    def _drawn(self) -> ActorCritic:
+        from m2flow.models.policies.actor_critic import cnn_actor_critic, mlp_actor_critic
+
+        assert self.spec is not None, "a policy is made for an environment"
+        section, spec = self.section, self.spec
+        state = next((part for part in spec.observations if part.name == "state"), None)
+        head: dict[str, Any] = {
+            "actions": self._distribution(),
+            "low": spec.action.low,
+            "high": spec.action.high,
+            "count": spec.action.num_discrete,
+            "chunk": section.chunk,
+        }
+        if section.kind == "cnn":
+            side = spec.observation(section.cameras[0]).shape[0]
+            return cnn_actor_critic(
+                side,
+                cameras=section.cameras,
+                state_size=0 if state is None else state.shape[0],
+                features=section.features,
+                **head,
+            )
+        size = spec.observation("state").shape[0]
+        return mlp_actor_critic(
+            size, hidden=section.hidden, normalise=section.normalize_state, **head
+        )
+
+    def _distribution(self) -> str:
+        """What the actions are drawn from; refused where the environment takes another kind."""
+        assert self.spec is not None
+        discrete = self.spec.action.num_discrete is not None
+        chosen = self.section.distribution
+        if chosen == "auto":
+            return "categorical" if discrete else "gaussian"
+        if (chosen == "categorical") != discrete:
+            raise UserError(
+                f"{self.spec.name} takes {'choices' if discrete else 'continuous actions'}",
+                key="policy.distribution",
+                value=chosen,
+                expected="categorical" if discrete else "gaussian or squashed",
+            )
+        return chosen

@@ -1,0 +1,103 @@
+"""Stages that need no worker: which rollouts begin alike, and how much better each one did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from m2flow.flow import Batch, Ragged, stage
+from m2flow.workloads.embodied.workers.columns import TURN, lengths_of
+
+OUTCOME = ("episodes", "failed", "steps_taken", "reward", "film")
+"""Columns that a step hands back for metrics and samples."""
+
+
+@stage(expands="group_size")
+def begin_alike(starts: Batch, *, group_size: int) -> Batch:
+    """As many rollouts of each start; they differ in what the policy draws.
+
+    Those of a group begin in the state that the start's number names, or that its seed yields.
+    """
+    import torch
+
+    from m2flow.algorithms.sampling import derive_seed
+
+    rollouts = starts.repeat(group_size)
+    if group_size == 1:
+        return rollouts
+    seeds = starts["seed"].tolist()
+    given = zip(seeds, starts["initial_state"].tolist(), strict=True)
+    states = [seed % (1 << 31) if state < 0 else state for seed, state in given]
+    return rollouts.with_columns(
+        seed=torch.tensor([derive_seed(seed, 3, n) for seed in seeds for n in range(group_size)]),
+        initial_state=torch.tensor(states).repeat_interleave(group_size),
+        rollout=(rollouts["rollout"].view(-1, group_size) * group_size)
+        .add(torch.arange(group_size))
+        .flatten(),
+    )
+
+
+@stage
+def critic_advantage(rollouts: Batch, *, gamma: float, lam: float) -> Batch:
+    """Adds `turn.advantage` and `turn.return`: generalised advantage estimation of each turn."""
+    import torch
+
+    from m2flow.algorithms.segments import discounted_rewards, segment_advantages
+
+    def turns(name: str) -> Any:
+        return rollouts[f"{TURN}{name}"].values
+
+    lengths = lengths_of(rollouts)
+    found = segment_advantages(
+        discounted_rewards(turns("reward"), gamma),
+        turns("values"),
+        turns("beyond"),
+        turns("ends"),
+        turns("steps"),
+        torch.tensor(lengths, dtype=torch.int64),
+        gamma=gamma,
+        lam=lam,
+    )
+    return rollouts.with_columns(
+        **{
+            f"{TURN}advantage": Ragged(found.advantages_T, lengths),
+            f"{TURN}return": Ragged(found.returns_T, lengths),
+        }
+    )
+
+
+@stage(unit="group")
+def group_advantage(rollouts: Batch, *, group_size: int, normalize_std: bool, reward: str) -> Batch:
+    """Adds `reward` and `turn.advantage`: the episode's reward against the others of its group.
+
+    Every turn of an episode has the same. Episodes that were given up are not compared.
+    """
+    import torch
+
+    from m2flow.algorithms.advantages import group_advantages
+
+    name = {"success": "success_once", "return": "return"}[reward]
+    rewards = [episodes[0][name] if episodes else None for episodes in rollouts["episodes"]]
+    advantages = [0.0] * len(rewards)
+    for first in range(0, len(rewards), group_size):
+        rows = [n for n in range(first, first + group_size) if rewards[n] is not None]
+        if len(rows) > 1:
+            compared = torch.tensor([rewards[n] for n in rows], dtype=torch.float64)
+            better = group_advantages(compared, len(rows), normalize_std).tolist()
+            for row, advantage in zip(rows, better, strict=True):
+                advantages[row] = advantage
+    lengths = lengths_of(rollouts)
+    spread = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
+    return rollouts.with_columns(**{f"{TURN}advantage": Ragged(spread, lengths)})
+
+
+@stage
+def outcome(rollouts: Batch) -> Batch:
+    """What is left of a rollout when it has been learned from."""
+    taken = rollouts[f"{TURN}steps"]
+    rewards = [
+        sum(one["return"] for one in some) / len(some) if some else 0.0
+        for some in rollouts["episodes"]
+    ]
+    return rollouts.with_columns(
+        steps_taken=[int(row.sum()) for row in taken.rows()], reward=rewards
+    ).only(*OUTCOME)

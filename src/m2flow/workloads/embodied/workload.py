@@ -1,0 +1,71 @@
+"""The embodied workload, as the run and the command line know it; nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from m2flow.errors import UserError
+from m2flow.flow import Flow
+from m2flow.flow.graph import FlowGraph
+from m2flow.plan.profile.work import Pricer
+from m2flow.workloads.common.profile_key import digest
+from m2flow.workloads.common.recipe import Recipe
+from m2flow.workloads.common.workload import Assumed, Examination
+from m2flow.workloads.embodied.config import EmbodiedRecipe
+from m2flow.workloads.embodied.flow import recipe_flow
+
+if TYPE_CHECKING:
+    from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+
+SHAPES = ("rollouts_per_step", "environment", "policy", "rollout", "update")
+"""Keys of a recipe that say what a step has to do."""
+
+
+class Embodied:
+    """The workload; see `m2flow.workloads.common.Workload`."""
+
+    recipe: type[Recipe] = EmbodiedRecipe
+    modules: Sequence[str] = (
+        "m2flow.environments",
+        "m2flow.models.policies.actor_critic",
+        "m2flow.workloads.embodied.learning",
+    )
+
+    def flow(self, recipe: EmbodiedRecipe, model: str | None = None) -> Flow:
+        if model is not None:
+            raise UserError("is for models of language", key="--model", value=model)
+        return recipe_flow(recipe)
+
+    def prices(self, recipe: EmbodiedRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
+        raise UserError(
+            "what a simulator takes is in no data sheet",
+            key="--cluster",
+            hint="measure it: m2flow profile RECIPE, or a run in mode auto",
+        )
+
+    def profile_key(self, recipe: EmbodiedRecipe) -> Mapping[str, Mapping[str, object]]:
+        found = recipe.model_dump(mode="json", include=set(SHAPES))
+        shapes: dict[str, object] = {"algorithm": recipe.algorithm.name, "group": recipe.group_size}
+        for name, value in found.items():
+            inner = value.items() if isinstance(value, dict) else ()
+            shapes |= {f"{name}.{key}": setting for key, setting in inner} or {name: value}
+        return {"model": {"policy": digest(found["policy"])}, "shapes": shapes}
+
+    def model_name(self, recipe: EmbodiedRecipe) -> str:
+        return digest([recipe.seed, recipe.policy.model_dump(), recipe.environment.model_dump()])
+
+    def experiment(self, recipe: EmbodiedRecipe) -> EmbodiedExperiment:
+        from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+
+        return EmbodiedExperiment(recipe)
+
+    def examine(self, examination: Examination) -> dict[str, Any]:
+        raise UserError(
+            "a policy is not examined on a file of questions",
+            key="MODEL",
+            value=str(examination.model),
+        )
+
+
+WORKLOAD = Embodied()

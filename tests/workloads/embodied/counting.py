@@ -1,0 +1,53 @@
+"""An environment that is quick and easily learned, with every way in which an episode can end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from m2flow.environments import Environment, Transition
+from m2flow.environments.environment import Array
+from m2flow.environments.spec import ActionSpec, EnvironmentSpec, ObservationSpec
+
+
+class Counting(Environment):
+    """Choose the side on which a number lies: right is 1, wrong 0; solved by six right ones.
+
+    Args:
+        length: steps of an episode, after which it is truncated.
+        stops: a wrong choice terminates.
+        fails_at: the simulator raises at this step of episodes whose seed is even; 0 for never.
+    """
+
+    def __init__(self, length: int = 8, stops: bool = False, fails_at: int = 0) -> None:
+        self._length, self._stops, self._fails_at = length, stops, fails_at
+        self.spec = EnvironmentSpec(
+            "counting", 1, (ObservationSpec("state", (2,)),), ActionSpec.discrete(2), length
+        )
+
+    def reset(self, seed: int, initial_state: int | None) -> None:
+        self._seed = seed
+        self._random = np.random.default_rng(seed if initial_state is None else initial_state)
+        self._taken = self._right = 0
+        self._draw()
+
+    def _draw(self) -> None:
+        self._number = float(self._random.uniform(-1, 1))
+
+    def step(self, action: Array) -> Transition:
+        self._taken += 1
+        if self._fails_at and self._taken == self._fails_at and self._seed % 2 == 0:
+            raise RuntimeError("the simulator broke")
+        right = (action[0] > 0.5) == (self._number > 0)
+        self._right += right
+        self._draw()
+        return Transition(
+            float(right), terminated=self._stops and not right, success=self._right >= 6
+        )
+
+    def observe(self) -> Mapping[str, Array]:
+        return {"state": np.array([self._number, self._taken / self._length], np.float32)}
+
+    def render(self) -> Array:
+        return np.zeros((8, 8, 3), np.uint8)

@@ -1,0 +1,151 @@
+"""The embodied flows on every plan: the same rollouts, the same weights, and something learned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import m2flow
+from m2flow.errors import UserError
+from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.embodied.config import EmbodiedRecipe
+from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+
+HERE = Path(__file__).parent
+COUNTING = "counting:Counting"
+
+SMALL: dict[str, Any] = {
+    "workload": "embodied",
+    "name": "counting",
+    "rollouts_per_step": 8,
+    "environment": {"name": COUNTING},
+    "policy": {"hidden": [16]},
+    "rollout": {"horizon": 12},
+    "update": {"epochs": 2, "minibatches": 2},
+    "optimizer": {"learning_rate": 0.01},
+    "evaluation": {"episodes": 6},
+}
+GROUPS = {
+    "algorithm": {"name": "grpo", "group_size": 4, "reward": "return"},
+    "rollout": {"horizon": 8, "automatic_reset": False},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable() -> Iterator[None]:
+    """The environment's module, here and on lanes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+        yield
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Any]:
+    pytest.importorskip("ray")
+    from m2flow.engine.plan import LaneSpec
+    from m2flow.runtime.driver.pool import LanePool
+
+    with LanePool([LaneSpec(0), LaneSpec(1)]) as lanes:
+        yield lanes
+
+
+def recipe(**changes: Any) -> EmbodiedRecipe:
+    found = read_recipe({**SMALL, **changes})
+    assert isinstance(found, EmbodiedRecipe)
+    return found
+
+
+def trained(
+    some: EmbodiedRecipe, mode: str, steps: int = 2, lanes: Any = "cpu:1"
+) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """What the steps gave, and the weights after them."""
+    experiment = EmbodiedExperiment(some)
+    with m2flow.launch(
+        experiment.flow(), items_per_step=some.items_per_step, mode=mode, lanes=lanes
+    ) as run:
+        results = list(run.steps(experiment.batch(step) for step in range(steps)))
+        return results, run.worker_call("learner", "weights")
+
+
+@pytest.mark.parametrize("changes", [{}, GROUPS], ids=["ppo", "grpo"])
+def test_every_plan_computes_the_same(pool: Any, changes: dict[str, Any]) -> None:
+    some = recipe(**changes)
+    wanted, weights = trained(some, "eager")
+    for mode in ("collocated", "disaggregated", "hybrid"):
+        found, others = trained(some, mode, lanes=pool)
+        for ours, theirs in zip(wanted, found, strict=True):
+            assert ours.output["episodes"] == theirs.output["episodes"]
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, others[name], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, GROUPS], ids=["ppo", "grpo"])
+def test_it_learns(changes: dict[str, Any]) -> None:
+    results, _ = trained(recipe(**changes), "eager", steps=12)
+    experiment = EmbodiedExperiment(recipe(**changes))
+    first, last = (experiment.metrics(results[at])["episodes/return"] for at in (0, -1))
+    assert first < 5.5 < 6.5 < last
+
+
+def test_the_same_seed_gives_the_same_rollouts() -> None:
+    (first,), _ = trained(recipe(), "eager", steps=1)
+    (again,), _ = trained(recipe(), "eager", steps=1)
+    (other,), _ = trained(recipe(seed=1), "eager", steps=1)
+    assert first.output["episodes"] == again.output["episodes"]
+    assert first.output["episodes"] != other.output["episodes"]
+
+
+@pytest.mark.parametrize("changes", [{}, GROUPS], ids=["ppo", "grpo"])
+def test_an_episode_that_fails_is_counted_and_the_run_goes_on(changes: dict[str, Any]) -> None:
+    some = recipe(environment={"name": COUNTING, "options": {"fails_at": 3}}, **changes)
+    (result,), weights = trained(some, "eager", steps=1)
+    figures = EmbodiedExperiment(some).metrics(result)
+    assert figures["episodes/failed"] > 0
+    assert figures["episodes/finished"] > 0
+    assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
+
+
+def test_episodes_that_end_by_themselves() -> None:
+    some = recipe(environment={"name": COUNTING, "options": {"stops": True}})
+    (result,), _ = trained(some, "eager", steps=1)
+    assert EmbodiedExperiment(some).metrics(result)["episodes/length"] < 8
+    assert result.output["steps_taken"] == [12] * 8
+
+
+def test_rollouts_of_a_group_begin_alike() -> None:
+    some = recipe(**GROUPS)
+    experiment = EmbodiedExperiment(some)
+    from m2flow.workloads.embodied.workers.stages import begin_alike
+
+    rollouts = begin_alike(experiment.batch(3), group_size=4)
+    assert len(set(rollouts["rollout"].tolist())) == 8
+    assert len(set(rollouts["seed"].tolist())) == 8
+    states = rollouts["initial_state"].view(2, 4)
+    assert bool((states == states[:, :1]).all())
+    assert states[0, 0] != states[1, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rollouts_per_step": 9, **GROUPS}, "rollouts_per_step: the rollouts do not fill"),
+        ({"algorithm": {"name": "grpo"}}, "rollout.automatic_reset: a group compares"),
+        ({"algorithm": {"group_size": 4}}, "algorithm.group_size: ppo has no use for it"),
+        ({"policy": {"chunk": 5}}, "rollout.horizon: a rollout does not hold whole chunks"),
+        ({"policy": {"distribution": "gaussian"}}, "policy.distribution: counting takes choices"),
+        ({"policy": {"kind": "cnn"}}, "image: counting gives no such observation"),
+        ({"environment": {"name": "gymnasium:CartPol-v1"}}, "did you mean 'CartPole-v1'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_starts(
+    changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        EmbodiedExperiment(recipe(**changes))
+    assert words in str(refused.value)
