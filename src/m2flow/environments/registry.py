@@ -63,6 +63,7 @@ FAMILIES = {
         "metaworld",
         "metaworld",
     ),
+    "table": Family(("m2flow.environments.table", "TableEnvironment"), "numpy", "embodied"),
 }
 
 
@@ -120,7 +121,7 @@ def needs_renderer(name: str, options: Mapping[str, Any]) -> bool:
     """Whether the observations of that environment need a back end for rendering."""
     head = name.partition(":")[0]
     family = FAMILIES.get(head)
-    if family is None or head == "gymnasium":  # whose classic tasks draw themselves
+    if family is None or head in ("gymnasium", "table"):  # they draw themselves
         return False
     return family.draws_always or bool(options.get("pixels", family.pixels))
 

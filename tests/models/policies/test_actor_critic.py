@@ -139,17 +139,32 @@ def test_running_norm_is_the_moments_of_all_states() -> None:
     norm, states = RunningNorm(3), torch.randn(100, 3) * 4 + 2
     assert torch.equal(norm(states), states)
     for part in states.split([1, 30, 69]):
-        norm.update(part)
+        norm.take_in(norm.moments(part))
+    norm.take_in(norm.moments(None))
     expected = (states - states.mean(0)) / states.std(0, correction=0)
     torch.testing.assert_close(norm(states), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_observe_updates_actor_and_critic() -> None:
+def test_moments_of_parts_add_up() -> None:
+    """Lanes see a part of the states each, and sum what they know of them."""
+    states = torch.randn(40, 3) * 2 - 1
+    whole, divided = RunningNorm(3), RunningNorm(3)
+    for norm in (whole, divided):
+        norm.take_in(norm.moments(torch.ones(5, 3)))
+    whole.take_in(whole.moments(states))
+    divided.take_in(divided.moments(states[:7]) + divided.moments(states[7:]))
+    torch.testing.assert_close(whole.mean, divided.mean)
+    torch.testing.assert_close(whole.square, divided.square)
+
+
+def test_actor_critic_and_returns_have_statistics() -> None:
     model, seen = policy("mlp", "gaussian"), observations()
     before = model.evaluate(seen, torch.zeros(4, 3, 2)).values
-    model.observe(seen)
-    assert model.actor.norm.count == model.critic.norm.count == 4
-    assert not torch.equal(before, model.evaluate(seen, torch.zeros(4, 3, 2)).values)
+    kinds = [statistics.of for statistics in model.statistics_of()]
+    assert sorted(kinds) == ["return", "state", "state"]
+    returns = model.returns
+    returns.take_in(returns.moments(torch.tensor([3.0, -3.0])))
+    torch.testing.assert_close(model.evaluate(seen, torch.zeros(4, 3, 2)).values, 3 * before)
 
 
 def test_standard_normal_numbers_are_normal_and_go_on() -> None:

@@ -27,19 +27,17 @@ from m2flow.models.policies.protocol import (
     Observations,
     Policy,
     PolicyOutput,
+    RunningStatistics,
     seed_tensor,
 )
 
 _CAMERAS = ("image", "wrist_image")
 
 
-class RunningNorm(nn.Module):
-    """Subtract the mean and divide by the standard deviation of all states shown to `update`.
+class RunningNorm(RunningStatistics):
+    """Subtract the mean and divide by the standard deviation of all states seen so far."""
 
-    Nothing is learned by gradients, and nothing changes but in `update`: between `act` and
-    `evaluate` of the same step it must not be called.
-    """
-
+    of = "state"
     mean: Tensor
     square: Tensor
     count: Tensor
@@ -51,21 +49,17 @@ class RunningNorm(nn.Module):
         self.register_buffer("square", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
-    def moments(self, state_BS: Tensor | None) -> Tensor:
-        """Float64 [2 S + 1]: count, sums and sums of squares around the mean so far.
-
-        Of several parts of the states they may be added up before `take_in`; None is no state.
-        """
-        size = self.mean.numel()
-        if state_BS is None:
-            return torch.zeros(2 * size + 1, dtype=torch.float64, device=self.mean.device)
-        away_BS = state_BS.to(self.mean) - self.mean
+    def moments(self, values: Tensor | None) -> Tensor:
+        """Float64 [2 S + 1]: count, sums and sums of squares around the mean so far."""
+        if values is None:
+            return self.mean.new_zeros(2 * self.mean.numel() + 1)
+        away_BS = values.to(self.mean) - self.mean
         count = away_BS.new_tensor([len(away_BS)])
         return torch.cat([count, away_BS.sum(0), away_BS.square().sum(0)])
 
     @torch.no_grad()
     def take_in(self, moments: Tensor) -> None:
-        """Add states by their moments (Chan et al. 1983, the parallel variance formula)."""
+        """Chan et al. 1983, the parallel variance formula."""
         added, sums_S, squares_S = moments.split([1, self.mean.numel(), self.mean.numel()])
         if not added:
             return
@@ -74,16 +68,47 @@ class RunningNorm(nn.Module):
         self.mean += sums_S / total
         self.count.copy_(total)
 
-    def update(self, state_BS: Tensor) -> None:
-        """Add states to the statistics."""
-        self.take_in(self.moments(state_BS))
-
     def forward(self, state_BS: Tensor) -> Tensor:
         if self.count < 2:
             return state_BS
         std_S = (self.square / self.count).sqrt() + 1e-8
         normed = (state_BS - self.mean) / std_S
         return normed.clamp(-self.limit, self.limit).to(state_BS.dtype)
+
+
+class ReturnScale(RunningStatistics):
+    """The root mean square of all returns seen so far: what a value head's output is a share of."""
+
+    of = "return"
+    square: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("square", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def moments(self, values: Tensor | None) -> Tensor:
+        """Float64 [2]: count and sum of squares."""
+        if values is None:
+            return self.count.new_zeros(2)
+        wide = values.to(self.count)
+        return torch.stack([wide.new_tensor(wide.numel()), wide.square().sum()])
+
+    @torch.no_grad()
+    def take_in(self, moments: Tensor) -> None:
+        self.count += moments[0]
+        self.square += moments[1]
+
+    def forward(self, value_B: Tensor) -> Tensor:
+        """Values as returns, from shares."""
+        return value_B * self.scale.to(value_B.dtype)
+
+    @property
+    def scale(self) -> Tensor:
+        """1 before there was a return."""
+        mean = self.square / self.count.clamp(min=1.0)
+        return torch.where(mean > 0, mean.sqrt(), torch.ones_like(mean))
 
 
 class Encoder(nn.Module):
@@ -106,6 +131,7 @@ class ActorCritic(Policy):
         super().__init__()
         self.actor, self.critic, self.head = actor, critic, head
         self.value = orthogonal(nn.Linear((critic or actor).features, 1), 1.0)
+        self.returns = ReturnScale()
 
     def act(
         self, observations: Observations, *, seeds: Sequence[int], greedy: bool = False
@@ -122,19 +148,16 @@ class ActorCritic(Policy):
         logprobs, entropy = self.head.judge(features_BF, tokens)
         return Evaluation(logprobs, entropy, self._values(observations, features_BF))
 
-    def observe(self, observations: Observations) -> None:
-        """Add states to the running statistics, where the encoders keep some."""
-        for norm in self.norms():
-            norm.update(observations["state"])
+    def tokens_of(self, actions_BKA: Tensor) -> Tensor:
+        return self.head.tokens_of(actions_BKA)
 
-    def norms(self) -> list[RunningNorm]:
-        """Running statistics of states that the encoders keep."""
-        return [module for module in self.modules() if isinstance(module, RunningNorm)]
+    def statistics_of(self) -> list[RunningStatistics]:
+        return [module for module in self.modules() if isinstance(module, RunningStatistics)]
 
     def _values(self, observations: Observations, features_BF: Tensor) -> Tensor:
         if self.critic is not None:
             features_BF = self.critic(observations)
-        return self.value(features_BF).squeeze(-1)
+        return self.returns(self.value(features_BF).squeeze(-1))
 
 
 class StateEncoder(Encoder):

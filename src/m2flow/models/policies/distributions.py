@@ -45,6 +45,10 @@ class ActionHead(nn.Module, ABC):
     def actions(self, tokens: Tensor) -> Tensor:
         """Return tokens as the environment takes them, [B, K, A]."""
 
+    @abstractmethod
+    def tokens_of(self, actions_BKA: Tensor) -> Tensor:
+        """Return the tokens of an environment's actions, for behaviour cloning."""
+
 
 class GaussianHead(ActionHead):
     """Independent Gaussians whose standard deviation does not depend on the observation.
@@ -80,6 +84,9 @@ class GaussianHead(ActionHead):
 
     def actions(self, tokens: Tensor) -> Tensor:
         return torch.minimum(torch.maximum(tokens, self.low), self.high)
+
+    def tokens_of(self, actions_BKA: Tensor) -> Tensor:
+        return actions_BKA
 
     def _mean(self, features_BF: Tensor) -> Tensor:
         return self.mean(features_BF).view(-1, self.chunk, self.size)
@@ -125,6 +132,10 @@ class SquashedGaussianHead(ActionHead):
     def actions(self, tokens: Tensor) -> Tensor:
         return self.low + 0.5 * (tokens.tanh() + 1.0) * (self.high - self.low)
 
+    def tokens_of(self, actions_BKA: Tensor) -> Tensor:
+        share = 2.0 * (actions_BKA - self.low) / (self.high - self.low) - 1.0
+        return share.clamp(-0.999, 0.999).atanh()
+
     def _gaussian(self, features_BF: Tensor) -> tuple[Tensor, Tensor]:
         shape = (-1, self.chunk, self.size)
         log_std = self.log_std(features_BF).view(shape).clamp(*_LOG_STD_RANGE)
@@ -154,6 +165,9 @@ class CategoricalHead(ActionHead):
 
     def actions(self, tokens: Tensor) -> Tensor:
         return tokens
+
+    def tokens_of(self, actions_BKA: Tensor) -> Tensor:
+        return actions_BKA.to(torch.int64)
 
     def _logits(self, features_BF: Tensor) -> Tensor:
         return self.logits(features_BF).view(-1, self.chunk, self.count)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from m2flow.algorithms.sampling import uniform
+from m2flow.errors import UserError
 
 Observations = Mapping[str, Any]
 Level = Literal["token", "action", "chunk"]
@@ -71,6 +72,36 @@ class Policy(nn.Module, ABC):
     @abstractmethod
     def evaluate(self, observations: Observations, tokens: Tensor) -> Evaluation:
         """Return log-probabilities and entropies of `tokens` [B, K, D] under the parameters."""
+
+    def tokens_of(self, actions_BKA: Tensor) -> Tensor:
+        """Return the tokens [B, K, D] of an environment's actions, for behaviour cloning."""
+        raise UserError(
+            f"{type(self).__name__} does not learn from actions alone", key="warmup.steps"
+        )
+
+    def statistics_of(self) -> list[RunningStatistics]:
+        """Running statistics that a trainer keeps up to date, in a fixed order."""
+        return []
+
+
+class RunningStatistics(nn.Module, ABC):
+    """What is known of numbers seen so far; nothing is learned by gradients.
+
+    It changes in `take_in` alone. Between `act` and `evaluate` of one step it must not be called.
+
+    Attributes:
+        of: which numbers: "state", or "return".
+    """
+
+    of: Literal["state", "return"]
+
+    @abstractmethod
+    def moments(self, values: Tensor | None) -> Tensor:
+        """Float64 sums over values [B, ...] that may be added up over lanes; None: no value."""
+
+    @abstractmethod
+    def take_in(self, moments: Tensor) -> None:
+        """Add values by their moments."""
 
 
 def at_level(values_BKD: Tensor, level: Level) -> Tensor:

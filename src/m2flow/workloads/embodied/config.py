@@ -35,16 +35,65 @@ class EnvironmentSection(Section):
     processes: Natural | None = None
 
 
-class PolicySection(Section):
-    """What acts: a small actor-critic that is made on the spot, or a checkpoint."""
+KEYS_OF_POLICIES = {
+    "hidden": ("mlp",),
+    "normalize_state": ("mlp",),
+    "features": ("cnn",),
+    "distribution": ("mlp", "cnn"),
+    "cameras": ("cnn", "openvla", "openvla-oft"),
+    "path": ("openvla", "openvla-oft"),
+    "statistics": ("openvla", "openvla-oft"),
+    "gripper": ("openvla", "openvla-oft"),
+    "centre_crop": ("openvla", "openvla-oft"),
+    "temperature": ("openvla", "openvla-oft"),
+    "dtype": ("openvla", "openvla-oft"),
+    "lora_rank": ("openvla", "openvla-oft"),
+    "proprioception": ("openvla-oft",),
+}
+"""Keys of `policy` to the kinds of policies that read them, where not all do."""
 
-    kind: Literal["mlp", "cnn"] = "mlp"
-    hidden: tuple[Count, ...] = (128, 128)
-    features: Count = 256
-    cameras: tuple[str, ...] = ("image",)
+
+class PolicySection(Section):
+    """What acts: a small actor-critic, or a vision-language-action model.
+
+    Of the latter `path` is a published checkpoint's folder; without it a tiny model of the same
+    structure is made on the spot. With `lora_rank` only adapters of that rank are trained.
+    """
+
+    kind: Literal["mlp", "cnn", "openvla", "openvla-oft"] = "mlp"
     chunk: Count = 1
-    distribution: Literal["auto", "gaussian", "squashed", "categorical"] = "auto"
+    hidden: tuple[Count, ...] = (128, 128)
     normalize_state: Flag = True
+    features: Count = 256
+    distribution: Literal["auto", "gaussian", "squashed", "categorical"] = "auto"
+    cameras: tuple[str, ...] = ("image",)
+    path: str | None = None
+    statistics: str | None = None
+    gripper: Literal["as_it_is", "libero", "widowx"] = "as_it_is"
+    centre_crop: Flag = False
+    temperature: Positive = 1.0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    lora_rank: Natural = 0
+    proprioception: Flag = False
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_kind(self) -> PolicySection:
+        common.refuse_keys_of_others(self, "policy.kind", KEYS_OF_POLICIES)
+        return self
+
+
+class WarmupSection(Section):
+    """Behaviour cloning before reinforcement, from episodes of a scripted expert.
+
+    `expert` is "module:function": given the environment it says what to do there. Without it the
+    environment's own method `expert` is asked.
+    """
+
+    steps: Natural = 0
+    episodes: Count = 200
+    batch_size: Count = 64
+    learning_rate: Positive = 1e-3
+    expert: str | None = None
 
 
 class RolloutSection(Section):
@@ -127,6 +176,7 @@ class EmbodiedRecipe(common.Recipe):
     rollouts_per_step: Count = 16
     environment: EnvironmentSection
     policy: PolicySection = PolicySection()
+    warmup: WarmupSection = WarmupSection()
     rollout: RolloutSection = RolloutSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     update: UpdateSection = UpdateSection()

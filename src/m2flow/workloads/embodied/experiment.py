@@ -18,9 +18,10 @@ from m2flow.flow import Batch
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.training import checkpoint
 from m2flow.workloads.common.workload import RunProgress
+from m2flow.workloads.embodied.cloning import clone, expert_of, write
 from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.embodied.flow import GRPO, PPO, recipe_flow
-from m2flow.workloads.embodied.workers import PolicySource
+from m2flow.workloads.embodied.workers.source import WEIGHTS, PolicySource
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.run import Run
@@ -46,20 +47,29 @@ class EmbodiedExperiment:
         self.recipe = recipe
         environment = make_environment(recipe.environment.name, **recipe.environment.options)
         self.spec = environment.spec
+        critic = recipe.algorithm.name == "ppo"
+        self._source = PolicySource(recipe.policy, self.spec, recipe.seed, critic=critic)
+        self._policy = self._source.make()  # refuses what does not fit
+        if self.makes_model:
+            expert_of(recipe, environment)
         environment.close()
-        PolicySource(recipe.policy, self.spec, recipe.seed).make()  # refuses what does not fit
+        self._start: Path | None = None
 
     @property
     def makes_model(self) -> bool:
-        """The first weights follow from the seed: every lane draws them."""
-        return False
+        """Whether the policy is cloned from demonstrations; else its weights follow the seed."""
+        return self.recipe.warmup.steps > 0
 
     def prepare(self, folder: Path, progress: RunProgress | None = None) -> None:
-        """Nothing is made beforehand."""
+        """The policy that reinforcement starts from; one that lies there already is taken."""
+        if not (folder / WEIGHTS).is_file():
+            clone(self._policy, self.recipe, progress)
+            write(self._policy, folder, WEIGHTS)
+        self._start = folder
 
     def flow(self, checkpoint: Path | None = None) -> PPO | GRPO:
         """The flow from the beginning, or from a checkpoint."""
-        return recipe_flow(self.recipe, self.spec, checkpoint=checkpoint)
+        return recipe_flow(self.recipe, self.spec, self._start, checkpoint)
 
     def batch(self, step: int) -> Batch:
         """The starts of a step (counted from 0)."""

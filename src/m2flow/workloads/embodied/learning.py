@@ -19,8 +19,8 @@ from torch import Tensor
 from m2flow.algorithms.policy_loss import clipped_policy_loss
 from m2flow.algorithms.sampling import derive_seed, uniform
 from m2flow.algorithms.value_loss import clipped_value_loss
-from m2flow.models.policies.actor_critic import ActorCritic
-from m2flow.models.policies.protocol import Level, at_level
+from m2flow.models.policies.actor_critic import ReturnScale
+from m2flow.models.policies.protocol import Level, Policy, at_level
 from m2flow.training.optimizer import AdamWConfig, AllReduce, SumOptimizer
 from m2flow.training.schedule import Schedule
 from m2flow.workloads.embodied.config import EmbodiedRecipe
@@ -87,7 +87,7 @@ class PolicyUpdate:
         recipe: loss, passes, optimizer.
     """
 
-    def __init__(self, policy: ActorCritic, recipe: EmbodiedRecipe) -> None:
+    def __init__(self, policy: Policy, recipe: EmbodiedRecipe) -> None:
         self.policy, self.recipe = policy, recipe
         settings = recipe.optimizer
         schedule = Schedule(settings.schedule, settings.warmup_steps, recipe.optimizer_steps)
@@ -177,10 +177,11 @@ class PolicyUpdate:
         }  # fmt: skip
         if judged.values is not None and turns.returns_T is not None:
             assert turns.values_T is not None
+            scale = self._scale()
             value = clipped_value_loss(
-                judged.values,
-                turns.values_T.to(device),
-                turns.returns_T.to(device),
+                judged.values / scale,
+                turns.values_T.to(device) / scale,
+                turns.returns_T.to(device) / scale,
                 clip=algorithm.value_clip,
             )
             # The mean over turns, beside means over what the level counts.
@@ -233,13 +234,22 @@ class PolicyUpdate:
             all_reduce([own])
         return own
 
+    def _scale(self) -> float:
+        """What returns are divided by in the loss: a critic learns shares of it."""
+        found = [one for one in self.policy.statistics_of() if isinstance(one, ReturnScale)]
+        return float(found[0].scale) if found else 1.0
+
     def _see(self, turns: Turns | None, all_reduce: AllReduce | None) -> None:
-        """Take the states of the step into the policy's running statistics."""
-        for norm in self.policy.norms():
-            sums = norm.moments(None if turns is None else turns.observations["state"])
+        """Take the states and returns of the step into the policy's running statistics."""
+        for statistics in self.policy.statistics_of():
+            values = None
+            if turns is not None:
+                returns = statistics.of == "return"
+                values = turns.returns_T if returns else turns.observations["state"]
+            sums = statistics.moments(values)
             if all_reduce is not None:
                 all_reduce([sums])
-            norm.take_in(sums)
+            statistics.take_in(sums)
 
 
 def _sum(value: Any) -> float:

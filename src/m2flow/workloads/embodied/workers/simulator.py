@@ -22,7 +22,7 @@ from m2flow.workloads.embodied.workers.film import encoded
 from m2flow.workloads.embodied.workers.pool import EnvironmentPool
 from m2flow.workloads.embodied.workers.recording import Recording
 
-LIGHT = ("gymnasium",)
+LIGHT = ("gymnasium", "table")
 """Families whose simulators run in the lane's own process, unless it is said otherwise."""
 
 

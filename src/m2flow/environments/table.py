@@ -1,0 +1,106 @@
+"""A table seen from above, drawn by NumPy: bring the hand to the thing that the sentence names.
+
+Four things of four colours and two shapes lie at places that are drawn anew in each episode; the
+hand moves by at most `REACH` a step. Arriving at the thing that was asked for solves the task;
+arriving at another one ends the episode unsolved. So no policy does better than one in four without
+reading the sentence and looking at the picture. Needs no simulator, no GPU and no renderer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from m2flow.environments.environment import Array, Environment, Transition, seed_of
+from m2flow.environments.spec import ActionSpec, EnvironmentSpec, ObservationSpec, image_spec
+
+THINGS = ("red ball", "green block", "blue ball", "yellow block")
+COLOURS = np.array([[220, 50, 47], [70, 160, 60], [38, 100, 210], [220, 180, 20]], np.uint8)
+TABLE, HAND = (235, 230, 220), (40, 40, 45)
+REACH = 0.12
+"""Longest way of the hand in a step, on a table of side 2."""
+NEAR = 0.22
+"""The hand is at a thing from this distance on."""
+SIZE = 0.2
+"""Radius of a thing."""
+APART = 0.65
+"""Least distance between two things, and between the hand and each."""
+
+
+class TableEnvironment(Environment):
+    """One table.
+
+    Args:
+        task: "reach".
+        pixels: side of the picture.
+        max_episode_steps: after how many steps an episode is truncated.
+    """
+
+    def __init__(self, task: str = "reach", pixels: int = 32, max_episode_steps: int = 24) -> None:
+        self._pixels = pixels
+        axis = (np.arange(pixels) + 0.5) / pixels * 2 - 1
+        self._x, self._y = np.meshgrid(axis, axis)
+        self.spec = EnvironmentSpec(
+            f"table:{task}",
+            1,
+            (image_spec("image", pixels, pixels), ObservationSpec("state", (2,))),
+            ActionSpec(2, (-1.0,) * 2, (1.0,) * 2),
+            max_episode_steps=max_episode_steps,
+            instructions=tuple(f"reach the {thing}" for thing in THINGS),
+        )
+
+    @staticmethod
+    def tasks() -> list[str]:
+        """Names of the tasks."""
+        return ["reach"]
+
+    def reset(self, seed: int, initial_state: int | None) -> None:
+        random = np.random.default_rng(seed_of(seed, initial_state))
+        places: list[Array] = []
+        while len(places) < len(THINGS) + 1:
+            place = random.uniform(-0.8, 0.8, 2)
+            if all(np.linalg.norm(place - other) >= APART for other in places):
+                places.append(place)
+            elif random.uniform() < 0.05:  # no room is left: begin again
+                places.clear()
+        self._places, self._hand = np.array(places[1:]), places[0]
+        self._asked = int(random.integers(len(THINGS)))
+
+    def step(self, action: Array) -> Transition:
+        self._hand = np.clip(self._hand + REACH * np.clip(action, -1, 1), -1, 1)
+        at = np.linalg.norm(self._places - self._hand, axis=1) < NEAR
+        solved = bool(at[self._asked])
+        return Transition(float(solved), terminated=bool(at.any()), success=solved)
+
+    def observe(self) -> Mapping[str, Array]:
+        return {"image": self._drawn(), "state": self._hand.astype(np.float32)}
+
+    def instruction(self) -> str:
+        assert self.spec.instructions is not None
+        return self.spec.instructions[self._asked]
+
+    def render(self) -> Array:
+        return np.kron(self._drawn(), np.ones((4, 4, 1), np.uint8))
+
+    def expert(self) -> Array:
+        """The way to the thing that was asked for, around the others; float32 [2] in [-1, 1]."""
+        way = self._places[self._asked] - self._hand
+        way /= max(1e-6, float(np.linalg.norm(way)))
+        for number, place in enumerate(self._places):
+            away = self._hand - place
+            distance = float(np.linalg.norm(away))
+            if number != self._asked and distance < 2.2 * NEAR:
+                way += (2.2 * NEAR - distance) / NEAR * away / distance
+        return (way / max(1.0, float(np.abs(way).max()))).astype(np.float32)
+
+    def _drawn(self) -> Array:
+        picture = np.full((self._pixels, self._pixels, 3), TABLE, np.uint8)
+        for number, (x, y) in enumerate(self._places):
+            across, along = np.abs(self._x - x), np.abs(self._y - y)
+            ball = across**2 + along**2 < SIZE**2
+            block = np.maximum(across, along) < 0.9 * SIZE
+            picture[ball if number % 2 == 0 else block] = COLOURS[number]
+        across, along = np.abs(self._x - self._hand[0]), np.abs(self._y - self._hand[1])
+        picture[(np.minimum(across, along) < 0.05) & (np.maximum(across, along) < 0.16)] = HAND
+        return picture
