@@ -2,8 +2,9 @@
 
 Four things of four colours and two shapes lie at places that are drawn anew in each episode; the
 hand moves by at most `REACH` a step. Arriving at the thing that was asked for solves the task;
-arriving at another one ends the episode unsolved. So no policy does better than one in four without
-reading the sentence and looking at the picture. Needs no simulator, no GPU and no renderer.
+arriving at another one ends the episode unsolved. In the task "reach" the sentence names any of the
+four, so no policy does better than one in four without reading it; in the task "red" it is always
+the red ball. Needs no simulator, no GPU and no renderer.
 """
 
 from __future__ import annotations
@@ -32,19 +33,23 @@ class TableEnvironment(Environment):
     """One table.
 
     Args:
-        task: "reach".
+        task: "reach" or "red".
         pixels: side of the picture.
+        privileged: the state says where all things are, and not the hand alone.
         max_episode_steps: after how many steps an episode is truncated.
     """
 
-    def __init__(self, task: str = "reach", pixels: int = 32, max_episode_steps: int = 24) -> None:
-        self._pixels = pixels
+    def __init__(
+        self, task: str, pixels: int = 32, privileged: bool = False, max_episode_steps: int = 24
+    ) -> None:
+        self._task, self._pixels, self._privileged = task, pixels, privileged
         axis = (np.arange(pixels) + 0.5) / pixels * 2 - 1
         self._x, self._y = np.meshgrid(axis, axis)
+        size = 2 + 2 * len(THINGS) * privileged
         self.spec = EnvironmentSpec(
             f"table:{task}",
             1,
-            (image_spec("image", pixels, pixels), ObservationSpec("state", (2,))),
+            (image_spec("image", pixels, pixels), ObservationSpec("state", (size,))),
             ActionSpec(2, (-1.0,) * 2, (1.0,) * 2),
             max_episode_steps=max_episode_steps,
             instructions=tuple(f"reach the {thing}" for thing in THINGS),
@@ -53,7 +58,7 @@ class TableEnvironment(Environment):
     @staticmethod
     def tasks() -> list[str]:
         """Names of the tasks."""
-        return ["reach"]
+        return ["reach", "red"]
 
     def reset(self, seed: int, initial_state: int | None) -> None:
         random = np.random.default_rng(seed_of(seed, initial_state))
@@ -65,7 +70,7 @@ class TableEnvironment(Environment):
             elif random.uniform() < 0.05:  # no room is left: begin again
                 places.clear()
         self._places, self._hand = np.array(places[1:]), places[0]
-        self._asked = int(random.integers(len(THINGS)))
+        self._asked = int(random.integers(len(THINGS))) if self._task == "reach" else 0
 
     def step(self, action: Array) -> Transition:
         self._hand = np.clip(self._hand + REACH * np.clip(action, -1, 1), -1, 1)
@@ -74,7 +79,8 @@ class TableEnvironment(Environment):
         return Transition(float(solved), terminated=bool(at.any()), success=solved)
 
     def observe(self) -> Mapping[str, Array]:
-        return {"image": self._drawn(), "state": self._hand.astype(np.float32)}
+        state = [self._hand, *(self._places if self._privileged else ())]
+        return {"image": self._drawn(), "state": np.concatenate(state).astype(np.float32)}
 
     def instruction(self) -> str:
         assert self.spec.instructions is not None
