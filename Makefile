@@ -14,14 +14,17 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart dev test lint format bench-quick doctor clean distclean
+.PHONY: help quickstart quickstart-embodied dev test lint format bench-quick doctor clean distclean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-20s %s\n", $$1, $$2}'
 	@echo '  PYTHON=python3.12 picks the interpreter; ARGS="seed=1" is handed on to quickstart and test'
 
 quickstart: $(VENV)/.installed ## install, then train a small model in about a minute
 	$(BIN)/m2flow train recipes/quickstart.yaml $(ARGS)
+
+quickstart-embodied: $(VENV)/.installed ## install, then train a policy from pixels; ends with a film
+	$(BIN)/m2flow train recipes/quickstart-embodied.yaml $(ARGS)
 
 dev: $(VENV)/.installed-dev ## install with the tools for development
 

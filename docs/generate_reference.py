@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +22,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from m2flow.cli.app import app
+from m2flow.workloads.common.recipe import Recipe
+from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 DOCS = Path(__file__).parent
@@ -116,19 +118,95 @@ MEANING = {
     "checkpoint.every": "steps between checkpoints; there is one at the end too",
     "checkpoint.keep": "checkpoints kept",
 }
-"""What each key of a recipe means, by its path."""
+"""What each key of a reasoning recipe means, by its path."""
+
+EMBODIED = {
+    "rollouts_per_step": "rollouts of a step, each in an environment of its own",
+    "environment.name": "the simulator: `family:task` (`gymnasium`, `libero`, `maniskill`, "
+    "`metaworld`, `table`), or a class of your own, `my_module:MyEnvironment`",
+    "environment.options": "the environment's own settings, such as `pixels`",
+    "environment.processes": "processes of each lane in which simulators run, so that a crash or a "
+    "hang costs an episode; 0 for the lane's own; none: one a core for heavy simulators",
+    "policy.kind": "an actor-critic on states or on pictures, or a vision-language-action model",
+    "policy.chunk": "actions decided at once",
+    "policy.hidden": "`mlp`: widths of its layers",
+    "policy.normalize_state": "`mlp`: states are brought to mean 0 and deviation 1, by all states "
+    "seen so far",
+    "policy.features": "`cnn`: width behind the convolutions",
+    "policy.distribution": "`mlp`, `cnn`: what actions are drawn from; `auto` is categorical for "
+    "choices and Gaussian otherwise",
+    "policy.cameras": "names of the pictures it looks at",
+    "policy.path": "`openvla`, `openvla-oft`: a published checkpoint's folder; without it a tiny "
+    "model of the same structure is made on the spot",
+    "policy.statistics": "name of the data set whose scale the checkpoint's actions have",
+    "policy.gripper": "the simulator's convention for the gripper",
+    "policy.centre_crop": "crop pictures to the middle 90 % of their area, as LIBERO checkpoints "
+    "were trained",
+    "policy.temperature": "of the distribution that action tokens are drawn from",
+    "policy.dtype": "of a checkpoint's weights",
+    "policy.lora_rank": "train only adapters of this rank; 0 trains everything",
+    "policy.proprioception": "`openvla-oft`: the policy reads the robot's state too",
+    "warmup.steps": "steps of behaviour cloning before reinforcement; 0 for none",
+    "warmup.episodes": "episodes of the expert that it is cloned from",
+    "warmup.batch_size": "turns of a step of cloning",
+    "warmup.learning_rate": "of cloning",
+    "warmup.expert": "who shows them, `my_module:my_function` of the environment; none: the "
+    "environment's own method `expert`",
+    "rollout.horizon": "environment steps of a rollout at most",
+    "rollout.automatic_reset": "where an episode ends, the rollout goes on with another one; "
+    "`false`: a rollout is one episode",
+    "algorithm.name": "where advantages come from: the policy's value head, or the other episodes "
+    "of a group, which begin alike",
+    "algorithm.level": "what has a probability ratio of its own: an action token, an action, or a "
+    "whole chunk",
+    "algorithm.clip_low": "how far below 1 the probability ratio may move",
+    "algorithm.clip_high": "how far above 1 it may move",
+    "algorithm.gamma": "discount from one environment step to the next",
+    "algorithm.lam": "`ppo`: 0 trusts the critic, 1 the rewards (GAE's lambda)",
+    "algorithm.value_clip": "`ppo`: how far a value may move in a step before its gradient stops, "
+    "in shares of the returns' root mean square; `null` for no bound",
+    "algorithm.value_coefficient": "`ppo`: weight of the critic's loss",
+    "algorithm.entropy_coefficient": "weight of an entropy bonus",
+    "algorithm.normalize_advantage": "`ppo`: bring advantages to mean 0 and deviation 1 over all "
+    "turns of the step",
+    "algorithm.group_size": "`grpo`: rollouts that begin alike",
+    "algorithm.normalize_std": "`grpo`: divide advantages by the group's standard deviation",
+    "algorithm.reward": "`grpo`: what episodes are compared by",
+    "update.epochs": "passes over the turns of a step",
+    "update.minibatches": "optimizer steps of a pass",
+    "update.turns_per_microbatch": "turns computed at a time; bounds memory",
+    "evaluation.episodes": "greedy episodes of an evaluation; 0 for none",
+    "evaluation.films": "how many of them the report shows, where the environment draws itself",
+}
+"""What the keys of an embodied recipe mean that a reasoning recipe does not have, or not so."""
 
 
-def recipe_tables() -> str:
-    """A table for the top level of a recipe and one for each section."""
-    paths = [path for path, _ in fields_of(ReasoningRecipe)]
-    strangers = set(MEANING) ^ set(paths)
+def reasoning_tables() -> str:
+    """The tables of a reasoning recipe, which has a meaning for each key and no other."""
+    strangers = set(MEANING) ^ {path for path, _ in fields_of(ReasoningRecipe)}
     assert not strangers, f"MEANING and the models differ in {sorted(strangers)}"
-    parts = [_table(ReasoningRecipe, "")]
-    for name, field in ReasoningRecipe.model_fields.items():
-        if (section := _section(field)) is not None:
+    return recipe_tables(ReasoningRecipe, MEANING)
+
+
+def embodied_tables() -> str:
+    """The tables of an embodied recipe, without the keys that every recipe has."""
+    strangers = set(EMBODIED) - {path for path, _ in fields_of(EmbodiedRecipe)}
+    assert not strangers, f"EMBODIED and the models differ in {sorted(strangers)}"
+    return recipe_tables(
+        EmbodiedRecipe, MEANING | EMBODIED, {*Recipe.model_fields} - {"evaluation"}
+    )
+
+
+def recipe_tables(
+    recipe: type[BaseModel], meaning: Mapping[str, str], known: Container[str] = ()
+) -> str:
+    """A table for the top level of a recipe and one for each section; `known` keys left out."""
+    parts = [_table(recipe, "", meaning, known)]
+    for name, field in recipe.model_fields.items():
+        if (section := _section(field)) is not None and name not in known:
             assert section.__doc__ is not None
-            parts += [f"### {name}", section.__doc__.splitlines()[0], _table(section, f"{name}.")]
+            table = _table(section, f"{name}.", meaning)
+            parts += [f"### {name}", section.__doc__.splitlines()[0], table]
     return "\n\n".join(parts)
 
 
@@ -147,12 +225,15 @@ def _section(field: FieldInfo) -> type[BaseModel] | None:
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
-def _table(model: type[BaseModel], prefix: str) -> str:
+def _table(
+    model: type[BaseModel], prefix: str, meaning: Mapping[str, str], known: Container[str] = ()
+) -> str:
     lines = ["| key | default | values | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
-        if _section(field) is None:
-            default = "required" if name == "workload" else _default(field)
-            cells = (f"`{prefix}{name}`", default, _kind(field), MEANING[prefix + name])
+        if _section(field) is None and name not in known:
+            required = name == "workload" or field.is_required()
+            default = "required" if required else _default(field)
+            cells = (f"`{prefix}{name}`", default, _kind(field), meaning[prefix + name])
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -227,7 +308,8 @@ def _option_default(option: Any) -> str:
 
 
 PAGES = {
-    "recipe keys": (DOCS / "reference" / "recipe.md", recipe_tables),
+    "recipe keys": (DOCS / "reference" / "recipe.md", reasoning_tables),
+    "embodied recipe keys": (DOCS / "reference" / "recipe.md", embodied_tables),
     "commands": (DOCS / "reference" / "cli.md", command_tables),
 }
 

@@ -1,0 +1,36 @@
+"""The page on environments of one's own: what it says to write is written, and learns."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import m2flow
+from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "own-environment.md"
+
+
+def test_the_page_leads_to_a_policy_that_finds_the_door(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = dict(re.findall(r"```(python|yaml)\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    (tmp_path / "corridor.py").write_text(blocks["python"])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipe = read_recipe(yaml.safe_load(blocks["yaml"]))
+    experiment = EmbodiedExperiment(recipe)  # type: ignore[arg-type]
+    held_out = experiment.held_out()
+    assert held_out is not None
+    with m2flow.launch(
+        experiment.flow(), items_per_step=recipe.items_per_step, also={"evaluate": len(held_out)}
+    ) as run:
+        before = experiment.evaluation(run.run_method("evaluate", held_out))
+        for _ in run.steps(experiment.batch(step) for step in range(recipe.steps)):
+            pass
+        after = experiment.evaluation(run.run_method("evaluate", held_out))
+    assert before["eval/success"] < 0.8
+    assert after["eval/success"] > 0.95
