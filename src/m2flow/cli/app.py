@@ -152,7 +152,10 @@ def profile_command(
 @app.command("eval")
 def evaluate(
     model: Annotated[Path, typer.Argument(help="A checkpoint or a Hugging Face folder.")],
-    data: Annotated[Path, typer.Option(help="Problems as JSON lines.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Problems as JSON lines; none for a policy that acts in a simulator."),
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Answers drawn for each problem.")] = 1,
     temperature: Annotated[
         float | None,
@@ -160,7 +163,7 @@ def evaluate(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first so many problems.")
+        int | None, typer.Option(min=1, help="Only the first so many problems, or episodes.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Fixes what is sampled.")] = 0,
     template: Annotated[
@@ -171,21 +174,21 @@ def evaluate(
     on_bad_row: Annotated[str, typer.Option(help="fail or skip.")] = "fail",
     workload: Annotated[
         str | None,
-        typer.Option(help="Whose way of examining, where several workloads are installed."),
+        typer.Option(help="Whose way of examining; by default that of the run MODEL is from."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Accuracy and pass@k of a model on problems with known answers."""
+    """Accuracy and pass@k of a model on problems with known answers, or success of a policy."""
     from m2flow.plan import parse_lanes
-    from m2flow.workloads.common import Examination, known_workloads, workload_named
+    from m2flow.workloads.common import Examination, workload_named
+    from m2flow.workloads.common.resume import recipe_of, run_of
 
     if temperature is not None and not math.isfinite(temperature):
         raise UserError("is no temperature", key="--temperature", value=temperature)
     if on_bad_row not in ("fail", "skip"):
         raise UserError("is unknown", key="--on-bad-row", value=on_bad_row, expected="fail or skip")
-    names = sorted(known_workloads())
-    if workload is None and len(names) > 1:
-        raise UserError("is missing", key="--workload", expected=f"one of {', '.join(names)}")
+    run = run_of(model) if data is None and workload is None else None
+    workload = workload or ("reasoning" if run is None else recipe_of(run).workload)
     asked = Examination(
         model,
         data,
@@ -198,15 +201,15 @@ def evaluate(
         lanes=parse_lanes(lanes),
         skip_bad_rows=on_bad_row == "skip",
     )
-    figures = workload_named(workload or names[0]).examine(asked)
+    figures = workload_named(workload).examine(asked)
     if json:
         print(to_json(figures))
         return
-    print(f"{figures['problems']} problems of {data}, {samples} answer(s) each")
+    print(figures["about"])
     for name, value in figures.items():
-        if name == "accuracy" or name.startswith("pass@"):
+        if name.startswith(("accuracy", "pass@", "success")):
             print(f"  {name:<16} {value:.4f}")
-        elif name in ("mean_tokens", "truncated_share", "seconds"):
+        elif isinstance(value, float) and name != "temperature":
             print(f"  {name:<16} {value:.2f}")
 
 

@@ -27,6 +27,18 @@ FREE_TABLES = {"data.options"}
 """Tables whose keys the user chooses."""
 
 
+def run_of(checkpoint: Path) -> Path | None:
+    """The directory of the run that a checkpoint is of; None if it is of none."""
+    inside = checkpoint.resolve()
+    found = (path for path in (inside, *inside.parents[:3]) if RunDirectory(path).config.is_file())
+    return next(found, None)
+
+
+def recipe_of(run: Path) -> Recipe:
+    """The recipe of a run."""
+    return validated(read_yaml(RunDirectory(run).config))
+
+
 def check_directory(recipe: Recipe, run_dir: Path | None, resume: bool) -> None:
     """A fresh run writes over no other, and a resumed one goes on as it began."""
     if resume or (run_dir is not None and run_dir.exists()):

@@ -55,15 +55,15 @@ NOTHING_ASSUMED = Assumed()
 
 @dataclass(frozen=True)
 class Examination:
-    """What `m2flow eval` asks: draw answers of a model to the questions in a file, and score them.
+    """What `m2flow eval` asks: how well a model answers questions in a file, or a policy acts.
 
     Attributes:
         model: a checkpoint of a run or a Hugging Face folder.
-        data: the file, JSON lines.
+        data: the file, JSON lines; None where the run that the checkpoint is of says what is asked.
         samples: answers for each question.
         temperature: of the sampling; None is 0 for one sample and 1 for several.
         max_new_tokens: longest answer.
-        limit: only the first so many questions.
+        limit: only the first so many questions; or so many episodes.
         seed: fixes what is drawn.
         template: the prompt, with `{question}` in it; None for the workload's own.
         lanes: where it runs.
@@ -71,7 +71,7 @@ class Examination:
     """
 
     model: Path
-    data: Path
+    data: Path | None
     samples: int = 1
     temperature: float | None = None
     max_new_tokens: int = 256
@@ -178,7 +178,7 @@ class Workload(Protocol):
         """The recipe made concrete; imports torch."""
 
     def examine(self, examination: Examination) -> dict[str, Any]:
-        """Figures of a model on a file of questions, in the order in which they are printed.
+        """Figures of a model, in the order in which they are printed: numbers, but for "about".
 
         Raises:
             UserError: model or data are missing or wrong, or the workload has no such questions.

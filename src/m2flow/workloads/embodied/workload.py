@@ -61,11 +61,9 @@ class Embodied:
         return EmbodiedExperiment(recipe)
 
     def examine(self, examination: Examination) -> dict[str, Any]:
-        raise UserError(
-            "a policy is not examined on a file of questions",
-            key="MODEL",
-            value=str(examination.model),
-        )
+        from m2flow.workloads.embodied.evaluation import examine
+
+        return examine(examination)
 
 
 WORKLOAD = Embodied()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from m2flow.algorithms.sampling import derive_seed
+from m2flow.errors import UserError
 from m2flow.flow import Flow, Stream
 from m2flow.rewards.reward import WeightedReward
 from m2flow.workloads.common.workload import Examination
@@ -40,6 +41,7 @@ def examine(asked: Examination) -> dict[str, Any]:
     """Accuracy and pass@k of a model on a file of problems, as `m2flow eval` prints them."""
     rewards, figures = answered(asked)
     return {
+        "about": f"{len(rewards)} problems of {asked.data}, {asked.samples} answer(s) each",
         "model": str(asked.model),
         "data": str(asked.data),
         "problems": len(rewards),
@@ -62,6 +64,8 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
     """
     from m2flow.runtime.driver.launch import launch
 
+    if asked.data is None:
+        raise UserError("is missing", key="--data", expected="problems as JSON lines")
     template = DEFAULT_TEMPLATE if asked.template is None else asked.template
     check_template(template, "--template")
     on_bad_row: OnBadRow = "skip" if asked.skip_bad_rows else "fail"

@@ -1,0 +1,77 @@
+"""How well a trained policy does: greedy episodes with seeds of their own, on lanes."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+from m2flow.errors import UserError
+from m2flow.workloads.common.resume import recipe_of, run_of
+from m2flow.workloads.common.workload import Examination
+from m2flow.workloads.embodied.config import EmbodiedRecipe
+from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+
+EPISODES = 100
+
+
+def examine(asked: Examination) -> dict[str, Any]:
+    """Success, with a confidence interval, and return of a checkpoint's policy.
+
+    The environment is that of the run. Seeds follow from `asked.seed`, and not from the run's.
+
+    Raises:
+        UserError: the checkpoint is of no embodied run.
+    """
+    from m2flow.runtime.driver.launch import launch
+
+    run = run_of(asked.model)
+    recipe = None if run is None else recipe_of(run)
+    if not isinstance(recipe, EmbodiedRecipe):
+        raise UserError(
+            "is no checkpoint of an embodied run",
+            key="MODEL",
+            value=str(asked.model),
+            expected="RUN/checkpoints/latest",
+        )
+    count, lanes = asked.limit or EPISODES, asked.lanes
+    evaluation = recipe.evaluation.model_copy(update={"episodes": count, "films": 0})
+    recipe = recipe.model_copy(update={"evaluation": evaluation, "seed": asked.seed})
+    experiment = EmbodiedExperiment(recipe)
+    starts = experiment.held_out()
+    assert starts is not None
+    flow = experiment.flow(asked.model.resolve())
+    mode = "eager" if len(lanes) == 1 else "collocated"
+    with launch(
+        flow, items_per_step=recipe.items_per_step, mode=mode, lanes=lanes,
+        also={"evaluate": count},
+    ) as running:  # fmt: skip
+        result = running.run_method("evaluate", starts)
+    figures = experiment.evaluation(result)
+    low, high = wilson(figures["eval/success"], figures["eval/episodes"])
+    return {
+        "about": f"{int(figures['eval/episodes'])} episodes of {recipe.environment.name}",
+        "model": str(asked.model),
+        "success": figures["eval/success"],
+        "success_low": low,
+        "success_high": high,
+        "success_at_end": figures["eval/success_at_end"],
+        "return": figures["eval/return"],
+        "length": figures["eval/length"],
+        "seconds": result.seconds,
+    }
+
+
+def wilson(share: float, count: float, deviations: float = 1.96) -> tuple[float, float]:
+    """The interval that holds a probability with 95 % confidence (Wilson 1927).
+
+    Args:
+        share: of the trials that succeeded.
+        count: trials.
+        deviations: standard deviations to either side.
+    """
+    if not count:
+        return 0.0, 1.0
+    square = deviations**2 / count
+    middle = (share + square / 2) / (1 + square)
+    reach = deviations / (1 + square) * sqrt(share * (1 - share) / count + square / (4 * count))
+    return max(0.0, middle - reach), min(1.0, middle + reach)
