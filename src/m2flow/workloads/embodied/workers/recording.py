@@ -140,8 +140,8 @@ class Recording:
         self.cuts.append(self.now)
 
     def rows(self) -> dict[str, Any]:
-        """Figures of all turns, stacked; sentences stay a list."""
-        return {name: _stacked(name, column) for name, column in self.turns.items()}
+        """Figures of all turns, stacked; sentences stay a list. Nothing, if there is no turn."""
+        return {name: _stacked(name, column) for name, column in self.turns.items() if column}
 
     def cut_rows(self) -> dict[str, Any]:
         """Observations at which episodes were cut off, stacked."""

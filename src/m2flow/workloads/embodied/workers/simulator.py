@@ -26,6 +26,10 @@ LIGHT = ("gymnasium", "table")
 """Families whose simulators run in the lane's own process, unless it is said otherwise."""
 
 
+FIGURES = {"steps": 0, "ends": False, "cut": False}
+"""Figures of a turn that are Python values, and what they are like."""
+
+
 class Simulator(Worker):
     """Environments on a lane; an item is a rollout, and stays with the lane that began it.
 
@@ -94,6 +98,8 @@ class Simulator(Worker):
         decided = {name: acted[name] for name in ACTED[1:] if name in acted}
         for rows, outcome in self._pool.step(numbers, acted["action"]):
             self._note(numbers, decided, rows, outcome)
+        figures = {name: column[0] for name, column in decided.items()} | FIGURES
+        figures["reward"] = outcome.reward[0]
         self._film(numbers)
         recordings = [self._recordings[number] for number in numbers]
         done = [recording.is_over(self.horizon) for recording in recordings]
@@ -120,7 +126,10 @@ class Simulator(Worker):
                 encoded(one.film) if over else b""
                 for one, over in zip(recordings, done, strict=True)
             ],
-            **_told(recordings, done),
+            **_told(
+                [one if over else None for one, over in zip(recordings, done, strict=True)],
+                figures | as_columns(recordings[0].now),
+            ),
         )
 
     def _note(
@@ -184,27 +193,30 @@ def _each(observations: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     return [{name: part[row] for name, part in observations.items()} for row in range(count)]
 
 
-def _told(recordings: Sequence[Recording], done: Sequence[bool]) -> dict[str, Any]:
-    """The turns of rollouts that are over as ragged columns; of others, which have some, none."""
-    rows = [one.rows() for one in recordings]
-    cuts = [one.cut_rows() for one in recordings]
-    names = next((list(one) for one in rows if one), [])
-    told: dict[str, Any] = {}
-    for name in names:
-        told[f"{TURN}{name}"] = _ragged(name, [one.get(name) for one in rows], done)
-    for name in (name for name in names if name.startswith(OBSERVATION)):
-        part = [one.get(name.removeprefix(OBSERVATION)) for one in cuts]
-        shapes = [one.get(name) for one in rows]
-        told[f"{CUT}{name}"] = _ragged(name, part, done, shapes)
+def _told(recordings: Sequence[Recording | None], one: Mapping[str, Any]) -> dict[str, Any]:
+    """The turns of rollouts that are over as ragged columns; nothing of those that go on.
+
+    Args:
+        recordings: None for a rollout that goes on.
+        one: by name of a figure one of its values, for its shape and dtype.
+    """
+    rows = [{} if over is None else over.rows() for over in recordings]
+    cuts = [{} if over is None else as_columns(over.cut_rows()) for over in recordings]
+    told = {
+        f"{TURN}{name}": _ragged(name, [row.get(name) for row in rows], value)
+        for name, value in one.items()
+    }
+    for name, value in one.items():
+        if name.startswith(OBSERVATION):
+            told[f"{CUT}{name}"] = _ragged(name, [cut.get(name) for cut in cuts], value)
     return told
 
 
-def _ragged(
-    name: str, columns: Sequence[Any], done: Sequence[bool], shapes: Sequence[Any] = ()
-) -> Any:
-    """A row for each rollout, empty where it is not over or has nothing to tell."""
+def _ragged(name: str, columns: Sequence[Any], one: Any) -> Any:
+    """A row for each rollout, empty where it has nothing to tell."""
+    import torch
+
     if name.endswith(INSTRUCTION):
-        return [(one or []) if over else [] for one, over in zip(columns, done, strict=True)]
-    empty = next(one[:0] for one in (*columns, *shapes) if one is not None)
-    told = zip(columns, done, strict=True)
-    return Ragged.from_rows([one if over and one is not None else empty for one, over in told])
+        return [column or [] for column in columns]
+    empty = torch.as_tensor(one)[None][:0]
+    return Ragged.from_rows([empty if column is None else column for column in columns])
