@@ -140,7 +140,7 @@ def test_rollouts_of_a_group_begin_alike() -> None:
         ({"policy": {"chunk": 5}}, "rollout.horizon: a rollout does not hold whole chunks"),
         ({"policy": {"distribution": "gaussian"}}, "policy.distribution: counting takes choices"),
         ({"policy": {"kind": "cnn"}}, "image: counting gives no such observation"),
-        ({"environment": {"name": "gymnasium:CartPol-v1"}}, "did you mean 'CartPole-v1'"),
+        ({"environment": {"name": "table:rech"}}, "did you mean 'reach'"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_starts(

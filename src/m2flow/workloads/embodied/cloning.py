@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from m2flow.algorithms.sampling import derive_seed
-from m2flow.environments import Environment, make_environment
+from m2flow.environments.environment import Environment
+from m2flow.environments.registry import make_environment
 from m2flow.errors import UserError
 from m2flow.models.policies.protocol import Policy
 from m2flow.workloads.common.workload import RunProgress

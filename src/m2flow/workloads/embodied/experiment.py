@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from m2flow.algorithms.sampling import derive_seed
-from m2flow.environments import make_environment
+from m2flow.environments.registry import make_environment
 from m2flow.flow import Batch
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.training import checkpoint
