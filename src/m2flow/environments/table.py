@@ -2,7 +2,8 @@
 
 Four things of four colours and two shapes lie at places that are drawn anew in each episode; the
 hand moves by at most `REACH` a step. Arriving at the thing that was asked for solves the task;
-arriving at another one ends the episode unsolved. In the task "reach" the sentence names any of the
+arriving at another one ends the episode unsolved. The reward is the way that a step comes nearer,
+and 1 for arriving. In the task "reach" the sentence names any of the
 four, so no policy does better than one in four without reading it; in the task "red" it is always
 the red ball. Needs no simulator, no GPU and no renderer.
 """
@@ -73,10 +74,17 @@ class TableEnvironment(Environment):
         self._asked = int(random.integers(len(THINGS))) if self._task == "reach" else 0
 
     def step(self, action: Array) -> Transition:
+        before = self._distances()[self._asked]
         self._hand = np.clip(self._hand + REACH * np.clip(action, -1, 1), -1, 1)
-        at = np.linalg.norm(self._places - self._hand, axis=1) < NEAR
+        distances = self._distances()
+        at = distances < NEAR
         solved = bool(at[self._asked])
-        return Transition(float(solved), terminated=bool(at.any()), success=solved)
+        reward = float(before - distances[self._asked]) + solved
+        return Transition(reward, terminated=bool(at.any()), success=solved)
+
+    def _distances(self) -> Array:
+        """From the hand to each thing."""
+        return np.linalg.norm(self._places - self._hand, axis=1)
 
     def observe(self) -> Mapping[str, Array]:
         state = [self._hand, *(self._places if self._privileged else ())]
