@@ -174,7 +174,7 @@ def test_an_unknown_workload_names_those_that_there_are(tmp_path: Path, site: Pa
 
 
 def test_a_recipe_must_say_its_workload() -> None:
-    with pytest.raises(UserError, match="workload: is missing; expected one of embodied, reasoning"):
+    with pytest.raises(UserError, match="is missing; expected one of embodied, reasoning"):
         read_recipe({"steps": 3})
 
 
