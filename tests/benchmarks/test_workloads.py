@@ -143,3 +143,12 @@ def _is_words(node: ast.stmt) -> bool:
     if isinstance(node, ast.Import | ast.ImportFrom):
         return True
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+@pytest.mark.parametrize("module", ["frozen", "first"])
+def test_a_reward_model_can_be_made(module: str) -> None:
+    """It derives from a worker of the package, whose arguments may change."""
+    from m2flow.workloads.reasoning.workers import ModelSource
+
+    judge = importlib.import_module(f"workloads.{module}").Judge(ModelSource("nowhere"))
+    assert judge.rewards == ()
