@@ -1,0 +1,71 @@
+"""A whole embodied run: figures, films, checkpoints, and going on from one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from m2flow.plan import parse_lanes
+from m2flow.workloads.common import train
+from m2flow.workloads.common.workload import Examination
+from m2flow.workloads.embodied.evaluation import examine, wilson
+
+RECIPE: dict[str, Any] = {
+    "workload": "embodied",
+    "name": "table",
+    "mode": "eager",
+    "steps": 4,
+    "rollouts_per_step": 4,
+    "environment": {"name": "table:red", "options": {"privileged": True}},
+    "policy": {"hidden": [16]},
+    "rollout": {"horizon": 12},
+    "evaluation": {"every": 2, "episodes": 4, "films": 1},
+    "checkpoint": {"every": 2},
+}
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / "latest" / "policy.safetensors")
+
+
+def test_four_steps_are_two_a_stop_and_two_more(tmp_path: Path) -> None:
+    whole = train(RECIPE, run_dir=tmp_path / "whole")
+    train(RECIPE, {"steps": 2}, run_dir=tmp_path / "parts")
+    parts = train(RECIPE, run_dir=tmp_path / "parts", resume=True)
+    ours, theirs = weights(whole), weights(parts)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_a_run_has_figures_and_films(tmp_path: Path) -> None:
+    run = train(RECIPE, run_dir=tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = rows[-1]
+    for name in (
+        "episodes/return", "episodes/success_once", "episodes/failed", "environment_steps",
+        "throughput/steps_per_s", "loss/policy", "loss/value", "train/entropy",
+        "train/explained_variance", "eval/success",
+    ):  # fmt: skip
+        assert name in last, name
+    assert last["environment_steps"] == 48
+    assert sorted(film.name for film in (run / "films").iterdir()) == [
+        f"step_{step:06d}_0.webp" for step in (0, 2, 4)
+    ]
+    page = (run / "report.html").read_text()
+    assert page.count("data:image/webp;base64,") == 2, "of the first and the last evaluation"
+    lanes = parse_lanes("cpu:1")
+    figures = examine(Examination(run / "checkpoints" / "latest", None, limit=8, lanes=lanes))
+    assert figures["about"] == "8 episodes of table:red"
+    assert figures["success_low"] <= figures["success"] <= figures["success_high"]
+
+
+def test_the_interval_of_a_share() -> None:
+    """Wilson's interval at 8 of 10, as statistics packages give it."""
+    low, high = wilson(0.8, 10)
+    assert (round(low, 4), round(high, 4)) == (0.4902, 0.9433)
+    assert wilson(0.0, 0) == (0.0, 1.0)
