@@ -35,7 +35,7 @@ Status = Literal["ok", "warn", "missing", "optional"]
 GIB = 2**30
 SHM = Path("/dev/shm")
 SOURCE_TREE = Path(__file__).parents[3]
-MODULE_NAMES = {"pyyaml": "yaml"}  # where pip's name and Python's differ by more than a hyphen
+MODULE_NAMES = {"pyyaml": "yaml", "pillow": "PIL"}  # where pip's name is not Python's
 STATUS_STYLES = {"ok": "green", "warn": "yellow", "missing": "bold red", "optional": "dim"}
 
 # How a package that is there but broken fails at import, and a file of the system at reading.
@@ -118,6 +118,7 @@ def diagnose() -> list[Check]:
         "bfloat16 on CPU": check_cpu_bfloat16,
         "packages": check_packages,
         "GPU": check_gpu,
+        "rendering": check_rendering,
         "extras": check_extras,
     }
     return [finding for name, check in checks.items() for finding in isolated(name, check)]
@@ -288,6 +289,18 @@ def check_gpu() -> list[Check]:
     reason = f": {_one_line(caught[0].message)}" if caught else ""
     detail = f"torch, built for CUDA {torch.version.cuda}, finds none{reason}"
     return [Check("GPU", "warn", detail, "nvidia-smi  # is the driver loaded, and new enough?")]
+
+
+def check_rendering() -> list[Check]:
+    """What simulators can draw pictures with, where there is no screen."""
+    from m2flow.environments.rendering import HOW_TO, backends
+
+    found = {backend.name: backend for backend in backends()}
+    works = [f"{name}: {backend.detail}" for name, backend in found.items() if backend.works]
+    if works:
+        return [Check("rendering", "ok", ", ".join(works))]
+    detail = "; ".join(f"{name}: {backend.detail}" for name, backend in found.items())
+    return [Check("rendering", "optional", detail, HOW_TO["mujoco"])]
 
 
 def check_extras(requirements: Requirements | None = None) -> list[Check]:
