@@ -160,7 +160,7 @@ def test_moments_of_parts_add_up() -> None:
 def test_actor_critic_and_returns_have_statistics() -> None:
     model, seen = policy("mlp", "gaussian"), observations()
     before = model.evaluate(seen, torch.zeros(4, 3, 2)).values
-    kinds = [statistics.of for statistics in model.statistics_of()]
+    kinds = [statistics.of for statistics in model.running_statistics()]
     assert sorted(kinds) == ["return", "state", "state"]
     returns = model.returns
     returns.take_in(returns.moments(torch.tensor([3.0, -3.0])))

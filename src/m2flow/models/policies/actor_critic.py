@@ -151,7 +151,7 @@ class ActorCritic(Policy):
     def tokens_of(self, actions_BKA: Tensor) -> Tensor:
         return self.head.tokens_of(actions_BKA)
 
-    def statistics_of(self) -> list[RunningStatistics]:
+    def running_statistics(self) -> list[RunningStatistics]:
         return [module for module in self.modules() if isinstance(module, RunningStatistics)]
 
     def _values(self, observations: Observations, features_BF: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class Policy(nn.Module, ABC):
             f"{type(self).__name__} does not learn from actions alone", key="warmup.steps"
         )
 
-    def statistics_of(self) -> list[RunningStatistics]:
+    def running_statistics(self) -> list[RunningStatistics]:
         """Running statistics that a trainer keeps up to date, in a fixed order."""
         return []
 

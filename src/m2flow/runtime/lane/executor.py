@@ -208,6 +208,9 @@ class LaneExecutor:
         except BaseException as error:
             failed = CallFailed(command.call, self.lane, self._portable(error))
             self._report([Report(failed)])
+        finally:
+            if self._gauge is not None:
+                self._gauge.end()
 
     def _call(self, order: Execute, command: RunCall) -> None:
         """Run a stage. A piece is reported when it is finished, if anybody can use it by then."""

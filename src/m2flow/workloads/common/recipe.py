@@ -56,6 +56,26 @@ def refuse_keys_of_others(
             )
 
 
+class OptimizerSection(Section):
+    """AdamW."""
+
+    learning_rate: Positive = 1e-4
+    betas: tuple[Decay, Decay] = (0.9, 0.99)
+    weight_decay: NonNegative = 0.0
+    max_grad_norm: Positive | None = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Natural = 0
+
+    @property
+    def fixed_steps(self) -> str | None:
+        """Why a run's steps may not change when it is resumed; None if they may."""
+        if self.schedule == "constant":
+            return None
+        return (
+            f"the {self.schedule} schedule of the run that is to be resumed ends with its last step"
+        )
+
+
 class EvaluationSection(Section):
     """Figures on held-out items: at step 0, every `every` steps, and at the end."""
 

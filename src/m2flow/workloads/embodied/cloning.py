@@ -94,7 +94,7 @@ def clone(policy: Policy, recipe: EmbodiedRecipe, progress: RunProgress | None =
     if progress is not None:
         progress.phase("warm-up", warmup.steps)
     observations, actions = demonstrations(recipe)
-    for statistics in policy.statistics_of():
+    for statistics in policy.running_statistics():
         if statistics.of == "state":
             statistics.take_in(statistics.moments(observations["state"]))
     tokens = policy.tokens_of(actions)

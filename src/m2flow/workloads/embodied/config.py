@@ -150,15 +150,12 @@ class UpdateSection(Section):
     turns_per_microbatch: Count = 4096
 
 
-class OptimizerSection(Section):
+class OptimizerSection(common.OptimizerSection):
     """AdamW."""
 
     learning_rate: Positive = 3e-4
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    weight_decay: NonNegative = 0.0
     max_grad_norm: Positive | None = 0.5
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Natural = 0
 
 
 class EpisodesSection(common.EvaluationSection):
@@ -203,10 +200,7 @@ class EmbodiedRecipe(common.Recipe):
 
     @property
     def fixed_steps(self) -> str | None:
-        schedule = self.optimizer.schedule
-        if schedule == "constant":
-            return None
-        return f"the {schedule} schedule of the run that is to be resumed ends with its last step"
+        return self.optimizer.fixed_steps
 
     def derived(self) -> dict[str, int]:
         return {

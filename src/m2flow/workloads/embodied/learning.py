@@ -111,10 +111,8 @@ class PolicyUpdate:
             Means over the optimizer steps, the same on every lane.
         """
         update, version = self.recipe.update, self.optimizer.num_steps
-        if turns is not None and self.recipe.algorithm.name == "ppo":
-            turns = self._normalised(turns, all_reduce)
-        elif turns is None and self.recipe.algorithm.name == "ppo":
-            self._moments(torch.zeros(3, dtype=torch.float64), all_reduce)
+        if self.recipe.algorithm.name == "ppo" and self.recipe.algorithm.normalize_advantage:
+            _normalise(turns, all_reduce)
         found: list[dict[str, float]] = []
         for epoch in range(update.epochs):
             part_T = None if turns is None else self._parts(turns, version, epoch)
@@ -217,31 +215,14 @@ class PolicyUpdate:
             found["explained_variance"] = 1 - left / spread if spread > 1e-12 else 0.0
         return found
 
-    def _normalised(self, turns: Turns, all_reduce: AllReduce | None) -> Turns:
-        """Advantages with mean 0 and deviation 1 over all turns of all lanes."""
-        wide_T = turns.advantage_T.double()
-        own = torch.stack([wide_T.new_tensor(len(turns)), wide_T.sum(), wide_T.square().sum()])
-        count, total, square = self._moments(own, all_reduce).tolist()
-        if not self.recipe.algorithm.normalize_advantage or count < 2:
-            return turns
-        mean = total / count
-        deviation = max(0.0, square / count - mean * mean) ** 0.5
-        turns.advantage_T = (wide_T - mean) / (deviation + 1e-8)
-        return turns
-
-    def _moments(self, own: Tensor, all_reduce: AllReduce | None) -> Tensor:
-        if all_reduce is not None:
-            all_reduce([own])
-        return own
-
     def _scale(self) -> float:
         """What returns are divided by in the loss: a critic learns shares of it."""
-        found = [one for one in self.policy.statistics_of() if isinstance(one, ReturnScale)]
+        found = [one for one in self.policy.running_statistics() if isinstance(one, ReturnScale)]
         return float(found[0].scale) if found else 1.0
 
     def _see(self, turns: Turns | None, all_reduce: AllReduce | None) -> None:
         """Take the states and returns of the step into the policy's running statistics."""
-        for statistics in self.policy.statistics_of():
+        for statistics in self.policy.running_statistics():
             values = None
             if turns is not None:
                 returns = statistics.of == "return"
@@ -254,3 +235,18 @@ class PolicyUpdate:
 
 def _sum(value: Any) -> float:
     return float(value.detach().double().sum()) if isinstance(value, Tensor) else float(value)
+
+
+def _normalise(turns: Turns | None, all_reduce: AllReduce | None) -> None:
+    """Bring advantages to mean 0 and deviation 1 over all turns of all lanes, in place."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    if turns is not None:
+        wide_T = turns.advantage_T.double()
+        sums = torch.stack([wide_T.new_tensor(len(turns)), wide_T.sum(), wide_T.square().sum()])
+    if all_reduce is not None:
+        all_reduce([sums])
+    count, total, square = sums.tolist()
+    if turns is not None and count > 1:
+        mean = total / count
+        deviation = max(0.0, square / count - mean * mean) ** 0.5
+        turns.advantage_T = (turns.advantage_T.double() - mean) / (deviation + 1e-8)

@@ -13,7 +13,6 @@ from m2flow.errors import UserError
 from m2flow.workloads.common import recipe as common
 from m2flow.workloads.common.recipe import (
     Count,
-    Decay,
     Flag,
     Natural,
     NonNegative,
@@ -145,17 +144,6 @@ class CriticSection(Section):
     value_clip: Positive | None = 0.2
 
 
-class OptimizerSection(Section):
-    """AdamW."""
-
-    learning_rate: Positive = 1e-4
-    betas: tuple[Decay, Decay] = (0.9, 0.99)
-    weight_decay: NonNegative = 0.0
-    max_grad_norm: Positive | None = 1.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Natural = 0
-
-
 class TrainingSection(Section):
     """How the learner computes; none of these changes the result but by rounding."""
 
@@ -186,7 +174,7 @@ class ReasoningRecipe(common.Recipe):
     generation: GenerationSection = GenerationSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     critic: CriticSection = CriticSection()
-    optimizer: OptimizerSection = OptimizerSection()
+    optimizer: common.OptimizerSection = common.OptimizerSection()
     training: TrainingSection = TrainingSection()
     evaluation: GreedyEvaluationSection = GreedyEvaluationSection()
 
@@ -204,10 +192,7 @@ class ReasoningRecipe(common.Recipe):
 
     @property
     def fixed_steps(self) -> str | None:
-        schedule = self.optimizer.schedule
-        if schedule == "constant":
-            return None
-        return f"the {schedule} schedule of the run that is to be resumed ends with its last step"
+        return self.optimizer.fixed_steps
 
     @property
     def samples_per_step(self) -> int:
