@@ -43,7 +43,7 @@ class NgramJudge(Verifier):
     """Scores by a linear classifier on hashed n-grams, as filters of web text do."""
 
     def __init__(self, model: ModelSource) -> None:
-        super().__init__(model, ())
+        super().__init__(model, None)
 
     def load(self, place: Place) -> None:
         super().load(place)

@@ -53,7 +53,7 @@ class Judge(Verifier):
     """Scores by a reward model: a transformer that reads an answer and gives one number."""
 
     def __init__(self, model: ModelSource) -> None:
-        super().__init__(model, ())
+        super().__init__(model, None)
 
     def load(self, place: Place) -> None:
         super().load(place)

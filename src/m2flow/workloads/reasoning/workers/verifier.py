@@ -14,17 +14,19 @@ class Verifier(Worker):
 
     Args:
         model: whose tokenizer turns token ids into text.
-        rewards: the functions; none for a verifier that is never loaded.
+        rewards: the functions; none for a verifier that is never loaded, None for a subclass that
+            scores in another way.
     """
 
-    def __init__(self, model: ModelSource, rewards: Sequence[WeightedReward] = ()) -> None:
-        self.model, self.rewards = model, tuple(rewards)
+    def __init__(self, model: ModelSource, rewards: Sequence[WeightedReward] | None = ()) -> None:
+        self.model = model
+        self.rewards = None if rewards is None else tuple(rewards)
 
     def load(self, place: Place) -> None:
         super().load(place)
-        assert self.rewards, "a verifier needs a reward to score by"
+        assert self.rewards != (), "a verifier needs a reward to score by"
         self.tokenizer = self.model.tokenizer()
-        for reward in self.rewards:
+        for reward in self.rewards or ():
             reward.load()
 
     @stage
@@ -38,5 +40,6 @@ class Verifier(Worker):
                 samples["answer"], samples["finish_reason"], samples["metadata"], strict=True
             )
         ]
+        assert self.rewards is not None, "a subclass scores"
         judged = Judged(samples.ids, samples["prompt"], texts, ids, rows)
         return samples.with_columns(text=texts, reward=weighted_sum(self.rewards, judged))
