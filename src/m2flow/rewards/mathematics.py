@@ -2,9 +2,8 @@
 
 The answer is what the completion says last: the last `\\boxed{}`, else what stands after the last
 `####`, else the last number. Two plain numbers are compared exactly and at once; everything else
-goes to math-verify, which is imported on first use. Whatever the completion says, nothing is
-raised. The work of a comparison is bounded by counts and not by a clock, so a busy machine cannot
-change a reward, and any thread may compare.
+goes to math-verify, in processes that are started on first use and whose time and memory are
+limited (`symbolic`). Whatever the completion says, nothing is raised, and any thread may compare.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from m2flow.rewards.final_answer import extract_answer
-from m2flow.rewards.number import read_number, same_number
+from m2flow.rewards.number import read_number, same_number, sides
 from m2flow.rewards.symbolic import same_expression
 
 
@@ -39,6 +38,9 @@ def verify(gold: str, completion: str) -> float:
     if answer is None:
         return 0.0
     if gold_number is not None:
+        said = map(read_number, sides(answer)[:-1])
+        if any(one is not None and not same_number(gold_number, one) for one in said):
+            return 0.0  # such as `1 = 7`
         number = read_number(answer)
         if number is not None:
             return float(same_number(gold_number, number))

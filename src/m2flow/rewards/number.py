@@ -58,15 +58,20 @@ _NUMBER = re.compile(
 
 # Words that may not follow a number; neither may a single letter, which may be a factor (18 m n).
 _NO_UNITS = frozenset(
-    "and or to plus minus over divided squared cubed half halves third thirds quarter quarters "
-    "hundred thousand million billion trillion percent mod point not if unless than pi sqrt sin "
-    "cos tan log ln exp".split()
+    "and or to plus minus times over divided squared cubed factorial choose half halves third "
+    "thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh sevenths eighth "
+    "eighths ninth ninths tenth tenths hundredth hundredths thousandth thousandths hundred "
+    "thousand million billion trillion percent mod point not if unless than pi sqrt sin cos tan "
+    "log ln exp".split()
 )
-_UNIT = re.compile(r"\s*/?\s*[A-Za-z]+(?:[\s./-]+[A-Za-z]+){0,7}\s*(?:\^\{?[23]\}?|[²³])?[\s.)$]*")
+_UNIT = re.compile(
+    r"\s*/?\s*\(?[A-Za-z]+(?:[\s./-]+[A-Za-z]+){0,7}\s*(?:\^\{?[23]\}?|[²³])?[\s.)$]*"
+)
 _CLOSING = re.compile(r"[\s.)$€£¥₹]*")
 
-_SPACING = re.compile(r"\\[,!;:>]|\\q?quad\b|\\left\b|\\right\b|\{\}")
-_DEGREES = re.compile(r"(?:\^\{?\\circ\}?|°)\s*[CFK]?\b")
+_SPACING = re.compile(r"(?<!\\)\\[,!;:>]|\\q?quad\b|\\left\b|\\right\b|\{\}")
+_SPACE = re.compile(r"(?<!\\)\\ |~")
+_DEGREES = re.compile(r"(?:\^\{?\\circ\}?|°)(?:\s*[CFK]\b)?")
 _WRAPPER = re.compile(
     r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|boxed|fbox|bm)\s*\{([^{}]*)\}"
 )
@@ -81,7 +86,7 @@ def tidy(text: str) -> str:
     text = text.strip()
     if "\\" in text or "~" in text or "{" in text or "°" in text:
         text = text.replace("{,}", ",").replace(r"\%", "%").replace(r"\$", "$")
-        text = _SPACING.sub("", text.replace(r"\ ", " ").replace("~", " "))
+        text = _SPACING.sub("", _SPACE.sub(" ", text))
         text = _DEGREES.sub("", text)
     text = text.replace("−", "-").replace("–", "-")
     if len(text) > 1 and text[0] == text[-1] == "$":
@@ -91,6 +96,18 @@ def tidy(text: str) -> str:
     while text[:2] in (r"\(", r"\[") and text[-2:] in (r"\)", r"\]"):
         text = text[2:-2].strip()
     return text.rstrip(".;,:*` \t\r\n")
+
+
+def unwrapped(text: str) -> str:
+    """What stands in `\\text{}`, `\\mathrm{}` and the like, where nothing stands beside it."""
+    while wrapper := _WRAPPER.fullmatch(text):
+        text = wrapper[1].strip()
+    return text
+
+
+def sides(text: str) -> list[str]:
+    """What stands between the equals signs of an answer."""
+    return _EQUALS.split(text)
 
 
 @lru_cache(maxsize=8192)
@@ -107,9 +124,9 @@ def read_number(text: str) -> PlainNumber | None:
     text = tidy(text)
     if "\\" in text:
         text = tidy(_WRAPPER.sub(r" \1 ", _FRAC.sub(_in_line, text)))
-    sides = _EQUALS.split(text)
-    match = _NUMBER.fullmatch(sides[-1].strip())
-    if match is None or not _harmless(match["rest"]):
+    *before, last = sides(text)
+    match = _NUMBER.fullmatch(last.strip())
+    if match is None or not _harmless(match["rest"]) or not all(map(_equated, before)):
         return None
     value, places = _decimal(match["digits"] or match["top"])
     if match["bottom"]:
@@ -166,6 +183,11 @@ def _decimal(digits: str) -> tuple[Fraction, int]:
     whole, _, decimals = digits.partition(".")
     value = Fraction(int((whole + decimals).replace("-", "") or "0"), 10 ** len(decimals))
     return (-value if whole.startswith("-") else value), len(decimals)
+
+
+def _equated(side: str) -> bool:
+    """May this stand before `= 18`? A variable or a sum, and not a second answer."""
+    return not re.search(r"[,;](?:\s|[a-z])|\b(?:and|or)\b", side)
 
 
 def _harmless(rest: str) -> bool:
