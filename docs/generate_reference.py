@@ -79,26 +79,38 @@ MEANING = {
     "generation.max_new_tokens": "longest answer",
     "generation.temperature": "of the sampling; the trainer uses the same",
     "generation.max_running": "sequences decoded together by a replica at most",
-    "algorithm.name": "where advantages come from: the other answers of a group, or a critic "
-    "(the loss is the same, and GRPO's relatives are settings of it)",
+    "algorithm.name": "what is learned from a step; it sets the keys of `algorithm` that are not "
+    "said ([table](../explanation/algorithms.md))",
+    "algorithm.scale": "what advantages are divided by: the deviation of the group, of all tokens "
+    "of the step (training then waits for all of its answers), or nothing",
+    "algorithm.equal_groups": "whether groups whose rewards are all the same count for anything "
+    "(DAPO drops them)",
+    "algorithm.truncated": "an answer that was cut off ends there, is not trained on, or (`ppo`) "
+    "is worth what the critic expects behind it",
+    "algorithm.overlong_buffer": "so many tokens before the longest answer a penalty begins, which "
+    "rises to 1 (DAPO); 0 for none",
+    "algorithm.surrogate": "PPO's clipped ratio, or CISPO's clipped weight",
     "algorithm.clip_low": "how far below 1 the probability ratio may move",
     "algorithm.clip_high": "how far above 1 it may move",
     "algorithm.dual_clip": "bound of the loss for negative advantages",
     "algorithm.ratio_level": "one ratio a token (PPO, GRPO) or a sequence (GSPO)",
     "algorithm.aggregation": "how token losses become one number: DAPO, GRPO's first paper, "
     "Dr.GRPO, in this order",
-    "algorithm.normalize_std": "`grpo`: divide advantages by the group's standard deviation",
-    "algorithm.gamma": "`ppo`: discount from one token to the next",
+    "algorithm.epochs": "how often a step's mini-batches are gone through",
+    "algorithm.gamma": "`ppo`, `reinforce++`: discount from one token to the next",
     "algorithm.lam": "`ppo`: 0 trusts the critic, 1 the rewards (GAE's lambda)",
-    "algorithm.whiten": "`ppo`: bring advantages to mean 0 and deviation 1 over all tokens of the "
-    "step; training then waits for all of its answers",
-    "algorithm.kl_coefficient": "weight of the KL term against the starting model; above 0 a "
+    "algorithm.kl_coefficient": "weight of the KL against the starting model; above 0 a "
     "reference worker joins the flow",
-    "algorithm.kl_estimator": "how the KL is estimated",
+    "algorithm.kl_in": "whether the KL is a term of the loss, or taken off the reward",
+    "algorithm.kl_estimator": "how the KL of the loss is estimated; `k1` does nothing there, and "
+    "is what a reward takes",
     "algorithm.entropy_coefficient": "weight of an entropy bonus",
-    "algorithm.weight_cap": "with `training.recompute_logprobs`: largest importance weight of "
-    "tokens that an older policy drew",
+    "algorithm.gap_level": "with `training.recompute_logprobs`: tokens that an older policy, or "
+    "another engine, drew are weighed one by one, or by their whole sequence",
+    "algorithm.gap_rule": "weights beyond `gap_cap` are cut to it, or made 0",
+    "algorithm.gap_cap": "largest of these weights; with `mask` one over it is the least",
     "critic.learning_rate": "`ppo`: peak learning rate of the critic's AdamW",
+    "critic.warmup_steps": "`ppo`: steps at the start in which the critic alone learns",
     "critic.value_clip": "`ppo`: how far a value may move in a step before its gradient stops; "
     "`null` for no bound",
     "optimizer.learning_rate": "peak learning rate of AdamW",

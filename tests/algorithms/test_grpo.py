@@ -11,6 +11,7 @@ from torch import Tensor
 
 from m2flow.algorithms.aggregation import denominator
 from m2flow.algorithms.grpo import GRPOLoss
+from m2flow.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def loop_loss(grpo: GRPOLoss, given: TokenColumns) -> float:
     return total / counted
 
 
-FULL = GRPOLoss(kl_coefficient=0.1, entropy_coefficient=0.01)
+FULL = GRPOLoss(aggregation="token-mean", kl_coefficient=0.1, entropy_coefficient=0.01)
 
 
 def test_agrees_with_a_loop() -> None:
@@ -106,3 +107,9 @@ def test_sequences_without_advantage_idle_only_without_kl_and_entropy() -> None:
     assert GRPOLoss().zero_advantage_is_idle
     assert not GRPOLoss(kl_coefficient=0.1).zero_advantage_is_idle
     assert not GRPOLoss(entropy_coefficient=0.1).zero_advantage_is_idle
+
+
+def test_k1_in_the_loss_is_refused() -> None:
+    with pytest.raises(UserError, match="expected gradient of k1 is 0"):
+        GRPOLoss(kl_coefficient=0.1, kl_estimator="k1")
+    GRPOLoss(kl_estimator="k1")

@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from m2flow.algorithms.policy_loss import RatioLevel, clipped_policy_loss
+from m2flow.algorithms.policy_loss import (
+    GapRule,
+    RatioLevel,
+    clipped_policy_loss,
+    gap_weights,
+)
 
 
 def loop_loss(
@@ -119,16 +124,17 @@ def test_half_precision_is_computed_in_float32() -> None:
     assert result.loss_T.dtype == torch.float32
 
 
+def drawn(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
 def test_recomputed_logprobs_keep_the_behaviour_policy_s_weight() -> None:
     """Decoupled PPO, token by token: the weight old / behaviour once was left out."""
-    generator = torch.Generator().manual_seed(3)
-    logprobs, old, behaviour, advantages = (
-        torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(4)
-    )
-    found = clipped_policy_loss(
-        logprobs, old, advantages, torch.tensor([3, 4]),
-        behaviour_logprobs_T=behaviour, weight_cap=1.5,
-    ).loss_T  # fmt: skip
+    logprobs, old, behaviour, advantages = drawn(4)
+    lengths = torch.tensor([3, 4])
+    weights = gap_weights(old, behaviour, lengths, cap=1.5)
+    found = clipped_policy_loss(logprobs, old, advantages, lengths, weights_T=weights).loss_T
     for t in range(7):
         ratio = math.exp(logprobs[t] - old[t])
         weight = min(math.exp(old[t] - behaviour[t]), 1.5)
@@ -137,11 +143,30 @@ def test_recomputed_logprobs_keep_the_behaviour_policy_s_weight() -> None:
         assert float(found[t]) == pytest.approx(float(expected))
 
 
-def test_a_sequence_has_one_weight() -> None:
-    old, behaviour = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.2, -1.9, -3.5])
-    found = clipped_policy_loss(
-        old, old, torch.ones(3), torch.tensor([2, 1]),
-        behaviour_logprobs_T=behaviour, ratio_level="sequence",
-    ).loss_T  # fmt: skip
-    weights = [math.exp((0.2 - 0.1) / 2)] * 2 + [math.exp(0.5)]
-    assert found.tolist() == pytest.approx([-weight for weight in weights])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("rule", ["truncate", "mask"])
+def test_weights_against_a_loop(level: RatioLevel, rule: GapRule) -> None:
+    old, behaviour = drawn(2)
+    found = gap_weights(
+        old, behaviour, torch.tensor([3, 0, 4]), level=level, rule=rule, cap=1.8
+    ).tolist()
+    for start, end in ((0, 3), (3, 7)):
+        gaps = (old - behaviour)[start:end].tolist()
+        for t, gap in enumerate(gaps, start):
+            weight = math.exp(sum(gaps) if level == "sequence" else gap)
+            if rule == "mask" and not 1 / 1.8 <= weight <= 1.8:
+                weight = 0.0
+            assert found[t] == pytest.approx(min(weight, 1.8))
+
+
+def test_a_sequence_ratio_keeps_the_credit_of_each_token() -> None:
+    """GSPO-token: with one gradient for all tokens, a critic's advantages would be averaged."""
+    _, gradient = loss_of([0.0, 0.0, 0.0], [1.0, -2.0, 0.0], ratio_level="sequence")
+    torch.testing.assert_close(gradient, torch.tensor([-1.0, 2.0, 0.0]))
+
+
+def test_cispo_keeps_the_gradient_of_tokens_beyond_the_bound() -> None:
+    up = math.log(3.0)
+    result, gradient = loss_of([up, 0.0], [1.0, -1.0], surrogate="cispo")
+    assert result.clipped_T.tolist() == [True, False]
+    torch.testing.assert_close(gradient, torch.tensor([-1.28, 1.0]))

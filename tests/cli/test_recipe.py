@@ -63,7 +63,7 @@ Refused = Callable[..., str]
         ("logger=jsonl", ["logger", "'jsonl'", "tuple"]),
         ("logger=[jsnl]", ["logger.0", "did you mean 'jsonl'?"]),
         ("workload=agentic", ["workload", "'agentic'", "reasoning"]),
-        ("samples_per_prompt=1", ["samples_per_prompt", "GRPO", "got 1", "at least 2"]),
+        ("samples_per_prompt=1", ["samples_per_prompt", "grpo", "got 1", "at least 2"]),
         (
             "minibatches=3",
             ["prompts_per_step", "samples_per_prompt", "minibatches", "16", "3 mini-batches"],
@@ -84,7 +84,7 @@ def test_a_schedule_must_outlast_its_warm_up(tiny: Path, refused: Refused) -> No
     wrong = ["optimizer.schedule=linear", "optimizer.warmup_steps=6"]
     line = refused("train", tiny, *wrong)
     assert "optimizer.warmup_steps" in line
-    assert "steps x minibatches = 6" in line
+    assert "steps x minibatches x epochs = 6" in line
 
 
 @pytest.mark.parametrize(

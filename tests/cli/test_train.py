@@ -48,7 +48,7 @@ def test_the_configuration_holds_every_default(finished: Path) -> None:
     recipe = ReasoningRecipe.model_validate(config)
     assert recipe.model_dump(mode="json") == config, "nothing was left to a default"
     assert recipe.steps == 3
-    assert config["algorithm"]["clip_high"] == 0.28
+    assert config["algorithm"]["clip_high"] == 0.2
     assert config["generation"] == {
         "max_new_tokens": 6,
         "temperature": 1.0,

@@ -51,6 +51,7 @@ def experiment() -> ReasoningExperiment:
                 },
                 "data": {"options": {"min_digits": 1, "max_digits": 2}},
                 "warmup": {"steps": 300},
+                "algorithm": {"clip_high": 0.28, "aggregation": "token-mean"},
                 "optimizer": {"learning_rate": 1e-3},
             }
         )

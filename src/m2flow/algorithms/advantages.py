@@ -60,3 +60,19 @@ def group_advantages(rewards_B: Tensor, group_size: int, normalize_std: bool = T
         centred_NG = centred_NG / (rewards_NG.std(dim=1, correction=0, keepdim=True) + 1e-6)
     equal_N1 = (rewards_NG == rewards_NG[:, :1]).all(dim=1, keepdim=True)
     return torch.where(equal_N1, 0.0, centred_NG).to(dtype).view(-1)
+
+
+def leave_one_out_advantages(rewards_B: Tensor, group_size: int) -> Tensor:
+    """`r - mean of the other rewards of its group`, which is `G / (G - 1) * (r - mean)`.
+
+    Source: RLOO (arXiv 2402.14740), equation 8.
+
+    Args, result and errors: as for `group_advantages`.
+    """
+    return group_advantages(rewards_B, group_size, False) * (group_size / (group_size - 1))
+
+
+def equal_groups(rewards_B: Tensor, group_size: int) -> Tensor:
+    """[B] bool: rows of groups whose rewards are all the same, of which nothing can be learned."""
+    rewards_NG = rewards_B.view(-1, group_size)
+    return (rewards_NG == rewards_NG[:, :1]).all(dim=1).repeat_interleave(group_size)

@@ -21,8 +21,8 @@ def token_weights(lengths_B: Tensor, mode: Aggregation, *, dtype: torch.dtype) -
     """The weight of each token's loss: 1, or 1 / (tokens of its sequence).
 
     token-mean is DAPO's (arXiv 2503.14476, equation 8), sequence-mean-token-mean GRPO's
-    (arXiv 2402.03300, equation 3), sequence-mean-token-sum has no division by length at all, as
-    Dr.GRPO asks for (arXiv 2503.20783).
+    (arXiv 2402.03300, equation 3), sequence-mean-token-sum Dr.GRPO's (arXiv 2503.20783, listing 1):
+    no division by the answer's own length, but by a budget that is the same for all.
 
     Args:
         lengths_B: [B] int64, sequence lengths in tokens; they sum to T.
@@ -43,6 +43,12 @@ def token_weights(lengths_B: Tensor, mode: Aggregation, *, dtype: torch.dtype) -
     return weights_T
 
 
-def denominator(lengths_B: Tensor, mode: Aggregation) -> int:
-    """What the weighted sum is divided by: tokens, or sequences that have at least one."""
-    return int(lengths_B.sum() if mode == "token-mean" else (lengths_B > 0).sum())
+def denominator(lengths_B: Tensor, mode: Aggregation, token_budget: int = 1) -> int:
+    """What the weighted sum is divided by: tokens, or sequences that have at least one.
+
+    With sequence-mean-token-sum each sequence counts as `token_budget` tokens, the longest that an
+    answer may be.
+    """
+    if mode == "token-mean":
+        return int(lengths_B.sum())
+    return int((lengths_B > 0).sum()) * (token_budget if mode == "sequence-mean-token-sum" else 1)

@@ -1,8 +1,7 @@
-"""GRPO and its near relatives, by composition only: every formula lives in a file of its own.
+"""The loss of GRPO and its relatives, by composition only: every formula has a file of its own.
 
-Defaults are DAPO's choices (clip-higher, token-mean, no KL term). `sequence-mean-token-mean` with
-a KL term gives the first paper's GRPO, `ratio_level="sequence"` GSPO, and
-`sequence-mean-token-sum` without `normalize_std` Dr.GRPO. Sources: the files composed.
+What makes a relative are the attributes; which ones make which, `ALGORITHMS` of the reasoning
+workload's recipe says. Sources: the files composed.
 """
 
 from __future__ import annotations
@@ -12,10 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from m2flow.algorithms.aggregation import Aggregation, token_weights
+from m2flow.algorithms.aggregation import Aggregation, denominator, token_weights
 from m2flow.algorithms.kl import KLEstimator, kl_per_token
 from m2flow.algorithms.loss import LossTerms, token_sum
-from m2flow.algorithms.policy_loss import RatioLevel, clipped_policy_loss
+from m2flow.algorithms.policy_loss import (
+    GapRule,
+    RatioLevel,
+    Surrogate,
+    clipped_policy_loss,
+    gap_weights,
+)
+from m2flow.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -23,26 +29,37 @@ class GRPOLoss:
     """Group-relative policy optimisation.
 
     Attributes:
-        clip_low, clip_high: how far below and above 1 the ratio may move.
-        dual_clip: bound of the loss for negative advantages, or None.
-        ratio_level: one ratio a token, or one a sequence.
+        surrogate, clip_low, clip_high, dual_clip, ratio_level: see `clipped_policy_loss`.
         aggregation: how per-token losses become one number.
+        token_budget: what "sequence-mean-token-sum" divides a sequence's sum by.
         kl_coefficient: weight of KL(policy || reference) in the loss; 0 needs no reference.
-        kl_estimator: k1, k2 or k3.
+        kl_estimator: k2 or k3; the expected gradient of k1 is 0.
         entropy_coefficient: weight of an entropy bonus.
-        weight_cap: largest importance weight of tokens that another policy drew than the one that
-            the ratio is taken against.
+        gap_level, gap_rule, gap_cap: see `gap_weights`.
     """
 
+    surrogate: Surrogate = "clip"
     clip_low: float = 0.2
-    clip_high: float = 0.28
+    clip_high: float = 0.2
     dual_clip: float | None = None
     ratio_level: RatioLevel = "token"
-    aggregation: Aggregation = "token-mean"
+    aggregation: Aggregation = "sequence-mean-token-mean"
+    token_budget: int = 1
     kl_coefficient: float = 0.0
     kl_estimator: KLEstimator = "k3"
     entropy_coefficient: float = 0.0
-    weight_cap: float = 5.0
+    gap_level: RatioLevel = "token"
+    gap_rule: GapRule = "truncate"
+    gap_cap: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.needs_reference and self.kl_estimator == "k1":
+            raise UserError(
+                "the expected gradient of k1 is 0: as a term of the loss it does nothing",
+                key="algorithm.kl_estimator",
+                value="k1",
+                expected="k2 or k3, or algorithm.kl_in: reward",
+            )
 
     @property
     def figures(self) -> tuple[str, ...]:
@@ -64,6 +81,10 @@ class GRPOLoss:
         """Whether a sequence whose advantages are all zero has no gradient."""
         return not (self.needs_reference or self.needs_entropy)
 
+    def denominator(self, lengths_B: Tensor) -> int:
+        """What the un-normalised loss of all sequences is divided by."""
+        return denominator(lengths_B, self.aggregation, self.token_budget)
+
     def loss(
         self,
         logprobs_T: Tensor,
@@ -75,7 +96,7 @@ class GRPOLoss:
         reference_logprobs_T: Tensor | None = None,
         entropy_T: Tensor | None = None,
     ) -> LossTerms:
-        """Clipped surrogate + kl_coefficient * KL - entropy_coefficient * entropy, weighted.
+        """Surrogate + kl_coefficient * KL - entropy_coefficient * entropy, weighted.
 
         Un-normalised, of some whole sequences.
 
@@ -89,17 +110,27 @@ class GRPOLoss:
             reference_logprobs_T: under the reference model; needed if `needs_reference`.
             entropy_T: of the policy at the token, with gradient; needed if `needs_entropy`.
         """
+        weights_T = None
+        if behaviour_logprobs_T is not None:
+            weights_T = gap_weights(
+                old_logprobs_T,
+                behaviour_logprobs_T,
+                lengths_B,
+                level=self.gap_level,
+                rule=self.gap_rule,
+                cap=self.gap_cap,
+            )
         policy = clipped_policy_loss(
             logprobs_T,
             old_logprobs_T,
             advantages_T,
             lengths_B,
-            behaviour_logprobs_T=behaviour_logprobs_T,
+            weights_T=weights_T,
+            surrogate=self.surrogate,
             clip_low=self.clip_low,
             clip_high=self.clip_high,
             dual_clip=self.dual_clip,
             ratio_level=self.ratio_level,
-            weight_cap=self.weight_cap,
         )
         loss_T = policy.loss_T
         # KL(behaviour || policy): its tokens are the behaviour policy's, hence the swapped sides.
@@ -119,5 +150,5 @@ class GRPOLoss:
             assert entropy_T is not None
             loss_T = loss_T - self.entropy_coefficient * entropy_T
             sums["entropy"] = token_sum(entropy_T)
-        weights_T = token_weights(lengths_B, self.aggregation, dtype=loss_T.dtype)
-        return LossTerms((weights_T * loss_T).sum(), sums)
+        shares_T = token_weights(lengths_B, self.aggregation, dtype=loss_T.dtype)
+        return LossTerms((shares_T * loss_T).sum(), sums)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from m2flow.algorithms.aggregation import Aggregation, token_weights
+from m2flow.algorithms.aggregation import Aggregation, denominator, token_weights
 from m2flow.algorithms.loss import LossTerms, token_sum
 from m2flow.algorithms.value_loss import clipped_value_loss
 
@@ -25,13 +25,19 @@ class CriticLoss:
     Attributes:
         value_clip: how far a value may move from the one at the start of the step, or None.
         aggregation: how per-token losses become one number.
+        token_budget: what "sequence-mean-token-sum" divides a sequence's sum by.
     """
 
     value_clip: float | None = 0.2
     aggregation: Aggregation = "token-mean"
+    token_budget: int = 1
 
     figures = ("clip_fraction", "value", "return", "return_square", "error", "error_square")
     """Sums of `loss`; a return's error is what is left of it without the value before the step."""
+
+    def denominator(self, lengths_B: Tensor) -> int:
+        """What the un-normalised loss of all sequences is divided by."""
+        return denominator(lengths_B, self.aggregation, self.token_budget)
 
     def loss(
         self,

@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from m2flow.algorithms.aggregation import denominator
 from m2flow.algorithms.finite import check_finite
 from m2flow.algorithms.grpo import GRPOLoss
 from m2flow.errors import UserError
@@ -104,7 +103,7 @@ class PolicyTrainer(SummingTrainer):
         """Add up what is known before any pass; the rollouts that a pass is needed for."""
         lengths_B = rollouts.pairs.completion_lengths_B
         self.add(
-            denominator=denominator(lengths_B, self.algorithm.aggregation),
+            denominator=self.algorithm.denominator(lengths_B),
             tokens=int(lengths_B.sum()),
             samples=len(rollouts),
             behaviour_entropy=-float(rollouts.behaviour_logprobs_T.double().sum()),
@@ -129,17 +128,20 @@ class PolicyTrainer(SummingTrainer):
             `behaviour_entropy` (minus the mean log-probability at sampling, over all tokens),
             `tokens`, `samples`, `samples_dropped`, `tokens_trained`, `tokens_computed` (after
             sharing), and `steps` (0 where no token counted, so that no step was taken, else 1).
+            Means over no token are left out.
 
         Raises:
             NotFinite: the loss or a gradient is NaN or infinite; no step was taken.
         """
         steps_before = self.optimizer.num_steps
         totals, figures = self.step(all_reduce)
-        trained = max(totals["tokens_trained"], 1.0)
+        trained, tokens = totals["tokens_trained"], totals["tokens"]
+        means = {name: totals[name] / trained for name in self.algorithm.figures} if trained else {}
+        if tokens:
+            means["behaviour_entropy"] = totals["behaviour_entropy"] / tokens
         return {
             **figures,
-            **{name: totals[name] / trained for name in self.algorithm.figures},
-            "behaviour_entropy": totals["behaviour_entropy"] / max(totals["tokens"], 1.0),
+            **means,
             **{name: totals[name] for name in _TOTALS if name.startswith(("tokens", "samples"))},
             "steps": float(self.optimizer.num_steps - steps_before),
         }

@@ -22,12 +22,14 @@ class Schedule:
         total_steps: the step, counted from 0, at which decay has reached its end. Needed unless
             constant.
         final_fraction: of the peak, from `total_steps` on.
+        idle_steps: so many steps at the start have the rate 0, whatever the rest says.
     """
 
     decay: Decay = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
     final_fraction: float = 0.0
+    idle_steps: int = 0
 
     def __post_init__(self) -> None:
         ends = self.total_steps is not None and self.total_steps > self.warmup_steps
@@ -35,6 +37,8 @@ class Schedule:
 
     def factor(self, step: int) -> float:
         """What the peak rate is multiplied by at the given step, counted from 0."""
+        if step < self.idle_steps:
+            return 0.0
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.decay == "constant":

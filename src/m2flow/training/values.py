@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from m2flow.algorithms.aggregation import denominator
 from m2flow.algorithms.finite import check_finite
 from m2flow.algorithms.ppo import CriticLoss, explained_variance
 from m2flow.training.attention import packed_attention_on
 from m2flow.training.optimizer import AllReduce
 from m2flow.training.packing import Pack, pack
 from m2flow.training.policy import PolicyTrainerConfig
-from m2flow.training.rollouts import TokenPairs
+from m2flow.training.rollouts import TokenPairs, flat_index
 from m2flow.training.sharded import WHOLE, Shards
 from m2flow.training.summing import SummingTrainer, column_of, figures_of
 
@@ -41,6 +40,12 @@ class ValueTargets:
     pairs: TokenPairs
     old_values_T: Tensor
     returns_T: Tensor
+
+    def select(self, rows_R: Tensor) -> ValueTargets:
+        """The given rows (int64 [R]), in that order."""
+        tokens_S = flat_index(self.pairs.completion_lengths_B, rows_R)
+        pairs = self.pairs.select(rows_R)
+        return ValueTargets(pairs, self.old_values_T[tokens_S], self.returns_T[tokens_S])
 
 
 def token_values(model: nn.Module, microbatch: Pack) -> Tensor:
@@ -103,7 +108,7 @@ class ValueTrainer(SummingTrainer):
             lengths_B = targets.pairs.completion_lengths_B
             check_finite({"values": targets.old_values_T, "returns": targets.returns_T})
             self.add(
-                denominator=denominator(lengths_B, self.algorithm.aggregation),
+                denominator=self.algorithm.denominator(lengths_B),
                 tokens=int(lengths_B.sum()),
             )
             packs = pack(targets.pairs, self.config.tokens_per_microbatch, self.config.sharing)

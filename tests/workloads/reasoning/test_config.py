@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from m2flow.algorithms.ppo import CriticLoss
 from m2flow.errors import UserError
 from m2flow.workloads.reasoning.config import (
+    ALGORITHMS,
     KEYS_OF_ALGORITHMS,
     KEYS_OF_TASKS,
     AlgorithmSection,
@@ -163,49 +164,85 @@ def test_a_schedule_has_steps_left_after_its_warm_up(schedule: str) -> None:
 
 def test_every_setting_of_the_algorithm_reaches_the_loss() -> None:
     settings = {
+        "surrogate": "cispo",
         "clip_low": 0.1,
         "clip_high": 0.3,
         "dual_clip": 3.0,
         "ratio_level": "sequence",
         "aggregation": "sequence-mean-token-sum",
         "kl_coefficient": 0.01,
-        "kl_estimator": "k1",
+        "kl_estimator": "k2",
         "entropy_coefficient": 0.02,
-        "weight_cap": 3.0,
+        "gap_level": "sequence",
+        "gap_rule": "mask",
+        "gap_cap": 3.0,
     }
     recipe = ReasoningRecipe.model_validate({"algorithm": settings})
     loss = loss_of(recipe)
     assert {name: getattr(loss, name) for name in settings} == settings
-    others = set(KEYS_OF_ALGORITHMS)
+    assert loss.token_budget == recipe.generation.max_new_tokens
+    others = {"scale", "truncated", "overlong_buffer", "epochs", "kl_in", *KEYS_OF_ALGORITHMS}
     known = {"name", *settings, *others}
     assert recipe.algorithm.model_dump().keys() == known, "or this test is too short"
 
 
+def test_a_kl_in_the_reward_is_none_in_the_loss() -> None:
+    algorithm = {"kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1"}
+    recipe = ReasoningRecipe.model_validate({"algorithm": algorithm})
+    assert not loss_of(recipe).needs_reference
+    flow = recipe_flow(recipe, ModelSource("nowhere"))
+    assert (flow.kl_in_reward, flow.reference is None) == (0.1, False)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_recipe_that_was_written_whole_is_read_as_it_was(name: str) -> None:
+    """A name sets what is not said, and nothing that is: a resumed run reads every key."""
+    recipe = ReasoningRecipe.model_validate({"algorithm": {"name": name, "clip_high": 0.5}})
+    assert ReasoningRecipe.model_validate(recipe.model_dump(mode="json")) == recipe
+    assert recipe.algorithm.clip_high == 0.5
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key"),
+    [
+        ({"name": "ppo", "scale": "group"}, "algorithm.scale"),
+        ({"name": "reinforce++", "scale": "group"}, "algorithm.scale"),
+        ({"truncated": "bootstrap"}, "algorithm.truncated"),
+        ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "algorithm.kl_estimator"),
+        ({"overlong_buffer": 25}, "algorithm.overlong_buffer"),
+        ({"name": "reinforce++", "equal_groups": "drop"}, "algorithm.equal_groups"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(algorithm: dict[str, Any], key: str) -> None:
+    assert refusal({"algorithm": algorithm}).key == key
+
+
 def test_every_setting_of_ppo_is_read() -> None:
-    algorithm = {"name": "ppo", "gamma": 0.9, "lam": 0.5, "whiten": False, "clip_high": 0.1}
+    algorithm = {"name": "ppo", "gamma": 0.9, "lam": 0.5, "scale": "none", "clip_high": 0.1}
     data = {
         "algorithm": algorithm,
-        "critic": {"learning_rate": 0.5, "value_clip": None},
+        "critic": {"learning_rate": 0.5, "value_clip": None, "warmup_steps": 3},
         "samples_per_prompt": 1,
         "optimizer": {"learning_rate": 0.25, "weight_decay": 0.125},
     }
     recipe = ReasoningRecipe.model_validate(data)
     assert loss_of(recipe).clip_high == 0.1
-    assert critic_loss_of(recipe) == CriticLoss(value_clip=None, aggregation="token-mean")
+    assert critic_loss_of(recipe) == CriticLoss(None, "token-mean", token_budget=24)
     of_critic, of_policy = critic_config(recipe).optimizer, trainer_config(recipe).optimizer
     assert (of_critic.learning_rate, of_policy.learning_rate) == (0.5, 0.25)
-    assert of_critic == replace(of_policy, learning_rate=0.5)
+    assert of_policy.schedule == replace(of_critic.schedule, idle_steps=3 * recipe.minibatches)
+    assert of_critic == replace(of_policy, learning_rate=0.5, schedule=of_critic.schedule)
     flow = recipe_flow(recipe, ModelSource("nowhere"))
     assert isinstance(flow, PPO)
-    assert (flow.gamma, flow.lam, flow.whiten) == (0.9, 0.5, False)
+    assert (flow.gamma, flow.lam, flow.scale) == (0.9, 0.5, "none")
     assert recipe.critic.model_dump().keys() == data["critic"].keys(), "or this test is too short"
 
 
 @pytest.mark.parametrize("key", KEYS_OF_ALGORITHMS)
 def test_a_key_of_the_other_algorithm_is_refused(key: str) -> None:
-    other = {"grpo": "ppo", "ppo": "grpo"}[KEYS_OF_ALGORITHMS[key][0]]
+    other = next(name for name in ALGORITHMS if name not in KEYS_OF_ALGORITHMS[key])
     default = AlgorithmSection.model_fields[key].default
-    value = not default if isinstance(default, bool) else 0.5
+    value = "drop" if isinstance(default, str) else 0.5
     error = refusal({"algorithm": {"name": other, key: value}})
     assert (error.key, error.value) == (f"algorithm.{key}", value)
     assert KEYS_OF_ALGORITHMS[key][0] in str(error.hint)
@@ -219,7 +256,7 @@ def test_grpo_has_no_critic() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("gamma", 1.1), ("gamma", -0.1), ("lam", 2), ("lam", "a"), ("whiten", 1), ("name", "pppo")],
+    [("gamma", 1.1), ("gamma", -0.1), ("lam", 2), ("lam", "a"), ("scale", 1), ("name", "pppo")],
 )
 def test_ppo_s_values_are_checked(key: str, value: object) -> None:
     with pytest.raises(ValidationError) as caught:

@@ -26,6 +26,8 @@ from m2flow.workloads.reasoning.workers import (
     gae,
     group_advantage,
     outcome,
+    reward_to_go,
+    shape_reward,
     whiten,
 )
 
@@ -402,3 +404,161 @@ def test_whitening_is_over_all_tokens_of_the_step(samples: Batch) -> None:
     assert float(white.std(correction=0)) == pytest.approx(1, abs=1e-6)
     whole, parts = whiten.spec.unit, gae.spec.unit
     assert (whole, parts) == ("step", "item")
+
+
+def test_an_advantage_of_an_answer_is_whitened_as_that_of_its_tokens(samples: Batch) -> None:
+    lengths = torch.tensor(samples["completion_ids"].lengths)
+    spread = Ragged(torch.repeat_interleave(samples["advantage"], lengths), lengths.tolist())
+    of_tokens = whiten(samples.with_columns(advantages=spread))["advantages"].values
+    assert torch.equal(whiten(samples)["advantages"].values, of_tokens)
+
+
+# What else a reward is, and what is trained on
+
+
+def referred(samples: Batch) -> Batch:
+    """With a reference that thinks each token a little less likely than the policy did."""
+    drawn = samples["behaviour_logprobs"]
+    less = 0.1 + torch.rand(len(drawn.values), generator=torch.Generator().manual_seed(1)).double()
+    return samples.with_columns(reference_logprobs=Ragged(drawn.values - less, drawn.lengths))
+
+
+def partly_cut(samples: Batch) -> Batch:
+    """Every third answer reached the limit, and the second group got one reward for all."""
+    reasons = ["length" if row % 3 == 0 else "stop" for row in range(len(samples))]
+    rewards = [0.5 if row // GROUP == 1 else float(row % 2) for row in range(len(samples))]
+    return samples.with_columns(finish_reason=reasons, reward=rewards)
+
+
+def test_shaped_rewards_against_a_loop(samples: Batch) -> None:
+    samples = referred(samples)
+    shaped = shape_reward(samples, max_tokens=6, buffer=4, kl=0.5)["shaped"]
+    for row, (reward, drawn, reference) in enumerate(
+        zip(
+            samples["reward"],
+            samples["behaviour_logprobs"],
+            samples["reference_logprobs"],
+            strict=True,
+        )
+    ):
+        over = max(0.0, (len(drawn) - 2) / 4)
+        drift = sum(a - b for a, b in zip(drawn.tolist(), reference.tolist(), strict=True))
+        assert float(shaped[row]) == pytest.approx(reward - over - 0.5 * drift)
+    plain = shape_reward(samples, max_tokens=6, buffer=0, kl=0.0)["shaped"]
+    assert plain.tolist() == samples["reward"]
+
+
+def test_groups_are_compared_by_shaped_rewards(samples: Batch) -> None:
+    shaped = shape_reward(referred(samples), max_tokens=6, buffer=4, kl=0.5)
+    found = group_advantage(shaped, group_size=GROUP, leave_one_out=True)["advantage"]
+    rewards = shaped["shaped"].tolist()
+    for row, reward in enumerate(rewards):
+        start = row // GROUP * GROUP
+        others = [
+            x for place, x in enumerate(rewards[start : start + GROUP], start) if place != row
+        ]
+        assert float(found[row]) == pytest.approx(reward - statistics.mean(others))
+
+
+def test_rewards_to_go_against_a_loop(samples: Batch) -> None:
+    samples = referred(samples)
+    found = reward_to_go(samples, gamma=0.9, kl=0.5)["advantages"]
+    for row, reward in enumerate(samples["reward"]):
+        drawn, reference = samples["behaviour_logprobs"][row], samples["reference_logprobs"][row]
+        rewards = (-0.5 * (drawn - reference)).tolist()
+        rewards[-1] += reward
+        for t in range(len(rewards)):
+            expected = sum(0.9**k * each for k, each in enumerate(rewards[t:]))
+            assert float(found[row][t]) == pytest.approx(expected)
+
+
+def test_what_is_dropped_counts_for_nothing(
+    samples: Batch, warmed: ModelSource, tiny_recipe: MakeRecipe
+) -> None:
+    """Equal groups, and answers that were cut off; the rest alone gives the same step."""
+    recipe = tiny_recipe(algorithm={"truncated": "drop", "equal_groups": "drop"}, minibatches=1)
+    marked = group_advantage(partly_cut(samples), group_size=GROUP, drop_equal=True)
+    kept = [
+        row
+        for row, (dropped, reason) in enumerate(
+            zip(marked["dropped"].tolist(), marked["finish_reason"], strict=True)
+        )
+        if not dropped and reason == "stop"
+    ]
+    assert len(kept) == 7
+    dropping, plain = loaded(Learner(warmed, recipe)), loaded(Learner(warmed, tiny_recipe()))
+    assert dropping.train(marked).ids == samples.ids
+    plain.train(marked.select(kept))
+    found, expected = dropping.train_finish(), plain.train_finish()
+    assert found["tokens"] == expected["tokens"]
+    for name, value in dropping.parameters().items():
+        torch.testing.assert_close(value, plain.parameters()[name])
+
+
+def test_without_anything_to_train_on_there_are_no_means(
+    samples: Batch, warmed: ModelSource, recipe: Any
+) -> None:
+    """They once were zeros, which then were averaged with those of other mini-batches."""
+    learner = loaded(Learner(warmed, recipe))
+    learner.train(samples.with_columns(dropped=torch.ones(len(samples), dtype=torch.bool)))
+    figures = learner.train_finish()
+    assert figures["steps"] == figures["tokens"] == 0
+    assert not {"ratio", "behaviour_entropy", "clip_fraction"} & figures.keys()
+
+
+def test_epochs_go_through_all_mini_batches_again(
+    samples: Batch, warmed: ModelSource, tiny_recipe: MakeRecipe
+) -> None:
+    recipe = tiny_recipe(algorithm={"epochs": 3}, minibatches=2)
+    thrice, plain = loaded(Learner(warmed, recipe)), loaded(Learner(warmed, tiny_recipe()))
+    halves = [samples.select(range(8)), samples.select(range(8, 16))]
+    for _ in range(2):  # what is kept of a step does not come back in the next
+        for half in halves:
+            for piece in (half.select(range(3)), half.select(range(3, 8))):
+                thrice.train(piece)
+            thrice.train_finish()
+        for half in halves * 3:
+            for piece in (half.select(range(3)), half.select(range(3, 8))):
+                plain.train(piece)
+            plain.train_finish()
+    assert thrice.trainer.optimizer.num_steps == 12
+    assert all(x.equal(plain.parameters()[name]) for name, x in thrice.parameters().items())
+
+
+def test_a_step_that_is_taken_back_leaves_nothing_for_further_epochs(
+    samples: Batch, warmed: ModelSource, tiny_recipe: MakeRecipe
+) -> None:
+    recipe = tiny_recipe(algorithm={"epochs": 2}, minibatches=1)
+    broken, plain = loaded(Learner(warmed, recipe)), loaded(Learner(warmed, recipe))
+    broken.train(samples.select(range(5)))
+    broken.discard()
+    for each in (broken, plain):
+        each.train(samples)
+        each.train_finish()
+    assert all(x.equal(plain.parameters()[name]) for name, x in broken.parameters().items())
+
+
+def test_behind_a_truncated_answer_the_critic_is_asked(
+    samples: Batch, warmed: ModelSource, tiny_recipe: MakeRecipe
+) -> None:
+    recipe = tiny_recipe(algorithm={"name": "ppo", "truncated": "bootstrap"})
+    critic = loaded(Critic(warmed, recipe))
+    with torch.no_grad():  # a head of zeros expects nothing anywhere
+        for parameter in critic.policy.score.parameters():
+            parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+    samples = partly_cut(samples)
+    valued = critic.values(samples)
+    plain = loaded(Critic(warmed, tiny_recipe(algorithm={"name": "ppo"})))
+    plain.policy.load_state_dict(critic.policy.state_dict())
+    alone = plain.values(samples)["values"].values
+    torch.testing.assert_close(valued["values"].values, alone)
+    found = gae(samples, valued, gamma=0.9, lam=1.0)["returns"]
+    for row, reason in enumerate(samples["finish_reason"]):
+        beyond = float(valued["beyond"][row])
+        assert (beyond == 0.0) == (reason == "stop")
+        assert float(found[row][-1]) == pytest.approx(samples["reward"][row] + 0.9 * beyond)
+        if reason != "stop":
+            longer = torch.cat([samples["prompt_ids"][row], samples["completion_ids"][row]])
+            with torch.no_grad():
+                value = critic.policy(longer[None]).logits[0, -1, 0]
+            assert beyond == pytest.approx(float(value), abs=1e-4)

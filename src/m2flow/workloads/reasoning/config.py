@@ -99,49 +99,120 @@ def _listed(value: object) -> object:
 Rewards = Annotated[tuple[RewardPart, ...] | None, BeforeValidator(_listed)]
 
 
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dr-grpo": {"scale": "none", "aggregation": "sequence-mean-token-sum"},
+    "dapo": {"clip_high": 0.28, "aggregation": "token-mean", "equal_groups": "drop"},
+    "gspo": {"ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {
+        "surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregation": "token-mean",
+    },
+    "rloo": {"scale": "none", "aggregation": "sequence-mean-token-sum", "kl_in": "reward"},
+    "reinforce++": {"scale": "step", "aggregation": "token-mean", "kl_in": "reward"},
+    "reinforce++-baseline": {"scale": "step", "aggregation": "token-mean", "kl_estimator": "k2"},
+    "ppo": {"scale": "step", "aggregation": "token-mean"},
+}  # fmt: skip
+"""By name what sets it apart from GRPO as first published; a recipe may say otherwise."""
+
+OF_GROUPS = tuple(name for name in ALGORITHMS if name not in ("ppo", "reinforce++"))
+"""Algorithms that compare an answer with the others to its prompt."""
+
 KEYS_OF_ALGORITHMS = {
-    "normalize_std": ("grpo",),
-    "gamma": ("ppo",),
+    "equal_groups": OF_GROUPS,
+    "gamma": ("ppo", "reinforce++"),
     "lam": ("ppo",),
-    "whiten": ("ppo",),
 }
 """Keys of `algorithm` to the algorithms that read them, where not all do."""
 
 
 class AlgorithmSection(Section):
-    """GRPO and its near relatives, or PPO with a critic."""
+    """Where advantages come from, and the loss; `name` sets what is not said (`ALGORITHMS`)."""
 
-    name: Literal["grpo", "ppo"] = "grpo"
+    name: Literal[
+        "grpo", "dr-grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "reinforce++-baseline",
+        "ppo",
+    ] = "grpo"  # fmt: skip
+    scale: Literal["group", "step", "none"] = "group"
+    equal_groups: Literal["keep", "drop"] = "keep"
+    truncated: Literal["terminal", "drop", "bootstrap"] = "terminal"
+    overlong_buffer: Natural = 0
+    surrogate: Literal["clip", "cispo"] = "clip"
     clip_low: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.2
-    clip_high: Positive = 0.28
+    clip_high: Positive = 0.2
     dual_clip: Annotated[float, Field(gt=1, strict=True)] | None = None
     ratio_level: Literal["token", "sequence"] = "token"
     aggregation: Literal["token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"] = (
-        "token-mean"
+        "sequence-mean-token-mean"
     )
-    normalize_std: Flag = True
+    epochs: Count = 1
     gamma: Share = 1.0
     lam: Share = 0.95
-    whiten: Flag = True
     kl_coefficient: NonNegative = 0.0
+    kl_in: Literal["loss", "reward"] = "loss"
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_coefficient: NonNegative = 0.0
-    weight_cap: Annotated[float, Field(ge=1, strict=True)] = 5.0
+    gap_level: Literal["token", "sequence"] = "token"
+    gap_rule: Literal["truncate", "mask"] = "truncate"
+    gap_cap: Annotated[float, Field(ge=1, strict=True)] = 5.0
+
+    @property
+    def has_critic(self) -> bool:
+        return self.name == "ppo"
+
+    @property
+    def kl_in_loss(self) -> float:
+        """Weight of the KL term of the loss."""
+        return self.kl_coefficient if self.kl_in == "loss" else 0.0
+
+    @property
+    def kl_in_reward(self) -> float:
+        """Weight of the KL that is taken off rewards."""
+        return self.kl_coefficient if self.kl_in == "reward" else 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_the_name_says(cls, data: Any) -> Any:
+        """Keys that are not said are those of the algorithm of that name."""
+        known = isinstance(data, dict) and data.get("name", "grpo") in ALGORITHMS
+        return ALGORITHMS[data.get("name", "grpo")] | data if known else data
 
     @model_validator(mode="after")
     def _keys_belong_to_the_algorithm(self) -> AlgorithmSection:
         common.refuse_keys_of_others(self, "algorithm.name", KEYS_OF_ALGORITHMS)
+        if self.scale == "group" and self.name not in OF_GROUPS:
+            raise UserError(
+                f"the advantages of {self.name} have no groups",
+                key="algorithm.scale",
+                value="group",
+                expected="step or none",
+            )
+        if self.truncated == "bootstrap" and not self.has_critic:
+            raise UserError(
+                "only a critic says what would have come after a truncated answer",
+                key="algorithm.truncated",
+                value="bootstrap",
+                hint="set algorithm.name to ppo, or take terminal or drop",
+            )
+        if self.kl_in_loss and self.kl_estimator == "k1":
+            raise UserError(
+                "the expected gradient of k1 is 0: as a term of the loss it does nothing",
+                key="algorithm.kl_estimator",
+                value="k1",
+                expected="k2 or k3, or algorithm.kl_in: reward",
+            )
         return self
 
 
 class CriticSection(Section):
     """PPO's critic, which begins with the policy's weights and a head of zeros.
 
-    What is not said here is as for the policy: `optimizer`, `training`, `minibatches`.
+    What is not said here is as for the policy: `optimizer`, `training`, `minibatches`. The policy
+    stands still for the first `warmup_steps` steps, in which the critic alone learns.
     """
 
     learning_rate: Positive = 1e-3
     value_clip: Positive | None = 0.2
+    warmup_steps: Natural = 0
 
 
 class TrainingSection(Section):
@@ -199,14 +270,19 @@ class ReasoningRecipe(common.Recipe):
         return self.prompts_per_step * self.samples_per_prompt
 
     @property
+    def optimizer_steps(self) -> int:
+        """Of the whole run."""
+        return self.steps * self.minibatches * self.algorithm.epochs
+
+    @property
     def samples_per_minibatch(self) -> int:
         return self.samples_per_step // self.minibatches
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> ReasoningRecipe:
-        if self.algorithm.name == "grpo" and self.samples_per_prompt < 2:
+        if self.algorithm.name in OF_GROUPS and self.samples_per_prompt < 2:
             raise UserError(
-                "GRPO compares the samples of a prompt with each other",
+                f"{self.algorithm.name} compares the samples of a prompt with each other",
                 key="samples_per_prompt",
                 value=self.samples_per_prompt,
                 expected="at least 2",
@@ -229,15 +305,22 @@ class ReasoningRecipe(common.Recipe):
                 expected="a model folder",
                 hint="take it out to start from a tiny model built on the spot",
             )
-        optimizer, optimizer_steps = self.optimizer, self.steps * self.minibatches
+        if self.algorithm.overlong_buffer > self.generation.max_new_tokens:
+            raise UserError(
+                "is longer than an answer",
+                key="algorithm.overlong_buffer",
+                value=self.algorithm.overlong_buffer,
+                expected=f"at most generation.max_new_tokens = {self.generation.max_new_tokens}",
+            )
+        optimizer, optimizer_steps = self.optimizer, self.optimizer_steps
         if optimizer.schedule != "constant" and optimizer.warmup_steps >= optimizer_steps:
             raise UserError(
                 f"leaves nothing of the {optimizer.schedule} schedule",
                 key="optimizer.warmup_steps",
                 value=optimizer.warmup_steps,
-                expected=f"fewer than steps x minibatches = {optimizer_steps}",
+                expected=f"fewer than steps x minibatches x epochs = {optimizer_steps}",
             )
-        if self.algorithm.name != "ppo" and self.critic != CriticSection():
+        if not self.algorithm.has_critic and self.critic != CriticSection():
             raise UserError(
                 f"{self.algorithm.name} has no critic",
                 key="critic",
@@ -251,6 +334,6 @@ class ReasoningRecipe(common.Recipe):
         return {
             "samples_per_step": self.samples_per_step,
             "samples_per_minibatch": self.samples_per_minibatch,
-            "optimizer_steps": self.steps * self.minibatches,
+            "optimizer_steps": self.optimizer_steps,
             "prompts_total": self.steps * self.prompts_per_step,
         }

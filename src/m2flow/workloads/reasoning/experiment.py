@@ -27,7 +27,7 @@ from m2flow.training.supervised import adamw, train_supervised
 from m2flow.workloads.common.workload import RunProgress
 from m2flow.workloads.reasoning.config import KEYS_OF_TASKS, ReasoningRecipe
 from m2flow.workloads.reasoning.encoding import Names, context_of, encode, may_not_fit, token_rows
-from m2flow.workloads.reasoning.flow import GRPO, PPO, recipe_flow
+from m2flow.workloads.reasoning.flow import GRPO, PPO, Reinforce, recipe_flow
 from m2flow.workloads.reasoning.tasks import (
     DemonstratedTask,
     Problem,
@@ -216,7 +216,7 @@ class ReasoningExperiment:
 
     # --- the data ---------------------------------------------------------------------------------
 
-    def flow(self, checkpoint: Path | None = None) -> GRPO | PPO:
+    def flow(self, checkpoint: Path | None = None) -> GRPO | Reinforce | PPO:
         """The flow on the starting model, or on a checkpoint of it."""
         return recipe_flow(self.recipe, self.model, self.rewards, checkpoint)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from m2flow.flow import Flow, Stream
 from m2flow.rewards.reward import WeightedReward
-from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.config import OF_GROUPS, ReasoningRecipe
 from m2flow.workloads.reasoning.supported import heads_of
 from m2flow.workloads.reasoning.workers import (
     Critic,
@@ -20,6 +20,8 @@ from m2flow.workloads.reasoning.workers import (
     gae,
     group_advantage,
     outcome,
+    reward_to_go,
+    shape_reward,
     whiten,
 )
 
@@ -32,12 +34,26 @@ class PolicyGradient(Flow):
     learner: Learner
     reference: Reference | None = None
     recompute_logprobs: bool = False
+    kl_in_reward: float = 0.0
+    overlong_buffer: int = 0
+    scale: str = "group"
 
-    def with_logprobs(self, samples: Stream) -> Stream:
-        """What the loss needs of the trainer's own policy, and of the reference."""
+    def shaped(self, samples: Stream, kl: float = 0.0) -> Stream:
+        """Rewards less what an answer's length and (by `kl`) its drift from the reference cost."""
+        if self.kl_in_reward and self.reference is not None:
+            samples = self.reference.logprobs(samples)
+        if not (self.overlong_buffer or kl):
+            return samples
+        max_tokens = self.generator.max_new_tokens
+        return shape_reward(samples, max_tokens=max_tokens, buffer=self.overlong_buffer, kl=kl)
+
+    def prepared(self, samples: Stream) -> Stream:
+        """Advantages in the scale of the step; what the loss needs of the policy and reference."""
+        if self.scale == "step":
+            samples = whiten(samples)
         if self.recompute_logprobs:
             samples = self.learner.logprobs(samples)
-        if self.reference is not None:
+        if self.reference is not None and not self.kl_in_reward:
             samples = self.reference.logprobs(samples)
         return samples
 
@@ -53,17 +69,32 @@ class PolicyGradient(Flow):
 class GRPO(PolicyGradient):
     """Sample a group of answers per prompt, score them, move the policy towards the better ones."""
 
-    normalize_std: bool = True
+    leave_one_out: bool = False
+    drop_equal: bool = False
 
     def step(self, prompts: Stream) -> Stream:
         samples = self.generator.generate(prompts)
         samples = self.verifier.score(samples)
         samples = group_advantage(
-            samples,
+            self.shaped(samples, self.kl_in_reward),
             group_size=self.generator.samples_per_prompt,
-            normalize_std=self.normalize_std,
+            leave_one_out=self.leave_one_out,
+            normalize_std=self.scale == "group",
+            drop_equal=self.drop_equal,
         )
-        return self.learner.train(self.with_logprobs(samples))
+        return self.learner.train(self.prepared(samples))
+
+
+class Reinforce(PolicyGradient):
+    """Compare the rewards that follow each token with those of all tokens of the step."""
+
+    gamma: float = 1.0
+
+    def step(self, prompts: Stream) -> Stream:
+        samples = self.generator.generate(prompts)
+        samples = self.shaped(self.verifier.score(samples))
+        samples = reward_to_go(samples, gamma=self.gamma, kl=self.kl_in_reward)
+        return self.learner.train(self.prepared(samples))
 
 
 class PPO(PolicyGradient):
@@ -72,16 +103,15 @@ class PPO(PolicyGradient):
     critic: Critic
     gamma: float = 1.0
     lam: float = 0.95
-    whiten: bool = True
 
     def step(self, prompts: Stream) -> Stream:
         samples = self.generator.generate(prompts)
         scored, valued = self.verifier.score(samples), self.critic.values(samples)
-        samples = gae(scored, valued, gamma=self.gamma, lam=self.lam)
+        samples = gae(
+            self.shaped(scored), valued, gamma=self.gamma, lam=self.lam, kl=self.kl_in_reward
+        )
         self.critic.train(samples)
-        if self.whiten:
-            samples = whiten(samples)
-        return self.learner.train(self.with_logprobs(samples))
+        return self.learner.train(self.prepared(samples))
 
 
 def recipe_flow(
@@ -89,7 +119,7 @@ def recipe_flow(
     model: ModelSource,
     rewards: Sequence[WeightedReward] = (),
     checkpoint: Path | None = None,
-) -> GRPO | PPO:
+) -> GRPO | Reinforce | PPO:
     """The flow of a recipe with its workers, none of them loaded.
 
     Args:
@@ -113,16 +143,24 @@ def recipe_flow(
         "learner": Learner(policy, recipe, state),
         "reference": Reference(model, recipe) if algorithm.kl_coefficient > 0 else None,
         "recompute_logprobs": recipe.training.recompute_logprobs,
+        "kl_in_reward": algorithm.kl_in_reward,
+        "overlong_buffer": algorithm.overlong_buffer,
+        "scale": algorithm.scale,
     }
-    if algorithm.name == "grpo":
-        return GRPO(**workers, normalize_std=algorithm.normalize_std)
+    if algorithm.name in OF_GROUPS:
+        return GRPO(
+            **workers,
+            leave_one_out=algorithm.name == "rloo",
+            drop_equal=algorithm.equal_groups == "drop",
+        )
+    if not algorithm.has_critic:
+        return Reinforce(**workers, gamma=algorithm.gamma)
     critic = Critic(_saved(recipe, model, checkpoint, Critic.part), recipe, state)
     return PPO(
         **workers,
         critic=critic,
         gamma=algorithm.gamma,
         lam=algorithm.lam,
-        whiten=algorithm.whiten,
     )
 
 

@@ -2,46 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from m2flow.algorithms.grpo import GRPOLoss
 from m2flow.algorithms.ppo import CriticLoss
 from m2flow.training.optimizer import AdamWConfig
 from m2flow.training.policy import PolicyTrainerConfig
 from m2flow.training.schedule import Schedule
-from m2flow.workloads.reasoning.config import KEYS_OF_ALGORITHMS, ReasoningRecipe
+from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 
 def loss_of(recipe: ReasoningRecipe) -> GRPOLoss:
-    """The policy's loss that `algorithm` describes.
-
-    PPO's is GRPO's; they differ in where advantages come from.
-    """
-    return GRPOLoss(**recipe.algorithm.model_dump(exclude={"name", *KEYS_OF_ALGORITHMS}))
+    """The policy's loss that `algorithm` describes; PPO's is GRPO's, on other advantages."""
+    algorithm = recipe.algorithm
+    names = {field.name for field in fields(GRPOLoss)} - {"kl_coefficient", "token_budget"}
+    return GRPOLoss(
+        **{name: getattr(algorithm, name) for name in names},
+        kl_coefficient=algorithm.kl_in_loss,
+        token_budget=recipe.generation.max_new_tokens,
+    )
 
 
 def critic_loss_of(recipe: ReasoningRecipe) -> CriticLoss:
     """The critic's loss that `critic` describes."""
-    return CriticLoss(recipe.critic.value_clip, recipe.algorithm.aggregation)
+    aggregation, budget = recipe.algorithm.aggregation, recipe.generation.max_new_tokens
+    return CriticLoss(recipe.critic.value_clip, aggregation, budget)
 
 
 def critic_config(recipe: ReasoningRecipe) -> PolicyTrainerConfig:
     """The critic's optimizer and packing: the policy's, at a learning rate of its own."""
-    config = trainer_config(recipe)
+    config = trainer_config(recipe, idle_steps=0)
     optimizer = replace(config.optimizer, learning_rate=recipe.critic.learning_rate)
     return replace(config, optimizer=optimizer)
 
 
-def trainer_config(recipe: ReasoningRecipe) -> PolicyTrainerConfig:
-    """Optimizer, schedule over all optimizer steps of the run, and packing."""
+def trainer_config(recipe: ReasoningRecipe, idle_steps: int | None = None) -> PolicyTrainerConfig:
+    """Optimizer, schedule over all optimizer steps of the run, and packing.
+
+    Args:
+        recipe: every setting.
+        idle_steps: optimizer steps at the start that move nothing; None for those in which a
+            critic alone learns.
+    """
     optimizer = recipe.optimizer
+    if idle_steps is None:
+        each = recipe.optimizer_steps // recipe.steps
+        idle_steps = each * recipe.critic.warmup_steps
     return PolicyTrainerConfig(
         optimizer=AdamWConfig(
             learning_rate=optimizer.learning_rate,
             betas=optimizer.betas,
             weight_decay=optimizer.weight_decay,
             schedule=Schedule(
-                optimizer.schedule, optimizer.warmup_steps, recipe.steps * recipe.minibatches
+                optimizer.schedule,
+                optimizer.warmup_steps,
+                recipe.optimizer_steps,
+                idle_steps=idle_steps,
             ),
             max_grad_norm=optimizer.max_grad_norm,
         ),

@@ -53,7 +53,8 @@ class Reasoning:
         algorithm, model = recipe.algorithm, recipe.model
         shapes: dict[str, object] = {
             "algorithm": algorithm.name,
-            "whiten": algorithm.name == "ppo" and algorithm.whiten,
+            "scale": algorithm.scale,
+            "epochs": algorithm.epochs,
             "reference": algorithm.kl_coefficient > 0,
         }
         for name, value in recipe.model_dump(mode="json", include=set(SHAPES)).items():

@@ -4,9 +4,10 @@ Columns of an item, as they come into being:
   prompt_ids (Ragged int64), prompt, answer, metadata, seed     from the data
   completion_ids, behaviour_logprobs (Ragged), finish_reason, version   Generator
   text, reward                                                  Verifier
-  advantage (float64)                                           group_advantage
-  values (Ragged)                                               Critic
-  advantages, returns (Ragged float64)                          gae, whiten
+  shaped (float64)                                              shape_reward
+  advantage (float64), dropped (bool)                           group_advantage
+  values (Ragged), beyond                                       Critic
+  advantages, returns (Ragged float64)                          gae, reward_to_go, whiten
   old_logprobs, reference_logprobs (Ragged)                     Learner, Reference
 
 Each worker is cheap until `load`, which brings up torch and the model.
@@ -19,7 +20,15 @@ from m2flow.workloads.reasoning.workers.generator import HANDED_ON, Generator
 from m2flow.workloads.reasoning.workers.learner import Learner
 from m2flow.workloads.reasoning.workers.reference import Reference
 from m2flow.workloads.reasoning.workers.source import ModelSource
-from m2flow.workloads.reasoning.workers.stages import OUTCOME, gae, group_advantage, outcome, whiten
+from m2flow.workloads.reasoning.workers.stages import (
+    OUTCOME,
+    gae,
+    group_advantage,
+    outcome,
+    reward_to_go,
+    shape_reward,
+    whiten,
+)
 from m2flow.workloads.reasoning.workers.verifier import Verifier
 
 __all__ = [
@@ -34,5 +43,7 @@ __all__ = [
     "gae",
     "group_advantage",
     "outcome",
+    "reward_to_go",
+    "shape_reward",
     "whiten",
 ]

@@ -25,6 +25,21 @@ def token_pairs(samples: Batch) -> TokenPairs:
     )  # fmt: skip
 
 
+def one_longer(pairs: TokenPairs) -> TokenPairs:
+    """The pairs with one token more behind each answer, the first of the vocabulary."""
+    import torch
+
+    from m2flow.training.rollouts import TokenPairs
+
+    rows = pairs.completion_ids_T.split(pairs.completion_lengths_B.tolist())
+    more = [row for each in rows for row in (each, each.new_zeros(1))]
+    return TokenPairs(
+        pairs.prompt_ids_P, pairs.prompt_lengths_B,
+        torch.cat(more),
+        pairs.completion_lengths_B + 1,
+    )  # fmt: skip
+
+
 def lengths_of(samples: Batch, column: str) -> Tensor:
     """[B] int64, the lengths of a ragged column's rows."""
     import torch
@@ -57,3 +72,15 @@ def value_targets(samples: Batch) -> ValueTargets:
     from m2flow.training.values import ValueTargets
 
     return ValueTargets(token_pairs(samples), samples["values"].values, samples["returns"].values)
+
+
+def kept_rows(samples: Batch, *, drop_truncated: bool) -> Tensor | None:
+    """Int64, the samples that are trained on; None where that is all of them."""
+    import torch
+
+    kept_B = torch.ones(len(samples), dtype=torch.bool)
+    if "dropped" in samples:
+        kept_B &= ~samples["dropped"]
+    if drop_truncated:
+        kept_B &= torch.tensor([reason == "stop" for reason in samples["finish_reason"]])
+    return None if bool(kept_B.all()) else kept_B.nonzero()[:, 0]

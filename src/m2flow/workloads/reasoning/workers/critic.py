@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from m2flow.flow import Batch, Place, Ragged, stage
-from m2flow.workloads.reasoning.workers.columns import token_pairs, value_targets
+from m2flow.workloads.reasoning.workers.columns import one_longer, token_pairs, value_targets
 from m2flow.workloads.reasoning.workers.trained import Trained
 
 
@@ -29,16 +29,28 @@ class Critic(Trained):
 
     @stage
     def values(self, samples: Batch) -> Batch:
-        """Gives `values`, and nothing else: for each token what the state before it is worth."""
-        values = Ragged(
-            self.trainer.values(token_pairs(samples)), samples["completion_ids"].lengths
-        )
-        return samples.with_columns(values=values).only("values")
+        """Gives `values`: for each token what the state before it is worth.
+
+        Where truncation is not the end, `beyond` too: what the state behind an answer is worth
+        that was cut off, 0 behind others.
+        """
+        import torch
+
+        pairs, lengths = token_pairs(samples), samples["completion_ids"].lengths
+        if self.recipe.algorithm.truncated != "bootstrap":
+            values = Ragged(self.trainer.values(pairs), lengths)
+            return samples.with_columns(values=values).only("values")
+        # Any further token: the value of the state before it is that behind the answer.
+        found = Ragged(self.trainer.values(one_longer(pairs)), [length + 1 for length in lengths])
+        values = Ragged.from_rows([row[:-1] for row in found])
+        cut_B = torch.tensor([reason != "stop" for reason in samples["finish_reason"]])
+        beyond_B = torch.stack([row[-1] for row in found]) * cut_B
+        return samples.with_columns(values=values, beyond=beyond_B).only("values", "beyond")
 
     @stage(accumulates=True, minibatches="minibatches")
     def train(self, samples: Batch) -> Batch:
         """Accumulates the gradient of these samples."""
-        self.trainer.fold(value_targets(samples))
+        self.fold(samples, value_targets(samples))
         return samples.only("reward")
 
     @train.finish

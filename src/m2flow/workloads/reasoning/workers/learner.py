@@ -32,7 +32,7 @@ class Learner(Trained):
     @stage(accumulates=True, minibatches="minibatches")
     def train(self, samples: Batch) -> Batch:
         """Accumulates the gradient of these samples."""
-        self.trainer.fold(rollouts(samples))
+        self.fold(samples, rollouts(samples))
         return outcome(samples)
 
     @train.finish

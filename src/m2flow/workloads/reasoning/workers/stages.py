@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from m2flow.flow import Batch, Ragged, stage
 from m2flow.workloads.reasoning.workers.columns import lengths_of
 
@@ -19,31 +21,88 @@ def outcome(samples: Batch) -> Batch:
     return samples.with_columns(**lengths).only(*OUTCOME)
 
 
-@stage(unit="group")
-def group_advantage(samples: Batch, *, group_size: int, normalize_std: bool = True) -> Batch:
-    """Adds `advantage`: the reward against the others of its group."""
-    import torch
-
-    from m2flow.algorithms.advantages import group_advantages
-
-    rewards_B = torch.tensor(samples["reward"], dtype=torch.float64)
-    advantages_B = group_advantages(rewards_B, group_size, normalize_std)
-    return samples.with_columns(advantage=advantages_B)
-
-
 @stage
-def gae(scored: Batch, valued: Batch, *, gamma: float, lam: float) -> Batch:
-    """Adds `values`, `advantages` and `returns`: generalised advantage estimation of each token.
+def shape_reward(samples: Batch, *, max_tokens: int, buffer: int, kl: float) -> Batch:
+    """Adds `shaped`: the reward less what an overlong answer, and drift, cost.
 
-    The reward of an answer comes with its last token, whether it ended by itself or was cut off.
+    Args:
+        samples: with `reference_logprobs` where `kl` is not 0.
+        max_tokens, buffer: see `shaping.overlong_penalty`; a buffer of 0 costs nothing.
+        kl: weight of the KL to the reference, summed over the answer.
     """
     import torch
 
+    from m2flow.algorithms.shaping import drift_penalty, overlong_penalty, sums_of_sequences
+
+    rewards_B = torch.tensor(samples["reward"], dtype=torch.float64)
+    lengths_B = lengths_of(samples, "completion_ids")
+    if buffer:
+        rewards_B = rewards_B + overlong_penalty(lengths_B, max_tokens, buffer)
+    if kl:
+        drawn, reference = samples["behaviour_logprobs"], samples["reference_logprobs"]
+        drift_T = drift_penalty(drawn.values, reference.values, kl)
+        rewards_B = rewards_B + sums_of_sequences(drift_T, lengths_B)
+    return samples.with_columns(shaped=rewards_B)
+
+
+@stage(unit="group")
+def group_advantage(
+    samples: Batch,
+    *,
+    group_size: int,
+    leave_one_out: bool = False,
+    normalize_std: bool = True,
+    drop_equal: bool = False,
+) -> Batch:
+    """Adds `advantage`: the reward against the others of its group.
+
+    Args:
+        samples: whole groups, one after another.
+        group_size: samples of a group.
+        leave_one_out: against the mean of the others, without itself, and nothing is divided.
+        normalize_std: whether to divide by the group's deviation.
+        drop_equal: nothing is trained on groups whose rewards are all the same (`dropped`).
+    """
+    from m2flow.algorithms.advantages import (
+        equal_groups,
+        group_advantages,
+        leave_one_out_advantages,
+    )
+
+    rewards_B = _rewards(samples)
+    if leave_one_out:
+        advantages_B = leave_one_out_advantages(rewards_B, group_size)
+    else:
+        advantages_B = group_advantages(rewards_B, group_size, normalize_std)
+    samples = samples.with_columns(advantage=advantages_B)
+    return (
+        samples.with_columns(dropped=equal_groups(rewards_B, group_size)) if drop_equal else samples
+    )
+
+
+def _rewards(samples: Batch) -> Any:
+    """float64 [B], shaped where they have been."""
+    import torch
+
+    if "shaped" in samples:
+        return samples["shaped"]
+    return torch.tensor(samples["reward"], dtype=torch.float64)
+
+
+@stage
+def gae(scored: Batch, valued: Batch, *, gamma: float, lam: float, kl: float = 0.0) -> Batch:
+    """Adds `values`, `advantages` and `returns`: generalised advantage estimation of each token.
+
+    The reward of an answer comes with its last token, the KL to the reference with each token.
+    Behind the last token nothing is expected, but where `valued` has `beyond`, what a critic
+    expects behind an answer that was cut off.
+    """
     from m2flow.algorithms.gae import generalised_advantages, rewards_at_end
 
     values, lengths_B = valued["values"], lengths_of(scored, "completion_ids")
-    rewards_B = torch.tensor(scored["reward"], dtype=torch.float64)
-    rewards_T = rewards_at_end(rewards_B, lengths_B)
+    rewards_T = _token_rewards(scored, kl)
+    if "beyond" in valued:
+        rewards_T = rewards_T + gamma * rewards_at_end(valued["beyond"].double(), lengths_B)
     found = generalised_advantages(rewards_T, values.values, lengths_B, gamma=gamma, lam=lam)
     return scored.with_columns(
         values=values,
@@ -52,10 +111,49 @@ def gae(scored: Batch, valued: Batch, *, gamma: float, lam: float) -> Batch:
     )
 
 
+@stage
+def reward_to_go(samples: Batch, *, gamma: float, kl: float) -> Batch:
+    """Adds `advantages`: of each token the rewards that come with it and after it.
+
+    The reward of an answer comes with its last token, the KL to the reference with each token.
+
+    Source: REINFORCE++ (arXiv 2501.03262), equation 6.
+    """
+    import torch
+
+    from m2flow.algorithms.gae import generalised_advantages
+
+    lengths_B, rewards_T = lengths_of(samples, "completion_ids"), _token_rewards(samples, kl)
+    nothing_T = torch.zeros_like(rewards_T)
+    found = generalised_advantages(rewards_T, nothing_T, lengths_B, gamma=gamma, lam=1.0)
+    return samples.with_columns(advantages=Ragged(found.advantages_T, lengths_B.tolist()))
+
+
+def _token_rewards(samples: Batch, kl: float) -> Any:
+    """float64 [T]: an answer's reward at its last token, less the KL that each token costs."""
+    from m2flow.algorithms.gae import rewards_at_end
+    from m2flow.algorithms.shaping import drift_penalty
+
+    rewards_T = rewards_at_end(_rewards(samples), lengths_of(samples, "completion_ids"))
+    if not kl:
+        return rewards_T
+    drawn, reference = samples["behaviour_logprobs"], samples["reference_logprobs"]
+    return rewards_T + drift_penalty(drawn.values, reference.values, kl)
+
+
 @stage(unit="step")
 def whiten(samples: Batch) -> Batch:
-    """Brings `advantages` to mean 0 and deviation 1 over all tokens of the step."""
+    """Brings `advantages` to mean 0 and deviation 1 over all tokens of the step.
+
+    An `advantage` of each answer is that of each of its tokens.
+    """
+    import torch
+
     from m2flow.algorithms.gae import whitened
 
-    advantages = samples["advantages"]
-    return samples.with_columns(advantages=Ragged(whitened(advantages.values), advantages.lengths))
+    lengths_B = lengths_of(samples, "completion_ids")
+    if "advantages" in samples:
+        advantages_T = samples["advantages"].values
+    else:
+        advantages_T = torch.repeat_interleave(samples["advantage"], lengths_B)
+    return samples.with_columns(advantages=Ragged(whitened(advantages_T), lengths_B.tolist()))

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from m2flow.flow import Place
+from m2flow.flow import Batch, Place
 from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.workers.columns import kept_rows
 from m2flow.workloads.reasoning.workers.source import ModelSource, Sharded, divided
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class Trained(Sharded):
     ) -> None:
         self.model, self.recipe, self.checkpoint = model, recipe, checkpoint
         self.minibatches = recipe.minibatches
+        self._folded: list[list[Any]] = [[]]  # of each mini-batch of the step, for more epochs
 
     def begin(
         self,
@@ -66,14 +69,49 @@ class Trained(Sharded):
             self.trainer.optimizer.load_state_dict(load_trainer_state(self.checkpoint, self.part))
         self.state = MovableState(self.trainer.tensors, place)
 
+    def fold(self, samples: Batch, columns: Any) -> None:
+        """Accumulate the gradient of those of the samples that are trained on.
+
+        Args:
+            samples: of the mini-batch at hand.
+            columns: what the trainer folds of them: rollouts, or values and returns.
+        """
+        drop_truncated = self.recipe.algorithm.truncated == "drop"
+        rows = kept_rows(samples, drop_truncated=drop_truncated)
+        some = columns if rows is None else columns.select(rows)
+        self.trainer.fold(some)
+        if self.recipe.algorithm.epochs > 1:
+            self._folded[-1].append(some)
+
     def finish_minibatch(self) -> dict[str, float]:
-        """One optimizer step, together with the other replicas; its figures."""
+        """One optimizer step, together with the other replicas; its figures.
+
+        After the last mini-batch of a step all of them are gone through again, as often as
+        `algorithm.epochs` says; the figures are then means over all of these steps.
+        """
+        found = [self._step()]
+        if self.recipe.algorithm.epochs == 1:
+            return found[0]
+        if len(self._folded) < self.minibatches:
+            self._folded.append([])
+            return found[0]
+        for _ in range(1, self.recipe.algorithm.epochs):
+            for minibatch in self._folded:
+                for some in minibatch:
+                    self.trainer.fold(some)
+                found.append(self._step())
+        self._folded = [[]]
+        names = dict.fromkeys(name for one in found for name in one)
+        return {name: fmean(one[name] for one in found if name in one) for name in names}
+
+    def _step(self) -> dict[str, float]:
         place = self.place
         replicated = place.size > 1 and place.gang.size == 1
         figures: dict[str, float] = self.trainer.finish(place.all_reduce if replicated else None)
         return figures
 
     def discard(self) -> None:
+        self._folded = [[]]
         self.trainer.discard()
 
     def weights(self) -> Mapping[str, Any]:
