@@ -121,10 +121,10 @@ MEANING = {
 """What each key of a reasoning recipe means, by its path."""
 
 EMBODIED = {
-    "model": "of vision-language-action kinds: a published checkpoint's folder, or `tiny` for a small "
-    "model of the same structure, made on the spot; the latter too where nothing is said",
-    "tiny": "by key with dots: what takes the place of the recipe's own values with `model: tiny`; the "
-    "command line still wins",
+    "model": "of vision-language-action kinds: a published checkpoint's folder, or `tiny` for a "
+    "small model of the same structure, made on the spot; the latter too where nothing is said",
+    "tiny": "by key with dots: what takes the place of the recipe's own values with `model: tiny`; "
+    "the command line still wins",
     "rollouts_per_step": "rollouts of a step, each in an environment of its own",
     "environment.name": "the simulator: `family:task` (`gymnasium`, `libero`, `maniskill`, "
     "`metaworld`, `table`), or a class of your own, `my_module:MyEnvironment`",
@@ -148,7 +148,8 @@ EMBODIED = {
     "policy.dtype": "of a checkpoint's weights",
     "policy.lora_rank": "train only adapters of this rank; 0 trains everything",
     "policy.proprioception": "`openvla-oft`: the policy reads the robot's state too",
-    "policy.noise": "`pi0`: what makes denoising steps Gaussian, the stochastic equation or a network",
+    "policy.noise": "`pi0`: what makes denoising steps Gaussian, the stochastic equation or a "
+    "network",
     "policy.noise_level": "`pi0`: factor of the standard deviation in `sde`",
     "policy.denoising_steps": "`pi0`: steps from noise to action; none: as the checkpoint says",
     "warmup.steps": "steps of behaviour cloning before reinforcement; 0 for none",

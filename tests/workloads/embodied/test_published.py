@@ -66,7 +66,8 @@ def test_published_recipes_have_full_sizes_and_tiny_ones(name: str) -> None:
     full = read_recipe(RECIPES / f"{name}.yaml", ["model=/models/some"])
     tiny = read_recipe(RECIPES / f"{name}.yaml", ["model=tiny", "steps=2", "rollout.horizon=80"])
     assert full.name == tiny.name == name
-    assert full.tiny and not tiny.tiny
+    assert full.tiny
+    assert not tiny.tiny
     assert full.rollouts_per_step >= 64 > 4 >= tiny.rollouts_per_step
     assert (tiny.steps, tiny.rollout.horizon) == (2, 80), "what the command line says wins"
     assert tiny.policy == full.policy
@@ -104,7 +105,9 @@ def test_a_checkpoint_is_what_acts(tmp_path: Path) -> None:
 
 
 def test_groups_larger_than_the_rollouts_are_refused() -> None:
-    line = refused({"algorithm": {"name": "grpo", "group_size": 8}, "rollout.automatic_reset": False})
+    line = refused(
+        {"algorithm": {"name": "grpo", "group_size": 8}, "rollout.automatic_reset": False}
+    )
     assert "algorithm.group_size: a group is larger" in line
     assert "at most rollouts_per_step = 4" in line
 

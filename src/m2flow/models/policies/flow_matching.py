@@ -349,21 +349,25 @@ def _with_scales(folder: Path, options: FlowOptions) -> FlowOptions:
         return options
     content = read_json(folder / "norm_stats.json", "the scale of actions")
     statistics = content.get("norm_stats", content)
-    scales = {}
-    for part, ours in (("actions", "action"), ("state", "state")):
-        for figure in ("mean", "std"):
-            try:
-                scales[f"{ours}_{figure}"] = tuple(statistics[part][figure])
-            except (KeyError, TypeError):
-                raise UserError(
-                    f"has no {part}.{figure}",
-                    key=f"{folder}/norm_stats.json",
-                    expected=f"statistics of actions and state, not of {', '.join(statistics)}",
-                ) from None
-    size = options.action_size
-    for name in ("action_mean", "action_std"):  # padded as the actions are
-        scales[name] = scales[name][:size]
-    return replace(options, **scales)
+
+    def scale(part: str, figure: str) -> tuple[float, ...]:
+        try:
+            return tuple(statistics[part][figure])
+        except (KeyError, TypeError):
+            raise UserError(
+                f"has no {part}.{figure}",
+                key=f"{folder}/norm_stats.json",
+                expected=f"statistics of actions and state, not of {', '.join(statistics)}",
+            ) from None
+
+    size = options.action_size  # they may be padded as the actions are
+    return replace(
+        options,
+        action_mean=scale("actions", "mean")[:size],
+        action_std=scale("actions", "std")[:size],
+        state_mean=scale("state", "mean"),
+        state_std=scale("state", "std"),
+    )
 
 
 def tiny_pi0(

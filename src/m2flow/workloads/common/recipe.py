@@ -109,7 +109,7 @@ class Recipe(Section):
     samples_logged_per_step: Natural = 4
 
     @classmethod
-    def stand_ins(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    def stand_ins(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG003
         """By key with dots what takes the place of the recipe's own values, if anything does.
 
         Args:

@@ -179,8 +179,8 @@ class EpisodesSection(common.EvaluationSection):
 class EmbodiedRecipe(common.Recipe):
     """A whole run.
 
-    With `model: tiny` what `tiny` says, by key with dots, takes the place of the recipe's own sizes;
-    what the command line says still wins.
+    With `model: tiny` what `tiny` says, by key with dots, takes the place of the recipe's own
+    values; what the command line says still wins.
     """
 
     workload: Literal["embodied"] = "embodied"
