@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from m2flow.errors import UserError
+from m2flow.plan import parse_lanes
 from m2flow.workloads.common import train
 from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.common.workload import Examination
+from m2flow.workloads.embodied.evaluation import examine
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -99,6 +102,18 @@ def test_a_checkpoint_is_what_acts(tmp_path: Path) -> None:
     ours = dict(experiment.flow().learner.source.make().named_parameters())
     theirs = dict(load_openvla_oft(folder, dtype=torch.float32).named_parameters())
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+
+
+@needs_vla
+def test_a_published_model_is_evaluated_by_a_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(TABLE | {"tiny": {"rollout.horizon": 2}}))
+    lanes = parse_lanes("cpu:1")
+    figures = examine(Examination(Path("tiny"), recipe, limit=3, lanes=lanes))
+    assert figures["about"] == "3 episodes of table:reach"
+    assert figures["length"] <= 2
+    with pytest.raises(UserError, match="or a published model and --data RECIPE"):
+        examine(Examination(tmp_path, None))
 
 
 # --- what is refused ----------------------------------------------------------------------------
