@@ -65,6 +65,7 @@ def test_nothing_to_draw_with_is_said_before_a_run(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name",
     ["openvla-oft-grpo-libero-spatial", "openvla-oft-ppo-libero-spatial", "pi0-ppo-libero-spatial"],

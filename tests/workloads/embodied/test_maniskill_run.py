@@ -30,7 +30,11 @@ STATES: dict[str, Any] = {
     "mode": "eager",
     "steps": 2,
     "rollouts_per_step": 2,
-    "environment": {"name": "maniskill:PickCube-v1", "processes": 1},
+    "environment": {
+        "name": "maniskill:PickCube-v1",
+        "processes": 1,
+        "options": {"max_episode_steps": 10},
+    },
     "rollout": {"horizon": 20},
     "evaluation": {"episodes": 2, "films": 1},
 }
@@ -59,6 +63,7 @@ def test_a_task_without_a_sentence_is_given_one() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_states_are_learned_from_and_evaluated_by_seeds(tmp_path: Path) -> None:
     run = train(STATES, run_dir=tmp_path / "run")
     row = last_row(run)
@@ -73,6 +78,7 @@ def test_states_are_learned_from_and_evaluated_by_seeds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(
     find_spec("timm") is None or find_spec("peft") is None, reason="needs the extra vla"
 )

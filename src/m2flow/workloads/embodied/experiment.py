@@ -54,7 +54,7 @@ class EmbodiedExperiment:
         self._source = PolicySource(
             recipe.policy, self.spec, recipe.seed, critic=critic, model=recipe.model
         )
-        self._policy = self._source.make()  # refuses what does not fit
+        self._source.make()  # refuses what does not fit; not kept, since it may be large
         if self.makes_model:
             expert_of(recipe, environment)
         environment.close()
@@ -68,8 +68,9 @@ class EmbodiedExperiment:
     def prepare(self, folder: Path, progress: RunProgress | None = None) -> None:
         """The policy that reinforcement starts from; one that lies there already is taken."""
         if not (folder / WEIGHTS).is_file():
-            clone(self._policy, self.recipe, progress)
-            write(self._policy, folder, WEIGHTS)
+            policy = self._source.make()
+            clone(policy, self.recipe, progress)
+            write(policy, folder, WEIGHTS)
         self._start = folder
 
     def flow(self, checkpoint: Path | None = None) -> PPO | GRPO:
