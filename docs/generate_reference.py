@@ -133,6 +133,10 @@ MEANING = {
 """What each key of a reasoning recipe means, by its path."""
 
 EMBODIED = {
+    "model": "of vision-language-action kinds: a published checkpoint's folder, or `tiny` for a "
+    "small model of the same structure, made on the spot; the latter too where nothing is said",
+    "tiny": "by key with dots: what takes the place of the recipe's own values with `model: tiny`; "
+    "the command line still wins",
     "rollouts_per_step": "rollouts of a step, each in an environment of its own",
     "environment.name": "the simulator: `family:task` (`gymnasium`, `libero`, `maniskill`, "
     "`metaworld`, `table`), or a class of your own, `my_module:MyEnvironment`",
@@ -148,8 +152,6 @@ EMBODIED = {
     "policy.distribution": "`mlp`, `cnn`: what actions are drawn from; `auto` is categorical for "
     "choices and Gaussian otherwise",
     "policy.cameras": "names of the pictures it looks at",
-    "policy.path": "`openvla`, `openvla-oft`: a published checkpoint's folder; without it a tiny "
-    "model of the same structure is made on the spot",
     "policy.statistics": "name of the data set whose scale the checkpoint's actions have",
     "policy.gripper": "the simulator's convention for the gripper",
     "policy.centre_crop": "crop pictures to the middle 90 % of their area, as LIBERO checkpoints "
@@ -158,6 +160,10 @@ EMBODIED = {
     "policy.dtype": "of a checkpoint's weights",
     "policy.lora_rank": "train only adapters of this rank; 0 trains everything",
     "policy.proprioception": "`openvla-oft`: the policy reads the robot's state too",
+    "policy.noise": "`pi0`: what makes denoising steps Gaussian, the stochastic equation or a "
+    "network",
+    "policy.noise_level": "`pi0`: factor of the standard deviation in `sde`",
+    "policy.denoising_steps": "`pi0`: steps from noise to action; none: as the checkpoint says",
     "warmup.steps": "steps of behaviour cloning before reinforcement; 0 for none",
     "warmup.episodes": "episodes of the expert that it is cloned from",
     "warmup.batch_size": "turns of a step of cloning",

@@ -154,7 +154,9 @@ def evaluate(
     model: Annotated[Path, typer.Argument(help="A checkpoint or a Hugging Face folder.")],
     data: Annotated[
         Path | None,
-        typer.Option(help="Problems as JSON lines; none for a policy that acts in a simulator."),
+        typer.Option(
+            help="Problems as JSON lines; for a policy none, or the recipe of a published one."
+        ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Answers drawn for each problem.")] = 1,
     temperature: Annotated[

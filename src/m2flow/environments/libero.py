@@ -74,6 +74,9 @@ class LiberoEnvironment(Environment):
             max_episode_steps=max_episode_steps or MAX_STEPS.get(kind, 400),
             instructions=tuple(dict.fromkeys(self._sentences.values())),
             num_initial_states=len(self._starts),
+            tasks=tuple(
+                (f"{suite}/{index}", len(_initial_states(suite, index))) for index in numbers
+            ),
         )
 
     @staticmethod

@@ -3,6 +3,10 @@
 Needs a Vulkan device for state observations too. Physics on the CPU is deterministic, so episodes
 are restored by replaying them. With pictures each step of a chunk is drawn, because ManiSkill
 observes as part of its step. An episode terminates as the task says, mostly when it is solved.
+
+Tasks on photographs (PutCarrotOnPlateInScene-v1 and its like) are drawn in their camera's own size,
+with the masks that put the scene before the photograph, and give no reward: success is theirs.
+Their assets are not part of ManiSkill's package.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import numpy as np
 
 from m2flow.environments.environment import Array, Environment, Transition, seed_of
 from m2flow.environments.spec import ActionSpec, EnvironmentSpec, ObservationSpec, image_spec
+from m2flow.errors import UserError
 
 RENDER_PIXELS = 256
 
@@ -27,6 +32,7 @@ class ManiSkillEnvironment(Environment):
         control: ManiSkill's control mode.
         reward: ManiSkill's reward mode: "sparse", "dense" or "normalized_dense".
         max_episode_steps: 0 for the task's own.
+        instruction: the sentence of a task that has none of its own; "" for none.
     """
 
     def __init__(
@@ -36,22 +42,29 @@ class ManiSkillEnvironment(Environment):
         control: str = "pd_ee_delta_pose",
         reward: str = "normalized_dense",
         max_episode_steps: int = 0,
+        instruction: str = "",
     ) -> None:
         import gymnasium
         import mani_skill.envs  # noqa: F401, registers the tasks
+        from mani_skill.utils.registration import REGISTERED_ENVS
 
-        size = {"width": pixels or RENDER_PIXELS, "height": pixels or RENDER_PIXELS}
-        limit = {"max_episode_steps": max_episode_steps} if max_episode_steps else {}
+        known = REGISTERED_ENVS[task]
+        _check_assets(task, known.asset_download_ids)
+        limit = max_episode_steps or known.max_episode_steps
+        on_photograph = "rgb" not in known.cls.SUPPORTED_OBS_MODES
+        side = pixels or RENDER_PIXELS
+        self._rewarded = reward in known.cls.SUPPORTED_REWARD_MODES
+        self._given = instruction
         made = gymnasium.make(
             task,
             num_envs=1,
-            obs_mode="rgb" if pixels else "state",
+            obs_mode=("rgb+segmentation" if on_photograph else "rgb") if pixels else "state",
             control_mode=control,
-            reward_mode=reward,
+            reward_mode=reward if self._rewarded else "none",
             render_mode="rgb_array",
             sim_backend="physx_cpu",
-            sensor_configs=size,
-            **limit,
+            max_episode_steps=limit,
+            **({} if on_photograph else {"sensor_configs": {"width": side, "height": side}}),
         )
         if pixels:
             from mani_skill.utils.wrappers.flatten import FlattenRGBDObservationWrapper
@@ -61,14 +74,14 @@ class ManiSkillEnvironment(Environment):
         self._keep(made.reset(seed=0)[0])
         space = made.unwrapped.single_action_space
         sentence = self._sentence()
-        images = (image_spec("image", pixels, pixels),) if pixels else ()
+        images = (image_spec("image", *self._seen["image"].shape[:2]),) if pixels else ()
         self.spec = EnvironmentSpec(
             f"maniskill:{task}",
             1,
             (ObservationSpec("state", self._seen["state"].shape), *images),
             ActionSpec(space.shape[0], tuple(map(float, space.low)), tuple(map(float, space.high))),
-            max_episode_steps=made.spec.max_episode_steps,
-            instructions=None if sentence is None else (),
+            max_episode_steps=limit,
+            instructions=(instruction,) if instruction else None if sentence is None else (),
         )
 
     @staticmethod
@@ -85,9 +98,9 @@ class ManiSkillEnvironment(Environment):
     def step(self, action: Array) -> Transition:
         observed, reward, terminated, truncated, info = self._made.step(action)
         self._keep(observed)
-        return Transition(
-            float(reward), bool(terminated), bool(truncated), bool(info.get("success", False))
-        )
+        success = bool(info.get("success", False))
+        earned = float(reward) if self._rewarded else float(success)
+        return Transition(earned, bool(terminated), bool(truncated), success)
 
     def observe(self) -> Mapping[str, Array]:
         return self._seen
@@ -110,11 +123,30 @@ class ManiSkillEnvironment(Environment):
 
     def _sentence(self) -> str | None:
         """What the task is to be done in words, where it says so."""
+        if self._given:
+            return self._given
         says = getattr(self._made.unwrapped, "get_language_instruction", None)
         if says is None:
             return None
         said = says()
         return str(said if isinstance(said, str) else said[0])
+
+
+def _check_assets(task: str, names: Any) -> None:
+    """Refuse a task whose assets are absent; ManiSkill would ask on standard input."""
+    from mani_skill.utils import assets
+
+    for name in names or ():
+        parts = assets.expand_data_group_into_individual_data_source_ids(name) if (
+            name in assets.DATA_GROUPS
+        ) else [name]  # fmt: skip
+        if not all(assets.is_data_source_downloaded(part) for part in parts):
+            raise UserError(
+                "the assets are absent",
+                key="environment",
+                value=f"maniskill:{task}",
+                hint=f"run: python -m mani_skill.utils.download_asset {name}",
+            )
 
 
 def _alone(batch: Any) -> Array:

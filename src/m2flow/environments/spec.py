@@ -173,6 +173,8 @@ class EnvironmentSpec:
             beforehand; None where there is no language.
         num_initial_states: how many numbered initial states there are; None where any number
             names one.
+        tasks: name of each task and how many of the initial states are its own, in the order of
+            their numbers; () where there is one task.
         restores: how an episode comes back from `state`: "saved" from the simulator's own state,
             "replayed" by its seed and its actions.
     """
@@ -184,7 +186,16 @@ class EnvironmentSpec:
     max_episode_steps: int | None = None
     instructions: tuple[str, ...] | None = None
     num_initial_states: int | None = None
+    tasks: tuple[tuple[str, int], ...] = ()
     restores: Literal["saved", "replayed"] = "replayed"
+
+    def task_of(self, initial_state: int) -> str:
+        """Name of the task that a numbered initial state is one of; the environment's, if alone."""
+        for task, count in self.tasks:
+            if initial_state < count:
+                return task
+            initial_state -= count
+        return self.name
 
     def observation(self, name: str) -> ObservationSpec:
         """The part of that name.

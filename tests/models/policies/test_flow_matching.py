@@ -175,3 +175,42 @@ def test_what_does_not_fit_is_said() -> None:
     del seen["wrist_image"]
     with pytest.raises(UserError, match="wrist_image"):
         policy().act(seen, seeds=SEEDS)
+
+
+def test_a_part_of_the_decided_actions_is_carried_out_and_counted() -> None:
+    """Two of four actions: the same path, the same probabilities of those two, no others."""
+    seen = observations()
+    whole, part = policy(), policy(chunk=2)
+    ours, theirs = part.act(seen, seeds=SEEDS), whole.act(seen, seeds=SEEDS)
+    torch.testing.assert_close(ours.actions, theirs.actions[:, :2])
+    assert ours.tokens.shape == (3, 2, 2 * 5 * 3)
+    torch.testing.assert_close(ours.logprobs[..., :15], theirs.logprobs[:, :2])
+    assert not ours.logprobs[..., 15:].any()
+    judged = part.evaluate(seen, ours.tokens)
+    torch.testing.assert_close(judged.logprobs, ours.logprobs, rtol=1e-4, atol=1e-4)
+    with pytest.raises(UserError, match="a divisor of 4"):
+        policy(chunk=3)
+
+
+def test_actions_stay_within_the_environments_bounds() -> None:
+    model = policy(low=(-0.1,) * 3, high=(0.2,) * 3)
+    actions = model.act(observations(), seeds=SEEDS).actions
+    assert float(actions.min()) == pytest.approx(-0.1)
+    assert float(actions.max()) == pytest.approx(0.2)
+
+
+def test_scales_are_read_as_openpi_writes_them(tmp_path: Path) -> None:
+    from m2flow.models.policies.flow_matching import _with_scales
+
+    options = FlowOptions(action_size=3)
+    assert _with_scales(tmp_path, options) == options
+    figures = {"mean": [0.5] * 8, "std": [2.0] * 8}
+    content = {"norm_stats": {"actions": figures, "state": figures}}
+    (tmp_path / "norm_stats.json").write_text(json.dumps(content))
+    found = _with_scales(tmp_path, options)
+    assert (found.action_mean, found.action_std) == ((0.5,) * 3, (2.0,) * 3)
+    assert len(found.state_std or ()) == 8
+    del content["norm_stats"]["state"]
+    (tmp_path / "norm_stats.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"has no state\.mean"):
+        _with_scales(tmp_path, options)

@@ -14,14 +14,18 @@ Tokens are the whole path: coordinates (S + 1) * A per action, first the noise, 
 Their log-probabilities sum to that of the path. Greedy acting follows the plain equation from the
 item's own noise.
 
-Legend: B batch, K actions of a chunk, A action size, S denoising steps, L tokens of the prefix,
-M size that pi0 pads states and actions to.
+Where fewer actions are carried out than the checkpoint decides on (K of H), those that are not
+stand behind those that are, in rows k, k + K, k + 2K and so on of an action k, and count for
+nothing in log-probability and entropy, as in pi-RL.
+
+Legend: B batch, K actions of a chunk, H actions that are decided on, A action size, S denoising
+steps, L tokens of the prefix, M size that pi0 pads states and actions to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,6 +57,8 @@ class FlowOptions:
     Attributes:
         action_size: coordinates of an action that the environment takes; pi0 pads to more.
         cameras: names of the observed pictures, in the order of training.
+        chunk: actions that are carried out; None for all that the checkpoint decides on.
+        low, high: bounds that actions are brought into; None where there are none.
         noise: which density the path has, see the module.
         noise_level: factor of the standard deviation in "sde".
         std_range: bounds of the standard deviation in "network".
@@ -64,6 +70,9 @@ class FlowOptions:
 
     action_size: int
     cameras: tuple[str, ...] = ("image",)
+    chunk: int | None = None
+    low: tuple[float, ...] | None = None
+    high: tuple[float, ...] | None = None
     noise: Noise = "sde"
     noise_level: float = 0.5
     std_range: tuple[float, float] = (0.08, 0.16)
@@ -100,7 +109,15 @@ class FlowMatchingPolicy(Policy):
             raise UserError("the noise of the path is not positive", key="noise_level")
         self.model, self.tokenizer, self.options = model, tokenizer, options
         self.steps = options.steps or config.num_inference_steps
-        self.chunk, self.size = config.chunk_size, options.action_size
+        self.horizon, self.size = config.chunk_size, options.action_size
+        self.chunk = options.chunk or self.horizon
+        if self.horizon % self.chunk:
+            raise UserError(
+                "the actions that the checkpoint decides on are no whole number of chunks",
+                key="policy.chunk",
+                value=self.chunk,
+                expected=f"a divisor of {self.horizon}",
+            )
         self.noise_network: nn.Module | None = None
         if options.noise == "network":
             width = config.dit_config.hidden_size
@@ -118,9 +135,9 @@ class FlowMatchingPolicy(Policy):
     ) -> PolicyOutput:
         scene = self._scene(observations)
         seed_B = seed_tensor(seeds, scene.state.device)
-        coordinates = self.chunk * self.size
+        coordinates = self.horizon * self.size
         noise = standard_normal(seed_B, (self.steps + 1) * coordinates).to(scene.state.dtype)
-        noise = noise.view(len(seeds), self.steps + 1, self.chunk, self.size)
+        noise = noise.view(len(seeds), self.steps + 1, self.horizon, self.size)
         path = [noise[:, 0]]
         logprobs = [normal_logprob(path[0], torch.zeros(()), torch.zeros(()))]
         for step in range(self.steps):
@@ -135,15 +152,17 @@ class FlowMatchingPolicy(Policy):
             path.append(following)
             logprobs.append(logprob)
         return PolicyOutput(
-            self._environment_actions(path[-1]),
-            torch.cat(path, dim=-1),
-            torch.cat(logprobs, dim=-1).float(),
+            self._environment_actions(path[-1][:, : self.chunk]),
+            self._rows(torch.cat(path, dim=-1)),
+            self._counted(torch.cat(logprobs, dim=-1)),
             self._value(scene),
         )
 
     def evaluate(self, observations: Observations, tokens: Tensor) -> Evaluation:
         scene = self._scene(observations)
-        path = tokens.split(self.size, dim=-1)
+        width = (self.steps + 1) * self.size
+        rows = tokens.view(len(tokens), self.chunk, -1, width).transpose(1, 2)
+        path = rows.reshape(len(tokens), self.horizon, width).split(self.size, dim=-1)
         zero = torch.zeros((), device=tokens.device)
         logprobs = [normal_logprob(path[0], zero, zero)]
         entropies = [normal_entropy(zero).expand_as(path[0])]
@@ -152,10 +171,21 @@ class FlowMatchingPolicy(Policy):
             logprobs.append(normal_logprob(path[step + 1], mean, log_std))
             entropies.append(normal_entropy(log_std).expand_as(mean))
         return Evaluation(
-            torch.cat(logprobs, dim=-1).float(),
-            torch.cat(entropies, dim=-1).float(),
+            self._counted(torch.cat(logprobs, dim=-1)),
+            self._counted(torch.cat(entropies, dim=-1)),
             self._value(scene),
         )
+
+    def _rows(self, path_BHD: Tensor) -> Tensor:
+        """Return figures of all actions as rows of those that are carried out, [B, K, D H/K]."""
+        batch, _, width = path_BHD.shape
+        split = path_BHD.view(batch, self.horizon // self.chunk, self.chunk, width)
+        return split.transpose(1, 2).reshape(batch, self.chunk, -1)
+
+    def _counted(self, figures_BHD: Tensor) -> Tensor:
+        """Return the same rows in float32, zeros for actions that are not carried out."""
+        carried_out = torch.arange(self.horizon, device=figures_BHD.device) < self.chunk
+        return self._rows(figures_BHD.float() * carried_out[:, None])
 
     def _transition(self, scene: _Scene, x_BKA: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return mean and log standard deviation of the next point of the path."""
@@ -186,7 +216,7 @@ class FlowMatchingPolicy(Policy):
         )
         # The prefix alone stays: a step does not see the steps before it.
         scene.cache.crop(scene.mask.shape[1] - scene.cache.get_seq_length())
-        hidden = output.last_hidden_state[:, -self.chunk :]
+        hidden = output.last_hidden_state[:, -self.horizon :]
         return model.action_out_proj(hidden)[..., : self.size], hidden
 
     def _scene(self, observations: Observations) -> _Scene:
@@ -236,15 +266,20 @@ class FlowMatchingPolicy(Policy):
         if self.options.state_mean is not None:
             mean = state_BS.new_tensor(self.options.state_mean)
             std = state_BS.new_tensor(self.options.state_std or (1.0,))
-            state_BS = (state_BS - mean) / (std + 1e-8)
+            size = state_BS.shape[1]
+            state_BS = (state_BS - mean[:size]) / (std[:size] + 1e-8)
         return F.pad(state_BS, (0, limit - state_BS.shape[1]))
 
     def _environment_actions(self, actions_BKA: Tensor) -> Tensor:
-        if self.options.action_mean is None:
-            return actions_BKA.float()
-        mean = actions_BKA.new_tensor(self.options.action_mean)
-        std = actions_BKA.new_tensor(self.options.action_std or (1.0,))
-        return (actions_BKA * (std + 1e-8) + mean).float()
+        actions = actions_BKA.float()
+        if self.options.action_mean is not None:
+            mean = actions.new_tensor(self.options.action_mean)
+            std = actions.new_tensor(self.options.action_std or (1.0,))
+            actions = actions * (std + 1e-8) + mean
+        if self.options.low is None or self.options.high is None:
+            return actions
+        low, high = (actions.new_tensor(end) for end in (self.options.low, self.options.high))
+        return actions.clamp(low, high)
 
     def _value(self, scene: _Scene) -> Tensor | None:
         if self.value_head is None:
@@ -285,7 +320,10 @@ def _picture(observations: Observations, camera: str, model: Any, device: torch.
 
 
 def load_pi0(folder: str | Path, options: FlowOptions, dtype: torch.dtype) -> FlowMatchingPolicy:
-    """Load a pi0 checkpoint in transformers' layout with its `tokenizer.json`."""
+    """Load a pi0 checkpoint in transformers' layout with its `tokenizer.json`.
+
+    Scales that the options do not give come from `norm_stats.json`, as openpi writes it.
+    """
     from tokenizers import Tokenizer
 
     path = checked_folder(folder)
@@ -296,11 +334,40 @@ def load_pi0(folder: str | Path, options: FlowOptions, dtype: torch.dtype) -> Fl
             key=f"{path}/config.json",
             value=family,
             expected='model_type "pi0"',
+            hint="set policy.kind to openvla or openvla-oft" if family == "openvla" else None,
         )
     if not (path / "tokenizer.json").is_file():
         raise UserError("tokenizer.json is missing", key=str(path), hint="PaliGemma's is meant")
+    options = _with_scales(path, options)
     model = _pi0_class().from_pretrained(path, dtype=dtype)
     return FlowMatchingPolicy(model, Tokenizer.from_file(str(path / "tokenizer.json")), options)
+
+
+def _with_scales(folder: Path, options: FlowOptions) -> FlowOptions:
+    """Return the options with the scales of the folder's `norm_stats.json` where it has one."""
+    if options.action_mean is not None or not (folder / "norm_stats.json").is_file():
+        return options
+    content = read_json(folder / "norm_stats.json", "the scale of actions")
+    statistics = content.get("norm_stats", content)
+
+    def scale(part: str, figure: str) -> tuple[float, ...]:
+        try:
+            return tuple(statistics[part][figure])
+        except (KeyError, TypeError):
+            raise UserError(
+                f"has no {part}.{figure}",
+                key=f"{folder}/norm_stats.json",
+                expected=f"statistics of actions and state, not of {', '.join(statistics)}",
+            ) from None
+
+    size = options.action_size  # they may be padded as the actions are
+    return replace(
+        options,
+        action_mean=scale("actions", "mean")[:size],
+        action_std=scale("actions", "std")[:size],
+        state_mean=scale("state", "mean"),
+        state_std=scale("state", "std"),
+    )
 
 
 def tiny_pi0(

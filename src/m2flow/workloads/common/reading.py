@@ -35,10 +35,18 @@ def read_recipe(source: Source, overrides: Sequence[str] | Mapping[str, Any] = (
     if isinstance(source, Recipe):
         data = source.model_dump(mode="json")
     else:
-        data = copy.deepcopy(dict(source)) if isinstance(source, Mapping) else read_yaml(source)
-    for key, value in _overrides(overrides):
-        _set(data, key, value)
-    return validated(data)
+        data = dict(source) if isinstance(source, Mapping) else read_yaml(source)
+    said = list(_overrides(overrides))
+    asked = _changed(data, said)
+    stand_ins = workload_named(asked.get("workload")).recipe.stand_ins(asked)
+    return validated(_changed(data, [*stand_ins.items(), *said]) if stand_ins else asked)
+
+
+def _changed(data: Mapping[str, Any], changes: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    changed = copy.deepcopy(dict(data))
+    for key, value in changes:
+        _set(changed, key, value)
+    return changed
 
 
 def _overrides(overrides: Sequence[str] | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ one line.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -107,6 +107,15 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     logger: tuple[Literal["jsonl", "tensorboard"], ...] = ("jsonl",)
     samples_logged_per_step: Natural = 4
+
+    @classmethod
+    def stand_ins(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG003
+        """By key with dots what takes the place of the recipe's own values, if anything does.
+
+        Args:
+            data: the recipe before it is validated, with what the command line says.
+        """
+        return {}
 
     @property
     def items_per_step(self) -> int:

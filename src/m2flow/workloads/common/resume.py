@@ -23,7 +23,7 @@ MAY_CHANGE = {
 }  # fmt: skip
 """Keys that may differ when a run is resumed: they change no weight."""
 
-FREE_TABLES = {"data.options"}
+FREE_TABLES = {"data.options", "environment.options", "tiny"}
 """Tables whose keys the user chooses."""
 
 

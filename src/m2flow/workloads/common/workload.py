@@ -59,7 +59,8 @@ class Examination:
 
     Attributes:
         model: a checkpoint of a run or a Hugging Face folder.
-        data: the file, JSON lines; None where the run that the checkpoint is of says what is asked.
+        data: the file, JSON lines, or a recipe that says where a published policy acts; None where
+            the run that the checkpoint is of says what is asked.
         samples: answers for each question.
         temperature: of the sampling; None is 0 for one sample and 1 for several.
         max_new_tokens: longest answer.

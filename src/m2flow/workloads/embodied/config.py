@@ -5,6 +5,7 @@ Sizes are named for what they count. Nothing here imports torch or a simulator.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -40,34 +41,41 @@ KEYS_OF_POLICIES = {
     "normalize_state": ("mlp",),
     "features": ("cnn",),
     "distribution": ("mlp", "cnn"),
-    "cameras": ("cnn", "openvla", "openvla-oft"),
-    "path": ("openvla", "openvla-oft"),
+    "cameras": ("cnn", "openvla", "openvla-oft", "pi0"),
     "statistics": ("openvla", "openvla-oft"),
     "gripper": ("openvla", "openvla-oft"),
     "centre_crop": ("openvla", "openvla-oft"),
     "temperature": ("openvla", "openvla-oft"),
-    "dtype": ("openvla", "openvla-oft"),
-    "lora_rank": ("openvla", "openvla-oft"),
+    "dtype": ("openvla", "openvla-oft", "pi0"),
+    "lora_rank": ("openvla", "openvla-oft", "pi0"),
     "proprioception": ("openvla-oft",),
+    "noise": ("pi0",),
+    "noise_level": ("pi0",),
+    "denoising_steps": ("pi0",),
 }
 """Keys of `policy` to the kinds of policies that read them, where not all do."""
+
+VISION_LANGUAGE_ACTION = ("openvla", "openvla-oft", "pi0")
+"""Kinds of policies that are published as models."""
+
+TINY = "tiny"
+"""What `model` names in the place of a folder: a small model of the same structure."""
 
 
 class PolicySection(Section):
     """What acts: a small actor-critic, or a vision-language-action model.
 
-    Of the latter `path` is a published checkpoint's folder; without it a tiny model of the same
-    structure is made on the spot. With `lora_rank` only adapters of that rank are trained.
+    Of the latter `statistics` and `dtype` speak of a published checkpoint: a tiny model has a scale
+    of its own, in float32. With `lora_rank` only adapters of that rank are trained.
     """
 
-    kind: Literal["mlp", "cnn", "openvla", "openvla-oft"] = "mlp"
+    kind: Literal["mlp", "cnn", "openvla", "openvla-oft", "pi0"] = "mlp"
     chunk: Count = 1
     hidden: tuple[Count, ...] = (128, 128)
     normalize_state: Flag = True
     features: Count = 256
     distribution: Literal["auto", "gaussian", "squashed", "categorical"] = "auto"
     cameras: tuple[str, ...] = ("image",)
-    path: str | None = None
     statistics: str | None = None
     gripper: Literal["as_it_is", "libero", "widowx"] = "as_it_is"
     centre_crop: Flag = False
@@ -75,6 +83,9 @@ class PolicySection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     lora_rank: Natural = 0
     proprioception: Flag = False
+    noise: Literal["sde", "network"] = "sde"
+    noise_level: Positive = 0.5
+    denoising_steps: Count | None = None
 
     @model_validator(mode="after")
     def _keys_belong_to_the_kind(self) -> PolicySection:
@@ -166,10 +177,16 @@ class EpisodesSection(common.EvaluationSection):
 
 
 class EmbodiedRecipe(common.Recipe):
-    """A whole run."""
+    """A whole run.
+
+    With `model: tiny` what `tiny` says, by key with dots, takes the place of the recipe's own
+    values; what the command line says still wins.
+    """
 
     workload: Literal["embodied"] = "embodied"
     name: str = "embodied"
+    model: str | None = None
+    tiny: dict[str, Any] = Field(default_factory=dict)
     rollouts_per_step: Count = 16
     environment: EnvironmentSection
     policy: PolicySection = PolicySection()
@@ -179,6 +196,13 @@ class EmbodiedRecipe(common.Recipe):
     update: UpdateSection = UpdateSection()
     optimizer: OptimizerSection = OptimizerSection()
     evaluation: EpisodesSection = EpisodesSection()
+
+    @classmethod
+    def stand_ins(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        if data.get("model") != TINY or not isinstance(data.get("tiny"), dict):
+            return {}
+        # Once: what the run's own config.yaml says is not replaced again.
+        return {**data["tiny"], "tiny": {}} if data["tiny"] else {}
 
     @property
     def group_size(self) -> int:
@@ -209,8 +233,32 @@ class EmbodiedRecipe(common.Recipe):
         }
 
     @model_validator(mode="after")
+    def _model_is_of_the_kind(self) -> EmbodiedRecipe:
+        if self.model is not None and self.policy.kind not in VISION_LANGUAGE_ACTION:
+            raise UserError(
+                f"a policy of kind {self.policy.kind} is made from its sizes",
+                key="model",
+                value=self.model,
+                hint=f"set policy.kind to {' or '.join(VISION_LANGUAGE_ACTION)}, or take it out",
+            )
+        if self.model is None and self.tiny:
+            raise UserError(
+                "the recipe is for a published checkpoint, which it does not name",
+                key="model",
+                expected=f"model=FOLDER, or model={TINY} for a small one made on the spot",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _sizes_fit(self) -> EmbodiedRecipe:
         size = self.group_size
+        if size > self.rollouts_per_step:
+            raise UserError(
+                "a group is larger than the rollouts of a step",
+                key="algorithm.group_size",
+                value=size,
+                expected=f"at most rollouts_per_step = {self.rollouts_per_step}",
+            )
         if self.algorithm.name == "grpo" and size < 2:
             raise UserError(
                 "rollouts that begin alike are compared with each other",

@@ -1,4 +1,8 @@
-"""How well a trained policy does: greedy episodes with seeds of their own, on lanes."""
+"""How well a trained policy does: greedy episodes with seeds of their own, on lanes.
+
+Where initial states are numbered (LIBERO) episodes are spread evenly over them, and so over the
+tasks: 500 episodes of a suite are all 50 states of all ten tasks.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ from math import sqrt
 from typing import Any
 
 from m2flow.errors import UserError
+from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.resume import recipe_of, run_of
 from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.embodied.config import EmbodiedRecipe
@@ -15,23 +21,28 @@ EPISODES = 100
 
 
 def examine(asked: Examination) -> dict[str, Any]:
-    """Success, with a confidence interval, and return of a checkpoint's policy.
+    """Success, with a confidence interval, that of each task, and return of a checkpoint's policy.
 
-    The environment is that of the run. Seeds follow from `asked.seed`, and not from the run's.
+    The environment is that of the run; of a published model it is that of the recipe which
+    `asked.data` names. Seeds follow from `asked.seed`, and not from the run's.
 
     Raises:
-        UserError: the checkpoint is of no embodied run.
+        UserError: the checkpoint is of no embodied run, and there is no recipe.
     """
     from m2flow.runtime.driver.launch import launch
 
-    run = run_of(asked.model)
-    recipe = None if run is None else recipe_of(run)
+    recipe: Recipe | None
+    if asked.data is not None:
+        recipe = read_recipe(asked.data, {"model": str(asked.model)})
+    else:
+        run = run_of(asked.model)
+        recipe = None if run is None else recipe_of(run)
     if not isinstance(recipe, EmbodiedRecipe):
         raise UserError(
             "is no checkpoint of an embodied run",
             key="MODEL",
             value=str(asked.model),
-            expected="RUN/checkpoints/latest",
+            expected="RUN/checkpoints/latest, or a published model and --data RECIPE",
         )
     count, lanes = asked.limit or EPISODES, asked.lanes
     evaluation = recipe.evaluation.model_copy(update={"episodes": count, "films": 0})
@@ -39,7 +50,7 @@ def examine(asked: Examination) -> dict[str, Any]:
     experiment = EmbodiedExperiment(recipe)
     starts = experiment.held_out()
     assert starts is not None
-    flow = experiment.flow(asked.model.resolve())
+    flow = experiment.flow(asked.model.resolve() if asked.data is None else None)
     mode = "eager" if len(lanes) == 1 else "collocated"
     with launch(
         flow, items_per_step=recipe.items_per_step, mode=mode, lanes=lanes,
@@ -47,6 +58,7 @@ def examine(asked: Examination) -> dict[str, Any]:
     ) as running:  # fmt: skip
         result = running.run_method("evaluate", starts)
     figures = experiment.evaluation(result)
+    tasks = experiment.success_by_task(starts, result)
     low, high = wilson(figures["eval/success"], figures["eval/episodes"])
     return {
         "about": f"{int(figures['eval/episodes'])} episodes of {recipe.environment.name}",
@@ -54,6 +66,7 @@ def examine(asked: Examination) -> dict[str, Any]:
         "success": figures["eval/success"],
         "success_low": low,
         "success_high": high,
+        **{f"success/{task}": share for task, share in tasks.items() if len(tasks) > 1},
         "success_at_end": figures["eval/success_at_end"],
         "return": figures["eval/return"],
         "length": figures["eval/length"],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from m2flow.algorithms.sampling import derive_seed
-from m2flow.environments.registry import make_environment
+from m2flow.environments.registry import maker, variables_of
 from m2flow.flow import Batch
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.training import checkpoint
@@ -45,11 +45,16 @@ class EmbodiedExperiment:
 
     def __init__(self, recipe: EmbodiedRecipe) -> None:
         self.recipe = recipe
-        environment = make_environment(recipe.environment.name, **recipe.environment.options)
+        simulated = recipe.environment.name, recipe.environment.options
+        make = maker(*simulated)
+        variables_of(*simulated)  # refuses where nothing can draw
+        environment = make()
         self.spec = environment.spec
         critic = recipe.algorithm.name == "ppo"
-        self._source = PolicySource(recipe.policy, self.spec, recipe.seed, critic=critic)
-        self._policy = self._source.make()  # refuses what does not fit
+        self._source = PolicySource(
+            recipe.policy, self.spec, recipe.seed, critic=critic, model=recipe.model
+        )
+        self._source.make()  # refuses what does not fit; not kept, since it may be large
         if self.makes_model:
             expert_of(recipe, environment)
         environment.close()
@@ -63,8 +68,9 @@ class EmbodiedExperiment:
     def prepare(self, folder: Path, progress: RunProgress | None = None) -> None:
         """The policy that reinforcement starts from; one that lies there already is taken."""
         if not (folder / WEIGHTS).is_file():
-            clone(self._policy, self.recipe, progress)
-            write(self._policy, folder, WEIGHTS)
+            policy = self._source.make()
+            clone(policy, self.recipe, progress)
+            write(policy, folder, WEIGHTS)
         self._start = folder
 
     def flow(self, checkpoint: Path | None = None) -> PPO | GRPO:
@@ -89,13 +95,29 @@ class EmbodiedExperiment:
             {
                 "rollout": torch.tensor(numbers),
                 "seed": torch.tensor([derive_seed(self.recipe.seed, kind, n) for n in numbers]),
-                "initial_state": torch.full((count,), -1),
+                "initial_state": torch.tensor([self._state(n, count, evaluated) for n in numbers]),
                 "greedy": torch.full((count,), evaluated),
                 "single": torch.full((count,), single),
                 "film": torch.arange(count) < filmed,
                 "turn": torch.zeros(count, dtype=torch.int64),
             }
         )
+
+    def _state(self, number: int, count: int, evaluated: bool) -> int:
+        """The initial state of a start; -1 where states have no numbers, and the seed decides.
+
+        Training comes to each state once before it comes to any twice; an evaluation's starts are
+        spread evenly over all of them, and so over the tasks.
+        """
+        states = self.spec.num_initial_states
+        if states is None:
+            return -1
+        if evaluated:
+            place = number - EVALUATED
+            return place * states // count if count < states else place % states
+        epoch, place = divmod(number, states)
+        random = torch.Generator().manual_seed(derive_seed(self.recipe.seed, 8, epoch))
+        return int(torch.randperm(states, generator=random)[place])
 
     # --- the figures ------------------------------------------------------------------------------
 
@@ -115,6 +137,20 @@ class EmbodiedExperiment:
                  "episodes/success": "eval/success_at_end", "episodes/length": "eval/length",
                  "episodes/finished": "eval/episodes"}  # fmt: skip
         return {ours: figures[name] for name, ours in names.items()}
+
+    def success_by_task(self, starts: Batch, result: StepResult) -> dict[str, float]:
+        """Share of an evaluation's episodes that solved each task; nothing where there is one task.
+
+        Args:
+            starts: those of the evaluation.
+            result: of it.
+        """
+        found: dict[str, list[float]] = {name: [] for name, _ in self.spec.tasks}
+        states = starts["initial_state"].tolist()
+        for state, episodes in zip(states, result.output["episodes"], strict=True):
+            if self.spec.tasks:
+                found[self.spec.task_of(state)] += [one["success_once"] for one in episodes]
+        return {name: sum(some) / len(some) for name, some in found.items() if some}
 
     def samples(self, result: StepResult, count: int) -> list[dict[str, Any]]:
         """Nothing to read: episodes are filmed."""

@@ -85,7 +85,7 @@ def recipe_flow(
     algorithm, folder = recipe.algorithm, checkpoint or start
     path = None if folder is None else str(folder)
     critic = algorithm.name == "ppo"
-    source = PolicySource(recipe.policy, spec, recipe.seed, path, critic=critic)
+    source = PolicySource(recipe.policy, spec, recipe.seed, path, critic, recipe.model)
     state = None if checkpoint is None else str(checkpoint)
     workers: dict[str, Any] = {
         "simulator": Simulator(recipe.environment, recipe.rollout.horizon),

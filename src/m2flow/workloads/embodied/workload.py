@@ -18,7 +18,7 @@ from m2flow.workloads.embodied.flow import recipe_flow
 if TYPE_CHECKING:
     from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 
-SHAPES = ("rollouts_per_step", "environment", "policy", "rollout", "update")
+SHAPES = ("model", "rollouts_per_step", "environment", "policy", "rollout", "update")
 """Keys of a recipe that say what a step has to do."""
 
 
@@ -50,10 +50,12 @@ class Embodied:
         for name, value in found.items():
             inner = value.items() if isinstance(value, dict) else ()
             shapes |= {f"{name}.{key}": setting for key, setting in inner} or {name: value}
-        return {"model": {"policy": digest(found["policy"])}, "shapes": shapes}
+        model = digest([found["model"], found["policy"]])
+        return {"model": {"policy": model}, "shapes": shapes}
 
     def model_name(self, recipe: EmbodiedRecipe) -> str:
-        return digest([recipe.seed, recipe.policy.model_dump(), recipe.environment.model_dump()])
+        parts = (recipe.policy.model_dump(), recipe.environment.model_dump())
+        return digest([recipe.seed, recipe.model, *parts])
 
     def experiment(self, recipe: EmbodiedRecipe) -> EmbodiedExperiment:
         from m2flow.workloads.embodied.experiment import EmbodiedExperiment

@@ -48,7 +48,7 @@ class VLAConfig:
         """Read the content of a `config.json`; `where` names it in errors."""
         family = raw.get("model_type")
         if family != "openvla":
-            hint = "read it with m2flow.models.policies.flow_matching" if family == "pi0" else None
+            hint = "set policy.kind to pi0" if family == "pi0" else None
             raise UserError(
                 "a checkpoint of another family of models",
                 key=where,

@@ -1,7 +1,8 @@
 """`EnvironmentPool`: as many environments as rollouts are on a lane, made when they are needed.
 
 How many rollouts a lane hosts is decided by the plan, and by chance where lanes take work as they
-become free. Environments that are made stay, and serve the next rollouts.
+become free. Environments that are made stay, and serve the next rollouts. A rollout takes one that
+had its task before if there is one: another task may need another simulator, which takes seconds.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class EnvironmentPool:
         self._vectors: list[VectorEnvironment] = []
         self._free: list[tuple[int, int]] = []
         self._places: dict[int, tuple[int, int]] = {}
+        self._tasks: dict[tuple[int, int], str] = {}
 
     @property
     def failures(self) -> int:
@@ -44,9 +46,9 @@ class EnvironmentPool:
         if lacking > 0:
             self._vectors.append(self._make(lacking))
             self._free += [(len(self._vectors) - 1, index) for index in range(lacking)]
-        self._free.sort(reverse=True)
+        state_of = dict(zip(rollouts, states or [-1] * len(rollouts), strict=True))
         for rollout in new:
-            self._places[rollout] = self._free.pop()
+            self._places[rollout] = self._taken(state_of[rollout])
         for vector, rows, ids in self._dealt(rollouts):
             chosen = None if states is None else [states[row] for row in rows]
             yield rows, vector.reset(ids, [seeds[row] for row in rows], chosen)
@@ -76,6 +78,19 @@ class EnvironmentPool:
         """End all simulators."""
         for vector in self._vectors:
             vector.close()
+
+    def _taken(self, state: int) -> tuple[int, int]:
+        """A free place, the best for an episode that begins in this state (-1 for any)."""
+        task = "" if state < 0 else self._vectors[0].spec.task_of(state)
+
+        def worth(place: tuple[int, int]) -> tuple[bool, bool, tuple[int, int]]:
+            last = self._tasks.get(place)
+            return last != task, last is not None, place
+
+        place = min(self._free, key=worth)
+        self._free.remove(place)
+        self._tasks[place] = task
+        return place
 
     def _dealt(
         self, rollouts: Sequence[int]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from m2flow.environments.spec import EnvironmentSpec
 from m2flow.errors import UserError
-from m2flow.workloads.embodied.config import PolicySection
+from m2flow.workloads.embodied.config import VISION_LANGUAGE_ACTION, PolicySection
 
 if TYPE_CHECKING:
     from m2flow.models.policies.protocol import Policy
@@ -26,6 +26,7 @@ class PolicySource:
         seed: of its first weights.
         folder: where weights lie that it begins with, or None.
         critic: whether it says what observations are worth.
+        model: folder of the published checkpoint that it is; None or "tiny" for a tiny one.
     """
 
     section: PolicySection
@@ -33,6 +34,7 @@ class PolicySource:
     seed: int = 0
     folder: str | None = None
     critic: bool = True
+    model: str | None = None
 
     def make(self, device: str = "cpu") -> Policy:
         """The policy, on a device.
@@ -59,8 +61,13 @@ class PolicySource:
         return policy.to(device).eval()
 
     def _drawn(self) -> Policy:
-        if self.section.kind.startswith("openvla"):
-            return self._vision_language_action()
+        if self.section.kind in VISION_LANGUAGE_ACTION:
+            from m2flow.workloads.embodied.workers.published import vision_language_action
+
+            assert self.spec is not None
+            return vision_language_action(
+                self.section, self.model, self.spec, self.seed, critic=self.critic
+            )
         from m2flow.models.policies.actor_critic import cnn_actor_critic, mlp_actor_critic
 
         assert self.spec is not None, "a policy is made for an environment"
@@ -86,60 +93,6 @@ class PolicySource:
         return mlp_actor_critic(
             size, hidden=section.hidden, normalise=section.normalize_state, **head
         )
-
-    def _vision_language_action(self) -> Policy:
-        """A checkpoint, or a tiny model of the same structure that knows the instructions."""
-        import torch
-
-        from m2flow.models.policies.torchvision_import import import_torchvision
-
-        import_torchvision()  # before whatever imports it in a way that fails
-        from m2flow.models.policies.vla.checkpoint import load_openvla, load_openvla_oft
-        from m2flow.models.policies.vla.lora import add_lora
-        from m2flow.models.policies.vla.policy import VLAOptions
-        from m2flow.models.policies.vla.tiny import tiny_openvla, unit_statistics
-
-        assert self.spec is not None
-        section, spec = self.section, self.spec
-        options = VLAOptions(
-            statistics=section.statistics,
-            gripper=section.gripper,
-            cameras=section.cameras,
-            centre_crop=section.centre_crop,
-            chunk=section.chunk,
-            temperature=section.temperature,
-            critic=self.critic,
-        )
-        parallel, dtype = section.kind == "openvla-oft", getattr(torch, section.dtype)
-        policy: Policy
-        if section.path is None:
-            if not spec.instructions:
-                raise UserError(
-                    f"{spec.name} has no instructions, which such a policy reads",
-                    key="policy.kind",
-                    value=section.kind,
-                    expected="mlp or cnn",
-                )
-            state = spec.observation("state").shape[0] if section.proprioception else None
-            scale = unit_statistics(spec.action.size, state)
-            side = spec.observation(section.cameras[0]).shape[0]
-            policy = tiny_openvla(
-                spec.instructions,
-                scale,
-                options,
-                parallel=parallel,
-                seed=self.seed,
-                image_size=side,
-            )
-        elif parallel:
-            policy = load_openvla_oft(
-                section.path, options, proprioception=section.proprioception, dtype=dtype
-            )
-        else:
-            policy = load_openvla(section.path, options, dtype)
-        if section.lora_rank:
-            add_lora(policy, section.lora_rank, seed=self.seed)
-        return policy
 
     def _distribution(self) -> str:
         """What the actions are drawn from; refused where the environment takes another kind."""

@@ -1,0 +1,92 @@
+"""The recipes of LIBERO on the real simulator with a tiny model: rewards, update, film, figures."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from m2flow.environments import rendering
+from m2flow.errors import UserError
+from m2flow.plan import parse_lanes
+from m2flow.workloads.common import train
+from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.common.workload import Examination
+from m2flow.workloads.embodied.evaluation import examine
+from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+
+if find_spec("libero") is None:
+    pytest.skip('needs the extra "libero"', allow_module_level=True)
+if find_spec("timm") is None or find_spec("peft") is None:
+    pytest.skip('needs the extra "vla"', allow_module_level=True)
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+GRPO = RECIPES / "openvla-oft-grpo-libero-spatial.yaml"
+
+
+def tiny(recipe: Path, *changes: str) -> Any:
+    return read_recipe(recipe, ["model=tiny", "steps=2", "mode=eager", *changes])
+
+
+def test_starts_come_to_all_states_of_all_tasks() -> None:
+    experiment = EmbodiedExperiment(tiny(GRPO, "rollouts_per_step=100", "evaluation.episodes=20"))
+    states = torch.cat([experiment.batch(step)["initial_state"] for step in range(10)])
+    assert sorted(states.tolist()) == list(range(500))
+    held_out = experiment.held_out()
+    assert held_out is not None
+    asked = [experiment.spec.task_of(state) for state in held_out["initial_state"].tolist()]
+    assert asked == [f"libero_spatial/{task}" for task in range(10) for _ in range(2)]
+    again = EmbodiedExperiment(tiny(GRPO, "rollouts_per_step=100"))
+    assert torch.equal(again.batch(3)["initial_state"], experiment.batch(3)["initial_state"])
+
+
+def test_a_group_begins_in_one_state_of_one_task() -> None:
+    from m2flow.workloads.embodied.workers.stages import begin_alike
+
+    experiment = EmbodiedExperiment(tiny(GRPO))
+    rollouts = begin_alike(experiment.batch(0), group_size=2)
+    states = rollouts["initial_state"].view(-1, 2)
+    assert torch.equal(states[:, 0], states[:, 1])
+    assert int(states.max()) < 500
+
+
+def test_nothing_to_draw_with_is_said_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> rendering.Backend:
+        return rendering.Backend(name, False, "is not installed")
+
+    monkeypatch.setattr(rendering, "probe", missing)
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    with pytest.raises(UserError, match=r"nothing can draw pictures here.*install OSMesa"):
+        EmbodiedExperiment(tiny(GRPO))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "name",
+    ["openvla-oft-grpo-libero-spatial", "openvla-oft-ppo-libero-spatial", "pi0-ppo-libero-spatial"],
+)
+def test_recipes_run_on_the_real_simulator(name: str, tmp_path: Path) -> None:
+    if not any(found.works for found in rendering.backends() if found.name != "vulkan"):
+        pytest.skip("needs EGL or OSMesa")
+    recipe = tiny(RECIPES / f"{name}.yaml")
+    run = train(recipe, run_dir=tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = rows[-1]
+    assert last["episodes/failed"] == 0
+    assert last["environment_steps"] == recipe.rollouts_per_step * recipe.rollout.horizon
+    assert last["reward/mean"] in (0.0, 1.0)
+    if recipe.algorithm.name == "ppo":
+        assert last["train/grad_norm"] > 0, "a value head learns that nothing was earned"
+    assert (run / "films" / "step_000002_0.webp").stat().st_size > 500
+    assert "data:image/webp;base64," in (run / "report.html").read_text()
+    asked = Examination(run / "checkpoints" / "latest", None, limit=2, lanes=parse_lanes("cpu:1"))
+    figures = examine(asked)
+    assert figures["about"] == "2 episodes of libero:libero_spatial"
+    tasks = [key for key in figures if key.startswith("success/")]
+    assert tasks == ["success/libero_spatial/0", "success/libero_spatial/5"]
+    assert figures["success_low"] <= figures["success"] <= figures["success_high"]

@@ -1,0 +1,92 @@
+"""The recipes of ManiSkill on the real simulator: pictures with a tiny model, and states."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m2flow.environments.rendering import probe
+from m2flow.errors import UserError
+from m2flow.plan import parse_lanes
+from m2flow.workloads.common import train
+from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.common.workload import Examination
+from m2flow.workloads.embodied.evaluation import examine
+from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+
+if find_spec("mani_skill") is None:
+    pytest.skip('needs the extra "maniskill"', allow_module_level=True)
+if not probe("vulkan").works:
+    pytest.skip("needs a Vulkan device", allow_module_level=True)
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+STATES: dict[str, Any] = {
+    "workload": "embodied",
+    "name": "pick-cube",
+    "mode": "eager",
+    "steps": 2,
+    "rollouts_per_step": 2,
+    "environment": {
+        "name": "maniskill:PickCube-v1",
+        "processes": 1,
+        "options": {"max_episode_steps": 10},
+    },
+    "rollout": {"horizon": 20},
+    "evaluation": {"episodes": 2, "films": 1},
+}
+
+
+def last_row(run: Path) -> dict[str, float]:
+    found: dict[str, float] = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    return found
+
+
+def test_tasks_whose_assets_are_absent_are_refused() -> None:
+    from mani_skill.utils import assets
+
+    if assets.is_data_source_downloaded("bridge_v2_real2sim"):
+        pytest.skip("the assets are here")
+    recipe = read_recipe(RECIPES / "openvla-ppo-maniskill.yaml", ["model=/models/none"])
+    with pytest.raises(UserError, match=r"assets are absent.*download_asset bridge_v2_real2sim"):
+        EmbodiedExperiment(recipe)
+
+
+def test_a_task_without_a_sentence_is_given_one() -> None:
+    policy = {"kind": "openvla"}
+    options = {"pixels": 32}
+    with pytest.raises(UserError, match=r"no instructions.*environment\.options\.instruction"):
+        EmbodiedExperiment(read_recipe(STATES, {"policy": policy, "environment.options": options}))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_states_are_learned_from_and_evaluated_by_seeds(tmp_path: Path) -> None:
+    run = train(STATES, run_dir=tmp_path / "run")
+    row = last_row(run)
+    assert row["environment_steps"] == 40
+    assert row["episodes/failed"] == 0
+    assert row["reward/mean"] != 0
+    assert row["train/grad_norm"] > 0
+    asked = Examination(run / "checkpoints" / "latest", None, limit=2, lanes=parse_lanes("cpu:1"))
+    first, again = examine(asked), examine(asked)
+    assert first["about"] == "2 episodes of maniskill:PickCube-v1"
+    assert first["return"] == again["return"], "by fixed seeds"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(
+    find_spec("timm") is None or find_spec("peft") is None, reason="needs the extra vla"
+)
+@pytest.mark.parametrize("name", ["openvla-ppo-maniskill", "openvla-grpo-maniskill"])
+def test_recipes_run_on_the_real_simulator(name: str, tmp_path: Path) -> None:
+    changes = ["model=tiny", "steps=2", "mode=eager"]
+    run = train(read_recipe(RECIPES / f"{name}.yaml", changes), run_dir=tmp_path / "run")
+    row = last_row(run)
+    assert row["environment_steps"] == 64
+    assert row["train/grad_norm"] > 0
+    assert (run / "films" / "step_000002_0.webp").stat().st_size > 500

@@ -1,0 +1,34 @@
+"""Rollouts and the environments that they get."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from m2flow.environments import make_environments
+from m2flow.workloads.embodied.workers.pool import EnvironmentPool
+
+
+def test_a_rollout_takes_an_environment_that_had_its_task() -> None:
+    made = []
+
+    def make(count: int) -> Any:
+        vector = make_environments("table:reach", count)
+        vector.spec = replace(vector.spec, tasks=(("first", 10), ("second", 10)))
+        made.append(vector)
+        return vector
+
+    def places(pool: EnvironmentPool, rollouts: list[int], states: list[int]) -> list[Any]:
+        for _ in pool.begin(rollouts, [1] * len(rollouts), states):
+            pass
+        found = [pool._places[rollout] for rollout in rollouts]
+        for rollout in rollouts:
+            pool.release(rollout)
+        return found
+
+    pool = EnvironmentPool(make)
+    assert places(pool, [0, 1, 2], [3, 12, 4]) == [(0, 0), (0, 1), (0, 2)]
+    assert places(pool, [3, 4, 5], [15, 5, 6]) == [(0, 1), (0, 0), (0, 2)]
+    assert places(pool, [6, 7], [11, 12]) == [(0, 1), (0, 0)], "the second has to change"
+    assert len(made) == 1
+    pool.close()

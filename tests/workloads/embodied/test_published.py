@@ -1,0 +1,170 @@
+"""Recipes of published models: what a tiny one stands in for, and what is refused before a run."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from m2flow.errors import UserError
+from m2flow.plan import parse_lanes
+from m2flow.workloads.common import train
+from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.common.workload import Examination
+from m2flow.workloads.embodied.evaluation import examine
+from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+PUBLISHED = sorted(
+    path.stem for pattern in ("openvla-*", "pi0-*") for path in RECIPES.glob(f"{pattern}.yaml")
+)
+TABLE: dict[str, Any] = {
+    "workload": "embodied",
+    "name": "published",
+    "mode": "eager",
+    "steps": 1,
+    "rollouts_per_step": 4,
+    "environment": {"name": "table:reach"},
+    "policy": {"kind": "openvla-oft", "chunk": 2},
+    "rollout": {"horizon": 4},
+    "update": {"epochs": 1, "minibatches": 2},
+    "evaluation": {"episodes": 2, "films": 0},
+}
+needs_vla = pytest.mark.skipif(
+    find_spec("timm") is None or find_spec("peft") is None, reason="needs the extra vla"
+)
+
+
+def refused(changes: dict[str, Any]) -> str:
+    """The one line that a recipe is refused with, before anything is started."""
+    with pytest.raises(UserError) as caught:
+        EmbodiedExperiment(read_recipe(TABLE, changes))
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def checkpoint(folder: Path, actions: int = 2, end: float = 1.0) -> str:
+    """A small OpenVLA in the published layout, with one data set's statistics."""
+    from m2flow.models.policies.vla.checkpoint import save_policy
+    from m2flow.models.policies.vla.tiny import tiny_openvla
+
+    action = {"q01": [-end] * actions, "q99": [end] * actions, "mask": [True] * actions}
+    save_policy(tiny_openvla(["reach the red ball"], {"action": action}), folder)
+    return str(folder)
+
+
+# --- the tiny stand-in --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_recipes_have_full_sizes_and_tiny_ones(name: str) -> None:
+    assert len(PUBLISHED) == 5
+    with pytest.raises(UserError, match="model=FOLDER, or model=tiny"):
+        read_recipe(RECIPES / f"{name}.yaml")
+    full = read_recipe(RECIPES / f"{name}.yaml", ["model=/models/some"])
+    tiny = read_recipe(RECIPES / f"{name}.yaml", ["model=tiny", "steps=2", "rollout.horizon=80"])
+    assert full.name == tiny.name == name
+    assert full.tiny
+    assert not tiny.tiny
+    assert full.rollouts_per_step >= 64 > 4 >= tiny.rollouts_per_step
+    assert (tiny.steps, tiny.rollout.horizon) == (2, 80), "what the command line says wins"
+    assert tiny.policy == full.policy
+    again = read_recipe(tiny)
+    assert again == tiny, "as it is read from the run's own config.yaml"
+
+
+def test_small_policies_refuse_a_model() -> None:
+    with pytest.raises(UserError, match="model: a policy of kind mlp is made from its sizes"):
+        read_recipe(TABLE, {"policy": {"kind": "mlp"}, "model": "tiny"})
+
+
+@needs_vla
+@pytest.mark.parametrize("kind", ["openvla-oft", "pi0"])
+def test_a_tiny_model_is_trained_and_changes(kind: str, tmp_path: Path) -> None:
+    policy = {"kind": kind, "chunk": 2, "lora_rank": 0}
+    run = train(TABLE, {"model": "tiny", "policy": policy}, run_dir=tmp_path / "run")
+    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["environment_steps"] == 16
+    assert row["train/grad_norm"] > 0
+
+
+@needs_vla
+def test_a_checkpoint_is_what_acts(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model")
+    experiment = EmbodiedExperiment(read_recipe(TABLE, {"model": folder}))
+    from m2flow.models.policies.vla.checkpoint import load_openvla_oft
+
+    ours = dict(experiment.flow().learner.source.make().named_parameters())
+    theirs = dict(load_openvla_oft(folder, dtype=torch.float32).named_parameters())
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+
+
+@needs_vla
+def test_a_published_model_is_evaluated_by_a_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(TABLE | {"tiny": {"rollout.horizon": 2}}))
+    lanes = parse_lanes("cpu:1")
+    figures = examine(Examination(Path("tiny"), recipe, limit=3, lanes=lanes))
+    assert figures["about"] == "3 episodes of table:reach"
+    assert figures["length"] <= 2
+    with pytest.raises(UserError, match="or a published model and --data RECIPE"):
+        examine(Examination(tmp_path, None))
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+def test_groups_larger_than_the_rollouts_are_refused() -> None:
+    line = refused(
+        {"algorithm": {"name": "grpo", "group_size": 8}, "rollout.automatic_reset": False}
+    )
+    assert "algorithm.group_size: a group is larger" in line
+    assert "at most rollouts_per_step = 4" in line
+
+
+def test_pictures_and_tasks_that_are_not_there_are_refused() -> None:
+    assert "one of image, state" in refused({"policy.cameras": ["wrist_image"]})
+    assert "did you mean 'reach'" in refused({"environment.name": "table:reech"})
+    assert "did you mean 'table'" in refused({"environment.name": "tabel:reach"})
+    line = refused({"environment.name": "gymnasium:CartPole-v1"})
+    assert "has no instructions" in line
+
+
+@needs_vla
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    assert "does not exist" in refused({"model": str(tmp_path / "nowhere")})
+    folder = checkpoint(tmp_path / "fits")
+    line = refused({"model": folder, "policy.statistics": "bridge_orig"})
+    assert "bridge_orig" in line
+    assert "one of: tiny" in line
+    assert "expected 2" in refused({"model": checkpoint(tmp_path / "seven", actions=7)})
+    line = refused({"model": checkpoint(tmp_path / "wide", end=3.0)})
+    assert "bounds of actions do not fit" in line
+
+
+@needs_vla
+def test_checkpoints_of_another_family_are_refused(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "model")
+    line = refused({"model": folder, "policy.kind": "pi0"})
+    assert "another family" in line
+    assert "set policy.kind to openvla" in line
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"model_type": "pi0"}))
+    line = refused({"model": folder})
+    assert "another family" in line
+    assert "set policy.kind to pi0" in line
+
+
+def test_nothing_to_draw_with_is_said_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from m2flow.workloads.embodied import experiment
+
+    def nothing(name: str, options: Any) -> None:
+        raise UserError("nothing can draw pictures here", key="rendering", hint="install OSMesa")
+
+    monkeypatch.setattr(experiment, "variables_of", nothing)
+    assert "install OSMesa" in refused({})
