@@ -18,7 +18,7 @@ from m2flow.workloads.embodied.flow import recipe_flow
 if TYPE_CHECKING:
     from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 
-SHAPES = ("rollouts_per_step", "environment", "policy", "rollout", "update")
+SHAPES = ("rollouts_per_step", "environment", "policy", "rollout", "update", "replay")
 """Keys of a recipe that say what a step has to do."""
 
 
