@@ -85,7 +85,7 @@ def group_advantage(
     from m2flow.algorithms.advantages import group_advantages
 
     name = {"success": "success_once", "return": "return"}[reward]
-    episodes = [some[0] if some else None for some in rollouts["episodes"]]
+    episodes: list[Any] = [some[0] if some else None for some in rollouts["episodes"]]
     advantages, dropped = [0.0] * len(episodes), [False] * len(episodes)
     for first in range(0, len(episodes), group_size):
         group = range(first, first + group_size)
