@@ -174,22 +174,36 @@ EMBODIED = {
     "rollout.automatic_reset": "where an episode ends, the rollout goes on with another one; "
     "`false`: a rollout is one episode",
     "algorithm.name": "where advantages come from: the policy's value head, or the other episodes "
-    "of a group, which begin alike",
-    "algorithm.level": "what has a probability ratio of its own: an action token, an action, or a "
+    "of a group, which begin alike; or `sac`, which learns critics of state and action from a buffer",
+    "algorithm.level": "`ppo`, `grpo`: what has a probability ratio of its own: an action token, an action, or a "
     "whole chunk",
-    "algorithm.clip_low": "how far below 1 the probability ratio may move",
-    "algorithm.clip_high": "how far above 1 it may move",
-    "algorithm.gamma": "discount from one environment step to the next",
+    "algorithm.clip_low": "`ppo`, `grpo`: how far below 1 the probability ratio may move",
+    "algorithm.clip_high": "`ppo`, `grpo`: how far above 1 it may move",
+    "algorithm.gamma": "`ppo`, `sac`: discount from one environment step to the next",
     "algorithm.lam": "`ppo`: 0 trusts the critic, 1 the rewards (GAE's lambda)",
     "algorithm.value_clip": "`ppo`: how far a value may move in a step before its gradient stops, "
     "in shares of the returns' root mean square; `null` for no bound",
     "algorithm.value_coefficient": "`ppo`: weight of the critic's loss",
-    "algorithm.entropy_coefficient": "weight of an entropy bonus",
+    "algorithm.entropy_coefficient": "`ppo`, `grpo`: weight of an entropy bonus",
     "algorithm.normalize_advantage": "`ppo`: bring advantages to mean 0 and deviation 1 over all "
     "turns of the step",
     "algorithm.group_size": "`grpo`: rollouts that begin alike",
     "algorithm.normalize_std": "`grpo`: divide advantages by the group's standard deviation",
     "algorithm.reward": "`grpo`: what episodes are compared by",
+    "algorithm.success_bounds": "`grpo`: groups whose share of successes (once in the episode) is "
+    "below the first or above the second are dropped from the loss, such as `[0.1, 0.9]`; `null` "
+    "keeps all",
+    "algorithm.aggregation": "`grpo`: what `algorithm.level` counts weighs the same each "
+    "(`token-mean`), or an episode the same as another, however long "
+    "(`sequence-mean-token-mean`)",
+    "algorithm.polyak": "`sac`: share of the way that the target critics move in an update",
+    "algorithm.target_entropy": "`sac`: entropy of a chunk of actions in [-1, 1] that the "
+    "temperature aims at, in nats; `null`: minus the number of its figures",
+    "algorithm.first_temperature": "`sac`: what a nat of entropy is worth at the start",
+    "replay.capacity": "transitions that the buffer keeps, the newest ones",
+    "replay.begin": "transitions that it must have before anything is learned",
+    "replay.batch_size": "transitions of an update",
+    "replay.updates": "optimizer steps after each step of training",
     "update.epochs": "passes over the turns of a step",
     "update.minibatches": "optimizer steps of a pass",
     "update.turns_per_microbatch": "turns computed at a time; bounds memory",

@@ -164,7 +164,29 @@ def test_actor_critic_and_returns_have_statistics() -> None:
     assert sorted(kinds) == ["return", "state", "state"]
     returns = model.returns
     returns.take_in(returns.moments(torch.tensor([3.0, -3.0])))
-    torch.testing.assert_close(model.evaluate(seen, torch.zeros(4, 3, 2)).values, 3 * before)
+    assert float(returns.scale) == 3.0
+    torch.testing.assert_close(model.evaluate(seen, torch.zeros(4, 3, 2)).values, before)
+
+
+def test_values_do_not_grow_with_the_scale_of_returns() -> None:
+    """A head that was trained on returns of 100 said 100 times 100 once their scale was known."""
+    model, seen = policy("mlp", "gaussian"), observations()
+    with torch.no_grad():
+        model.value.bias.fill_(100.0)
+    for _ in range(3):
+        values = model.evaluate(seen, torch.zeros(4, 3, 2)).values
+        assert values is not None
+        model.returns.take_in(model.returns.moments(values.detach()))
+    torch.testing.assert_close(values, torch.full((4,), 100.0), rtol=0.05, atol=0.0)
+
+
+def test_jitter_around_a_constant_is_not_blown_up() -> None:
+    """A solver's noise of 1e-7 filled a Meta-World state with features of deviation 1."""
+    norm = RunningNorm(2)
+    states = torch.randn(100, 2) * torch.tensor([1.0, 1e-7])
+    norm.take_in(norm.moments(states))
+    assert float(norm(states)[:, 1].abs().max()) < 0.01
+    torch.testing.assert_close(norm(states)[:, 0].std(correction=0), torch.tensor(1.0))
 
 
 def test_standard_normal_numbers_are_normal_and_go_on() -> None:

@@ -35,6 +35,14 @@ GROUPS = {
     "rollout": {"horizon": 8, "automatic_reset": False},
 }
 
+FILTERED = {
+    **GROUPS,
+    "algorithm": {
+        "name": "grpo", "group_size": 4, "success_bounds": [0.2, 0.8],
+        "aggregation": "sequence-mean-token-mean",
+    },
+}  # fmt: skip
+
 
 @pytest.fixture(scope="module", autouse=True)
 def importable() -> Iterator[None]:
@@ -73,7 +81,7 @@ def trained(
         return results, run.worker_call("learner", "weights")
 
 
-@pytest.mark.parametrize("changes", [{}, GROUPS], ids=["ppo", "grpo"])
+@pytest.mark.parametrize("changes", [{}, GROUPS, FILTERED], ids=["ppo", "grpo", "filtered"])
 def test_every_plan_computes_the_same(pool: Any, changes: dict[str, Any]) -> None:
     some = recipe(**changes)
     wanted, weights = trained(some, "eager")
@@ -118,6 +126,28 @@ def test_episodes_that_end_by_themselves() -> None:
     assert result.output["steps_taken"] == [12] * 8
 
 
+def test_groups_in_which_all_fail_or_all_succeed_are_dropped() -> None:
+    some = recipe(**FILTERED, rollouts_per_step=32)
+    (result,), _ = trained(some, "eager", steps=1)
+    solved = [one["success_once"] for (one,) in result.output["episodes"]]
+    shares = [sum(solved[n : n + 4]) / 4 for n in range(0, 32, 4)]
+    dropped = sum(not 0.2 <= share <= 0.8 for share in shares)
+    assert 0 < dropped < 8, "neither none nor all, or the seed shows nothing"
+    figures = EmbodiedExperiment(some).metrics(result)
+    assert figures["groups/dropped"] == dropped
+    assert figures["episodes/finished"] == 32
+
+
+def test_without_a_kept_group_no_step_is_taken() -> None:
+    algorithm = {"name": "grpo", "group_size": 4, "success_bounds": [0.99, 0.995]}
+    some = recipe(**{**GROUPS, "algorithm": algorithm})
+    (result,), weights = trained(some, "eager", steps=1)
+    begun = EmbodiedExperiment(some).flow().learner.source.make().state_dict()
+    assert EmbodiedExperiment(some).metrics(result)["groups/dropped"] == 2
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, begun[name]), name
+
+
 def test_rollouts_of_a_group_begin_alike() -> None:
     some = recipe(**GROUPS)
     experiment = EmbodiedExperiment(some)
@@ -137,6 +167,13 @@ def test_rollouts_of_a_group_begin_alike() -> None:
         ({"rollouts_per_step": 9, **GROUPS}, "rollouts_per_step: the rollouts do not fill"),
         ({"algorithm": {"name": "grpo"}}, "rollout.automatic_reset: a group compares"),
         ({"algorithm": {"group_size": 4}}, "algorithm.group_size: ppo has no use for it"),
+        ({"algorithm": {"success_bounds": [0, 1]}}, "algorithm.success_bounds: ppo has no use"),
+        (
+            {**GROUPS, "algorithm": {"name": "grpo", "success_bounds": [0.9, 0.1]}},
+            "algorithm.success_bounds: the lower bound comes first",
+        ),
+        ({"algorithm": {"name": "sac"}}, "policy: sac is for policies of states"),
+        ({"replay": {"updates": 3}}, "replay: ppo has no use for it"),
         ({"policy": {"chunk": 5}}, "rollout.horizon: a rollout does not hold whole chunks"),
         ({"policy": {"distribution": "gaussian"}}, "policy.distribution: counting takes choices"),
         ({"policy": {"kind": "cnn"}}, "image: counting gives no such observation"),

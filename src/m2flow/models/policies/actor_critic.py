@@ -33,6 +33,9 @@ from m2flow.models.policies.protocol import (
 
 _CAMERAS = ("image", "wrist_image")
 
+SMALLEST_VARIANCE = 1e-8
+"""Of a state's coordinate: a solver's jitter around a constant is not to be seen as information."""
+
 
 class RunningNorm(RunningStatistics):
     """Subtract the mean and divide by the standard deviation of all states seen so far."""
@@ -71,20 +74,29 @@ class RunningNorm(RunningStatistics):
     def forward(self, state_BS: Tensor) -> Tensor:
         if self.count < 2:
             return state_BS
-        std_S = (self.square / self.count).sqrt() + 1e-8
+        std_S = (self.square / self.count + SMALLEST_VARIANCE).sqrt()
         normed = (state_BS - self.mean) / std_S
         return normed.clamp(-self.limit, self.limit).to(state_BS.dtype)
 
 
 class ReturnScale(RunningStatistics):
-    """The root mean square of all returns seen so far: what a value head's output is a share of."""
+    """The root mean square of all returns seen so far: what a value head's output is a share of.
+
+    When it changes, the head is rescaled with it, so that values stay what they were (Pop-Art, van
+    Hasselt et al. 2016, arXiv 1602.07714). Without that values that are too large by the change
+    make returns that are too large, and so on.
+
+    Args:
+        head: the last layer of the value network; its parameters belong to whoever owns it.
+    """
 
     of = "return"
     square: Tensor
     count: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, head: nn.Linear) -> None:
         super().__init__()
+        self._head = (head,)  # in a tuple, for it is no part of this module
         self.register_buffer("square", torch.zeros((), dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
@@ -97,8 +109,11 @@ class ReturnScale(RunningStatistics):
 
     @torch.no_grad()
     def take_in(self, moments: Tensor) -> None:
+        before = self.scale
         self.count += moments[0]
         self.square += moments[1]
+        for parameter in self._head[0].parameters():
+            parameter.mul_((before / self.scale).to(parameter.dtype))
 
     def forward(self, value_B: Tensor) -> Tensor:
         """Values as returns, from shares."""
@@ -131,7 +146,7 @@ class ActorCritic(Policy):
         super().__init__()
         self.actor, self.critic, self.head = actor, critic, head
         self.value = orthogonal(nn.Linear((critic or actor).features, 1), 1.0)
-        self.returns = ReturnScale()
+        self.returns = ReturnScale(self.value)
 
     def act(
         self, observations: Observations, *, seeds: Sequence[int], greedy: bool = False

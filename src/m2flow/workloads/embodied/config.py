@@ -6,7 +6,7 @@ Sizes are named for what they count. Nothing here imports torch or a simulator.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -119,6 +119,10 @@ class RolloutSection(Section):
 
 
 KEYS_OF_ALGORITHMS = {
+    "level": ("ppo", "grpo"),
+    "clip_low": ("ppo", "grpo"),
+    "clip_high": ("ppo", "grpo"),
+    "entropy_coefficient": ("ppo", "grpo"),
     "lam": ("ppo",),
     "value_clip": ("ppo",),
     "value_coefficient": ("ppo",),
@@ -126,14 +130,22 @@ KEYS_OF_ALGORITHMS = {
     "group_size": ("grpo",),
     "normalize_std": ("grpo",),
     "reward": ("grpo",),
+    "success_bounds": ("grpo",),
+    "aggregation": ("grpo",),
+    "polyak": ("sac",),
+    "target_entropy": ("sac",),
+    "first_temperature": ("sac",),
 }
 """Keys of `algorithm` to the algorithms that read them, where not all do."""
 
 
 class AlgorithmSection(Section):
-    """PPO with the policy's own value head, or GRPO over rollouts that begin alike."""
+    """PPO with the policy's own value head, GRPO over rollouts that begin alike, or SAC.
 
-    name: Literal["ppo", "grpo"] = "ppo"
+    Of GRPO's groups those are dropped whose share of successes is outside `success_bounds`.
+    """
+
+    name: Literal["ppo", "grpo", "sac"] = "ppo"
     level: Literal["token", "action", "chunk"] = "action"
     clip_low: Share = 0.2
     clip_high: Positive = 0.2
@@ -146,10 +158,21 @@ class AlgorithmSection(Section):
     group_size: Count = 8
     normalize_std: Flag = True
     reward: Literal["success", "return"] = "success"
+    success_bounds: tuple[Share, Share] | None = None
+    aggregation: Literal["token-mean", "sequence-mean-token-mean"] = "token-mean"
+    polyak: Share = 0.005
+    target_entropy: Annotated[float, Field(strict=True)] | None = None
+    first_temperature: Positive = 1.0
 
     @model_validator(mode="after")
     def _keys_belong_to_the_algorithm(self) -> AlgorithmSection:
         common.refuse_keys_of_others(self, "algorithm.name", KEYS_OF_ALGORITHMS)
+        if self.success_bounds is not None and self.success_bounds[0] > self.success_bounds[1]:
+            raise UserError(
+                "the lower bound comes first",
+                key="algorithm.success_bounds",
+                value=list(self.success_bounds),
+            )
         return self
 
 
@@ -159,6 +182,18 @@ class UpdateSection(Section):
     epochs: Count = 4
     minibatches: Count = 4
     turns_per_microbatch: Count = 4096
+
+
+class ReplaySection(Section):
+    """The buffer that SAC learns from: `updates` batches of it after each step of training.
+
+    Nothing is learned before it has `begin` transitions.
+    """
+
+    capacity: Count = 100_000
+    begin: Natural = 1000
+    batch_size: Count = 256
+    updates: Count = 256
 
 
 class OptimizerSection(common.OptimizerSection):
@@ -194,6 +229,7 @@ class EmbodiedRecipe(common.Recipe):
     rollout: RolloutSection = RolloutSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     update: UpdateSection = UpdateSection()
+    replay: ReplaySection = ReplaySection()
     optimizer: OptimizerSection = OptimizerSection()
     evaluation: EpisodesSection = EpisodesSection()
 
@@ -220,6 +256,8 @@ class EmbodiedRecipe(common.Recipe):
     @property
     def optimizer_steps(self) -> int:
         """Of the whole run."""
+        if self.algorithm.name == "sac":
+            return self.steps * self.replay.updates
         return self.steps * self.update.epochs * self.update.minibatches
 
     @property
@@ -287,4 +325,25 @@ class EmbodiedRecipe(common.Recipe):
                 value=self.rollout.horizon,
                 expected=f"a multiple of policy.chunk = {self.policy.chunk}",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> EmbodiedRecipe:
+        sac = self.algorithm.name == "sac"
+        if sac and (self.policy.kind, self.policy.distribution) != ("mlp", "squashed"):
+            raise UserError(
+                "sac is for policies of states whose actions are squashed to their bounds",
+                key="policy",
+                value={"kind": self.policy.kind, "distribution": self.policy.distribution},
+                expected="{kind: mlp, distribution: squashed}",
+            )
+        for key, default in (("replay", ReplaySection()), ("update", UpdateSection())):
+            section = getattr(self, key)
+            if section != default and sac != (key == "replay"):
+                raise UserError(
+                    f"{self.algorithm.name} has no use for it",
+                    key=key,
+                    value=section.model_dump(exclude_defaults=True),
+                    hint="take it out" if sac else "set algorithm.name to sac, or take it out",
+                )
         return self

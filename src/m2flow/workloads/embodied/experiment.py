@@ -20,7 +20,7 @@ from m2flow.training import checkpoint
 from m2flow.workloads.common.workload import RunProgress
 from m2flow.workloads.embodied.cloning import clone, expert_of, write
 from m2flow.workloads.embodied.config import EmbodiedRecipe
-from m2flow.workloads.embodied.flow import GRPO, PPO, recipe_flow
+from m2flow.workloads.embodied.flow import GRPO, PPO, SAC, recipe_flow
 from m2flow.workloads.embodied.workers.source import WEIGHTS, PolicySource
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class EmbodiedExperiment:
             write(policy, folder, WEIGHTS)
         self._start = folder
 
-    def flow(self, checkpoint: Path | None = None) -> PPO | GRPO:
+    def flow(self, checkpoint: Path | None = None) -> PPO | GRPO | SAC:
         """The flow from the beginning, or from a checkpoint."""
         return recipe_flow(self.recipe, self.spec, self._start, checkpoint)
 
@@ -126,6 +126,9 @@ class EmbodiedExperiment:
         figures = episode_figures(result.output)
         steps = float(sum(result.output["steps_taken"]))
         figures |= {"environment_steps": steps, "throughput/steps_per_s": steps / result.seconds}
+        if self.recipe.algorithm.success_bounds is not None:
+            dropped = sum(map(bool, result.output["dropped"]))
+            figures["groups/dropped"] = float(dropped // self.recipe.group_size)
         for name, value in result.metrics.items():
             figures[METRIC_NAMES.get(name, f"train/{name}")] = value
         return figures

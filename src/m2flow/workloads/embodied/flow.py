@@ -21,7 +21,7 @@ from m2flow.workloads.embodied.workers import (
 
 
 class Rollouts(Flow):
-    """What PPO and GRPO have in common: a policy and environments that take turns."""
+    """What the algorithms have in common: a policy and environments that take turns."""
 
     simulator: Simulator
     actor: Actor
@@ -57,6 +57,7 @@ class GRPO(Rollouts):
 
     normalize_std: bool = True
     reward: str = "success"
+    success_bounds: tuple[float, float] | None = None
 
     def step(self, starts: Stream) -> Stream:
         rollouts = group_advantage(
@@ -64,8 +65,16 @@ class GRPO(Rollouts):
             group_size=self.group_size,
             normalize_std=self.normalize_std,
             reward=self.reward,
+            success_bounds=self.success_bounds,
         )
         return self.learner.train(rollouts)
+
+
+class SAC(Rollouts):
+    """Learn from a buffer of what was done, by this policy and those before it."""
+
+    def step(self, starts: Stream) -> Stream:
+        return self.learner.train(self.rolled_out(starts, 1))
 
 
 def recipe_flow(
@@ -73,7 +82,7 @@ def recipe_flow(
     spec: EnvironmentSpec | None = None,
     start: Path | None = None,
     checkpoint: Path | None = None,
-) -> PPO | GRPO:
+) -> PPO | GRPO | SAC:
     """The flow of a recipe with its workers, none of them loaded.
 
     Args:
@@ -95,4 +104,11 @@ def recipe_flow(
     }
     if algorithm.name == "ppo":
         return PPO(**workers, gamma=algorithm.gamma, lam=algorithm.lam)
-    return GRPO(**workers, normalize_std=algorithm.normalize_std, reward=algorithm.reward)
+    if algorithm.name == "sac":
+        return SAC(**workers)
+    return GRPO(
+        **workers,
+        normalize_std=algorithm.normalize_std,
+        reward=algorithm.reward,
+        success_bounds=algorithm.success_bounds,
+    )

@@ -19,17 +19,20 @@ from torch import Tensor
 from m2flow.algorithms.policy_loss import clipped_policy_loss
 from m2flow.algorithms.sampling import derive_seed, uniform
 from m2flow.algorithms.value_loss import clipped_value_loss
+from m2flow.flow import Batch
 from m2flow.models.policies.actor_critic import ReturnScale
 from m2flow.models.policies.protocol import Level, Policy, at_level
 from m2flow.training.optimizer import AdamWConfig, AllReduce, SumOptimizer
 from m2flow.training.schedule import Schedule
 from m2flow.workloads.embodied.config import EmbodiedRecipe
+from m2flow.workloads.embodied.workers.columns import TURN, lengths_of, observations_of
 
 SUMS = (
-    "loss", "denominator", "policy", "value", "entropy", "clipped", "ratio", "kl", "turns",
-    "return", "return_square", "error", "error_square",
+    "loss", "denominator", "counted", "policy", "value", "entropy", "clipped", "ratio", "kl",
+    "turns", "return", "return_square", "error", "error_square",
 )  # fmt: skip
-"""What is added up over the pieces of a mini-batch; gradients are divided by the second."""
+"""What is added up over the pieces of a mini-batch; gradients are divided by the second, the
+weight of what the loss counts: each of the same, or each of an episode a share of its own."""
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Turns:
         tokens_TKD, logprobs_TKD: what was drawn, and how likely it was.
         steps_T: int64 [T], steps of the turn that were carried out; others count for nothing.
         advantage_T: float64 [T].
+        weight_T: float64 [T], of each thing in the turn that the loss counts.
         values_T, returns_T: float [T]; None without a critic.
     """
 
@@ -55,6 +59,7 @@ class Turns:
     advantage_T: Tensor
     values_T: Tensor | None
     returns_T: Tensor | None
+    weight_T: Tensor | None = None
 
     def __len__(self) -> int:
         return self.steps_T.numel()
@@ -73,10 +78,44 @@ class Turns:
                 some(getattr(self, name))
                 for name in (
                     "rollout_T", "place_T", "tokens_TKD", "logprobs_TKD", "steps_T",
-                    "advantage_T", "values_T", "returns_T",
+                    "advantage_T", "values_T", "returns_T", "weight_T",
                 )
             ),
         )  # fmt: skip
+
+
+def turns_of(rollouts: Batch) -> Turns:
+    """The turns of whole rollouts, one after another."""
+
+    def column(name: str) -> Any:
+        found = f"{TURN}{name}"
+        return rollouts[found].values if found in rollouts else None
+
+    counts = torch.tensor(lengths_of(rollouts))
+    firsts = counts.cumsum(0) - counts
+    return Turns(
+        observations=observations_of(rollouts, TURN),
+        rollout_T=torch.tensor(rollouts.ids).repeat_interleave(counts),
+        place_T=torch.arange(int(counts.sum())) - firsts.repeat_interleave(counts),
+        tokens_TKD=column("tokens"),
+        logprobs_TKD=column("logprobs"),
+        steps_T=column("steps"),
+        advantage_T=column("advantage"),
+        values_T=column("values"),
+        returns_T=column("return"),
+    )
+
+
+def optimizer_config(recipe: EmbodiedRecipe) -> AdamWConfig:
+    """The optimizer that a recipe describes, its schedule over the whole run."""
+    settings = recipe.optimizer
+    return AdamWConfig(
+        learning_rate=settings.learning_rate,
+        betas=settings.betas,
+        weight_decay=settings.weight_decay,
+        schedule=Schedule(settings.schedule, settings.warmup_steps, recipe.optimizer_steps),
+        max_grad_norm=settings.max_grad_norm,
+    )
 
 
 class PolicyUpdate:
@@ -89,30 +128,25 @@ class PolicyUpdate:
 
     def __init__(self, policy: Policy, recipe: EmbodiedRecipe) -> None:
         self.policy, self.recipe = policy, recipe
-        settings = recipe.optimizer
-        schedule = Schedule(settings.schedule, settings.warmup_steps, recipe.optimizer_steps)
-        config = AdamWConfig(
-            learning_rate=settings.learning_rate,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            schedule=schedule,
-            max_grad_norm=settings.max_grad_norm,
-        )
-        self.optimizer = SumOptimizer(policy.named_parameters(), config)
+        self.optimizer = SumOptimizer(policy.named_parameters(), optimizer_config(recipe))
 
-    def run(self, turns: Turns | None, all_reduce: AllReduce | None) -> dict[str, float]:
+    def run(self, rollouts: Batch | None, all_reduce: AllReduce | None) -> dict[str, float]:
         """All passes over the turns of a step; every lane of the worker calls it.
 
         Args:
-            turns: those of this lane; None where it has none.
+            rollouts: those of this lane; None where it has no turn.
             all_reduce: sums tensors over the lanes; None for one lane.
 
         Returns:
             Means over the optimizer steps, the same on every lane.
         """
         update, version = self.recipe.update, self.optimizer.num_steps
-        if self.recipe.algorithm.name == "ppo" and self.recipe.algorithm.normalize_advantage:
+        turns = None if rollouts is None else turns_of(rollouts)
+        algorithm = self.recipe.algorithm
+        if algorithm.name == "ppo" and algorithm.normalize_advantage:
             _normalise(turns, all_reduce)
+        if turns is not None and algorithm.aggregation == "sequence-mean-token-mean":
+            turns.weight_T = _shares(turns, algorithm.level)
         found: list[dict[str, float]] = []
         for epoch in range(update.epochs):
             part_T = None if turns is None else self._parts(turns, version, epoch)
@@ -124,6 +158,22 @@ class PolicyUpdate:
                 found.append(self._step(sums, all_reduce))
         self._see(turns, all_reduce)
         return {name: sum(one[name] for one in found) / len(found) for name in found[0]}
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What the optimizer keeps."""
+        return self.optimizer.tensors()
+
+    def bytes_to_come(self) -> int:
+        """Bytes of what the first step will make."""
+        return self.optimizer.bytes_to_come()
+
+    def state_items(self) -> Iterator[tuple[str, Tensor]]:
+        """All that a run needs to go on, beside the policy's weights."""
+        return self.optimizer.state_items()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from what `state_items` gave."""
+        self.optimizer.load_state_dict(state)
 
     def _parts(self, turns: Turns, version: int, epoch: int) -> Tensor:
         """Int64 [T], the mini-batch of each turn in a pass."""
@@ -155,9 +205,14 @@ class PolicyUpdate:
 
         logprobs, old = figures(judged.logprobs), figures(turns.logprobs_TKD)
         real = at_level(taken_TK1.expand_as(judged.logprobs).double(), level) > 0
-        advantage = turns.advantage_T.to(device).view(-1, *(1,) * (logprobs.dim() - 1))
-        advantage = advantage.expand_as(logprobs)[real]
+
+        def of_turns(values_T: Tensor) -> Tensor:
+            wide = values_T.to(device).view(-1, *(1,) * (logprobs.dim() - 1))
+            return wide.expand_as(logprobs)[real]
+
+        advantage = of_turns(turns.advantage_T)
         count = advantage.numel()
+        weight = torch.ones_like(advantage) if turns.weight_T is None else of_turns(turns.weight_T)
         policy = clipped_policy_loss(
             logprobs[real],
             old[real],
@@ -167,10 +222,11 @@ class PolicyUpdate:
             clip_high=algorithm.clip_high,
         )
         entropy = figures(judged.entropy)[real]
-        loss = policy.loss_T.sum() - algorithm.entropy_coefficient * entropy.sum()
+        bonus = (weight.to(entropy.dtype) * entropy).sum()
+        loss = (weight * policy.loss_T).sum() - algorithm.entropy_coefficient * bonus
         sums = {
-            "denominator": count, "turns": len(turns), "entropy": entropy, "ratio": policy.ratio_T,
-            "clipped": policy.clipped_T, "policy": policy.loss_T,
+            "denominator": weight, "counted": count, "turns": len(turns), "entropy": entropy,
+            "ratio": policy.ratio_T, "clipped": policy.clipped_T, "policy": policy.loss_T,
             "kl": policy.ratio_T - 1 - policy.log_ratio_T,
         }  # fmt: skip
         if judged.values is not None and turns.returns_T is not None:
@@ -183,8 +239,8 @@ class PolicyUpdate:
                 clip=algorithm.value_clip,
             )
             # The mean over turns, beside means over what the level counts.
-            weight = algorithm.value_coefficient * count / len(turns)
-            loss = loss + weight * value.loss_T.sum().to(loss.dtype)
+            share = algorithm.value_coefficient * count / len(turns)
+            loss = loss + share * value.loss_T.sum().to(loss.dtype)
             error_T = turns.returns_T - turns.values_T
             sums |= {
                 "value": value.loss_T, "return": turns.returns_T, "error": error_T,
@@ -197,11 +253,11 @@ class PolicyUpdate:
     def _step(self, sums: Tensor, all_reduce: AllReduce | None) -> dict[str, float]:
         step = self.optimizer.step(sums, SUMS.index("denominator"), all_reduce)
         totals = dict(zip(SUMS, step.sums.tolist(), strict=True))
-        count, turns = max(totals["denominator"], 1.0), max(totals["turns"], 1.0)
+        count, turns = max(totals["counted"], 1.0), max(totals["turns"], 1.0)
         spread = totals["return_square"] / turns - (totals["return"] / turns) ** 2
         left = totals["error_square"] / turns - (totals["error"] / turns) ** 2
         found = {
-            "loss": totals["loss"] / count,
+            "loss": totals["loss"] / (totals["denominator"] or 1.0),
             "policy_loss": totals["policy"] / count,
             "entropy": totals["entropy"] / count,
             "ratio": totals["ratio"] / count,
@@ -235,6 +291,15 @@ class PolicyUpdate:
 
 def _sum(value: Any) -> float:
     return float(value.detach().double().sum()) if isinstance(value, Tensor) else float(value)
+
+
+def _shares(turns: Turns, level: Level) -> Tensor:
+    """[T] the weights with which all that the loss counts in a rollout weighs 1 together."""
+    wide = turns.tokens_TKD.shape[-1] if level == "token" else 1
+    counted_T = (turns.steps_T > 0).double() if level == "chunk" else turns.steps_T.double() * wide
+    _, row_T = turns.rollout_T.unique(return_inverse=True)
+    total_R = counted_T.new_zeros(int(row_T.max()) + 1).index_add(0, row_T, counted_T)
+    return total_R.clamp(min=1.0).reciprocal()[row_T]
 
 
 def _normalise(turns: Turns | None, all_reduce: AllReduce | None) -> None:

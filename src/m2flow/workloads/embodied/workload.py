@@ -18,7 +18,9 @@ from m2flow.workloads.embodied.flow import recipe_flow
 if TYPE_CHECKING:
     from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 
-SHAPES = ("model", "rollouts_per_step", "environment", "policy", "rollout", "update")
+SHAPES = (
+    "model", "rollouts_per_step", "environment", "policy", "rollout", "update", "replay",
+)  # fmt: skip
 """Keys of a recipe that say what a step has to do."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from m2flow.flow import Batch, Place, Worker, stage
 from m2flow.workloads.embodied.config import EmbodiedRecipe
-from m2flow.workloads.embodied.workers.columns import TURN, lengths_of, observations_of
+from m2flow.workloads.embodied.workers.columns import lengths_of
 from m2flow.workloads.embodied.workers.source import WEIGHTS, PolicySource
 from m2flow.workloads.embodied.workers.stages import outcome
 
@@ -33,20 +33,26 @@ class Learner(Worker):
         super().load(place)
         from m2flow.runtime.lane.state import MovableState
         from m2flow.workloads.embodied.learning import PolicyUpdate
+        from m2flow.workloads.embodied.soft_update import SoftUpdate
 
         self.policy = self.source.make(place.device)
-        self.update = PolicyUpdate(self.policy, self.recipe)
+        self.update: PolicyUpdate | SoftUpdate
+        if self.recipe.algorithm.name == "sac":
+            assert self.source.spec is not None
+            self.update = SoftUpdate(self.policy, self.recipe, self.source.spec, place)
+        else:
+            self.update = PolicyUpdate(self.policy, self.recipe)
         self._rollouts: list[Batch] = []
         if self.checkpoint is not None:
             from safetensors.torch import load_file
 
-            self.update.optimizer.load_state_dict(load_file(Path(self.checkpoint) / TRAINER))
+            self.update.load_state_dict(load_file(Path(self.checkpoint) / TRAINER))
         self.state = MovableState(self._tensors, place)
 
     def _tensors(self) -> Any:
         yield from self.policy.parameters()
         yield from self.policy.buffers()
-        yield from self.update.optimizer.tensors()
+        yield from self.update.tensors()
 
     @stage(accumulates=True)
     def train(self, rollouts: Batch) -> Batch:
@@ -58,8 +64,9 @@ class Learner(Worker):
     def train_finish(self) -> dict[str, float]:
         """All optimizer steps on the step's rollouts; their figures."""
         kept, self._rollouts = self._rollouts, []
-        turns = _turns(kept)
-        return self.update.run(turns, self.place.all_reduce if self.place.size > 1 else None)
+        return self.update.run(
+            _in_order(kept), self.place.all_reduce if self.place.size > 1 else None
+        )
 
     def discard(self) -> None:
         self._rollouts = []
@@ -74,7 +81,7 @@ class Learner(Worker):
         self.state.onload()
 
     def state_bytes(self) -> int:
-        return self.state.nbytes() + self.update.optimizer.bytes_to_come()
+        return self.state.nbytes() + self.update.bytes_to_come()
 
     def save(self, folder: Path) -> None:
         """Write weights and trainer state; the first lane's are those of all."""
@@ -82,7 +89,7 @@ class Learner(Worker):
 
         with self.state.present():
             weights = {name: x.contiguous().clone() for name, x in self.weights().items()}
-            state = {name: x.contiguous() for name, x in self.update.optimizer.state_items()}
+            state = {name: x.contiguous() for name, x in self.update.state_items()}
         save_file(weights, folder / WEIGHTS)
         save_file(state, folder / TRAINER)
 
@@ -90,7 +97,7 @@ class Learner(Worker):
         from safetensors.torch import load_file
 
         self.policy.load_state_dict(load_file(folder / WEIGHTS))
-        self.update.optimizer.load_state_dict(load_file(folder / TRAINER))
+        self.update.load_state_dict(load_file(folder / TRAINER))
 
     def save_checkpoint(self, checkpoints: str, step: int, keep: int) -> None:
         """Write the checkpoint of a step; to be called on the worker's first lane."""
@@ -103,35 +110,13 @@ class Learner(Worker):
         checkpoint.commit(root, step, keep=keep, in_use=in_use)
 
 
-def _turns(batches: list[Batch]) -> Any:
-    """The turns of some rollouts, in the order of their numbers; None if there are none."""
-    import torch
-
-    from m2flow.workloads.embodied.learning import Turns
-
+def _in_order(batches: list[Batch]) -> Batch | None:
+    """The rollouts that are learned from, in the order of their numbers; None without a turn."""
     if not batches:
         return None
     whole = Batch.concat(batches)
     order = sorted(range(len(whole)), key=whole.ids.__getitem__)
+    if "dropped" in whole:
+        order = [row for row in order if not whole["dropped"][row]]
     whole = whole.select(order)
-    lengths = list(lengths_of(whole))
-    if not sum(lengths):
-        return None
-
-    def column(name: str) -> Any:
-        found = f"{TURN}{name}"
-        return whole[found].values if found in whole else None
-
-    counts = torch.tensor(lengths)
-    firsts = counts.cumsum(0) - counts
-    return Turns(
-        observations=observations_of(whole, TURN),
-        rollout_T=torch.tensor(whole.ids).repeat_interleave(counts),
-        place_T=torch.arange(int(counts.sum())) - firsts.repeat_interleave(counts),
-        tokens_TKD=column("tokens"),
-        logprobs_TKD=column("logprobs"),
-        steps_T=column("steps"),
-        advantage_T=column("advantage"),
-        values_T=column("values"),
-        returns_T=column("return"),
-    )
+    return whole if sum(lengths_of(whole)) else None

@@ -7,7 +7,7 @@ from typing import Any
 from m2flow.flow import Batch, Ragged, stage
 from m2flow.workloads.embodied.workers.columns import TURN, lengths_of
 
-OUTCOME = ("episodes", "failed", "steps_taken", "reward", "film")
+OUTCOME = ("episodes", "failed", "steps_taken", "reward", "film", "dropped")
 """Columns that a step hands back for metrics and samples."""
 
 
@@ -66,28 +66,44 @@ def critic_advantage(rollouts: Batch, *, gamma: float, lam: float) -> Batch:
 
 
 @stage(unit="group")
-def group_advantage(rollouts: Batch, *, group_size: int, normalize_std: bool, reward: str) -> Batch:
-    """Adds `reward` and `turn.advantage`: the episode's reward against the others of its group.
+def group_advantage(
+    rollouts: Batch,
+    *,
+    group_size: int,
+    normalize_std: bool,
+    reward: str,
+    success_bounds: tuple[float, float] | None = None,
+) -> Batch:
+    """Adds `turn.advantage`: the episode's reward against the others of its group; and `dropped`.
 
-    Every turn of an episode has the same. Episodes that were given up are not compared.
+    Every turn of an episode has the same. Episodes that were given up are not compared. With
+    `success_bounds` a group is dropped whose share of successes is not within them, as SimpleVLA-RL
+    does (arXiv 2509.09674), or of which fewer than two episodes are left.
     """
     import torch
 
     from m2flow.algorithms.advantages import group_advantages
 
     name = {"success": "success_once", "return": "return"}[reward]
-    rewards = [episodes[0][name] if episodes else None for episodes in rollouts["episodes"]]
-    advantages = [0.0] * len(rewards)
-    for first in range(0, len(rewards), group_size):
-        rows = [n for n in range(first, first + group_size) if rewards[n] is not None]
+    episodes: list[Any] = [some[0] if some else None for some in rollouts["episodes"]]
+    advantages, dropped = [0.0] * len(episodes), [False] * len(episodes)
+    for first in range(0, len(episodes), group_size):
+        group = range(first, first + group_size)
+        rows = [n for n in group if episodes[n] is not None]
         if len(rows) > 1:
-            compared = torch.tensor([rewards[n] for n in rows], dtype=torch.float64)
+            compared = torch.tensor([episodes[n][name] for n in rows], dtype=torch.float64)
             better = group_advantages(compared, len(rows), normalize_std).tolist()
             for row, advantage in zip(rows, better, strict=True):
                 advantages[row] = advantage
+        if success_bounds is not None:
+            share = sum(episodes[n]["success_once"] for n in rows) / max(1, len(rows))
+            kept = len(rows) > 1 and success_bounds[0] <= share <= success_bounds[1]
+            dropped[first : first + group_size] = [not kept] * group_size
     lengths = lengths_of(rollouts)
     spread = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
-    return rollouts.with_columns(**{f"{TURN}advantage": Ragged(spread, lengths)})
+    return rollouts.with_columns(
+        **{f"{TURN}advantage": Ragged(spread, lengths)}, dropped=torch.tensor(dropped)
+    )
 
 
 @stage
@@ -98,6 +114,9 @@ def outcome(rollouts: Batch) -> Batch:
         sum(one["return"] for one in some) / len(some) if some else 0.0
         for some in rollouts["episodes"]
     ]
+    nothing = [False] * len(rewards)
     return rollouts.with_columns(
-        steps_taken=[int(row.sum()) for row in taken.rows()], reward=rewards
+        steps_taken=[int(row.sum()) for row in taken.rows()],
+        reward=rewards,
+        dropped=list(rollouts["dropped"]) if "dropped" in rollouts else nothing,
     ).only(*OUTCOME)

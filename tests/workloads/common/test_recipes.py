@@ -1,0 +1,16 @@
+"""The recipes that come with m2flow are valid; nothing of what they name has to be installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from m2flow.workloads.common.reading import read_recipe
+
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_valid(path: Path) -> None:
+    assert read_recipe(path).steps > 0

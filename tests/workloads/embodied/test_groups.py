@@ -1,0 +1,152 @@
+"""What GRPO learns of groups, against a slow computation: one action at a time, plain formulas."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from torch.distributions import Normal
+
+from m2flow.flow import Batch, Ragged
+from m2flow.models.policies.actor_critic import mlp_actor_critic
+from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.embodied.learning import PolicyUpdate
+from m2flow.workloads.embodied.workers.stages import group_advantage, outcome
+
+GROUP, CHUNK, ACTION = 4, 2, 3
+SUCCESSES: list[list[bool | None]] = [
+    [True, False, False, True],
+    [True, True, True, True],
+    [False, False, False, False],
+    [None, True, None, False],  # two episodes were given up
+    [None, None, None, True],
+    [True, True, True, False],
+]
+TURNS = [[3, 1, 2, 4], [2, 2, 1, 1], [3, 3, 3, 3], [0, 2, 0, 5], [0, 0, 0, 1], [1, 2, 2, 6]]
+"""Of each episode; the last turn of each takes one step of its chunk only."""
+
+
+def policy() -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        made = mlp_actor_critic(
+            4, actions="gaussian", low=[-1] * ACTION, high=[1] * ACTION, chunk=CHUNK, hidden=(8,)
+        )
+        torch.nn.init.normal_(made.head.mean.weight, std=0.3)
+    return made
+
+
+def rollouts() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [turns for group in TURNS for turns in group]
+    count = sum(lengths)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    steps = torch.cat([torch.tensor([CHUNK] * (n - 1) + [1])[:n] for n in lengths])
+    state, tokens = noise(count, 4), noise(count, CHUNK, ACTION)
+    with torch.no_grad():
+        near = policy().evaluate({"state": state}, tokens).logprobs
+    return Batch(
+        {
+            "episodes": [
+                [] if success is None else [{"success_once": float(success), "return": 0.0}]
+                for group in SUCCESSES
+                for success in group
+            ],
+            "failed": [0] * len(lengths),
+            "film": [b""] * len(lengths),
+            "turn.steps": Ragged(steps, lengths),
+            "turn.observation.state": Ragged(state, lengths),
+            "turn.tokens": Ragged(tokens, lengths),
+            "turn.logprobs": Ragged(near + 0.2 * noise(count, CHUNK, ACTION), lengths),
+        }
+    )
+
+
+def slow_gradients(
+    bounds: tuple[float, float] | None, *, by_episode: bool
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Of the mean loss, and how many groups were dropped; by plain loops."""
+    model, batch = policy(), rollouts()
+    total, weight, dropped = torch.zeros(()), 0.0, 0
+    for number, successes in enumerate(SUCCESSES):
+        known = [float(one) for one in successes if one is not None]
+        share = sum(known) / len(known)
+        if bounds is not None and (len(known) < 2 or not bounds[0] <= share <= bounds[1]):
+            dropped += 1
+            continue
+        for place, success in enumerate(successes):
+            row = number * GROUP + place
+            steps = batch["turn.steps"][row].tolist()
+            if success is None:
+                continue
+            advantage = 0.0
+            if len(known) > 1 and 0 < share < 1:
+                advantage = (float(success) - share) / (statistics.pstdev(known) + 1e-6)
+            for turn, taken in enumerate(steps):
+                state = batch["turn.observation.state"][row][turn : turn + 1]
+                mean = model.head.mean(model.actor({"state": state})).view(CHUNK, ACTION)
+                for step in range(taken):
+                    token = batch["turn.tokens"][row][turn][step]
+                    chance = Normal(mean[step], model.head.log_std[step].exp())
+                    before = batch["turn.logprobs"][row][turn][step].sum()
+                    ratio = (chance.log_prob(token).sum() - before).exp()
+                    loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage)
+                    share_of_one = 1 / sum(steps) if by_episode else 1.0
+                    total = total + share_of_one * loss
+                    weight += share_of_one
+    (total / weight).backward()
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }, dropped
+
+
+@pytest.mark.parametrize("by_episode", [False, True])
+@pytest.mark.parametrize("bounds", [None, (0.1, 0.9), (0.0, 0.5), (0.5, 0.5)])
+def test_the_gradient_is_that_of_a_slow_computation(
+    bounds: tuple[float, float] | None, by_episode: bool
+) -> None:
+    mode = "sequence-mean-token-mean" if by_episode else "token-mean"
+    algorithm = {
+        "name": "grpo", "group_size": GROUP, "clip_high": 0.3, "aggregation": mode,
+        "success_bounds": bounds,
+    }  # fmt: skip
+    recipe: Any = read_recipe(
+        {
+            "workload": "embodied", "name": "groups", "rollouts_per_step": 24,
+            "environment": {"name": "table:red"}, "policy": {"chunk": CHUNK},
+            "rollout": {"horizon": 12, "automatic_reset": False}, "algorithm": algorithm,
+            "update": {"epochs": 1, "minibatches": 1, "turns_per_microbatch": 5},
+        }
+    )  # fmt: skip
+    judged = group_advantage(
+        rollouts(), group_size=GROUP, normalize_std=True, reward="success", success_bounds=bounds
+    )
+    wanted, dropped = slow_gradients(bounds, by_episode=by_episode)
+    assert sum(outcome(judged)["dropped"]) == GROUP * dropped
+    assert dropped == {None: 0, (0.1, 0.9): 3, (0.0, 0.5): 3, (0.5, 0.5): 4}[bounds]
+    kept = judged.select([n for n in range(len(judged)) if not judged["dropped"][n]])
+    model = policy()
+    update = PolicyUpdate(model, recipe)
+    found: dict[str, torch.Tensor] = {}
+    taken = update.optimizer.step
+
+    def step(sums: torch.Tensor, denominator: int, all_reduce: Any) -> Any:
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            found[name] = parameter.grad / sums[denominator]
+        return taken(sums, denominator, all_reduce)
+
+    update.optimizer.step = step  # type: ignore[method-assign]
+    update.run(kept, None)
+    for name, gradient in found.items():
+        if name in wanted:
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
+        else:
+            assert not bool(gradient.any()), name
