@@ -301,6 +301,7 @@ def test_metrics_reference_names_every_figure() -> None:
     samples = Batch(
         {
             "reward": [0.0, 1.0],
+            "failure": ["", ""],
             "finish_reason": ["stop", "length"],
             "num_tokens": [3, 4],
             "num_prompt_tokens": [2, 2],

@@ -12,7 +12,7 @@ import pytest
 
 from m2flow.errors import UserError
 from m2flow.rewards import addition_reward, batched, gym_reward, math_reward
-from m2flow.rewards.reward import Judged, RewardFailed, WeightedReward, weighted_sum
+from m2flow.rewards.reward import Judged, Scores, WeightedReward, weighted_sum
 
 JUDGED = Judged(
     items=[7, 9],
@@ -26,6 +26,9 @@ JUDGED = Judged(
 )
 
 MODULE = """
+import asyncio
+import time
+
 from m2flow.rewards import batched
 
 calls = []
@@ -48,8 +51,26 @@ def raises(prompt, completion, completion_ids, row):
 def words(prompt, completion, completion_ids, row):
     return "good"
 
+waiting = [0, 0]  # now, and at most
+
 async def later(prompt, completion, completion_ids, row):
+    waiting[0] += 1
+    waiting[1] = max(waiting)
+    try:
+        await asyncio.sleep(0.01 if row["level"] == "easy" else 60)
+    finally:
+        waiting[0] -= 1
     return 1.0
+
+async def fails(prompt, completion, completion_ids, row):
+    return {"5": 1.0}[row["answer"]]
+
+def hangs(prompt, completion, completion_ids, row):
+    time.sleep(60 if row["level"] == "hard" else 0)
+    return 1.0
+
+def interrupted(prompt, completion, completion_ids, row):
+    raise KeyboardInterrupt
 
 number = 3
 """
@@ -62,12 +83,12 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def of(folder: str, name: str, weight: float = 1.0) -> WeightedReward:
-    return WeightedReward(f"rewards_of_a_user:{name}", weight, folder)
+def of(folder: str, name: str, weight: float = 1.0, **limits: Any) -> WeightedReward:
+    return WeightedReward(f"rewards_of_a_user:{name}", weight, folder, **limits)
 
 
 def test_a_function_is_given_all_of_a_row(folder: str) -> None:
-    assert weighted_sum([of(folder, "fields")], JUDGED) == [2.0, 3.5]
+    assert weighted_sum([of(folder, "fields")], JUDGED) == Scores([2.0, 3.5], ["", ""])
     import rewards_of_a_user  # type: ignore[import-not-found]
 
     assert rewards_of_a_user.calls[-1] == (
@@ -77,18 +98,19 @@ def test_a_function_is_given_all_of_a_row(folder: str) -> None:
 
 def test_several_functions_add_up_by_weight(folder: str) -> None:
     parts = [of(folder, "fields", 0.5), WeightedReward("math", 10), of(folder, "shares", -1)]
-    assert weighted_sum(parts, JUDGED) == pytest.approx([0.5 * 2 + 10 - 0.4, 0.5 * 3.5 - 0.6])
+    rewards = weighted_sum(parts, JUDGED).rewards
+    assert rewards == pytest.approx([0.5 * 2 + 10 - 0.4, 0.5 * 3.5 - 0.6])
 
 
 def test_a_function_itself_will_do_and_travels() -> None:
     reward = pickle.loads(pickle.dumps(WeightedReward(math_reward, 2.0)))
-    assert weighted_sum([reward], JUDGED) == [2.0, 0.0]
+    assert weighted_sum([reward], JUDGED).rewards == [2.0, 0.0]
 
     @batched
     def both(*columns: Sequence[Any]) -> list[float]:
         return [1.0, 2.0]
 
-    assert weighted_sum([WeightedReward(both)], JUDGED) == [1.0, 2.0]
+    assert weighted_sum([WeightedReward(both)], JUDGED).rewards == [1.0, 2.0]
 
 
 def test_each_is_usable_alone() -> None:
@@ -104,8 +126,7 @@ def test_each_is_usable_alone() -> None:
         ("no_such_module:fn", ["no_such_module cannot be imported", "ModuleNotFoundError"]),
         ("rewards_that_break:fn", ["cannot be imported", "no_such_package"]),
         ("rewards_of_a_user:field", ["has no field", "did you mean 'fields'?"]),
-        ("rewards_of_a_user:number", ["is no function that can be called"]),
-        ("rewards_of_a_user:later", ["is no function that can be called", "def reward("]),
+        ("rewards_of_a_user:number", ["is no function that can be called", "def reward("]),
     ],
 )
 def test_what_cannot_be_a_reward_is_refused(folder: str, function: str, parts: list[str]) -> None:
@@ -116,26 +137,66 @@ def test_what_cannot_be_a_reward_is_refused(folder: str, function: str, parts: l
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"),
+    ("name", "rewards", "failures"),
     [
-        ("raises", ["rewards_of_a_user:raises raised KeyError: '8'", "sample 9", "What is 4+4?"]),
-        ("words", ["rewards_of_a_user:words gave 'good'", "no finite number", "sample 7"]),
-        ("too_few", ["rewards_of_a_user:too_few gave 1 rewards for 2 samples"]),
+        (
+            "raises",
+            [1.0, 0.0],
+            ["", "rewards_of_a_user:raises raised KeyError: '8' ("],
+        ),
+        (
+            "fails",
+            [1.0, 0.0],
+            ["", "rewards_of_a_user:fails raised KeyError: '8' ("],
+        ),
+        ("words", [0.0] * 2, ["rewards_of_a_user:words gave 'good', no number"] * 2),
+        ("too_few", [0.0] * 2, ["rewards_of_a_user:too_few gave 1 rewards for 2 samples"] * 2),
+        ("hangs", [1.0, 0.0], ["", "rewards_of_a_user:hangs gave nothing within 0.5 s"]),
+        ("later", [1.0, 0.0], ["", "rewards_of_a_user:later gave nothing within 0.5 s"]),
     ],
 )
-def test_a_reward_that_fails_names_itself_and_the_sample(
-    folder: str, name: str, parts: list[str]
+def test_a_reward_that_fails_marks_its_sample(
+    folder: str, name: str, rewards: list[float], failures: list[str]
 ) -> None:
-    with pytest.raises(RewardFailed) as caught:
-        weighted_sum([of(folder, name)], JUDGED)
-    for part in parts:
-        assert part in str(caught.value)
+    found = weighted_sum([of(folder, name, deadline_seconds=0.5)], JUDGED)
+    assert found.rewards == rewards
+    for said, why in zip(found.failures, failures, strict=True):
+        assert said.startswith(why and f"reward {why}")
+        assert bool(said) == bool(why)
+        assert "raised" not in said or "(rewards_of_a_user.py:" in said
+
+
+def test_after_a_call_that_hangs_the_others_are_made(folder: str) -> None:
+    columns = {name: 2 * list(getattr(JUDGED, name))[::-1] for name in vars(JUDGED)}
+    found = weighted_sum([of(folder, "hangs", deadline_seconds=0.3)], Judged(**columns))
+    assert found.rewards == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_sample_that_one_part_cannot_judge_has_no_reward_of_the_others(folder: str) -> None:
+    found = weighted_sum([of(folder, "fields"), of(folder, "raises")], JUDGED)
+    assert found.rewards == [3.0, 0.0]
+    assert [bool(why) for why in found.failures] == [False, True]
+
+
+def test_coroutine_functions_wait_at_the_same_time(folder: str) -> None:
+    easy = {name: [getattr(JUDGED, name)[0]] * 6 for name in vars(JUDGED)}
+    found = weighted_sum([of(folder, "later", concurrency=4)], Judged(**easy))
+    assert found == Scores([1.0] * 6, [""] * 6)
+    import rewards_of_a_user
+
+    assert rewards_of_a_user.waiting == [0, 4]
+
+
+def test_an_interrupt_is_no_failure_of_a_sample(folder: str) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        weighted_sum([of(folder, "interrupted")], JUDGED)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_reward_that_is_no_number_is_not_trained_on(value: float) -> None:
-    with pytest.raises(RewardFailed, match="no finite number"):
-        weighted_sum([WeightedReward(lambda *_: value)], JUDGED)
+    found = weighted_sum([WeightedReward(lambda *_: value)], JUDGED)
+    assert found.rewards == [0.0, 0.0]
+    assert f"gave {value}, no number" in found.failures[0]
 
 
 def test_a_gym_scorer_s_exception_is_no_reward_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,5 +211,7 @@ def test_a_gym_scorer_s_exception_is_no_reward_of_zero(monkeypatch: pytest.Monke
     with pytest.raises(ZeroDivisionError):
         gym_reward("", "<answer>1</answer>", [], row)
     judged = Judged([3], ["What?"], ["<answer>1</answer>"], [[1]], [row])
-    with pytest.raises(RewardFailed, match=r"reward gym raised ZeroDivisionError.*sample 3"):
-        weighted_sum([WeightedReward("gym")], judged)
+    assert (
+        "reward gym raised ZeroDivisionError"
+        in weighted_sum([WeightedReward("gym")], judged).failures[0]
+    )

@@ -15,7 +15,12 @@ from m2flow.algorithms.finite import check_finite
 from m2flow.errors import UserError
 
 
-def group_advantages(rewards_B: Tensor, group_size: int, normalize_std: bool = True) -> Tensor:
+def group_advantages(
+    rewards_B: Tensor,
+    group_size: int,
+    normalize_std: bool = True,
+    judged_B: Tensor | None = None,
+) -> Tensor:
     """Group-relative advantages: `(r - mean) / (std + 1e-6)` within each group of consecutive rows.
 
     The standard deviation is the population one (divided by G). With `normalize_std=False` only
@@ -28,6 +33,8 @@ def group_advantages(rewards_B: Tensor, group_size: int, normalize_std: bool = T
         rewards_B: [B], any real dtype.
         group_size: G, rows of one group.
         normalize_std: whether to divide by the deviation.
+        judged_B: bool [B], rows that have a reward; others are compared with nobody, and get 0.
+            None for all.
 
     Returns:
         [B], in the dtype of the rewards where that is a floating one, else float32.
@@ -54,25 +61,41 @@ def group_advantages(rewards_B: Tensor, group_size: int, normalize_std: bool = T
         )
     check_finite({"reward": rewards_B})
     dtype = rewards_B.dtype if rewards_B.is_floating_point() else torch.float32
-    rewards_NG = rewards_B.to(torch.float64).view(-1, group_size)
-    centred_NG = rewards_NG - rewards_NG.mean(dim=1, keepdim=True)
+    judged_B = torch.ones_like(rewards_B, dtype=torch.bool) if judged_B is None else judged_B
+    judged_NG = judged_B.view(-1, group_size)
+    count_N1 = judged_NG.sum(dim=1, keepdim=True).clamp(min=1)
+    rewards_NG = torch.where(judged_NG, rewards_B.to(torch.float64).view(-1, group_size), 0.0)
+    mean_N1 = rewards_NG.sum(dim=1, keepdim=True) / count_N1
+    centred_NG = torch.where(judged_NG, rewards_NG - mean_N1, 0.0)
     if normalize_std:
-        centred_NG = centred_NG / (rewards_NG.std(dim=1, correction=0, keepdim=True) + 1e-6)
-    equal_N1 = (rewards_NG == rewards_NG[:, :1]).all(dim=1, keepdim=True)
-    return torch.where(equal_N1, 0.0, centred_NG).to(dtype).view(-1)
+        variance_N1 = centred_NG.square().sum(dim=1, keepdim=True) / count_N1
+        centred_NG = centred_NG / (variance_N1.sqrt() + 1e-6)
+    equal_B = equal_groups(rewards_B, group_size, judged_B)
+    return torch.where(equal_B, 0.0, centred_NG.view(-1)).to(dtype)
 
 
-def leave_one_out_advantages(rewards_B: Tensor, group_size: int) -> Tensor:
+def leave_one_out_advantages(
+    rewards_B: Tensor, group_size: int, judged_B: Tensor | None = None
+) -> Tensor:
     """`r - mean of the other rewards of its group`, which is `G / (G - 1) * (r - mean)`.
 
     Source: RLOO (arXiv 2402.14740), equation 8.
 
     Args, result and errors: as for `group_advantages`.
     """
-    return group_advantages(rewards_B, group_size, False) * (group_size / (group_size - 1))
+    advantages_B = group_advantages(rewards_B, group_size, False, judged_B)
+    judged_B = torch.ones_like(rewards_B, dtype=torch.bool) if judged_B is None else judged_B
+    count_N = judged_B.view(-1, group_size).sum(dim=1)
+    factor_N = count_N / (count_N - 1).clamp(min=1)
+    return advantages_B * factor_N.repeat_interleave(group_size).to(advantages_B.dtype)
 
 
-def equal_groups(rewards_B: Tensor, group_size: int) -> Tensor:
+def equal_groups(rewards_B: Tensor, group_size: int, judged_B: Tensor | None = None) -> Tensor:
     """[B] bool: rows of groups whose rewards are all the same, of which nothing can be learned."""
-    rewards_NG = rewards_B.view(-1, group_size)
-    return (rewards_NG == rewards_NG[:, :1]).all(dim=1).repeat_interleave(group_size)
+    rewards_NG = rewards_B.to(torch.float64).view(-1, group_size)
+    judged_NG = torch.ones_like(rewards_NG, dtype=torch.bool)
+    if judged_B is not None:
+        judged_NG = judged_B.view(-1, group_size)
+    highest_N = rewards_NG.masked_fill(~judged_NG, -torch.inf).amax(dim=1)
+    lowest_N = rewards_NG.masked_fill(~judged_NG, torch.inf).amin(dim=1)
+    return (highest_N <= lowest_N).repeat_interleave(group_size)

@@ -24,6 +24,7 @@ CHECKED = (
     "values that are not finite",
     "groups without a signal",
     "truncated answers",
+    "samples without a reward",
     "reward and held-out accuracy",
     "measured against predicted time",
     "unreadable lines",
@@ -52,6 +53,14 @@ def findings(record: RunRecord) -> list[Finding]:
             "Most groups carry no signal",
             "all their answers have the same reward, so they move nothing. Harder or easier "
             "prompts, or more samples per prompt, help.",
+        ),
+        *_share(
+            record,
+            "failed_share",
+            0.0,
+            "Samples could not be judged",
+            "the reward function raised, took too long or gave no number; they are not trained on. "
+            "samples.jsonl says why.",
         ),
         *_share(
             record,

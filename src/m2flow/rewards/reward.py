@@ -9,21 +9,26 @@ data's row, and returns a finite number:
 `row` holds `answer`, `finished` (whether the model ended the completion by itself) and all other
 fields of the row, as the data has them. A recipe names a function by its dotted path,
 `reward: my_module:short`, or one of SHORT_NAMES. The function must be pure: the reward of a sample
-may depend on its arguments alone.
+may depend on its arguments alone. It may be a coroutine function (`async def`), which waits for a
+service: many of them are awaited at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import math
+import queue
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
-from m2flow.errors import M2FlowError, UserError, suggestion
+from m2flow.errors import UserError, suggestion
 
 SHORT_NAMES = {
     "addition": "m2flow.rewards.addition:addition_reward",
@@ -65,10 +70,6 @@ def batched(function: F) -> F:
     return function
 
 
-class RewardFailed(M2FlowError):
-    """A reward function raised, or returned what is no reward; names function and sample."""
-
-
 @dataclass(frozen=True)
 class WeightedReward:
     """A reward function and its weight in the sum.
@@ -77,11 +78,15 @@ class WeightedReward:
         function: dotted path `module:function`, a name in SHORT_NAMES, or the function itself.
         weight: its factor.
         folder: searched for the module beside what Python searches; "" for nothing more.
+        deadline_seconds: longest that one call may take.
+        concurrency: calls of a coroutine function that wait at a time.
     """
 
     function: Function
     weight: float = 1.0
     folder: str = ""
+    deadline_seconds: float = 60.0
+    concurrency: int = 64
 
     @property
     def name(self) -> str:
@@ -94,7 +99,7 @@ class WeightedReward:
         """Import the function.
 
         Raises:
-            UserError: there is no such module or function, or it is a coroutine function.
+            UserError: there is no such module or function.
         """
         if not isinstance(self.function, str):
             return self.function
@@ -116,7 +121,7 @@ class WeightedReward:
             names = [name for name, value in vars(module).items() if callable(value)]
             hint = suggestion(attribute, names) if names else None
             raise self._refused(f"{module_name} has no {attribute}", hint=hint)
-        if not callable(function) or inspect.iscoroutinefunction(function):
+        if not callable(function):
             raise self._refused(
                 f"{attribute} is no function that can be called and returns a number",
                 expected="def reward(prompt, completion, completion_ids, row) -> float",
@@ -147,62 +152,126 @@ class Judged:
     rows: Sequence[Mapping[str, Any]]
 
 
-def weighted_sum(parts: Sequence[WeightedReward], judged: Judged) -> list[float]:
+@dataclass(frozen=True)
+class Scores:
+    """What some completions earned.
+
+    Attributes:
+        rewards: the weighted sums; 0.0 for a completion that could not be judged.
+        failures: in words why each could not be judged; "" for those that were.
+    """
+
+    rewards: list[float]
+    failures: list[str]
+
+
+def weighted_sum(parts: Sequence[WeightedReward], judged: Judged) -> Scores:
     """The sum of the parts' weighted rewards, for each completion.
+
+    A function that raises, takes longer than its deadline or gives no finite number fails for its
+    completion alone; one that judges several at once fails for all of them.
 
     Raises:
         UserError: a function cannot be imported.
-        RewardFailed: a function raised or returned no finite number.
     """
-    totals = [0.0] * len(judged.items)
+    totals, failures = [0.0] * len(judged.items), [""] * len(judged.items)
     for part in parts:
-        for number, value in enumerate(_rewards(part, judged)):
-            totals[number] += part.weight * value
-    return totals
+        for number, value in enumerate(_values(part, judged)):
+            if isinstance(value, float) and math.isfinite(value):
+                totals[number] += part.weight * value
+            else:
+                why = str(value) if isinstance(value, Failure) else f"gave {value!r}, no number"
+                failures[number] = failures[number] or f"reward {part.name} {why}"
+    rewards = [0.0 if why else total for total, why in zip(totals, failures, strict=True)]
+    return Scores(rewards, failures)
 
 
-def _rewards(part: WeightedReward, judged: Judged) -> list[float]:
+class Failure(Exception):
+    """Why there is no reward: what the function raised, or that it took too long."""
+
+
+def _values(part: WeightedReward, judged: Judged) -> list[Any]:
+    """Of each completion a number, or what else came instead of one."""
     function: Any = part.load()
     columns = (judged.prompts, judged.completions, judged.completion_ids, judged.rows)
-    found: list[Any] = []
+    rows = list(zip(*columns, strict=True))
     if getattr(function, "batched", False):
-        with _named(part, judged):
-            found += function(*columns)
-        if len(found) != len(judged.items):
-            raise RewardFailed(
-                f"reward {part.name} gave {len(found)} rewards for {len(judged.items)} samples"
-            )
-    else:
-        for number, row in enumerate(zip(*columns, strict=True)):
-            with _named(part, judged, number):
-                found.append(function(*row))
-    return [_finite(value, part, judged, number) for number, value in enumerate(found)]
+        (found,) = _called(function, [columns], part.deadline_seconds)
+        if isinstance(found, Failure):
+            return [found] * len(rows)
+        if len(found) != len(rows):
+            wrong = Failure(f"gave {len(found)} rewards for {len(rows)} samples")
+            return [wrong] * len(rows)
+        return [_number(value) for value in found]
+    if inspect.iscoroutinefunction(function):
+        return [_number(value) for value in asyncio.run(_awaited(function, rows, part))]
+    return [_number(value) for value in _called(function, rows, part.deadline_seconds)]
 
 
-@contextmanager
-def _named(part: WeightedReward, judged: Judged, number: int | None = None) -> Iterator[None]:
-    """Say which reward raised, and on which sample, or samples if it judges them at once."""
+def _number(value: Any) -> Any:
     try:
-        yield
-    except Exception as error:
-        reason = f"raised {type(error).__name__}: {error}"
-        sample = f"samples {list(judged.items)}" if number is None else _sample(judged, number)
-        raise RewardFailed(f"reward {part.name} {reason}; {sample}") from error
-
-
-def _finite(value: Any, part: WeightedReward, judged: Judged, number: int) -> float:
-    try:
-        reward = float(value)
+        return value if isinstance(value, Failure) else float(value)
     except (TypeError, ValueError):
-        reward = math.nan
-    if not math.isfinite(reward):
-        sample = _sample(judged, number)
-        raise RewardFailed(
-            f"reward {part.name} gave {value!r}, which is no finite number; {sample}"
+        return value
+
+
+def _called(function: Any, calls: Sequence[tuple[Any, ...]], seconds: float) -> list[Any]:
+    """What a function gives for each of some arguments, or the `Failure`.
+
+    They are called one after the other in a thread, which is left to itself, and another one
+    begun, where a call does not return in time.
+    """
+    found: list[Any] = []
+    while len(found) < len(calls):
+        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        thread = threading.Thread(
+            target=_call_each, args=(function, calls[len(found) :], results), daemon=True
         )
-    return reward
+        thread.start()
+        while len(found) < len(calls):
+            try:
+                value = results.get(timeout=seconds)
+            except queue.Empty:
+                found.append(_too_slow(seconds))
+                break
+            if isinstance(value, BaseException) and not isinstance(value, Failure):
+                raise value
+            found.append(value)
+    return found
 
 
-def _sample(judged: Judged, number: int) -> str:
-    prompt, completion = judged.prompts[number][-200:], judged.completions[number][-200:]
-    return f"sample {judged.items[number]}, prompt {prompt!r}, completion {completion!r}"
+def _call_each(function: Any, calls: Sequence[tuple[Any, ...]], results: Any) -> None:
+    for arguments in calls:
+        try:
+            results.put(function(*arguments))
+        except Exception as error:  # noqa: BLE001, whatever a user's function raises
+            results.put(_raised(error))
+        except BaseException as error:  # noqa: BLE001, an interrupt: for whoever waits
+            results.put(error)
+            return
+
+
+async def _awaited(function: Any, calls: Sequence[Any], part: WeightedReward) -> list[Any]:
+    """The same for a coroutine function; so many calls at a time as `concurrency` says."""
+    turns = asyncio.Semaphore(part.concurrency)
+
+    async def one(arguments: Any) -> Any:
+        async with turns:
+            try:
+                return await asyncio.wait_for(function(*arguments), part.deadline_seconds)
+            except TimeoutError:
+                return _too_slow(part.deadline_seconds)
+            except Exception as error:  # noqa: BLE001, whatever a user's function raises
+                return _raised(error)
+
+    return list(await asyncio.gather(*map(one, calls)))
+
+
+def _raised(error: Exception) -> Failure:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(place.filename).name}:{place.lineno}"
+    return Failure(f"raised {type(error).__name__}: {error} ({where})")
+
+
+def _too_slow(seconds: float) -> Failure:
+    return Failure(f"gave nothing within {seconds:g} s")

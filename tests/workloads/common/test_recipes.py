@@ -13,4 +13,6 @@ RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_valid(path: Path) -> None:
-    assert read_recipe(path).steps > 0
+    """Those of published checkpoints leave to the user which folder it lies in."""
+    published = path.stem.startswith(("openvla", "pi0"))
+    assert read_recipe(path, {"model": "tiny"} if published else {}).steps > 0

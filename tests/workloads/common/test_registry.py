@@ -83,6 +83,9 @@ class CountingExperiment:
     def evaluation(self, result):
         return {"eval/success": sum(result.output["number"]) / 100}
 
+    def alarms(self, result):
+        return ()
+
     def films(self, result):
         return ()
 

@@ -291,6 +291,7 @@ OUTPUT = Batch(
         "text": [f"t{n}" for n in range(6)],
         "answer": ["a"] * 6,
         "reward": [1.0, 0.0, 0.5, 0.5, 1.0, 1.0],
+        "failure": [""] * 6,
         "finish_reason": ["stop", "length", "stop", "stop", "length", "stop"],
         "num_tokens": [3, 6, 2, 2, 6, 5],
         "num_prompt_tokens": [4] * 6,

@@ -65,6 +65,7 @@ class Training:
         self._directory: RunDirectory | None = None
         self._publishing: dict[str, str] = {}
         self._changes = 0
+        self._alarms: set[str] = set()
 
     def run(self) -> RunDirectory:
         """Train to the last step, and write the report; where it lies."""
@@ -169,6 +170,10 @@ class Training:
 
     def _figures(self, run: Run, result: StepResult, step: int) -> dict[str, float]:
         """The figures of a step that is done; its rollouts and spans are kept here."""
+        for alarm in self.experiment.alarms(result):
+            if alarm not in self._alarms:
+                self._alarms.add(alarm)
+                self.progress.note(f"step {step}: {alarm}")
         figures = self.experiment.metrics(result) | step_figures(result)
         if (tokens := figures.get("tokens/generated")) is not None:
             figures["throughput/tokens_per_s"] = tokens / result.seconds

@@ -127,6 +127,9 @@ class Experiment(Protocol):
     def samples(self, result: StepResult, count: int) -> list[dict[str, Any]]:
         """A few rollouts of a step, as rows of samples.jsonl."""
 
+    def alarms(self, result: StepResult) -> Sequence[str]:
+        """What went wrong in a step without ending it, in words; each is shown once in a run."""
+
     def films(self, result: StepResult) -> Sequence[bytes]:
         """Animated WebP pictures of an evaluation, for the report."""
 

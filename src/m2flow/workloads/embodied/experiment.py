@@ -159,6 +159,12 @@ class EmbodiedExperiment:
         """Nothing to read: episodes are filmed."""
         return []
 
+    def alarms(self, result: StepResult) -> Sequence[str]:
+        """That episodes were given up; how many, the metrics say of each step."""
+        if any(int(count) for count in result.output["failed"]):
+            return ["a simulator crashed, hung or gave NaN: its episode is not trained on"]
+        return ()
+
     def films(self, result: StepResult) -> Sequence[bytes]:
         """Those of an evaluation's first episodes, where the environment can draw itself."""
         return [film for film in result.output["film"] if film]

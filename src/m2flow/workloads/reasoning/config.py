@@ -80,10 +80,16 @@ class GenerationSection(Section):
 
 
 class RewardPart(Section):
-    """A reward function by its dotted path or short name, and its weight in the sum."""
+    """A reward function by its dotted path or short name, and its weight in the sum.
+
+    A call that takes longer than its deadline fails for its sample alone. Of a coroutine function
+    so many calls wait at a time as `concurrency` says.
+    """
 
     function: str
     weight: Annotated[float, Field(strict=True)] = 1.0
+    deadline_seconds: Positive = 60.0
+    concurrency: Count = 64
 
 
 def _listed(value: object) -> object:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from m2flow.algorithms.sampling import derive_seed
-from m2flow.errors import UserError
+from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Batch
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_model, load_tokenizer
 from m2flow.models.tokenizer import byte_tokenizer, character_tokenizer
@@ -82,7 +82,7 @@ def rewards_of(recipe: ReasoningRecipe) -> tuple[WeightedReward, ...]:
     if recipe.reward is None:
         found = [WeightedReward(reward_of_task(recipe.data.task))]
     else:
-        found = [WeightedReward(part.function, part.weight, folder) for part in recipe.reward]
+        found = [WeightedReward(**part.model_dump(), folder=folder) for part in recipe.reward]
     for reward in found:
         reward.load()
     return tuple(found)
@@ -262,11 +262,29 @@ class ReasoningExperiment:
         }
 
     def samples(self, result: StepResult, count: int) -> list[dict[str, Any]]:
-        """A few rollouts of a step, spread over its groups, for people to read."""
+        """A few rollouts of a step for people to read: those without a reward, then any."""
         output = result.output
         every = max(1, len(output) // max(1, count))
         rows = range(0, len(output), every)[:count]
-        return [sample_row(output, row) for row in rows]
+        failed = [row for row, why in enumerate(output["failure"]) if why][:count]
+        return [sample_row(output, row) for row in dict.fromkeys((*failed, *rows))][:count]
+
+    def alarms(self, result: StepResult) -> Sequence[str]:
+        """Why samples of a step have no reward, each reason once.
+
+        Raises:
+            RunFailed: no sample has one: there is nothing to learn from.
+        """
+        output = result.output
+        why = list(dict.fromkeys(reason for reason in output["failure"] if reason))
+        failed = sum(bool(reason) for reason in output["failure"])
+        if failed == len(output):
+            first = sample_row(output, 0)
+            raise RunFailed(
+                f"{why[0]}; so for all {failed} samples of step {result.step + 1}. The first: "
+                f"prompt {first['prompt'][-200:]!r}, completion {first['completion'][-200:]!r}"
+            )
+        return [f"{one}; the sample is not trained on" for one in why]
 
     def films(self, result: StepResult) -> Sequence[bytes]:
         """Text is not filmed."""
@@ -292,8 +310,10 @@ def _tiny_spec(recipe: ReasoningRecipe) -> TinySpec:
 
 def sample_figures(output: Batch, group_size: int) -> dict[str, float]:
     """Figures of scored samples whose groups are consecutive."""
-    rewards = torch.tensor(output["reward"], dtype=torch.float64)
-    groups = rewards.view(-1, group_size)
+    failed = [bool(why) for why in output["failure"]]
+    every = torch.tensor(output["reward"], dtype=torch.float64)
+    rewards = every[~torch.tensor(failed)]
+    groups = every.view(-1, group_size)
     truncated = sum(reason != "stop" for reason in output["finish_reason"])
     tokens = sum(output["num_tokens"])
     return {
@@ -303,6 +323,7 @@ def sample_figures(output: Batch, group_size: int) -> dict[str, float]:
         "reward/zero_variance_share": float(
             (groups.max(1).values == groups.min(1).values).double().mean()
         ),
+        "reward/failed_share": sum(failed) / len(output),
         "samples": float(len(output)),
         "tokens/generated": float(tokens),
         "tokens/prompt": float(sum(output["num_prompt_tokens"])),
@@ -321,4 +342,5 @@ def sample_row(output: Batch, row: int) -> dict[str, Any]:
         "reward": values["reward"],
         "answer": values["answer"],
         "finish_reason": values["finish_reason"],
+        **({"failure": values["failure"]} if values["failure"] else {}),
     }

@@ -3,7 +3,7 @@
 Columns of an item, as they come into being:
   prompt_ids (Ragged int64), prompt, answer, metadata, seed     from the data
   completion_ids, behaviour_logprobs (Ragged), finish_reason, version   Generator
-  text, reward                                                  Verifier
+  text, reward, failure                                         Verifier
   shaped (float64)                                              shape_reward
   advantage (float64), dropped (bool)                           group_advantage
   values (Ragged), beyond                                       Critic

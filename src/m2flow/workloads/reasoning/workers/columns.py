@@ -74,11 +74,20 @@ def value_targets(samples: Batch) -> ValueTargets:
     return ValueTargets(token_pairs(samples), samples["values"].values, samples["returns"].values)
 
 
+def judged(samples: Batch) -> Tensor:
+    """Bool [B], the samples that have a reward."""
+    import torch
+
+    if "failure" not in samples:
+        return torch.ones(len(samples), dtype=torch.bool)
+    return torch.tensor([not why for why in samples["failure"]], dtype=torch.bool)
+
+
 def kept_rows(samples: Batch, *, drop_truncated: bool) -> Tensor | None:
     """Int64, the samples that are trained on; None where that is all of them."""
     import torch
 
-    kept_B = torch.ones(len(samples), dtype=torch.bool)
+    kept_B = judged(samples)
     if "dropped" in samples:
         kept_B &= ~samples["dropped"]
     if drop_truncated:

@@ -5,19 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from m2flow.flow import Batch, Ragged, stage
-from m2flow.workloads.reasoning.workers.columns import lengths_of
+from m2flow.workloads.reasoning.workers.columns import judged, lengths_of
 
-OUTCOME = ("prompt", "text", "answer", "reward", "finish_reason", "num_tokens", "num_prompt_tokens")
+OUTCOME = (
+    "prompt", "text", "answer", "reward", "failure", "finish_reason", "num_tokens",
+    "num_prompt_tokens",
+)  # fmt: skip
 """Columns that a step hands back for metrics and samples; token ids stay on the lanes."""
 
 
 @stage
 def outcome(samples: Batch) -> Batch:
     """What is left of a sample when it has been used: figures and text, no token ids."""
-    lengths = {
+    lengths: dict[str, Any] = {
         "num_tokens": list(samples["completion_ids"].lengths),
         "num_prompt_tokens": list(samples["prompt_ids"].lengths),
     }
+    if "failure" not in samples:  # of a verifier that never fails
+        lengths["failure"] = [""] * len(samples)
     return samples.with_columns(**lengths).only(*OUTCOME)
 
 
@@ -54,7 +59,7 @@ def group_advantage(
     normalize_std: bool = True,
     drop_equal: bool = False,
 ) -> Batch:
-    """Adds `advantage`: the reward against the others of its group.
+    """Adds `advantage`: the reward against the others of its group that could be judged.
 
     Args:
         samples: whole groups, one after another.
@@ -69,15 +74,15 @@ def group_advantage(
         leave_one_out_advantages,
     )
 
-    rewards_B = _rewards(samples)
+    rewards_B, judged_B = _rewards(samples), judged(samples)
     if leave_one_out:
-        advantages_B = leave_one_out_advantages(rewards_B, group_size)
+        advantages_B = leave_one_out_advantages(rewards_B, group_size, judged_B)
     else:
-        advantages_B = group_advantages(rewards_B, group_size, normalize_std)
+        advantages_B = group_advantages(rewards_B, group_size, normalize_std, judged_B)
     samples = samples.with_columns(advantage=advantages_B)
-    return (
-        samples.with_columns(dropped=equal_groups(rewards_B, group_size)) if drop_equal else samples
-    )
+    if not drop_equal:
+        return samples
+    return samples.with_columns(dropped=equal_groups(rewards_B, group_size, judged_B))
 
 
 def _rewards(samples: Batch) -> Any:
@@ -156,4 +161,7 @@ def whiten(samples: Batch) -> Batch:
         advantages_T = samples["advantages"].values
     else:
         advantages_T = torch.repeat_interleave(samples["advantage"], lengths_B)
-    return samples.with_columns(advantages=Ragged(whitened(advantages_T), lengths_B.tolist()))
+    judged_T = torch.repeat_interleave(judged(samples), lengths_B)
+    white_T = torch.zeros_like(advantages_T)
+    white_T[judged_T] = whitened(advantages_T[judged_T])
+    return samples.with_columns(advantages=Ragged(white_T, lengths_B.tolist()))

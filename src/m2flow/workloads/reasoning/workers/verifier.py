@@ -31,7 +31,7 @@ class Verifier(Worker):
 
     @stage
     def score(self, samples: Batch) -> Batch:
-        """Adds `text` and `reward`."""
+        """Adds `text`, `reward`, and `failure`: why a sample has none, "" where it has one."""
         ids = [row.tolist() for row in samples["completion_ids"]]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         rows = [
@@ -42,4 +42,5 @@ class Verifier(Worker):
         ]
         assert self.rewards is not None, "a subclass scores"
         judged = Judged(samples.ids, samples["prompt"], texts, ids, rows)
-        return samples.with_columns(text=texts, reward=weighted_sum(self.rewards, judged))
+        scores = weighted_sum(self.rewards, judged)
+        return samples.with_columns(text=texts, reward=scores.rewards, failure=scores.failures)
