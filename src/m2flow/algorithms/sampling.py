@@ -36,6 +36,30 @@ def derive_seed(*parts: int) -> int:
     return state & _MASK_63
 
 
+def derive_seeds(first_B: Tensor, *parts: int | Tensor) -> Tensor:
+    """`derive_seed(first, *parts)` for each of a batch.
+
+    Args:
+        first_B: int64 in [0, 2**63).
+        parts: each one number in [0, 2**63) for all, or int64 [B].
+
+    Returns:
+        int64 [B].
+    """
+    columns = [first_B, *parts]
+    state_B = torch.full_like(first_B, _signed(_finalise_int(len(columns) + _INCREMENT)))
+    for part in columns:
+        if isinstance(part, int):
+            for word in (2, part) if part else (0,):
+                state_B = _finalise_tensor((state_B ^ word) + _signed(_INCREMENT))
+            continue
+        some_B = part != 0  # the word of 0 is its head alone
+        state_B = _finalise_tensor((state_B ^ (2 * some_B)) + _signed(_INCREMENT))
+        mixed_B = _finalise_tensor((state_B ^ part) + _signed(_INCREMENT))
+        state_B = torch.where(some_B, mixed_B, state_B)
+    return state_B & _MASK_63
+
+
 def uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
     """The uniform number in [0, 1) with which an item draws its token at a completion position.
 
