@@ -153,6 +153,8 @@ class Recordings:
             good = np.flatnonzero(~failed)
         mine = rows[good]
         where = _where(mine, of["turns"][mine])
+        if isinstance(where[0], slice):
+            mine = where[0]
         terminated, truncated = outcome.terminated.numpy()[good], outcome.truncated.numpy()[good]
         reward, steps = outcome.reward[good], outcome.steps[good]
         ends = terminated | truncated
@@ -161,7 +163,7 @@ class Recordings:
         self._write("reward", where, reward)
         self._write("steps", where, steps)
         self._write("ends", where, torch.from_numpy(ends))
-        self._write("cut", where, torch.zeros(len(mine), dtype=torch.bool))
+        self._write("cut", where, torch.zeros(len(ends), dtype=torch.bool))
         of["turns"][mine] += 1
         self.see(rows, outcome.observation)
         of["steps"][mine] += steps.numpy()
