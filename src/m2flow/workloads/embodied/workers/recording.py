@@ -217,8 +217,7 @@ class Recordings:
         """The turns of rollouts that are over, as ragged columns; nothing of those that go on."""
         rows = [self._rows[number] for number in numbers]
         turns = [
-            int(self.of["turns"][row]) if done else 0
-            for row, done in zip(rows, over, strict=True)
+            int(self.of["turns"][row]) if done else 0 for row, done in zip(rows, over, strict=True)
         ]
         cuts = [
             self.told[number].cuts if done else []
