@@ -88,6 +88,12 @@ class ProcessEnvironments(VectorEnvironment):
         """Numbers of the processes that run now."""
         return [process.pid for process in self._processes]
 
+    @property
+    def nbytes(self) -> int:
+        """Of the processes, less what they have mapped from files, and of the observations."""
+        rows = () if self._memory is None else self._memory.rows.values()
+        return sum(process.nbytes for process in self._processes) + sum(one.nbytes for one in rows)
+
     def render(self, ids: Sequence[int] | None = None) -> Tensor:
         chosen = self._chosen(ids)
         pictures: dict[int, Any] = {}

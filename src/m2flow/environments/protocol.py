@@ -138,6 +138,11 @@ class VectorEnvironment(ABC):
             **{name: torch.from_numpy(column) for name, column in result._asdict().items()},
         )
 
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Memory that ending the simulators gives back, as far as it can be told."""
+
     @abstractmethod
     def render(self, ids: Sequence[int] | None = None) -> Tensor:
         """Pictures for people, uint8 [B, H, W, 3]."""

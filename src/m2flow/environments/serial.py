@@ -25,6 +25,11 @@ class SerialEnvironments(VectorEnvironment):
         self._slots = Slots(make, num_envs)
         super().__init__(self._slots.spec)
 
+    @property
+    def nbytes(self) -> int:
+        """Of the observations; what a simulator takes in this very process cannot be told."""
+        return sum(rows.nbytes for rows in self._slots.memory.values())
+
     def render(self, ids: Sequence[int] | None = None) -> Tensor:
         pictures = self._slots.render(self._chosen(ids))
         self._note(self._failures())

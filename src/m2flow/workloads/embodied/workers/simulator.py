@@ -27,13 +27,26 @@ FIGURES = {"steps": 0, "ends": False, "cut": False}
 class Simulator(Worker):
     """Environments on a lane; an item is a rollout, and stays with the lane that began it.
 
+    A simulator that can save its state steps aside: `offload` saves all running episodes and ends
+    the simulators, and `onload` goes on with them. Another one stays where it is, and says that it
+    has no state to move.
+
     Args:
         environment: which simulator, and in how many processes.
         horizon: environment steps of a rollout at most.
+        rollouts: of a step, on all lanes.
+        saves: whether the simulator can save its state.
     """
 
-    def __init__(self, environment: EnvironmentSection, horizon: int) -> None:
+    def __init__(
+        self,
+        environment: EnvironmentSection,
+        horizon: int,
+        rollouts: int = 1,
+        saves: bool = False,
+    ) -> None:
         self.environment, self.horizon = environment, horizon
+        self.rollouts, self.saves = rollouts, saves
 
     def load(self, place: Place) -> None:
         super().load(place)
@@ -41,6 +54,7 @@ class Simulator(Worker):
 
         self._pool = EnvironmentPool(self._made)
         self._recordings = Recordings()
+        self._bytes: int | None = None
 
     def _made(self, count: int) -> Any:
         from m2flow.environments import make_environments
@@ -147,6 +161,29 @@ class Simulator(Worker):
     def _seen(self, who: Batch, rows: Any) -> Batch:
         """Rollouts with what there is to see now."""
         return who.with_columns(**self._recordings.now(rows))
+
+    def discard(self) -> None:
+        """Forget the rollouts that run: they begin again, here or elsewhere."""
+        self._pool.release_all()
+        self._recordings.forget(list(self._recordings.told))
+
+    def offload(self) -> None:
+        if self.saves:
+            self._bytes = self.state_bytes()
+            self._pool.put_away()
+
+    def onload(self) -> None:
+        self._pool.bring_back()
+        self._bytes = None
+
+    def state_bytes(self) -> int:
+        """Of the simulators of this lane's share of the rollouts; 0 where they cannot be moved."""
+        if not self.saves:
+            return 0
+        if self._bytes is not None:
+            return self._bytes
+        self._pool.provide(-(-self.rollouts // self.place.size))
+        return self._pool.nbytes
 
     def close(self) -> None:
         self._pool.close()
