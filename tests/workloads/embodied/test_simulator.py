@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+import m2flow
+from m2flow.engine.plan import LaneSpec
 from m2flow.flow import Batch, Place
+from m2flow.plan import with_memory
+from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied.config import EnvironmentSection
+from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 from m2flow.workloads.embodied.workers import Simulator
 
 ROLLOUTS, HORIZON = 4, 6
@@ -131,3 +136,37 @@ def test_rollouts_of_a_step_that_failed_hold_no_environment() -> None:
         assert len(simulator._recordings) == ROLLOUTS
     finally:
         simulator.close()
+
+
+def test_a_run_under_a_memory_limit_moves_simulators_and_computes_the_same() -> None:
+    """The learner and the simulators' processes do not fit on the lane together."""
+    some = read_recipe(
+        {
+            "workload": "embodied",
+            "rollouts_per_step": ROLLOUTS,
+            "environment": {"name": "table:red", "options": {"privileged": True}, "processes": 2},
+            "policy": {"hidden": [1024, 1024]},
+            "rollout": {"horizon": HORIZON},
+            "update": {"epochs": 1, "minibatches": 1},
+            "evaluation": {"episodes": 0, "films": 0},
+        }
+    )
+    experiment = EmbodiedExperiment(some)  # type: ignore[arg-type]
+
+    def outputs(**options: Any) -> tuple[list[Any], set[str]]:
+        flow = experiment.flow()
+        with m2flow.launch(flow, items_per_step=ROLLOUTS, **options) as run:
+            results = list(run.steps(experiment.batch(step) for step in range(2)))
+        moved = {span.name for one in results for span in one.spans if span.kind == "switch"}
+        return [one.output["episodes"] for one in results], moved
+
+    flow = experiment.flow()
+    with m2flow.launch(flow, items_per_step=ROLLOUTS, mode="eager") as run:
+        sizes = {w: int(run.worker_call(w, "state_bytes")) for w in ("simulator", "learner")}
+    plain, nobody = outputs(mode="eager")
+    limit = sizes["simulator"] + sizes["learner"]
+    lanes = with_memory([LaneSpec(0)], limit)
+    limited, moved = outputs(mode="collocated", lanes=lanes, num_threads=1)
+    assert limited == plain
+    assert not nobody
+    assert {"offload simulator", "onload simulator"} <= moved
