@@ -93,11 +93,11 @@ def main() -> None:
         ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR")
         try:
             for name in options.workloads.split(","):
-                results[name] = _compared(MAKERS[name](), options)
-                _report(name, results[name])
+                results[name] = compared(MAKERS[name](), options)
+                report(name, results[name])
         finally:
             ray.shutdown()
-    conclude("modes", _figures(results), _targets(results), options)
+    conclude("modes", figures(results), targets(results), options)
 
 
 def _options() -> argparse.Namespace:
@@ -111,7 +111,7 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _compared(workload: Workload, options: argparse.Namespace) -> Result:
+def compared(workload: Workload, options: argparse.Namespace) -> Result:
     """The fixed modes' plans and that of `auto`, predicted and measured."""
     graph = workload.make_flow().trace()
     records = {}
@@ -175,7 +175,7 @@ def _measure(
                         record.rewards = list(map(float, result.output["reward"]))
 
 
-def _report(name: str, result: Result) -> None:
+def report(name: str, result: Result) -> None:
     records = result.records
     best = min(record.median for record in records.values())
     floor = noise_floor(records)
@@ -202,7 +202,7 @@ def _report(name: str, result: Result) -> None:
           + f"; try3 went on with {result.tried_mode}\n", flush=True)  # fmt: skip
 
 
-def _figures(results: Mapping[str, Result]) -> dict[str, Any]:
+def figures(results: Mapping[str, Result]) -> dict[str, Any]:
     found = {}
     for name, result in results.items():
         records = result.records
@@ -230,7 +230,7 @@ def _figures(results: Mapping[str, Result]) -> dict[str, Any]:
     return found
 
 
-def _targets(results: Mapping[str, Result]) -> list[Target]:
+def targets(results: Mapping[str, Result]) -> list[Target]:
     """Auto against the fixed modes, every prediction, and the same rewards whatever the plan."""
     targets = []
     frozen = {make.__name__ for make in workloads.FROZEN}

@@ -1,7 +1,12 @@
-"""TRL's own virtual environment: made on first use in a folder that git ignores, then reused."""
+"""Virtual environments of the peers: made on first use in folders that git ignores, then reused.
+
+TRL has one of its own. Stable-Baselines3 needs no other version of anything that is here: its
+environment adds it to the packages of this one.
+"""
 
 from __future__ import annotations
 
+import site
 import subprocess
 import sys
 import venv
@@ -9,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 TRL_VERSION = "1.16.0"
+SB3_VERSION = "2.9.2"
 
 
 def requirements() -> list[str]:
@@ -19,15 +25,27 @@ def requirements() -> list[str]:
 
 def trl_python(folder: Path) -> Path:
     """The interpreter of an environment that has TRL; makes it if it is not there or not whole."""
+    return _python(folder, "TRL", requirements())
+
+
+def sb3_python(folder: Path) -> Path:
+    """The interpreter of an environment that has Stable-Baselines3 and all that is here."""
+    python = _python(
+        folder, "Stable-Baselines3", ["--no-deps", f"stable-baselines3=={SB3_VERSION}"]
+    )
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "all_that_is_here.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    return python
+
+
+def _python(folder: Path, name: str, wanted: list[str]) -> Path:
     python, done = folder / "bin" / "python", folder / "requirements.txt"
-    wanted = "\n".join(requirements()) + "\n"
-    if not done.exists() or done.read_text() != wanted:
-        print(f"making TRL's environment in {folder} (once)", file=sys.stderr)
+    lines = "\n".join(wanted) + "\n"
+    if not done.exists() or done.read_text() != lines:
+        print(f"making the environment of {name} in {folder} (once)", file=sys.stderr)
         venv.create(folder, with_pip=True, clear=True)
         subprocess.run(
-            [str(python), "-m", "pip", "install", "-qq", *requirements()],
-            check=True,
-            stdout=sys.stderr,
+            [str(python), "-m", "pip", "install", "-qq", *wanted], check=True, stdout=sys.stderr
         )
-        done.write_text(wanted)
+        done.write_text(lines)
     return python

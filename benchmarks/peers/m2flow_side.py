@@ -41,7 +41,7 @@ def recipe_of(settings: Settings) -> ReasoningRecipe:
 def main() -> None:
     """Serve steps until the other end closes."""
     wire = Wire()
-    settings = wire.settings()
+    settings = wire.settings(Settings)
     recipe = recipe_of(settings)
     source = ModelSource(settings.checkpoint)
     problems, tokenizer = task(settings.task, settings.seed), source.tokenizer()

@@ -7,9 +7,16 @@ import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
-from peers.wire import Settings, StepRecord
+from peers.wire import StepRecord
+
+
+class Runnable(Protocol):
+    """What a side is told to run."""
+
+    def to_json(self) -> str:
+        """One line."""
 
 
 class SideFailed(RuntimeError):
@@ -37,7 +44,7 @@ class Side:
     """
 
     def __init__(
-        self, module: str, python: Path, settings: Settings, search_path: str, log: Path
+        self, module: str, python: Path, settings: Runnable, search_path: str, log: Path
     ) -> None:
         self.settings, self.log = settings, log
         with log.open("w") as errors:

@@ -205,7 +205,7 @@ def end_with_parent() -> None:
 def main() -> None:
     """Serve steps until the other end closes."""
     wire = Wire()
-    settings = wire.settings()
+    settings = wire.settings(Settings)
     rank = take_rank(settings)
     if rank > 0:
         threading.Thread(target=end_with_parent, daemon=True).start()

@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,10 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step: its wall-clock seconds and, in order of problem, rewards and lengths."""
+    """One training step: its wall-clock seconds and, in order of problem, rewards and lengths.
+
+    Of control: returns and lengths of the episodes that ended in it.
+    """
 
     seconds: float
     rewards: list[float]
@@ -88,9 +93,9 @@ class Wire:
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
-    def settings(self) -> Settings:
-        """The first line: what to run."""
-        return Settings(**json.loads(sys.stdin.readline()))
+    def settings(self, kind: Callable[..., S]) -> S:
+        """The first line: what to run, as `kind` holds it."""
+        return kind(**json.loads(sys.stdin.readline()))
 
     def next_request(self, done: list[StepRecord]) -> int:
         """Answer the last request and wait for the next: steps wanted, 0 at the end of input.

@@ -25,7 +25,7 @@ HURRIED = Deadlines(start=60, reset=30, step=0.5, render=30)
 
 def hosted(task="Walk", num_envs=4, num_processes=2, deadlines=PATIENT, **settings):
     """Toy environments in processes."""
-    kwargs = {key: settings.pop(key) for key in ("auto_reset", "copy") if key in settings}
+    kwargs = {key: settings.pop(key) for key in ("copy",) if key in settings}
     source = Source(f"toy_environments:{task}", settings)
     return ProcessEnvironments(source, num_envs, num_processes, deadlines=deadlines, **kwargs)
 
@@ -43,8 +43,8 @@ def same(left, right):
 
 @pytest.mark.parametrize(("num_envs", "num_processes"), [(1, 1), (5, 2)])
 def test_processes_give_the_same_episodes_as_one(walk, num_envs, num_processes):
-    serial = SerialEnvironments(lambda: walk(limit=7), num_envs, auto_reset=True)
-    there = hosted(num_envs=num_envs, num_processes=num_processes, limit=7, auto_reset=True)
+    serial = SerialEnvironments(lambda: walk(limit=7), num_envs)
+    there = hosted(num_envs=num_envs, num_processes=num_processes, limit=7)
     try:
         assert there.spec == serial.spec
         seeds = list(range(num_envs))
@@ -55,9 +55,9 @@ def test_processes_give_the_same_episodes_as_one(walk, num_envs, num_processes):
             same(left.observation, right.observation)
             for name in ("reward", "terminated", "truncated", "success", "steps", "failed"):
                 assert torch.equal(getattr(left, name), getattr(right, name)), name
-            assert (left.final_observation is None) == (right.final_observation is None)
-            if left.final_observation is not None:
-                same(left.final_observation, right.final_observation)
+            over = left.done.nonzero()[:, 0].tolist()
+            if over:
+                same(there.reset(over, over), serial.reset(over, over))
         assert torch.equal(there.render([0]), serial.render([0]))
         assert not there.failures
     finally:
@@ -201,12 +201,15 @@ def test_a_reset_that_fails_three_times(tmp_path):
         vector.close()
 
 
-def test_automatic_reset_goes_on_after_every_failure(tmp_path):
-    vector = faulty(tmp_path, HURRIED, auto_reset=True)
+def test_a_reset_goes_on_after_every_failure(tmp_path):
+    vector = faulty(tmp_path, HURRIED)
     try:
         for name in ("kill", "hang", "nan", "raise"):
             (tmp_path / name).touch()
-            assert vector.step(actions(4)).failed.any()
+            failed = vector.step(actions(4)).failed
+            assert failed.any()
+            over = failed.nonzero()[:, 0].tolist()
+            vector.reset(over, over)
             assert not vector.step(actions(4)).failed.any()
         assert vector.failures == Counter(killed=2, hung=2, nan=1, error=1)
     finally:

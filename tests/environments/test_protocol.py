@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2flow.algorithms.sampling import derive_seed
 from m2flow.environments.protocol import MAX_FAILURES_IN_A_ROW
 from m2flow.environments.serial import SerialEnvironments
 from m2flow.environments.spec import ActionSpec
@@ -65,11 +64,6 @@ def test_episodes_end_as_in_a_plain_loop(limit, chunk, seed, goal):
                     break
             else:
                 assert not bool(outcome.done[row])
-        ended = outcome.terminated | outcome.truncated
-        assert (outcome.final_observation is None) == (not ended.any())
-        if ended.any():
-            last = outcome.observation["state"][ended]
-            assert torch.equal(outcome.final_observation["state"], last)
         open_ids = [
             env for env, done in zip(open_ids, outcome.done.tolist(), strict=True) if not done
         ]
@@ -95,18 +89,6 @@ def test_an_episode_that_is_over_takes_no_step(walk):
     assert vector.step(actions(1, 3)).truncated.all()
     with pytest.raises(ValueError, match="reset it"):
         vector.step(actions(1, 1))
-
-
-def test_automatic_reset_begins_the_derived_seed(walk):
-    vector = SerialEnvironments(partial(walk, limit=2), 2, auto_reset=True)
-    vector.reset(None, [11, 12])
-    outcome = vector.step(actions(2, 2))
-    assert outcome.truncated.all()
-    other = SerialEnvironments(walk, 2)
-    fresh = other.reset(None, [derive_seed(11, 1), derive_seed(12, 1)])
-    assert torch.equal(outcome.observation["state"], fresh["state"])
-    assert not torch.equal(outcome.final_observation["state"], fresh["state"])
-    assert not vector.step(actions(2, 1)).done.any()
 
 
 def test_episodes_of_one_initial_state_begin_alike(walk):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import m2flow
-from m2flow import Batch, Flow, Stream, Worker, stage
+from m2flow import Batch, Flow, Place, Stream, Worker, stage
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed
 from m2flow.plan.profile import Profile
@@ -141,6 +141,24 @@ class Careless(Hungry):
     discard = Worker.discard
 
 
+class Remembering(Asker):
+    """Knows what it was asked in steps that are not to come again."""
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        self.known: set[int] = set()
+
+    @stage
+    def ask(self, items: Batch) -> Batch:
+        asked = set(items["x"].tolist())
+        assert not asked & self.known, "asked twice, and told of no failure between"
+        self.known |= asked
+        return items.with_columns(y=items["x"] + 1)
+
+    def discard(self) -> None:
+        self.known = set()
+
+
 class Counting(Flow):
     """One counter that is trained."""
 
@@ -152,7 +170,7 @@ class Counting(Flow):
 
 
 def counting(counter: Hungry) -> Counting:
-    return Counting(asker=Asker(0.0), counter=counter)
+    return Counting(asker=Remembering(0.0), counter=counter)
 
 
 @pytest.mark.parametrize(

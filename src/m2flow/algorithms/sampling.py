@@ -9,6 +9,8 @@ Legend: B batch, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,11 +30,17 @@ def derive_seed(*parts: int) -> int:
     """
     state = _finalise_int(len(parts) + _INCREMENT)
     for part in parts:
-        magnitude = abs(part)
-        limbs = [magnitude >> shift & _MASK_64 for shift in range(0, magnitude.bit_length(), 64)]
         # The head tells sign and length, so that no two lists of parts mix the same words.
-        for word in (2 * len(limbs) + (part < 0), *limbs):
-            state = _finalise_int((state ^ word) + _INCREMENT)
+        words: Sequence[int] = (2, part)
+        if not 0 < part <= _MASK_64:
+            magnitude = abs(part)
+            limbs = [magnitude >> at & _MASK_64 for at in range(0, magnitude.bit_length(), 64)]
+            words = (2 * len(limbs) + (part < 0), *limbs)
+        for word in words:  # `_finalise_int` written out: a batch of items has no time for calls
+            state = (state ^ word) + _INCREMENT & _MASK_64
+            state = (state ^ (state >> 30)) * _MULTIPLIER_1 & _MASK_64
+            state = (state ^ (state >> 27)) * _MULTIPLIER_2 & _MASK_64
+            state ^= state >> 31
     return state & _MASK_63
 
 

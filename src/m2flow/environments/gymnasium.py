@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,8 @@ class GymnasiumEnvironment(Environment):
 
     def _wrap(self, name: str, made: Any, pixels: int) -> None:
         self._made, self._pixels = made, pixels
+        self._see = _observer(made.observation_space)
+        self._space = made.action_space
         self._last: Any = None
         limit = getattr(made.spec, "max_episode_steps", None) if made.spec else None
         parts = (
@@ -83,20 +85,20 @@ class GymnasiumEnvironment(Environment):
         self._last, _ = self._made.reset(seed=seed_of(seed, initial_state))
 
     def step(self, action: Array) -> Transition:
-        space = self._made.action_space
+        space = self._space
         taken: Any
         if self.spec.action.num_discrete is not None:
             taken = int(space.start) + int(action[0])
         else:
             taken = np.clip(action.reshape(space.shape), space.low, space.high).astype(space.dtype)
         self._last, reward, terminated, truncated, info = self._made.step(taken)
-        success = any(bool(info.get(key, False)) for key in SUCCESS_KEYS)
+        success = bool(info) and any(bool(info.get(key, False)) for key in SUCCESS_KEYS)
         return Transition(float(reward), bool(terminated), bool(truncated), success)
 
     def observe(self) -> Mapping[str, Array]:
         if self._pixels:
             return {"image": shrink(self.render(), self._pixels, self._pixels)}
-        return _observation(self._made.observation_space, self._last)
+        return self._see(self._last)
 
     def instruction(self) -> str:
         texts = _texts(self._made.observation_space)
@@ -107,7 +109,12 @@ class GymnasiumEnvironment(Environment):
             raise UserError(
                 "draws no pictures", key=self.spec.name, expected='render_mode "rgb_array"'
             )
-        return np.asarray(self._made.render(), np.uint8)
+        from gymnasium.error import DependencyNotInstalled
+
+        try:
+            return np.asarray(self._made.render(), np.uint8)
+        except DependencyNotInstalled as error:
+            raise UserError("cannot draw itself", key=self.spec.name, hint=str(error)) from error
 
     def close(self) -> None:
         self._made.close()
@@ -191,19 +198,26 @@ def _state_spec(name: str, space: Any) -> ObservationSpec:
     )
 
 
-def _observation(space: Any, observed: Any) -> dict[str, Array]:
+def _observer(space: Any) -> Callable[[Any], dict[str, Array]]:
+    """What turns an observation of that space into the parts of the spec."""
     from gymnasium import spaces
 
     if _is_image(space):
-        return {"image": observed}
+        return lambda observed: {"image": observed}
+    if isinstance(space, spaces.Box):
+        return lambda observed: {"state": np.ravel(observed)}
     if not isinstance(space, spaces.Dict):
-        return {"state": spaces.flatten(space, observed)}
-    found = {own: observed[key] for own, key in _images(space).items()}
-    keys = _figures(space)
-    if keys:
-        flat = [np.ravel(spaces.flatten(space[key], observed[key])) for key in keys]
-        found["state"] = np.concatenate(flat)
-    return found
+        return lambda observed: {"state": spaces.flatten(space, observed)}
+    images, keys = _images(space), _figures(space)
+
+    def see(observed: Any) -> dict[str, Array]:
+        found = {own: observed[key] for own, key in images.items()}
+        if keys:
+            flat = [np.ravel(spaces.flatten(space[key], observed[key])) for key in keys]
+            found["state"] = np.concatenate(flat)
+        return found
+
+    return see
 
 
 def _action(name: str, space: Any) -> ActionSpec:

@@ -19,7 +19,6 @@ def make_environments(
     num_envs: int,
     *,
     processes: int = 0,
-    auto_reset: bool = False,
     copy: bool = True,
     deadlines: Deadlines | None = None,
     python: str | None = None,
@@ -32,7 +31,6 @@ def make_environments(
         num_envs: how many.
         processes: in how many processes; 0 for this very one, where a hang or a crash of the
             simulator is not contained.
-        auto_reset: see `VectorEnvironment`.
         copy, deadlines: see `ProcessEnvironments`.
         python: interpreter of the processes, with the simulator installed; None for this one.
         options: of the environment.
@@ -46,8 +44,6 @@ def make_environments(
     if not processes:
         rendering.use_here(variables, required=needs_renderer(name, options))
         make = partial(make_environment, name, **options)
-        return SerialEnvironments(make, num_envs, auto_reset=auto_reset)
+        return SerialEnvironments(make, num_envs)
     source = Source(name, options, python, variables)
-    return ProcessEnvironments(
-        source, num_envs, processes, deadlines=deadlines, auto_reset=auto_reset, copy=copy
-    )
+    return ProcessEnvironments(source, num_envs, processes, deadlines=deadlines, copy=copy)

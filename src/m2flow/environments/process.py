@@ -89,6 +89,16 @@ class SimulatorProcess:
         """Number of the process that runs now."""
         return self._process.pid
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of its own that it takes now; 0 where it has ended."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text()
+        except FileNotFoundError:
+            return 0
+        kilobytes = [line.split()[1] for line in status.splitlines() if line.startswith("RssAnon")]
+        return sum(1024 * int(count) for count in kilobytes)
+
     def send(self, command: tuple[Any, ...], seconds: float = 60.0) -> None:
         """Send a command. That nobody takes it shows in the reply that does not come."""
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):

@@ -37,7 +37,6 @@ class ProcessEnvironments(VectorEnvironment):
         num_envs: environments in all, dealt out as evenly as they go.
         num_processes: how many processes; at most `num_envs`.
         deadlines: when a process counts as hung.
-        auto_reset: see `VectorEnvironment`.
         copy: observations are tensors of their own. False gives views of the shared memory where
             the environments concerned follow each other: no copy at all, but the next call that
             concerns them overwrites what is seen there.
@@ -54,7 +53,6 @@ class ProcessEnvironments(VectorEnvironment):
         num_processes: int,
         *,
         deadlines: Deadlines | None = None,
-        auto_reset: bool = False,
         copy: bool = True,
     ) -> None:
         if not 1 <= num_processes <= num_envs:
@@ -83,12 +81,18 @@ class ProcessEnvironments(VectorEnvironment):
         except BaseException:
             self.close()
             raise
-        super().__init__(self._spec, auto_reset=auto_reset)
+        super().__init__(self._spec)
 
     @property
     def pids(self) -> list[int]:
         """Numbers of the processes that run now."""
         return [process.pid for process in self._processes]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the processes, less what they have mapped from files, and of the observations."""
+        rows = () if self._memory is None else self._memory.rows.values()
+        return sum(process.nbytes for process in self._processes) + sum(one.nbytes for one in rows)
 
     def render(self, ids: Sequence[int] | None = None) -> Tensor:
         chosen = self._chosen(ids)
@@ -114,10 +118,6 @@ class ProcessEnvironments(VectorEnvironment):
     def restore(self, state: bytes) -> None:
         episodes: list[Episode | None] = pickle.loads(state)
         self._settle(self._processes)
-        self._begun = [
-            None if episode is None else (episode.seed, episode.initial_state)
-            for episode in episodes
-        ]
         self._running = {
             index for index, episode in enumerate(episodes) if episode and not episode.over
         }
@@ -190,10 +190,10 @@ class ProcessEnvironments(VectorEnvironment):
         self._running -= {ids[row] for row in np.flatnonzero(over).tolist()}
         return whole, self._report()
 
-    def _observe(self, ids: Sequence[int], *, keep: bool = False) -> Observations:
+    def _observe(self, ids: Sequence[int]) -> Observations:
         assert self._memory is not None, "settled"
         instructions = self._instructions if self.spec.instructions is not None else None
-        return gather(self._memory.rows, instructions, ids, copy=self._copy or keep)
+        return gather(self._memory.rows, instructions, ids, copy=self._copy)
 
     def _dealt(self, ids: Sequence[int]) -> list[tuple[SimulatorProcess, list[int]]]:
         """The processes that hold these environments, each with its own of them."""

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from m2flow.algorithms.sampling import derive_seed
 from m2flow.environments.slots import Failure, Steps
 from m2flow.environments.spec import EnvironmentSpec
 from m2flow.errors import RunFailed
@@ -43,8 +42,7 @@ class StepOutcome:
     """What a chunk of actions did in each environment concerned.
 
     Attributes:
-        observation: after the chunk; with automatic reset the first one of the next episode where
-            the episode is over. Zeros where `failed`.
+        observation: after the chunk; zeros where `failed`.
         reward: float32 [B, K]; 0 behind the end of an episode.
         terminated: bool [B]; the episode has come to its own end.
         truncated: bool [B]; it was cut off, by a limit of steps for one. Never both.
@@ -52,8 +50,6 @@ class StepOutcome:
         success_once: bool [B]; it stood solved after any step of this chunk.
         steps: int64 [B]; steps taken, fewer than K where the episode ended.
         failed: bool [B]; the episode is given up: discard it.
-        final_observation: last observation of the episodes that ended (terminated or truncated),
-            one row for each of them, in their order; None where none did.
     """
 
     observation: Observations
@@ -64,7 +60,6 @@ class StepOutcome:
     success_once: Tensor
     steps: Tensor
     failed: Tensor
-    final_observation: Observations | None
 
     @property
     def done(self) -> Tensor:
@@ -75,19 +70,15 @@ class StepOutcome:
 class VectorEnvironment(ABC):
     """Equal environments; see the module docstring.
 
-    A subclass says how to reset, step and observe; chunks, automatic reset, the seeds of episodes
-    and the counting of failures are here.
+    A subclass says how to reset, step and observe; chunks and the counting of failures are here.
 
     Args:
         spec: of all of them.
-        auto_reset: begin the next episode of an environment whose episode is over, within `step`.
-            The seed of the next one is derived from the seed of the last; an initial state is kept.
     """
 
-    def __init__(self, spec: EnvironmentSpec, *, auto_reset: bool = False) -> None:
-        self.spec, self.auto_reset = spec, auto_reset
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self.spec = spec
         self.failures: Counter[str] = Counter()
-        self._begun: list[tuple[int, int | None] | None] = [None] * spec.num_envs
         self._failures_in_a_row = [0] * spec.num_envs
 
     def reset(
@@ -117,8 +108,6 @@ class VectorEnvironment(ABC):
         states: Sequence[int | None] = initial_states or [None] * len(chosen)
         if len(seeds) != len(chosen) or len(states) != len(chosen):
             raise ValueError(f"{len(chosen)} environments need as many seeds and initial states")
-        for index, seed, state in zip(chosen, seeds, states, strict=True):
-            self._begun[index] = seed, state
         self._note(self._reset(chosen, seeds, states))
         return self._observe(chosen)
 
@@ -144,15 +133,15 @@ class VectorEnvironment(ABC):
         ended = np.flatnonzero(result.terminated | result.truncated)
         for row in ended:
             self._failures_in_a_row[chosen[row]] = 0
-        final = self._observe([chosen[row] for row in ended], keep=True) if len(ended) else None
-        if self.auto_reset:
-            over = [chosen[row] for row in np.flatnonzero(result.failed)]
-            self._go_on(sorted([*over, *(chosen[row] for row in ended)]))
         return StepOutcome(
             observation=self._observe(chosen),
-            final_observation=final,
             **{name: torch.from_numpy(column) for name, column in result._asdict().items()},
         )
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Memory that ending the simulators gives back, as far as it can be told."""
 
     @abstractmethod
     def render(self, ids: Sequence[int] | None = None) -> Tensor:
@@ -181,27 +170,14 @@ class VectorEnvironment(ABC):
         """Carry out the actions; what they did, and the episodes that were given up."""
 
     @abstractmethod
-    def _observe(self, ids: Sequence[int], *, keep: bool = False) -> Observations:
-        """The last observations; tensors of their own where they must `keep`."""
+    def _observe(self, ids: Sequence[int]) -> Observations:
+        """The last observations."""
 
     def _chosen(self, ids: Sequence[int] | None) -> list[int]:
         chosen = list(range(self.spec.num_envs)) if ids is None else [int(index) for index in ids]
         if len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(self.spec.num_envs)):
             raise ValueError(f"{chosen} are not different ones of {self.spec.num_envs}")
         return chosen
-
-    def _go_on(self, ids: Sequence[int]) -> None:
-        """Begin the next episode of each."""
-        seeds, states = [], []
-        for index in ids:
-            begun = self._begun[index]
-            if begun is None:
-                raise ValueError(f"environment {index} was never reset")
-            seeds.append(derive_seed(begun[0], 1))
-            states.append(begun[1])
-            self._begun[index] = seeds[-1], begun[1]
-        if ids:
-            self._note(self._reset(ids, seeds, states))
 
     def _note(self, failures: Sequence[Failure]) -> None:
         """Count episodes that were given up, and stop where an environment never works."""

@@ -21,11 +21,14 @@ from m2flow.environments.slots import Failure, Slots, Steps, stack_pictures
 class SerialEnvironments(VectorEnvironment):
     """`num_envs` environments made by `make`; see the module docstring."""
 
-    def __init__(
-        self, make: Callable[[], Environment], num_envs: int, *, auto_reset: bool = False
-    ) -> None:
+    def __init__(self, make: Callable[[], Environment], num_envs: int) -> None:
         self._slots = Slots(make, num_envs)
-        super().__init__(self._slots.spec, auto_reset=auto_reset)
+        super().__init__(self._slots.spec)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the observations; what a simulator takes in this very process cannot be told."""
+        return sum(rows.nbytes for rows in self._slots.memory.values())
 
     def render(self, ids: Sequence[int] | None = None) -> Tensor:
         pictures = self._slots.render(self._chosen(ids))
@@ -36,12 +39,7 @@ class SerialEnvironments(VectorEnvironment):
         return pickle.dumps(self._slots.state())
 
     def restore(self, state: bytes) -> None:
-        episodes = pickle.loads(state)
-        self._slots.restore(episodes)
-        self._begun = [
-            None if episode is None else (episode.seed, episode.initial_state)
-            for episode in episodes
-        ]
+        self._slots.restore(pickle.loads(state))
         self._note(self._failures())
 
     def close(self) -> None:
@@ -56,7 +54,7 @@ class SerialEnvironments(VectorEnvironment):
     def _step(self, ids: Sequence[int], action_BKA: Any) -> tuple[Steps, Sequence[Failure]]:
         return self._slots.step(ids, action_BKA), self._failures()
 
-    def _observe(self, ids: Sequence[int], *, keep: bool = False) -> Observations:
+    def _observe(self, ids: Sequence[int]) -> Observations:
         instructions = self._slots.instructions if self.spec.instructions is not None else None
         return gather(self._slots.memory, instructions, ids, copy=True)
 

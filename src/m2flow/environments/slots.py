@@ -11,6 +11,7 @@ Legend: B slots concerned, K actions of a chunk, A figures of an action.
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,6 +64,13 @@ class Steps(NamedTuple):
     success_once: Array
     failed: Array
     steps: Array  # int64 [B]
+
+    def fail(self, row: int) -> None:
+        """The episode is given up: nothing of it counts."""
+        self.reward[row] = 0
+        self.terminated[row] = self.truncated[row] = False
+        self.success[row] = self.success_once[row] = False
+        self.failed[row] = True
 
     @classmethod
     def nothing(cls, rows: int, chunk: int) -> Steps:
@@ -129,6 +137,10 @@ class Slots:
         result = Steps.nothing(*action_BKA.shape[:2])
         for row, slot in enumerate(slots):
             self._step(result, row, slot, action_BKA[row])
+        wrong = ~(self._finite(slots) | result.failed)
+        for row in wrong.nonzero()[0].tolist():
+            self._give_up(slots[row], "nan", "the observation is not finite")
+            result.fail(row)
         return result
 
     def render(self, slots: Sequence[int]) -> list[Array | None]:
@@ -191,13 +203,13 @@ class Slots:
                 environment = self._environments[slot]
                 environment.reset(seed, initial_state)
                 self.instructions[slot] = environment.instruction()
-                finite = self._observe(slot)
+                self._observe(slot)
             except UserError:
                 raise
             except Exception:
                 detail = traceback.format_exc()
                 continue
-            if finite:
+            if self._finite([slot])[0]:
                 self._episodes[slot] = Episode(seed, initial_state)
                 return
             detail = "the first observation is not finite"
@@ -219,7 +231,7 @@ class Slots:
                 episode.steps += 1
                 if self.spec.restores == "replayed":
                     episode.actions.append(action.copy())
-                if not np.isfinite(did.reward):
+                if not math.isfinite(did.reward):
                     cause, detail = "nan", f"the reward is {did.reward}"
                     break
                 truncated = did.truncated or (limit is not None and episode.steps >= limit)
@@ -232,8 +244,8 @@ class Slots:
                 if did.terminated or truncated:
                     episode.over = True
                     break
-            if not cause and not self._observe(slot):
-                cause, detail = "nan", "the observation is not finite"
+            if not cause:
+                self._observe(slot)
             self._progress()
         except UserError:
             raise
@@ -241,21 +253,22 @@ class Slots:
             cause, detail = "error", traceback.format_exc()
         if cause:
             self._give_up(slot, cause, detail)
-            result.reward[row] = 0
-            result.terminated[row] = result.truncated[row] = False
-            result.success[row] = result.success_once[row] = False
-            result.failed[row] = True
+            result.fail(row)
 
-    def _observe(self, slot: int) -> bool:
-        """Write the slot's observation into the memory; whether all of it is finite."""
+    def _observe(self, slot: int) -> None:
+        """Write the slot's observation into the memory."""
         parts: Mapping[str, Array] = self._environments[slot].observe()
         for part in self.spec.observations:
             self.memory[part.name][slot] = parts[part.name]
-        return all(
-            bool(np.isfinite(self.memory[part.name][slot]).all())
-            for part in self.spec.observations
-            if part.dtype == "float32"
-        )
+
+    def _finite(self, slots: Sequence[int]) -> Array:
+        """Bool [B]: whether all of the observation that stands in the memory is finite."""
+        found = np.ones(len(slots), bool)
+        for part in self.spec.observations:
+            if part.dtype == "float32":
+                rows = self.memory[part.name][list(slots)]
+                found &= np.isfinite(rows).reshape(len(slots), -1).all(1)
+        return found
 
     def _give_up(self, slot: int, cause: str, detail: str) -> None:
         self._episodes[slot] = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -46,6 +47,12 @@ class ObservationSpec:
 def image_spec(name: str, height: int, width: int) -> ObservationSpec:
     """An RGB picture, uint8 [height, width, 3]."""
     return ObservationSpec(name, (height, width, 3), "uint8", 0, 255)
+
+
+@lru_cache
+def _arrays(*bounds: tuple[float, ...]) -> tuple[np.ndarray[Any, Any], ...]:
+    """Bounds as arrays; asked for at every step."""
+    return tuple(np.array(bound) for bound in bounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +95,7 @@ class ActionSpec:
                 key="actions",
                 hint="the policy has diverged: lower its learning rate",
             )
-        low_A, high_A = np.array(self.low), np.array(self.high)
+        low_A, high_A = _arrays(self.low, self.high)
         outside = (action_BKA < low_A - TOLERANCE) | (action_BKA > high_A + TOLERANCE)
         if outside.any():
             figure = int(np.argwhere(outside)[0][2])

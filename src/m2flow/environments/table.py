@@ -54,6 +54,7 @@ class TableEnvironment(Environment):
             ActionSpec(2, (-1.0,) * 2, (1.0,) * 2),
             max_episode_steps=max_episode_steps,
             instructions=tuple(f"reach the {thing}" for thing in THINGS),
+            restores="saved",
         )
 
     @staticmethod
@@ -89,6 +90,12 @@ class TableEnvironment(Environment):
     def observe(self) -> Mapping[str, Array]:
         state = [self._hand, *(self._places if self._privileged else ())]
         return {"image": self._drawn(), "state": np.concatenate(state).astype(np.float32)}
+
+    def state(self) -> tuple[Array, Array, int]:
+        return self._places, self._hand, self._asked
+
+    def restore(self, state: tuple[Array, Array, int]) -> None:
+        self._places, self._hand, self._asked = state
 
     def instruction(self) -> str:
         assert self.spec.instructions is not None

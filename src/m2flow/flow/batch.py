@@ -198,6 +198,9 @@ class Batch:
 
 def _length(name: str, column: Column) -> int:
     """Entries of a column; a number, a text or a tensor of no dimension is none."""
+    shape = getattr(column, "shape", None)
+    if shape:  # a tensor, whose `len` takes ten times as long
+        return int(shape[0])
     try:
         if isinstance(column, str | bytes | Mapping):
             raise TypeError

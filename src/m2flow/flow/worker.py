@@ -149,7 +149,8 @@ class Worker:
         self.place = place
 
     def discard(self) -> None:
-        """Drop what was folded in since the last `finish`: those items will come again.
+        """Drop what the step has left here so far, such as what was folded in: its items will come
+        again, here or on other lanes.
 
         A worker that accumulates and does not define this cannot take a step again that has failed.
         """

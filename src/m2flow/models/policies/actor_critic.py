@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,7 @@ class RunningNorm(RunningStatistics):
     def __init__(self, size: int, limit: float = 10.0) -> None:
         super().__init__()
         self.limit = limit
+        self._seen: tuple[Any, bool, Tensor] = None, True, torch.ones(size)
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("square", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
@@ -72,9 +74,13 @@ class RunningNorm(RunningStatistics):
         self.count.copy_(total)
 
     def forward(self, state_BS: Tensor) -> Tensor:
-        if self.count < 2:
+        key = self.square.data_ptr(), self.square._version, self.count._version
+        if key != self._seen[0]:  # it is asked for every turn, and changes once a step
+            std_S = (self.square / self.count + SMALLEST_VARIANCE).sqrt()
+            self._seen = key, bool(self.count < 2), std_S
+        _, unknown, std_S = self._seen
+        if unknown:
             return state_BS
-        std_S = (self.square / self.count + SMALLEST_VARIANCE).sqrt()
         normed = (state_BS - self.mean) / std_S
         return normed.clamp(-self.limit, self.limit).to(state_BS.dtype)
 
@@ -153,8 +159,8 @@ class ActorCritic(Policy):
     ) -> PolicyOutput:
         """See `Policy.act`; differentiable through the drawn actions, as SAC needs it."""
         features_BF = self.actor(observations)
-        tokens = self.head.draw(features_BF, seed_tensor(seeds, features_BF.device), greedy)
-        logprobs, _ = self.head.judge(features_BF, tokens)
+        seed_B = seed_tensor(seeds, features_BF.device)
+        tokens, logprobs = self.head.draw_judged(features_BF, seed_B, greedy)
         values_B = self._values(observations, features_BF)
         return PolicyOutput(self.head.actions(tokens), tokens, logprobs, values_B)
 

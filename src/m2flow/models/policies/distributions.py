@@ -37,6 +37,13 @@ class ActionHead(nn.Module, ABC):
     def draw(self, features_BF: Tensor, seed_B: Tensor, greedy: bool) -> Tensor:
         """Return tokens [B, K, D]; the mode of the distribution if `greedy`."""
 
+    def draw_judged(
+        self, features_BF: Tensor, seed_B: Tensor, greedy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `draw` does, and the log-probability of each token."""
+        tokens = self.draw(features_BF, seed_B, greedy)
+        return tokens, self.judge(features_BF, tokens)[0]
+
     @abstractmethod
     def judge(self, features_BF: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy of each token, float32 [B, K, D]."""
@@ -151,7 +158,16 @@ class CategoricalHead(ActionHead):
         self.logits = orthogonal(nn.Linear(features, chunk * count), 0.01)
 
     def draw(self, features_BF: Tensor, seed_B: Tensor, greedy: bool) -> Tensor:
+        return self._drawn(self._logits(features_BF), seed_B, greedy)
+
+    def draw_judged(
+        self, features_BF: Tensor, seed_B: Tensor, greedy: bool
+    ) -> tuple[Tensor, Tensor]:
         logits_BKN = self._logits(features_BF)
+        tokens = self._drawn(logits_BKN, seed_B, greedy)
+        return tokens, F.log_softmax(logits_BKN.float(), dim=-1).gather(-1, tokens)
+
+    def _drawn(self, logits_BKN: Tensor, seed_B: Tensor, greedy: bool) -> Tensor:
         if greedy:
             return logits_BKN.argmax(dim=-1, keepdim=True)
         drawn = [

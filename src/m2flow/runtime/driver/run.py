@@ -148,8 +148,9 @@ class Run:
         batches = None if plan is None else self._runners[STEP].take_back()
         if plan is None or batches is None:
             raise error
-        for worker in sorted(learners):
-            self.worker_call_everywhere(worker, "discard")
+        for name, worker in sorted(self._workers.items()):
+            if type(worker).discard is not Worker.discard:
+                self.worker_call_everywhere(name, "discard")
         done = self.replan(plan)
         self.pilot.gone_over(plan, done.moved, done.seconds)
         return batches

@@ -97,7 +97,12 @@ def recipe_flow(
     source = PolicySource(recipe.policy, spec, recipe.seed, path, critic, recipe.model)
     state = None if checkpoint is None else str(checkpoint)
     workers: dict[str, Any] = {
-        "simulator": Simulator(recipe.environment, recipe.rollout.horizon),
+        "simulator": Simulator(
+            recipe.environment,
+            recipe.rollout.horizon,
+            recipe.rollouts_per_step,
+            saves=spec is not None and spec.restores == "saved",
+        ),
         "actor": Actor(source),
         "learner": Learner(source, recipe, state),
         "group_size": recipe.group_size,

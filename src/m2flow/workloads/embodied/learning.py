@@ -147,6 +147,7 @@ class PolicyUpdate:
             _normalise(turns, all_reduce)
         if turns is not None and algorithm.aggregation == "sequence-mean-token-mean":
             turns.weight_T = _shares(turns, algorithm.level)
+        self._return_scale = self._scale()
         found: list[dict[str, float]] = []
         for epoch in range(update.epochs):
             part_T = None if turns is None else self._parts(turns, version, epoch)
@@ -204,9 +205,11 @@ class PolicyUpdate:
             return at_level(values_TKD.to(device) * taken_TK1, level)
 
         logprobs, old = figures(judged.logprobs), figures(turns.logprobs_TKD)
-        real = at_level(taken_TK1.expand_as(judged.logprobs).double(), level) > 0
+        real: Any = at_level(taken_TK1.expand_as(judged.logprobs).double(), level) > 0
+        if bool(real.all()):
+            real = ...  # which costs nothing
 
-        def of_turns(values_T: Tensor) -> Tensor:
+        def of_turns(values_T: Tensor) -> Any:
             wide = values_T.to(device).view(-1, *(1,) * (logprobs.dim() - 1))
             return wide.expand_as(logprobs)[real]
 
@@ -231,7 +234,7 @@ class PolicyUpdate:
         }  # fmt: skip
         if judged.values is not None and turns.returns_T is not None:
             assert turns.values_T is not None
-            scale = self._scale()
+            scale = self._return_scale
             value = clipped_value_loss(
                 judged.values / scale,
                 turns.values_T.to(device) / scale,
@@ -247,8 +250,7 @@ class PolicyUpdate:
                 "return_square": turns.returns_T.square(), "error_square": error_T.square(),
             }  # fmt: skip
         torch.autograd.backward(loss)
-        return torch.tensor([_sum(sums.get(name, loss if name == "loss" else 0)) for name in SUMS],
-                            dtype=torch.float64)  # fmt: skip
+        return _added_up(sums | {"loss": loss})
 
     def _step(self, sums: Tensor, all_reduce: AllReduce | None) -> dict[str, float]:
         step = self.optimizer.step(sums, SUMS.index("denominator"), all_reduce)
@@ -289,8 +291,19 @@ class PolicyUpdate:
             statistics.take_in(sums)
 
 
-def _sum(value: Any) -> float:
-    return float(value.detach().double().sum()) if isinstance(value, Tensor) else float(value)
+def _added_up(figures: Mapping[str, Any]) -> Tensor:
+    """Float64, the sums of `SUMS`: figures of one size are added up together."""
+    found = dict.fromkeys(SUMS, 0.0)
+    alike: dict[int, dict[str, Tensor]] = {}
+    for name, figure in figures.items():
+        if isinstance(figure, Tensor):
+            alike.setdefault(figure.numel(), {})[name] = figure.detach().flatten().double()
+        else:
+            found[name] = float(figure)
+    for some in alike.values():
+        sums = torch.stack(list(some.values())).sum(1)
+        found |= dict(zip(some, sums.tolist(), strict=True))
+    return torch.tensor(list(found.values()), dtype=torch.float64)
 
 
 def _shares(turns: Turns, level: Level) -> Tensor:

@@ -27,11 +27,19 @@ class EnvironmentPool:
         self._free: list[tuple[int, int]] = []
         self._places: dict[int, tuple[int, int]] = {}
         self._tasks: dict[tuple[int, int], str] = {}
+        self._away: list[tuple[int, bytes]] = []
 
     @property
-    def failures(self) -> int:
-        """Episodes that were given up since the beginning."""
-        return sum(sum(vector.failures.values()) for vector in self._vectors)
+    def nbytes(self) -> int:
+        """Memory that `put_away` gives back."""
+        return sum(vector.nbytes for vector in self._vectors)
+
+    def provide(self, count: int) -> None:
+        """Make as many environments as are lacking, to have so many in all."""
+        lacking = count - len(self._free) - len(self._places)
+        if lacking > 0:
+            self._vectors.append(self._make(lacking))
+            self._free += [(len(self._vectors) - 1, index) for index in range(lacking)]
 
     def begin(
         self, rollouts: Sequence[int], seeds: Sequence[int], states: Sequence[int] | None
@@ -42,10 +50,7 @@ class EnvironmentPool:
             positions among those given, and their first observations.
         """
         new = [rollout for rollout in rollouts if rollout not in self._places]
-        lacking = len(new) - len(self._free)
-        if lacking > 0:
-            self._vectors.append(self._make(lacking))
-            self._free += [(len(self._vectors) - 1, index) for index in range(lacking)]
+        self.provide(len(self._places) + len(new))
         state_of = dict(zip(rollouts, states or [-1] * len(rollouts), strict=True))
         for rollout in new:
             self._places[rollout] = self._taken(state_of[rollout])
@@ -73,6 +78,25 @@ class EnvironmentPool:
     def release(self, rollout: int) -> None:
         """A rollout is over: its environment is free for another."""
         self._free.append(self._places.pop(rollout))
+
+    def release_all(self) -> None:
+        """No rollout is on this lane any more."""
+        for rollout in list(self._places):
+            self.release(rollout)
+
+    def put_away(self) -> None:
+        """Save all running episodes and end the simulators, with their renderers."""
+        for vector in self._vectors:
+            self._away.append((vector.spec.num_envs, vector.state()))
+            vector.close()
+        self._vectors = []
+
+    def bring_back(self) -> None:
+        """Make the simulators that were put away, and carry on their episodes."""
+        away, self._away = self._away, []
+        for count, state in away:
+            self._vectors.append(self._make(count))
+            self._vectors[-1].restore(state)
 
     def close(self) -> None:
         """End all simulators."""

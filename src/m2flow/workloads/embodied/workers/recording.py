@@ -1,157 +1,309 @@
-"""`Recording`: what a rollout has gone through, turn by turn, and what is learned from it."""
+"""`Recordings`: what the rollouts of a lane have gone through, and what is learned from them.
+
+All rollouts share one table for each figure of a turn, [rows, turns, ...]; a rollout has a row from
+`begin` to `take`. The observation that a turn is decided on stands at that turn's place before it
+is decided, so one call writes, or reads, a turn of all rollouts. Tables are dropped when no rollout
+is left, and their size is remembered for the next ones.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from m2flow.workloads.embodied.workers.columns import INSTRUCTION
+from m2flow.environments.protocol import StepOutcome
+from m2flow.flow import Ragged
+from m2flow.workloads.embodied.workers.columns import CUT, INSTRUCTION, OBSERVATION, TURN
+
+FIGURES = (
+    ("kept", np.int64),  # turns of episodes that are over
+    ("turns", np.int64),  # of all episodes but those given up
+    ("steps", np.int64),  # environment steps taken, those of discarded episodes too
+    ("failed", np.int64),  # episodes that were given up
+    ("ended", np.int64),  # episodes that are over
+    ("single", np.bool_),  # the rollout is over with its first episode
+    ("reward", np.float64),  # of the running episode, as the three that follow
+    ("length", np.int64),
+    ("success", np.bool_),
+    ("success_once", np.bool_),
+)
+"""What is known of each rollout beside its turns."""
 
 
 @dataclass
-class Episode:
-    """What is told of an episode.
-
-    Attributes:
-        reward: the sum of all rewards.
-        steps: environment steps.
-        success_once: the task stood solved after any step.
-        success: it stood solved after the last one.
-    """
-
-    reward: float = 0.0
-    steps: int = 0
-    success_once: bool = False
-    success: bool = False
-
-    def figures(self) -> dict[str, float]:
-        """By name, for a column of Python values."""
-        return {
-            "return": self.reward,
-            "length": float(self.steps),
-            "success_once": float(self.success_once),
-            "success": float(self.success),
-        }
-
-
-@dataclass
-class Recording:
-    """One rollout.
+class Told:
+    """What is told of a rollout by a few words.
 
     Attributes:
         seed, state: with which it began; the state is negative where the seed decides.
-        single: it is over with its first episode.
-        now: the observation that the next turn is decided on.
-        turns: by name of a figure, one entry for each turn.
-        cuts: observations at which an episode was cut off, in order.
         episodes: those that are over.
-        episode: the one that runs.
-        steps: environment steps taken, those of discarded episodes too.
-        failed: episodes that were given up.
+        cuts: observations at which an episode was cut off, in order.
         film: pictures of the first episode, uint8 [H, W, 3] each; None where nobody wants them.
     """
 
     seed: int
     state: int
-    single: bool
-    now: Mapping[str, Any]
-    turns: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    cuts: list[Mapping[str, Any]] = field(default_factory=list)
-    episodes: list[Episode] = field(default_factory=list)
-    episode: Episode = field(default_factory=Episode)
-    steps: int = 0
-    failed: int = 0
+    episodes: list[dict[str, float]] = field(default_factory=list)
+    cuts: list[dict[str, Any]] = field(default_factory=list)
     film: list[Tensor] | None = None
-    _kept: int = 0  # turns of episodes that are over
 
-    def add(
+
+class Recordings:
+    """See the module docstring. `rows` are those of `rows_of`."""
+
+    def __init__(self) -> None:
+        self.told: dict[int, Told] = {}
+        self.of = {name: np.zeros(0, kind) for name, kind in FIGURES}
+        self._rows: dict[int, int] = {}
+        self._free: list[int] = []
+        self._tables: dict[str, Tensor | list[list[str]]] = {}
+        self._capacity = 16  # turns
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def begin(
         self,
-        acted: Mapping[str, Tensor],
-        reward_K: Tensor,
-        steps: int,
-        *,
-        success: bool,
-        success_once: bool,
+        numbers: Sequence[int],
+        seeds: Sequence[int],
+        states: Sequence[int],
+        single: Sequence[bool],
+        filmed: Sequence[bool],
     ) -> None:
-        """A turn of the running episode."""
-        for name, part in self.now.items():
-            self.turns[f"observation.{name}"].append(part)
-        for name, figure in acted.items():
-            self.turns[name].append(figure)
-        self.turns["reward"].append(reward_K)
-        self.turns["steps"].append(steps)
-        self.turns["ends"].append(False)
-        self.turns["cut"].append(False)
-        self.steps += steps
-        running = self.episode
-        running.reward += float(reward_K.sum())
-        running.steps += steps
-        running.success_once |= success_once
-        running.success = success
+        """Rollouts that have gone through nothing; of a number that is there what was is forgotten.
 
-    def end(self, *, terminated: bool) -> None:
+        Args:
+            numbers: of the rollouts.
+            seeds, states: see `Told`.
+            single: whether each is over with its first episode.
+            filmed: whether there is to be a film.
+        """
+        self.forget(numbers)
+        if not self._rows:
+            self._tables = {}
+            self._free = list(range(len(self.of["kept"])))
+        lacking = len(numbers) - len(self._free)
+        if lacking > 0:
+            known = len(self.of["kept"])
+            self._free += range(known, known + lacking)
+            for name, kind in FIGURES:
+                self.of[name] = np.concatenate([self.of[name], np.zeros(lacking, kind)])
+        self._free.sort(reverse=True)
+        for number, seed, state, film in zip(numbers, seeds, states, filmed, strict=True):
+            self._rows[number] = self._free.pop()
+            self.told[number] = Told(seed, state, film=[] if film else None)
+        rows = self.rows_of(numbers)
+        for figure in self.of.values():
+            figure[rows] = 0
+        self.of["single"][rows] = single
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Drop rollouts; a number that is not there is no error."""
+        for number in numbers:
+            if number in self._rows:
+                self._free.append(self._rows.pop(number))
+                del self.told[number]
+        if not self._rows:
+            self._tables = {}
+
+    def rows_of(self, numbers: Sequence[int]) -> Any:
+        """Where rollouts stand in the tables, int64 [B]."""
+        return np.array([self._rows[number] for number in numbers], np.int64)
+
+    def see(self, rows: Any, observations: Mapping[str, Any]) -> None:
+        """What the next turn is decided on."""
+        at = self.of["turns"][rows]
+        where = _where(rows, at)
+        for name, part in observations.items():
+            if name == INSTRUCTION:
+                self._write_sentences(f"{OBSERVATION}{name}", rows, at, part)
+            else:
+                self._write(f"{OBSERVATION}{name}", where, part)
+
+    def now(self, rows: Any) -> dict[str, Any]:
+        """What the next turn is decided on, as columns."""
+        at = self.of["turns"][rows]
+        where = _where(rows, at)
+        found: dict[str, Any] = {}
+        for name, table in self._tables.items():
+            if not name.startswith(OBSERVATION):
+                continue
+            if isinstance(table, list):
+                places = zip(rows.tolist(), at.tolist(), strict=True)
+                found[name] = [table[row][turn] for row, turn in places]
+            else:
+                found[name] = table[where].clone()
+        return found
+
+    def add(self, rows: Any, decided: Mapping[str, Tensor], outcome: StepOutcome) -> Any:
+        """A turn of each rollout: what was decided, and what came of it.
+
+        Returns:
+            bool [B]: an episode is over, or was given up.
+        """
+        failed, of = outcome.failed.numpy(), self.of
+        good: Any = slice(None)
+        if failed.any():
+            self._fail(rows[failed], outcome.reward.shape[1])
+            good = np.flatnonzero(~failed)
+        mine = rows[good]
+        where = _where(mine, of["turns"][mine])
+        if isinstance(where[0], slice):
+            mine = where[0]
+        terminated, truncated = outcome.terminated.numpy()[good], outcome.truncated.numpy()[good]
+        reward, steps = outcome.reward[good], outcome.steps[good]
+        ends = terminated | truncated
+        for name, column in decided.items():
+            self._write(name, where, column[good])
+        self._write("reward", where, reward)
+        self._write("steps", where, steps)
+        self._write("ends", where, torch.from_numpy(ends))
+        self._write("cut", where, torch.zeros(len(ends), dtype=torch.bool))
+        of["turns"][mine] += 1
+        self.see(rows, outcome.observation)
+        of["steps"][mine] += steps.numpy()
+        of["length"][mine] += steps.numpy()
+        of["reward"][mine] += reward.sum(1).double().numpy()
+        of["success"][mine] = outcome.success.numpy()[good]
+        of["success_once"][mine] |= outcome.success_once.numpy()[good]
+        over = failed.copy()
+        over[good] = ends
+        return over
+
+    def end(self, number: int, *, terminated: bool) -> None:
         """The episode is over with the last turn; one that did not terminate was cut off."""
-        self.turns["ends"][-1] = True
+        row, of = self._rows[number], self.of
+        self._table("ends")[row, of["turns"][row] - 1] = True
         if not terminated:
-            self._cut()
-        self.episodes.append(self.episode)
-        self.episode, self._kept = Episode(), len(self.turns["steps"])
+            self._cut(number)
+        figures = ("reward", "length", "success_once", "success")
+        self.told[number].episodes.append(
+            {("return" if name == "reward" else name): float(of[name][row]) for name in figures}
+        )
+        of["ended"][row] += 1
+        of["kept"][row] = of["turns"][row]
+        self._begin_episode(row)
 
-    def stop(self) -> None:
+    def over(self, rows: Any, horizon: int) -> Any:
+        """Bool [B]: whether rollouts have gone on for long enough, in environment steps."""
+        of = self.of
+        once = of["single"][rows] & (of["ended"][rows] + of["failed"][rows] > 0)
+        return once | (of["steps"][rows] >= horizon)
+
+    def waiting(self, rows: Any) -> Any:
+        """Bool [B]: whether no episode runs, so that the next one has to begin."""
+        of = self.of
+        begun = of["ended"][rows] + of["failed"][rows] > 0
+        return begun & (of["kept"][rows] == of["turns"][rows])
+
+    def stop(self, number: int) -> None:
         """The rollout is over; an episode that still runs is cut off here.
 
         It is told of only where it is the rollout's only one.
         """
-        if len(self.turns["steps"]) > self._kept:
-            if self.single:
-                self.end(terminated=False)
+        row = self._rows[number]
+        if self.of["turns"][row] > self.of["kept"][row]:
+            if self.of["single"][row]:
+                self.end(number, terminated=False)
             else:
-                self._cut()
+                self._cut(number)
 
-    @property
-    def waits(self) -> bool:
-        """Whether no episode runs: the next one has to begin."""
-        return self._kept == len(self.turns["steps"]) and bool(self.episodes or self.failed)
+    def take(self, numbers: Sequence[int], over: Sequence[bool]) -> dict[str, Any]:
+        """The turns of rollouts that are over, as ragged columns; nothing of those that go on."""
+        rows = [self._rows[number] for number in numbers]
+        turns = [
+            int(self.of["turns"][row]) if done else 0 for row, done in zip(rows, over, strict=True)
+        ]
+        cuts = [
+            self.told[number].cuts if done else []
+            for number, done in zip(numbers, over, strict=True)
+        ]
+        found: dict[str, Any] = {}
+        for name, table in self._tables.items():
+            if isinstance(table, list):
+                found[f"{TURN}{name}"] = [
+                    table[row][:count] for row, count in zip(rows, turns, strict=True)
+                ]
+                found[f"{CUT}{name}"] = [[one[name] for one in some] for some in cuts]
+                continue
+            some = [table[row, :count] for row, count in zip(rows, turns, strict=True)]
+            found[f"{TURN}{name}"] = Ragged(torch.cat(some), turns)
+            if name.startswith(OBSERVATION):
+                at_cuts = [one[name][None] for some in cuts for one in some]
+                found[f"{CUT}{name}"] = Ragged(
+                    torch.cat([table[:0, 0], *at_cuts]), [len(some) for some in cuts]
+                )
+        return found
 
-    def is_over(self, horizon: int) -> bool:
-        """Whether the rollout has gone on for long enough, in environment steps."""
-        once = self.single and bool(self.episodes or self.failed)
-        return once or self.steps >= horizon
-
-    def fail(self, steps: int) -> None:
-        """The running episode was given up: nothing is learned from it.
+    def _fail(self, rows: Any, steps: int) -> None:
+        """Running episodes were given up: nothing is learned from them.
 
         Args:
-            steps: the most that its last turn may have taken.
+            rows: of the rollouts.
+            steps: the most that their last turn may have taken.
         """
-        for column in self.turns.values():
-            del column[self._kept :]
-        self.failed += 1
-        self.steps += steps
-        self.episode = Episode()
+        of = self.of
+        of["turns"][rows] = of["kept"][rows]
+        of["failed"][rows] += 1
+        of["steps"][rows] += steps
+        self._begin_episode(rows)
 
-    def _cut(self) -> None:
-        self.turns["cut"][-1] = True
-        self.cuts.append(self.now)
+    def _begin_episode(self, rows: Any) -> None:
+        for name in ("reward", "length", "success", "success_once"):
+            self.of[name][rows] = 0
 
-    def rows(self) -> dict[str, Any]:
-        """Figures of all turns, stacked; sentences stay a list. Nothing, if there is no turn."""
-        return {name: _stacked(name, column) for name, column in self.turns.items() if column}
+    def _cut(self, number: int) -> None:
+        row = self._rows[number]
+        turns = int(self.of["turns"][row])
+        self._table("cut")[row, turns - 1] = True
+        self.told[number].cuts.append(
+            {
+                name: table[row][turns] if isinstance(table, list) else table[row, turns].clone()
+                for name, table in self._tables.items()
+                if name.startswith(OBSERVATION)
+            }
+        )
 
-    def cut_rows(self) -> dict[str, Any]:
-        """Observations at which episodes were cut off, stacked."""
-        names = self.cuts[0] if self.cuts else ()
-        return {name: _stacked(name, [one[name] for one in self.cuts]) for name in names}
+    # --- the tables -------------------------------------------------------------------------------
+
+    def _table(self, name: str) -> Tensor:
+        table = self._tables[name]
+        assert isinstance(table, Tensor)
+        return table
+
+    def _write(self, name: str, where: Any, column: Any) -> None:
+        """Write a turn of some rollouts."""
+        table, rows = self._tables.get(name), len(self.of["kept"])
+        last = where[1] if isinstance(where[1], int) else int(where[1].max())
+        assert not isinstance(table, list)
+        if table is None or last >= table.shape[1] or rows > table.shape[0]:
+            while last >= self._capacity:
+                self._capacity *= 2
+            wider = torch.empty((rows, self._capacity, *column.shape[1:]), dtype=column.dtype)
+            if table is not None:
+                wider[: table.shape[0], : table.shape[1]] = table
+            self._tables[name] = table = wider
+        table[where] = column
+
+    def _write_sentences(self, name: str, rows: Any, at: Any, column: Sequence[str]) -> None:
+        table = self._tables.setdefault(name, [])
+        assert isinstance(table, list)
+        table += [[] for _ in range(len(self.of["kept"]) - len(table))]
+        for row, turn, sentence in zip(rows.tolist(), at.tolist(), column, strict=True):
+            table[row][turn:] = [sentence]
 
 
-def _stacked(name: str, column: list[Any]) -> Any:
-    if name.endswith(INSTRUCTION):
-        return list(column)
-    if column and isinstance(column[0], Tensor):
-        return torch.stack(column)
-    return torch.tensor(column)
+def _where(rows: Any, at: Any) -> tuple[Any, Any]:
+    """The index of a turn of some rollouts: of a slice where they stand beside each other."""
+    count = len(rows)
+    if not count:
+        return slice(0, 0), 0
+    first, turn = int(rows[0]), int(at[0])
+    if (at == turn).all() and (rows == np.arange(first, first + count)).all():
+        return slice(first, first + count), turn
+    return torch.from_numpy(rows), torch.from_numpy(at)

@@ -1,0 +1,172 @@
+"""The worker that hosts environments: it steps aside and goes on, and forgets a failed step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import m2flow
+from m2flow.engine.plan import LaneSpec
+from m2flow.flow import Batch, Place
+from m2flow.plan import with_memory
+from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.embodied.config import EnvironmentSection
+from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+from m2flow.workloads.embodied.workers import Simulator
+
+ROLLOUTS, HORIZON = 4, 6
+
+
+def starts(first: int = 0) -> Batch:
+    numbers = torch.arange(first, first + ROLLOUTS)
+    none = torch.zeros(ROLLOUTS, dtype=torch.bool)
+    return Batch(
+        {
+            "rollout": numbers,
+            "seed": numbers * 7 + 1,
+            "initial_state": torch.full((ROLLOUTS,), -1),
+            "greedy": none,
+            "single": none,
+            "film": none,
+            "turn": torch.zeros(ROLLOUTS, dtype=torch.int64),
+        }
+    )
+
+
+def acted(seen: Batch) -> Batch:
+    """The same actions for the same turn."""
+    turn = int(seen["turn"][0])
+    action = torch.rand(ROLLOUTS, 1, 2, generator=torch.Generator().manual_seed(turn)) * 2 - 1
+    who = seen.only("rollout", "seed", "greedy", "turn")
+    return who.with_columns(action=action, tokens=action, logprobs=action, values=action[:, 0, 0])
+
+
+def rolled_out(simulator: Simulator, between: Any) -> Batch:
+    """Whole rollouts; `between` is called between the turns."""
+    seen = simulator.begin(starts())
+    while True:
+        between()
+        seen = simulator.step(acted(seen))
+        if bool(seen["done"].all()):
+            return seen
+
+
+def made(processes: int, name: str = "table:reach", saves: bool = True) -> Simulator:
+    section = EnvironmentSection(name=name, processes=processes)
+    simulator = Simulator(section, HORIZON, ROLLOUTS, saves)
+    simulator.load(Place())
+    return simulator
+
+
+@pytest.fixture(params=[0, 2], ids=["here", "processes"])
+def simulator(request: pytest.FixtureRequest) -> Iterator[Simulator]:
+    found = made(request.param)
+    yield found
+    found.close()
+
+
+def test_rollouts_go_on_after_their_simulators_were_away(simulator: Simulator) -> None:
+    plain = rolled_out(simulator, lambda: None)
+    seen_away = []
+
+    def away_and_back() -> None:
+        resident = simulator.state_bytes()
+        simulator.offload()
+        seen_away.append(len(simulator._pool._vectors))
+        assert simulator.state_bytes() == resident > 0, "what it takes when it is back"
+        simulator.onload()
+
+    again = rolled_out(simulator, away_and_back)
+    assert len(seen_away) == HORIZON
+    assert not any(seen_away), "no simulator is left"
+    for name in ("turn.observation.image", "turn.observation.state", "turn.reward"):
+        assert torch.equal(plain[name].values, again[name].values), name
+    assert plain["turn.observation.instruction"] == again["turn.observation.instruction"]
+    assert plain["episodes"] == again["episodes"]
+
+
+def test_simulators_in_processes_give_their_memory_back() -> None:
+    simulator = made(2)
+    try:
+        simulator.begin(starts())
+        (vector,) = simulator._pool._vectors
+        pids = vector.pids
+        assert simulator.state_bytes() > 2 * 5_000_000, "two interpreters with NumPy"
+        simulator.offload()
+        assert not any(alive(pid) for pid in pids)
+        simulator.onload()
+        assert simulator._pool._vectors[0].pids != pids
+    finally:
+        simulator.close()
+
+
+def alive(pid: int) -> bool:
+    from pathlib import Path
+
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_a_simulator_that_cannot_save_stays_where_it_is() -> None:
+    pytest.importorskip("gymnasium")
+    simulator = made(0, "gymnasium:CartPole-v1", saves=False)
+    try:
+        simulator.begin(starts())
+        vectors = list(simulator._pool._vectors)
+        simulator.offload()
+        assert simulator.state_bytes() == 0
+        assert simulator._pool._vectors == vectors
+        simulator.onload()
+        assert simulator._pool._vectors == vectors
+    finally:
+        simulator.close()
+
+
+def test_rollouts_of_a_step_that_failed_hold_no_environment() -> None:
+    simulator = made(0, saves=False)
+    try:
+        simulator.begin(starts())
+        simulator.step(acted(simulator.begin(starts())))
+        simulator.discard()
+        simulator.begin(starts(first=ROLLOUTS))  # those of the other lane's share, say
+        (vector,) = simulator._pool._vectors
+        assert vector.spec.num_envs == ROLLOUTS, "they took the places that were free again"
+        assert len(simulator._recordings) == ROLLOUTS
+    finally:
+        simulator.close()
+
+
+def test_a_run_under_a_memory_limit_moves_simulators_and_computes_the_same() -> None:
+    """The learner and the simulators' processes do not fit on the lane together."""
+    some = read_recipe(
+        {
+            "workload": "embodied",
+            "rollouts_per_step": ROLLOUTS,
+            "environment": {"name": "table:red", "options": {"privileged": True}, "processes": 2},
+            "policy": {"hidden": [1024, 1024]},
+            "rollout": {"horizon": HORIZON},
+            "update": {"epochs": 1, "minibatches": 1},
+            "evaluation": {"episodes": 0, "films": 0},
+        }
+    )
+    experiment = EmbodiedExperiment(some)  # type: ignore[arg-type]
+
+    def outputs(**options: Any) -> tuple[list[Any], set[str]]:
+        flow = experiment.flow()
+        with m2flow.launch(flow, items_per_step=ROLLOUTS, **options) as run:
+            results = list(run.steps(experiment.batch(step) for step in range(2)))
+        moved = {span.name for one in results for span in one.spans if span.kind == "switch"}
+        return [one.output["episodes"] for one in results], moved
+
+    flow = experiment.flow()
+    with m2flow.launch(flow, items_per_step=ROLLOUTS, mode="eager") as run:
+        sizes = {w: int(run.worker_call(w, "state_bytes")) for w in ("simulator", "learner")}
+    plain, nobody = outputs(mode="eager")
+    limit = sizes["simulator"] + sizes["learner"]
+    lanes = with_memory([LaneSpec(0)], limit)
+    limited, moved = outputs(mode="collocated", lanes=lanes, num_threads=1)
+    assert limited == plain
+    assert not nobody
+    assert {"offload simulator", "onload simulator"} <= moved
