@@ -13,6 +13,9 @@ from m2flow.workloads.embodied.config import PolicySection
 if TYPE_CHECKING:
     from m2flow.models.policies.protocol import Policy
 
+TINY_BINS = 32
+"""Of an action coordinate in a model made on the spot: each of 256 is shown too rarely to learn."""
+
 WEIGHTS = "policy.safetensors"
 
 
@@ -130,6 +133,7 @@ class PolicySource:
                 parallel=parallel,
                 seed=self.seed,
                 image_size=side,
+                bins=TINY_BINS,
             )
         elif parallel:
             policy = load_openvla_oft(
