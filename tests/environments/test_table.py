@@ -33,12 +33,14 @@ def to_red(environment: Any) -> Any:
     return action
 
 
-def test_the_expert_solves_it() -> None:
-    assert solved(lambda one: one.expert()) > 0.95
+@pytest.mark.parametrize("task", ["reach", "around"])
+def test_the_expert_solves_it(task: str) -> None:
+    assert solved(lambda one: one.expert(), task) > 0.95
 
 
 def test_who_does_not_read_the_sentence_solves_a_quarter() -> None:
     assert solved(to_red) < 0.45
+    assert solved(to_red, "around") < 0.45
     assert solved(to_red, "red") > 0.95
 
 

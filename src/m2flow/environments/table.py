@@ -1,16 +1,19 @@
 """A table seen from above, drawn by NumPy: bring the hand to the thing that the sentence names.
 
 Four things of four colours and two shapes lie at places that are drawn anew in each episode; the
-hand moves by at most `REACH` a step. Arriving at the thing that was asked for solves the task;
+hand moves by a limited way a step. Arriving at the thing that was asked for solves the task;
 arriving at another one ends the episode unsolved. The reward is the way that a step comes nearer,
-and 1 for arriving. In the task "reach" the sentence names any of the
-four, so no policy does better than one in four without reading it; in the task "red" it is always
-the red ball. Needs no simulator, no GPU and no renderer.
+and 1 for arriving. In the task "reach" the sentence names any of the four, so no policy does better
+than one in four without reading it; in the task "red" it is always the red ball. The task "around"
+is "reach" made easy to see and quick to do: the hand begins in the middle and moves further in a
+step, and larger things lie on a grey cloth, one towards each corner. Needs no simulator, no GPU and
+no renderer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,22 +22,44 @@ from m2flow.environments.spec import ActionSpec, EnvironmentSpec, ObservationSpe
 
 THINGS = ("red ball", "green block", "blue ball", "yellow block")
 COLOURS = np.array([[220, 50, 47], [70, 160, 60], [38, 100, 210], [220, 180, 20]], np.uint8)
-TABLE, HAND = (235, 230, 220), (40, 40, 45)
-REACH = 0.12
-"""Longest way of the hand in a step, on a table of side 2."""
+HAND = (40, 40, 45)
 NEAR = 0.22
-"""The hand is at a thing from this distance on."""
-SIZE = 0.2
-"""Radius of a thing."""
+"""The hand is at a thing from this distance on, on a table of side 2."""
 APART = 0.65
 """Least distance between two things, and between the hand and each."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked for, and what the table looks like; its side is 2.
+
+    Attributes:
+        asked: how many of the things may be asked for.
+        around: the things lie around the hand, and not anywhere.
+        reach: longest way of the hand in a step.
+        size: radius of a thing.
+        cloth: colour of the table.
+    """
+
+    asked: int = len(THINGS)
+    around: bool = False
+    reach: float = 0.12
+    size: float = 0.2
+    cloth: tuple[int, int, int] = (235, 230, 220)
+
+
+TASKS = {
+    "reach": Task(),
+    "around": Task(around=True, reach=0.2, size=0.3, cloth=(122, 122, 122)),
+    "red": Task(asked=1),
+}
 
 
 class TableEnvironment(Environment):
     """One table.
 
     Args:
-        task: "reach" or "red".
+        task: a name of `TASKS`.
         pixels: side of the picture.
         privileged: the state says where all things are, and not the hand alone.
         max_episode_steps: after how many steps an episode is truncated.
@@ -43,7 +68,7 @@ class TableEnvironment(Environment):
     def __init__(
         self, task: str, pixels: int = 32, privileged: bool = False, max_episode_steps: int = 24
     ) -> None:
-        self._task, self._pixels, self._privileged = task, pixels, privileged
+        self._task, self._pixels, self._privileged = TASKS[task], pixels, privileged
         axis = (np.arange(pixels) + 0.5) / pixels * 2 - 1
         self._x, self._y = np.meshgrid(axis, axis)
         size = 2 + 2 * len(THINGS) * privileged
@@ -60,23 +85,17 @@ class TableEnvironment(Environment):
     @staticmethod
     def tasks() -> list[str]:
         """Names of the tasks."""
-        return ["reach", "red"]
+        return list(TASKS)
 
     def reset(self, seed: int, initial_state: int | None) -> None:
         random = np.random.default_rng(seed_of(seed, initial_state))
-        places: list[Array] = []
-        while len(places) < len(THINGS) + 1:
-            place = random.uniform(-0.8, 0.8, 2)
-            if all(np.linalg.norm(place - other) >= APART for other in places):
-                places.append(place)
-            elif random.uniform() < 0.05:  # no room is left: begin again
-                places.clear()
+        places = _around(random) if self._task.around else _anywhere(random)
         self._places, self._hand = np.array(places[1:]), places[0]
-        self._asked = int(random.integers(len(THINGS))) if self._task == "reach" else 0
+        self._asked = int(random.integers(self._task.asked))
 
     def step(self, action: Array) -> Transition:
         before = self._distances()[self._asked]
-        self._hand = np.clip(self._hand + REACH * np.clip(action, -1, 1), -1, 1)
+        self._hand = np.clip(self._hand + self._task.reach * np.clip(action, -1, 1), -1, 1)
         distances = self._distances()
         at = distances < NEAR
         solved = bool(at[self._asked])
@@ -116,12 +135,33 @@ class TableEnvironment(Environment):
         return (way / max(1.0, float(np.abs(way).max()))).astype(np.float32)
 
     def _drawn(self) -> Array:
-        picture = np.full((self._pixels, self._pixels, 3), TABLE, np.uint8)
+        task = self._task
+        picture = np.full((self._pixels, self._pixels, 3), task.cloth, np.uint8)
         for number, (x, y) in enumerate(self._places):
             across, along = np.abs(self._x - x), np.abs(self._y - y)
-            ball = across**2 + along**2 < SIZE**2
-            block = np.maximum(across, along) < 0.9 * SIZE
+            ball = across**2 + along**2 < task.size**2
+            block = np.maximum(across, along) < 0.9 * task.size
             picture[ball if number % 2 == 0 else block] = COLOURS[number]
         across, along = np.abs(self._x - self._hand[0]), np.abs(self._y - self._hand[1])
         picture[(np.minimum(across, along) < 0.05) & (np.maximum(across, along) < 0.16)] = HAND
         return picture
+
+
+def _anywhere(random: np.random.Generator) -> list[Array]:
+    """Places of the hand and the things, far enough from each other."""
+    places: list[Array] = []
+    while len(places) < len(THINGS) + 1:
+        place = random.uniform(-0.8, 0.8, 2)
+        if all(np.linalg.norm(place - other) >= APART for other in places):
+            places.append(place)
+        elif random.uniform() < 0.05:  # no room is left: begin again
+            places.clear()
+    return places
+
+
+def _around(random: np.random.Generator) -> list[Array]:
+    """The hand in the middle, the things around it in any order, a quarter turn apart or so."""
+    sides = random.permutation(len(THINGS)) + random.uniform(-0.1, 0.1, len(THINGS))
+    angles, ways = (sides + 0.5) * np.pi / 2, random.uniform(0.6, 0.75, len(THINGS))
+    places = np.stack([np.cos(angles), np.sin(angles)], axis=1) * ways[:, None]
+    return [np.zeros(2), *places]

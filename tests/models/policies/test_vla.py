@@ -56,7 +56,8 @@ ONE = VLAOptions(critic=True)
 
 def observations(batch: int = 3) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
-    pictures = torch.randint(0, 256, (2, batch, 40, 48, 3), generator=generator).byte()
+    # Of the size that the model takes: resizing has tests of its own, which allow for rounding.
+    pictures = torch.randint(0, 256, (2, batch, 32, 32, 3), generator=generator).byte()
     return {
         "image": pictures[0],
         "wrist_image": pictures[1],
@@ -222,7 +223,7 @@ def test_evaluate_gives_what_act_gave_whatever_the_batch(kind: str, restricted: 
     }
     # The last block and the norms of the towers, the pooling of SigLIP: in the checkpoint, not
     # in the network.
-    assert all(re.search(r"blocks\.2\.|featurizer\.norm\.|attn_pool", name) for name in unused)
+    assert all(re.search(r"blocks\.1\.|featurizer\.norm\.|attn_pool", name) for name in unused)
 
 
 def test_instructions_matter() -> None:
@@ -438,6 +439,37 @@ def test_behaviour_cloning_learns_what_the_instruction_says() -> None:
         optimiser.step()
     actions = policy.act(seen, seeds=[0, 0], greedy=True).actions
     torch.testing.assert_close(actions, wanted, rtol=0, atol=1 / 255)
+
+
+def two_things(count: int, seed: int) -> tuple[dict[str, Any], Tensor]:
+    """Pictures of a red and a blue square, left and right, and the way to the one named."""
+    random = np.random.default_rng(seed)
+    pictures = np.full((count, 32, 32, 3), 122, np.uint8)
+    red_left, red_asked = random.integers(2, size=(2, count)).astype(bool)
+    for picture, left in zip(pictures, red_left, strict=True):
+        for colour, is_left in (([220, 50, 47], left), ([38, 100, 210], not left)):
+            row, column = random.integers(8, size=2) + (8, 0 if is_left else 16)
+            picture[row : row + 8, column : column + 8] = colour
+    asked = ["go to red" if red else "go to blue" for red in red_asked]
+    way = np.where(red_left == red_asked, -0.5, 0.5)
+    actions = np.stack([way, np.zeros(count)], axis=1)[:, None].astype(np.float32)
+    return {"image": torch.from_numpy(pictures), "instruction": asked}, torch.from_numpy(actions)
+
+
+def test_a_tiny_model_learns_to_find_what_the_instruction_names() -> None:
+    """Neither the picture nor the sentence alone says where to go."""
+    policy = tiny_openvla(["go to red", "go to blue"], unit_statistics(2), bins=32)
+    optimiser = torch.optim.AdamW(policy.parameters(), lr=5e-4)
+    for step in range(150):
+        seen, actions = two_things(32, step)
+        loss = -policy.evaluate(seen, policy.tokens_of(actions)).logprobs.mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    seen, actions = two_things(128, seed=1000)
+    chosen = policy.act(seen, seeds=range(128), greedy=True).actions
+    right = (chosen[..., 0].sign() == actions[..., 0].sign()).float().mean()
+    assert right > 0.9
 
 
 def test_missing_statistics_list_those_there_are() -> None:

@@ -58,7 +58,13 @@ class VisionBackbone(nn.Module):
         patches = []
         for tower, part in zip(towers, parts, strict=True):
             second_to_last = len(tower.blocks) - 2
-            (features,) = tower.get_intermediate_layers(part, n={second_to_last})
+            (features,) = tower.forward_intermediates(
+                part,
+                [second_to_last],
+                output_fmt="NLC",
+                intermediates_only=True,
+                stop_early=True,  # the last block is not needed
+            )
             patches.append(features)
         return torch.cat(patches, dim=2)
 

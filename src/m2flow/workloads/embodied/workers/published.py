@@ -13,6 +13,9 @@ from m2flow.errors import UserError
 from m2flow.models.policies.protocol import Policy
 from m2flow.workloads.embodied.config import TINY, PolicySection
 
+TINY_BINS = 32
+"""Of an action coordinate in a model made on the spot: each of 256 is shown too rarely to learn."""
+
 
 def vision_language_action(
     section: PolicySection,
@@ -93,6 +96,7 @@ def _openvla(
             parallel=parallel,
             seed=seed,
             image_size=spec.observation(section.cameras[0]).shape[0],
+            bins=TINY_BINS,
         )
     elif parallel:
         policy = load_openvla_oft(
