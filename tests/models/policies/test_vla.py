@@ -448,7 +448,7 @@ def two_things(count: int, seed: int) -> tuple[dict[str, Any], Tensor]:
     red_left, red_asked = random.integers(2, size=(2, count)).astype(bool)
     for picture, left in zip(pictures, red_left, strict=True):
         for colour, is_left in (([220, 50, 47], left), ([38, 100, 210], not left)):
-            row, column = random.integers(8, size=2) + (8, 0 if is_left else 16)
+            row, column = random.integers(8, 16), random.integers(8) + 16 * (not is_left)
             picture[row : row + 8, column : column + 8] = colour
     asked = ["go to red" if red else "go to blue" for red in red_asked]
     way = np.where(red_left == red_asked, -0.5, 0.5)
