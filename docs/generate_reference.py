@@ -174,9 +174,10 @@ EMBODIED = {
     "rollout.automatic_reset": "where an episode ends, the rollout goes on with another one; "
     "`false`: a rollout is one episode",
     "algorithm.name": "where advantages come from: the policy's value head, or the other episodes "
-    "of a group, which begin alike; or `sac`, which learns critics of state and action from a buffer",
-    "algorithm.level": "`ppo`, `grpo`: what has a probability ratio of its own: an action token, an action, or a "
-    "whole chunk",
+    "of a group, which begin alike; or `sac`, which learns critics of state and action from a "
+    "buffer",
+    "algorithm.level": "`ppo`, `grpo`: what has a probability ratio of its own: an action token, "
+    "an action, or a whole chunk",
     "algorithm.clip_low": "`ppo`, `grpo`: how far below 1 the probability ratio may move",
     "algorithm.clip_high": "`ppo`, `grpo`: how far above 1 it may move",
     "algorithm.gamma": "`ppo`, `sac`: discount from one environment step to the next",

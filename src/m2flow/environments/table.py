@@ -12,7 +12,7 @@ no renderer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,12 +63,20 @@ class TableEnvironment(Environment):
         pixels: side of the picture.
         privileged: the state says where all things are, and not the hand alone.
         max_episode_steps: after how many steps an episode is truncated.
+        pace: bounds of the share of its longest way that the expert goes in a step; drawn anew in
+            each step.
     """
 
     def __init__(
-        self, task: str, pixels: int = 32, privileged: bool = False, max_episode_steps: int = 24
+        self,
+        task: str,
+        pixels: int = 32,
+        privileged: bool = False,
+        max_episode_steps: int = 24,
+        pace: Sequence[float] = (1.0, 1.0),
     ) -> None:
         self._task, self._pixels, self._privileged = TASKS[task], pixels, privileged
+        self._least_pace, self._most_pace = pace
         axis = (np.arange(pixels) + 0.5) / pixels * 2 - 1
         self._x, self._y = np.meshgrid(axis, axis)
         size = 2 + 2 * len(THINGS) * privileged
@@ -92,6 +100,7 @@ class TableEnvironment(Environment):
         places = _around(random) if self._task.around else _anywhere(random)
         self._places, self._hand = np.array(places[1:]), places[0]
         self._asked = int(random.integers(self._task.asked))
+        self._random = random
 
     def step(self, action: Array) -> Transition:
         before = self._distances()[self._asked]
@@ -132,6 +141,7 @@ class TableEnvironment(Environment):
             distance = float(np.linalg.norm(away))
             if number != self._asked and distance < 2.2 * NEAR:
                 way += (2.2 * NEAR - distance) / NEAR * away / distance
+        way *= self._random.uniform(self._least_pace, self._most_pace)
         return (way / max(1.0, float(np.abs(way).max()))).astype(np.float32)
 
     def _drawn(self) -> Array:

@@ -448,7 +448,7 @@ def two_things(count: int, seed: int) -> tuple[dict[str, Any], Tensor]:
     red_left, red_asked = random.integers(2, size=(2, count)).astype(bool)
     for picture, left in zip(pictures, red_left, strict=True):
         for colour, is_left in (([220, 50, 47], left), ([38, 100, 210], not left)):
-            row, column = random.integers(8, size=2) + (8, 0 if is_left else 16)
+            row, column = random.integers(8, 16), random.integers(8) + 16 * (not is_left)
             picture[row : row + 8, column : column + 8] = colour
     asked = ["go to red" if red else "go to blue" for red in red_asked]
     way = np.where(red_left == red_asked, -0.5, 0.5)
@@ -508,12 +508,12 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="0 files of the head"):
         load_openvla_oft(tmp_path, OFT, head="l1")
     raw = json.loads((tmp_path / "config.json").read_text())
-    raw["text_config"]["num_hidden_layers"] = 3
+    raw["text_config"]["num_hidden_layers"] = 4
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UserError, match="9 weights are missing"):
         load_openvla(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
-    raw["text_config"]["num_hidden_layers"] = 2
+    raw["text_config"]["num_hidden_layers"] = 3
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UserError, match=r"tokenizer\.json is missing"):
         load_openvla(tmp_path)
