@@ -127,7 +127,10 @@ def test_figures_for_people(run: Path, problems: Path, m2flow: M2flow) -> None:
     first, *lines = outcome.out.splitlines()
     assert first == "9 problems of problems.jsonl, 2 answer(s) each"
     names = [line.split()[0] for line in lines]
-    assert names == ["accuracy", "pass@1", "pass@2", "mean_tokens", "truncated_share", "seconds"]
+    assert names == [
+        "accuracy", "accuracy_low", "accuracy_high", "pass@1", "pass@2", "maj@2", "mean_tokens",
+        "truncated_share", "seconds",
+    ]  # fmt: skip
 
 
 # Mistakes

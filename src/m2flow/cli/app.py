@@ -209,7 +209,7 @@ def evaluate(
         return
     print(figures["about"])
     for name, value in figures.items():
-        if name.startswith(("accuracy", "pass@", "success")):
+        if name.startswith(("accuracy", "maj@", "pass@", "success")):
             print(f"  {name:<16} {value:.4f}")
         elif isinstance(value, float) and name != "temperature":
             print(f"  {name:<16} {value:.2f}")

@@ -47,7 +47,7 @@ def same_expression(gold: str, answer: str) -> bool:
     Raises:
         RunFailed: no process for comparing can be started.
     """
-    gold_text, answer_text = _canonical(gold), _canonical(answer)
+    gold_text, answer_text = canonical(gold), canonical(answer)
     if gold_text == answer_text:
         return bool(gold_text)
     if not gold_text or not answer_text or _WORDS.fullmatch(gold_text):
@@ -57,7 +57,7 @@ def same_expression(gold: str, answer: str) -> bool:
     return _processes.compare(gold_text, answer_text)
 
 
-def _canonical(text: str) -> str:
+def canonical(text: str) -> str:
     """A spelling fit for comparison as text: no delimiters, one kind of fraction, no spaces."""
     text = re.sub(r"\s+", " ", unwrapped(tidy(text)))
     if _WORDS.fullmatch(text.strip("()")):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from m2flow.plan import parse_lanes
 from m2flow.workloads.common import train
 from m2flow.workloads.common.workload import Examination
-from m2flow.workloads.embodied.evaluation import examine, wilson
+from m2flow.workloads.embodied.evaluation import examine
 
 RECIPE: dict[str, Any] = {
     "workload": "embodied",
@@ -62,10 +62,3 @@ def test_a_run_has_figures_and_films(tmp_path: Path) -> None:
     figures = examine(Examination(run / "checkpoints" / "latest", None, limit=8, lanes=lanes))
     assert figures["about"] == "8 episodes of table:red"
     assert figures["success_low"] <= figures["success"] <= figures["success_high"]
-
-
-def test_the_interval_of_a_share() -> None:
-    """Wilson's interval at 8 of 10, as statistics packages give it."""
-    low, high = wilson(0.8, 10)
-    assert (round(low, 4), round(high, 4)) == (0.4902, 0.9433)
-    assert wilson(0.0, 0) == (0.0, 1.0)

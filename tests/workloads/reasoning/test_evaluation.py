@@ -12,7 +12,7 @@ import pytest
 from m2flow.errors import UserError
 from m2flow.plan import parse_lanes
 from m2flow.workloads.common import Examination
-from m2flow.workloads.reasoning.evaluation import answered, model_folder
+from m2flow.workloads.reasoning.evaluation import accuracy, answered, majority, model_folder
 from m2flow.workloads.reasoning.workers import ModelSource
 
 Answered = tuple[list[list[float]], dict[str, float]]
@@ -82,3 +82,34 @@ def test_what_does_not_fit_is_said_in_words_of_the_command_line(
     assert str(caught.value).startswith(f"{data}:1: a prompt of 4 tokens, and 11 more like it,")
     assert "--max-new-tokens = 61" in str(caught.value)
     assert len(evaluate(max_new_tokens=60)[0]) == 12, "64 positions hold 4 and 60"
+
+
+@pytest.mark.parametrize(
+    ("gold", "texts", "winner"),
+    [
+        ("3", ["It is 4.", r"\boxed{3}", "so 3.0", "It is 4", "3"], 1),
+        ("3", ["It is 4.", "It is 3.", "nothing"], 0),
+        ("3", ["nothing", ""], None),
+        (
+            r"\frac{\pi}{2}",
+            [r"\boxed{\pi}", r"\boxed{\dfrac{\pi}{2}}", r"\boxed{\frac{\pi}{2}}"],
+            1,
+        ),
+        ("C", [r"\boxed{A}", r"\boxed{\text{C}}", r"\boxed{(C)}"], 1),
+    ],
+)
+def test_the_answer_that_most_give(gold: str, texts: list[str], winner: int | None) -> None:
+    assert majority(texts, gold) == winner
+
+
+def test_figures_of_answers() -> None:
+    figures = accuracy([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]], 2)
+    assert figures["accuracy"] == figures["pass@1"] == 0.5
+    assert figures["pass@2"] == pytest.approx(2 / 3)
+    assert 0 <= figures["accuracy_low"] < 0.5 < figures["accuracy_high"] <= 1
+
+
+def test_most_answers_are_right_about_a_share_of_the_problems(evaluate: Evaluate) -> None:
+    rewards, figures = evaluate(samples=8, temperature=1.0)
+    assert 0 <= figures["maj@8"] <= 1
+    assert figures["maj@8"] >= sum(sum(one) > 4 for one in rewards) / len(rewards)

@@ -6,9 +6,9 @@ tasks: 500 episodes of a suite are all 50 states of all ten tasks.
 
 from __future__ import annotations
 
-from math import sqrt
 from typing import Any
 
+from m2flow.algorithms.confidence import wilson
 from m2flow.errors import UserError
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.recipe import Recipe
@@ -72,19 +72,3 @@ def examine(asked: Examination) -> dict[str, Any]:
         "length": figures["eval/length"],
         "seconds": result.seconds,
     }
-
-
-def wilson(share: float, count: float, deviations: float = 1.96) -> tuple[float, float]:
-    """The interval that holds a probability with 95 % confidence (Wilson 1927).
-
-    Args:
-        share: of the trials that succeeded.
-        count: trials.
-        deviations: standard deviations to either side.
-    """
-    if not count:
-        return 0.0, 1.0
-    square = deviations**2 / count
-    middle = (share + square / 2) / (1 + square)
-    reach = deviations / (1 + square) * sqrt(share * (1 - share) / count + square / (4 * count))
-    return max(0.0, middle - reach), min(1.0, middle + reach)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from m2flow.algorithms.confidence import of_shares
 from m2flow.algorithms.sampling import derive_seed
 from m2flow.errors import UserError
 from m2flow.flow import Flow, Stream
+from m2flow.rewards.final_answer import extract_answer
+from m2flow.rewards.number import read_number
 from m2flow.rewards.reward import WeightedReward
+from m2flow.rewards.symbolic import canonical
 from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.reasoning.data import (
     DEFAULT_TEMPLATE,
@@ -38,7 +43,7 @@ def model_folder(path: Path) -> Path:
 
 
 def examine(asked: Examination) -> dict[str, Any]:
-    """Accuracy and pass@k of a model on a file of problems, as `m2flow eval` prints them."""
+    """Accuracy, pass@k and maj@k of a model on a file, as `m2flow eval` prints them."""
     rewards, figures = answered(asked)
     return {
         "about": f"{len(rewards)} problems of {asked.data}, {asked.samples} answer(s) each",
@@ -56,8 +61,9 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
     """Draw answers of the model to the problems of the file, and score them by `math_reward`.
 
     Returns:
-        For each problem the rewards of its answers; and their mean length, the share that did not
-        end by themselves, and the seconds of generation and scoring.
+        For each problem the rewards of its answers; and the share of problems that most answers
+        are right about, the answers' mean length, the share that did not end by themselves, and
+        the seconds of generation and scoring.
 
     Raises:
         UserError: model or data are missing or wrong, or a prompt does not fit.
@@ -89,20 +95,54 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
     with launch(flow, items_per_step=len(batch), mode=mode, lanes=lanes) as run:
         result = run.step(batch)
     rewards, output = result.output["reward"], result.output
+    groups = [range(n, n + samples) for n in range(0, len(rewards), samples)]
+    elected = [
+        majority([output["text"][row] for row in rows], output["answer"][rows[0]])
+        for rows in groups
+    ]
+    right = [
+        winner is not None and rewards[rows[winner]] >= 1.0
+        for winner, rows in zip(elected, groups, strict=True)
+    ]
     figures = {
+        f"maj@{samples}": sum(right) / len(right),
         "mean_tokens": sum(output["num_tokens"]) / len(output),
         "truncated_share": sum(r != "stop" for r in output["finish_reason"]) / len(output),
         "seconds": result.seconds,
     }
-    return [rewards[n : n + samples] for n in range(0, len(rewards), samples)], figures
+    return [[rewards[row] for row in rows] for rows in groups], figures
+
+
+def majority(texts: Sequence[str], gold: str) -> int | None:
+    """Which of several completions first gives the answer that most of them give; None for none.
+
+    Numbers are the same where they are equal, other answers where they are spelled alike. Of
+    answers that are given equally often the one that comes first wins.
+
+    Source: Wang et al. 2022 (arXiv 2203.11171), self-consistency.
+    """
+    numeric, votes = read_number(gold) is not None, Counter[Any]()
+    first: dict[Any, int] = {}
+    for place, text in enumerate(texts):
+        answer = extract_answer(text, numeric=numeric)
+        if answer is None:
+            continue
+        number = read_number(answer)
+        key = canonical(answer) if number is None else (number.value, number.percent)
+        first.setdefault(key, place)
+        votes[key] += 1
+    return first[votes.most_common(1)[0][0]] if votes else None
 
 
 def accuracy(rewards: Sequence[Sequence[float]], samples: int) -> dict[str, float]:
-    """The share of right answers, and pass@k for k = samples and powers of two."""
+    """The share of right answers with its interval, and pass@k for k = samples and powers of 2."""
     correct = [sum(reward >= 1.0 for reward in answers) for answers in rewards]
     ks = sorted({1, samples} | {2**n for n in range(1, samples.bit_length()) if 2**n <= samples})
+    low, high = of_shares([count / samples for count in correct])
     return {
         "accuracy": sum(correct) / (len(correct) * samples),
+        "accuracy_low": low,
+        "accuracy_high": high,
         **{f"pass@{k}": sum(pass_at_k(samples, c, k) for c in correct) / len(correct) for k in ks},
     }
 
