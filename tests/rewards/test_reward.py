@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import pickle
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -170,6 +173,35 @@ def test_after_a_call_that_hangs_the_others_are_made(folder: str) -> None:
     columns = {name: 2 * list(getattr(JUDGED, name))[::-1] for name in vars(JUDGED)}
     found = weighted_sum([of(folder, "hangs", deadline_seconds=0.3)], Judged(**columns))
     assert found.rewards == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_call_that_returns_too_late_is_not_followed_by_the_others(folder: str) -> None:
+    """They are made in another thread by then."""
+    calls: list[str] = []
+    last = threading.Event()
+
+    def slow(prompt: str, *columns: Any) -> float:
+        calls.append(prompt)
+        if len(calls) == 1:
+            time.sleep(0.6)
+            last.set()
+        return 1.0
+
+    columns = {name: 2 * list(getattr(JUDGED, name)) for name in vars(JUDGED)}
+    found = weighted_sum([WeightedReward(slow, deadline_seconds=0.2)], Judged(**columns))
+    assert found.rewards == [0.0, 1.0, 1.0, 1.0]
+    assert last.wait(10)
+    time.sleep(0.05)
+    assert len(calls) == 4
+
+
+def test_a_coroutine_function_is_awaited_within_an_event_loop_too(folder: str) -> None:
+    easy = {name: [getattr(JUDGED, name)[0]] for name in vars(JUDGED)}
+
+    async def notebook() -> Scores:
+        return weighted_sum([of(folder, "later")], Judged(**easy))
+
+    assert asyncio.run(notebook()) == Scores([1.0], [""])
 
 
 def test_a_sample_that_one_part_cannot_judge_has_no_reward_of_the_others(folder: str) -> None:

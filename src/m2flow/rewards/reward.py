@@ -204,7 +204,16 @@ def _values(part: WeightedReward, judged: Judged) -> list[Any]:
             return [wrong] * len(rows)
         return [_number(value) for value in found]
     if inspect.iscoroutinefunction(function):
-        return [_number(value) for value in asyncio.run(_awaited(function, rows, part))]
+
+        def awaited() -> list[Any]:
+            return asyncio.run(_awaited(function, rows, part))
+
+        # In a thread, for this one may have an event loop already, as in a notebook.
+        turns = -(-len(rows) // part.concurrency) + 1
+        (values,) = _called(awaited, [()], turns * part.deadline_seconds)
+        if isinstance(values, Failure):
+            return [values] * len(rows)
+        return [_number(value) for value in values]
     return [_number(value) for value in _called(function, rows, part.deadline_seconds)]
 
 
@@ -224,15 +233,15 @@ def _called(function: Any, calls: Sequence[tuple[Any, ...]], seconds: float) -> 
     found: list[Any] = []
     while len(found) < len(calls):
         results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        thread = threading.Thread(
-            target=_call_each, args=(function, calls[len(found) :], results), daemon=True
-        )
-        thread.start()
+        left = threading.Event()
+        arguments = function, calls[len(found) :], results, left
+        threading.Thread(target=_call_each, args=arguments, daemon=True).start()
         while len(found) < len(calls):
             try:
                 value = results.get(timeout=seconds)
             except queue.Empty:
                 found.append(_too_slow(seconds))
+                left.set()
                 break
             if isinstance(value, BaseException) and not isinstance(value, Failure):
                 raise value
@@ -240,8 +249,12 @@ def _called(function: Any, calls: Sequence[tuple[Any, ...]], seconds: float) -> 
     return found
 
 
-def _call_each(function: Any, calls: Sequence[tuple[Any, ...]], results: Any) -> None:
+def _call_each(
+    function: Any, calls: Sequence[tuple[Any, ...]], results: Any, left: threading.Event
+) -> None:
     for arguments in calls:
+        if left.is_set():
+            return
         try:
             results.put(function(*arguments))
         except Exception as error:  # noqa: BLE001, whatever a user's function raises
