@@ -112,7 +112,7 @@ def clone(policy: Policy, recipe: EmbodiedRecipe, progress: RunProgress | None =
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
         if progress is not None:
-            progress.update(step, {"loss": float(loss)})
+            progress.update(step, {"loss": float(loss.detach())})
 
 
 def write(policy: Policy, folder: Path, name: str) -> None:
