@@ -155,14 +155,14 @@ def figures(metrics: Mapping[str, float]) -> list[str]:
     for keys, name, form in (
         (EVALUATION, "held-out", percent),
         (("reward/mean",), "reward", number),
-        (ACCURACY, "accuracy", percent),
+        (ACCURACY, "", percent),
         (LOSS, "loss", number),
         (("throughput/tokens_per_s",), "tokens/s", number),
         (("seconds/step",), "step", seconds),
     ):
         value = _first(metrics, keys)
         if value is not None:
-            shown.append(f"{name} {form(value)}")
+            shown.append(f"{name or _what(metrics, keys)} {form(value)}")
     return shown
 
 
@@ -185,9 +185,9 @@ def summary(
         head += f" in {seconds(end - begin)}"
     lines = [head + "."]
     for keys, name, form in (
-        (EVALUATION, "held-out accuracy", percent),
+        (EVALUATION, f"held-out {_what(metrics_last, EVALUATION)}", percent),
         (("reward/mean",), "reward", number),
-        (ACCURACY, "accuracy in training", percent),
+        (ACCURACY, f"{_what(metrics_last, ACCURACY)} in training", percent),
     ):
         before, after = _first(metrics_first, keys), _first(metrics_last, keys)
         if after is not None:
@@ -198,6 +198,12 @@ def summary(
         lines.append(f"  {'throughput':<21} {number(speed)} tokens/s")
     lines.append(f"  {'run directory':<21} {Path(run_dir)}")
     return "\n".join(lines)
+
+
+def _what(metrics: Mapping[str, float], keys: Sequence[str]) -> str:
+    """What the first of the keys that is there counts: accuracy, or success."""
+    key = next((key for key in keys if key in metrics), keys[0])
+    return next(part for part in key.split("/") if part not in ("eval", "mean"))
 
 
 def _first(metrics: Mapping[str, float], keys: Sequence[str]) -> float | None:
