@@ -508,12 +508,12 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="0 files of the head"):
         load_openvla_oft(tmp_path, OFT, head="l1")
     raw = json.loads((tmp_path / "config.json").read_text())
-    raw["text_config"]["num_hidden_layers"] = 4
+    raw["text_config"]["num_hidden_layers"] += 1
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UserError, match="9 weights are missing"):
         load_openvla(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
-    raw["text_config"]["num_hidden_layers"] = 3
+    raw["text_config"]["num_hidden_layers"] -= 1
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UserError, match=r"tokenizer\.json is missing"):
         load_openvla(tmp_path)
