@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from m2flow.environments.registry import make_environment
+from m2flow.environments.table import TableEnvironment
+from m2flow.errors import UserError
 
 EPISODES = 60
 
@@ -62,3 +64,9 @@ def test_an_episode_follows_from_its_seed(state: int | None) -> None:
     second.reset(5 if state is None else 6, state)
     np.testing.assert_array_equal(first.observe()["image"], second.observe()["image"])
     assert first.instruction() == second.instruction()
+
+
+@pytest.mark.parametrize("pace", [(), (0.5,), (0.9, 0.2), (0.0, 0.5), (0.5, 1.5)])
+def test_a_pace_that_is_none_is_refused(pace: tuple[float, ...]) -> None:
+    with pytest.raises(UserError, match=r"environment\.options\.pace"):
+        TableEnvironment("around", pace=pace)

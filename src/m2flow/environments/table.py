@@ -19,6 +19,7 @@ import numpy as np
 
 from m2flow.environments.environment import Array, Environment, Transition, seed_of
 from m2flow.environments.spec import ActionSpec, EnvironmentSpec, ObservationSpec, image_spec
+from m2flow.errors import UserError
 
 THINGS = ("red ball", "green block", "blue ball", "yellow block")
 COLOURS = np.array([[220, 50, 47], [70, 160, 60], [38, 100, 210], [220, 180, 20]], np.uint8)
@@ -65,6 +66,9 @@ class TableEnvironment(Environment):
         max_episode_steps: after how many steps an episode is truncated.
         pace: bounds of the share of its longest way that the expert goes in a step; drawn anew in
             each step.
+
+    Raises:
+        UserError: the bounds are no two shares.
     """
 
     def __init__(
@@ -76,6 +80,13 @@ class TableEnvironment(Environment):
         pace: Sequence[float] = (1.0, 1.0),
     ) -> None:
         self._task, self._pixels, self._privileged = TASKS[task], pixels, privileged
+        if len(pace) != 2 or not 0 < pace[0] <= pace[1] <= 1:
+            raise UserError(
+                "bounds the expert's steps in no way",
+                key="environment.options.pace",
+                value=list(pace),
+                expected="two shares above 0 and up to 1, the smaller one first",
+            )
         self._least_pace, self._most_pace = pace
         axis = (np.arange(pixels) + 0.5) / pixels * 2 - 1
         self._x, self._y = np.meshgrid(axis, axis)
