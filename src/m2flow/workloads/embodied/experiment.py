@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from m2flow.algorithms.sampling import derive_seed
+from m2flow.environments import rendering
 from m2flow.environments.registry import maker, variables_of
 from m2flow.flow import Batch
 from m2flow.runtime.driver.runner import StepResult
@@ -46,9 +47,9 @@ class EmbodiedExperiment:
     def __init__(self, recipe: EmbodiedRecipe) -> None:
         self.recipe = recipe
         simulated = recipe.environment.name, recipe.environment.options
-        make = maker(*simulated)
-        variables_of(*simulated)  # refuses where nothing can draw
-        environment = make()
+        # Refuses where nothing can draw. MuJoCo reads them when it is imported, by the maker.
+        rendering.use_here(variables_of(*simulated), required=False)
+        environment = maker(*simulated)()
         self.spec = environment.spec
         critic = recipe.algorithm.name == "ppo"
         self._source = PolicySource(
