@@ -397,17 +397,31 @@ def test_any_broken_formula_is_scored(pieces: list[str], gold: str) -> None:
 BOMBS = [
     r"(1+\sqrt{2}+\sqrt{3})^{99999}",
     "9^{9^{9^9}}",
+    "9^(9^(9^9))",
+    "9^{99999999}",
+    r"9^\frac{99999999}{1}",
+    "((9^{999})^{999})^{999}",
+    "(((3!)!)!)!",
+    "(10^9)!",
+    "9999!",
     r"\binom{10^9}{10^8}",
     r"\sum_{k=1}^{10^9} k!",
+    r"\prod_{k=1}^{99999999} k",
+    r"\gamma(10^9)",
     r"\operatorname{eye}(99999)",
+    r"\exp(\exp(\exp(\exp(9))))",
+    r"\sqrt[\frac{1}{99999999}]{9}",
     r"(a+b+c+d)^{99999}",
+    r"\sin^{9999}(x)\cos^9(x)",
     "1" * 257,
+    "9" * 41,
 ]
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_what_asks_for_endless_work_is_wrong_and_the_next_answer_is_judged(bomb: str) -> None:
     assert verify(r"\sqrt{3}", f"\\boxed{{{bomb}}}") == 0.0
+    assert verify("18", f"\\boxed{{{bomb}}}") == 0.0
     assert verify("x^2-1", r"\boxed{(x-1)(x+1)}") == 1.0
     process = symbolic._processes._idle[-1]._process
     assert resource.prlimit(process.pid, resource.RLIMIT_AS)[0] == symbolic.MEMORY_BYTES
