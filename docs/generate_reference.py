@@ -56,7 +56,11 @@ MEANING = {
     "logger": "where figures go; `jsonl` must be among them, `tensorboard` needs the `dash` extra",
     "samples_logged_per_step": "rollouts of a step that are written to `samples.jsonl`",
     "model.path": "a folder in Hugging Face layout; without it a tiny Qwen2 is built on the spot",
-    "model.dtype": "of weights and computation, in generation and training",
+    "model.dtype": "what is computed in; `auto`: bfloat16 on accelerators, float32 on CPUs. Of a "
+    "model that learns in bfloat16 the optimizer keeps float32 weights, gradients and moments",
+    "model.lora_rank": "rank of LoRA adapters, which alone are trained (extra `lora`); 0: all "
+    "weights are",
+    "model.lora_alpha": "the adapters' scale times their rank; `null`: twice the rank",
     "model.hidden_size": "tiny model: width",
     "model.num_hidden_layers": "tiny model: layers",
     "model.num_attention_heads": "tiny model: query heads",
@@ -65,12 +69,22 @@ MEANING = {
     "model.max_position_embeddings": "tiny model: longest prompt and answer together, in tokens",
     "model.initializer_range": "tiny model: standard deviation of its initial weights",
     "data.task": "where problems come from and how answers are scored",
-    "data.path": "`jsonl`: the file to train on",
+    "data.path": "`jsonl`: what to train on: a file of JSON lines, CSV, Parquet or Arrow, or a "
+    "folder of such files (Parquet and Arrow need the `data` extra)",
     "data.eval_path": "`jsonl`: a file to hold out; without it the last rows of `data.path` are "
     "(a tenth, at most 256)",
+    "data.question_column": "`jsonl`: column of the question, with dots into nested ones; `null`: "
+    "`question`, `problem` or `prompt`. A text, or a conversation: a list of turns, the last of "
+    "them the user's",
+    "data.answer_column": "`jsonl`: column of the right answer, such as "
+    "`reward_model.ground_truth`; `null`: `answer`",
     "data.on_bad_row": "`jsonl`: stop at a row that cannot be used, or leave it out with a warning",
     "data.template": "`jsonl`, `gym`: the prompt, with `{question}` where the question goes",
     "data.dataset": "`gym`: name of a reasoning-gym data set",
+    "data.chat": "whether a prompt is the user's turn of a conversation in the chat template of "
+    "the model's tokenizer; `null`: where the tokenizer has one",
+    "data.system_prompt": "what stands before that turn; `null`: what the template puts there",
+    "data.chat_options": "variables of the chat template, such as `enable_thinking: false`",
     "data.options": "settings of the task itself (`addition`: `min_digits`, `max_digits`, "
     "`equal_lengths`, `thinking_share`; `jsonl`: `held_out_rows`), or of the data set (`gym`)",
     "warmup.steps": "supervised steps on the task's demonstrations before reinforcement",
@@ -79,6 +93,10 @@ MEANING = {
     "generation.max_new_tokens": "longest answer",
     "generation.temperature": "of the sampling; the trainer uses the same",
     "generation.max_running": "sequences decoded together by a replica at most",
+    "generation.dtype": "what generation computes in; `null`: as `model.dtype`",
+    "generation.cache_gb": "memory for keys and values on each lane, in 10^9 bytes; requests that "
+    "find no room wait, and what they had drawn is computed again. `null`: half of the memory of "
+    "an accelerator, and what they need on CPUs",
     "algorithm.name": "what is learned from a step; it sets the keys of `algorithm` that are not "
     "said ([table](../explanation/algorithms.md))",
     "algorithm.scale": "what advantages are divided by: the deviation of the group, of all tokens "
@@ -123,6 +141,8 @@ MEANING = {
     "training.sharing": "what a micro-batch computes once: prefixes, prompts, or nothing",
     "training.drop_zero_advantage": "skip the forward pass of samples that have no gradient; their "
     "tokens count all the same",
+    "training.gradient_checkpointing": "compute activations again in the backward pass, for a "
+    "third more arithmetic; `null`: on accelerators",
     "training.recompute_logprobs": "take the ratio against the trainer's own log-probabilities at "
     "the start of the step; the policy that sampled keeps its weight (decoupled PPO)",
     "evaluation.every": "steps between evaluations; there is one at step 0 and at the end too",

@@ -152,7 +152,7 @@ def test_figures_for_people(run: Path, problems: Path, m2flow: M2flow) -> None:
         (["--lanes", "fast"], ["lanes", "'fast'", "cpu:N"]),
         (["--template", "Answer!"], ["--template", "'Answer!'", "{question}"]),
         (["--data", "problem.jsonl"], ["problem.jsonl: no such file", "'problems.jsonl'"]),
-        (["--data", "run"], ["run: is a folder"]),
+        (["--data", "run"], ["run: holds files of"]),
         (["--max-new-tokens", "99"], ["problems.jsonl:1", "--max-new-tokens = 99", "= 64"]),
     ],
 )

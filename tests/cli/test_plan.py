@@ -82,7 +82,7 @@ def test_two_sorts_of_accelerators(tiny: Path, m2flow: M2flow) -> None:
 def test_a_model_larger_than_a_lane_generates_on_several(tiny: Path, m2flow: M2flow) -> None:
     """66 GB of weights on accelerators of 48 GB."""
     model = ("--model", "Qwen2.5-32B")
-    plan = plan_from_json(m2flow("plan", tiny, "--cluster", "2x8xL40S", *model, "--json").out)
+    plan = plan_from_json(m2flow("plan", tiny, "--cluster", "4x8xL40S", *model, "--json").out)
     spot = plan.placements["generator"]
     machines = {lane.id: lane.node for lane in plan.lanes}
     assert {len(gang) for gang in spot.replicas} <= {2, 4, 8}
@@ -93,7 +93,7 @@ def test_a_model_larger_than_a_lane_generates_on_several(tiny: Path, m2flow: M2f
     assert refused.error.startswith(
         "--cluster: generator.generate of Qwen2.5-32B fits on no 1 lane"
     )
-    assert refused.error.endswith("expected more lanes, such as 2x8xL40S")
+    assert refused.error.endswith("expected more lanes, such as 4x8xL40S")
 
 
 def test_the_choice_explained(tiny: Path, m2flow: M2flow) -> None:

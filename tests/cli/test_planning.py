@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from m2flow.models.shape import PUBLISHED
 from m2flow.plan import plan_from_json
 
 M2flow = Callable[..., Any]
@@ -143,8 +144,10 @@ def test_an_architecture_that_generation_refuses(
     assert "(got 'model')" in outcome.error
 
 
-def test_a_known_model_that_generation_refuses(tiny: Path, m2flow: M2flow) -> None:
-    outcome = m2flow("plan", tiny, "--cluster", "1x8xH100", "--model", "Qwen3-30B-A3B")
+def test_a_model_that_generation_refuses(tiny: Path, m2flow: M2flow, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**PUBLISHED["Llama-2-7B"], "model_type": "gemma2"}))
+    outcome = m2flow("plan", tiny, "--cluster", "1x8xH100", "--model", config)
     assert outcome.code == 2
     assert "--model: " in outcome.error
     assert "does not compute this architecture" in outcome.error

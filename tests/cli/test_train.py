@@ -54,6 +54,8 @@ def test_the_configuration_holds_every_default(finished: Path) -> None:
         "max_new_tokens": 6,
         "temperature": 1.0,
         "max_running": 256,
+        "dtype": None,
+        "cache_gb": None,
     }
 
 

@@ -9,11 +9,15 @@ from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from m2flow.generation.native import NativeEngine
@@ -33,6 +37,12 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.3,
     "bos_token_id": None,
     "eos_token_id": None,
+}
+_EXPERTS: dict[str, Any] = {
+    "head_dim": 12,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
 }
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -56,8 +66,21 @@ CONFIGS: dict[str, Any] = {
         rope_parameters=_LLAMA3_ROPE,
     ),
     "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=12, tie_word_embeddings=True),
+    "mistral": lambda: MistralConfig(**_SIZES, sliding_window=None, tie_word_embeddings=False),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **_SIZES, **_EXPERTS, norm_topk_prob=True, tie_word_embeddings=False
+    ),
+    "qwen3-moe-plain-shares": lambda: Qwen3MoeConfig(
+        **_SIZES, **_EXPERTS, norm_topk_prob=False, tie_word_embeddings=True
+    ),
 }
-_CLASSES = {"qwen2": Qwen2ForCausalLM, "llama": LlamaForCausalLM, "qwen3": Qwen3ForCausalLM}
+_CLASSES = {
+    "qwen2": Qwen2ForCausalLM,
+    "llama": LlamaForCausalLM,
+    "qwen3": Qwen3ForCausalLM,
+    "mistral": MistralForCausalLM,
+    "qwen3_moe": Qwen3MoeForCausalLM,
+}
 
 
 def small_model(name: str = "qwen2", seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
@@ -65,6 +88,7 @@ def small_model(name: str = "qwen2", seed: int = 0, dtype: torch.dtype = torch.f
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = CONFIGS[name]()
+        config._experts_implementation = "eager"  # grouped products want float32, and large sizes
         model = _CLASSES[config.model_type](config)
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)

@@ -81,6 +81,7 @@ def assert_empty(engine: NativeEngine) -> None:
     feed=st.lists(st.integers(0, 5), min_size=len(POOL), max_size=len(POOL)),
     naps=st.sets(st.integers(0, 30), max_size=2),
     aborted=st.sets(st.integers(0, len(POOL) - 1), max_size=3),
+    cells=st.none() | st.integers(CONTEXT, 5 * CONTEXT),
 )
 def test_draws_do_not_depend_on_what_else_runs(
     order: list[int],
@@ -89,17 +90,28 @@ def test_draws_do_not_depend_on_what_else_runs(
     feed: list[int],
     naps: set[int],
     aborted: set[int],
+    cells: int | None,
 ) -> None:
-    """Any order and pace of submission, any limits, naps: the same tokens."""
+    """Any order and pace of submission, any limits of rows and memory, naps: the same tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefixes, "MAX_TOKENS", prefill_tokens)
-        _draw_all(order, max_running, feed, naps, aborted)
+        _draw_all(order, max_running, feed, naps, aborted, cells)
+
+
+CELL_BYTES = 2 * 2 * 2 * 8 * 8
+"""Key and value of a token in 2 layers of 2 heads of 8 channels, float64."""
 
 
 def _draw_all(
-    order: list[int], max_running: int, feed: list[int], naps: set[int], aborted: set[int]
+    order: list[int],
+    max_running: int,
+    feed: list[int],
+    naps: set[int],
+    aborted: set[int],
+    cells: int | None,
 ) -> None:
-    engine = engine_with(max_running=max_running)
+    limits = {} if cells is None else {"cache_bytes": cells * CELL_BYTES + 7}
+    engine = engine_with(max_running=max_running, **limits)
     queue: Iterator[tuple[int, int]] = iter(zip(order, feed, strict=True))
     done: dict[int, Completion] = {}
     submitted: set[int] = set()
@@ -124,9 +136,47 @@ def _draw_all(
             assert_same(completion, ALONE[completion.id])
             done[completion.id] = completion
         assert engine.num_running <= max_running
+        held = sum(tensor.untyped_storage().nbytes() for tensor in engine._cache.tensors()[:1])
+        assert cells is None or held <= cells * CELL_BYTES
         if not engine.busy and len(submitted) == len(POOL):
             break
     assert len(done) == len(POOL)
+    assert_empty(engine)
+
+
+def test_requests_wait_where_keys_and_values_have_no_room() -> None:
+    """Eight answers of 30 tokens, where three have room: what is put off draws what it would."""
+    requests = [request(i, [i, 5], new=30) for i in range(8)]
+    free = engine_with()
+    free.submit(requests)
+    expected = drain(free)
+    assert free.preemptions == 0
+    tight = engine_with(cache_bytes=3 * 32 * CELL_BYTES)
+    tight.submit(requests)
+    found: dict[int, Completion] = {}
+    most = 0
+    while tight.busy:
+        found |= {done.id: done for done in tight.step()}
+        most = max(most, tight.num_running)
+    assert tight.preemptions > 0
+    assert most > 3, "answers that are short yet share what three long ones take"
+    for done in found.values():
+        assert_same(done, expected[done.id])
+    assert_empty(tight)
+
+
+def test_those_that_came_last_are_put_off() -> None:
+    engine = engine_with(cache_bytes=2 * 40 * CELL_BYTES)
+    engine.submit([request(i, [i, 5], new=38) for i in range(4)])
+    order = list(drain(engine))
+    assert order[:2] == [0, 1]
+    assert engine.preemptions >= 2
+
+
+def test_a_request_that_the_cache_could_never_hold_is_refused() -> None:
+    engine = engine_with(cache_bytes=20 * CELL_BYTES)
+    with pytest.raises(UserError, match=r"do not fit the memory .* which holds 20;.*cache_gb"):
+        engine.submit([request(0, [1, 2, 3], new=18)])
     assert_empty(engine)
 
 

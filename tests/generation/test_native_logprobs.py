@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from transformers import MistralConfig, Qwen2Config
+from transformers import GemmaConfig, MistralConfig, Qwen2Config, Qwen3MoeConfig
 
 from m2flow.errors import UserError
 from m2flow.generation.native import NativeEngine
@@ -45,10 +45,15 @@ def generate(model, wanted: list[Request], dtype: torch.dtype) -> dict[int, Comp
     return drain(engine)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float64, None), (torch.float32, 1e-4), (torch.bfloat16, 0.2)],
+    ("name", "dtype", "tolerance"),
+    [
+        (name, *case)
+        for name in CONFIGS
+        for case in ((torch.float64, None), (torch.float32, 1e-4), (torch.bfloat16, 0.2))
+        # In bfloat16 a last bit may choose another expert: see the test after this one.
+        if case[0] is not torch.bfloat16 or "moe" not in name
+    ],
 )
 def test_logprobs_are_those_of_a_full_forward(
     name: str, dtype: torch.dtype, tolerance: float | None
@@ -63,6 +68,20 @@ def test_logprobs_are_those_of_a_full_forward(
         assert completion.logprobs.dtype == (dtype if dtype.itemsize >= 4 else torch.float32)
         expected = forward_logprobs(model, request, completion).to(completion.logprobs)
         torch.testing.assert_close(completion.logprobs, expected, atol=tolerance, rtol=0)
+
+
+def test_a_mixture_in_bfloat16_mostly_chooses_the_same_experts() -> None:
+    """Where it does not, a token's log-probability differs; the median one does not."""
+    model = small_model("qwen3-moe", dtype=torch.bfloat16)
+    wanted = requests(12)
+    done = generate(model, wanted, torch.bfloat16)
+    gaps = torch.cat(
+        [
+            (done[one.id].logprobs - forward_logprobs(model, one, done[one.id])).abs()
+            for one in wanted
+        ]
+    )
+    assert float(gaps.median()) < 0.02
 
 
 def test_logprobs_of_wide_batches_through_the_compiled_kernels() -> None:
@@ -133,7 +152,10 @@ def drain_one(engine: NativeEngine, request: Request) -> Completion:
 @pytest.mark.parametrize(
     ("config", "key"),
     [
-        (MistralConfig(), "model_type"),
+        (GemmaConfig(), "model_type"),
+        (MistralConfig(sliding_window=4096), "layer_types"),
+        (Qwen3MoeConfig(mlp_only_layers=[1]), "mlp_only_layers"),
+        (Qwen3MoeConfig(decoder_sparse_step=2), "mlp_only_layers"),
         (
             Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=0),
             "layer_types",

@@ -12,6 +12,7 @@ import torch
 from m2flow.errors import UserError
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_model, load_tokenizer
 from m2flow.models.tokenizer import byte_tokenizer, character_tokenizer
+from m2flow.runtime.lane.state import resident_bytes
 
 SMALL = TinySpec(hidden_size=16, num_hidden_layers=2, intermediate_size=32)
 
@@ -174,3 +175,22 @@ def test_weights_of_another_model_are_not_filled_up_at_random(folder: Path) -> N
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"lack \d+ of the model's tensors"):
         load_model(folder)
+
+
+def test_a_model_on_its_way_elsewhere_takes_no_memory_of_its_own(tmp_path: Path) -> None:
+    """Its weights lie in pages of the file, which all processes of a machine have in common."""
+    spec = TinySpec(hidden_size=512, num_hidden_layers=8, intermediate_size=2048)
+    made = build_tiny(
+        spec, vocab_size=4096, eos_token_id=5, pad_token_id=6, seed=0, dtype=torch.bfloat16
+    )
+    made.save_pretrained(tmp_path)
+    size = sum(parameter.nbytes for parameter in made.parameters())
+    expected = {name: tensor.clone() for name, tensor in made.state_dict().items()}
+    load_model(tmp_path, torch.bfloat16, own_memory=False)  # whatever is imported by it
+    for own_memory in (False, True):
+        before = resident_bytes()
+        model = load_model(tmp_path, torch.bfloat16, own_memory=own_memory)
+        taken = resident_bytes() - before
+        assert (taken > 0.8 * size) if own_memory else (taken < 0.2 * size), (taken, size)
+        assert all(torch.equal(model.state_dict()[name], one) for name, one in expected.items())
+        del model

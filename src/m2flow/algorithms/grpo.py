@@ -6,6 +6,7 @@ workload's recipe says. Sources: the files composed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,9 @@ from m2flow.algorithms.policy_loss import (
     gap_weights,
 )
 from m2flow.errors import UserError
+
+OUTLIER = math.log(2)
+"""A token whose log-ratio is larger, either way, counts as an outlier."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,9 @@ class GRPOLoss:
     @property
     def figures(self) -> tuple[str, ...]:
         """Per-token figures of `loss`: sums over tokens, to be divided by the tokens."""
-        figures: tuple[str, ...] = ("clip_fraction", "ratio", "behaviour_kl", "logprob_gap")
+        figures: tuple[str, ...] = (
+            "clip_fraction", "ratio", "ratio_outliers", "behaviour_kl", "logprob_gap",
+        )  # fmt: skip
         figures += ("kl",) if self.needs_reference else ()
         return figures + (("entropy",) if self.needs_entropy else ())
 
@@ -138,6 +144,7 @@ class GRPOLoss:
         sums = {
             "clip_fraction": token_sum(policy.clipped_T),
             "ratio": token_sum(policy.ratio_T),
+            "ratio_outliers": token_sum(policy.log_ratio_T.abs() > OUTLIER),
             "behaviour_kl": token_sum(behaviour_kl_T),
             "logprob_gap": token_sum(policy.log_ratio_T.abs()),
         }

@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import traceback
+from dataclasses import replace
 from json import dumps as to_json
 from pathlib import Path
 from typing import Annotated
@@ -153,9 +154,10 @@ def profile_command(
 def evaluate(
     model: Annotated[Path, typer.Argument(help="A checkpoint or a Hugging Face folder.")],
     data: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
-            help="Problems as JSON lines; for a policy none, or the recipe of a published one."
+            help="Problems as JSON lines, Parquet or CSV, several one after another; for a policy "
+            "none, or the recipe of a published one."
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Answers drawn for each problem.")] = 1,
@@ -172,6 +174,13 @@ def evaluate(
         str | None,
         typer.Option(help="The prompt, with {question} in it; as data.template of a recipe."),
     ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(help="Use the model's chat template; by default where it has one."),
+    ] = None,
+    system_prompt: Annotated[
+        str | None, typer.Option(help="What stands before the question in the chat template.")
+    ] = None,
     lanes: Annotated[str, typer.Option(help="Lanes, such as cpu:2.")] = "auto",
     on_bad_row: Annotated[str, typer.Option(help="fail or skip.")] = "fail",
     workload: Annotated[
@@ -179,8 +188,12 @@ def evaluate(
         typer.Option(help="Whose way of examining; by default that of the run MODEL is from."),
     ] = None,
     json: Json = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="A table in Markdown, one row for each data set.")
+    ] = False,
 ) -> None:
     """Accuracy and pass@k of a model on problems with known answers, or success of a policy."""
+    from m2flow.cli.examining import figure_lines, markdown_table
     from m2flow.plan import parse_lanes
     from m2flow.workloads.common import Examination, workload_named
     from m2flow.workloads.common.resume import recipe_of, run_of
@@ -189,30 +202,30 @@ def evaluate(
         raise UserError("is no temperature", key="--temperature", value=temperature)
     if on_bad_row not in ("fail", "skip"):
         raise UserError("is unknown", key="--on-bad-row", value=on_bad_row, expected="fail or skip")
-    run = run_of(model) if data is None and workload is None else None
+    run = run_of(model) if not data and workload is None else None
     workload = workload or ("reasoning" if run is None else recipe_of(run).workload)
     asked = Examination(
         model,
-        data,
+        None,
         samples=samples,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
         limit=limit,
         seed=seed,
         template=template,
+        chat=chat,
+        system_prompt=system_prompt,
         lanes=parse_lanes(lanes),
         skip_bad_rows=on_bad_row == "skip",
     )
-    figures = workload_named(workload).examine(asked)
+    examine, files = workload_named(workload).examine, data or (None,)
+    found = [examine(replace(asked, data=file)) for file in files]
     if json:
-        print(to_json(figures))
-        return
-    print(figures["about"])
-    for name, value in figures.items():
-        if name.startswith(("accuracy", "maj@", "pass@", "success")):
-            print(f"  {name:<16} {value:.4f}")
-        elif isinstance(value, float) and name != "temperature":
-            print(f"  {name:<16} {value:.2f}")
+        print(to_json(found if len(found) > 1 else found[0]))
+    elif markdown:
+        print("\n".join(markdown_table(found)))
+    else:
+        print("\n".join(line for figures in found for line in figure_lines(figures)))
 
 
 @app.command()

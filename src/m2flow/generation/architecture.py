@@ -1,4 +1,4 @@
-"""Dense decoders of the Llama family, as far as generation must know them.
+"""Decoders of the Llama family, as far as generation must know them.
 
 Reads a Hugging Face configuration; `supported` says which ones the decoder computes.
 """
@@ -18,7 +18,10 @@ from m2flow.generation.supported import QK_NORM, check_supported
 class Architecture:
     """Sizes and switches of a decoder.
 
-    `heads` is the number of query heads; `group` of them share one of the `kv_heads`.
+    `heads` is the number of query heads; `group` of them share one of the `kv_heads`. With
+    `experts`, each layer's MLP is that many of `intermediate_size` channels each, of which
+    `experts_per_token` work on a token, weighted by their probabilities (`normalise_experts`: as
+    shares of these experts' sum); `own_experts` are here.
     """
 
     vocab_size: int
@@ -35,6 +38,10 @@ class Architecture:
     mlp_bias: bool
     tied_embeddings: bool
     max_position: int
+    experts: int = 0
+    experts_per_token: int = 0
+    normalise_experts: bool = False
+    own_experts: range = range(0)
 
     @property
     def group(self) -> int:
@@ -48,12 +55,13 @@ def architecture_of(config: Any) -> Architecture:
         UserError: the model is none of those that this decoder computes exactly.
     """
     check_supported(config.to_dict())
+    experts = int(getattr(config, "num_experts", 0) or 0)
     is_qwen2 = config.model_type == "qwen2"
     attention_bias = bool(getattr(config, "attention_bias", False))
     return Architecture(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=config.moe_intermediate_size if experts else config.intermediate_size,
         layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
@@ -66,6 +74,10 @@ def architecture_of(config: Any) -> Architecture:
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
         tied_embeddings=bool(config.tie_word_embeddings),
         max_position=config.max_position_embeddings,
+        experts=experts,
+        experts_per_token=config.num_experts_per_tok if experts else 0,
+        normalise_experts=bool(getattr(config, "norm_topk_prob", False)),
+        own_experts=range(experts),
     )
 
 

@@ -24,7 +24,7 @@ from m2flow.generation.architecture import Architecture, architecture_of, rotati
 from m2flow.generation.kernels import linear, padded_rows, rms_norm
 from m2flow.generation.kv_cache import CacheView
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
-from m2flow.generation.weights import DecoderWeights
+from m2flow.generation.weights import DecoderWeights, LayerWeights
 
 Attend = Callable[[int, Tensor], Tensor]
 
@@ -175,9 +175,36 @@ class Decoder:
             rotate(query_key, rotation_Y1C)
             hidden_NE += self._joined(attend(index, qkv_YSD), layer.out, layer.out_bias)
             normed_NE = rms_norm(hidden_NE, layer.mlp_norm, a.norm_epsilon)
+            if layer.router is not None:
+                hidden_NE += self._experts(normed_NE, layer, layer.router)
+                continue
             gate, up = linear(normed_NE, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
             hidden_NE += self._joined(F.silu(gate).mul_(up), layer.down, layer.down_bias)
         return hidden_NE
+
+    def _experts(self, input_NE: Tensor, layer: LayerWeights, router_XE: Tensor) -> Tensor:
+        """The sum of what each row's experts make of it, weighted; X experts, C chosen of a row.
+
+        Shazeer et al., "Outrageously Large Neural Networks", arXiv 1701.06538, section 2; the
+        softmax before the choice as Qwen3 has it.
+        """
+        a = self.architecture
+        share_NX = linear(input_NE, router_XE).softmax(-1, dtype=torch.float32)
+        share_NC, expert_NC = share_NX.topk(a.experts_per_token, dim=-1)
+        if a.normalise_experts:
+            share_NC = share_NC / share_NC.sum(dim=-1, keepdim=True)
+        share_S, expert_S = share_NC.to(input_NE.dtype).flatten(), expert_NC.flatten()
+        picks = expert_S.argsort(stable=True).split(expert_S.bincount(minlength=a.experts).tolist())
+        sum_NE = torch.zeros_like(input_NE)
+        for number, expert in enumerate(a.own_experts):
+            pick_P = picks[expert]
+            if pick_P.numel():
+                row_P = pick_P // a.experts_per_token
+                # Rows differ from call to call, for which `linear` would compile anew.
+                gate, up = F.linear(input_NE[row_P], layer.gate_up[number]).chunk(2, dim=-1)
+                made_PE = F.linear(F.silu(gate).mul_(up), layer.down[number])
+                sum_NE.index_add_(0, row_P, made_PE.mul_(share_S[pick_P].unsqueeze(1)))
+        return self._parallel.sum(sum_NE)
 
     def _joined(self, part_NI: Tensor, weight_EI: Tensor, bias_E: Tensor | None) -> Tensor:
         """A product over features of which each lane has some."""

@@ -1,7 +1,8 @@
 """Keys and values of the running sequences: one slot per row of the batch, dense from row 0.
 
 Token p of a sequence lies in column p of its slot. The tensor grows with the need, in rows and in
-columns; what is beyond a sequence's length is finite and masked. Knows rows and columns, not
+columns; what is beyond a sequence's length is finite and masked. With a budget its memory is taken
+once and laid out anew where it lies, so that never more is held. Knows rows and columns, not
 requests.
 
 Legend: L layers, R slots, B running rows, K key-value heads, X = B K the heads of all rows, row by
@@ -10,6 +11,7 @@ row, C columns, W = 2 D the key and the value of a head side by side, U prompts,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +23,13 @@ _ROUND_COLUMNS = 64
 
 
 class KVCache:
-    """The slots. Empty until `ensure`, and again after `free`."""
+    """The slots. Empty until `ensure`, and again after `free`.
+
+    Args:
+        architecture: the decoder's sizes.
+        dtype, device: of keys and values.
+        budget: bytes that they may take; None for what is needed.
+    """
 
     def __init__(
         self,
@@ -29,8 +37,13 @@ class KVCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        budget: int | None = None,
     ) -> None:
         self._architecture, self._dtype, self._device = architecture, dtype, device
+        a = architecture
+        cell_bytes = 2 * a.layers * a.kv_heads * a.head_dim * dtype.itemsize
+        self.max_cells = None if budget is None else budget // cell_bytes
+        """Slots times columns at most: a cell has a token's keys and values in all layers."""
         self._column = torch.arange(architecture.max_position, device=device)
         self._present = torch.zeros((), dtype=dtype, device=device)
         self._absent = torch.full((), -torch.inf, dtype=dtype, device=device)
@@ -38,8 +51,12 @@ class KVCache:
 
     def free(self) -> None:
         """Gives the memory back; all content is lost."""
-        self.rows = self.columns = 0
-        self._allocate(0, 0)
+        self._memory = torch.empty(0, dtype=self._dtype, device=self._device)
+        self._shape(0, 0)
+
+    def fits(self, rows: int, columns: int) -> bool:
+        """Whether so many slots of so many columns are within the budget."""
+        return self.max_cells is None or rows * columns <= self.max_cells
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All that takes memory."""
@@ -48,19 +65,28 @@ class KVCache:
     def ensure(self, rows: int, columns: int, *, keep: int) -> None:
         """Makes room for at least so many slots of so many columns; keeps the first `keep` slots.
 
-        Slots grow to what is needed, columns to twice what they were. More columns for fewer slots
-        give the other slots back.
+        Slots grow to what is needed, columns to twice what they were or to what the budget leaves.
+        More columns for fewer slots give the other slots back.
         """
         if rows <= self.rows and columns <= self.columns:
             return
+        assert self.fits(rows, columns), f"{rows} x {columns} of {self.max_cells} cells"
         new_columns = self.columns
         if columns > self.columns:
             grown = -(-max(columns, 2 * self.columns) // _ROUND_COLUMNS) * _ROUND_COLUMNS
             new_columns = min(grown, self._architecture.max_position)
-        old = self._kv_LRKCW
-        kept = (slice(None), slice(keep), slice(None), slice(self.columns))
-        self._allocate(rows, new_columns)
-        self._kv_LRKCW[kept] = old[kept]
+        if self.max_cells is not None:
+            new_columns = max(columns, min(new_columns, self.max_cells // rows))
+        old_LRKCW, kept = self._kv_LRKCW, slice(min(self.columns, new_columns))
+        self._shape(rows, new_columns)
+        new_LRKCW = self._kv_LRKCW
+        # Where both lie in the same memory, no layer may be written before it was read.
+        grows = new_LRKCW[0].numel() > old_LRKCW[0].numel()
+        for layer in range(len(new_LRKCW))[:: -1 if grows else 1]:
+            content = old_LRKCW[layer, :keep, :, kept].clone()
+            # Zeros: a masked column must not hold a NaN, which 0 * NaN would let through.
+            new_LRKCW[layer].zero_()
+            new_LRKCW[layer, :keep, :, kept] = content
 
     def write_prompts(self, rows: Tensor, kv_LUKPW: Tensor, prompts: Tensor, columns: int) -> None:
         """Copies the first columns of prompt `prompts[i]` into slot `rows[i]`; both int64."""
@@ -86,11 +112,16 @@ class KVCache:
         mask_XC = torch.where(absent_XC, self._absent, self._present)
         return CacheView(self._kv_LRKCW, index_X, mask_XC.unsqueeze(1))
 
-    def _allocate(self, rows: int, columns: int) -> None:
+    def _shape(self, rows: int, columns: int) -> None:
+        """Lay the slots out, in the memory at hand where there is a budget and in new otherwise."""
         a = self._architecture
         shape = (a.layers, rows, a.kv_heads, columns, 2 * a.head_dim)
-        # Zeros: a masked column must not hold a NaN, which 0 * NaN would let through.
-        self._kv_LRKCW = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        size = math.prod(shape)
+        if size > self._memory.numel() or self.max_cells is None:
+            cells = rows * columns if self.max_cells is None else self.max_cells
+            size_in_all = size // max(1, rows * columns) * cells
+            self._memory = torch.empty(size_in_all, dtype=self._dtype, device=self._device)
+        self._kv_LRKCW = self._memory[:size].view(shape)
         self.rows, self.columns = rows, columns
         self._first_index_X = torch.arange(rows * a.kv_heads, device=self._device) * columns
 

@@ -33,9 +33,12 @@ from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 from m2flow.runtime.lane.state import MovableState
 from m2flow.runtime.weights.boxes import Box
 
+ROOM_TO_GROW = 8
+"""A request is admitted while all could grow by a 1 / ROOM_TO_GROW of the longest."""
+
 
 class NativeEngine:
-    """Generation with dense models of the Llama family, on a lane or a gang of lanes.
+    """Generation with models of the Llama family, on a lane or a gang of lanes.
 
     Args:
         config: the model's `transformers` configuration.
@@ -45,6 +48,9 @@ class NativeEngine:
         spill: folder for them while an engine on the CPU sleeps; None for the system's temporary
             folder.
         parallel: which part of the decoder is here; by default all.
+        cache_bytes: what keys and values may take on this device; None for what is needed. Where
+            running requests would need more, those that came last wait, and what they had drawn is
+            computed again when there is room.
 
     Raises:
         UserError: the architecture is not computed here, or does not divide over so many lanes.
@@ -59,12 +65,15 @@ class NativeEngine:
         device: str | torch.device = "cpu",
         spill: Path | None = None,
         parallel: TensorParallel = WHOLE,
+        cache_bytes: int | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.max_running = max_running
         self.version = -1
         self._decoder = Decoder(config, dtype=dtype, device=self.device, parallel=parallel)
-        self._cache = KVCache(self._decoder.architecture, dtype=dtype, device=self.device)
+        self._cache = KVCache(
+            self._decoder.architecture, dtype=dtype, device=self.device, budget=cache_bytes
+        )
         self._running = RunningBatch(
             self._cache,
             max_running=max_running,
@@ -75,6 +84,9 @@ class NativeEngine:
         self._state = MovableState(self._tensors, Place(device=str(self.device), spill=spill))
         self._waiting: deque[RunningSequence] = deque()
         self._live: dict[int, RunningSequence] = {}
+        self._submitted = 0
+        self.preemptions = 0
+        """How often a request had to wait after it had begun."""
 
     @property
     def busy(self) -> bool:
@@ -104,6 +116,8 @@ class NativeEngine:
         assert len(temperatures) <= 1, f"requests beside each other have one: {temperatures}"
         self._live.update(new)
         for sequence in new.values():
+            sequence.number = self._submitted
+            self._submitted += 1
             self._waiting.append(sequence)
             self._prefixes.acquire(sequence.prompt)
 
@@ -117,6 +131,7 @@ class NativeEngine:
         assert self.version >= 0, "no weights: install() first"
         ended: list[RunningSequence] = []
         with torch.inference_mode():
+            self._preempt()
             if self._running:
                 token_N, position_N, view = self._running.decode_inputs()
                 logits_BV = self._decoder.decode(token_N, position_N, len(self._running), view)
@@ -207,6 +222,30 @@ class NativeEngine:
                 key=key,
                 hint="lower max_new_tokens, or drop long prompts",
             )
+        if not self._cache.fits(1, len(prompt) + new):
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens and {new} new ones do not fit the memory for "
+                f"keys and values, which holds {self._cache.max_cells}",
+                key=key,
+                hint="raise generation.cache_gb, or lower max_new_tokens",
+            )
+
+    def _preempt(self) -> None:
+        """Take requests out that the cache has no room for, the last submitted first."""
+        if self._cache.fits(len(self._running), self._running.longest):
+            return
+        rows = range(len(self._running))
+        latest_first = sorted(rows, key=lambda row: -self._running.sequences[row].number)
+        lengths = [sequence.length for sequence in self._running.sequences]
+        out: list[int] = []
+        while out != latest_first and not self._cache.fits(
+            len(rows) - len(out), max(lengths[row] for row in latest_first[len(out) :])
+        ):
+            out.append(latest_first[len(out)])
+        if out:
+            self._waiting.extendleft(self._running.sequences[row] for row in out)
+            self._running.remove(sorted(out))
+            self.preemptions += len(out)
 
     def _admit(self) -> list[RunningSequence]:
         """Give free slots to waiting requests, and draw their first token from the prefill.
@@ -215,12 +254,20 @@ class NativeEngine:
         """
         first = len(self._running)
         free = min(self.max_running - first, len(self._waiting))
-        if not free:
+        admitted: list[RunningSequence] = []
+        longest = self._running.longest
+        while len(admitted) < free:
+            longest = max(longest, self._waiting[0].length + 1)
+            rows = first + len(admitted) + 1
+            # Room to grow, so that who comes in need not leave at once.
+            if rows > 1 and not self._cache.fits(rows, longest + longest // ROOM_TO_GROW):
+                break
+            admitted.append(self._waiting.popleft())
+        if not admitted:
             return []
-        admitted = [self._waiting.popleft() for _ in range(free)]
         admitted.sort(key=lambda sequence: -sequence.length)
         longest = max(self._running.longest, admitted[0].length + 1)
-        self._cache.ensure(first + free, longest, keep=first)
+        self._cache.ensure(first + len(admitted), longest, keep=first)
         logits_BV = self._prefixes.fill(admitted, first)
         self._running.add(admitted)
         return self._draw(logits_BV, first)

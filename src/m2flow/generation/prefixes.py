@@ -55,18 +55,22 @@ class Prefixes:
             yield from (prefilled.kv_LUKPW, prefilled.logits_UV)
 
     def fill(self, sequences: Sequence[RunningSequence], first: int) -> Tensor:
-        """Fills the slots from `first` on with the sequences' prompts.
+        """Fills the slots from `first` on with the sequences' prompts, and what they have drawn.
 
         Returns:
-            logits_BV of each sequence's first token.
+            logits_BV of each sequence's next token.
         """
-        missing = {s.prompt: None for s in sequences if s.prompt not in self._kept}
+        contexts = [sequence.context for sequence in sequences]
+        found = {ids: self._kept[ids] for ids in contexts if ids in self._kept}
+        missing = [ids for ids in dict.fromkeys(contexts) if ids not in found]
         for batch in batches(missing, MAX_TOKENS):
             made = self._decoder.prefill(batch)
-            self._kept.update((prompt, (made, index)) for index, prompt in enumerate(batch))
+            found.update((ids, (made, index)) for index, ids in enumerate(batch))
+        # What a request has drawn before it had to wait is no other's beginning.
+        self._kept.update((ids, found[ids]) for ids in contexts if ids in self._users)
         passes: dict[int, tuple[Prefilled, list[int]]] = {}
-        for order, sequence in enumerate(sequences):
-            prefilled, _ = self._kept[sequence.prompt]
+        for order, ids in enumerate(contexts):
+            prefilled, _ = found[ids]
             passes.setdefault(id(prefilled), (prefilled, []))[1].append(order)
         device = self._decoder.device
         logits_BV = torch.empty(
@@ -76,7 +80,7 @@ class Prefixes:
             device=device,
         )
         for prefilled, orders in passes.values():
-            prompts = torch.tensor([self._kept[sequences[i].prompt][1] for i in orders]).to(device)
+            prompts = torch.tensor([found[contexts[i]][1] for i in orders]).to(device)
             targets = torch.tensor(orders, device=device)
             columns = max(sequences[i].length for i in orders)
             self._cache.write_prompts(targets + first, prefilled.kv_LUKPW, prompts, columns)

@@ -20,6 +20,7 @@ class RunningSequence:
         "_stop",
         "_versions",
         "logprobs",
+        "number",
         "prompt",
         "request",
         "stopped",
@@ -29,6 +30,8 @@ class RunningSequence:
     def __init__(self, request: Request) -> None:
         ids = request.prompt_ids
         self.request = request
+        self.number = -1
+        """In order of submission, which the engine counts."""
         self.prompt: tuple[int, ...] = tuple(ids.tolist() if isinstance(ids, Tensor) else ids)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
@@ -42,6 +45,11 @@ class RunningSequence:
     def length(self) -> int:
         """Tokens of prompt and completion so far."""
         return len(self.prompt) + len(self.tokens)
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Prompt and completion so far: what is prefilled when it gets a slot."""
+        return (*self.prompt, *self.tokens)
 
     def take(self, token: int, logprob: float) -> bool:
         """Appends a drawn token; True when the completion has ended by it."""

@@ -11,7 +11,13 @@ from typing import Any
 
 from m2flow.errors import UserError
 
-QK_NORM = {"qwen2": False, "llama": False, "qwen3": True}
+QK_NORM = {
+    "qwen2": False,
+    "llama": False,
+    "mistral": False,
+    "qwen3": True,
+    "qwen3_moe": True,
+}
 """Model types, and whether each normalises queries and keys per head."""
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -39,12 +45,21 @@ def check_supported(config: Mapping[str, Any]) -> None:
     if config.get("use_sliding_window") and not config.get("layer_types"):
         layers = int(config.get("num_hidden_layers", 0))
         sliding = bool(config.get("sliding_window")) and layers > config.get("max_window_layers", 0)
+    if kind == "mistral":
+        sliding = bool(config.get("sliding_window"))
     if sliding:
         raise UserError(
             "the native engine attends to the whole context",
             key="layer_types",
             value="sliding_attention",
             expected="full_attention in every layer",
+        )
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise UserError(
+            "the native engine computes experts in every layer or in none",
+            key="mlp_only_layers, decoder_sparse_step",
+            value=(config.get("mlp_only_layers"), config.get("decoder_sparse_step")),
+            expected="no such layers, and 1",
         )
     if (activation := config.get("hidden_act", "silu")) != "silu":
         raise UserError("not computed", key="hidden_act", value=activation, expected="silu")

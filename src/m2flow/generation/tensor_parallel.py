@@ -1,9 +1,10 @@
 """A decoder in parts over the lanes of a gang, and what these lanes must do in step.
 
 After Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3: a lane has some of the key-value
-heads with their queries and their part of the cache, and some of the MLP's channels. What it makes
-of them is its term of a sum over the lanes, twice a layer. Embedding, norms and head are on every
-lane. `WHOLE` stands for a decoder that one lane has all of: there, nothing here costs.
+heads with their queries and their part of the cache, and some of the MLP's channels, or some of its
+experts. What it makes of them is its term of a sum over the lanes, twice a layer. Embedding, norms,
+router and head are on every lane. `WHOLE` stands for a decoder that one lane has all of: there,
+nothing here costs.
 """
 
 from __future__ import annotations
@@ -58,12 +59,17 @@ class TensorParallel:
             whole,
             heads=whole.heads // self.size,
             kv_heads=whole.kv_heads // self.size,
-            intermediate_size=len(self.channels(whole)),
+            intermediate_size=whole.intermediate_size
+            if whole.experts
+            else len(self.channels(whole)),
+            own_experts=self._share(whole.experts),
         )
 
     def channels(self, whole: Architecture) -> range:
         """The MLP's channels that are here; lanes may have unequally many."""
-        size = whole.intermediate_size
+        return self._share(whole.intermediate_size)
+
+    def _share(self, size: int) -> range:
         return range(size * self.rank // self.size, size * (self.rank + 1) // self.size)
 
     def sum(self, term: Tensor) -> Tensor:

@@ -26,7 +26,10 @@ from m2flow.runtime.weights.boxes import Box
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer. Biases and head norms are None where the architecture has none."""
+    """One decoder layer. Biases, head norms and router are None where the architecture has none.
+
+    With a router, `gate_up` and `down` have the experts as a dimension before the others.
+    """
 
     attention_norm: Tensor
     qkv: Tensor
@@ -39,6 +42,7 @@ class LayerWeights:
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    router: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ class DecoderWeights:
         def new(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
+        experts = (len(a.own_experts),) if a.experts else ()
         qkv_rows = (a.heads + 2 * a.kv_heads) * a.head_dim
         self.embedding = new(a.vocab_size, a.hidden_size)
         self.head = self.embedding if a.tied_embeddings else new(a.vocab_size, a.hidden_size)
@@ -106,10 +111,11 @@ class DecoderWeights:
                 out=new(a.hidden_size, a.heads * a.head_dim),
                 out_bias=new(a.hidden_size) if a.out_bias else None,
                 mlp_norm=new(a.hidden_size),
-                gate_up=new(2 * a.intermediate_size, a.hidden_size),
+                gate_up=new(*experts, 2 * a.intermediate_size, a.hidden_size),
                 gate_up_bias=new(2 * a.intermediate_size) if a.mlp_bias else None,
-                down=new(a.hidden_size, a.intermediate_size),
+                down=new(*experts, a.hidden_size, a.intermediate_size),
                 down_bias=new(a.hidden_size) if a.mlp_bias else None,
+                router=new(a.experts, a.hidden_size) if a.experts else None,
             )
             for _ in range(a.layers)
         ]
@@ -157,17 +163,26 @@ def _places(weights: DecoderWeights) -> dict[str, list[_Place]]:
         places["lm_head.weight"] = [_Place(weights.head)]
     fused_rows = {name: rows.to(device) for name, rows in _fused_rows(a).items()}
     for index, layer in enumerate(weights.layers):
-        for name, tensor, bias in (
+        modules: list[tuple[str, Tensor, Tensor | None]] = [
             ("self_attn.q_proj", layer.qkv, layer.qkv_bias),
             ("self_attn.k_proj", layer.qkv, layer.qkv_bias),
             ("self_attn.v_proj", layer.qkv, layer.qkv_bias),
             ("self_attn.o_proj", layer.out, layer.out_bias),
-            ("mlp.gate_proj", layer.gate_up, layer.gate_up_bias),
-            ("mlp.up_proj", layer.gate_up, layer.gate_up_bias),
-            ("mlp.down_proj", layer.down, layer.down_bias),
             ("input_layernorm", layer.attention_norm, None),
             ("post_attention_layernorm", layer.mlp_norm, None),
-        ):
+        ]
+        if layer.router is None:
+            modules += [
+                ("mlp.gate_proj", layer.gate_up, layer.gate_up_bias),
+                ("mlp.up_proj", layer.gate_up, layer.gate_up_bias),
+                ("mlp.down_proj", layer.down, layer.down_bias),
+            ]
+        else:
+            modules.append(("mlp.gate", layer.router, None))
+            experts = f"model.layers.{index}.mlp.experts"
+            places[f"{experts}.gate_up_proj"] = [_Place(layer.gate_up)]
+            places[f"{experts}.down_proj"] = [_Place(layer.down)]
+        for name, tensor, bias in modules:
             rows = fused_rows.get(name)
             places[f"model.layers.{index}.{name}.weight"] = [_Place(tensor, rows)]
             if bias is not None:
@@ -198,6 +213,7 @@ def _parts(
         "gate_proj": (0, *hidden),
         "up_proj": (0, *hidden),
         "down_proj": (1, *hidden),
+        "experts": (0, own.own_experts.start, whole.experts),
     }
     parts = {}
     for name, (place, *_) in places.items():

@@ -97,22 +97,37 @@ def build_tiny(
     return model.eval()
 
 
-def load_model(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_model(
+    path: str | Path, dtype: torch.dtype = torch.float32, *, own_memory: bool = True
+) -> PreTrainedModel:
     """The causal language model in a folder of Hugging Face layout, in evaluation mode on the CPU.
+
+    Args:
+        path: the folder.
+        dtype: of the weights.
+        own_memory: as for `loaded`.
 
     Raises:
         UserError: the folder, its `config.json` or its weights are missing or incomplete.
     """
-    return loaded(AutoModelForCausalLM, checked_folder(path), dtype)
+    return loaded(AutoModelForCausalLM, checked_folder(path), dtype, own_memory=own_memory)
 
 
-def loaded(auto: Any, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def loaded(
+    auto: Any, folder: Path, dtype: torch.dtype, *, own_memory: bool = True
+) -> PreTrainedModel:
     """The model in a checked folder, of the kind that a transformers auto class makes.
 
-    Its weights lie in memory of their own, not in pages of the file. Where a tensor begins in a
-    file depends on all names before it, and kernels choose their order of summation by alignment
-    too: a run that went on from a checkpoint would differ in the last bit from one that was never
-    stopped.
+    Args:
+        auto: the class.
+        folder: the checked folder.
+        dtype: of the weights.
+        own_memory: False for a model that is copied elsewhere at once. Weights of the files' dtype
+            then lie in pages of the files, which all processes of a machine share and the system
+            may drop. A model that is computed with needs memory of its own: where a tensor begins
+            in a file depends on all names before it, and kernels choose their order of summation by
+            alignment too, so a run that went on from a checkpoint would differ in the last bit from
+            one that was never stopped.
 
     Raises:
         UserError: the weights are incomplete.
@@ -128,9 +143,11 @@ def loaded(auto: Any, folder: Path, dtype: torch.dtype) -> PreTrainedModel:
             key=str(folder),
             hint="the folder is half-written, or its config.json belongs to another model",
         )
-    for parameter in model.parameters():
+    for parameter in model.parameters() if own_memory else ():
         parameter.data = parameter.data.clone()
     widen_norms(model)
+    if dtype is torch.float64 and hasattr(model.config, "num_experts"):
+        model.config._experts_implementation = "eager"  # there is no grouped product in float64
     return model.eval()
 
 

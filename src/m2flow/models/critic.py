@@ -19,20 +19,23 @@ from m2flow.models.causal_lm import load_model, loaded
 from m2flow.models.folder import checked_folder, read_json
 
 
-def load_critic(path: str | Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_critic(
+    path: str | Path, dtype: torch.dtype = torch.float32, *, own_memory: bool = True
+) -> PreTrainedModel:
     """The critic in a folder, or one made of the policy there, in evaluation mode on the CPU.
 
     Args:
         path: a folder in Hugging Face layout, of a critic or of a causal language model.
         dtype: of the weights.
+        own_memory: as for `m2flow.models.causal_lm.loaded`.
 
     Raises:
         UserError: the folder or its weights are missing or incomplete.
     """
     folder = checked_folder(path)
     if not _is_critic(folder):
-        return critic_of(load_model(folder, dtype))
-    return loaded(AutoModelForTokenClassification, folder, dtype)
+        return critic_of(load_model(folder, dtype, own_memory=own_memory))
+    return loaded(AutoModelForTokenClassification, folder, dtype, own_memory=own_memory)
 
 
 def critic_of(policy: PreTrainedModel) -> PreTrainedModel:

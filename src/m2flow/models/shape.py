@@ -79,6 +79,14 @@ class ModelShape:
         """Count the parameters that work on one token, without the embedding's lookup."""
         return self._blocks(self.experts_per_token) + (self.vocabulary + 1) * self.hidden
 
+    def adapter_parameters(self, rank: int) -> int:
+        """Count the parameters of LoRA adapters of a rank on all linear layers but experts'."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        ends = 2 * (self.hidden + queries) + 2 * (self.hidden + keys)  # in and out, layer by layer
+        if not self.experts:
+            ends += 3 * (self.hidden + self.intermediate)
+        return self.layers * rank * ends
+
     @property
     def expert_parameters(self) -> int:
         """Count the parameters of all experts of all mixtures."""

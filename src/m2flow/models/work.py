@@ -21,16 +21,24 @@ FORWARD_AND_BACKWARD = 3.0
 RECOMPUTED_FORWARD = 1.0
 """Forward passes besides, where activations are computed again (Chen et al. 2016)."""
 
+TRAINED_BYTES = 18
+"""Of a trained parameter: a 16-bit weight, and weight, gradient and two moments in single
+precision; single precision throughout needs 16."""
+
 ADAM_BYTES = 16
-"""Of a trained parameter: weight, gradient, and single-precision weight and moments in mixed
-precision (Rajbhandari et al. 2020, section 3.1); single precision throughout needs as many."""
+"""The same where gradients are kept in 16 bits (Rajbhandari et al. 2020, section 3.1); what an
+optimizer step reads, and writes again."""
 
 ACTIVATION_BYTES = 34
 """Of a layer, token and unit of width, without the attention scores, which fused kernels never
 store (Korthikanti et al. 2022, equation 1). With recomputation 2 remain: the layer's input."""
 
-LOGIT_BYTES = 6
-"""Of a token and a row of the vocabulary: 16-bit logits and their single-precision copy."""
+LOGIT_BYTES = 12
+"""Of a token and a row of the vocabulary: 16-bit logits, their single-precision copy, and the
+gradients of both."""
+
+LOGITS_AT_A_TIME = 1 << 26
+"""Logits that a trainer has in memory at most; those of further tokens follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,4 +217,5 @@ def training_bytes(model: ModelShape, lanes: int, microbatch: int, recomputes: b
     if recomputes:
         kept = 2 * model.layers + ACTIVATION_BYTES
     gathered = 0.0 if lanes == 1 else 2 * WEIGHT_BYTES * model.parameters / model.layers
-    return kept * wide + gathered + LOGIT_BYTES * microbatch * model.vocabulary
+    logits = min(microbatch * model.vocabulary, LOGITS_AT_A_TIME)
+    return kept * wide + gathered + LOGIT_BYTES * logits

@@ -1,22 +1,33 @@
 """Log-probabilities of the completion tokens of a pack, by a causal language model.
 
-The head runs at the nodes that predict a completion token and nowhere else. The model is any
-transformers causal LM; it is not changed. Knows no losses.
+The head runs at the nodes that predict a completion token and nowhere else, and where the
+vocabulary is large it runs over some of them at a time: in float32 the logits of 8,192 tokens over
+152,064 ids take 5 GB, and their gradient as much again. Logits of a chunk are computed again in the
+backward pass, so that they never lie in memory together. The model is any transformers causal LM;
+it is not changed. Knows no losses.
 
-Shapes: T completion tokens of a pack, M predicting nodes, V vocabulary.
+Shapes: T completion tokens of a pack, M predicting nodes, V vocabulary, H width of the model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from m2flow.algorithms.entropy import categorical_entropy
+from m2flow.models.work import LOGITS_AT_A_TIME
 from m2flow.training.attention import packed_attention_on
 from m2flow.training.packing import Pack
+
+PLAIN_HEADS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Architectures whose logits are the head's output and nothing else; others, which may scale or cap
+them, compute all logits at once."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +57,104 @@ def token_logprobs(
         Figures on the model's device, in the order of `pack.target_ids_T`.
     """
     device = next(model.parameters()).device
-    pack = pack.to(device)
     causal_lm: Any = model
-    with packed_attention_on(model):
-        logits_MV: Tensor = causal_lm(
+    head = _Head(pack, temperature, with_entropy)
+    rows = max(1, LOGITS_AT_A_TIME // int(causal_lm.config.vocab_size))
+    chunks = head.chunks(rows) if causal_lm.config.model_type in PLAIN_HEADS else None
+    pack = pack.to(device)
+    with packed_attention_on(model), _in_chunks(causal_lm, chunks, head):
+        given: Tensor = causal_lm(
             input_ids=pack.input_ids_N[None],
             position_ids=pack.position_ids_N[None],
             use_cache=False,
             logits_to_keep=pack.predicting_M,
             pack_layout=pack.layout,
         ).logits[0]
-    logits_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
-    if temperature not in (0.0, 1.0):
-        logits_MV = logits_MV / temperature
-    chosen_T = logits_MV[pack.prediction_T, pack.target_ids_T]
-    logprobs_T = chosen_T - logits_MV.logsumexp(-1)[pack.prediction_T]
-    entropy_T = categorical_entropy(logits_MV)[pack.prediction_T] if with_entropy else None
-    return TokenFigures(logprobs_T, entropy_T)
+    if chunks is None:
+        given = head.figures(given, pack.prediction_T, pack.target_ids_T)
+    return TokenFigures(given[:, 0], given[:, 1] if with_entropy else None)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Predicting nodes `first` to `end`, and their targets, `targets_C` into the pack's."""
+
+    first: int
+    end: int
+    targets_C: Tensor
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What is wanted of the logits of a pack."""
+
+    pack: Pack
+    temperature: float
+    with_entropy: bool
+
+    def chunks(self, rows: int) -> list[_Chunk] | None:
+        """Pieces of at most `rows` predicting nodes; None where one piece holds all."""
+        nodes = self.pack.predicting_M.numel()
+        if nodes <= rows:
+            return None
+        number_T = self.pack.prediction_T // rows
+        order_T = number_T.argsort(stable=True)
+        counts = number_T.bincount(minlength=-(-nodes // rows)).tolist()
+        targets = order_T.split(counts)
+        return [
+            _Chunk(first, min(first + rows, nodes), targets_C)
+            for first, targets_C in zip(range(0, nodes, rows), targets, strict=True)
+        ]
+
+    def figures(self, logits_MV: Tensor, prediction_T: Tensor, target_ids_T: Tensor) -> Tensor:
+        """[T, 1 or 2] log-probabilities and, where they are wanted, entropies."""
+        logits_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+        if self.temperature not in (0.0, 1.0):
+            logits_MV = logits_MV / self.temperature
+        chosen_T = logits_MV[prediction_T, target_ids_T]
+        found = [chosen_T - logits_MV.logsumexp(-1)[prediction_T]]
+        if self.with_entropy:
+            found.append(categorical_entropy(logits_MV)[prediction_T])
+        return torch.stack(found, dim=1)
+
+    def over(
+        self, chunks: list[_Chunk], linear: Callable[[Tensor], Tensor], x_MH: Tensor
+    ) -> Tensor:
+        """The same of hidden states, whose logits are computed a chunk at a time."""
+
+        def figures_of(x_CH: Tensor, prediction_C: Tensor, target_ids_C: Tensor) -> Tensor:
+            return self.figures(linear(x_CH), prediction_C, target_ids_C)
+
+        pack = self.pack.to(x_MH.device)
+        found = []
+        for chunk in chunks:
+            targets_C = chunk.targets_C.to(x_MH.device)
+            prediction_C = pack.prediction_T[targets_C] - chunk.first
+            arguments = (x_MH[chunk.first : chunk.end], prediction_C, pack.target_ids_T[targets_C])
+            found.append(
+                checkpoint(figures_of, *arguments, use_reentrant=False, preserve_rng_state=False)
+            )
+        order_T = torch.cat([chunk.targets_C for chunk in chunks]).to(x_MH.device)
+        return torch.cat(found)[order_T.argsort()]
+
+
+@contextmanager
+def _in_chunks(causal_lm: Any, chunks: list[_Chunk] | None, head: _Head) -> Iterator[None]:
+    """Within, the model's head gives figures of the targets in the place of logits.
+
+    It stays the module that it is, so that sharding, which looks at modules, sees no difference.
+    """
+    if chunks is None:
+        yield
+        return
+    module: nn.Module = causal_lm.get_output_embeddings()
+    linear = module.forward
+
+    def forward(x_1MH: Tensor) -> Tensor:
+        return head.over(chunks, linear, x_1MH[0])[None]
+
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward

@@ -1,19 +1,27 @@
 """AdamW on sums of gradients: accumulate, add up over replicas, divide once, clip, step.
 
-Gradients accumulate in one flat buffer per dtype, of which every `parameter.grad` is a view, so a
-replica sends one bucket and the norm is one reduction. Of a model that is divided over a gang, all
-of it is done on this lane's pieces. Nothing is normalised before `step`, for only then the global
-denominator is known. A gradient that is not finite never reaches the weights. Knows nothing of
-losses, rollouts or models beyond their parameters.
+Gradients accumulate in one flat buffer per dtype, so a replica sends one bucket and the norm is one
+reduction. Of a model that is divided over a gang, all of it is done on this lane's pieces. Nothing
+is normalised before `step`, for only then the global denominator is known. A gradient that is not
+finite never reaches the weights. Knows nothing of losses, rollouts or models beyond their
+parameters.
+
+Parameters of 16 bits are for computing only. Their gradients are added up in float32, where a sum
+does not stop growing at 256 times its terms, and the optimizer steps a float32 master copy, from
+which the parameters are rounded: at a learning rate of 1e-6 most steps are smaller than the spacing
+of bfloat16 numbers and would be lost. Micikevicius et al., "Mixed Precision Training",
+arXiv 1710.03740, section 3.1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from m2flow.errors import RunFailed
 from m2flow.training.schedule import Schedule
@@ -21,6 +29,9 @@ from m2flow.training.sharded import WHOLE, Shards, whole
 
 AllReduce = Callable[[list[Tensor]], None]
 """Sums each tensor of the list, in place, over the data-parallel replicas."""
+
+MASTER = "master"
+"""The quantity of a parameter's state that is its float32 master copy."""
 
 
 class NotFinite(RunFailed):
@@ -69,9 +80,11 @@ class SumOptimizer:
         self._config = config
         self._shards = shards
         self._pieces = [shards.piece(p) for _, p in self._named]
+        self._masters = [_master(piece) for piece in self._pieces]
+        self._hooks: list[RemovableHandle] = []
         self._flats = self._flat_gradients()
         self._adamw = torch.optim.AdamW(
-            self._pieces,
+            self._masters,
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.eps,
@@ -85,6 +98,13 @@ class SumOptimizer:
         """Forget the gradients accumulated so far."""
         for flat in self._flats:
             flat.zero_()
+
+    def release(self) -> None:
+        """Let go of the parameters, so that another optimizer may own them."""
+        for hook in self._hooks:
+            hook.remove()
+        for _, parameter in self._named:
+            parameter.grad = None
 
     def step(self, sums: Tensor, denominator: int, all_reduce: AllReduce | None) -> OptimizerStep:
         """Reduce, divide by the global denominator, clip, step, zero.
@@ -123,6 +143,7 @@ class SumOptimizer:
             for group in self._adamw.param_groups:
                 group["lr"] = learning_rate
             self._adamw.step()
+            self._round()
             self.num_steps += 1
         found = "" if finite else self._what_is_not_finite(float(sums[0]))
         self.zero()
@@ -133,22 +154,26 @@ class SumOptimizer:
     def tensors(self) -> Iterator[Tensor]:
         """What is stepped, its gradients, and optimizer state, as they are now."""
         yield from self._pieces
+        yield from (master for _, master in self._narrow())
         yield from self._flats
         for quantities in self._adamw.state.values():
             yield from (value for value in quantities.values() if isinstance(value, Tensor))
 
     def bytes_to_come(self) -> int:
         """Bytes of the moments that the first step will make; 0 once it has."""
-        return sum(2 * piece.nbytes for piece in self._pieces if piece not in self._adamw.state)
+        return sum(2 * one.nbytes for one in self._masters if one not in self._adamw.state)
 
     def state_items(self) -> Iterator[tuple[str, Tensor]]:
         """Optimizer state as `<quantity>/<parameter>`, and `num_steps`; whole, on the CPU.
 
-        Collective in the gang: each lane goes through all of it, gathered one by one.
+        Master copies of 16-bit parameters are the quantity `master`. Collective in the gang: each
+        lane goes through all of it, gathered one by one.
         """
         yield "num_steps", torch.tensor(self.num_steps)
-        for (name, parameter), piece in zip(self._named, self._pieces, strict=True):
-            for quantity, value in self._adamw.state[piece].items():
+        for (name, parameter), piece, master in self._all():
+            if master is not piece:
+                yield f"{MASTER}/{name}", whole(self._shards.like(master, parameter))
+            for quantity, value in self._adamw.state[master].items():
                 if quantity != "step":
                     value = self._shards.like(value, parameter)
                 yield f"{quantity}/{name}", whole(value)
@@ -156,7 +181,9 @@ class SumOptimizer:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take over a copy of what `state_items` gave, for a model with the same parameters.
 
-        It does not matter how either model is or was divided. Not collective.
+        It does not matter how either model is or was divided, or in which of them parameters have
+        16 bits: without master copies in `state` they are made of the parameters as they are now,
+        which the caller has loaded. Not collective.
         """
         self.num_steps = int(state["num_steps"])
         by_name: dict[str, dict[str, Tensor]] = {name: {} for name, _ in self._named}
@@ -165,35 +192,66 @@ class SumOptimizer:
                 quantity, name = key.split("/", 1)
                 assert name in by_name, f"state of another model: it has no parameter {name}"
                 by_name[name][quantity] = value.detach()
-        for (name, parameter), piece in zip(self._named, self._pieces, strict=True):
-            quantities = by_name[name]
-            assert all(q == "step" or v.shape == parameter.shape for q, v in quantities.items())
-            self._adamw.state[piece] = {
-                quantity: value.to(parameter.device, copy=True)
-                if quantity == "step"
-                else self._shards.cut(value, parameter)
-                for quantity, value in quantities.items()
-            }
+        with torch.no_grad():
+            for (name, parameter), piece, master in self._all():
+                quantities = by_name[name]
+                assert all(q == "step" or v.shape == parameter.shape for q, v in quantities.items())
+                given = quantities.pop(MASTER, None)
+                if given is not None:
+                    master.copy_(self._shards.cut(given, parameter))
+                elif master is not piece:
+                    master.copy_(piece)
+                self._adamw.state[master] = {
+                    quantity: value.to(parameter.device, copy=True)
+                    if quantity == "step"
+                    else self._shards.cut(value, parameter)
+                    for quantity, value in quantities.items()
+                }
+        self._round()
+
+    def _all(self) -> Iterator[tuple[tuple[str, nn.Parameter], Tensor, Tensor]]:
+        """Each parameter with its name, this lane's piece of it, and what is stepped for that."""
+        return zip(self._named, self._pieces, self._masters, strict=True)
+
+    def _narrow(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pieces that have a master copy, with it."""
+        pairs = zip(self._pieces, self._masters, strict=True)
+        return ((piece, master) for piece, master in pairs if master is not piece)
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        """Set 16-bit parameters to their master copies."""
+        for piece, master in self._narrow():
+            piece.copy_(master)
 
     def _flat_gradients(self) -> list[Tensor]:
+        """Make the buffers in which gradients add up, and have them arrive there."""
         by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for number, piece in enumerate(self._pieces):
-            by_kind.setdefault((piece.dtype, piece.device), []).append(number)
+        for number, master in enumerate(self._masters):
+            by_kind.setdefault((master.dtype, master.device), []).append(number)
         flats = []
         for (dtype, device), numbers in by_kind.items():
-            sizes = [self._pieces[number].numel() for number in numbers]
+            sizes = [self._masters[number].numel() for number in numbers]
             flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
             views: tuple[Tensor, ...] = torch.split(flat, sizes)
             for number, view in zip(numbers, views, strict=True):
-                parameter, piece = self._named[number][1], self._pieces[number]
-                piece.grad = view.view(piece.shape)
-                parameter.grad = self._shards.like(piece.grad, parameter)
+                parameter, master = self._named[number][1], self._masters[number]
+                master.grad = view.view(master.shape)
+                if master is self._pieces[number]:
+                    parameter.grad = self._shards.like(master.grad, parameter)
+                else:
+                    parameter.grad = None
+                    add = partial(_add_to, master.grad, self._shards)
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(add))
             flats.append(flat)
         return flats
 
     def _assert_views(self) -> None:
         starts = {flat.untyped_storage().data_ptr() for flat in self._flats}
-        for (name, parameter), piece in zip(self._named, self._pieces, strict=True):
+        for (name, parameter), piece, master in self._all():
+            if master is not piece:
+                assert parameter.grad is None, f"something made a gradient of {name} of its own"
+                continue
             assert parameter.grad is not None, f"something took the gradient of {name}"
             gradient = self._shards.piece(parameter.grad)
             assert not piece.numel() or gradient.untyped_storage().data_ptr() in starts, (
@@ -202,7 +260,7 @@ class SumOptimizer:
 
     def _what_is_not_finite(self, loss: float) -> str:
         bad = torch.tensor(
-            [int(not torch.isfinite(p.grad).all()) for p in self._pieces if p.grad is not None],
+            [int(not torch.isfinite(p.grad).all()) for p in self._masters if p.grad is not None],
             device=self._flats[0].device,
         )
         self._shards.sum_over_gang([bad])
@@ -214,3 +272,16 @@ class SumOptimizer:
             f"no step was taken: the summed loss is {loss} and the gradients of {len(names)} of "
             f"{len(self._named)} parameters are not finite" + (f" ({listed})" if names else "")
         )
+
+
+def _master(piece: Tensor) -> Tensor:
+    """What the optimizer steps for a piece: a float32 copy of one of 16 bits, else the piece."""
+    narrow = piece.is_floating_point() and piece.dtype.itemsize < torch.float32.itemsize
+    return piece.detach().float() if narrow else piece
+
+
+def _add_to(total: Tensor, shards: Shards, parameter: Tensor) -> None:
+    """Add the gradient of a pass, which autograd has just made, and give its memory back."""
+    assert parameter.grad is not None
+    total.add_(shards.piece(parameter.grad))
+    parameter.grad = None

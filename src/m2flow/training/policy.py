@@ -37,6 +37,8 @@ class PolicyTrainerConfig:
         sharing: what is computed once in a pack: see `m2flow.training.packing.pack`.
         temperature: that of the sampling, so that log-probabilities compare.
         drop_zero_advantage: skip rows without any gradient; their tokens count all the same.
+        gradient_checkpointing: compute activations again in the backward pass: less memory, a third
+            more arithmetic.
     """
 
     optimizer: AdamWConfig = field(default_factory=AdamWConfig)
@@ -44,6 +46,7 @@ class PolicyTrainerConfig:
     sharing: Sharing = "prefix"
     temperature: float = 1.0
     drop_zero_advantage: bool = True
+    gradient_checkpointing: bool = False
 
 
 _TOTALS = (
@@ -76,7 +79,13 @@ class PolicyTrainer(SummingTrainer):
         config: PolicyTrainerConfig,
         shards: Shards = WHOLE,
     ) -> None:
-        super().__init__(model, config.optimizer, _TOTALS + algorithm.figures, shards)
+        super().__init__(
+            model,
+            config.optimizer,
+            _TOTALS + algorithm.figures,
+            shards,
+            gradient_checkpointing=config.gradient_checkpointing,
+        )
         self.algorithm = algorithm
         self.config = config
 

@@ -63,7 +63,7 @@ class Shards:
         """
         if self._mesh is None:
             return
-        from torch.distributed.fsdp import FSDPModule, fully_shard
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
             raise UserError(
@@ -76,8 +76,11 @@ class Shards:
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         mesh = self._mesh["shard"]
         units = [*_blocks(model), model]
+        # Gradients of 16-bit parameters are summed over the lanes in float32, as over passes.
+        narrow = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
         for unit in units:
-            fully_shard(unit, mesh=mesh)
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
         for unit in units:
             assert isinstance(unit, FSDPModule)
             unit.set_gradient_divide_factor(1.0)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from m2flow.algorithms.loss import LossTerms
+from m2flow.training.attention import packed_attention_on
+from m2flow.training.checkpointing import checkpoint_blocks
 from m2flow.training.optimizer import AdamWConfig, AllReduce, SumOptimizer
 from m2flow.training.packing import Pack, Sharing, pack
 from m2flow.training.rollouts import TokenPairs
@@ -28,12 +30,21 @@ class SummingTrainer:
         config: the optimizer's.
         names: of the sums; "denominator" is what gradients are divided by, the first is the loss.
         shards: how the model is divided, which it has been already.
+        gradient_checkpointing: whether activations are computed again in the backward pass.
     """
 
     def __init__(
-        self, model: nn.Module, config: AdamWConfig, names: tuple[str, ...], shards: Shards
+        self,
+        model: nn.Module,
+        config: AdamWConfig,
+        names: tuple[str, ...],
+        shards: Shards,
+        *,
+        gradient_checkpointing: bool = False,
     ) -> None:
         self.model = model.eval()
+        if gradient_checkpointing:
+            checkpoint_blocks(model)
         self.shards = shards
         self.optimizer = SumOptimizer(model.named_parameters(), config, shards)
         self._names = names
@@ -69,13 +80,17 @@ class SummingTrainer:
                 fold(microbatch)
             else:
                 nothing_T = forward(one_token())
-                torch.autograd.backward(nothing_T, torch.zeros_like(nothing_T))
+                self._backward(nothing_T, torch.zeros_like(nothing_T))
 
     def learn(self, terms: LossTerms, microbatch: Pack, **sums: float) -> None:
         """Accumulate the gradient of a pack's share of the loss, and its figures."""
-        torch.autograd.backward(terms.loss)
+        self._backward(terms.loss)
         loss, computed = terms.loss.detach().double(), microbatch.num_nodes
         self.add(loss=loss, tokens_computed=computed, **terms.sums, **sums)
+
+    def _backward(self, result: Tensor, gradient: Tensor | None = None) -> None:
+        with packed_attention_on(self.model):  # for what is computed again
+            torch.autograd.backward(result, gradient)
 
     def discard(self) -> None:
         """Forget the gradients and figures folded in since the last step."""

@@ -65,6 +65,7 @@ def train_supervised(
         mean = float(loss) / max(num_tokens, 1)
         if on_progress is not None and (step % PROGRESS_EVERY == 0 or step == steps):
             on_progress(step, mean)
+    owner.release()
     return mean
 
 

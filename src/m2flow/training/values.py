@@ -90,7 +90,13 @@ class ValueTrainer(SummingTrainer):
         config: PolicyTrainerConfig,
         shards: Shards = WHOLE,
     ) -> None:
-        super().__init__(model, config.optimizer, _TOTALS + algorithm.figures, shards)
+        super().__init__(
+            model,
+            config.optimizer,
+            _TOTALS + algorithm.figures,
+            shards,
+            gradient_checkpointing=config.gradient_checkpointing,
+        )
         self.algorithm, self.config = algorithm, config
 
     def values(self, pairs: TokenPairs) -> Tensor:

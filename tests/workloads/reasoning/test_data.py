@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -151,7 +153,8 @@ def test_a_missing_file_suggests_the_nearest(tmp_path: Path) -> None:
         read_problems(tmp_path / "zzzzzzzz")
     with pytest.raises(UserError, match="there is no folder"):
         read_problems(tmp_path / "nowhere" / "rows.jsonl")
-    with pytest.raises(UserError, match="is a folder"):
+    (tmp_path / "gsm8k_train.jsonl").unlink()
+    with pytest.raises(UserError, match="holds no data"):
         read_problems(tmp_path)
 
 
@@ -159,3 +162,136 @@ def test_bad_arguments(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     with pytest.raises(UserError, match="template: has no place"):
         read_problems(path, template="answer this")
+
+
+VERL_ROW = {
+    "data_source": "sums",
+    "prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+3?"}],
+    "reward_model": {"style": "rule", "ground_truth": "5"},
+}
+
+
+def test_columns_may_be_nested_and_questions_conversations(tmp_path: Path) -> None:
+    path = write(tmp_path, json.dumps(VERL_ROW))
+    [problem] = read_problems(path, answer="reward_model.ground_truth")
+    assert (problem.prompt, problem.answer) == ("2+3?", "5")
+    assert problem.before == ({"role": "system", "content": "Add."},)
+    assert problem.metadata["data_source"] == "sums"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (
+            "reward_model.ground_trut",
+            "data.answer_column: .*ground_truth",
+        ),
+        ("reward_mode", "data.answer_column: .*'reward_model'"),
+        ("data_source.x", "data.answer_column: .* has no such column"),
+    ],
+)
+def test_a_column_that_is_not_there(tmp_path: Path, answer: str, said: str) -> None:
+    path = write(tmp_path, json.dumps(VERL_ROW))
+    with pytest.raises(UserError, match=said):
+        read_problems(path, answer=answer)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        [],
+        [{"role": "user"}],
+        [{"role": "user", "content": 3}],
+        [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}],
+        ["2+3?"],
+    ],
+)
+def test_what_is_no_conversation_is_a_bad_row(tmp_path: Path, question: object) -> None:
+    path = write(tmp_path, json.dumps({"question": question, "answer": "5"}))
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: 'question' is not a text"):
+        read_problems(path)
+
+
+def test_a_folder_of_files_is_read_in_order(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    (folder / "data").mkdir(parents=True)
+    for name, answer in (("train-1.jsonl", 2), ("train-0.jsonl", 1)):
+        write(folder / "data", json.dumps({"question": "?", "answer": answer}), name=name)
+    (folder / "README.md").write_text("about it")
+    assert [problem.answer for problem in read_problems(folder)] == ["1", "2"]
+    (folder / "more.parquet").write_text("")
+    with pytest.raises(UserError, match=r"set: holds files of \.jsonl, \.parquet"):
+        read_problems(folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no data"):
+        read_problems(tmp_path / "empty")
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "rows.parquet").write_text("")
+    with pytest.raises(UserError, match=r'read by pyarrow.*pip install "m2flow\[data\]"'):
+        read_problems(tmp_path / "rows.parquet")
+
+
+def test_parquet_and_arrow_say_what_json_lines_say(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{**VERL_ROW, "reward_model": {"ground_truth": str(n)}} for n in range(2500)]
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=700)
+    saved = tmp_path / "saved"  # as `datasets.save_to_disk` leaves it
+    saved.mkdir()
+    (saved / "dataset_info.json").write_text("{}")
+    (saved / "state.json").write_text("{}")
+    with (
+        pa.OSFile(str(saved / "data-00000-of-00001.arrow"), "wb") as sink,
+        pa.ipc.new_stream(sink, table.schema) as writer,
+    ):
+        writer.write_table(table, max_chunksize=900)
+    lines = write(tmp_path, *map(json.dumps, rows))
+    expected = read_problems(lines, answer="reward_model.ground_truth")
+    for path in (tmp_path / "rows.parquet", saved):
+        found = read_problems(path, answer="reward_model.ground_truth")
+        assert [(p.prompt, p.answer, p.metadata["line"], p.before) for p in found] == [
+            (p.prompt, p.answer, p.metadata["line"], p.before) for p in expected
+        ]
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "rows.parquet").read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"cut\.parquet: is no whole Parquet file"):
+        read_problems(tmp_path / "cut.parquet")
+
+
+GPQA = (
+    "Record ID,Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3\n"
+    'r1,"Which, of these,\nis even?",2,1,3,5\n'
+    "r2,Which is odd?,7,2,4,6\n"
+)
+
+
+def test_questions_with_choices_have_a_letter_for_answer(tmp_path: Path) -> None:
+    path = tmp_path / "gpqa.csv"
+    path.write_text(GPQA)
+    orders = set()
+    for seed in range(40):
+        first, second = read_problems(path, template="{question}", seed=seed)
+        assert read_problems(path, template="{question}", seed=seed)[0] == first
+        for problem, question, right in (
+            (first, "Which, of these,\nis even?", "2"),
+            (second, "Which is odd?", "7"),
+        ):
+            assert problem.prompt.startswith(f"{question}\n\nA) ")
+            assert f"\n{problem.answer}) {right}\n" in problem.prompt
+            assert verify(problem.answer, f"So it is \\boxed{{{problem.answer}}}.") == 1.0
+        orders.add((first.answer, second.answer))
+    assert len(orders) > 10, "the two rows are shuffled apart"
+    assert {answer for answer, _ in orders} == set("ABCD")
+
+
+def test_a_choice_that_is_missing_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "gpqa.csv"
+    path.write_text(GPQA + "r3,Which?,7,,4,6\nr4,Which?,7\n")
+    with pytest.raises(UserError, match=r"gpqa\.csv:5: one of its four choices"):
+        read_problems(path)
+    assert len(read_problems(path, on_bad_row="skip")) == 2

@@ -138,7 +138,6 @@ class _Kind:
                     needed = one.rounds.unit_bytes * (one.rounds.start + work.lengths.largest)
                 if self._room(node, one) >= needed:
                     found[one.layout.name] = one
-                    self.notices.extend([one.assumes] if one.assumes else [])
         return list(found.values())
 
     def _room(self, node: StageNode, one: LayoutWork) -> float:

@@ -122,6 +122,11 @@ DEVICES: dict[str, Device] = {
         # NVIDIA L40S data sheet: 362 TFLOPS, 48 GB at 864 GB/s, PCIe 4.0, no NVLink. Servers of it
         # usually have Ethernet.
         Device("L40S", "gpu", 362 * TERA, 48 * GB, 864.0 * GB, PCIE_4, PCIE_4, ETHERNET_100),
+        # NVIDIA Ada GPU architecture white paper, table 2: 165.2 TFLOPS in bfloat16 with float32 sums,
+        # 24 GB at 1,008 GB/s, PCIe 4.0.
+        Device(
+            "RTX4090", "gpu", 165.2 * TERA, 24 * GB, 1008.0 * GB, PCIE_4, PCIE_4, ETHERNET_100
+        ),
         # One core of an Intel Xeon Platinum 8480+ (Intel ARK: 56 cores, 2.0 GHz base, 8 channels of
         # DDR5-4800): 2 fused multiply-adds x 16 floats a cycle; a 56th of 307 GB/s; 8 GB a core.
         Device(

@@ -103,7 +103,6 @@ class LayoutWork:
         working_bytes: memory of each lane that a call takes beside the worker's state, by items; of
             `rounds` beside what their units hold.
         rounds: for a streaming stage, how its output items grow.
-        assumes: what this layout does that m2flow cannot do yet; empty for nothing.
     """
 
     layout: Layout = ONE_LANE
@@ -111,7 +110,6 @@ class LayoutWork:
     finish: Callable[[int], Work] | None = None
     working_bytes: Callable[[int], float] = lambda _items: 0.0
     rounds: Rounds | None = None
-    assumes: str = ""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,9 @@ from m2flow.errors import UserError, nearest, suggestion
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.registry import workload_named
 
+BASE = "base"
+"""Key of a recipe's file: another file, beside it, whose keys it stands on."""
+
 Source: TypeAlias = str | Path | Mapping[str, Any] | Recipe
 """A recipe: its YAML file, its keys and values, or itself."""
 
@@ -35,11 +38,41 @@ def read_recipe(source: Source, overrides: Sequence[str] | Mapping[str, Any] = (
     if isinstance(source, Recipe):
         data = source.model_dump(mode="json")
     else:
-        data = dict(source) if isinstance(source, Mapping) else read_yaml(source)
+        data = dict(source) if isinstance(source, Mapping) else _with_base(Path(source))
     said = list(_overrides(overrides))
     asked = _changed(data, said)
     stand_ins = workload_named(asked.get("workload")).recipe.stand_ins(asked)
     return validated(_changed(data, [*stand_ins.items(), *said]) if stand_ins else asked)
+
+
+def _with_base(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The keys of a recipe's file, on top of those of the file that its `base` names.
+
+    Sections are merged key by key; any other value takes the place of the base's.
+    """
+    data = read_yaml(path)
+    base = data.pop(BASE, None)
+    if base is None:
+        return data
+    if not isinstance(base, str) or not base:
+        raise UserError(
+            "is no file", key=f"{path}: {BASE}", value=base, expected="a recipe beside this one"
+        )
+    above = (*above, path.resolve())
+    below = path.parent / base
+    if below.resolve() in above:
+        raise UserError("leads back to itself", key=f"{path}: {BASE}", value=base)
+    return _merged(_with_base(below, above), data)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        inner = merged.get(key)
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            value = _merged(inner, value)
+        merged[key] = value
+    return merged
 
 
 def _changed(data: Mapping[str, Any], changes: Sequence[tuple[str, Any]]) -> dict[str, Any]:

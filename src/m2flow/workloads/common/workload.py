@@ -67,6 +67,9 @@ class Examination:
         limit: only the first so many questions; or so many episodes.
         seed: fixes what is drawn.
         template: the prompt, with `{question}` in it; None for the workload's own.
+        chat: whether the prompt is the user's turn in the model's chat template; None where the
+            model has one.
+        system_prompt: the turn before it.
         lanes: where it runs.
         skip_bad_rows: leave rows that cannot be read out, instead of refusing the file.
     """
@@ -79,6 +82,8 @@ class Examination:
     limit: int | None = None
     seed: int = 0
     template: str | None = None
+    chat: bool | None = None
+    system_prompt: str | None = None
     lanes: Sequence[LaneSpec] = ()
     skip_bad_rows: bool = False
 

@@ -21,12 +21,22 @@ from m2flow.workloads.common.recipe import (
     Share,
 )
 
+Dtype = Literal["auto", "float32", "float64", "bfloat16"]
+"""What is computed in; auto: bfloat16 on accelerators, float32 on CPUs. Of a model that learns in
+bfloat16 the optimizer keeps float32 weights, gradients and moments."""
+
 
 class ModelSection(Section):
-    """The policy: a folder in Hugging Face layout, or a tiny Qwen2 built on the spot."""
+    """The policy: a folder in Hugging Face layout, or a tiny Qwen2 built on the spot.
+
+    With `lora_rank` only adapters of that rank are trained, scaled by `lora_alpha / lora_rank`
+    (null: by 2); published and saved is the sum.
+    """
 
     path: str | None = None
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    dtype: Dtype = "auto"
+    lora_rank: Natural = 0
+    lora_alpha: Count | None = None
     hidden_size: Count = 128
     num_hidden_layers: Count = 4
     num_attention_heads: Count = 4
@@ -40,6 +50,8 @@ KEYS_OF_TASKS = {
     "path": ("jsonl",),
     "eval_path": ("jsonl",),
     "on_bad_row": ("jsonl",),
+    "question_column": ("jsonl",),
+    "answer_column": ("jsonl",),
     "template": ("jsonl", "gym"),
     "dataset": ("gym",),
 }
@@ -47,14 +59,24 @@ KEYS_OF_TASKS = {
 
 
 class DataSection(Section):
-    """The problems. `task` is addition, jsonl or gym; each other key belongs to some of them."""
+    """The problems. `task` is addition, jsonl or gym.
+
+    With `chat` a problem is the user's turn of a conversation, in the chat template of the model's
+    tokenizer; null: where the tokenizer has one. `chat_options` are the template's own variables,
+    such as `enable_thinking`. Other keys belong to some tasks.
+    """
 
     task: Literal["addition", "jsonl", "gym"] = "addition"
     path: str | None = None
     eval_path: str | None = None
     on_bad_row: Literal["fail", "skip"] = "fail"
+    question_column: str | None = None
+    answer_column: str | None = None
     template: str | None = None
     dataset: str | None = None
+    chat: Flag | None = None
+    system_prompt: str | None = None
+    chat_options: dict[str, Any] = Field(default_factory=dict)
     options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -72,11 +94,17 @@ class WarmupSection(Section):
 
 
 class GenerationSection(Section):
-    """How answers are drawn."""
+    """How answers are drawn; `dtype` is the model's where it is not said.
+
+    Keys and values take `cache_gb` on each lane at most (10**9 bytes; null: half of the memory of
+    an accelerator, and what they need on CPUs).
+    """
 
     max_new_tokens: Count = 24
     temperature: Positive = 1.0
     max_running: Count = 256
+    dtype: Dtype | None = None
+    cache_gb: Positive | None = None
 
 
 class RewardPart(Section):
@@ -222,12 +250,22 @@ class CriticSection(Section):
 
 
 class TrainingSection(Section):
-    """How the learner computes; none of these changes the result but by rounding."""
+    """How the learner computes; none of these changes the result but by rounding.
+
+    With `gradient_checkpointing` activations are computed again in the backward pass, which takes a
+    third more arithmetic and leaves the memory to longer micro-batches; null: on accelerators.
+    """
 
     tokens_per_microbatch: Count = 2048
     sharing: Literal["prefix", "prompt", "none"] = "prefix"
     drop_zero_advantage: Flag = True
     recompute_logprobs: Flag = False
+    gradient_checkpointing: Flag | None = None
+
+    def checkpoints_on(self, device: str) -> bool:
+        """Whether activations are computed again, on a device or kind of lane."""
+        chosen = self.gradient_checkpointing
+        return not device.startswith("cpu") if chosen is None else chosen
 
 
 class GreedyEvaluationSection(common.EvaluationSection):

@@ -1,23 +1,31 @@
-"""Problems from JSON lines: the one reader for the `jsonl` task and for `m2flow eval --data FILE`.
+"""Problems from rows: the one reader for the `jsonl` task and for `m2flow eval --data FILE`.
 
-Each line is an object with a question (`question`, `problem` or `prompt`) and an `answer`; of an
-answer with `####`, what stands after it counts, as in GSM8K. What is wrong with a file is said
-with its name and line. Knows nothing of tasks' order, seeds or splits.
+Each row has a question (`question`, `problem` or `prompt`) and an `answer`, or columns that the
+caller names; of an answer with `####`, what stands after it counts, as in GSM8K. A question may be
+a conversation, a list of `{"role": ..., "content": ...}`, as veRL's data sets have it. Of GPQA's
+rows the four choices are shuffled by a seed, and the right answer is a letter. What is wrong with a
+file is said with its name and line. Knows nothing of tasks' order or splits.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator
+import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from m2flow.errors import UserError, nearest
-from m2flow.workloads.reasoning.tasks.problem import Problem
+from m2flow.errors import UserError, suggestion
+from m2flow.workloads.reasoning.rows import BadRowError, rows_of
+from m2flow.workloads.reasoning.tasks.problem import Problem, generator
 
-QUESTION_COLUMNS = ("question", "problem", "prompt")
-ANSWER_COLUMNS = ("answer",)
+QUESTION_COLUMNS = ("question", "problem", "prompt", "Question", "Problem")
+ANSWER_COLUMNS = ("answer", "Answer", "Correct Answer")
+
+WRONG_ANSWERS = tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
+"""Columns of GPQA (arXiv 2311.12022): a row that has them is a question with four choices."""
+
+LETTERS = "ABCD"
 
 DEFAULT_TEMPLATE = (
     "{question}\n\nThink step by step, then give the final answer in \\boxed{} or after ####.\n"
@@ -29,20 +37,26 @@ OnBadRow: TypeAlias = Literal["fail", "skip"]
 _log = logging.getLogger(__name__)
 
 
-class _BadRowError(Exception):
-    """Why one row cannot be used."""
-
-
 def read_problems(
-    path: str | Path, *, template: str = DEFAULT_TEMPLATE, on_bad_row: OnBadRow = "fail"
+    path: str | Path,
+    *,
+    template: str = DEFAULT_TEMPLATE,
+    on_bad_row: OnBadRow = "fail",
+    question: str | None = None,
+    answer: str | None = None,
+    seed: int = 0,
 ) -> list[Problem]:
-    """All problems of a JSON lines file, in order; blank lines do not count.
+    """All problems of a data set, in order; blank lines do not count.
 
     Args:
-        path: the file (UTF-8).
-        template: the prompt, with `{question}` where the question goes.
+        path: JSON lines (UTF-8), Parquet or Arrow, or a folder of such files.
+        template: the prompt, with `{question}` where the question goes; a conversation is taken as
+            it is.
         on_bad_row: "fail" stops at the first row that cannot be used; "skip" leaves such rows out
             and logs one warning with their number.
+        question, answer: the columns, with dots into nested ones, as `reward_model.ground_truth`;
+            None for the usual names.
+        seed: with the row's number it fixes the order of choices.
 
     Returns:
         Problems whose `metadata` holds the row's other columns and `line`, its number from 1.
@@ -55,24 +69,28 @@ def read_problems(
     problems: list[Problem] = []
     columns: tuple[str, str] | None = None
     num_bad, first_bad = 0, ""
-    for line_number, line in _lines(path):
+    for file, line, read in rows_of(path):
         try:
-            row = _parse_row(line)
-            columns = columns or _find_columns(row, f"{path}:{line_number}")
-            question, answer = _read_row(row, *columns)
-        except _BadRowError as reason:
+            row = read()
+            columns = columns or (
+                _column(row, "question", question, QUESTION_COLUMNS, f"{file}:{line}"),
+                _column(row, "answer", answer, ANSWER_COLUMNS, f"{file}:{line}"),
+            )
+            if WRONG_ANSWERS[0] in row:
+                row = _lettered(row, *columns, generator("choices", seed, line))
+            problem = _problem(row, *columns, template)
+        except BadRowError as reason:
             if on_bad_row == "fail":
                 raise UserError(
                     str(reason),
-                    key=f"{path}:{line_number}",
+                    key=f"{file}:{line}",
                     hint='mend the line, or set on_bad_row to "skip"',
                 ) from reason.__cause__
             num_bad += 1
-            first_bad = first_bad or f"line {line_number}: {reason}"
+            first_bad = first_bad or f"line {line}: {reason}"
             continue
-        prompt = template.replace("{question}", question)
-        others = {name: value for name, value in row.items() if name not in columns}
-        problems.append(Problem(prompt, answer, {**others, "line": line_number}))
+        problem.metadata["line"] = line
+        problems.append(problem)
     if num_bad:
         _log.warning("%s: left out %d unusable rows (first: %s)", path, num_bad, first_bad)
     if not problems:
@@ -100,63 +118,90 @@ def check_template(template: str, key: str = "data.template") -> None:
         )
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, content) of each line that is not blank."""
-    if not path.exists():
-        names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = nearest(path.name, names)
-        hint = f"did you mean {str(path.parent / close)!r}?" if close else None
-        if not path.parent.is_dir():
-            hint = f"there is no folder {str(path.parent)!r}"
-        raise UserError("no such file", key=str(path), hint=hint)
-    if path.is_dir():
-        raise UserError("is a folder", key=str(path), expected="a file of JSON lines")
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, line.removeprefix(b"\xef\xbb\xbf")
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", key=str(path)) from error
+def _column(
+    row: Mapping[str, Any], wanted: str, named: str | None, usual: tuple[str, ...], where: str
+) -> str:
+    """The column of the data set that holds questions, or answers, from its first row."""
+    if named is not None:
+        inner: Any = row
+        for part in named.split("."):
+            if not isinstance(inner, Mapping) or part not in inner:
+                known = list(inner) if isinstance(inner, Mapping) else []
+                raise UserError(
+                    f"{where} has no such column",
+                    key=f"data.{wanted}_column",
+                    value=named,
+                    hint=suggestion(part, known) if known else None,
+                )
+            inner = inner[part]
+        return named
+    found = next((name for name in usual if name in row), None)
+    if found is None:
+        raise UserError(
+            f"no {wanted} column",
+            key=where,
+            expected=" or ".join(usual),
+            hint=f"columns found: {', '.join(map(repr, row)) or 'none'}; "
+            f"data.{wanted}_column names another",
+        )
+    return found
 
 
-def _parse_row(line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise _BadRowError("is not UTF-8 text") from error
-    except (ValueError, RecursionError) as error:
-        raise _BadRowError(f"is not valid JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise _BadRowError(f"is a JSON {type(row).__name__}, not an object")
-    return row
+def _value(row: Mapping[str, Any], column: str) -> Any:
+    """What a column holds; None where the row does not have it."""
+    inner: Any = row
+    for part in column.split("."):
+        inner = inner.get(part) if isinstance(inner, Mapping) else None
+    return inner
 
 
-def _find_columns(row: dict[str, Any], where: str) -> tuple[str, str]:
-    """(question column, answer column) of the file, from its first row."""
-    found = []
-    for wanted, aliases in (("question", QUESTION_COLUMNS), ("answer", ANSWER_COLUMNS)):
-        column = next((alias for alias in aliases if alias in row), None)
-        if column is None:
-            raise UserError(
-                f"no {wanted} column",
-                key=where,
-                expected=" or ".join(aliases),
-                hint=f"columns found: {', '.join(map(repr, row)) or 'none'}",
-            )
-        found.append(column)
-    return found[0], found[1]
+def _lettered(
+    row: Mapping[str, Any], question: str, answer: str, order: random.Random
+) -> dict[str, Any]:
+    """A row with its choices written below the question, and the right one's letter for answer."""
+    right, wrong = row.get(answer), [row.get(name) for name in WRONG_ANSWERS]
+    if not all(isinstance(one, str) and one.strip() for one in (right, *wrong)):
+        raise BadRowError("one of its four choices is not a text")
+    choices = [(str(right).strip(), True), *((str(one).strip(), False) for one in wrong)]
+    order.shuffle(choices)
+    lines = [f"{letter}) {text}" for letter, (text, _) in zip(LETTERS, choices, strict=True)]
+    letter = next(
+        letter for letter, (_, is_right) in zip(LETTERS, choices, strict=True) if is_right
+    )
+    asked = "\n".join(
+        (f"{row[question]}\n", *lines, "\nAnswer with the letter of the right choice.")
+    )
+    return {**row, question: asked, answer: letter}
 
 
-def _read_row(row: dict[str, Any], question_column: str, answer_column: str) -> tuple[str, str]:
-    question, answer = row.get(question_column), row.get(answer_column)
-    if not isinstance(question, str) or not question.strip():
-        raise _BadRowError(f"{question_column!r} is not a text: {question!r}")
+def _problem(
+    row: Mapping[str, Any], question_column: str, answer_column: str, template: str
+) -> Problem:
+    question, answer = _value(row, question_column), _value(row, answer_column)
+    turns = _turns(question)
+    if not turns and (not isinstance(question, str) or not question.strip()):
+        raise BadRowError(f"{question_column!r} is not a text: {question!r}")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str):
-        raise _BadRowError(f"{answer_column!r} is neither a text nor a number: {answer!r}")
+        raise BadRowError(f"{answer_column!r} is neither a text nor a number: {answer!r}")
     gold = final_answer(answer)
     if not gold:
-        raise _BadRowError(f"{answer_column!r} holds no final answer: {answer[-80:]!r}")
-    return question, gold
+        raise BadRowError(f"{answer_column!r} holds no final answer: {answer[-80:]!r}")
+    prompt = turns[-1]["content"] if turns else template.replace("{question}", question)
+    used = {question_column, answer_column}
+    others = {name: value for name, value in row.items() if name not in used}
+    return Problem(prompt, gold, others, turns[:-1])
+
+
+def _turns(question: Any) -> tuple[dict[str, str], ...]:
+    """The turns of a question that is a conversation and ends with the user's; else none."""
+    if not isinstance(question, list) or not question:
+        return ()
+    for turn in question:
+        if not isinstance(turn, Mapping) or not all(
+            isinstance(turn.get(name), str) for name in ("role", "content")
+        ):
+            return ()
+    turns = tuple({name: turn[name] for name in ("role", "content")} for turn in question)
+    return turns if turns[-1]["role"] == "user" and turns[-1]["content"].strip() else ()

@@ -1,13 +1,17 @@
 """From problems to items: prompts as token ids that fit into the model's context.
 
+A model that was tuned on conversations has a chat template beside its tokenizer, and does badly
+without it: what it reads then looks like nothing it has seen. So where there is one, a problem is
+the user's turn of a conversation, and the model begins the next turn.
+
 What does not fit, or cannot be written in the vocabulary, is refused with the line it came from.
 Knows neither recipes nor tasks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,105 @@ class Names:
     context: str = "model.max_position_embeddings"
 
 
+@dataclass(frozen=True)
+class Chat:
+    """How a problem becomes a conversation.
+
+    Attributes:
+        system: what stands before the user's turn; None for what the template itself puts there.
+        options: further variables of the template, such as `enable_thinking`.
+    """
+
+    system: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def text(self, tokenizer: Any, prompt: str, before: Sequence[Mapping[str, str]] = ()) -> str:
+        """The conversation up to where the model is to answer.
+
+        Args:
+            tokenizer: whose template is filled.
+            prompt: the user's turn.
+            before: turns before it; one of the system stands in for `system`.
+        """
+        turns = [*map(dict, before), {"role": "user", "content": prompt}]
+        if self.system is not None and turns[0]["role"] != "system":
+            turns.insert(0, {"role": "system", "content": self.system})
+        text: str = tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=True, **self.options
+        )
+        return text
+
+
+def chat_of(
+    tokenizer: Any,
+    wanted: bool | None,
+    system: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    key: str = "data.chat",
+) -> Chat | None:
+    """How problems become conversations for a model; None where they stay as they are.
+
+    Args:
+        tokenizer: the model's.
+        wanted: whether to; None where the tokenizer has a template.
+        system, options: as for `Chat`.
+        key: of `wanted`, for messages.
+
+    Raises:
+        UserError: there is no template and one is asked for, or there is and it is refused what
+            only it could use.
+    """
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if wanted and not has_template:
+        raise UserError(
+            "the model's tokenizer has no chat template",
+            key=key,
+            value=True,
+            hint="a base model has none: leave it out, and say in the prompt what is wanted",
+        )
+    if wanted is None:
+        wanted = has_template
+    if not wanted and (system is not None or options):
+        raise UserError(
+            "a system prompt and options are for a chat template, and none is used",
+            key=key,
+            value=False,
+            hint="put the text into the prompt's own template",
+        )
+    return Chat(system, options or {}) if wanted else None
+
+
+def prompt_rows(
+    tokenizer: Any, problems: Sequence[Problem], chat: Chat | None, key: str = "data"
+) -> list[list[int]]:
+    """Token ids of prompts, as turns of a conversation where `chat` says so.
+
+    Raises:
+        UserError: under the name `key`, if they cannot be written so.
+    """
+    if chat is None and any(problem.before for problem in problems):
+        raise UserError(
+            "holds conversations of several turns, which only a chat template can write",
+            key=key,
+            hint="take a model whose tokenizer has one, or rows whose question is a text",
+        )
+    rows: list[list[int]]
+    try:
+        if chat is None:
+            rows = tokenizer([problem.prompt for problem in problems])["input_ids"]
+            return rows
+        texts = [chat.text(tokenizer, problem.prompt, problem.before) for problem in problems]
+        # The template has written special tokens; the tokenizer would add some of them again.
+        rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    except Exception as error:
+        raise UserError(
+            f"the model's tokenizer cannot encode the prompts ({type(error).__name__}: {error})",
+            key=key,
+            expected="text that can be written in its vocabulary",
+        ) from error
+    return rows
+
+
 def encode(
     problems: Sequence[Problem],
     seeds: Sequence[int],
@@ -38,6 +141,7 @@ def encode(
     context: int | None,
     max_new_tokens: int,
     names: Names = Names(),
+    chat: Chat | None = None,
 ) -> Batch:
     """Problems as items.
 
@@ -48,11 +152,12 @@ def encode(
         context: positions of the model; None for no limit.
         max_new_tokens: room that an answer needs.
         names: for messages.
+        chat: how a prompt becomes a conversation; None for the prompt alone.
 
     Raises:
         UserError: a prompt does not fit into the context, or cannot be written in the vocabulary.
     """
-    rows = token_rows(problems, tokenizer, context, max_new_tokens, names)
+    rows = token_rows(problems, tokenizer, context, max_new_tokens, names, chat)
     return Batch(
         {
             "prompt_ids": Ragged.from_rows([torch.tensor(ids) for ids in rows]),
@@ -70,16 +175,10 @@ def token_rows(
     context: int | None,
     max_new_tokens: int,
     names: Names,
+    chat: Chat | None = None,
 ) -> list[list[int]]:
     """Token ids of each prompt; arguments and errors are those of `encode`."""
-    try:
-        rows: list[list[int]] = tokenizer([problem.prompt for problem in problems])["input_ids"]
-    except Exception as error:
-        raise UserError(
-            f"the model's tokenizer cannot encode the prompts ({type(error).__name__}: {error})",
-            key=names.data,
-            expected="text that can be written in its vocabulary",
-        ) from error
+    rows = prompt_rows(tokenizer, problems, chat, names.data)
     too_long = [
         (problem.metadata.get("line", 0), len(ids))
         for problem, ids in zip(problems, rows, strict=True)
@@ -98,11 +197,20 @@ def token_rows(
     return rows
 
 
-def may_not_fit(problem: Problem, context: int | None, max_new_tokens: int) -> bool:
-    """Whether only encoding can tell: a text has no more tokens than bytes."""
+def may_not_fit(
+    problem: Problem, context: int | None, max_new_tokens: int, around: int = SPECIAL_TOKENS
+) -> bool:
+    """Whether only encoding can tell: a text has no more tokens than bytes.
+
+    Args:
+        problem, context, max_new_tokens: as for `encode`.
+        around: tokens that stand around a text at most.
+    """
     if context is None:
         return False
-    return len(problem.prompt.encode()) + SPECIAL_TOKENS + max_new_tokens > context
+    texts = (problem.prompt, *(turn["content"] for turn in problem.before))
+    around += SPECIAL_TOKENS * len(problem.before)
+    return sum(len(text.encode()) for text in texts) + around + max_new_tokens > context
 
 
 def context_of(folder: str) -> int | None:

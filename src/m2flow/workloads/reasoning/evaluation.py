@@ -23,7 +23,7 @@ from m2flow.workloads.reasoning.data import (
     check_template,
     read_problems,
 )
-from m2flow.workloads.reasoning.encoding import Names, context_of, encode
+from m2flow.workloads.reasoning.encoding import Names, chat_of, context_of, encode
 from m2flow.workloads.reasoning.workers import Generator, ModelSource, Verifier, outcome
 
 
@@ -75,13 +75,16 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
     template = DEFAULT_TEMPLATE if asked.template is None else asked.template
     check_template(template, "--template")
     on_bad_row: OnBadRow = "skip" if asked.skip_bad_rows else "fail"
-    problems = read_problems(asked.data, template=template, on_bad_row=on_bad_row)[: asked.limit]
-    source = ModelSource(str(model_folder(asked.model)))
+    problems = read_problems(asked.data, template=template, on_bad_row=on_bad_row, seed=asked.seed)[
+        : asked.limit
+    ]
+    source = ModelSource(str(model_folder(asked.model)), "auto")
     samples, max_new_tokens, lanes = asked.samples, asked.max_new_tokens, asked.lanes
     tokenizer, context = source.tokenizer(), context_of(source.path)
     seeds = [derive_seed(asked.seed, 2, index) for index in range(len(problems))]
     names = Names(str(asked.data), "--max-new-tokens", "max_position_embeddings")
-    batch = encode(problems, seeds, tokenizer, context, max_new_tokens, names)
+    chat = chat_of(tokenizer, asked.chat, asked.system_prompt, key="--chat")
+    batch = encode(problems, seeds, tokenizer, context, max_new_tokens, names, chat)
     flow = Evaluate(
         generator=Generator(
             source,

@@ -26,8 +26,18 @@ from m2flow.training.rollouts import TokenPairs
 from m2flow.training.supervised import adamw, train_supervised
 from m2flow.workloads.common.workload import RunProgress
 from m2flow.workloads.reasoning.config import KEYS_OF_TASKS, ReasoningRecipe
-from m2flow.workloads.reasoning.encoding import Names, context_of, encode, may_not_fit, token_rows
+from m2flow.workloads.reasoning.encoding import (
+    SPECIAL_TOKENS,
+    Names,
+    chat_of,
+    context_of,
+    encode,
+    may_not_fit,
+    prompt_rows,
+    token_rows,
+)
 from m2flow.workloads.reasoning.flow import GRPO, PPO, Reinforce, recipe_flow
+from m2flow.workloads.reasoning.health import Check, hints
 from m2flow.workloads.reasoning.tasks import (
     DemonstratedTask,
     Problem,
@@ -36,9 +46,13 @@ from m2flow.workloads.reasoning.tasks import (
     reward_of_task,
 )
 from m2flow.workloads.reasoning.workers import Critic, ModelSource
+from m2flow.workloads.reasoning.workers.source import dtype_on
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.run import Run
+
+NOT_OF_TINY = {"path", "dtype", "lora_rank", "lora_alpha"}
+"""Keys of `model` that say nothing of the tiny model's shape."""
 
 METRIC_NAMES = {"loss": "loss/policy", "critic/loss": "loss/critic"}
 """What the training's losses are called in metrics.jsonl."""
@@ -112,17 +126,28 @@ class ReasoningExperiment:
                 value=recipe.warmup.steps,
                 hint="set it to 0",
             )
+        self._hinted: set[Check] = set()
+        rows = self.task.num_train
+        if rows is not None and rows < recipe.prompts_per_step:
+            raise UserError(
+                "a step would ask some problem twice",
+                key="prompts_per_step",
+                value=recipe.prompts_per_step,
+                expected=f"at most the {rows} problems to train on",
+            )
         self._held_out = self.task.held_out(recipe.evaluation.problems)
         self._tokenizer: Any = None
         self._tiny = _tiny_spec(recipe) if recipe.model.path is None else None
         tokenizer = self._starting_tokenizer()
         path, positions = recipe.model.path, recipe.model.max_position_embeddings
         self._context = positions if path is None else context_of(path)
+        data = recipe.data
+        self._chat = chat_of(tokenizer, data.chat, data.system_prompt, data.chat_options)
         self._check_prompts(tokenizer)
-        dtype = getattr(torch, recipe.model.dtype)
-        self._warming = (
-            load_model(path, dtype) if path is not None and recipe.warmup.steps else None
-        )
+        self._dtype = dtype_on(recipe.model.dtype, "cpu")  # of what is built or warmed up here
+        self._warming: Any = None
+        if path is not None and recipe.warmup.steps:
+            self._warming = load_model(path, self._dtype)
         self.model = model or ModelSource(path or "", recipe.model.dtype)
         """The model that reinforcement starts from, once it is made."""
 
@@ -136,12 +161,14 @@ class ReasoningExperiment:
         first = self.recipe.prompts_per_step
         problems = [self.task.train(index) for index in range(first)]
         rest = map(self.task.train, range(first, self.task.num_train or 0))
-        problems += [p for p in rest if may_not_fit(p, self._context, self._max_new)]
+        around = SPECIAL_TOKENS + len(prompt_rows(tokenizer, [Problem("", "")], self._chat)[0])
+        problems += [p for p in rest if may_not_fit(p, self._context, self._max_new, around)]
         data = self.recipe.data
         files = (data.path or "data", data.eval_path or data.path or "data")
         for file, some in zip(files, (problems, self._held_out), strict=True):
             if some:
-                token_rows(some, tokenizer, self._context, self._max_new, Names(data=file))
+                names = Names(data=file)
+                token_rows(some, tokenizer, self._context, self._max_new, names, self._chat)
 
     # --- the starting point -----------------------------------------------------------------------
 
@@ -171,8 +198,7 @@ class ReasoningExperiment:
         tokenizer = self._starting_tokenizer()
         if self._tiny is None:
             assert recipe.model.path is not None
-            dtype = getattr(torch, recipe.model.dtype)
-            model: Any = self._warming or load_model(recipe.model.path, dtype)
+            model: Any = self._warming or load_model(recipe.model.path, self._dtype)
             self._warming = None
         else:
             model = build_tiny(
@@ -181,7 +207,7 @@ class ReasoningExperiment:
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,
                 seed=recipe.seed,
-                dtype=getattr(torch, recipe.model.dtype),
+                dtype=self._dtype,
             )
         if recipe.warmup.steps:
             self._warm_up(model, tokenizer, progress)
@@ -200,7 +226,8 @@ class ReasoningExperiment:
             progress.phase("warm-up", warmup.steps)
         assert isinstance(self.task, DemonstratedTask)
         shown = [self.task.demonstration(n) for n in range(warmup.steps * warmup.samples_per_step)]
-        prompts = tokenizer([prompt for prompt, _ in shown])["input_ids"]
+        asked = [Problem(prompt, answer) for prompt, answer in shown]
+        prompts = prompt_rows(tokenizer, asked, self._chat)
         answers = tokenizer([answer for _, answer in shown])["input_ids"]
         pairs = TokenPairs.from_rows(prompts, [[*ids, tokenizer.eos_token_id] for ids in answers])
         told = None if progress is None else progress.update
@@ -237,7 +264,8 @@ class ReasoningExperiment:
     def _encoded(self, problems: Sequence[Problem], seeds: Sequence[int]) -> Batch:
         if self._tokenizer is None:
             self._tokenizer = self.model.tokenizer()
-        return encode(problems, seeds, self._tokenizer, self._context, self._max_new)
+        tokenizer, context = self._tokenizer, self._context
+        return encode(problems, seeds, tokenizer, context, self._max_new, chat=self._chat)
 
     @property
     def _max_new(self) -> int:
@@ -270,7 +298,7 @@ class ReasoningExperiment:
         return [sample_row(output, row) for row in dict.fromkeys((*failed, *rows))][:count]
 
     def alarms(self, result: StepResult) -> Sequence[str]:
-        """Why samples of a step have no reward, each reason once.
+        """Why samples of a step have no reward, each reason once; and what its figures warn of.
 
         Raises:
             RunFailed: no sample has one: there is nothing to learn from.
@@ -284,7 +312,12 @@ class ReasoningExperiment:
                 f"{why[0]}; so for all {failed} samples of step {result.step + 1}. The first: "
                 f"prompt {first['prompt'][-200:]!r}, completion {first['completion'][-200:]!r}"
             )
-        return [f"{one}; the sample is not trained on" for one in why]
+        alarms = [f"{one}; the sample is not trained on" for one in why]
+        for check, hint in hints(self.metrics(result), self.recipe).items():
+            if check not in self._hinted:
+                self._hinted.add(check)
+                alarms.append(hint)
+        return alarms
 
     def films(self, result: StepResult) -> Sequence[bytes]:
         """Text is not filmed."""
@@ -303,7 +336,7 @@ class ReasoningExperiment:
 
 def _tiny_spec(recipe: ReasoningRecipe) -> TinySpec:
     try:
-        return TinySpec(**recipe.model.model_dump(exclude={"path", "dtype"}))
+        return TinySpec(**recipe.model.model_dump(exclude=NOT_OF_TINY))
     except UserError as error:
         raise UserError(f"model.{error}") from error
 

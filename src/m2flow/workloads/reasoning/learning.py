@@ -29,18 +29,21 @@ def critic_loss_of(recipe: ReasoningRecipe) -> CriticLoss:
     return CriticLoss(recipe.critic.value_clip, aggregation, budget)
 
 
-def critic_config(recipe: ReasoningRecipe) -> PolicyTrainerConfig:
+def critic_config(recipe: ReasoningRecipe, device: str = "cpu") -> PolicyTrainerConfig:
     """The critic's optimizer and packing: the policy's, at a learning rate of its own."""
-    config = trainer_config(recipe, idle_steps=0)
+    config = trainer_config(recipe, device, idle_steps=0)
     optimizer = replace(config.optimizer, learning_rate=recipe.critic.learning_rate)
     return replace(config, optimizer=optimizer)
 
 
-def trainer_config(recipe: ReasoningRecipe, idle_steps: int | None = None) -> PolicyTrainerConfig:
+def trainer_config(
+    recipe: ReasoningRecipe, device: str = "cpu", *, idle_steps: int | None = None
+) -> PolicyTrainerConfig:
     """Optimizer, schedule over all optimizer steps of the run, and packing.
 
     Args:
         recipe: every setting.
+        device: where it trains, for what the recipe leaves to the kind of device.
         idle_steps: optimizer steps at the start that move nothing; None for those in which a
             critic alone learns.
     """
@@ -65,4 +68,5 @@ def trainer_config(recipe: ReasoningRecipe, idle_steps: int | None = None) -> Po
         sharing=recipe.training.sharing,
         temperature=recipe.generation.temperature,
         drop_zero_advantage=recipe.training.drop_zero_advantage,
+        gradient_checkpointing=recipe.training.checkpoints_on(device),
     )

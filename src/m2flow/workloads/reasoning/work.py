@@ -17,7 +17,7 @@ from m2flow.flow.worker import Layout
 from m2flow.models.lengths import Answers, fit_lengths
 from m2flow.models.shape import ModelShape, model_from_config, read_model
 from m2flow.models.work import (
-    ADAM_BYTES,
+    TRAINED_BYTES,
     decoding,
     forward_pass,
     prefill,
@@ -75,7 +75,6 @@ QUANTILES = 129
 """Of answer lengths; the last of them still tells cut answers from long ones."""
 
 DECODING = "decoding steps of captured graphs (1.5 ms beside memory and arithmetic)"
-RECOMPUTING = "activations computed again in the backward pass of training"
 
 
 def prices(
@@ -197,9 +196,7 @@ class _Recipe:
             case "logprobs" | "values":
                 return StageWork(tuple(map(self._passing, self._sharded())), size)
             case "train":
-                ways = (False, True)
-                found = [self._training(one, again) for one in self._sharded() for again in ways]
-                return StageWork(tuple(found), size)
+                return StageWork(tuple(map(self._training, self._sharded())), size)
         each = _score_seconds(self.recipe) if node.method == "score" else GROUP_SECONDS
         return StageWork((LayoutWork(call=lambda n: Work(seconds=CALL_SECONDS + n * each)),))
 
@@ -211,7 +208,9 @@ class _Recipe:
         if not methods & {"logprobs", "values", "train"}:
             return WorkerWork(())
         if "train" in methods:
-            size = float(ADAM_BYTES * self.model.parameters)
+            size = float(TRAINED_BYTES * self.model.parameters)
+            if rank := self.recipe.model.lora_rank:
+                size = self.model.weight_bytes + TRAINED_BYTES * self.model.adapter_parameters(rank)
         return WorkerWork([(one, size / one.lanes) for one in self._sharded()])
 
     def _divided(self) -> Sequence[Layout]:
@@ -251,14 +250,14 @@ class _Recipe:
             working_bytes=lambda n: training_bytes(self.model, layout.lanes, self._packed(n), True),
         )
 
-    def _training(self, layout: Layout, recomputes: bool) -> LayoutWork:
+    def _training(self, layout: Layout) -> LayoutWork:
         model, lanes = self.model, layout.lanes
+        recomputes = self.recipe.training.checkpoints_on(self.device.kind)
         return LayoutWork(
             layout,
             lambda n: training_pass(model, self.answers, n, lanes, self._microbatch(), recomputes),
             lambda replicas: update(model, lanes, replicas),
             lambda n: training_bytes(model, lanes, self._packed(n), recomputes),
-            assumes=_not_yet(RECOMPUTING) if recomputes else "",
         )
 
 

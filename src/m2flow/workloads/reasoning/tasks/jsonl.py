@@ -1,4 +1,4 @@
-"""Problems from a file of JSON lines (GSM8K, AIME and the like).
+"""Problems from a file or folder of rows (GSM8K, AIME and the like).
 
 Training walks the file in a shuffle that is seeded for each epoch, so problem `index` is known
 without the ones before it. Held out are the rows of a second file, or the last rows of the first,
@@ -8,6 +8,7 @@ which training then never sees.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 from m2flow.errors import UserError
@@ -21,13 +22,14 @@ class Jsonl:
     """A data set in a file.
 
     Args:
-        path: JSON lines to train on; see `m2flow.workloads.reasoning.data` for their form.
-        eval_path: JSON lines to hold out. None holds out the last rows of `path`.
+        path: rows to train on; see `m2flow.workloads.reasoning.data` for their form.
+        eval_path: rows to hold out. None holds out the last rows of `path`.
         held_out_rows: how many rows of `path` that is; None takes a tenth, at most 256. Training
             rows that ask the same as a held-out one are dropped, and the log says how many.
         seed: fixes the shuffle of each epoch.
         template: the prompt, with `{question}` where the question goes.
         on_bad_row: "fail" or "skip", as in `read_problems`.
+        question_column, answer_column: as `question` and `answer` of `read_problems`.
 
     Raises:
         UserError: what `read_problems` refuses, or nothing left to train on.
@@ -45,8 +47,18 @@ class Jsonl:
         seed: int = 0,
         template: str = DEFAULT_TEMPLATE,
         on_bad_row: OnBadRow = "fail",
+        question_column: str | None = None,
+        answer_column: str | None = None,
     ) -> None:
-        problems = read_problems(path, template=template, on_bad_row=on_bad_row)
+        read = partial(
+            read_problems,
+            template=template,
+            on_bad_row=on_bad_row,
+            question=question_column,
+            answer=answer_column,
+            seed=seed,
+        )
+        problems = read(path)
         if eval_path is not None:
             if held_out_rows is not None:
                 raise UserError(
@@ -55,7 +67,7 @@ class Jsonl:
                     value=held_out_rows,
                     hint="give one of the two",
                 )
-            held_out = read_problems(eval_path, template=template, on_bad_row=on_bad_row)
+            held_out = read(eval_path)
         else:
             problems, held_out = _split(problems, held_out_rows, path)
         held_out_prompts = {problem.prompt for problem in held_out}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,11 +21,14 @@ class Problem:
         prompt: the text that the model continues (before any chat template).
         answer: the right answer.
         metadata: further fields of the row that a reward is given: where it came from, what it is.
+        before: turns of a conversation before the prompt, each with `role` and `content`; they need
+            a chat template.
     """
 
     prompt: str
     answer: str
     metadata: dict[str, Any] = field(default_factory=dict)
+    before: Sequence[Mapping[str, str]] = ()
 
 
 @runtime_checkable

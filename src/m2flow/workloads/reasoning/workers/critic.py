@@ -20,7 +20,7 @@ class Critic(Trained):
         from m2flow.training.values import ValueTrainer
         from m2flow.workloads.reasoning.learning import critic_config, critic_loss_of
 
-        loss, config = critic_loss_of(self.recipe), critic_config(self.recipe)
+        loss, config = critic_loss_of(self.recipe), critic_config(self.recipe, place.device)
         self.begin(
             place,
             self.model.load_critic,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from m2flow.flow import Batch, Layout, Place, Ragged, Worker, stage
 from m2flow.workloads.reasoning.supported import key_value_heads
-from m2flow.workloads.reasoning.workers.source import ModelSource, by_heads
+from m2flow.workloads.reasoning.workers.source import ModelSource, by_heads, dtype_on
 
 if TYPE_CHECKING:
     from m2flow.generation.native import NativeEngine
@@ -23,6 +23,10 @@ LISTEN_EVERY = 4
 """Steps of the engine after which the call stops for a moment to hear if anything has come."""
 
 
+CACHE_SHARE = 0.5
+"""Of an accelerator's memory, for keys and values where the recipe does not say."""
+
+
 class Generator(Worker):
     """Draws completions by continuous batching.
 
@@ -34,6 +38,9 @@ class Generator(Worker):
         samples_per_prompt: completions for each prompt.
         max_new_tokens, temperature: how they are drawn.
         max_running: sequences decoded together at most.
+        dtype: what is computed in; None for the model's.
+        cache_gb: 10**9 bytes that keys and values may take on a lane; None for `CACHE_SHARE` of an
+            accelerator's memory, or what is needed of a CPU's.
         key_value_heads: of the model, which layouts divide; None for what the model's folder says.
     """
 
@@ -47,12 +54,15 @@ class Generator(Worker):
         max_new_tokens: int,
         temperature: float = 1.0,
         max_running: int = 256,
+        dtype: str | None = None,
+        cache_gb: float | None = None,
         key_value_heads: int | None = None,
     ) -> None:
         self.model, self.key_value_heads = model, key_value_heads
         self.samples_per_prompt = samples_per_prompt
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.max_running = max_running
+        self.dtype, self.cache_gb = dtype or model.dtype, cache_gb
 
     def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
         """Tensor parallel over any number of lanes that divides the key-value heads."""
@@ -61,19 +71,18 @@ class Generator(Worker):
 
     def load(self, place: Place) -> None:
         super().load(place)
-        import torch
-
         from m2flow.generation.native import NativeEngine
         from m2flow.generation.tensor_parallel import TensorParallel
 
-        model = self.model.load("cpu")
+        model = self.model.load(place.device, stays=False)
         self.engine = NativeEngine(
             model.config,
             max_running=self.max_running,
-            dtype=getattr(torch, self.model.dtype),
+            dtype=dtype_on(self.dtype, place.device),
             device=place.device,
             spill=place.spill,
             parallel=TensorParallel.of(place.gang),
+            cache_bytes=_cache_bytes(self.cache_gb, place.device),
         )
         self.engine.install(model.state_dict(), place.version)
         self._stop_ids = self.model.stop_ids(model.generation_config.eos_token_id)
@@ -117,6 +126,17 @@ class Generator(Worker):
 
     def state_bytes(self) -> int:
         return self.engine.state_bytes()
+
+
+def _cache_bytes(cache_gb: float | None, device: str) -> int | None:
+    """What keys and values may take on a device."""
+    if cache_gb is not None:
+        return int(1e9 * cache_gb)
+    if device == "cpu":
+        return None
+    import torch
+
+    return int(CACHE_SHARE * torch.cuda.get_device_properties(device).total_memory)
 
 
 @dataclass(slots=True)

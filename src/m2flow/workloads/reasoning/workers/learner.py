@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from m2flow.flow import Batch, Place, Ragged, stage
 from m2flow.workloads.reasoning.workers.columns import rollouts, token_pairs
 from m2flow.workloads.reasoning.workers.stages import outcome
@@ -11,17 +13,29 @@ from m2flow.workloads.reasoning.workers.trained import Trained
 class Learner(Trained):
     """Trains the policy: folds samples in as they come, one optimizer step a mini-batch."""
 
+    _steps = 0  # of the optimizer in this training step
+
     def load(self, place: Place) -> None:
         super().load(place)
         from m2flow.training.policy import PolicyTrainer
         from m2flow.workloads.reasoning.learning import loss_of, trainer_config
 
-        loss, config = loss_of(self.recipe), trainer_config(self.recipe)
+        loss, config = loss_of(self.recipe), trainer_config(self.recipe, place.device)
+        self.adapts = self.recipe.model.lora_rank > 0
         self.begin(
             place,
-            self.model.load,
+            self._adapted if self.adapts else self.model.load,
             lambda policy, shards: PolicyTrainer(policy, loss, config, shards),
         )
+
+    def _adapted(self, device: str, *, stays: bool = True) -> Any:
+        """The model with adapters."""
+        from m2flow.models.lora import add_lora
+
+        section = self.recipe.model
+        model = self.model.load(device, stays=stays)
+        add_lora(model, section.lora_rank, section.lora_alpha, self.recipe.seed)
+        return model
 
     @stage
     def logprobs(self, samples: Batch) -> Batch:
@@ -34,6 +48,22 @@ class Learner(Trained):
         """Accumulates the gradient of these samples."""
         self.fold(samples, rollouts(samples))
         return outcome(samples)
+
+    def _step(self) -> dict[str, float]:
+        """Of the first step on what the present weights drew, the engine's gap is known too.
+
+        Nothing but the engine stands between the two log-probabilities then.
+        """
+        figures, first = super()._step(), self._steps == 0
+        self._steps = (self._steps + 1) % (self.minibatches * self.recipe.algorithm.epochs)
+        if first and not self.recipe.max_staleness and "logprob_gap" in figures:
+            figures["engine_gap"] = figures["logprob_gap"]
+            figures["engine_kl"] = figures["behaviour_kl"]
+        return figures
+
+    def discard(self) -> None:
+        super().discard()
+        self._steps = 0
 
     @train.finish
     def train_finish(self) -> dict[str, float]:

@@ -11,31 +11,38 @@ from m2flow.flow import Layout, Place, Worker
 from m2flow.flow.worker import ONE_LANE
 
 if TYPE_CHECKING:
+    import torch
+
     from m2flow.training.sharded import Shards
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a worker loads its weights from: a folder in Hugging Face layout, and a dtype."""
+    """Where a worker loads its weights from: a folder in Hugging Face layout, and a dtype.
+
+    The dtype "auto" is bfloat16 on accelerators and float32 on CPUs.
+    """
 
     path: str
     dtype: str = "float32"
 
-    def load(self, device: str) -> Any:
-        """The transformers model, on the device."""
-        import torch
+    def load(self, device: str, *, stays: bool = True) -> Any:
+        """The transformers model, on the device.
 
+        Args:
+            device: where to; its kind chooses the dtype "auto".
+            stays: whether it is computed with there. A model on its way to somewhere else stays
+                on the host, in pages of its files that all processes there share.
+        """
         from m2flow.models.causal_lm import load_model
 
-        return load_model(self.path, getattr(torch, self.dtype)).to(device)
+        return _placed(load_model, self, device, stays=stays)
 
-    def load_critic(self, device: str) -> Any:
-        """The critic there, or one made of the policy there, on the device."""
-        import torch
-
+    def load_critic(self, device: str, *, stays: bool = True) -> Any:
+        """The critic there, or one made of the policy there; arguments are those of `load`."""
         from m2flow.models.critic import load_critic
 
-        return load_critic(self.path, getattr(torch, self.dtype)).to(device)
+        return _placed(load_critic, self, device, stays=stays)
 
     def stop_ids(self, configured: int | list[int] | None) -> tuple[int, ...]:
         """Tokens that end an answer: what the generation config says, else the tokenizer.
@@ -57,6 +64,23 @@ class ModelSource:
         from m2flow.models.causal_lm import load_tokenizer
 
         return load_tokenizer(self.path)
+
+
+def _placed(load: Callable[..., Any], source: ModelSource, device: str, *, stays: bool) -> Any:
+    on_host = not stays or device == "cpu"
+    own_memory = stays and on_host
+    model = load(source.path, dtype_on(source.dtype, device), own_memory=own_memory)
+    return model if on_host else model.to(device)
+
+
+def dtype_on(name: str, device: str) -> torch.dtype:
+    """The dtype of a recipe on a kind of device."""
+    import torch
+
+    if name == "auto":
+        name = "float32" if device == "cpu" else "bfloat16"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def in_shards(lanes: int) -> Layout:
@@ -94,18 +118,18 @@ class Sharded(Worker):
         return num_bytes
 
 
-def divided(place: Place, load: Callable[[str], Any]) -> tuple[Any, Shards]:
+def divided(place: Place, load: Callable[..., Any]) -> tuple[Any, Shards]:
     """A model in evaluation mode, divided where the worker stands on gangs of several lanes.
 
     Args:
         place: where the worker stands.
-        load: gives the whole model on a device.
+        load: `load` or `load_critic` of where the model comes from.
     """
     from m2flow.training.sharded import Shards
 
     shards = Shards.of(place.gang)
     if shards.size == 1:
         return load(place.device).eval(), shards
-    model = load("cpu").eval()  # moves to the device shard by shard
+    model = load(place.device, stays=False).eval()  # moves to the device shard by shard
     shards.shard(model)
     return model, shards

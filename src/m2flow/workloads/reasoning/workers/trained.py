@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from m2flow.training.sharded import WholeModel
 
 
+ADAPTER = "adapter/"
+"""How names of adapters begin in a trainer's state."""
+
+
 class Trained(Sharded):
     """A model that learns, with its trainer.
 
@@ -29,6 +33,9 @@ class Trained(Sharded):
         recipe: algorithm, optimizers, packing, mini-batches.
         checkpoint: folder of the checkpoint whose trainer state to go on from, or None.
     """
+
+    adapts = False
+    """Whether adapters are trained and the model that they stand on is frozen."""
 
     part = ""
     """Folder within a checkpoint; "" for the checkpoint's own model."""
@@ -50,14 +57,14 @@ class Trained(Sharded):
     def begin(
         self,
         place: Place,
-        load: Callable[[str], Any],
+        load: Callable[..., Any],
         make_trainer: Callable[[Any, Any], Any],
     ) -> None:
         """Load the model and go on from the checkpoint's trainer state.
 
         Args:
             place: where the worker stands.
-            load: gives the model on a device.
+            load: `load` or `load_critic` of where the model comes from.
             make_trainer: gives its trainer, from the model and how it is divided.
         """
         from m2flow.runtime.lane.state import MovableState
@@ -66,7 +73,9 @@ class Trained(Sharded):
         self.policy, self.shards = divided(place, load)
         self.trainer = make_trainer(self.policy, self.shards)
         if self.checkpoint is not None:
-            self.trainer.optimizer.load_state_dict(load_trainer_state(self.checkpoint, self.part))
+            state = load_trainer_state(self.checkpoint, self.part)
+            self._take_adapters(state)
+            self.trainer.optimizer.load_state_dict(state)
         self.state = MovableState(self.trainer.tensors, place)
 
     def fold(self, samples: Batch, columns: Any) -> None:
@@ -116,7 +125,9 @@ class Trained(Sharded):
 
     def weights(self) -> Mapping[str, Any]:
         """The model's tensors: on a gang DTensors, of which each lane has its shard."""
-        return dict(self.policy.state_dict())
+        from m2flow.models.lora import merged_weights
+
+        return dict(merged_weights(self.policy))
 
     def state_bytes(self) -> int:
         num_bytes: int = super().state_bytes() + self.trainer.optimizer.bytes_to_come()
@@ -173,7 +184,7 @@ class Trained(Sharded):
     @contextmanager
     def _gathered(self) -> Iterator[tuple[WholeModel, dict[str, Any]] | None]:
         """The whole model and its trainer's state on the worker's first lane; None elsewhere."""
-        from m2flow.training.sharded import WholeModel, whole_weights
+        from m2flow.training.sharded import WholeModel
 
         place = self.place
         if place.rank >= place.gang.size:  # other replicas hold the same
@@ -181,13 +192,37 @@ class Trained(Sharded):
             return
         first = place.rank == 0
         with self.state.present():
-            weights = {name: x for name, x in whole_weights(self.policy) if first}
+            weights = {name: x for name, x in self._whole_weights() if first}
             trainer_state = {name: x for name, x in self.trainer.optimizer.state_items() if first}
+            trainer_state |= {name: x for name, x in self._adapters() if first}
             yield (WholeModel(self.policy, weights), trainer_state) if first else None
 
     def parameters(self) -> dict[str, Any]:
         """Copies of the weights, whole, on the CPU; to be called on every lane of a gang."""
-        from m2flow.training.sharded import whole_weights
-
         with self.state.present():
-            return {name: tensor.clone() for name, tensor in whole_weights(self.policy)}
+            return {name: tensor.clone() for name, tensor in self._whole_weights()}
+
+    def _whole_weights(self) -> Iterator[tuple[str, Any]]:
+        """Each tensor of the model as it is published, whole, on the CPU. Collective in a gang."""
+        from m2flow.models.lora import merged_weights
+        from m2flow.training.sharded import whole, whole_weights
+
+        if not self.adapts:
+            yield from whole_weights(self.policy)
+            return
+        yield from ((name, whole(tensor)) for name, tensor in merged_weights(self.policy))
+
+    def _adapters(self) -> Iterator[tuple[str, Any]]:
+        """What trains of a model that is adapted, for the trainer's state. Collective in a gang."""
+        from m2flow.training.sharded import whole
+
+        for name, parameter in self.policy.named_parameters() if self.adapts else ():
+            if parameter.requires_grad:
+                yield f"{ADAPTER}{name}", whole(parameter)
+
+    def _take_adapters(self, state: dict[str, Any]) -> None:
+        """Take `_adapters` out of a trainer's state and into the model."""
+        for name, parameter in self.policy.named_parameters():
+            saved = state.pop(f"{ADAPTER}{name}", None)
+            if saved is not None:
+                self.shards.piece(parameter.data).copy_(self.shards.cut(saved, parameter))

@@ -1,0 +1,54 @@
+"""What `m2flow eval` prints of the figures that a workload gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Figures = Mapping[str, Any]
+
+SHARES = ("accuracy", "maj@", "pass@", "success")
+"""How names of figures begin that are shares of 1."""
+
+
+def figure_lines(figures: Figures) -> list[str]:
+    """A figure a line, for people."""
+    lines = [str(figures["about"])]
+    for name, value in figures.items():
+        if name.startswith(SHARES):
+            lines.append(f"  {name:<16} {value:.4f}")
+        elif isinstance(value, float) and name != "temperature":
+            lines.append(f"  {name:<16} {value:.2f}")
+    return lines
+
+
+def markdown_table(found: Sequence[Figures]) -> list[str]:
+    """A row for each data set and one for their mean, in per cent, as papers print them."""
+    names = [name for name in found[0] if name.startswith(SHARES) and not _is_bound(name)]
+    rows = [[_called(one), *(_cell(one, name) for name in names)] for one in found]
+    if len(found) > 1:
+        means = [sum(one[name] for one in found) / len(found) for name in names]
+        rows.append(["mean", *(f"{100 * mean:.2f}" for mean in means)])
+    header = ["data", *names]
+    return [_row(header), _row(["---", *["---:"] * len(names)]), *map(_row, rows)]
+
+
+def _is_bound(name: str) -> bool:
+    return name.endswith(("_low", "_high"))
+
+
+def _called(figures: Figures) -> str:
+    data = figures.get("data")
+    return str(figures["about"]) if data is None else Path(str(data)).stem
+
+
+def _cell(figures: Figures, name: str) -> str:
+    """A share with half the width of its interval, where it has one."""
+    value = f"{100 * figures[name]:.2f}"
+    low, high = figures.get(f"{name}_low"), figures.get(f"{name}_high")
+    return value if low is None or high is None else f"{value} ± {50 * (high - low):.2f}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,104 @@
+"""What the figures of a step say is wrong with a run, each with what to do about it.
+
+Each check looks at the figures of one step alone. Bounds are wide: a run that learns passes them,
+and what is told once is not told again by whoever asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+
+Figures = Mapping[str, float]
+
+
+class Check(NamedTuple):
+    """One thing that may be wrong.
+
+    Attributes:
+        figure: that is looked at; no figure, nothing wrong.
+        wrong: whether its value says so, in a recipe, beside the other figures.
+        hint: what it means and what helps; `{value}` is the figure, `{recipe}` the recipe.
+    """
+
+    figure: str
+    wrong: Callable[[float, ReasoningRecipe, Figures], bool]
+    hint: str
+
+
+def _all_right(figures: Figures) -> bool:
+    return figures.get("accuracy/mean", 0.0) >= 0.5
+
+
+CHECKS = (
+    Check(
+        "reward/zero_variance_share",
+        lambda share, _, figures: share >= 0.9 and not _all_right(figures),
+        "{value:.0%} of the groups have the same reward for all of their answers and teach "
+        "nothing: take easier problems or more samples_per_prompt, or give part of the reward for "
+        "less",
+    ),
+    Check(
+        "reward/zero_variance_share",
+        lambda share, _, figures: share >= 0.9 and _all_right(figures),
+        "{value:.0%} of the groups have the same reward for all of their answers, most of them a "
+        "full one: harder problems would teach more",
+    ),
+    Check(
+        "length/truncated_share",
+        lambda share, _, __: share >= 0.25,
+        "{value:.0%} of the answers are cut off at generation.max_new_tokens = "
+        "{recipe.generation.max_new_tokens}: raise it, or penalise length with "
+        "algorithm.overlong_buffer",
+    ),
+    Check(
+        "reward/failed_share",
+        lambda share, _, __: share >= 0.1,
+        "{value:.0%} of the answers have no reward, because the function failed: samples.jsonl has "
+        "some of them with the reason",
+    ),
+    Check(
+        "train/engine_gap",
+        lambda gap, _, __: gap >= 0.05,
+        "log-probabilities of generation and training are {value:.2g} apart in the mean: compute "
+        "both in one dtype, or weigh the difference with training.recompute_logprobs",
+    ),
+    Check(
+        "train/ratio_outliers",
+        lambda share, _, __: share >= 0.1,
+        "{value:.0%} of the tokens have become more than twice or less than half as likely since "
+        "they were drawn: lower optimizer.learning_rate, or take fewer minibatches or epochs",
+    ),
+    Check(
+        "train/behaviour_entropy",
+        lambda entropy, recipe, figures: (
+            entropy <= 0.02 and recipe.generation.temperature >= 0.5 and not _all_right(figures)
+        ),
+        "the policy hardly varies its answers any more ({value:.2g} nats a token) and most of them "
+        "are wrong: raise algorithm.clip_high or algorithm.entropy_coefficient, or go back to an "
+        "earlier checkpoint with a lower optimizer.learning_rate",
+    ),
+    Check(
+        "train/grad_norm",
+        lambda norm, recipe, _: norm >= 1000 * (recipe.optimizer.max_grad_norm or 1.0),
+        "the gradient's norm is {value:.3g}: look at the rewards and the longest answers of this "
+        "step, and lower optimizer.learning_rate",
+    ),
+    Check(
+        "critic/explained_variance",
+        lambda share, _, __: share <= -1.0,
+        "the critic misleads (explained variance {value:.2f}): give it critic.warmup_steps, or a "
+        "lower critic.learning_rate",
+    ),
+)
+
+
+def hints(figures: Figures, recipe: ReasoningRecipe) -> dict[Check, str]:
+    """The checks that a step's figures do not pass, each in words."""
+    return {
+        check: check.hint.format(value=figures[check.figure], recipe=recipe)
+        for check in CHECKS
+        if check.figure in figures and check.wrong(figures[check.figure], recipe, figures)
+    }

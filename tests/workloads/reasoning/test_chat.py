@@ -1,0 +1,171 @@
+"""Prompts as turns of a conversation, where the model's tokenizer has a chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m2flow.errors import UserError
+from m2flow.models.causal_lm import TinySpec, build_tiny
+from m2flow.models.tokenizer import byte_tokenizer
+from m2flow.plan import parse_lanes
+from m2flow.workloads.common import Examination
+from m2flow.workloads.reasoning.encoding import Chat, chat_of, prompt_rows
+from m2flow.workloads.reasoning.evaluation import answered
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment
+from m2flow.workloads.reasoning.tasks import Problem
+
+MakeRecipe = Any
+
+TEMPLATE = (
+    "{% if messages[0].role != 'system' %}[default]{% endif %}"
+    "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}</{{ turn.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% endif %}"
+)
+"""Of the form that Qwen's have: a system turn of its own where none is given."""
+
+
+def tokenizer_with_template() -> Any:
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    spec = TinySpec(hidden_size=16, num_hidden_layers=1, intermediate_size=16)
+    build_tiny(spec, vocab_size=258, eos_token_id=256, pad_token_id=257, seed=0).save_pretrained(
+        path
+    )
+    tokenizer_with_template().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "sums.jsonl"
+    lines = [{"question": f"{a}+{b}", "answer": a + b} for a in range(5) for b in range(4)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def recipe_on(make: MakeRecipe, folder: Path, rows: Path, **data: Any) -> Any:
+    return make(
+        model={"path": str(folder)},
+        warmup={"steps": 0},
+        data={"task": "jsonl", "path": str(rows), "template": "{question}=", "options": {}, **data},
+    )
+
+
+def first_prompt(experiment: ReasoningExperiment) -> tuple[str, str]:
+    """Of the first problem: the task's prompt, and what the model reads."""
+    batch = experiment.batch(0)
+    return batch["prompt"][0], byte_tokenizer().decode(batch["prompt_ids"][0])
+
+
+def test_a_template_is_used_where_there_is_one(
+    tiny_recipe: MakeRecipe, folder: Path, rows: Path
+) -> None:
+    prompt, read = first_prompt(ReasoningExperiment(recipe_on(tiny_recipe, folder, rows)))
+    assert read == f"[default]<user>{prompt}</user><assistant>"
+
+
+def test_the_system_prompt_and_options_reach_the_template(
+    tiny_recipe: MakeRecipe, folder: Path, rows: Path
+) -> None:
+    data = {"system_prompt": "Add.", "chat_options": {"enable_thinking": False}}
+    experiment = ReasoningExperiment(recipe_on(tiny_recipe, folder, rows, **data))
+    prompt, read = first_prompt(experiment)
+    assert read == f"<system>Add.</system><user>{prompt}</user><assistant><think></think>"
+    held_out = experiment.held_out()
+    assert held_out is not None
+    assert byte_tokenizer().decode(held_out["prompt_ids"][0]).startswith("<system>Add.")
+
+
+def test_it_can_be_left_out(tiny_recipe: MakeRecipe, folder: Path, rows: Path) -> None:
+    prompt, read = first_prompt(
+        ReasoningExperiment(recipe_on(tiny_recipe, folder, rows, chat=False))
+    )
+    assert read == prompt
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        ({"chat": True}, r"data\.chat: the model's tokenizer has no chat template"),
+        ({"system_prompt": "Add."}, "are for a chat template, and none is used"),
+        ({"chat_options": {"enable_thinking": False}}, "are for a chat template, and none is used"),
+    ],
+)
+def test_what_needs_a_template_is_refused_without_one(
+    tiny_recipe: MakeRecipe, folder: Path, rows: Path, data: dict[str, Any], why: str
+) -> None:
+    byte_tokenizer().save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(UserError, match=why):
+        ReasoningExperiment(recipe_on(tiny_recipe, folder, rows, **data))
+
+
+def test_a_conversation_must_fit_into_the_context(
+    tiny_recipe: MakeRecipe, folder: Path, rows: Path
+) -> None:
+    """The last rows are read too where only the turns around them are too long."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 60}))
+    fits = recipe_on(tiny_recipe, folder, rows)
+    ReasoningExperiment(fits)
+    with pytest.raises(UserError, match="does not fit into the model's context"):
+        ReasoningExperiment(recipe_on(tiny_recipe, folder, rows, system_prompt="x" * 20))
+
+
+def test_a_template_that_fails_is_one_line(
+    tiny_recipe: MakeRecipe, folder: Path, rows: Path
+) -> None:
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('only two turns') }}")
+    with pytest.raises(UserError, match="only two turns"):
+        ReasoningExperiment(recipe_on(tiny_recipe, folder, rows))
+
+
+def test_special_tokens_are_not_added_twice() -> None:
+    class Adding:
+        """Puts a token before every text, as Llama's tokenizer does."""
+
+        chat_template = TEMPLATE
+
+        def apply_chat_template(self, turns: Any, **_: Any) -> str:
+            return "".join(turn["content"] for turn in turns)
+
+        def __call__(self, texts: list[str], add_special_tokens: bool = True) -> Any:
+            first = [0] if add_special_tokens else []
+            return {"input_ids": [[*first, len(text)] for text in texts]}
+
+    abc = Problem("abc", "")
+    assert prompt_rows(Adding(), [abc], None) == [[0, 3]]
+    assert prompt_rows(Adding(), [abc], Chat(system="xy")) == [[5]]
+    assert chat_of(Adding(), None) == Chat()
+    assert chat_of(byte_tokenizer(), None) is None
+
+
+def test_examinations_speak_as_training_does(
+    folder: Path, rows: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    text = Chat.text
+
+    def noted(chat: Chat, tokenizer: Any, prompt: str, before: Any) -> str:
+        read.append(text(chat, tokenizer, prompt, before))
+        return read[-1]
+
+    monkeypatch.setattr(Chat, "text", noted)
+    asked = Examination(
+        folder, rows, max_new_tokens=2, limit=1, template="{question}=", lanes=parse_lanes("cpu:1"),
+        system_prompt="Add.",
+    )  # fmt: skip
+    answered(asked)
+    assert read == ["<system>Add.</system><user>0+0=</user><assistant>"]

@@ -1,0 +1,67 @@
+"""Warnings: each figure beyond its bound is said with what helps; a healthy step says nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from m2flow.workloads.reasoning.health import CHECKS, hints
+
+MakeRecipe = Any
+
+HEALTHY = {
+    "accuracy/mean": 0.4,
+    "reward/zero_variance_share": 0.5,
+    "length/truncated_share": 0.02,
+    "reward/failed_share": 0.0,
+    "train/engine_gap": 0.01,
+    "train/ratio_outliers": 0.01,
+    "train/behaviour_entropy": 0.4,
+    "train/grad_norm": 0.7,
+    "critic/explained_variance": 0.2,
+}
+
+
+def test_a_healthy_step_says_nothing(tiny_recipe: MakeRecipe) -> None:
+    assert hints(HEALTHY, tiny_recipe()) == {}
+    assert hints({}, tiny_recipe()) == {}
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({"reward/zero_variance_share": 0.95}, "95% of the groups .* easier problems"),
+        (
+            {"reward/zero_variance_share": 0.95, "accuracy/mean": 0.97},
+            "95% of the groups .* harder problems",
+        ),
+        ({"length/truncated_share": 0.5}, "50% .* generation.max_new_tokens = 6: raise it"),
+        ({"reward/failed_share": 0.2}, "20% .* samples.jsonl"),
+        ({"train/engine_gap": 0.3}, "0.3 apart .* one dtype"),
+        ({"train/ratio_outliers": 0.2}, "20% of the tokens .*learning_rate"),
+        ({"train/behaviour_entropy": 0.001}, "hardly varies .*0.001 nats.*clip_high"),
+        ({"train/grad_norm": 5000.0}, "norm is 5e\\+03"),
+        ({"critic/explained_variance": -3.0}, "misleads .*-3.00.* critic.warmup_steps"),
+    ],
+)
+def test_each_figure_beyond_its_bound_is_said(
+    tiny_recipe: MakeRecipe, figures: dict[str, float], said: str
+) -> None:
+    import re
+
+    (hint,) = hints(HEALTHY | figures, tiny_recipe()).values()
+    assert re.search(said, hint)
+
+
+def test_a_policy_that_is_right_may_be_sure(tiny_recipe: MakeRecipe) -> None:
+    sure = {"train/behaviour_entropy": 0.001, "accuracy/mean": 0.98}
+    assert hints(HEALTHY | sure, tiny_recipe()) == {}
+
+
+def test_every_figure_that_is_looked_at_is_documented() -> None:
+    from pathlib import Path
+
+    reference = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
+    text = reference.read_text()
+    assert all(f"`{check.figure}`" in text for check in CHECKS)

@@ -1,0 +1,149 @@
+"""LoRA: adapters alone are trained, whole weights are published, and a run goes on from both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("peft", reason='needs the extra: pip install "m2flow[lora]"')
+
+from m2flow.errors import UserError
+from m2flow.flow import Place
+from m2flow.models.causal_lm import TinySpec, build_tiny
+from m2flow.models.lora import TARGETS, add_lora, merged_weights
+from m2flow.models.shape import model_from_config
+from m2flow.runtime.transport.groups import LaneGroups
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.workers import Learner, ModelSource
+from tests.training.lane_processes import LaneProcesses
+from tests.training.test_sharded import PAIR, place_on, stepped
+
+RECIPE = {
+    "steps": 8,
+    "model": {"dtype": "float64", "lora_rank": 4},
+    "training": {"tokens_per_microbatch": 40},
+    "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0},
+}
+
+
+def tiny() -> Any:
+    spec = TinySpec(
+        hidden_size=16, num_hidden_layers=2, intermediate_size=24, max_position_embeddings=64
+    )
+    return build_tiny(
+        spec, vocab_size=15, eos_token_id=13, pad_token_id=14, seed=0, dtype=torch.float64
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from m2flow.models.tokenizer import character_tokenizer
+
+    path = tmp_path_factory.mktemp("model")
+    tiny().save_pretrained(path)
+    character_tokenizer("0123456789+=#").save_pretrained(path)
+    return path
+
+
+def learner_at(folder: Path, place: Place, checkpoint: str | None = None) -> Learner:
+    recipe = ReasoningRecipe.model_validate(RECIPE)
+    learner = Learner(ModelSource(str(folder), "float64"), recipe, checkpoint)
+    learner.load(place)
+    return learner
+
+
+def test_a_model_does_what_it_did_until_adapters_are_trained() -> None:
+    plain, adapted = tiny(), tiny()
+    add_lora(adapted, 4)
+    ids = torch.arange(10)[None]
+    assert torch.equal(plain(ids).logits, adapted(ids).logits)
+    trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert len(trained) == 2 * 2 * len(TARGETS)
+    assert all(".lora_" in name for name in trained)
+    shape = model_from_config(plain.config.to_dict())
+    count = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert count == shape.adapter_parameters(4)
+    weights = dict(merged_weights(adapted))
+    assert weights.keys() == plain.state_dict().keys()
+    assert all(torch.equal(weights[name], one) for name, one in plain.state_dict().items())
+
+
+def test_a_model_without_such_layers_is_refused() -> None:
+    with pytest.raises(UserError, match=r"model\.lora_rank: the model has no layer.*got 4"):
+        add_lora(torch.nn.Sequential(torch.nn.Linear(2, 2)), 4)
+
+
+def test_what_is_published_computes_what_is_trained(folder: Path, tmp_path: Path) -> None:
+    learner = learner_at(folder, Place(spill=tmp_path))
+    before = {name: x.clone() for name, x in learner.weights().items()}
+    stepped(learner)
+    stepped(learner)
+    published = {name: x.clone() for name, x in learner.weights().items()}
+    changed = {name for name in before if not torch.equal(before[name], published[name])}
+    assert changed == {
+        name for name in before if name.split(".")[-2] in TARGETS and name.endswith("weight")
+    }
+    other = tiny()
+    other.load_state_dict(published)
+    ids = torch.arange(10)[None]
+    torch.testing.assert_close(other(ids).logits, learner.policy(ids).logits, rtol=0, atol=1e-6)
+
+
+def test_a_checkpoint_is_a_whole_model_and_goes_on(folder: Path, tmp_path: Path) -> None:
+    through = learner_at(folder, Place(spill=tmp_path))
+    stepped(through)
+    expected = stepped(through)
+    first = learner_at(folder, Place(spill=tmp_path))
+    after_one = stepped(first)
+    saved = first.save_checkpoint(str(tmp_path / "run"), 1, 1)
+    again = stepped(learner_at(folder, Place(spill=tmp_path), saved))
+    for name, value in expected.items():
+        torch.testing.assert_close(again[name], value, rtol=0, atol=1e-12)
+    model = ModelSource(f"{saved}/model", "float64").load("cpu")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, after_one[name], rtol=0, atol=1e-12)
+
+
+def test_it_moves_to_another_lane(folder: Path, tmp_path: Path) -> None:
+    first, second = (learner_at(folder, Place(spill=tmp_path)) for _ in range(2))
+    stepped(first)
+    first.save(tmp_path)
+    second.restore(tmp_path)
+    one, other = stepped(first), stepped(second)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def lanes() -> Iterator[LaneProcesses]:
+    with LaneProcesses(2) as lanes:
+        yield lanes
+
+
+def steps_of_pair(groups: LaneGroups, folder: Path, root: Path) -> Any:
+    place = place_on(groups, PAIR, root)
+    assert place is not None
+    learner = learner_at(folder, place)
+    stepped(learner)
+    saved = learner.save_checkpoint(str(root / "pair"), 1, 1)
+    learner.weights()
+    return saved, stepped(learner)
+
+
+def test_a_gang_trains_the_same_adapters(
+    lanes: LaneProcesses, folder: Path, tmp_path: Path
+) -> None:
+    alone = learner_at(folder, Place(spill=tmp_path))
+    stepped(alone)
+    expected: dict[str, Tensor] = stepped(alone)
+    found = lanes(steps_of_pair, folder, tmp_path)
+    for _, weights in found:
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+    again = stepped(learner_at(folder, Place(spill=tmp_path), found[0][0]))
+    for name, value in expected.items():
+        torch.testing.assert_close(again[name], value, rtol=1e-5, atol=1e-6)
