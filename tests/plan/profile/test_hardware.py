@@ -13,15 +13,15 @@ from m2flow.plan.profile.hardware import DEVICES, GB, TERA, device_called, devic
 def test_figures_are_in_bytes_flops_and_seconds(device: hardware.Device) -> None:
     cpu = device.kind == "cpu"
     assert (0.01 if cpu else 100) * TERA <= device.flops_per_second <= 5000 * TERA
-    assert (1 if cpu else 40) * GB <= device.memory_bytes <= 300 * GB
+    assert (1 if cpu else 24) * GB <= device.memory_bytes <= 300 * GB
     assert (1 if cpu else 800) * GB <= device.memory_bytes_per_second <= 10_000 * GB
     assert device.network_bytes_per_second <= device.peer_bytes_per_second
     assert device.usable_bytes < device.memory_bytes
 
 
 def test_all_devices_that_plans_are_asked_for() -> None:
-    named = {"A100-40GB", "A100-80GB", "H100", "H200", "H800", "H20", "B200", "L40S", "CPU"}
-    assert set(DEVICES) == named
+    named = {"A100-40GB", "A100-80GB", "H100", "H200", "H800", "H20", "B200", "L40S", "RTX-4090"}
+    assert set(DEVICES) == named | {"CPU"}
 
 
 def test_fractions_are_fractions() -> None:
@@ -40,6 +40,7 @@ def test_a_collective_past_one_machine_goes_over_the_network() -> None:
 def test_names_in_any_letters() -> None:
     assert device_named(" h100 ") is DEVICES["H100"]
     assert device_named("A100-80G") is DEVICES["A100-80GB"]
+    assert device_named("rtx4090") is DEVICES["RTX-4090"]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +59,7 @@ def test_a_wrong_name_gets_the_nearest(name: str, hint: str) -> None:
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H200", "H200"),
         ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("NVIDIA GeForce RTX 4090", None),
         ("", None),
     ],

@@ -125,7 +125,7 @@ DEVICES: dict[str, Device] = {
         # NVIDIA Ada GPU architecture white paper, table 2: 165.2 TFLOPS in bfloat16 with float32 sums,
         # 24 GB at 1,008 GB/s, PCIe 4.0.
         Device(
-            "RTX4090", "gpu", 165.2 * TERA, 24 * GB, 1008.0 * GB, PCIE_4, PCIE_4, ETHERNET_100
+            "RTX-4090", "gpu", 165.2 * TERA, 24 * GB, 1008.0 * GB, PCIE_4, PCIE_4, ETHERNET_100
         ),
         # One core of an Intel Xeon Platinum 8480+ (Intel ARK: 56 cores, 2.0 GHz base, 8 channels of
         # DDR5-4800): 2 fused multiply-adds x 16 floats a cycle; a 56th of 307 GB/s; 8 GB a core.
@@ -136,7 +136,9 @@ DEVICES: dict[str, Device] = {
 }  # fmt: skip
 """Every device that a cluster string may name."""
 
-ALIASES = {"A100-40G": "A100-40GB", "A100-80G": "A100-80GB", "H100-80GB": "H100"}
+ALIASES = {
+    "A100-40G": "A100-40GB", "A100-80G": "A100-80GB", "H100-80GB": "H100", "RTX4090": "RTX-4090",
+}  # fmt: skip
 """Other ways in which people write the same."""
 
 _BY_LETTERS = {name.lower(): device for name, device in DEVICES.items()}
