@@ -122,8 +122,8 @@ DEVICES: dict[str, Device] = {
         # NVIDIA L40S data sheet: 362 TFLOPS, 48 GB at 864 GB/s, PCIe 4.0, no NVLink. Servers of it
         # usually have Ethernet.
         Device("L40S", "gpu", 362 * TERA, 48 * GB, 864.0 * GB, PCIE_4, PCIE_4, ETHERNET_100),
-        # NVIDIA Ada GPU architecture white paper, table 2: 165.2 TFLOPS in bfloat16 with float32 sums,
-        # 24 GB at 1,008 GB/s, PCIe 4.0.
+        # NVIDIA Ada GPU architecture white paper, table 2: 165.2 TFLOPS in bfloat16 with
+        # float32 sums, 24 GB at 1,008 GB/s, PCIe 4.0.
         Device(
             "RTX-4090", "gpu", 165.2 * TERA, 24 * GB, 1008.0 * GB, PCIE_4, PCIE_4, ETHERNET_100
         ),
