@@ -61,6 +61,34 @@ def test_one_slow_step_does_not_decide_between_close_plans() -> None:
     assert race.leader.name == "plan 0"
 
 
+def with_spread(spread: float, *predicted: float) -> list[Entrant]:
+    plans = (plan(f"plan {n}") for n in range(len(predicted)))
+    return [
+        Entrant(one.mode, one, seconds, spread)
+        for one, seconds in zip(plans, predicted, strict=True)
+    ]
+
+
+def test_a_lucky_step_does_not_beat_a_better_prediction() -> None:
+    """Steps vary by a fifth; predictions are off by a tenth, and all of them by a half besides."""
+    race = Race(with_spread(0.2, 1.0, 1.3), most_steps=2, error=0.1)
+    run(race, {"plan 0": [1.6], "plan 1": [1.5]})
+    assert race.leader.name == "plan 0"
+
+
+def test_steps_beat_a_prediction_that_is_no_surer_than_they_are() -> None:
+    race = Race(with_spread(0.1, 1.0, 1.03), most_steps=60, error=0.1)
+    run(race, {"plan 0": [1.2] * 60, "plan 1": [1.0] * 60})
+    assert race.leader.name == "plan 1"
+
+
+def test_one_long_step_does_not_throw_a_plan_out() -> None:
+    """1.4 times the best one's seconds, where steps vary as much, and predicted to be best."""
+    race = Race(with_spread(0.4, 1.0, 1.1, 1.1), most_steps=50, error=0.1)
+    run(race, {"plan 0": [1.4] + [0.9] * 9, "plan 1": [1.0] * 9, "plan 2": [1.05] * 9})
+    assert race.leader.name == "plan 0"
+
+
 def test_a_plan_that_cannot_run_is_ruled_out_and_the_step_goes_to_another() -> None:
     race = Race(entrants(1.0, 1.1), most_steps=50)
     race.rule_out(race.current, "lane 0 ran out of memory")

@@ -5,6 +5,11 @@ each round every entrant runs some steps; the slower half drops out, and the sur
 many in the next round. An entrant that is clearly slower drops out after a single step. The race
 reads no clock: whoever runs the steps notes their seconds.
 
+Steps differ: one with longer answers takes longer under any plan. So what an entrant was seen to
+take is weighed against its prediction by how much steps vary and how far predictions are off, as
+two measurements of one quantity are. What all predictions are off by together parts no plans, and
+is taken out.
+
 Source: successive halving, Karnin, Koren and Somekh 2013; Jamieson and Talwalkar 2016.
 """
 
@@ -30,6 +35,8 @@ class Entrant:
         name: how people tell it from the others, such as the mode it resembles.
         plan: what is run.
         predicted: seconds of a step, as the simulation has them.
+        spread: standard deviation of a step's seconds under one plan; 0 where steps are all alike,
+            so that measurements alone count.
         measured: seconds of the steps that it has run.
         verdict: "" while the entrant races, WON, or why it has dropped out.
     """
@@ -37,6 +44,7 @@ class Entrant:
     name: str
     plan: Plan
     predicted: float
+    spread: float = 0.0
     measured: list[float] = field(default_factory=list)
     verdict: str = ""
 
@@ -53,10 +61,12 @@ class Race:
         entrants: at least one, those predicted to be fastest first. Entrants whose workers stand
             in the same places run one after the other, so that few workers move.
         most_steps: steps after which the race ends, whoever leads.
+        error: relative error of the predictions against each other.
     """
 
-    def __init__(self, entrants: Sequence[Entrant], most_steps: int) -> None:
+    def __init__(self, entrants: Sequence[Entrant], most_steps: int, error: float = 0.1) -> None:
         assert entrants, "a race needs an entrant"
+        self._error = error
         self.entrants = tuple(entrants)
         self._steps_left = most_steps
         self._steps_each = 1
@@ -87,7 +97,25 @@ class Race:
         """
         if not self._racing:
             raise LookupError("every plan of the race was ruled out")
-        return min(self._racing, key=lambda one: one.seconds)
+        return min(self._racing, key=self.believed)
+
+    def believed(self, entrant: Entrant) -> float:
+        """Seconds of a step by prediction and measurement together."""
+        expected = entrant.predicted * self._bias
+        if not entrant.measured:
+            return expected
+        if not entrant.spread:
+            return entrant.seconds
+        for_expected = (self._error * expected) ** -2
+        for_measured = len(entrant.measured) * entrant.spread**-2
+        total = for_expected * expected + for_measured * entrant.seconds
+        return total / (for_expected + for_measured)
+
+    @property
+    def _bias(self) -> float:
+        """Measured over predicted seconds, the median of the entrants that were measured."""
+        ratios = [one.seconds / one.predicted for one in self.entrants if one.measured]
+        return statistics.median(ratios) if ratios else 1.0
 
     def note(self, seconds: float) -> None:
         """Take in what a step under the current entrant's plan has taken."""
@@ -97,10 +125,11 @@ class Race:
             return
         self._steps_left -= 1
         self._queue.pop(0)
-        best = min(statistics.median(one.measured) for one in self._racing if one.measured)
-        for one in self._racing:
-            if one.measured and one.seconds > CLEARLY * best:
-                self._drop(one, f"{one.seconds / best:.2f} times the seconds of the best")
+        measured = [one for one in self._racing if one.measured]
+        best = min(map(self.believed, measured))
+        for one in measured:
+            if (seconds := self.believed(one)) > CLEARLY * best:
+                self._drop(one, f"{seconds / best:.2f} times the seconds of the best")
         self._go_on()
 
     def rule_out(self, entrant: Entrant, reason: str) -> None:
@@ -119,7 +148,7 @@ class Race:
     def _go_on(self) -> None:
         if self._queue or self.over:
             return
-        ranked = sorted(self._racing, key=lambda one: one.seconds)
+        ranked = sorted(self._racing, key=self.believed)
         for one in ranked[(len(ranked) + 1) // 2 :]:
             steps = len(one.measured)
             self._drop(one, f"among the slower half after {steps} step{'s' * (steps > 1)}")

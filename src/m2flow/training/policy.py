@@ -79,13 +79,8 @@ class PolicyTrainer(SummingTrainer):
         config: PolicyTrainerConfig,
         shards: Shards = WHOLE,
     ) -> None:
-        super().__init__(
-            model,
-            config.optimizer,
-            _TOTALS + algorithm.figures,
-            shards,
-            gradient_checkpointing=config.gradient_checkpointing,
-        )
+        names, again = _TOTALS + algorithm.figures, config.gradient_checkpointing
+        super().__init__(model, config.optimizer, names, shards, again)
         self.algorithm = algorithm
         self.config = config
 

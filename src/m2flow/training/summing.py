@@ -39,7 +39,6 @@ class SummingTrainer:
         config: AdamWConfig,
         names: tuple[str, ...],
         shards: Shards,
-        *,
         gradient_checkpointing: bool = False,
     ) -> None:
         self.model = model.eval()

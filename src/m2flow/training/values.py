@@ -90,13 +90,8 @@ class ValueTrainer(SummingTrainer):
         config: PolicyTrainerConfig,
         shards: Shards = WHOLE,
     ) -> None:
-        super().__init__(
-            model,
-            config.optimizer,
-            _TOTALS + algorithm.figures,
-            shards,
-            gradient_checkpointing=config.gradient_checkpointing,
-        )
+        names, again = _TOTALS + algorithm.figures, config.gradient_checkpointing
+        super().__init__(model, config.optimizer, names, shards, again)
         self.algorithm, self.config = algorithm, config
 
     def values(self, pairs: TokenPairs) -> Tensor:

@@ -122,8 +122,8 @@ def test_the_words_set_memory_at_its_peak() -> None:
 def test_the_race_is_told_plan_by_plan(decision: Decision) -> None:
     plan = decision.chosen.plan
     race = [
-        Entrant("collocated", plan, 0.5, [0.52, 0.54, 0.53]),
-        Entrant("hybrid", plan, 0.6, [], "out of memory on lane 1"),
+        Entrant("collocated", plan, 0.5, 0.0, [0.52, 0.54, 0.53]),
+        Entrant("hybrid", plan, 0.6, verdict="out of memory on lane 1"),
     ]
     told = summary(explained(decision, TALKING, race=race))
     start = told.index("tried in real steps:")

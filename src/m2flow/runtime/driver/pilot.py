@@ -26,7 +26,7 @@ from m2flow.plan.builders import DEFAULT_LAYOUTS, build_plan
 from m2flow.plan.choose import choose
 from m2flow.plan.choose.judge import shape
 from m2flow.plan.chunks import window_units
-from m2flow.plan.prediction import Candidate, Decision
+from m2flow.plan.prediction import Candidate, Decision, Prediction
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.evidence import Evidence
 from m2flow.plan.profile.learning import fitted
@@ -51,6 +51,9 @@ EFFORT = 40
 NO_ITEMS = Batch({})
 
 SMALLER = " in smaller calls"
+
+STEPS_VARY = 0.1
+"""Share of a step's seconds that steps differ by at least, whatever the profile says of lengths."""
 
 HOPEFUL = 1.01
 """A plan races if its predicted seconds are at most so many times those of the plan that runs."""
@@ -192,7 +195,7 @@ class Pilot:
         why = "failed" if failed else "race" if self.watch is None else "won"
         becomes = Seconds(plan.predicted_seconds or was)
         if self.race is not None and not failed:
-            becomes = Seconds(self._entrant(plan).seconds)
+            becomes = Seconds(self.race.believed(self._entrant(plan)))
         change = Change(self._done, why, plan.mode, was, becomes, moved, Seconds(pause))
         self.changes.append(change)
         self.plan, self._since = plan, 0
@@ -295,21 +298,24 @@ class Pilot:
             possible = all(run.movable(worker) for worker in run.movers(one.plan))
             if hopeful and possible and pays(expected, hoped, pause, self._steps_left):
                 plan, name = self._as_run(one.plan), f"{one.plan.mode} {len(entrants)}"
-                entrants.append(Entrant(name, plan, float(one.prediction.seconds)))
+                entrants.append(
+                    Entrant(name, plan, float(one.prediction.seconds), _spread(one.prediction))
+                )
         most = max(1, round(RACING_SHARE * self._steps_left))
         entrants += self._failed
-        self.race = Race(sorted(entrants, key=lambda one: one.predicted), most)
+        self.race = Race(sorted(entrants, key=lambda one: one.predicted), most, error)
 
     def _settle(self, race: Race) -> None:
         """Store what the race has taught, and watch the winner."""
         winner = race.leader
         winner.verdict = WON
         self.profile = self._learn()
-        won = replace(winner.plan, predicted_seconds=winner.seconds)
+        seconds = race.believed(winner)
+        won = replace(winner.plan, predicted_seconds=seconds)
         if winner.plan is self.plan:
             self.plan = won
         winner.plan = won
-        self.watch = Watch(Seconds(winner.seconds))
+        self.watch = Watch(Seconds(seconds))
 
     def _look_again(self, run: Movers) -> None:
         """After a drift, choose again by what the last steps took: those before it are history."""
@@ -330,9 +336,11 @@ class Pilot:
     @staticmethod
     def _entrant_of(decision: Decision, plan: Plan, seconds: list[float]) -> Entrant:
         """Return an entrant that has run already."""
-        found = _simulated(decision, plan)
-        predicted = found.prediction.seconds if found else statistics.median(seconds)
-        return Entrant(plan.mode, plan, float(predicted), [statistics.median(seconds)])
+        found, measured = _simulated(decision, plan), statistics.median(seconds)
+        if found is None:
+            return Entrant(plan.mode, plan, measured, STEPS_VARY * measured, list(seconds))
+        spread = _spread(found.prediction)
+        return Entrant(plan.mode, plan, float(found.prediction.seconds), spread, list(seconds))
 
     def _entrant(self, plan: Plan) -> Entrant:
         assert self.race is not None
@@ -349,6 +357,11 @@ class Pilot:
         if self._num_steps is None:
             return max(self._done, 1)
         return self._num_steps - self._done
+
+
+def _spread(prediction: Prediction) -> float:
+    """Standard deviation of a step's seconds."""
+    return float(max(prediction.spread, STEPS_VARY * prediction.seconds))
 
 
 def _simulated(decision: Decision, plan: Plan) -> Candidate | None:

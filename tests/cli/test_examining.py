@@ -1,0 +1,54 @@
+"""What `m2flow eval` prints."""
+
+from __future__ import annotations
+
+from m2flow.cli.examining import figure_lines, markdown_table
+
+FOUND = [
+    {
+        "about": "30 problems of x/aime24.jsonl, 4 answer(s) each",
+        "data": "x/aime24.jsonl",
+        "accuracy": 0.25,
+        "accuracy_low": 0.15,
+        "accuracy_high": 0.37,
+        "pass@4": 0.5,
+        "maj@4": 0.3,
+        "temperature": 1.0,
+        "seconds": 12.345,
+    },
+    {
+        "about": "198 problems of gpqa.csv, 4 answer(s) each",
+        "data": "gpqa.csv",
+        "accuracy": 0.35,
+        "accuracy_low": 0.30,
+        "accuracy_high": 0.40,
+        "pass@4": 0.7,
+        "maj@4": 0.4,
+        "temperature": 1.0,
+        "seconds": 60.0,
+    },
+]
+
+
+def test_a_table_has_a_row_for_each_data_set_and_their_mean() -> None:
+    assert markdown_table(FOUND) == [
+        "| data | accuracy | pass@4 | maj@4 |",
+        "| --- | ---: | ---: | ---: |",
+        "| aime24 | 25.00 ± 11.00 | 50.00 | 30.00 |",
+        "| gpqa | 35.00 ± 5.00 | 70.00 | 40.00 |",
+        "| mean | 30.00 | 60.00 | 35.00 |",
+    ]
+    assert len(markdown_table(FOUND[:1])) == 3, "one data set has no mean"
+
+
+def test_a_policy_has_no_file() -> None:
+    success = {"about": "20 episodes", "success": 0.5, "success_low": 0.3, "success_high": 0.7}
+    assert markdown_table([success])[2] == "| 20 episodes | 50.00 ± 20.00 |"
+
+
+def test_figures_stand_one_a_line() -> None:
+    lines = figure_lines(FOUND[0])
+    assert lines[0] == FOUND[0]["about"]
+    assert "  accuracy         0.2500" in lines
+    assert "  seconds          60.00" in figure_lines(FOUND[1])
+    assert not any("temperature" in line for line in lines)
