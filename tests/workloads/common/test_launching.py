@@ -36,6 +36,6 @@ def test_a_run_on_known_accelerators_begins_with_a_computed_choice(
 def test_accelerators_without_figures_and_cores_are_not_guessed_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    called(monkeypatch, "NVIDIA GeForce RTX 4090")
+    called(monkeypatch, "NVIDIA GeForce RTX 3060")
     assert computed_profile(RECIPE, GRAPH, GPUS) is None
     assert computed_profile(RECIPE, GRAPH, [LaneSpec(0, cores=(0,))]) is None
