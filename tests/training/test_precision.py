@@ -124,7 +124,9 @@ def test_a_gradient_that_is_not_finite_is_named_and_moves_nothing() -> None:
     trainer = trainer_in(torch.bfloat16)
     before = stepped_weights(trainer)
     trainer.fold(rollouts_of(0))
-    trainer.optimizer._masters[2].grad[0] = float("inf")  # type: ignore[index]
+    gradient = trainer.optimizer._masters[2].grad
+    assert gradient is not None
+    gradient[0] = float("inf")
     name = trainer.optimizer._named[2][0]
     with pytest.raises(NotFinite, match=f"gradients of 1 of .* are not finite \\({name}\\)"):
         trainer.finish()

@@ -78,12 +78,15 @@ class KVCache:
         if self.max_cells is not None:
             new_columns = max(columns, min(new_columns, self.max_cells // rows))
         old_LRKCW, kept = self._kv_LRKCW, slice(min(self.columns, new_columns))
+        memory = self._memory
         self._shape(rows, new_columns)
         new_LRKCW = self._kv_LRKCW
         # Where both lie in the same memory, no layer may be written before it was read.
         grows = new_LRKCW[0].numel() > old_LRKCW[0].numel()
         for layer in range(len(new_LRKCW))[:: -1 if grows else 1]:
-            content = old_LRKCW[layer, :keep, :, kept].clone()
+            content = old_LRKCW[layer, :keep, :, kept]
+            if self._memory is memory:
+                content = content.clone()
             # Zeros: a masked column must not hold a NaN, which 0 * NaN would let through.
             new_LRKCW[layer].zero_()
             new_LRKCW[layer, :keep, :, kept] = content

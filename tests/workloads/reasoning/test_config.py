@@ -262,3 +262,13 @@ def test_ppo_s_values_are_checked(key: str, value: object) -> None:
     with pytest.raises(ValidationError) as caught:
         ReasoningRecipe.model_validate({"algorithm": {"name": "ppo", key: value}})
     assert caught.value.errors()[0]["loc"][:2] == ("algorithm", key)
+
+
+def test_a_profile_of_adapters_is_not_that_of_training_whole_models() -> None:
+    from m2flow.workloads.reasoning.workload import WORKLOAD
+
+    keys = [
+        WORKLOAD.profile_key(ReasoningRecipe.model_validate({"model": model}))
+        for model in ({"path": "models/x"}, {"path": "models/x", "lora_rank": 4})
+    ]
+    assert keys[0] != keys[1]

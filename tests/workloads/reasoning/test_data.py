@@ -291,7 +291,18 @@ def test_questions_with_choices_have_a_letter_for_answer(tmp_path: Path) -> None
 
 def test_a_choice_that_is_missing_is_a_bad_row(tmp_path: Path) -> None:
     path = tmp_path / "gpqa.csv"
-    path.write_text(GPQA + "r3,Which?,7,,4,6\nr4,Which?,7\n")
+    path.write_text(GPQA + "r3,Which?,7,,4,6\nr4,Which?,7\nr5, ,7,2,4,6\n")
     with pytest.raises(UserError, match=r"gpqa\.csv:5: one of its four choices"):
         read_problems(path)
     assert len(read_problems(path, on_bad_row="skip")) == 2
+
+
+def test_a_row_of_choices_without_a_question_is_a_bad_row(tmp_path: Path) -> None:
+    good = {"Question": "?", "Correct Answer": "1"} | {
+        f"Incorrect Answer {n}": str(n + 1) for n in (1, 2, 3)
+    }
+    for question in ({}, {"Question": None}, {"Question": 3}):
+        bad = {name: value for name, value in good.items() if name != "Question"} | question
+        path = write(tmp_path, json.dumps(good), json.dumps(bad))
+        with pytest.raises(UserError, match=r"rows\.jsonl:2: 'Question' is not a text"):
+            read_problems(path)

@@ -159,6 +159,9 @@ def _lettered(
     row: Mapping[str, Any], question: str, answer: str, order: random.Random
 ) -> dict[str, Any]:
     """A row with its choices written below the question, and the right one's letter for answer."""
+    asked = row.get(question)
+    if not isinstance(asked, str) or not asked.strip():
+        raise BadRowError(f"{question!r} is not a text: {asked!r}")
     right, wrong = row.get(answer), [row.get(name) for name in WRONG_ANSWERS]
     if not all(isinstance(one, str) and one.strip() for one in (right, *wrong)):
         raise BadRowError("one of its four choices is not a text")
@@ -168,9 +171,7 @@ def _lettered(
     letter = next(
         letter for letter, (_, is_right) in zip(LETTERS, choices, strict=True) if is_right
     )
-    asked = "\n".join(
-        (f"{row[question]}\n", *lines, "\nAnswer with the letter of the right choice.")
-    )
+    asked = "\n".join((f"{asked}\n", *lines, "\nAnswer with the letter of the right choice."))
     return {**row, question: asked, answer: letter}
 
 

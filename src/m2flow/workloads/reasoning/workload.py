@@ -61,6 +61,8 @@ class Reasoning:
             inner = value.items() if isinstance(value, dict) else ()
             shapes |= {f"{name}.{key}": setting for key, setting in inner} or {name: value}
         facts: dict[str, object] = {"dtype": model.dtype}
+        if model.lora_rank:
+            facts["lora_rank"] = model.lora_rank
         if model.path is not None:
             config = Path(model.path) / "config.json"
             facts["config"] = digest(config.read_text()) if config.is_file() else model.path
