@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
 
 from m2flow.engine.plan import Plan
@@ -73,8 +74,8 @@ class Evidence:
         publishes: seconds by what is priced, as a `PublishCost` without a price.
         transfers: (parts, bytes, seconds) of what was fetched from lanes of one machine for a call;
             each part lies on one lane.
-        gaps: (events of other lanes shortly before, items, seconds) from a lane's end to its next
-            call, where nothing else can have caused that call.
+        gaps: (events of other lanes shortly before, items of these and of the lane's own end,
+            seconds) from a lane's end to its next call, where nothing else can have caused it.
         output_bytes: (items, bytes) by stage.
         lengths: of output items, by stage.
         turns: of items in a loop, by its first stage.
@@ -260,14 +261,17 @@ def _gaps(spans: Sequence[Span], started: Sequence[float]) -> Iterator[tuple[int
     """Yield what passes between a lane's end and its next call, where nothing else caused the call.
 
     That end was the last thing that happened on any lane before the call. Counted are the things
-    that other lanes reported within as many seconds before that end: the controller had to handle
-    these first.
+    that other lanes reported within as many seconds before that end, and the items that these and
+    the end itself named: the controller had to handle these first.
     """
-    moments = sorted(
-        [span.end for span in spans]
-        + [span.start + float(piece[0]) for span in spans for piece in _listed(span, "pieces")]
-        + list(started)
-    )
+    events = [(when, 0.0) for when in started]
+    for span in spans:
+        pieces = _listed(span, "pieces")
+        events.append((span.end, 0.0 if pieces else _number(span, "items")))
+        events += [(span.start + float(at), float(len(ids_of(ids)))) for at, ids, _ in pieces]
+    events.sort()
+    moments = [when for when, _ in events]
+    items = [0.0, *accumulate(count for _, count in events)]
     for lane in {span.lane for span in spans}:
         before: Span | None = None
         brought: Span | None = None
@@ -280,8 +284,9 @@ def _gaps(spans: Sequence[Span], started: Sequence[float]) -> Iterator[tuple[int
                 start = brought.start
             last = moments[bisect_right(moments, start) - 1]
             if before is not None and "call" in span.args and last == before.end:
-                earlier = bisect_left(moments, last) - bisect_left(moments, 2 * last - start)
-                yield earlier, _number(before, "items"), start - last
+                first, own = bisect_left(moments, 2 * last - start), bisect_left(moments, last)
+                named = items[bisect_right(moments, last)] - items[first]
+                yield own - first, named, start - last
             before, brought = span, None
 
 

@@ -29,6 +29,7 @@ from m2flow.plan.profile.curves import (
     Point,
     by_size,
     envelope,
+    independent,
     least_squares,
     monotone,
     spread,
@@ -288,13 +289,16 @@ def _beside(evidence: Evidence) -> tuple[Seconds, Seconds, Seconds] | None:
     """Return what a call takes beside its lane: in all, of each event before it, of each item.
 
     What the controller takes for an event cannot be told from the way there and back where events
-    come one at a time: all of it is on the way then.
+    come one at a time: all of it is on the way then. What it takes for an item cannot be told from
+    the rest where each event names about as many: none of it is the items' then.
     """
     if not evidence.gaps:
         return None
     rows = [[1.0, float(events), items] for events, items, _ in evidence.gaps]
     seconds = [seconds for *_, seconds in evidence.gaps]
     middle = median(seconds) or 1e-9
+    if not independent(rows, 2):
+        rows = [[one, events, 0.0] for one, events, _ in rows]
     found = least_squares(rows, seconds, [1.0 / max(one, middle / 10) for one in seconds])
     whole, event, item = found
     return Seconds(max(0.0, whole - event)), Seconds(event), Seconds(item)
