@@ -712,13 +712,28 @@ def test_a_gang_beside_single_lanes_gets_its_turn() -> None:
     )
     engine = Engine(graph, plan)
     calls = all_of(RunCall, engine.handle(StepSubmitted(0, 12)))
-    while len(calls) < 6:
-        call = next(c.command for c in engine.calls.values() if c.command.node == 0)
-        calls += all_of(RunCall, finish(engine, call))
-    held = [call.command for call in engine.calls.values()]
-    while held:
-        calls += all_of(RunCall, finish(engine, held.pop()))
+    while scores := [c.command for c in engine.calls.values() if c.command.node == 0]:
+        calls += all_of(RunCall, finish(engine, scores[0]))
     assert (0, 1) in [call.lanes for call in calls]
+
+
+@pytest.mark.parametrize("first", ["a.score", "b.score"])
+def test_a_gang_holds_lanes_only_when_nothing_there_is_preferred_to_it(first: str) -> None:
+    """Else each other call would be its own, and each would come with a switch."""
+    graph = graph_of(lambda a, b, x: b.score(a.score(x)), "a", "b")
+    plan = plan_of(
+        {"a": [0, 1], "b": [(0, 1)]},
+        stages={"a.score": StagePlan(chunk=1), "b.score": StagePlan(chunk=2)},
+        order=(first,),
+    )
+    engine = Engine(graph, plan)
+    calls = all_of(RunCall, engine.handle(StepSubmitted(0, 8)))
+    while engine.calls:
+        running = next(iter(engine.calls.values())).command
+        calls += all_of(RunCall, finish(engine, running))
+    nodes = [call.node for call in calls]
+    assert nodes.count(1) == 4
+    assert nodes.index(1) == (8 if first == "a.score" else 3)
 
 
 def test_a_gang_exports_as_a_whole_also_to_its_own_lanes() -> None:

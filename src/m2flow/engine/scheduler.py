@@ -232,9 +232,39 @@ class Scheduler:
             units = self._lease(state, node, gang)
             for unit in units:
                 state.ledgers[node.index].give_back(unit)
-            if units:
+            if units and not self._others_first(state, node, gang):
                 engine.wanted_gangs.add(key)
                 engine.board.ask(Barrier(gang, state.step, node.index, replica))
+
+    def _others_first(self, state: StepState, node: StageNode, gang: tuple[int, ...]) -> bool:
+        """Whether a lane of the gang has something to start that is preferred to this stage.
+
+        A held lane starts nothing else, so a gang that held its lanes before its turn would have
+        every other call on them be one of its own: where memory is short, each with a switch.
+        """
+        engine = self._engine
+        for number, other in engine.steps.items():
+            for lane in gang if number <= state.step else ():
+                for index in engine.nodes_on_lane[lane]:
+                    if (number, index) == (state.step, node.index):
+                        break
+                    if self._could_start(other, engine.graph.nodes[index], lane):
+                        return True
+        return False
+
+    def _could_start(self, state: StepState, node: StageNode, lane: int) -> bool:
+        """Whether a call of a stage could start on a lane if the lane was idle."""
+        engine, ledger = self._engine, state.ledgers[node.index]
+        members = engine.members[node.index]
+        if not members or not self._enough(ledger, node, ledger.ready(lane)):
+            return False
+        if not all(engine.turns.may_take_items(engine.steps, state, one) for one in members):
+            return False
+        gang = next(lanes for lanes in engine.replicas[node.worker] if lane in lanes)
+        units = self._lease(state, node, gang) if self._fresh(state, node, gang) else []
+        for unit in units:
+            ledger.give_back(unit)
+        return bool(units)
 
     def _runs(self, state: StepState, node: StageNode, gang: tuple[int, ...]) -> bool:
         """Whether a gang works on a call of this stage and step."""

@@ -24,6 +24,9 @@ EARLY = 0.1
 """Share of a streaming call after which its first outputs are out."""
 
 
+_NEVER_USED = (0.0, 0.0)
+
+
 class _Work(NamedTuple):
     """Seconds of a stage.
 
@@ -40,7 +43,7 @@ class _Work(NamedTuple):
 
 def estimate(problem: PlanningProblem, draft: Draft) -> float:
     """About how many seconds a step takes."""
-    free = {kind: [0.0] * len(ids) for kind, ids in problem.ids.items()}
+    free = {kind: [_NEVER_USED] * len(ids) for kind, ids in problem.ids.items()}
     first: dict[int, float] = {SOURCE: 0.0}
     last: dict[int, float] = {SOURCE: 0.0}
     busy = [0.0] * len(draft.spots)
@@ -64,38 +67,44 @@ def _scheduled(
     node: StageNode,
     spot: Spot,
     work: _Work,
-    free: list[float],
+    free: list[tuple[float, float]],
     arrival: tuple[float, float],
 ) -> tuple[float, float]:
     """When a stage's first call ends and when its last one does; its lanes are taken until then.
 
     Args:
         problem, node, spot, work: what runs where.
-        free: the moment from which on each lane of the kind has nothing to do.
+        free: the moment from which on each lane of the kind has nothing to do, and how long it
+            waited for inputs before that: calls of later stages go there.
         arrival: when the first inputs come, and when the last ones do.
     """
     size, turns = spot.option.lanes, problem.turns(node)
-    replicas = list(zip(free[spot.first : spot.end], range(spot.first, spot.end), strict=True))
-    if size > 1:
-        lows = range(spot.first, spot.end, size)
-        replicas = [(max(free[low : low + size]), low) for low in lows]
+    lows = range(spot.first, spot.end, size)
+    replicas = [(*max(free[low : low + size]), low) for low in lows]
     early, late = arrival
     step = (late - early) / (node.minibatches * len(work.calls))
     begin = end = 0.0
     for _ in range(node.minibatches):
         heapify(replicas)
         for seconds in work.calls:
-            moment, low = replicas[0]
+            moment, waited, low = replicas[0]
             early += step
-            done = (moment if moment > early else early) + turns * seconds
-            heapreplace(replicas, (done, low))
+            length = turns * seconds
+            if moment > early:
+                inside = min(waited, length, moment - early)
+                done = moment = max(moment - inside, early) + length
+                waited -= inside
+            else:
+                waited += early - moment if moment else 0.0
+                done = moment = early + length
+            heapreplace(replicas, (moment, waited, low))
             begin = begin or done
             end = done if done > end else end
         if work.finish:
             end += work.finish
-            replicas = [(end, low) for _, low in replicas]
-    for moment, low in replicas:
-        free[low : low + size] = [moment] * size
+            replicas = [(end, waited + end - moment, low) for moment, waited, low in replicas]
+    for moment, waited, low in replicas:
+        free[low : low + size] = [(moment, waited)] * size
     return begin, end
 
 
