@@ -152,12 +152,11 @@ def _with_overheads(step: Step, pool: LanePool) -> Step:
         step.profile,
         dispatch=learned.dispatch,
         event_overhead=learned.event_overhead,
-        item_overhead=learned.item_overhead,
         links=learned.links,
     )
-    costs = (profile.dispatch, profile.event_overhead, profile.item_overhead)
+    costs = (profile.dispatch, profile.event_overhead)
     print(f"{step.name} on {len(step.lanes)}: beside a call {1e3 * costs[0]:.2f} ms, of an event "
-          f"{1e6 * costs[1]:.0f} us, of an item {1e6 * costs[2]:.1f} us", flush=True)  # fmt: skip
+          f"{1e6 * costs[1]:.0f} us", flush=True)  # fmt: skip
     return replace(step, profile=profile)
 
 

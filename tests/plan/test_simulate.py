@@ -419,9 +419,8 @@ def test_a_generator_with_slots_works_on_no_more_at_once() -> None:
 def test_overheads_of_the_controller_make_a_step_longer() -> None:
     plan = build_plan("collocated", GRPO, LANES, 8)
     free = simulate(GRPO, plan, grpo_profile(LONG_TAIL), 8, steps=1)
-    for field in ("event_overhead", "item_overhead"):
-        dear = replace(grpo_profile(LONG_TAIL), **{field: Seconds(0.5)})
-        assert simulate(GRPO, plan, dear, 8, steps=1).seconds > free.seconds + 0.5
+    dear = replace(grpo_profile(LONG_TAIL), event_overhead=Seconds(0.5))
+    assert simulate(GRPO, plan, dear, 8, steps=1).seconds > free.seconds + 0.5
 
 
 def test_publishing_is_priced_with_the_kinds_at_both_ends() -> None:

@@ -17,7 +17,6 @@ from m2flow.engine.messages import (
     Event,
     ExportWeights,
     InstallWeights,
-    ItemsProduced,
     LaneCommand,
     RunFinish,
     StepSubmitted,
@@ -216,9 +215,8 @@ class ProfileTiming(Timing):
         return self.cost(node, lane).slots if node.index in self._in_pieces else None
 
     def control(self, events: Sequence[Event]) -> float:
-        reported = [event for event in events if not isinstance(event, StepSubmitted | Tick)]
-        items = sum(len(event.items) for event in reported if isinstance(event, ItemsProduced))
-        return len(reported) * self.profile.event_overhead + items * self.profile.item_overhead
+        reported = sum(not isinstance(event, StepSubmitted | Tick) for event in events)
+        return reported * self.profile.event_overhead
 
     def hands_on(self, node: StageNode, finished: int, running: int) -> bool:
         return node.index not in self._in_pieces or finished * HANDED_ON >= running

@@ -506,27 +506,3 @@ def test_a_measured_profile_gives_way_slowly() -> None:
     many = observed(GRPO, plan, slow, steps=24)[1]
     settled = learn(KNOWN, GRPO, plan, many).stage("score").costs[0]
     assert settled.call(items) == pytest.approx(2 * known, rel=0.1)
-
-
-@pytest.mark.parametrize("wobble", [0.0, 0.1])
-def test_items_have_no_price_where_each_event_names_as_many(wobble: float) -> None:
-    """Else a plan whose events name more items would be priced by any slope."""
-    rng = random.Random(0)
-    evidence = Evidence(GRPO)
-    evidence.add(*observed(GRPO, trial_plans(GRPO, LANES, ITEMS)[0], KNOWN))
-    evidence.gaps.clear()
-    for _ in range(200):
-        events = rng.randrange(100, 128)
-        items = 8 * (events + 1) * (1 + wobble * rng.uniform(-1, 1))
-        evidence.gaps.append((events, items, (2e-3 + 5e-4 * events) * rng.uniform(0.9, 1.1)))
-    profile = fitted(evidence)
-    assert profile.item_overhead == 0
-    assert 100 * profile.event_overhead + profile.dispatch == pytest.approx(52e-3, rel=0.05)
-
-
-def test_what_the_controller_takes_for_items_is_told_from_the_way_there() -> None:
-    known = replace(KNOWN, dispatch=Seconds(0.0005), item_overhead=Seconds(0.0001), links={})
-    plans = trial_plans(GRPO, LANES, ITEMS)
-    profile = fit(GRPO, [observed(GRPO, plan, known) for plan in plans])
-    assert profile.item_overhead == pytest.approx(0.0001, rel=0.3)
-    assert profile.dispatch + profile.event_overhead == pytest.approx(0.0005, rel=0.3)

@@ -84,7 +84,6 @@ def folded_profile(profile: Profile, graph: FlowGraph, fold: int) -> Profile:
             for name, stage in profile.stages.items()
         },
         event_overhead=times(fold, profile.event_overhead),
-        item_overhead=times(fold, profile.item_overhead),
     )
 
 

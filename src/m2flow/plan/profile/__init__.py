@@ -328,7 +328,6 @@ class Profile:
             reached the lane, and until its end is known.
         event_overhead: seconds of the controller for each event that a lane reports. The controller
             handles one event after the other.
-        item_overhead: seconds of the controller for each item that an event names.
         key: what it depends on: for each of KEY_PARTS, names and values.
         source: "measured" or "analytic".
         assumptions: what the prices take for granted, to be told beside the plan.
@@ -340,7 +339,6 @@ class Profile:
     links: Mapping[str, LinkCost] = field(default_factory=dict)
     dispatch: Seconds = NO_TIME
     event_overhead: Seconds = NO_TIME
-    item_overhead: Seconds = NO_TIME
     key: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     source: str = "measured"
     assumptions: tuple[str, ...] = ()

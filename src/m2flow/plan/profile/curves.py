@@ -35,9 +35,6 @@ NEAR = 1.1
 TINY = 1e-9
 """What counts as nothing beside 1, in sums of many products."""
 
-BY_ITSELF = 0.2
-"""A column of which less is left beside the others has no coefficient of its own."""
-
 
 @dataclass(frozen=True)
 class Point:
@@ -154,15 +151,6 @@ def least_squares(
             found = _not_negative(matrix * np.sqrt(tamed)[:, None], wanted * np.sqrt(tamed))
     explained = float(np.sum(matrix @ found))
     return [float(x) * float(np.sum(wanted)) / explained if explained else 0.0 for x in found]
-
-
-def independent(rows: npt.ArrayLike, column: int) -> bool:
-    """Say whether a column varies by itself, beside what the others explain of it."""
-    matrix = np.array(rows, float)
-    others = np.delete(matrix, column, axis=1)
-    explained = others @ np.linalg.lstsq(others, matrix[:, column], rcond=None)[0]
-    beside = np.linalg.norm(matrix[:, column] - explained)
-    return bool(beside > BY_ITSELF * np.linalg.norm(matrix[:, column]))
 
 
 def _not_negative(matrix: Matrix, wanted: Matrix) -> Matrix:

@@ -11,7 +11,6 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
 
 from m2flow.engine.plan import Plan
@@ -74,8 +73,8 @@ class Evidence:
         publishes: seconds by what is priced, as a `PublishCost` without a price.
         transfers: (parts, bytes, seconds) of what was fetched from lanes of one machine for a call;
             each part lies on one lane.
-        gaps: (events of other lanes shortly before, items of these and of the lane's own end,
-            seconds) from a lane's end to its next call, where nothing else can have caused it.
+        gaps: (events of other lanes shortly before, seconds) from a lane's end to its next call,
+            where nothing else can have caused that call.
         output_bytes: (items, bytes) by stage.
         lengths: of output items, by stage.
         turns: of items in a loop, by its first stage.
@@ -88,7 +87,7 @@ class Evidence:
         self.states: dict[Where, int] = {}
         self.publishes: dict[PublishCost, deque[float]] = _newest(NEWEST)
         self.transfers: deque[tuple[float, float, float]] = deque(maxlen=NEWEST)
-        self.gaps: deque[tuple[int, float, float]] = deque(maxlen=NEWEST)
+        self.gaps: deque[tuple[int, float]] = deque(maxlen=NEWEST)
         self.output_bytes: dict[str, deque[tuple[float, float]]] = _newest(NEWEST)
         self.lengths: dict[str, deque[float]] = _newest(16 * NEWEST)
         self.turns: dict[str, deque[float]] = _newest(16 * NEWEST)
@@ -257,21 +256,18 @@ class _Placed:
         return "node" if nodes == {self._lanes[lane].node} else "cluster"
 
 
-def _gaps(spans: Sequence[Span], started: Sequence[float]) -> Iterator[tuple[int, float, float]]:
+def _gaps(spans: Sequence[Span], started: Sequence[float]) -> Iterator[tuple[int, float]]:
     """Yield what passes between a lane's end and its next call, where nothing else caused the call.
 
     That end was the last thing that happened on any lane before the call. Counted are the things
-    that other lanes reported within as many seconds before that end, and the items that these and
-    the end itself named: the controller had to handle these first.
+    that other lanes reported within as many seconds before that end: the controller had to handle
+    these first.
     """
-    events = [(when, 0.0) for when in started]
-    for span in spans:
-        pieces = _listed(span, "pieces")
-        events.append((span.end, 0.0 if pieces else _number(span, "items")))
-        events += [(span.start + float(at), float(len(ids_of(ids)))) for at, ids, _ in pieces]
-    events.sort()
-    moments = [when for when, _ in events]
-    items = [0.0, *accumulate(count for _, count in events)]
+    moments = sorted(
+        [span.end for span in spans]
+        + [span.start + float(piece[0]) for span in spans for piece in _listed(span, "pieces")]
+        + list(started)
+    )
     for lane in {span.lane for span in spans}:
         before: Span | None = None
         brought: Span | None = None
@@ -284,9 +280,8 @@ def _gaps(spans: Sequence[Span], started: Sequence[float]) -> Iterator[tuple[int
                 start = brought.start
             last = moments[bisect_right(moments, start) - 1]
             if before is not None and "call" in span.args and last == before.end:
-                first, own = bisect_left(moments, 2 * last - start), bisect_left(moments, last)
-                named = items[bisect_right(moments, last)] - items[first]
-                yield own - first, named, start - last
+                earlier = bisect_left(moments, last) - bisect_left(moments, 2 * last - start)
+                yield earlier, start - last
             before, brought = span, None
 
 

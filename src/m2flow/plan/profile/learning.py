@@ -29,7 +29,6 @@ from m2flow.plan.profile.curves import (
     Point,
     by_size,
     envelope,
-    independent,
     least_squares,
     monotone,
     spread,
@@ -84,9 +83,7 @@ def fitted(
     """
     base = known or Profile({})
     places = {**base.links, **(links or {})}
-    dispatch, event, item = _beside(evidence) or (
-        base.dispatch, base.event_overhead, base.item_overhead
-    )  # fmt: skip
+    dispatch, event = _beside(evidence) or (base.dispatch, base.event_overhead)
     return replace(
         base,
         stages={node.name: _stage(node, evidence, known) for node in evidence.graph.nodes},
@@ -95,7 +92,6 @@ def fitted(
         links={**places, **_links(evidence.transfers, places.get("node"))},
         dispatch=dispatch,
         event_overhead=event,
-        item_overhead=item,
         key=base.key if key is None else key,
         source="measured",
     )
@@ -285,20 +281,17 @@ def _links(
     return {"node": LinkCost(Seconds(latency), min(rate, fastest))}
 
 
-def _beside(evidence: Evidence) -> tuple[Seconds, Seconds, Seconds] | None:
-    """Return what a call takes beside its lane: in all, of each event before it, of each item.
+def _beside(evidence: Evidence) -> tuple[Seconds, Seconds] | None:
+    """Return what a call takes beside its lane: in all, and of each event before it.
 
     What the controller takes for an event cannot be told from the way there and back where events
-    come one at a time: all of it is on the way then. What it takes for an item cannot be told from
-    the rest where each event names about as many: none of it is the items' then.
+    come one at a time: all of it is on the way then.
     """
     if not evidence.gaps:
         return None
-    rows = [[1.0, float(events), items] for events, items, _ in evidence.gaps]
-    seconds = [seconds for *_, seconds in evidence.gaps]
+    rows = [[1.0, float(events)] for events, _ in evidence.gaps]
+    seconds = [seconds for _, seconds in evidence.gaps]
     middle = median(seconds) or 1e-9
-    if not independent(rows, 2):
-        rows = [[one, events, 0.0] for one, events, _ in rows]
     found = least_squares(rows, seconds, [1.0 / max(one, middle / 10) for one in seconds])
-    whole, event, item = found
-    return Seconds(max(0.0, whole - event)), Seconds(event), Seconds(item)
+    whole, event = found
+    return Seconds(max(0.0, whole - event)), Seconds(event)
