@@ -53,6 +53,7 @@ def test_nearly_as_good_as_brute_force(first: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_nearly_as_good_as_brute_force_in_all_cases() -> None:
     gaps = [gap(seed) for seed in range(CASES)]
     assert sum(gaps) / len(gaps) <= 0.01
