@@ -124,7 +124,7 @@ def test_each_is_usable_alone() -> None:
 @pytest.mark.parametrize(
     ("function", "parts"),
     [
-        ("nothing", ["names no function", "module:function, or addition, gym, math"]),
+        ("nothing", ["names no function", "module:function, or addition, code, format, gym, math"]),
         ("rewards_of_a_user", ["names no function"]),
         ("no_such_module:fn", ["no_such_module cannot be imported", "ModuleNotFoundError"]),
         ("rewards_that_break:fn", ["cannot be imported", "no_such_package"]),

@@ -32,6 +32,8 @@ from m2flow.errors import UserError, suggestion
 
 SHORT_NAMES = {
     "addition": "m2flow.rewards.addition:addition_reward",
+    "code": "m2flow.rewards.code:code_reward",
+    "format": "m2flow.rewards.format:format_reward",
     "gym": "m2flow.rewards.gym:gym_reward",
     "math": "m2flow.rewards.mathematics:math_reward",
 }
@@ -70,6 +72,24 @@ def batched(function: F) -> F:
     return function
 
 
+def prepared_by(prepare: Callable[[], object]) -> Callable[[F], F]:
+    """Have something called when a function is loaded; where the function cannot work, it says so.
+
+    Args:
+        prepare: raises `UserError`, so that a run is refused before anything starts.
+    """
+
+    def mark(function: F) -> F:
+        vars(function)["prepare"] = prepare
+        return function
+
+    return mark
+
+
+def _nothing() -> None:
+    """Prepare nothing."""
+
+
 @dataclass(frozen=True)
 class WeightedReward:
     """A reward function and its weight in the sum.
@@ -99,7 +119,7 @@ class WeightedReward:
         """Import the function.
 
         Raises:
-            UserError: there is no such module or function.
+            UserError: there is no such module or function, or it cannot work here.
         """
         if not isinstance(self.function, str):
             return self.function
@@ -126,6 +146,7 @@ class WeightedReward:
                 f"{attribute} is no function that can be called and returns a number",
                 expected="def reward(prompt, completion, completion_ids, row) -> float",
             )
+        getattr(function, "prepare", _nothing)()
         return cast("Reward | BatchReward", function)
 
     def _refused(

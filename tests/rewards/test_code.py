@@ -1,0 +1,103 @@
+"""Rewards of programs and of form."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from m2flow.errors import UserError
+from m2flow.rewards import code_reward, format_reward, sandbox
+from m2flow.rewards.code import program_in, read_tests
+from m2flow.rewards.reward import Judged, WeightedReward, weighted_sum
+
+try:
+    sandbox.find_way()
+except UserError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+RIGHT = "So:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+WRONG = RIGHT.replace("+", "-")
+ASSERTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
+READS = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
+PAIRS = {"inputs": ["3 4\n", "10 -2\n"], "outputs": ["7\n", "8"]}
+
+
+def reward(completion: str, row: dict[str, Any]) -> float:
+    (found,) = code_reward([""], [completion], [[]], [row])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("completion", "tests", "expected"),
+    [
+        (RIGHT, ASSERTS, 1.0),
+        (WRONG, ASSERTS, 0.0),
+        (WRONG + RIGHT, ASSERTS, 1.0),  # the last block counts
+        (RIGHT + WRONG, ASSERTS, 0.0),
+        (RIGHT.split("```\n", maxsplit=1)[0].rstrip(), ASSERTS, 1.0),  # cut off after the program
+        ("return a + b", ASSERTS, 0.0),
+        ("```python\nimport os; os._exit(0)\n```", ASSERTS, 0.0),
+        ("```python\ndef add(a, b): raise SystemExit\n```", ASSERTS, 0.0),
+        ("```\ndef add(a, b): return a + b\n```", ASSERTS, 1.0),
+        (READS, PAIRS, 1.0),
+        (READS.replace("+", "*"), PAIRS, 0.0),
+        (READS.replace("print(a + b)", "print(f'{a + b}  ', end='')"), PAIRS, 1.0),
+        (READS.replace("print(a + b)", "print(7)"), PAIRS, 0.0),
+        (READS.replace("print(a + b)", "print(a + b); 1 / 0"), PAIRS, 0.0),
+    ],
+)
+def test_a_program_must_pass_all_tests(completion: str, tests: Any, expected: float) -> None:
+    assert reward(completion, {"answer": "", "tests": tests}) == expected
+    assert reward(completion, {"answer": json.dumps(tests)}) == expected
+
+
+@pytest.mark.parametrize("tests", ["[]", "[1]", '{"inputs": ["1"], "outputs": []}', "3", "{}"])
+def test_tests_in_another_form_are_refused(tests: str) -> None:
+    with pytest.raises(ValueError, match="neither statements nor inputs"):
+        read_tests({"answer": tests})
+
+
+def test_what_a_completion_has_for_a_program() -> None:
+    assert program_in("no program") is None
+    assert program_in("```PY  \nx = 1\n```") == "x = 1\n"
+
+
+def test_where_no_sandbox_can_be_made_the_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = sandbox.Way("none", lambda limits: ["/nonexistent"])
+    monkeypatch.setattr(sandbox, "WAYS", (nothing,))
+    sandbox.find_way.cache_clear()
+    try:
+        with pytest.raises(UserError, match="no sandbox"):
+            WeightedReward("code").load()
+    finally:
+        sandbox.find_way.cache_clear()
+
+
+def test_a_recipe_names_them() -> None:
+    rows = [{"answer": json.dumps(ASSERTS)}] * 2
+    judged = Judged([0, 1], ["", ""], [RIGHT, WRONG], [[], []], rows)
+    scores = weighted_sum([WeightedReward("code"), WeightedReward("format", 0.5)], judged)
+    assert scores.rewards == [1.0, 0.0]
+    assert scores.failures == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "expected"),
+    [
+        ("", "<think>a</think><answer>b</answer>", 1.0),
+        ("", "\n<think>\na\n</think>\n\n<answer> b </answer>\n", 1.0),
+        ("", "<think>a</think>b", 0.0),
+        ("", "<think></think><answer>b</answer>", 0.0),
+        ("", "<think>a</think><answer> </answer>", 0.0),
+        ("", "x <think>a</think><answer>b</answer>", 0.0),
+        ("", "<think>a</think><answer>b</answer> and more", 0.0),
+        ("", "<think>a<think>b</think><answer>c</answer>", 0.0),
+        ("", "<think>a</think><answer>b</answer><answer>c</answer>", 0.0),
+        ("Solve it.\n<think>\n", "a</think><answer>b</answer>", 1.0),
+        ("Solve it.", "a</think><answer>b</answer>", 0.0),
+    ],
+)
+def test_form(prompt: str, completion: str, expected: float) -> None:
+    assert format_reward(prompt, completion, [], {}) == expected
