@@ -136,7 +136,7 @@ def test_a_group_of_one_has_nothing_to_compare() -> None:
 
 @pytest.mark.parametrize("key", KEYS_OF_TASKS)
 def test_every_key_of_the_data_belongs_to_a_task(key: str) -> None:
-    value = "skip" if key == "on_bad_row" else "x"
+    value = {"on_bad_row": "skip", "max_prompt_tokens": 9}.get(key, "x")
     for task in ("addition", "jsonl", "gym"):
         if task in KEYS_OF_TASKS[key]:
             data = DataSection.model_validate({"task": task, key: value})

@@ -138,7 +138,62 @@ def test_gym_without_reasoning_gym(
         task_of(recipe)
 
 
+def test_data_sets_of_reasoning_gym_take_turns(tiny_recipe: MakeRecipe) -> None:
+    options = {"chain_sum": {"min_terms": 2, "max_terms": 2}}
+    shares = {"spell_backward": 1, "chain_sum": 3}
+    data = {"task": "gym", "dataset": shares, "options": options}
+    task = task_of(tiny_recipe(data=data))
+    problems = [task.train(index) for index in (9, 2, *range(24))][2:]  # in any order
+    names = [problem.metadata["dataset"] for problem in problems]
+    for start in range(0, 24, 4):
+        assert sorted(names[start : start + 4]) == ["chain_sum"] * 3 + ["spell_backward"]
+    only = data | {"dataset": "chain_sum", "options": options["chain_sum"]}
+    alone = task_of(tiny_recipe(data=only))
+    sums = [problem for problem in problems if problem.metadata["dataset"] == "chain_sum"]
+    assert sums == [alone.train(index) for index in range(18)]
+    held_out = [problem.metadata["dataset"] for problem in task.held_out(8)]
+    assert sorted(held_out) == ["chain_sum"] * 6 + ["spell_backward"] * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"dataset": {}}, "data.dataset: names no data set"),
+        ({"dataset": {"chain_sums": 1}}, "data.dataset: reasoning-gym has no such data set"),
+        ({"dataset": {"chain_sum": 1}, "options": {"min_terms": 2}}, "data.options.min_terms: "),
+        (
+            {"dataset": {"chain_sum": 1}, "options": {"chain_sum": {"min_term": 2}}},
+            "data.options.min_term: chain_sum has no such option",
+        ),
+    ],
+)
+def test_a_mixture_is_checked(tiny_recipe: MakeRecipe, data: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        task_of(tiny_recipe(data={"task": "gym", "options": {}} | data))
+    assert str(caught.value).startswith(message)
+
+
 # Prompts must fit
+
+
+def test_rows_with_long_prompts_are_left_out_if_asked(
+    tiny_recipe: MakeRecipe, data_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = data_file.read_text().splitlines()
+    for line in (30, 9, 20):
+        rows[line - 1] = json.dumps({"question": f"{line}" * 300, "answer": "1"})
+    data_file.write_text("\n".join(rows))
+    with caplog.at_level(logging.WARNING):
+        experiment = ReasoningExperiment(tiny_recipe(**jsonl(data_file, max_prompt_tokens=100)))
+    assert experiment.task.num_train == 33
+    assert "3 rows whose prompt has more than 100 tokens are not trained on" in caplog.text
+    lines = {experiment.task.train(index).metadata["line"] for index in range(33)}
+    assert lines == set(range(1, 37)) - {9, 20, 30}
+
+
+def test_a_limit_that_leaves_too_few_rows(tiny_recipe: MakeRecipe, data_file: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.max_prompt_tokens: leaves no row to train on"):
+        ReasoningExperiment(tiny_recipe(**jsonl(data_file, max_prompt_tokens=1)))
 
 
 @given(st.text(max_size=40), st.integers(0, 60), st.integers(1, 30))

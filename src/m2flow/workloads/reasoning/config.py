@@ -52,6 +52,7 @@ KEYS_OF_TASKS = {
     "on_bad_row": ("jsonl",),
     "question_column": ("jsonl",),
     "answer_column": ("jsonl",),
+    "max_prompt_tokens": ("jsonl",),
     "template": ("jsonl", "gym"),
     "dataset": ("gym",),
 }
@@ -63,7 +64,9 @@ class DataSection(Section):
 
     With `chat` a problem is the user's turn of a conversation, in the chat template of the model's
     tokenizer; null: where the tokenizer has one. `chat_options` are the template's own variables,
-    such as `enable_thinking`. Other keys belong to some tasks.
+    such as `enable_thinking`. `dataset` is a name of reasoning-gym, or names with their shares of
+    the problems: `options` then has those of each by name. Rows whose prompt is longer than
+    `max_prompt_tokens` are not trained on. Other keys belong to some tasks.
     """
 
     task: Literal["addition", "jsonl", "gym"] = "addition"
@@ -73,7 +76,8 @@ class DataSection(Section):
     question_column: str | None = None
     answer_column: str | None = None
     template: str | None = None
-    dataset: str | None = None
+    dataset: str | dict[str, Count] | None = None
+    max_prompt_tokens: Count | None = None
     chat: Flag | None = None
     system_prompt: str | None = None
     chat_options: dict[str, Any] = Field(default_factory=dict)

@@ -6,6 +6,7 @@ else.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -45,14 +46,21 @@ from m2flow.workloads.reasoning.tasks import (
     make_task,
     reward_of_task,
 )
+from m2flow.workloads.reasoning.tasks.jsonl import Jsonl
+from m2flow.workloads.reasoning.tasks.mixture import Mixture
 from m2flow.workloads.reasoning.workers import Critic, ModelSource
 from m2flow.workloads.reasoning.workers.source import dtype_on
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.run import Run
 
+_log = logging.getLogger(__name__)
+
 NOT_OF_TINY = {"path", "dtype", "lora_rank", "lora_alpha"}
 """Keys of `model` that say nothing of the tiny model's shape."""
+
+OF_PROMPTS = {"max_prompt_tokens"}
+"""Keys of `data` that say what is done with a task's problems, and are nothing to the task."""
 
 METRIC_NAMES = {"loss": "loss/policy", "critic/loss": "loss/critic"}
 """What the training's losses are called in metrics.jsonl."""
@@ -65,8 +73,10 @@ def task_of(recipe: ReasoningRecipe) -> Task:
         UserError: a data key or an option is missing or wrong, or the data are.
     """
     data = recipe.data
-    own = [key for key, tasks in KEYS_OF_TASKS.items() if data.task in tasks]
-    settings: dict[str, Any] = {key: getattr(data, key) for key in own}
+    if isinstance(data.dataset, dict):
+        return _mixture_of(recipe, data.dataset)
+    tasks = {key for key, tasks in KEYS_OF_TASKS.items() if data.task in tasks}
+    settings: dict[str, Any] = {key: getattr(data, key) for key in tasks - OF_PROMPTS}
     settings = {key: value for key, value in settings.items() if value is not None}
     settings["seed"] = recipe.seed
     for option in data.options:
@@ -84,6 +94,25 @@ def task_of(recipe: ReasoningRecipe) -> Task:
             key="data.options",
             value=data.options,
         ) from error
+
+
+def _mixture_of(recipe: ReasoningRecipe, shares: Mapping[str, int]) -> Task:
+    data = recipe.data
+    if not shares:
+        raise UserError("names no data set", key="data.dataset", value=shares)
+    for name, options in data.options.items():
+        if name not in shares or not isinstance(options, dict):
+            raise UserError(
+                "data.dataset names several data sets, and options are those of each by its name",
+                key=f"data.options.{name}",
+                value=options,
+                expected=f"{', '.join(shares)}, each with options",
+            )
+    tasks = {}
+    for name in shares:
+        own = data.model_copy(update={"dataset": name, "options": data.options.get(name, {})})
+        tasks[name] = task_of(recipe.model_copy(update={"data": own}))
+    return Mixture(tasks, shares)
 
 
 def rewards_of(recipe: ReasoningRecipe) -> tuple[WeightedReward, ...]:
@@ -127,14 +156,6 @@ class ReasoningExperiment:
                 hint="set it to 0",
             )
         self._hinted: set[Check] = set()
-        rows = self.task.num_train
-        if rows is not None and rows < recipe.prompts_per_step:
-            raise UserError(
-                "a step would ask some problem twice",
-                key="prompts_per_step",
-                value=recipe.prompts_per_step,
-                expected=f"at most the {rows} problems to train on",
-            )
         self._held_out = self.task.held_out(recipe.evaluation.problems)
         self._tokenizer: Any = None
         self._tiny = _tiny_spec(recipe) if recipe.model.path is None else None
@@ -143,6 +164,9 @@ class ReasoningExperiment:
         self._context = positions if path is None else context_of(path)
         data = recipe.data
         self._chat = chat_of(tokenizer, data.chat, data.system_prompt, data.chat_options)
+        if data.max_prompt_tokens is not None:
+            self._drop_long(tokenizer, data.max_prompt_tokens)
+        self._check_rows()
         self._check_prompts(tokenizer)
         self._dtype = dtype_on(recipe.model.dtype, "cpu")  # of what is built or warmed up here
         self._warming: Any = None
@@ -156,12 +180,42 @@ class ReasoningExperiment:
         """Whether `prepare` builds or trains a model, and so writes one."""
         return self.recipe.model.path is None or self.recipe.warmup.steps > 0
 
+    def _drop_long(self, tokenizer: Any, limit: int) -> None:
+        """Have the task train on no prompt of more tokens."""
+        assert isinstance(self.task, Jsonl)
+
+        def fits(problem: Problem) -> bool:
+            if not may_not_fit(problem, limit, 0, self._around(tokenizer)):
+                return True
+            return len(prompt_rows(tokenizer, [problem], self._chat)[0]) <= limit
+
+        dropped = self.task.keep(fits)
+        if dropped:
+            _log.warning(
+                "%s: %d rows whose prompt has more than %d tokens are not trained on",
+                self.recipe.data.path, dropped, limit,
+            )  # fmt: skip
+
+    def _around(self, tokenizer: Any) -> int:
+        """Tokens that stand around a prompt's own."""
+        return SPECIAL_TOKENS + len(prompt_rows(tokenizer, [Problem("", "")], self._chat)[0])
+
+    def _check_rows(self) -> None:
+        rows, recipe = self.task.num_train, self.recipe
+        if rows is not None and rows < recipe.prompts_per_step:
+            raise UserError(
+                "a step would ask some problem twice",
+                key="prompts_per_step",
+                value=recipe.prompts_per_step,
+                expected=f"at most the {rows} problems to train on",
+            )
+
     def _check_prompts(self, tokenizer: Any) -> None:
         """Encode the first prompts, and those of a file that might not fit into the context."""
         first = self.recipe.prompts_per_step
         problems = [self.task.train(index) for index in range(first)]
         rest = map(self.task.train, range(first, self.task.num_train or 0))
-        around = SPECIAL_TOKENS + len(prompt_rows(tokenizer, [Problem("", "")], self._chat)[0])
+        around = self._around(tokenizer)
         problems += [p for p in rest if may_not_fit(p, self._context, self._max_new, around)]
         data = self.recipe.data
         files = (data.path or "data", data.eval_path or data.path or "data")

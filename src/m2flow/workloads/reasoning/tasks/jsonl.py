@@ -8,6 +8,7 @@ which training then never sees.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -87,6 +88,19 @@ class Jsonl:
         self._held_out = held_out
         self._epoch = -1
         self._order: list[int] = []
+
+    def keep(self, wanted: Callable[[Problem], bool]) -> int:
+        """Train on the rows that are wanted alone; return how many are not.
+
+        Raises:
+            UserError: none is.
+        """
+        kept = [problem for problem in self._problems if wanted(problem)]
+        if not kept:
+            raise UserError("leaves no row to train on", key="data.max_prompt_tokens")
+        dropped = len(self._problems) - len(kept)
+        self._problems, self.num_train, self._epoch = kept, len(kept), -1
+        return dropped
 
     def train(self, index: int) -> Problem:
         """Problem number `index` of the walk; each epoch holds every training row once."""
