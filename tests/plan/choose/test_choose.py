@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import islice
 from random import Random
@@ -39,7 +40,11 @@ def seconds(case: Case, plan: Plan, steps: int = 3) -> float:
 def gap(seed: int) -> float:
     """How much longer the chosen plan takes than the best of all, as a share."""
     case = draw(seed, SMALL, most_lanes=3)
-    chosen = choose(case.graph, case.profile, case.lanes, case.num_items).chosen
+    try:
+        chosen = choose(case.graph, case.profile, case.lanes, case.num_items).chosen
+    except UserError:
+        assert Oracle(case.problem, best=math.inf, most=2000).run(0.002) == math.inf
+        return 0.0
     mine = seconds(case, chosen.plan, 1)
     oracle = Oracle(case.problem, best=mine * (1 + 1e-9), most=2000)
     return mine / oracle.run(0.002) - 1
