@@ -25,6 +25,7 @@ from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
 from m2flow.plan import plan_from_json, validate
 from m2flow.workloads.common.planning import flow_of
 from m2flow.workloads.common.reading import read_recipe, validated
+from m2flow.workloads.common.shipped import recipe_file
 
 PROJECT = Path(__file__).resolve().parents[1]
 README = PROJECT / "README.md"
@@ -152,7 +153,7 @@ def check_command(words: list[str], where: object, *, complete: bool) -> None:
     if complete:
         context = command.make_context(words[0], list(words[1:]))
         if "overrides" in context.params:
-            recipe = PROJECT / (context.params["recipe"] or "")  # none beside --replay
+            recipe = recipe_file(Path(context.params["recipe"] or ""), PROJECT)  # or --replay
             existing = recipe if recipe.is_file() else QUICKSTART  # one that the reader writes
             read_recipe(existing, context.params["overrides"] or [])
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from dataclasses import replace
 from json import dumps as to_json
@@ -28,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Recipe = Annotated[Path, typer.Argument(help="A recipe: a YAML file.")]
+Recipe = Annotated[Path, typer.Argument(help="A recipe: a YAML file, or a name of m2flow's own.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the recipe."),
@@ -65,6 +67,25 @@ def train(
         return
     path = common.train(recipe, words, plan=plan, run_dir=run_dir, resume=resume)
     print(summary(*first_and_last(read_metrics(path)), path))
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="One of them: print its YAML.")] = None,
+) -> None:
+    """List the recipes that come with m2flow, or print one of them."""
+    from m2flow.workloads.common.shipped import about, shipped_recipes
+
+    there = shipped_recipes()
+    if name is not None and name not in there:
+        raise UserError("there is no such recipe", key=name, hint=suggestion(name, there))
+    if name is not None:
+        print(there[name].read_text(encoding="utf-8"), end="")
+        return
+    width = max(map(len, there))
+    room = max(20, shutil.get_terminal_size((100, 24)).columns - width - 2)
+    for one, file in there.items():
+        print(f"{one:<{width}}  {textwrap.shorten(about(file), room, placeholder=' …')}")
 
 
 @app.command("plan")
