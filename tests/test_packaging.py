@@ -92,6 +92,13 @@ def test_the_wheel_trains_and_plans_by_name_in_an_empty_folder(installed: Instal
     assert installed("report", "run").returncode == 0
 
 
+def test_the_wheel_begins_a_project(installed: Installed) -> None:
+    begun = installed("init", "mine")
+    assert begun.returncode == 0, begun.stderr
+    described = installed("train", "mine/recipe.yaml", "--dry-run")
+    assert described.returncode == 0, described.stderr
+
+
 def test_the_wheel_refuses_an_unknown_name_in_one_line(installed: Installed) -> None:
     refused = installed("train", "quikstart")
     assert refused.returncode == 2
@@ -104,8 +111,13 @@ def test_the_wheel_holds_the_package_and_the_recipes(built: dict[str, Path]) -> 
         held = {name for name in wheel.namelist() if ".dist-info/" not in name}
     source = PROJECT / "src"
     here = {str(path.relative_to(source)) for path in (source / "m2flow").rglob("*.py")}
-    recipes = {f"m2flow/recipes/{path.name}" for path in (PROJECT / "recipes").iterdir()}
-    assert held == here | recipes | {"m2flow/py.typed"}
+    shipped = {
+        f"m2flow/{path.relative_to(PROJECT)}"
+        for folder in ("recipes", "examples/project")
+        for path in (PROJECT / folder).iterdir()
+        if path.is_file()
+    }
+    assert held == here | shipped | {"m2flow/py.typed"}
 
 
 def test_the_sdist_is_the_repository(built: dict[str, Path]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -67,6 +68,16 @@ def train(
         return
     path = common.train(recipe, words, plan=plan, run_dir=run_dir, resume=resume)
     print(summary(*first_and_last(read_metrics(path)), path))
+
+
+@app.command()
+def init(folder: Annotated[Path, typer.Argument(help="A new folder, or an empty one.")]) -> None:
+    """Write a project of one's own: a flow, a recipe, a reward, and a test of them."""
+    from m2flow.workloads.common.shipped import write_project
+
+    for path in write_project(folder):
+        print(path)
+    print(f"next: cd {shlex.quote(str(folder))} && m2flow train recipe.yaml")
 
 
 @app.command()
