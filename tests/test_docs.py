@@ -129,7 +129,9 @@ def test_make_targets_exist() -> None:
 
 # --- commands -------------------------------------------------------------------------------------
 
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+GROUP: Any = typer.main.get_command(app)
+COMMANDS: dict[str, Any] = GROUP.commands
+OPTIONS = {name for param in GROUP.params for name in param.opts}
 
 
 def words_of_commands(script: str) -> Iterator[list[str]]:
@@ -144,6 +146,8 @@ def words_of_commands(script: str) -> Iterator[list[str]]:
 
 def check_command(words: list[str], where: object, *, complete: bool) -> None:
     """Parse the words as the command line would, without running anything."""
+    if words[0] in OPTIONS:
+        return
     assert words[0] in COMMANDS, f"{where}: there is no command {words[0]!r}"
     command = COMMANDS[words[0]]
     known = {name for param in command.params for name in param.opts} | {"--help"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from m2flow.errors import UserError
@@ -19,15 +19,20 @@ class MetricsLog:
             `tensorboard/` as well, without torch.
         resumed_step: steps after it are hidden in event files of earlier processes; None for a
             fresh run.
+        told: is called with each step and its figures as well.
 
     Raises:
         UserError: the tensorboard package is missing.
     """
 
     def __init__(
-        self, run: RunDirectory, loggers: Sequence[str], resumed_step: int | None = None
+        self,
+        run: RunDirectory,
+        loggers: Sequence[str],
+        resumed_step: int | None = None,
+        told: Callable[[int, Mapping[str, float]], None] | None = None,
     ) -> None:
-        self._run = run
+        self._run, self._told = run, told
         self._writer: Any = None
         if "tensorboard" in loggers:
             self._event, self._summary, writer, session = tensorboard()
@@ -38,6 +43,8 @@ class MetricsLog:
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the figures of `step`; the line in `metrics.jsonl` is flushed at once."""
         self._run.append_metrics(step, metrics)
+        if self._told is not None:
+            self._told(step, metrics)
         if self._writer is not None:
             value = self._summary.Value
             values = [value(tag=key, simple_value=float(x)) for key, x in metrics.items()]
