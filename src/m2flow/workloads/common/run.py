@@ -128,7 +128,7 @@ class Training:
             directory = self._begun()
             self._write_plan(run)
             resumed_step = self._last_kept_step if self.resumed else None
-            log = MetricsLog(directory, recipe.logger, resumed_step, self.progress.add)
+            log = MetricsLog(directory, recipe.logger, resumed_step, self.progress)
             try:
                 self._steps(run, held_out, log)
             finally:

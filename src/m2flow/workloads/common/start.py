@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from m2flow.engine.plan import LaneSpec
+from m2flow.observe.loggers import check_services
 from m2flow.observe.metrics_log import tensorboard
 from m2flow.observe.progress import Progress, TrainProgress
 from m2flow.plan import describe_plan
@@ -71,6 +72,7 @@ def train(
     lanes = lanes_of(recipe) if chosen is None else chosen.lanes
     if "tensorboard" in recipe.logger:
         tensorboard()  # refuses where the package is missing, before anything is written
+    check_services(recipe.logger)
     # A picture that is redrawn would paint over the debugger's prompt.
     with progress or TrainProgress(live=False if mode == "eager" else None) as progress:
         progress.start(
