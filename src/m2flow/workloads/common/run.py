@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from m2flow.engine.plan import Plan
-from m2flow.observe.machine import describe_machine
+from m2flow.observe.machine import describe_machine, package_versions
 from m2flow.observe.metrics_log import MetricsLog
 from m2flow.observe.progress import Progress
 from m2flow.observe.run_directory import RunDirectory
@@ -97,6 +97,7 @@ class Training:
             seed=recipe.seed,
             steps=recipe.steps,
             machine=describe_machine(),
+            versions=package_versions(),
             started=time.time(),
             finished=None,
         )
