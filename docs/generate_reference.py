@@ -53,7 +53,8 @@ MEANING = {
     "load_deadline_seconds": "longest that a lane may take to load one worker",
     "deadline_seconds": "longest that one call may take before the run is stopped with an account "
     "of who waits for whom",
-    "logger": "where figures go; `jsonl` must be among them, `tensorboard` needs the `dash` extra",
+    "logger": "where figures go; `jsonl` must be among them, `tensorboard` needs the `dash` "
+    "extra, and the others the extra of their name ([how](../how-to/loggers.md))",
     "samples_logged_per_step": "rollouts of a step that are written to `samples.jsonl`",
     "model.path": "a folder in Hugging Face layout; without it a tiny Qwen2 is built on the spot",
     "model.dtype": "what is computed in; `auto`: bfloat16 on accelerators, float32 on CPUs. Of a "

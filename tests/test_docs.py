@@ -25,6 +25,7 @@ from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
 from m2flow.plan import plan_from_json, validate
 from m2flow.workloads.common.planning import flow_of
 from m2flow.workloads.common.reading import read_recipe, validated
+from m2flow.workloads.common.shipped import recipe_file
 
 PROJECT = Path(__file__).resolve().parents[1]
 README = PROJECT / "README.md"
@@ -128,7 +129,9 @@ def test_make_targets_exist() -> None:
 
 # --- commands -------------------------------------------------------------------------------------
 
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+GROUP: Any = typer.main.get_command(app)
+COMMANDS: dict[str, Any] = GROUP.commands
+OPTIONS = {name for param in GROUP.params for name in param.opts}
 
 
 def words_of_commands(script: str) -> Iterator[list[str]]:
@@ -143,6 +146,8 @@ def words_of_commands(script: str) -> Iterator[list[str]]:
 
 def check_command(words: list[str], where: object, *, complete: bool) -> None:
     """Parse the words as the command line would, without running anything."""
+    if words[0] in OPTIONS:
+        return
     assert words[0] in COMMANDS, f"{where}: there is no command {words[0]!r}"
     command = COMMANDS[words[0]]
     known = {name for param in command.params for name in param.opts} | {"--help"}
@@ -152,7 +157,7 @@ def check_command(words: list[str], where: object, *, complete: bool) -> None:
     if complete:
         context = command.make_context(words[0], list(words[1:]))
         if "overrides" in context.params:
-            recipe = PROJECT / (context.params["recipe"] or "")  # none beside --replay
+            recipe = recipe_file(Path(context.params["recipe"] or ""), PROJECT)  # or --replay
             existing = recipe if recipe.is_file() else QUICKSTART  # one that the reader writes
             read_recipe(existing, context.params["overrides"] or [])
 

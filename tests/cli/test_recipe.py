@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,12 +117,36 @@ def test_a_file_that_is_no_recipe(
 def test_a_recipe_that_is_not_there(tiny: Path, refused: Refused) -> None:
     assert "did you mean tiny.yaml?" in refused("train", "tinny.yaml")
     Path("recipes").mkdir()
-    Path("recipes/quickstart.yaml").write_text("steps: 3\n")
-    line = refused("plan", "quickstart")
+    Path("recipes/mine.yaml").write_text("steps: 3\n")
+    line = refused("plan", "mine")
     assert "there is no such recipe" in line
-    assert "did you mean recipes/quickstart.yaml?" in line
+    assert "did you mean recipes/mine.yaml?" in line
     assert "is a folder" in refused("train", "recipes")
     assert "there is no such recipe" in refused("train", "nowhere/at/all.yaml")
+
+
+def test_a_recipe_of_m2flow_by_name(tiny: Path, m2flow: Callable[..., Any]) -> None:
+    """In a folder without recipes; a file of that name comes first, and may stand on a name."""
+    listed = m2flow("recipes").out
+    assert {"quickstart", "gsm8k"} <= {line.split()[0] for line in listed.splitlines()}
+    assert "A small model learns to think before it answers" in listed
+    assert read_recipe("quickstart").steps == 80
+    Path("mine.yaml").write_text("base: quickstart\nsteps: 7\n")
+    mine, shipped = read_recipe("mine.yaml"), read_recipe("quickstart")
+    assert mine == shipped.model_copy(update={"steps": 7})
+    Path("copy.yaml").write_text(m2flow("recipes", "quickstart").out)
+    assert read_recipe("copy.yaml") == shipped
+    Path("quickstart").write_text("base: quickstart.yaml\nsteps: 9\n")
+    assert read_recipe("quickstart").steps == 9
+
+
+def test_a_name_that_no_recipe_has(tiny: Path, refused: Refused) -> None:
+    line = refused("train", "math-qwen2.5-7b")
+    assert "there is no such recipe" in line
+    assert "qwen2.5-7b-grpo-math" in line
+    assert "`m2flow recipes`" in line
+    assert "did you mean quickstart" in refused("train", "recipes/quickstart.yaml")
+    assert "did you mean 'quickstart'?" in refused("recipes", "quikstart")
 
 
 def test_overrides_reach_into_sections_and_files(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def write_fake_run(path: Path, *, num_steps: int = 80, planned_steps: int | None
         steps=planned_steps or num_steps,
         machine="2 cores · AMD EPYC 9B14 · 24 GiB · no accelerator",
         started=START,
-        version="0.1.0",
+        versions={"m2flow": "0.1.0", "torch": "2.13.0"},
     )
     run.write_config(
         {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -16,7 +18,9 @@ from m2flow.errors import UserError
 from m2flow.observe.health import findings
 from m2flow.observe.record import RunRecord, read_run
 from m2flow.observe.report import write_report
+from m2flow.observe.rollout_browser import MAX_CHARACTERS, MAX_ROLLOUTS, SCRIPT
 from m2flow.observe.run_directory import RunDirectory
+from m2flow.observe.step_bars import MAX_BARS
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 LOADING = {"src", "srcset", "data", "action", "poster", "xlink:href", "formaction", "background"}
@@ -30,6 +34,7 @@ class Checker(HTMLParser):
         self.open: list[str] = []
         self.attributes: list[tuple[str, str, str | None]] = []
         self.text: list[str] = []
+        self.scripts: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.attributes += [(tag, name, value) for name, value in [("", ""), *attrs]]
@@ -44,17 +49,26 @@ class Checker(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.text.append(data)
+        inside = self.open[-1:] == ["script"]
+        (self.scripts if inside else self.text).append(data)
 
 
 def check(path: Path) -> Checker:
-    """Parse a report; it must be well-formed, load nothing and run nothing."""
+    """Parse a report; it must be well-formed, load nothing, and run our own script alone."""
     html = path.read_text("utf-8")
     checker = Checker()
     checker.feed(html)
     checker.close()
     assert checker.open == []
-    assert not {tag for tag, _, _ in checker.attributes} & {"script", "iframe", "object", "link"}
+    assert not {tag for tag, _, _ in checker.attributes} & {"iframe", "object", "link"}
+    if checker.scripts:
+        data, script = checker.scripts
+        assert isinstance(json.loads(data), list)
+        assert script == SCRIPT
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    policies = [v for tag, name, v in checker.attributes if (tag, name) == ("meta", "content")]
+    rules = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    assert f"{rules}script-src 'sha256-{digest}'" in policies
     for tag, name, value in checker.attributes:
         assert name not in LOADING, f"<{tag} {name}={value!r}>"
         assert not name.startswith("on")
@@ -81,6 +95,10 @@ def test_the_report_of_a_run_shows_every_part(
         "Response length",
         "All other figures",
         "steps 79 and 80",
+        "Seconds of each step",
+        "not in a stage",
+        "All rollouts",
+        "torch 2.13.0",
         "Where the time went",
         "80 steps, ",
         "prompts_per_step: 32",
@@ -184,6 +202,61 @@ def test_rollouts_of_the_first_and_last_step_stand_side_by_side(tmp_path: Path) 
         "3-2",
         "3-3",
     ]
+
+
+def browsed(run: RunDirectory) -> list[dict[str, Any]]:
+    """The rollouts that the page's browser has."""
+    found: list[dict[str, Any]] = json.loads(check(write_report(run.path)).scripts[0])
+    return found
+
+
+def test_the_browser_has_what_samples_jsonl_says(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", "r")
+    sample = {"prompt": HOSTILE, "completion": "x" * 5000, "answer": 7, "reward": 0.25}
+    more = {"advantage": -1.5, "version": 3, "finish_reason": "length"}
+    run.append_samples(4, [{**sample, **more}, {"prompt": "p", "failure": "no judge"}])
+    first, second = browsed(run)
+    assert first["prompt"].startswith(HOSTILE[:40])
+    assert first["completion"] == "x" * MAX_CHARACTERS + "… (3,500 more)"
+    assert (first["step"], first["reward"], first["advantage"]) == (4, 0.25, -1.5)
+    assert (first["version"], first["why"], first["answer"]) == (3, "length", "7")
+    assert (second["reward"], second["advantage"], second["why"]) == (None, None, "no judge")
+
+
+def test_the_browser_of_a_long_run_is_spread_over_it(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", "r")
+    for step in range(1, 601):
+        run.append_samples(step, [{"prompt": "p", "completion": str(n)} for n in range(4)])
+    found = browsed(run)
+    assert MAX_ROLLOUTS / 2 < len(found) <= MAX_ROLLOUTS
+    assert found[0]["step"] == 1
+    assert found[-1]["step"] > 598
+
+
+def test_a_bar_is_as_high_as_its_step(tmp_path: Path, fake_run: Callable[..., Path]) -> None:
+    """Two lanes: what they spent in stages, halved, and the rest of the step."""
+    run = fake_run(tmp_path / "run", num_steps=3)
+    html = write_report(run).read_text()
+    picture = html[html.index("Seconds of each step by stage") :]
+    bars = re.findall(r"<g><title>(.*?)</title>(.*?)</g>", picture[: picture.index("</svg>")])
+    taken = [row["seconds/step"] for row in read_run(run).metrics if "seconds/step" in row]
+    heights = [sum(map(float, re.findall(r' height="([\d.]+)"', bar))) for _, bar in bars]
+    assert len(bars) == 3
+    for height, seconds in zip(heights, taken, strict=True):
+        assert height / heights[0] == pytest.approx(seconds / taken[0], rel=1e-2)
+    assert bars[0][0].startswith("step 1, ")
+    train = re.findall(r'fill="([^"]+)"', bars[0][1])
+    assert len(set(train)) == len(train) == 5
+
+
+def test_a_long_run_has_few_bars(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", "r")
+    for step in range(1, 1001):
+        run.append_metrics(step, {"seconds/step": 1.0, "seconds/learner.train": 0.5})
+    html = write_report(run.path).read_text()
+    bars = re.findall(r"<g><title>(steps .*?)</title>", html)
+    assert MAX_BARS / 2 < len(bars) <= MAX_BARS
+    assert bars[0].startswith("steps 1 to 17, learner.train 500 ms, not in a stage 500 ms")
 
 
 def titles(rows: list[Mapping[str, Any]]) -> set[str]:

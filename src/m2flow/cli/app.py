@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
+import shutil
 import sys
+import textwrap
 import traceback
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from json import dumps as to_json
 from pathlib import Path
@@ -16,6 +20,7 @@ from typing import Annotated
 
 import typer
 
+from m2flow import __version__
 from m2flow.errors import RunFailed, UserError, suggestion
 
 # Idle OpenMP threads must sleep, or two busy processes on two cores slow each other several times.
@@ -23,17 +28,44 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 app = typer.Typer(
     name="m2flow",
-    help="Reinforcement learning of foundation models: write the step, m2flow plans and runs it.",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-Recipe = Annotated[Path, typer.Argument(help="A recipe: a YAML file.")]
+
+def _names(incomplete: str) -> list[str]:
+    """Recipes whose names begin so, for the shell; files are the shell's own affair."""
+    from m2flow.workloads.common.shipped import shipped_recipes
+
+    return [name for name in shipped_recipes() if name.startswith(incomplete)]
+
+
+Recipe = Annotated[
+    Path,
+    typer.Argument(help="A recipe: a YAML file, or a name of m2flow's own.", autocompletion=_names),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the recipe."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"m2flow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Reinforcement learning of foundation models: write the step, m2flow plans and runs it."""
 
 
 @app.command()
@@ -52,9 +84,15 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would run, start nothing.")
     ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print the run directory at the end, and nothing else.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a line: steps, notes, the end.")
+    ] = False,
 ) -> None:
     """Train a recipe, from the start or from its last checkpoint."""
-    from m2flow.observe.progress import summary
+    from m2flow.observe.progress import JsonLines, Quiet, summary
     from m2flow.observe.run_directory import first_and_last, read_metrics
     from m2flow.workloads import common
     from m2flow.workloads.common.start import describe
@@ -63,8 +101,48 @@ def train(
     if dry_run:
         print("\n".join(describe(common.read_recipe(recipe, words), plan)))
         return
-    path = common.train(recipe, words, plan=plan, run_dir=run_dir, resume=resume)
-    print(summary(*first_and_last(read_metrics(path)), path))
+    if quiet and json:
+        raise UserError("--json says it all", key="--quiet", hint="give one of the two")
+    shown = JsonLines() if json else Quiet() if quiet else None
+    # What a reward or a library prints must not stand between lines that a program reads.
+    with nullcontext() if shown is None else redirect_stdout(sys.stderr):
+        path = common.train(
+            recipe, words, plan=plan, run_dir=run_dir, resume=resume, progress=shown
+        )
+    figures = first_and_last(read_metrics(path))
+    if shown is None:
+        print(summary(*figures, path))
+    else:
+        shown.done(*figures, path)
+
+
+@app.command()
+def init(folder: Annotated[Path, typer.Argument(help="A new folder, or an empty one.")]) -> None:
+    """Write a project of one's own: a flow, a recipe, a reward, and a test of them."""
+    from m2flow.workloads.common.shipped import write_project
+
+    for path in write_project(folder):
+        print(path)
+    print(f"next: cd {shlex.quote(str(folder))} && m2flow train recipe.yaml")
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="One of them: print its YAML.")] = None,
+) -> None:
+    """List the recipes that come with m2flow, or print one of them."""
+    from m2flow.workloads.common.shipped import about, shipped_recipes
+
+    there = shipped_recipes()
+    if name is not None and name not in there:
+        raise UserError("there is no such recipe", key=name, hint=suggestion(name, there))
+    if name is not None:
+        print(there[name].read_text(encoding="utf-8"), end="")
+        return
+    width = max(map(len, there))
+    room = max(20, shutil.get_terminal_size((100, 24)).columns - width - 2)
+    for one, file in there.items():
+        print(f"{one:<{width}}  {textwrap.shorten(about(file), room, placeholder=' …')}")
 
 
 @app.command("plan")

@@ -1,13 +1,31 @@
-"""One line that says on what machine a run happened. Standard library alone."""
+"""On what machine a run happened, and with which packages. Standard library alone."""
 
 from __future__ import annotations
 
 import platform
 import shutil
 import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
 from m2flow.plan.machine import usable_cores, usable_memory
+
+PACKAGES = ("torch", "ray", "transformers", "numpy")
+"""Those whose version may change what a run does or how fast it is."""
+
+
+def package_versions() -> Mapping[str, str]:
+    """The versions of m2flow, Python and `PACKAGES`, as far as they are installed."""
+    found = {"m2flow": vars(sys.modules["m2flow"])["__version__"]}
+    found["python"] = platform.python_version()
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # as with torch of a vendor's own build
+            continue
+    return found
 
 
 def describe_machine() -> str:

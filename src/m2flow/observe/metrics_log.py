@@ -1,13 +1,18 @@
-"""Where the figures of a step go: `metrics.jsonl` always, TensorBoard events if asked for."""
+"""Where the figures of a step go: `metrics.jsonl` always, TensorBoard and services if asked for."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from m2flow.errors import UserError
+from m2flow.observe.loggers import Services
+from m2flow.observe.progress import Progress
 from m2flow.observe.run_directory import RunDirectory
+
+SHOWN_NOWHERE = Progress()
 
 
 class MetricsLog:
@@ -19,15 +24,21 @@ class MetricsLog:
             `tensorboard/` as well, without torch.
         resumed_step: steps after it are hidden in event files of earlier processes; None for a
             fresh run.
+        progress: takes each step's figures as well, and is told of a service that fails.
 
     Raises:
         UserError: the tensorboard package is missing.
     """
 
     def __init__(
-        self, run: RunDirectory, loggers: Sequence[str], resumed_step: int | None = None
+        self,
+        run: RunDirectory,
+        loggers: Sequence[str],
+        resumed_step: int | None = None,
+        progress: Progress = SHOWN_NOWHERE,
     ) -> None:
-        self._run = run
+        self._run, self._progress = run, progress
+        self._services = Services(run, loggers, progress.note)
         self._writer: Any = None
         if "tensorboard" in loggers:
             self._event, self._summary, writer, session = tensorboard()
@@ -38,13 +49,16 @@ class MetricsLog:
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the figures of `step`; the line in `metrics.jsonl` is flushed at once."""
         self._run.append_metrics(step, metrics)
+        self._progress.add(step, metrics)
+        self._services.add(step, metrics)
         if self._writer is not None:
             value = self._summary.Value
             values = [value(tag=key, simple_value=float(x)) for key, x in metrics.items()]
             self._write(step, summary=self._summary(value=values))
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Write what is buffered. While an error is handled, services take the run for failed."""
+        self._services.close(failed=sys.exception() is not None)
         if self._writer is not None:
             self._writer.close()
 

@@ -1,19 +1,27 @@
 """The frame of the report: its style and the HTML around its sections.
 
-Promises: one self-contained document. A content security policy in its head forbids scripts and
-every fetch, so even markup that slipped through escaping could neither run nor call home.
+Promises: one self-contained document. A content security policy in its head forbids every fetch,
+and every script but the one that searches rollouts, which it knows by its hash; so even markup that
+slipped through escaping could neither run nor call home.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Iterable
 from html import escape
 
 from m2flow.observe.charts import CHART_CSS
 from m2flow.observe.gantt import GANTT_CSS
+from m2flow.observe.rollout_browser import BROWSER_CSS, SCRIPT
 from m2flow.observe.theme import MONO, SANS, variables
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+SCRIPT_HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    f"script-src 'sha256-{SCRIPT_HASH}'"
+)
 
 PAGE_CSS = f"""
 *{{box-sizing:border-box}}
@@ -113,7 +121,8 @@ main{{padding:22px 14px 40px}}h1{{font-size:25px}}section{{margin-top:32px}}
 .tiles{{grid-template-columns:repeat(2,minmax(0,1fr));gap:10px}}
 .tile{{padding:12px 13px}}.tile .figure{{font-size:19px}}.finding{{display:block}}
 .finding .pill{{margin:0 0 6px}}}}
-@media print{{body{{background:#fff}}.card{{break-inside:avoid}}}}
+@media print{{body{{background:#fff}}main{{padding:0}}.card{{break-inside:avoid}}
+.sample pre{{max-height:none}}.scroll{{overflow:visible}}.scroll .gantt{{min-width:0}}}}
 """
 
 
@@ -124,7 +133,7 @@ def page(title: str, sections: Iterable[str]) -> str:
         title: plain text.
         sections: those that are empty leave no trace.
     """
-    style = variables(":root") + CHART_CSS + GANTT_CSS + PAGE_CSS
+    style = variables(":root") + CHART_CSS + GANTT_CSS + PAGE_CSS + BROWSER_CSS
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">\n'

@@ -1,8 +1,9 @@
-"""What a person sees while a run goes on: bars on a terminal, plain lines elsewhere.
+"""What is seen while a run goes on: bars on a terminal, plain lines elsewhere, JSON, or nothing.
 
 Promises: something appears at once; on a terminal one line is redrawn per phase, in a log one line
 is written at most every `SECONDS_BETWEEN_LINES`, flushed, besides the first and last line of a
-phase and every evaluation. Takes metrics by their keys in `metrics.jsonl`; knows no workload.
+phase and every evaluation. JSON is for programs: one object a line, and nothing else on that
+stream. Takes metrics by their keys in `metrics.jsonl`; knows no workload.
 """
 
 from __future__ import annotations
@@ -11,27 +12,30 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Self, TextIO, TypeAlias
 
 from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
     Task,
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.progress import Progress as RedrawnProgress
 from rich.text import Text
 
 from m2flow.observe.formatting import clock, number, percent, seconds
+from m2flow.observe.jsonl import encode
 from m2flow.observe.record import ACCURACY, EVALUATION, LOSS, as_number
+
+Figures: TypeAlias = Mapping[str, float]
 
 SECONDS_BETWEEN_LINES = 2.0
 """The least time between two plain lines of one phase."""
 
 
-class _Bars(Progress):
+class _Bars(RedrawnProgress):
     """One line for each phase, and below them the figures of the one that runs."""
 
     figures: Mapping[str, float] = {}
@@ -41,8 +45,93 @@ class _Bars(Progress):
         yield Text("  ".join(figures(self.figures)))
 
 
-class TrainProgress:
-    """Shows a run's progress; a context manager, so that the terminal is left in order.
+class Progress:
+    """Shows nothing of a run; what shows something derives from it.
+
+    A context manager, so that whatever was opened is closed.
+    """
+
+    def start(self, header: str) -> None:
+        """Say what is about to run, at once; phases may follow."""
+
+    def phase(self, name: str, total: int | None = None, completed: int = 0) -> None:
+        """Begin a phase, or come back to one of that name.
+
+        Args:
+            name: `warm-up`, `training`, `evaluation`, ...
+            total: its number of steps, if that is known.
+            completed: steps done before, in a run that is resumed.
+        """
+
+    def update(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Report that `step` of the phase is done; figures not brought keep their last value."""
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the figures of a training step as they go to `metrics.jsonl`."""
+
+    def note(self, text: str) -> None:
+        """Write a line of its own."""
+
+    def close(self) -> None:
+        """Leave everything in order; may be called again."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close()
+
+
+class Quiet(Progress):
+    """Prints the run directory when the run is done, and nothing before."""
+
+    def done(self, first: Figures, last: Figures, run_dir: Path | str) -> None:
+        """Say where a finished run lies; as `summary`."""
+        print(run_dir)
+
+
+class JsonLines(Progress):
+    """Writes one JSON object a line, each with its `event`, flushed at once.
+
+    `start` (`run`), `phase` (`name`, `total`, `completed`), `note` (`text`), `step` (`step`,
+    `metrics`), and last `end` (`outcome`: `done` with `run_dir`, `first` and `last`, or `failed` or
+    `interrupted` with `error`). A figure that is not finite is null.
+
+    Args:
+        stream: where to write; standard output as it is now if None.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stdout if stream is None else stream
+
+    def start(self, header: str) -> None:
+        self._write("start", run=header)
+
+    def phase(self, name: str, total: int | None = None, completed: int = 0) -> None:
+        self._write("phase", name=name, total=total, completed=completed)
+
+    def note(self, text: str) -> None:
+        self._write("note", text=text)
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._write("step", step=step, metrics=metrics)
+
+    def done(self, first: Figures, last: Figures, run_dir: Path | str) -> None:
+        """Say where a finished run lies, and of each figure the first value and the last."""
+        self._write("end", outcome="done", run_dir=str(run_dir), first=first, last=last)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            outcome = "failed" if isinstance(error, Exception) else "interrupted"
+            self._write("end", outcome=outcome, error=f"{type(error).__name__}: {error}")
+
+    def _write(self, event: str, **content: object) -> None:
+        self._stream.write(encode({"event": event, **content}).decode() + "\n")
+        self._stream.flush()
+
+
+class TrainProgress(Progress):
+    """Shows a run's progress to a person.
 
     Args:
         console: where to write; standard output if None.
@@ -75,19 +164,11 @@ class TrainProgress:
         )
 
     def start(self, header: str) -> None:
-        """Say what is about to run, at once; phases may follow."""
         self._print(Text(header, style="bold"))
         if self._live:
             self._bars.start()
 
     def phase(self, name: str, total: int | None = None, completed: int = 0) -> None:
-        """Begin a phase, or come back to one of that name.
-
-        Args:
-            name: `warm-up`, `training`, `evaluation`, ...
-            total: its number of steps, if that is known.
-            completed: steps done before, in a run that is resumed.
-        """
         self._say_last()
         for task in self._bars.tasks:
             self._bars.stop_task(task.id)
@@ -100,7 +181,6 @@ class TrainProgress:
             self._print(Text(f"{name:<10} {what}" + (f", {completed:,} done" if completed else "")))
 
     def update(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Report that `step` of the phase is done; figures not brought keep their last value."""
         assert self._bars.tasks, "update before phase"
         task, metrics = self._bars.tasks[-1], metrics or {}
         self._metrics.update(metrics)
@@ -116,7 +196,6 @@ class TrainProgress:
             self._say(task)
 
     def note(self, text: str) -> None:
-        """Write a line of its own."""
         self._print(Text(text))
 
     def close(self) -> None:
@@ -124,12 +203,6 @@ class TrainProgress:
         self._say_last()
         if self._bars.live.is_started:
             self._bars.stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _say(self, task: Task) -> None:
         left, total = task.time_remaining, task.total

@@ -65,6 +65,12 @@ class RunRecord:
         return self.directory.path.resolve().name
 
     @property
+    def versions(self) -> Mapping[str, str]:
+        """The version of each package that the run was made with, as far as it says."""
+        found = self.run.get("versions")
+        return {str(k): str(v) for k, v in found.items()} if isinstance(found, Mapping) else {}
+
+    @property
     def last_step(self) -> int:
         """The newest step with figures; 0 if there is none."""
         return max((row["step"] for row in self.metrics), default=0)

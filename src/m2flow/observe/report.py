@@ -2,7 +2,7 @@
 
 Promises: reads the run directory alone; every file may be missing or half written (a run in
 progress), and the page then shows what there is; everything that a model or a user wrote is
-escaped; no script, no address outside the page. Writes `timeline.svg` beside it when the run has
+escaped; no address outside the page. Writes `timeline.svg` beside it when the run has
 recorded spans.
 """
 
@@ -23,7 +23,9 @@ from m2flow.observe.lane_time import pictured_steps, time_note, time_table, time
 from m2flow.observe.page import page, pill, section
 from m2flow.observe.plan_section import plan_section
 from m2flow.observe.record import ACCURACY, EVALUATION, RunRecord, as_number, read_run
+from m2flow.observe.rollout_browser import rollout_browser
 from m2flow.observe.rollouts import rollout_columns
+from m2flow.observe.step_bars import step_bars
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -53,11 +55,17 @@ def render_report(record: RunRecord) -> str:
             _health(record),
             _curves(record),
             _timeline(record),
+            section("Seconds of each step", bars, "mean over the lanes, by stage")
+            if (bars := step_bars(record))
+            else "",
             section("Where the time went", table, time_note(record.trace))
             if (table := time_table(record.trace))
             else "",
             section("Rollouts", rollouts, "the first recorded step against the last")
             if (rollouts := rollout_columns(record.samples))
+            else "",
+            section("All rollouts", browser, "those of samples.jsonl")
+            if (browser := rollout_browser(record.samples))
             else "",
             _films(record),
             plan_section(record),
@@ -74,7 +82,7 @@ def _header(record: RunRecord) -> str:
         "machine": record.run.get("machine"),
         "started": _moment(record),
         "took": seconds(record.seconds_elapsed) if record.seconds_elapsed else None,
-        "m2flow": record.run.get("version"),
+        **record.versions,
     }
     shown = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(str(fact))}</dd></div>"

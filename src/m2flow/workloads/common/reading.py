@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,19 +16,20 @@ from pydantic import BaseModel, ValidationError
 from m2flow.errors import UserError, nearest, suggestion
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.registry import workload_named
+from m2flow.workloads.common.shipped import recipe_file, shipped_recipes
 
 BASE = "base"
-"""Key of a recipe's file: another file, beside it, whose keys it stands on."""
+"""Key of a recipe's file: another file beside it, or a recipe of m2flow, that it stands on."""
 
 Source: TypeAlias = str | Path | Mapping[str, Any] | Recipe
-"""A recipe: its YAML file, its keys and values, or itself."""
+"""A recipe: its YAML file, the name of one of m2flow's, its keys and values, or itself."""
 
 
 def read_recipe(source: Source, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Recipe:
     """Read a recipe and apply overrides.
 
     Args:
-        source: a YAML file, a table of keys, or a recipe.
+        source: a YAML file, the name of a recipe of m2flow, a table of keys, or a recipe.
         overrides: `key=value` each, or values by key; a dot in a key leads into a section.
 
     Raises:
@@ -37,8 +39,10 @@ def read_recipe(source: Source, overrides: Sequence[str] | Mapping[str, Any] = (
     data: dict[str, Any]
     if isinstance(source, Recipe):
         data = source.model_dump(mode="json")
+    elif isinstance(source, Mapping):
+        data = dict(source)
     else:
-        data = dict(source) if isinstance(source, Mapping) else _with_base(Path(source))
+        data = _with_base(recipe_file(Path(source)))
     said = list(_overrides(overrides))
     asked = _changed(data, said)
     stand_ins = workload_named(asked.get("workload")).recipe.stand_ins(asked)
@@ -59,7 +63,7 @@ def _with_base(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
             "is no file", key=f"{path}: {BASE}", value=base, expected="a recipe beside this one"
         )
     above = (*above, path.resolve())
-    below = path.parent / base
+    below = recipe_file(Path(base), path.parent)
     if below.resolve() in above:
         raise UserError("leads back to itself", key=f"{path}: {BASE}", value=base)
     return _merged(_with_base(below, above), data)
@@ -100,10 +104,12 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "there is no such recipe"
-        there = {p.name: p for p in _recipes_near(path)}
-        close = nearest(path.name, there)
-        hint = f"did you mean {there[close]}?" if close else None
-        raise UserError(problem, key=str(path), expected="a YAML file", hint=hint)
+        raise UserError(
+            problem,
+            key=str(path),
+            expected="a YAML file, or a name that `m2flow recipes` lists",
+            hint=_near_recipes(path),
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -230,7 +236,10 @@ def _section(annotation: Any) -> type[BaseModel] | None:
     return next((one for one in inner if one is not None), None)
 
 
-def _recipes_near(path: Path) -> Iterator[Path]:
-    """Recipes beside the path, and in a folder `recipes` beside it."""
-    for folder in (path.parent, path.parent / "recipes"):
-        yield from folder.glob("*.y*ml")
+def _near_recipes(path: Path) -> str | None:
+    """Which recipes a path may have meant: files beside it or in `recipes`, and those of m2flow."""
+    folders = (path.parent, path.parent / "recipes")
+    there = {file.name: str(file) for folder in folders for file in folder.glob("*.y*ml")}
+    there |= {name: name for name in shipped_recipes()}
+    close = difflib.get_close_matches(path.name, there, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(there[name] for name in close)}?" if close else None

@@ -105,7 +105,9 @@ class Recipe(Section):
     load_deadline_seconds: Positive = 1800.0
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
-    logger: tuple[Literal["jsonl", "tensorboard"], ...] = ("jsonl",)
+    logger: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio", "swanlab"], ...] = (
+        "jsonl",
+    )
     samples_logged_per_step: Natural = 4
 
     @classmethod

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from m2flow.engine.plan import Plan
-from m2flow.observe.machine import describe_machine
+from m2flow.observe.machine import describe_machine, package_versions
 from m2flow.observe.metrics_log import MetricsLog
-from m2flow.observe.progress import TrainProgress
+from m2flow.observe.progress import Progress
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.observe.timeline import Timeline
 from m2flow.plan.file import to_json
@@ -51,7 +51,7 @@ class Training:
         plan: Plan | None,
         lanes: LanesAhead | None,
         run_dir: Path | None,
-        progress: TrainProgress,
+        progress: Progress,
         *,
         resumed: bool,
         checkpoint: Path | None,
@@ -97,6 +97,7 @@ class Training:
             seed=recipe.seed,
             steps=recipe.steps,
             machine=describe_machine(),
+            versions=package_versions(),
             started=time.time(),
             finished=None,
         )
@@ -128,7 +129,7 @@ class Training:
             directory = self._begun()
             self._write_plan(run)
             resumed_step = self._last_kept_step if self.resumed else None
-            log = MetricsLog(directory, recipe.logger, resumed_step)
+            log = MetricsLog(directory, recipe.logger, resumed_step, self.progress)
             try:
                 self._steps(run, held_out, log)
             finally:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from m2flow.engine.plan import LaneSpec
+from m2flow.observe.loggers import check_services
 from m2flow.observe.metrics_log import tensorboard
-from m2flow.observe.progress import TrainProgress
+from m2flow.observe.progress import Progress, TrainProgress
 from m2flow.plan import describe_plan
 from m2flow.workloads.common.planning import (
     check_runnable,
@@ -36,17 +37,19 @@ def train(
     plan: str | Path | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
+    progress: Progress | None = None,
 ) -> Path:
-    """Run a recipe, and show on standard output how far it has come.
+    """Run a recipe, and show how far it has come.
 
         train("recipes/quickstart.yaml", {"steps": 20, "optimizer.learning_rate": 1e-3})
 
     Args:
-        source: the recipe: a YAML file, a table of keys, or a `Recipe`.
+        source: the recipe: a YAML file, a name of m2flow's own, a table of keys, or a `Recipe`.
         overrides: `key=value` each, or values by key; a dot leads into a section.
         plan: a plan file to run instead of the mode's plan.
         run_dir: where the run is kept; a new folder below `runs/` by default.
         resume: go on from the last checkpoint in `run_dir`.
+        progress: what shows how far the run has come; None for bars or lines on standard output.
 
     Returns:
         The run directory.
@@ -69,8 +72,9 @@ def train(
     lanes = lanes_of(recipe) if chosen is None else chosen.lanes
     if "tensorboard" in recipe.logger:
         tensorboard()  # refuses where the package is missing, before anything is written
+    check_services(recipe.logger)
     # A picture that is redrawn would paint over the debugger's prompt.
-    with TrainProgress(live=False if mode == "eager" else None) as progress:
+    with progress or TrainProgress(live=False if mode == "eager" else None) as progress:
         progress.start(
             f"m2flow: {recipe.name}, seed {recipe.seed}, {recipe.steps} steps of "
             f"{recipe.step_size}, mode {mode}"

@@ -9,21 +9,30 @@ from m2flow.workloads.reasoning.workers.columns import judged, lengths_of
 
 OUTCOME = (
     "prompt", "text", "answer", "reward", "failure", "finish_reason", "num_tokens",
-    "num_prompt_tokens",
+    "num_prompt_tokens", "version",
 )  # fmt: skip
 """Columns that a step hands back for metrics and samples; token ids stay on the lanes."""
 
 
 @stage
 def outcome(samples: Batch) -> Batch:
-    """What is left of a sample when it has been used: figures and text, no token ids."""
-    lengths: dict[str, Any] = {
+    """What is left of a sample when it has been used: figures and text, no token ids.
+
+    Has the columns `OUTCOME`, and `advantage` where there is one, or one for each token.
+    """
+    more: dict[str, Any] = {
         "num_tokens": list(samples["completion_ids"].lengths),
         "num_prompt_tokens": list(samples["prompt_ids"].lengths),
     }
     if "failure" not in samples:  # of a verifier that never fails
-        lengths["failure"] = [""] * len(samples)
-    return samples.with_columns(**lengths).only(*OUTCOME)
+        more["failure"] = [""] * len(samples)
+    left = samples.with_columns(**more).only(*OUTCOME)
+    if "advantages" in samples:  # of tokens: their mean
+        rows = samples["advantages"].rows()
+        return left.with_columns(advantage=[float(row.sum()) / max(1, len(row)) for row in rows])
+    if "advantage" in samples:
+        return left.with_columns(advantage=samples["advantage"].tolist())
+    return left
 
 
 @stage

@@ -1,0 +1,204 @@
+"""Services that keep figures, offline: what they were given can be read from their own files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from m2flow.errors import UserError
+from m2flow.observe import loggers
+from m2flow.observe.loggers import SERVICES, Entry, check_services
+from m2flow.observe.metrics_log import MetricsLog
+from m2flow.observe.progress import Progress
+from m2flow.observe.run_directory import RunDirectory, read_document, read_metrics
+
+WRITE = """
+from m2flow.observe.metrics_log import MetricsLog
+from m2flow.observe.run_directory import RunDirectory
+from m2flow.observe.progress import Progress
+
+class Loud(Progress):
+    def note(self, text):
+        raise AssertionError(text)
+
+run = RunDirectory.create("run", "r")
+run.write_config({"steps": 4, "model": {"path": None}})
+for steps in ([0, 1, 2], [3]):
+    log = MetricsLog(run, ["jsonl", "SERVICE"], None if steps[0] == 0 else 2, Loud())
+    for step in steps:
+        log.add(step, {"reward/mean": step / 8, "train/grad_norm": float("nan")})
+    log.close()
+"""
+
+READ_MLFLOW = """
+import mlflow
+client = mlflow.MlflowClient()
+(run,) = client.search_runs([client.get_experiment_by_name("m2flow").experiment_id])
+print(run.info.status, run.info.run_name)
+print([(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "reward/mean")])
+"""
+
+READ_TRACKIO = """
+import json, sqlite3
+(path,) = __import__("pathlib").Path("trackio").glob("m2flow.db")
+rows = sqlite3.connect(path).execute("select run_name, step, metrics from metrics order by step")
+rows = [(name, step, json.loads(metrics)["reward/mean"]) for name, step, metrics in rows]
+assert len({name for name, _, _ in rows}) == 1
+print([(step, value) for _, step, value in rows])
+"""
+
+FOUR = "[(0, 0.0), (1, 0.125), (2, 0.25), (3, 0.375)]"
+
+
+def offline(folder: Path, program: str) -> str:
+    """Run a program whose services may reach nothing but `folder`; what it printed."""
+    folder.mkdir(exist_ok=True)
+    variables = {
+        "HOME": str(folder),
+        "WANDB_MODE": "offline",
+        "SWANLAB_MODE": "offline",
+        "TRACKIO_DIR": str(folder / "trackio"),
+        "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri(),
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"the {package} extra is missing")
+
+
+@needs("mlflow")
+def test_mlflow_reads_back_what_was_logged(tmp_path: Path) -> None:
+    offline(tmp_path, WRITE.replace("SERVICE", "mlflow"))
+    assert offline(tmp_path, READ_MLFLOW).splitlines() == ["FINISHED run", FOUR]
+
+
+@needs("trackio")
+def test_trackio_reads_back_what_was_logged(tmp_path: Path) -> None:
+    offline(tmp_path, WRITE.replace("SERVICE", "trackio"))
+    assert offline(tmp_path, READ_TRACKIO).splitlines() == [FOUR]
+
+
+@needs("wandb")
+def test_wandb_writes_one_run_offline(tmp_path: Path) -> None:
+    offline(tmp_path, WRITE.replace("SERVICE", "wandb"))
+    number = read_document(tmp_path / "run" / "run.json")["id"]  # type: ignore[index]
+    files = sorted(tmp_path.glob(f"run/wandb/offline-run-*-{number}/run-{number}.wandb"))
+    content = b"".join(file.read_bytes() for file in files)
+    assert b"reward/mean" in content
+    assert all(str(step / 8).encode() in content for step in (1, 2, 3))
+
+
+@needs("swanlab")
+def test_swanlab_writes_one_run_offline(tmp_path: Path) -> None:
+    offline(tmp_path, WRITE.replace("SERVICE", "swanlab"))
+    number = read_document(tmp_path / "run" / "run.json")["id"]  # type: ignore[index]
+    files = sorted((tmp_path / "run" / "swanlab").glob(f"run-*{number}*/*.swanlab"))
+    assert files
+    assert b"reward/mean" in b"".join(file.read_bytes() for file in files)
+
+
+# What holds of every service, with one that this file makes
+
+
+class Recorded:
+    """A service in memory, which fails at a step if it is told to."""
+
+    fails_at = -1
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry, self.steps, self.failed = entry, list[int](), None
+        made.append(self)
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == self.fails_at:
+            raise ConnectionError("the service\nis gone")
+        self.steps.append(step)
+
+    def close(self, failed: bool) -> None:
+        self.failed = failed
+
+
+class Notes(Progress):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
+
+
+made: list[Recorded] = []
+
+
+@pytest.fixture
+def opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[MetricsLog, Notes]]:
+    made.clear()
+    monkeypatch.setattr(loggers, "SERVICES", {"wandb": Recorded, "mlflow": Recorded})
+    run = RunDirectory.create(tmp_path / "run", "r")
+    run.write_config({"steps": 3})
+    notes = Notes()
+    return lambda *names: (MetricsLog(run, ["jsonl", *names], progress=notes), notes)
+
+
+def test_a_resumed_run_has_the_same_id(opened: Callable[..., tuple[MetricsLog, Notes]]) -> None:
+    opened("wandb")[0].close()
+    opened("wandb", "mlflow")[0].close()
+    assert len({one.entry.id for one in made}) == 1
+    assert made[0].entry.config == {"steps": 3}
+    assert made[0].failed is False
+
+
+def test_a_service_that_fails_is_told_once_and_left_out(
+    opened: Callable[..., tuple[MetricsLog, Notes]], tmp_path: Path
+) -> None:
+    log, notes = opened("wandb", "mlflow")
+    made[0].fails_at = 1
+    for step in range(4):
+        log.add(step, {"reward/mean": 0.5})
+    log.close()
+    assert notes.said == ["wandb is left out from here on: ConnectionError: the service is gone"]
+    assert (made[0].steps, made[1].steps) == ([0], [0, 1, 2, 3])
+    assert (made[0].failed, made[1].failed) == (None, False)
+    assert len(read_metrics(tmp_path / "run")) == 4
+
+
+def test_a_run_that_fails_is_closed_as_failed(
+    opened: Callable[..., tuple[MetricsLog, Notes]],
+) -> None:
+    log, _ = opened("wandb")
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        log.close()
+    assert made[0].failed is True
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_a_missing_package_is_named_with_its_extra(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda package: None)
+    with pytest.raises(UserError, match=rf"logger: the {name} package .*m2flow\[{name}\]"):
+        check_services(["jsonl", name])
