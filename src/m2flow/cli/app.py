@@ -165,6 +165,14 @@ def evaluate(
         float | None,
         typer.Option(min=0, help="0 is greedy; by default 0 for one sample and 1 for several."),
     ] = None,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many likeliest tokens.")] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(min=1e-6, max=1, help="Draw from the fewest of this probability together."),
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Draw from those so likely beside the likeliest.")
+    ] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many problems, or episodes.")
@@ -210,6 +218,9 @@ def evaluate(
         samples=samples,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
         limit=limit,
         seed=seed,
         template=template,

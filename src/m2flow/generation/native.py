@@ -112,8 +112,8 @@ class NativeEngine:
             new[request.id] = sequence = RunningSequence(request)
             self._check(sequence)
         beside = (*self._live.values(), *new.values())
-        temperatures = {sequence.request.params.temperature for sequence in beside}
-        assert len(temperatures) <= 1, f"requests beside each other have one: {temperatures}"
+        kinds = {sequence.request.params.distribution for sequence in beside}
+        assert len(kinds) <= 1, f"requests beside each other draw alike: {kinds}"
         self._live.update(new)
         for sequence in new.values():
             sequence.number = self._submitted

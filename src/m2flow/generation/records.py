@@ -19,13 +19,22 @@ FinishReason = Literal["stop", "length", "abort"]
 class SamplingParams:
     """How to draw.
 
-    Temperature 0 is greedy; requests beside each other have the same. Any of the stop tokens ends
-    the completion.
+    Temperature 0 is greedy. `top_k`, `top_p` and `min_p` are those of
+    `m2flow.algorithms.sampling.likeliest`. Requests beside each other have the same of these four.
+    Any of the stop tokens ends the completion.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def distribution(self) -> tuple[float, int, float, float]:
+        """What is drawn from, the logits apart."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
 
 
 @dataclass(frozen=True, slots=True, eq=False)

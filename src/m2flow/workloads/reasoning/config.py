@@ -96,13 +96,20 @@ class WarmupSection(Section):
 class GenerationSection(Section):
     """How answers are drawn; `dtype` is the model's where it is not said.
 
+    `top_k`, `top_p` and `min_p` keep the likeliest tokens. Training knows nothing of them: ratios
+    to what was drawn from are off then, unless `training.recompute_logprobs` sets them right.
+
     Keys and values take `cache_gb` on each lane at most (10**9 bytes; null: half of the memory of
     an accelerator, and what they need on CPUs).
     """
 
     max_new_tokens: Count = 24
     temperature: Positive = 1.0
+    top_k: Natural = 0
+    top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
+    min_p: Share = 0.0
     max_running: Count = 256
+    engine: Literal["native", "vllm"] = "native"
     dtype: Dtype | None = None
     cache_gb: Positive | None = None
 

@@ -91,6 +91,9 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
             samples_per_prompt=samples,
             max_new_tokens=max_new_tokens,
             temperature=_temperature(asked),
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            min_p=asked.min_p,
         ),
         verifier=Verifier(source, (WeightedReward("math"),)),
     )

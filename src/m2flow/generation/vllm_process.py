@@ -1,0 +1,107 @@
+"""The process in which vLLM runs: `python -m m2flow.generation.vllm_process FD`.
+
+It has a connection to its owner on an open descriptor, does what it is told, and steps vLLM while
+there are requests. It ends with its owner, whose death closes the connection. What is said on the
+connection:
+
+  to it     ("start", settings)  ("submit", requests)  ("abort", ids)  ("install", file, version)
+            ("sleep",)  ("wake",)
+  from it   ("done",) for each of start, install, sleep and wake   ("finished", completions)
+            ("failed", text), after which it ends: an update that fails leaves some weights new and
+            some old, and nothing may be drawn with them
+
+A request is (id, token ids, sampling parameters by vLLM's names); a completion (id, token ids,
+log-probabilities, "stop" or "length").
+"""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def main(descriptor: int) -> int:
+    """Serve until the owner is gone."""
+    connection = Connection(descriptor)
+    try:
+        _Served(connection).serve()
+    except (EOFError, ConnectionError):
+        return 0
+    except BaseException as error:
+        connection.send(("failed", f"{type(error).__name__}: {error}"))
+        raise
+    return 0
+
+
+class _Served:
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        _, settings = connection.recv()
+        self._tied: bool = settings.pop("tied_embeddings")
+        self._sleeps: bool = settings.get("enable_sleep_mode", False)
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**settings))
+        connection.send(("done",))
+
+    def serve(self) -> None:
+        """Do what is asked as it comes, and a step of vLLM in between."""
+        connection, engine = self._connection, self._engine
+        while True:
+            while connection.poll(0 if engine.has_unfinished_requests() else None):
+                order, *arguments = connection.recv()
+                getattr(self, f"_{order}")(*arguments)
+            finished = [self._record(output) for output in engine.step() if output.finished]
+            if finished:
+                connection.send(("finished", finished))
+
+    def _submit(self, requests: list[tuple[int, list[int], dict[str, Any]]]) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        for number, prompt, settings in requests:
+            params = SamplingParams(
+                **settings,
+                ignore_eos=True,  # the stop ids say what ends an answer
+                logprobs=0,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            self._engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+
+    def _abort(self, numbers: list[int]) -> None:
+        self._engine.abort_request([str(number) for number in numbers])
+
+    def _install(self, file: str, version: int) -> None:
+        from safetensors.torch import load_file
+
+        weights = load_file(file)
+        if self._tied:  # vLLM keeps the head's own copy, which would stay as it was
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        iterator = list(weights.items())
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
+        self._engine.reset_prefix_cache()
+        self._connection.send(("done",))
+
+    def _sleep(self) -> None:
+        if self._sleeps:
+            self._engine.sleep(level=1)
+        self._connection.send(("done",))
+
+    def _wake(self) -> None:
+        if self._sleeps:
+            self._engine.wake_up()
+        self._connection.send(("done",))
+
+    @staticmethod
+    def _record(output: Any) -> tuple[int, list[int], list[float], str]:
+        (drawn,) = output.outputs
+        ids = list(drawn.token_ids)
+        logprobs = [given[token].logprob for token, given in zip(ids, drawn.logprobs, strict=True)]
+        return int(output.request_id), ids, logprobs, drawn.finish_reason
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
