@@ -174,6 +174,7 @@ def evaluate(
         float, typer.Option(min=0, max=1, help="Draw from those so likely beside the likeliest.")
     ] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
+    engine: Annotated[str, typer.Option(help="native or vllm.")] = "native",
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many problems, or episodes.")
     ] = None,
@@ -210,6 +211,8 @@ def evaluate(
         raise UserError("is no temperature", key="--temperature", value=temperature)
     if on_bad_row not in ("fail", "skip"):
         raise UserError("is unknown", key="--on-bad-row", value=on_bad_row, expected="fail or skip")
+    if engine not in ("native", "vllm"):
+        raise UserError("is unknown", key="--engine", value=engine, expected="native or vllm")
     run = run_of(model) if not data and workload is None else None
     workload = workload or ("reasoning" if run is None else recipe_of(run).workload)
     asked = Examination(
@@ -221,6 +224,7 @@ def evaluate(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        engine=engine,
         limit=limit,
         seed=seed,
         template=template,

@@ -1,49 +1,73 @@
-"""The process in which vLLM runs: `python -m m2flow.generation.vllm_process FD`.
+"""The process in which vLLM runs: `python -m m2flow.generation.vllm_process FD FOLDER...`.
 
 It has a connection to its owner on an open descriptor, does what it is told, and steps vLLM while
-there are requests. It ends with its owner, whose death closes the connection. What is said on the
-connection:
+there are requests. Its standard input is held open by its owner and says nothing: when it closes,
+the owner has let go or is dead; this process then removes the folders and ends at once, whatever
+vLLM is doing. What is said on the connection:
 
-  to it     ("start", settings)  ("submit", requests)  ("abort", ids)  ("install", file, version)
-            ("sleep",)  ("wake",)
+  to it     ("start", settings, version)  ("submit", requests)  ("abort", ids)
+            ("install", file, version)  ("sleep",)  ("wake",)
   from it   ("done",) for each of start, install, sleep and wake   ("finished", completions)
             ("failed", text), after which it ends: an update that fails leaves some weights new and
             some old, and nothing may be drawn with them
 
 A request is (id, token ids, sampling parameters by vLLM's names); a completion (id, token ids,
-log-probabilities, "stop" or "length").
+log-probabilities, versions of the first and the last token, "stop" or "length").
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+import threading
+import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 
-def main(descriptor: int) -> int:
-    """Serve until the owner is gone."""
+def main(descriptor: int, folders: Sequence[str]) -> None:
+    """Serve until the owner is gone; then remove the folders."""
+    threading.Thread(target=_end_with_owner, args=(folders,), daemon=True).start()
     connection = Connection(descriptor)
     try:
         _Served(connection).serve()
     except (EOFError, ConnectionError):
-        return 0
+        _end_with_owner(folders)
     except BaseException as error:
+        traceback.print_exc()
         connection.send(("failed", f"{type(error).__name__}: {error}"))
-        raise
-    return 0
+        _end(1)
+
+
+def _end_with_owner(folders: Sequence[str]) -> None:
+    """Wait for the end of standard input; then end."""
+    while os.read(0, 1):
+        pass
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    _end(0)
+
+
+def _end(code: int) -> None:
+    """End without the interpreter's own end, which takes torch and vLLM ten seconds."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class _Served:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        _, settings = connection.recv()
+        _, settings, version = connection.recv()
         self._tied: bool = settings.pop("tied_embeddings")
         self._sleeps: bool = settings.get("enable_sleep_mode", False)
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**settings))
+        self._engine.set_weight_version(str(version))
         connection.send(("done",))
 
     def serve(self) -> None:
@@ -82,7 +106,11 @@ class _Served:
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
         iterator = list(weights.items())
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
-        self._engine.reset_prefix_cache()
+        # Without the running ones nothing is dropped while any request runs, and prompts that are
+        # asked again would start from keys and values of the old weights.
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM keeps keys and values of weights that were replaced")
+        self._engine.set_weight_version(str(version))
         self._connection.send(("done",))
 
     def _sleep(self) -> None:
@@ -96,12 +124,14 @@ class _Served:
         self._connection.send(("done",))
 
     @staticmethod
-    def _record(output: Any) -> tuple[int, list[int], list[float], str]:
+    def _record(output: Any) -> tuple[int, list[int], list[float], tuple[int, int], str]:
         (drawn,) = output.outputs
         ids = list(drawn.token_ids)
         logprobs = [given[token].logprob for token, given in zip(ids, drawn.logprobs, strict=True)]
-        return int(output.request_id), ids, logprobs, drawn.finish_reason
+        first, last = drawn.weight_versions[0], drawn.weight_versions[-1]
+        versions = int(first.version), int(last.version)
+        return int(output.request_id), ids, logprobs, versions, drawn.finish_reason
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    main(int(sys.argv[1]), sys.argv[2:])

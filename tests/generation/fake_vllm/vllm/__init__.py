@@ -1,34 +1,28 @@
-"""What m2flow calls of vLLM, drawing by rule: token k of a request is (seed + k + shift) % 7."""
+"""What m2flow calls of vLLM, slowly: a stand-in where vLLM is not installed.
+
+It computes with transformers, a whole forward pass for each token, and has the traps of the real
+one: a tied head is a copy that is replaced by its own name alone, keys and values of prompts
+outlive the weights, seed -1 is no seed. `tests/generation/test_vllm_engine.py` holds both to the
+same.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
 __all__ = ["EngineArgs", "SamplingParams"]
 
 
+@dataclass
 class EngineArgs:
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
-
-
-@dataclass
-class Logprob:
-    logprob: float
-
-
-@dataclass
-class Drawn:
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]]
-    finish_reason: str
-
-
-@dataclass
-class Output:
-    request_id: str
-    outputs: list[Drawn]
-    finished: bool = True
+    model: str
+    dtype: str
+    max_num_seqs: int
+    skip_tokenizer_init: bool
+    logprobs_mode: str
+    disable_log_stats: bool
+    enforce_eager: bool
+    kv_cache_memory_bytes: int
+    gpu_memory_utilization: float

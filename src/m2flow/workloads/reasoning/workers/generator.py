@@ -153,8 +153,11 @@ class Generator(Worker):
         return None if self.place.gang.size == 1 else self.engine.weight_boxes()
 
     def close(self) -> None:
-        if self.engine_name == "vllm" and hasattr(self, "engine"):
-            self.engine.close()
+        from m2flow.generation.vllm_engine import VLLMEngine
+
+        engine = getattr(self, "engine", None)
+        if isinstance(engine, VLLMEngine):
+            engine.close()
 
     def offload(self) -> None:
         self.engine.sleep()

@@ -3,54 +3,115 @@
 from __future__ import annotations
 
 import os
-import time
+from dataclasses import dataclass, field
 from typing import Any
 
-from vllm import Drawn, EngineArgs, Logprob, Output, SamplingParams
+import torch
+from torch import Tensor
+
+from m2flow.algorithms.sampling import likeliest
+from vllm import EngineArgs, SamplingParams
+from vllm.outputs import CompletionOutput, Logprob, RequestOutput, WeightVersionSpan
+
+
+@dataclass
+class Running:
+    prompt: list[int]
+    params: SamplingParams
+    generator: torch.Generator
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
 
 
 class LLMEngine:
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, args: EngineArgs) -> None:
+        from transformers import AutoModelForCausalLM
+
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-        assert settings["logprobs_mode"] == "processed_logprobs"
-        self.waiting: dict[str, tuple[list[int], SamplingParams, list[int]]] = {}
-        self.shift, self.resets = 0, 0
+        assert args.logprobs_mode == "processed_logprobs"
+        assert args.skip_tokenizer_init
+        self.model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
+        self.model.config.tie_word_embeddings = False
+        self.model.lm_head.weight = torch.nn.Parameter(self.model.lm_head.weight.detach().clone())
+        self.running: dict[str, Running] = {}
+        self.cached: dict[tuple[int, ...], Tensor] = {}
+        self.version = "default"
 
     @classmethod
-    def from_engine_args(cls, arguments: EngineArgs) -> LLMEngine:
-        return cls(arguments.settings)
+    def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
+        return cls(args)
+
+    def set_weight_version(self, version: str) -> None:
+        self.version = version
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.waiting)
+        return bool(self.running)
 
     def add_request(self, name: str, prompt: dict[str, list[int]], params: SamplingParams) -> None:
-        if prompt["prompt_token_ids"] == [666]:
-            raise ValueError("a prompt that vLLM refuses")
-        self.waiting[name] = prompt["prompt_token_ids"], params, []
+        generator = torch.Generator()
+        if params.seed == -1:
+            generator.seed()
+        else:
+            generator.manual_seed(params.seed)
+        self.running[name] = Running(prompt["prompt_token_ids"], params, generator)
 
     def abort_request(self, names: list[str]) -> None:
         for name in names:
-            self.waiting.pop(name, None)
+            self.running.pop(name, None)
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
         assert method == "reload_weights"
-        weights = dict(kwargs["weights_iterator"])
-        assert (weights["lm_head.weight"] == weights["model.embed_tokens.weight"]).all()
-        self.shift, self.resets = int(weights["model.embed_tokens.weight"][0]), self.resets - 1
+        own = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, weight in kwargs["weights_iterator"]:
+                own[name].copy_(weight)
 
-    def reset_prefix_cache(self) -> None:
-        self.resets += 1
-        assert self.resets == 0, "after each update, once"
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        if self.running and not reset_running_requests:
+            return False
+        self.cached.clear()
+        return True
 
-    def step(self) -> list[Output]:
-        time.sleep(0.001)
+    @torch.inference_mode()
+    def step(self) -> list[RequestOutput]:
         done = []
-        for name, (_, params, drawn) in list(self.waiting.items()):
-            drawn.append((params.seed + len(drawn) + self.shift) % 7)
-            stopped = drawn[-1] in params.stop_token_ids
-            if stopped or len(drawn) == params.max_tokens:
-                del self.waiting[name]
-                logprobs = [{token: Logprob(-0.5 * token)} for token in drawn]
-                reason = "stop" if stopped else "length"
-                done.append(Output(name, [Drawn(drawn, logprobs, reason)]))
+        for name, one in list(self.running.items()):
+            ids = (*one.prompt, *one.tokens)
+            if ids not in self.cached:
+                self.cached[ids] = self.model(torch.tensor([ids])).logits[0, -1].double()
+            token, logprob = drawn(self.cached[ids], one)
+            one.tokens.append(token)
+            one.logprobs.append(logprob)
+            one.versions.append(self.version)
+            stopped = token in one.params.stop_token_ids
+            if stopped or len(one.tokens) == one.params.max_tokens:
+                done.append(self._output(name, "stop" if stopped else "length"))
         return done
+
+    def _output(self, name: str, reason: str) -> RequestOutput:
+        one = self.running.pop(name)
+        spans: list[WeightVersionSpan] = []
+        for at, version in enumerate(one.versions):
+            if not spans or spans[-1].version != version:
+                spans.append(WeightVersionSpan(version, at, at))
+            spans[-1].end = at + 1
+        drawn = zip(one.tokens, one.logprobs, strict=True)
+        logprobs = [{token: Logprob(logprob)} for token, logprob in drawn]
+        return RequestOutput(name, [CompletionOutput(one.tokens, logprobs, spans, reason)])
+
+
+def drawn(logits_V: Tensor, one: Running) -> tuple[int, float]:
+    params = one.params
+    if params.temperature == 0:
+        prob_V = logits_V.softmax(-1)
+        token = int(prob_V.argmax())
+    else:
+        prob_V = likeliest(
+            (logits_V / params.temperature).softmax(-1)[None],
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+        )[0]
+        token = int(torch.multinomial(prob_V, 1, generator=one.generator))
+    return token, float(prob_V[token].log())
