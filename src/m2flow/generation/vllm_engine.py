@@ -41,6 +41,9 @@ LAST_LINES = 15
 CACHE_BYTES = 1 << 30
 """For keys and values on a CPU where nothing is said: vLLM takes it at the start."""
 
+BATCHED_TOKENS = 2048
+"""Tokens of prompts that are computed together on a CPU, or more where one prompt may be longer."""
+
 SEEDS = (1 << 63) - 1
 """vLLM takes seeds of 63 bits, and -1 for none."""
 
@@ -110,6 +113,9 @@ class VLLMEngine:
         }
         if device == "cpu":
             settings["enforce_eager"] = True  # compiling takes a minute, and gains little
+            # On a CPU vLLM 0.32 fails where the prompt of a request with a seed is cut.
+            settings["enable_chunked_prefill"] = False
+            settings["max_num_batched_tokens"] = max(BATCHED_TOKENS, self._context)
             environment |= {
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(torch.get_num_threads()),

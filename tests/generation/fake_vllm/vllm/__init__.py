@@ -24,5 +24,7 @@ class EngineArgs:
     logprobs_mode: str
     disable_log_stats: bool
     enforce_eager: bool
+    enable_chunked_prefill: bool
+    max_num_batched_tokens: int
     kv_cache_memory_bytes: int
     gpu_memory_utilization: float

@@ -31,6 +31,7 @@ class LLMEngine:
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
         assert args.logprobs_mode == "processed_logprobs"
         assert args.skip_tokenizer_init
+        assert not args.enable_chunked_prefill, "with seeds it ends vLLM on a CPU"
         self.model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
         self.model.config.tie_word_embeddings = False
         self.model.lm_head.weight = torch.nn.Parameter(self.model.lm_head.weight.detach().clone())
