@@ -132,7 +132,7 @@ class VLLMEngine:
             self._process = subprocess.Popen(
                 [sys.executable, *map(str, words)],
                 pass_fds=[there.fileno()],
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -213,11 +213,11 @@ class VLLMEngine:
         return completions
 
     def abort(self, ids: Iterable[int]) -> list[Completion]:
-        """Drop requests; what they had drawn is not given back."""
+        """Drop requests, if vLLM has not ended; what they had drawn is not given back."""
         gone = [self._numbers.pop(number) for number in ids if number in self._numbers]
         for number in gone:
             del self._live[number]
-        if gone:
+        if gone and self._process.poll() is None:
             self._send("abort", gone)
         return []
 
@@ -258,8 +258,6 @@ class VLLMEngine:
 
     def close(self) -> None:
         """End vLLM's process, and remove its files."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
         self._connection.close()
         try:
             self._process.wait(10)

@@ -1,9 +1,9 @@
 """The process in which vLLM runs: `python -m m2flow.generation.vllm_process FD FOLDER...`.
 
 It has a connection to its owner on an open descriptor, does what it is told, and steps vLLM while
-there are requests. Its standard input is held open by its owner and says nothing: when it closes,
-the owner has let go or is dead; this process then removes the folders and ends at once, whatever
-vLLM is doing. What is said on the connection:
+there are requests. A thread listens: so neither side waits for the other to read, and when the
+connection closes, because the owner has let go or is dead, this process removes the folders and
+ends at once, whatever vLLM is doing. What is said on the connection:
 
   to it     ("start", settings, version)  ("submit", requests)  ("abort", ids)
             ("install", file, version)  ("sleep",)  ("wake",)
@@ -24,30 +24,36 @@ import threading
 import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 
 def main(descriptor: int, folders: Sequence[str]) -> None:
     """Serve until the owner is gone; then remove the folders."""
-    threading.Thread(target=_end_with_owner, args=(folders,), daemon=True).start()
-    connection = Connection(descriptor)
+    connection, orders = Connection(descriptor), SimpleQueue[tuple[Any, ...]]()
+    listener = threading.Thread(target=_listen, args=(connection, orders, folders), daemon=True)
+    listener.start()
     try:
-        _Served(connection).serve()
-    except (EOFError, ConnectionError):
-        _end_with_owner(folders)
+        _Served(connection, orders).serve()
+    except ConnectionError:
+        listener.join()  # it ends this process
     except BaseException as error:
         traceback.print_exc()
         connection.send(("failed", f"{type(error).__name__}: {error}"))
         _end(1)
 
 
-def _end_with_owner(folders: Sequence[str]) -> None:
-    """Wait for the end of standard input; then end."""
-    while os.read(0, 1):
-        pass
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-    _end(0)
+def _listen(
+    connection: Connection, orders: SimpleQueue[tuple[Any, ...]], folders: Sequence[str]
+) -> None:
+    """Queue orders as they come, until the owner is gone; then end."""
+    try:
+        while True:
+            orders.put(connection.recv())
+    except (EOFError, ConnectionError):
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        _end(0)
 
 
 def _end(code: int) -> None:
@@ -58,9 +64,9 @@ def _end(code: int) -> None:
 
 
 class _Served:
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        _, settings, version = connection.recv()
+    def __init__(self, connection: Connection, orders: SimpleQueue[tuple[Any, ...]]) -> None:
+        self._connection, self._orders = connection, orders
+        _, settings, version = orders.get()
         self._tied: bool = settings.pop("tied_embeddings")
         self._sleeps: bool = settings.get("enable_sleep_mode", False)
         from vllm import EngineArgs
@@ -72,14 +78,14 @@ class _Served:
 
     def serve(self) -> None:
         """Do what is asked as it comes, and a step of vLLM in between."""
-        connection, engine = self._connection, self._engine
+        engine = self._engine
         while True:
-            while connection.poll(0 if engine.has_unfinished_requests() else None):
-                order, *arguments = connection.recv()
+            while not self._orders.empty() or not engine.has_unfinished_requests():
+                order, *arguments = self._orders.get()
                 getattr(self, f"_{order}")(*arguments)
             finished = [self._record(output) for output in engine.step() if output.finished]
             if finished:
-                connection.send(("finished", finished))
+                self._connection.send(("finished", finished))
 
     def _submit(self, requests: list[tuple[int, list[int], dict[str, Any]]]) -> None:
         from vllm import SamplingParams
