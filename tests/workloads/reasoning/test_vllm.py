@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 
 from m2flow.errors import UserError
+from m2flow.plan import parse_lanes
+from m2flow.workloads.common import Examination
 from m2flow.workloads.common.start import describe, train
 from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.evaluation import answered
 
 FAKE = Path(__file__).parents[2] / "generation" / "fake_vllm"
 REAL = importlib.util.find_spec("vllm") is not None
@@ -53,6 +56,35 @@ def test_what_vllm_draws_is_what_the_learner_computes(tmp_path: Path) -> None:
     assert [step["version"] for step in steps] == [1, 2, 3]
     for step in steps:  # with the weights of the version that was published before
         assert step["train/engine_gap"] < 1e-5
+
+
+@pytest.mark.usefixtures("vllm")
+def test_it_examines_as_the_native_engine_does(tmp_path: Path) -> None:
+    """Greedily, with a model that has learned to end its answers and gets some right."""
+    learned = {
+        "steps": 1,
+        "data": {"options": {"min_digits": 1, "max_digits": 1, "thinking_share": 0}},
+        "warmup": {"steps": 60, "samples_per_step": 32, "learning_rate": 1e-2},
+    }
+    run = train({**TINY, **learned}, {"checkpoint.every": 1}, run_dir=tmp_path / "run")
+    data = tmp_path / "sums.jsonl"
+    rows = [{"question": f"{a}+{b}=", "answer": a + b} for a in range(4) for b in range(3)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {}
+    for engine in ("native", "vllm"):
+        asked = Examination(
+            run / "checkpoints" / "latest",
+            data,
+            engine=engine,
+            max_new_tokens=40,
+            template="{question}",
+            lanes=parse_lanes("cpu:1"),
+        )
+        rewards, figures = answered(asked)
+        found[engine] = rewards, figures["mean_tokens"], figures["truncated_share"]
+    assert found["vllm"] == found["native"]
+    assert len({reward for rewards in found["native"][0] for reward in rewards}) == 2
+    assert found["native"][2] < 1
 
 
 def test_without_vllm_nothing_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
