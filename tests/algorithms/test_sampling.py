@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2flow.algorithms.sampling import derive_seed, sample_tokens, uniform
+from m2flow.algorithms.sampling import derive_seed, likeliest, sample_tokens, uniform
 
 int64s = st.integers(-(2**63), 2**63 - 1)
 
@@ -151,3 +151,56 @@ def test_sample_from_nan_gives_a_nan_log_probability_and_an_index_in_range() -> 
     token, logprob = sample_tokens(table, torch.tensor([1, 2]), torch.tensor([0, 0]), 1.0)
     assert logprob.isnan().tolist() == [True, False]
     assert (token < 2).all()
+
+
+def slowly_likeliest(row: list[float], top_k: int, top_p: float, min_p: float) -> list[float]:
+    """Each bound after the other, token by token."""
+
+    def above(row: list[float], least: float) -> list[float]:
+        kept = [p if p >= least else 0.0 for p in row]
+        return [p / math.fsum(kept) for p in kept]
+
+    row = above(row, min_p * max(row))
+    if 0 < top_k < len(row):
+        row = above(row, sorted(row, reverse=True)[top_k - 1])
+    together, least = 0.0, 0.0
+    for p in sorted(row, reverse=True):
+        if together >= top_p:
+            break
+        together, least = together + p, p
+    return above(row, least) if top_p < 1 else row
+
+
+@given(
+    st.lists(st.floats(-8, 8), min_size=1, max_size=9),
+    st.integers(0, 10),
+    st.floats(0.01, 1.0),
+    st.floats(0, 1.0),
+)
+def test_the_likeliest_tokens_equal_the_oracle(
+    logits: list[float], top_k: int, top_p: float, min_p: float
+) -> None:
+    prob_BV = torch.tensor([logits, logits[::-1]], dtype=torch.float64).softmax(-1)
+    found_BV = likeliest(prob_BV, top_k=top_k, top_p=top_p, min_p=min_p)
+    for row, found in zip(prob_BV.tolist(), found_BV.tolist(), strict=True):
+        assert found == pytest.approx(slowly_likeliest(row, top_k, top_p, min_p), abs=1e-9)
+        assert math.fsum(found) == pytest.approx(1)
+
+
+def test_what_is_left_out_is_never_drawn_and_the_rest_as_likely_as_it_says() -> None:
+    logits_BV = torch.tensor([[2.0, 1.0, 0.0, -1.0]], dtype=torch.float64).repeat(4000, 1)
+    seeds = torch.arange(4000)
+    tokens_B, logprobs_B = sample_tokens(logits_BV, seeds, torch.zeros(4000).long(), 1.0, top_k=2)
+    assert set(tokens_B.tolist()) == {0, 1}
+    share = float((tokens_B == 0).double().mean())
+    expected = math.e / (1 + math.e)
+    assert share == pytest.approx(expected, abs=0.03)
+    first = logprobs_B[tokens_B == 0][0]
+    assert float(first) == pytest.approx(math.log(expected))
+
+
+def test_greedy_draws_ignore_them() -> None:
+    logits_BV = torch.tensor([[0.0, 1.0, 0.5]])
+    found = sample_tokens(logits_BV, torch.zeros(1).long(), torch.zeros(1).long(), 0.0, top_k=1)
+    assert int(found[0]) == 1
+    assert float(found[1]) == pytest.approx(float(logits_BV.log_softmax(-1)[0, 1]))

@@ -96,6 +96,17 @@ def test_a_model_larger_than_a_lane_generates_on_several(tiny: Path, m2flow: M2f
     assert refused.error.endswith("expected more lanes, such as 4x8xL40S")
 
 
+def test_vllm_stands_on_single_lanes(tiny: Path, m2flow: M2flow) -> None:
+    """It need not be installed where the plan is made."""
+    words = ("generation.engine=vllm", "--cluster", "4x8xL40S", "--model")
+    plan = plan_from_json(m2flow("plan", tiny, *words, "Qwen2.5-7B", "--json").out)
+    assert {len(gang) for gang in plan.placements["generator"].replicas} == {1}
+    refused = m2flow("plan", tiny, *words, "Qwen2.5-32B")
+    assert refused.code == 2
+    assert refused.error.startswith("--cluster: generator.generate of Qwen2.5-32B fits on no")
+    assert "no number of such lanes would do" in refused.error
+
+
 def test_the_choice_explained(tiny: Path, m2flow: M2flow) -> None:
     outcome = m2flow("plan", tiny, "--cluster", "1x2xCPU", "--explain")
     assert (outcome.code, outcome.err) == (0, "")

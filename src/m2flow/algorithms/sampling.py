@@ -63,11 +63,19 @@ def uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
 
 
 def sample_tokens(
-    logits_BV: Tensor, seed_B: Tensor, position_B: Tensor, temperature: float
+    logits_BV: Tensor,
+    seed_B: Tensor,
+    position_B: Tensor,
+    temperature: float,
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Draws one token per row by inverting the cumulative distribution at `uniform(seed, t)`.
 
-    The distribution is softmax(logits / temperature) in float64. The token is the first whose
+    The distribution is softmax(logits / temperature) in float64, of which `top_k`, `top_p` and
+    `min_p` keep the likeliest tokens (`likeliest`). The token is the first whose
     cumulative probability exceeds the uniform number; where rounding leaves the whole sum below
     it, the last token that adds to the sum. Temperature 0 is greedy.
 
@@ -76,11 +84,12 @@ def sample_tokens(
         seed_B: int64.
         position_B: int64, position in the completion, from 0.
         temperature: not negative.
+        top_k, top_p, min_p: see `likeliest`.
 
     Returns:
         token_B: int64.
-        logprob_B: in the dtype of the logits, computed in float64: log softmax(logits /
-            temperature) of the drawn token, under temperature 1 where it is greedy.
+        logprob_B: in the dtype of the logits, computed in float64: log-probability of the drawn
+            token in that distribution, under temperature 1 and with all tokens where it is greedy.
             NaN where the logits are not a distribution.
     """
     logits64_BV = logits_BV.to(torch.float64)
@@ -90,9 +99,39 @@ def sample_tokens(
     else:
         scaled_BV = logits64_BV if temperature == 1 else logits64_BV * (1.0 / temperature)
         prob_BV = torch.softmax(scaled_BV, dim=-1)
+        if top_k or top_p < 1 or min_p:
+            prob_BV = likeliest(prob_BV, top_k=top_k, top_p=top_p, min_p=min_p)
         token_B = _invert_cdf(prob_BV, uniform(seed_B, position_B))
     logprob_B = prob_BV.gather(1, token_B.unsqueeze(1)).squeeze(1).log_()
     return token_B, logprob_B.to(logits_BV.dtype)
+
+
+def likeliest(prob_BV: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """A distribution over the likeliest tokens alone, with sum 1 again; ties at a bound stay.
+
+    Applied one after another, each to what the one before has left:
+      * min_p: tokens at least so many times as likely as the likeliest (arXiv 2407.01082);
+      * top_k: the k likeliest; 0 for all;
+      * top_p: the fewest that together have at least this probability (nucleus sampling,
+        arXiv 1904.09751).
+    """
+    if min_p:
+        prob_BV = _above(prob_BV, min_p * prob_BV.amax(dim=-1, keepdim=True))
+    if 0 < top_k < prob_BV.shape[1]:
+        prob_BV = _above(prob_BV, prob_BV.topk(top_k, dim=-1).values[:, -1:])
+    if top_p < 1:
+        sorted_BV = prob_BV.sort(dim=-1, descending=True).values
+        before_BV = sorted_BV.cumsum(dim=-1) - sorted_BV
+        kept_BV = before_BV < top_p
+        least_B1 = sorted_BV.masked_fill(~kept_BV, torch.inf).amin(dim=-1, keepdim=True)
+        prob_BV = _above(prob_BV, least_B1)
+    return prob_BV
+
+
+def _above(prob_BV: Tensor, least_B1: Tensor) -> Tensor:
+    """The probabilities that are at least so large, with sum 1 again."""
+    kept_BV = torch.where(prob_BV >= least_B1, prob_BV, 0.0)
+    return kept_BV / kept_BV.sum(dim=-1, keepdim=True)
 
 
 def _invert_cdf(prob_BV: Tensor, uniform_B: Tensor) -> Tensor:

@@ -243,7 +243,16 @@ def evaluate(
         float | None,
         typer.Option(min=0, help="0 is greedy; by default 0 for one sample and 1 for several."),
     ] = None,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from so many likeliest tokens.")] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(min=1e-6, max=1, help="Draw from the fewest of this probability together."),
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Draw from those so likely beside the likeliest.")
+    ] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
+    engine: Annotated[str, typer.Option(help="native or vllm.")] = "native",
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many problems, or episodes.")
     ] = None,
@@ -280,6 +289,8 @@ def evaluate(
         raise UserError("is no temperature", key="--temperature", value=temperature)
     if on_bad_row not in ("fail", "skip"):
         raise UserError("is unknown", key="--on-bad-row", value=on_bad_row, expected="fail or skip")
+    if engine not in ("native", "vllm"):
+        raise UserError("is unknown", key="--engine", value=engine, expected="native or vllm")
     run = run_of(model) if not data and workload is None else None
     workload = workload or ("reasoning" if run is None else recipe_of(run).workload)
     asked = Examination(
@@ -288,6 +299,10 @@ def evaluate(
         samples=samples,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        engine=engine,
         limit=limit,
         seed=seed,
         template=template,

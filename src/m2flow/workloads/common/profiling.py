@@ -50,6 +50,7 @@ def profile_of(
     from m2flow.runtime.profiling import profile_flow
 
     workload = workload_of(recipe)
+    workload.check_here(recipe)
     with LanesAhead(_with_reserved(recipe, lanes), workload.modules) as ahead:
         experiment = workload.experiment(recipe)
         if experiment.makes_model:  # it is kept for the next time

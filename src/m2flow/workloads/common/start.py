@@ -70,6 +70,8 @@ def train(
         check_layouts(recipe)
     mode = AUTO_MODE if chosen is None else chosen.mode
     lanes = lanes_of(recipe) if chosen is None else chosen.lanes
+    workload = workload_of(recipe)
+    workload.check_here(recipe)
     if "tensorboard" in recipe.logger:
         tensorboard()  # refuses where the package is missing, before anything is written
     check_services(recipe.logger)
@@ -80,7 +82,6 @@ def train(
             f"{recipe.step_size}, mode {mode}"
         )
         checkpoint = resume_point(recipe, directory) if resume and directory else None
-        workload = workload_of(recipe)
         with _lanes_ahead(mode, lanes, workload.modules) as ahead:
             from m2flow.workloads.common.run import Training
 
@@ -120,8 +121,9 @@ def describe(recipe: Recipe, plan_file: Path | None = None) -> list[str]:
     """What a recipe amounts to, in lines for people: every value, derived sizes, graph, plan.
 
     Raises:
-        UserError: lanes, layouts, model or plan are wrong.
+        UserError: lanes, layouts, model or plan are wrong, or a package is missing.
     """
+    workload_of(recipe).check_here(recipe)
     lines = [yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False).rstrip(), "derived:"]
     lines += [f"  {key}: {value}" for key, value in recipe.derived().items()]
     if recipe.mode == AUTO_MODE and plan_file is None:

@@ -64,6 +64,8 @@ class Examination:
         samples: answers for each question.
         temperature: of the sampling; None is 0 for one sample and 1 for several.
         max_new_tokens: longest answer.
+        top_k, top_p, min_p: as the keys of `generation` of a reasoning recipe.
+        engine: what draws the answers, as `generation.engine`.
         limit: only the first so many questions; or so many episodes.
         seed: fixes what is drawn.
         template: the prompt, with `{question}` in it; None for the workload's own.
@@ -79,6 +81,10 @@ class Examination:
     samples: int = 1
     temperature: float | None = None
     max_new_tokens: int = 256
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    engine: str = "native"
     limit: int | None = None
     seed: int = 0
     template: str | None = None
@@ -168,6 +174,13 @@ class Workload(Protocol):
 
         Raises:
             UserError: the model is one that the workload's workers cannot run.
+        """
+
+    def check_here(self, recipe: Any) -> None:
+        """Refuse a recipe for which this environment lacks a package.
+
+        Raises:
+            UserError: names the command that installs it.
         """
 
     def prices(self, recipe: Any, graph: FlowGraph, assumed: Assumed) -> Pricer:

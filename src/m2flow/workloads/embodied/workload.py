@@ -39,6 +39,9 @@ class Embodied:
             raise UserError("is for models of language", key="--model", value=model)
         return recipe_flow(recipe)
 
+    def check_here(self, recipe: EmbodiedRecipe) -> None:
+        """Environments say themselves what they lack, when they are made."""
+
     def prices(self, recipe: EmbodiedRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
         raise UserError(
             "what a simulator takes is in no data sheet",

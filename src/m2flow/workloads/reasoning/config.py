@@ -97,18 +97,39 @@ class WarmupSection(Section):
     learning_rate: Positive = 2e-3
 
 
+VLLM_LEAST_TEMPERATURE = 0.01
+
+
 class GenerationSection(Section):
     """How answers are drawn; `dtype` is the model's where it is not said.
 
+    `top_k`, `top_p` and `min_p` keep the likeliest tokens. Training knows nothing of them: ratios
+    to what was drawn from are off then, unless `training.recompute_logprobs` sets them right.
+
     Keys and values take `cache_gb` on each lane at most (10**9 bytes; null: half of the memory of
-    an accelerator, and what they need on CPUs).
+    an accelerator, and on CPUs what they need, or 2**30 bytes with vLLM).
     """
 
     max_new_tokens: Count = 24
     temperature: Positive = 1.0
+    top_k: Natural = 0
+    top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
+    min_p: Share = 0.0
     max_running: Count = 256
+    engine: Literal["native", "vllm"] = "native"
     dtype: Dtype | None = None
     cache_gb: Positive | None = None
+
+    @model_validator(mode="after")
+    def _vllm_does_it(self) -> GenerationSection:
+        if self.engine == "vllm" and self.temperature < VLLM_LEAST_TEMPERATURE:
+            raise UserError(
+                f"vLLM draws at {VLLM_LEAST_TEMPERATURE} where less is asked",
+                key="generation.temperature",
+                value=self.temperature,
+                expected=f"at least {VLLM_LEAST_TEMPERATURE}, or generation.engine: native",
+            )
+        return self
 
 
 class RewardPart(Section):
@@ -359,6 +380,15 @@ class ReasoningRecipe(common.Recipe):
                 key="algorithm.overlong_buffer",
                 value=self.algorithm.overlong_buffer,
                 expected=f"at most generation.max_new_tokens = {self.generation.max_new_tokens}",
+            )
+        if self.generation.engine == "vllm" and "float64" in (
+            self.generation.dtype or self.model.dtype
+        ):
+            raise UserError(
+                "vLLM does not compute in it",
+                key="generation.dtype",
+                value="float64",
+                expected="float32 or bfloat16, or generation.engine: native",
             )
         optimizer, optimizer_steps = self.optimizer, self.optimizer_steps
         if optimizer.schedule != "constant" and optimizer.warmup_steps >= optimizer_steps:

@@ -12,6 +12,7 @@ from m2flow.algorithms.confidence import of_shares
 from m2flow.algorithms.sampling import derive_seed
 from m2flow.errors import UserError
 from m2flow.flow import Flow, Stream
+from m2flow.generation.supported import check_vllm_installed
 from m2flow.rewards.final_answer import extract_answer
 from m2flow.rewards.number import read_number
 from m2flow.rewards.reward import WeightedReward
@@ -72,6 +73,8 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
 
     if asked.data is None:
         raise UserError("is missing", key="--data", expected="problems as JSON lines")
+    if asked.engine == "vllm":
+        check_vllm_installed()
     template = DEFAULT_TEMPLATE if asked.template is None else asked.template
     check_template(template, "--template")
     on_bad_row: OnBadRow = "skip" if asked.skip_bad_rows else "fail"
@@ -91,6 +94,10 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
             samples_per_prompt=samples,
             max_new_tokens=max_new_tokens,
             temperature=_temperature(asked),
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            min_p=asked.min_p,
+            engine=asked.engine,
         ),
         verifier=Verifier(source, (WeightedReward("math"),)),
     )

@@ -9,7 +9,7 @@ from m2flow.workloads.reasoning.config import ReasoningRecipe
 
 
 def check_model(recipe: ReasoningRecipe, model: str | None = None) -> None:
-    """Refuse a model that generation does not compute.
+    """Refuse a model that the native engine does not compute; other engines know best.
 
     A model that is not here is not judged: the run itself refuses it.
 
@@ -20,6 +20,8 @@ def check_model(recipe: ReasoningRecipe, model: str | None = None) -> None:
     Raises:
         UserError: names the model and what of it is not computed.
     """
+    if recipe.generation.engine != "native":
+        return
     key, source = ("model.path", recipe.model.path) if model is None else ("--model", model)
     if source is None:
         return

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
-from m2flow.flow.worker import Layout
+from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.models.lengths import Answers, fit_lengths
 from m2flow.models.shape import ModelShape, model_from_config, read_model
 from m2flow.models.work import (
@@ -214,7 +214,9 @@ class _Recipe:
         return WorkerWork([(one, size / one.lanes) for one in self._sharded()])
 
     def _divided(self) -> Sequence[Layout]:
-        """Return the layouts of generation: tensor-parallel within a machine."""
+        """Return the layouts of generation: tensor-parallel within a machine; vLLM has one lane."""
+        if self.recipe.generation.engine == "vllm":
+            return [ONE_LANE]
         sizes = [n for n in rising(min(self.lanes, self.device.lanes_per_node)) if n & (n - 1) == 0]
         return [by_heads(n, self.model.kv_heads) for n in sizes]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from m2flow.flow import Flow
 from m2flow.flow.graph import FlowGraph
+from m2flow.generation.supported import check_vllm_installed
 from m2flow.plan.profile.work import Pricer
 from m2flow.workloads.common.profile_key import digest
 from m2flow.workloads.common.recipe import Recipe
@@ -45,6 +46,10 @@ class Reasoning:
         if model is not None:
             flow.generator.key_value_heads = heads_of(recipe, model)
         return flow
+
+    def check_here(self, recipe: ReasoningRecipe) -> None:
+        if recipe.generation.engine == "vllm":
+            check_vllm_installed()
 
     def prices(self, recipe: ReasoningRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
         return prices(recipe, graph, assumed.model, assumed.prompt_tokens, assumed.answer_tokens)

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from m2flow.flow import Batch, Layout, Place, Ragged, Worker, stage
+from m2flow.flow.worker import ONE_LANE
 from m2flow.workloads.reasoning.supported import key_value_heads
 from m2flow.workloads.reasoning.workers.source import ModelSource, by_heads, dtype_on
 
 if TYPE_CHECKING:
     from m2flow.generation.native import NativeEngine
     from m2flow.generation.records import Completion, Request, SamplingParams
+    from m2flow.generation.vllm_engine import VLLMEngine
 
 HANDED_ON = 4
 """Completions are handed on once they are 1 / HANDED_ON of those that still run: many at a time
@@ -36,8 +38,10 @@ class Generator(Worker):
     Args:
         model: initial weights.
         samples_per_prompt: completions for each prompt.
-        max_new_tokens, temperature: how they are drawn.
+        max_new_tokens, temperature, top_k, top_p, min_p: how they are drawn; greedily all tokens
+            count.
         max_running: sequences decoded together at most.
+        engine: native or vllm.
         dtype: what is computed in; None for the model's.
         cache_gb: 10**9 bytes that keys and values may take on a lane; None for `CACHE_SHARE` of an
             accelerator's memory, or what is needed of a CPU's.
@@ -46,6 +50,8 @@ class Generator(Worker):
 
     collective = True
 
+    engine: NativeEngine | VLLMEngine
+
     def __init__(
         self,
         model: ModelSource,
@@ -53,7 +59,11 @@ class Generator(Worker):
         samples_per_prompt: int,
         max_new_tokens: int,
         temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
         max_running: int = 256,
+        engine: str = "native",
         dtype: str | None = None,
         cache_gb: float | None = None,
         key_value_heads: int | None = None,
@@ -61,11 +71,18 @@ class Generator(Worker):
         self.model, self.key_value_heads = model, key_value_heads
         self.samples_per_prompt = samples_per_prompt
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
+        self.top_k, self.top_p, self.min_p = top_k, top_p, min_p
         self.max_running = max_running
+        self.engine_name = engine
         self.dtype, self.cache_gb = dtype or model.dtype, cache_gb
 
     def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
-        """Tensor parallel over any number of lanes that divides the key-value heads."""
+        """Tensor parallel over any number of lanes that divides the key-value heads.
+
+        vLLM stands on one lane.
+        """
+        if self.engine_name == "vllm":
+            return [ONE_LANE]
         heads = self.key_value_heads or key_value_heads(self.model.path)
         return [by_heads(size, heads) for size in range(1, lanes + 1)]
 
@@ -74,18 +91,32 @@ class Generator(Worker):
         from m2flow.generation.native import NativeEngine
         from m2flow.generation.tensor_parallel import TensorParallel
 
+        self._stop_ids = self.model.stop_ids()
+        dtype = dtype_on(self.dtype, place.device)
+        cache_bytes = _cache_bytes(self.cache_gb, place.device)
+        if self.engine_name == "vllm":
+            from m2flow.generation.vllm_engine import VLLMEngine
+
+            self.engine = VLLMEngine(
+                self.model.path,
+                version=place.version,
+                max_running=self.max_running,
+                dtype=dtype,
+                device=place.device,
+                cache_bytes=cache_bytes,
+            )
+            return
         model = self.model.load(place.device, stays=False)
         self.engine = NativeEngine(
             model.config,
             max_running=self.max_running,
-            dtype=dtype_on(self.dtype, place.device),
+            dtype=dtype,
             device=place.device,
             spill=place.spill,
             parallel=TensorParallel.of(place.gang),
-            cache_bytes=_cache_bytes(self.cache_gb, place.device),
+            cache_bytes=cache_bytes,
         )
         self.engine.install(model.state_dict(), place.version)
-        self._stop_ids = self.model.stop_ids(model.generation_config.eos_token_id)
 
     @stage(streaming=True, expands="samples_per_prompt")
     def generate(
@@ -105,6 +136,9 @@ class Generator(Worker):
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature if temperature is None else temperature,
             stop_token_ids=self._stop_ids,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
         )
         call = _Call(self.engine, params, samples_per_prompt or self.samples_per_prompt)
         try:
@@ -117,6 +151,13 @@ class Generator(Worker):
 
     def weight_boxes(self, layout: Any) -> Mapping[str, Any] | None:
         return None if self.place.gang.size == 1 else self.engine.weight_boxes()
+
+    def close(self) -> None:
+        from m2flow.generation.vllm_engine import VLLMEngine
+
+        engine = getattr(self, "engine", None)
+        if isinstance(engine, VLLMEngine):
+            engine.close()
 
     def offload(self) -> None:
         self.engine.sleep()
@@ -150,7 +191,7 @@ class _Call:
         running: sample to the Batch and row that hold its prompt's columns.
     """
 
-    engine: NativeEngine
+    engine: NativeEngine | VLLMEngine
     params: SamplingParams
     count: int
     running: dict[int, tuple[Batch, int]] = field(default_factory=dict)

@@ -1,0 +1,143 @@
+"""The process in which vLLM runs: `python -m m2flow.generation.vllm_process FD FOLDER...`.
+
+It has a connection to its owner on an open descriptor, does what it is told, and steps vLLM while
+there are requests. A thread listens: so neither side waits for the other to read, and when the
+connection closes, because the owner has let go or is dead, this process removes the folders and
+ends at once, whatever vLLM is doing. What is said on the connection:
+
+  to it     ("start", settings, version)  ("submit", requests)  ("abort", ids)
+            ("install", file, version)  ("sleep",)  ("wake",)
+  from it   ("done",) for each of start, install, sleep and wake   ("finished", completions)
+            ("failed", text), after which it ends: an update that fails leaves some weights new and
+            some old, and nothing may be drawn with them
+
+A request is (id, token ids, sampling parameters by vLLM's names); a completion (id, token ids,
+log-probabilities, versions of the first and the last token, "stop" or "length").
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+
+def main(descriptor: int, folders: Sequence[str]) -> None:
+    """Serve until the owner is gone; then remove the folders."""
+    connection, orders = Connection(descriptor), SimpleQueue[tuple[Any, ...]]()
+    listener = threading.Thread(target=_listen, args=(connection, orders, folders), daemon=True)
+    listener.start()
+    try:
+        _Served(connection, orders).serve()
+    except ConnectionError:
+        listener.join()  # it ends this process
+    except BaseException as error:
+        traceback.print_exc()
+        connection.send(("failed", f"{type(error).__name__}: {error}"))
+        _end(1)
+
+
+def _listen(
+    connection: Connection, orders: SimpleQueue[tuple[Any, ...]], folders: Sequence[str]
+) -> None:
+    """Queue orders as they come, until the owner is gone; then end."""
+    try:
+        while True:
+            orders.put(connection.recv())
+    except (EOFError, ConnectionError):
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        _end(0)
+
+
+def _end(code: int) -> None:
+    """End without the interpreter's own end, which takes torch and vLLM ten seconds."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class _Served:
+    def __init__(self, connection: Connection, orders: SimpleQueue[tuple[Any, ...]]) -> None:
+        self._connection, self._orders = connection, orders
+        _, settings, version = orders.get()
+        self._tied: bool = settings.pop("tied_embeddings")
+        self._sleeps: bool = settings.get("enable_sleep_mode", False)
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**settings))
+        self._engine.set_weight_version(str(version))
+        connection.send(("done",))
+
+    def serve(self) -> None:
+        """Do what is asked as it comes, and a step of vLLM in between."""
+        engine = self._engine
+        while True:
+            while not self._orders.empty() or not engine.has_unfinished_requests():
+                order, *arguments = self._orders.get()
+                getattr(self, f"_{order}")(*arguments)
+            finished = [self._record(output) for output in engine.step() if output.finished]
+            if finished:
+                self._connection.send(("finished", finished))
+
+    def _submit(self, requests: list[tuple[int, list[int], dict[str, Any]]]) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        for number, prompt, settings in requests:
+            params = SamplingParams(
+                **settings,
+                ignore_eos=True,  # the stop ids say what ends an answer
+                logprobs=0,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            self._engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+
+    def _abort(self, numbers: list[int]) -> None:
+        self._engine.abort_request([str(number) for number in numbers])
+
+    def _install(self, file: str, version: int) -> None:
+        from safetensors.torch import load_file
+
+        weights = load_file(file)
+        if self._tied:  # vLLM keeps the head's own copy, which would stay as it was
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        iterator = list(weights.items())
+        self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
+        # Without the running ones nothing is dropped while any request runs, and prompts that are
+        # asked again would start from keys and values of the old weights.
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM keeps keys and values of weights that were replaced")
+        self._engine.set_weight_version(str(version))
+        self._connection.send(("done",))
+
+    def _sleep(self) -> None:
+        if self._sleeps:
+            self._engine.sleep(level=1)
+        self._connection.send(("done",))
+
+    def _wake(self) -> None:
+        if self._sleeps:
+            self._engine.wake_up()
+        self._connection.send(("done",))
+
+    @staticmethod
+    def _record(output: Any) -> tuple[int, list[int], list[float], tuple[int, int], str]:
+        (drawn,) = output.outputs
+        ids = list(drawn.token_ids)
+        logprobs = [given[token].logprob for token, given in zip(ids, drawn.logprobs, strict=True)]
+        first, last = drawn.weight_versions[0], drawn.weight_versions[-1]
+        versions = int(first.version), int(last.version)
+        return int(output.request_id), ids, logprobs, versions, drawn.finish_reason
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

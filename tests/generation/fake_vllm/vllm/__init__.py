@@ -1,0 +1,30 @@
+"""What m2flow calls of vLLM, slowly: a stand-in where vLLM is not installed.
+
+It computes with transformers, a whole forward pass for each token, and has the traps of the real
+one: a tied head is a copy that is replaced by its own name alone, keys and values of prompts
+outlive the weights, seed -1 is no seed. `tests/generation/test_vllm_engine.py` holds both to the
+same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.sampling_params import SamplingParams
+
+__all__ = ["EngineArgs", "SamplingParams"]
+
+
+@dataclass
+class EngineArgs:
+    model: str
+    dtype: str
+    max_num_seqs: int
+    skip_tokenizer_init: bool
+    logprobs_mode: str
+    disable_log_stats: bool
+    enforce_eager: bool
+    enable_chunked_prefill: bool
+    max_num_batched_tokens: int
+    kv_cache_memory_bytes: int
+    gpu_memory_utilization: float

@@ -1,0 +1,319 @@
+"""vLLM's process behind the native engine's calls.
+
+The same tests run against the real vLLM where it is installed (`make test-vllm`), and else against
+a stand-in that computes by transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from m2flow.errors import RunFailed, UserError
+from m2flow.generation.native import NativeEngine
+from m2flow.generation.records import Completion, Request, SamplingParams
+from m2flow.generation.vllm_engine import BATCHED_TOKENS, VLLMEngine
+from m2flow.models.causal_lm import TinySpec, build_tiny
+
+FAKE = Path(__file__).with_name("fake_vllm")
+REAL = importlib.util.find_spec("vllm") is not None
+TOLERANCE = 1e-5
+"""Of log-probabilities in float32; found: 4e-6."""
+LONG = [1 + i % 11 for i in range(300)]
+"""A prompt of more than one block of keys and values, which vLLM keeps for the next who asks."""
+
+
+def model_of(seed: int) -> Any:
+    spec = TinySpec(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
+    )
+    return build_tiny(spec, vocab_size=18, eos_token_id=3, pad_token_id=0, seed=seed).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    model_of(0).save_pretrained(path)
+    return path
+
+
+def started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> VLLMEngine:
+    if not REAL:
+        monkeypatch.syspath_prepend(str(FAKE))
+        paths = [str(FAKE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    return VLLMEngine(str(folder), version=0, cache_bytes=1 << 27, start_seconds=250)
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Iterator[VLLMEngine]:
+    """One engine for all tests that leave it as it was: with the weights of seed 0."""
+    with pytest.MonkeyPatch.context() as patch:
+        engine = started(folder, patch)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+@pytest.fixture
+def engine(shared: VLLMEngine) -> Iterator[VLLMEngine]:
+    assert not shared.busy
+    shared.install(model_of(0).state_dict(), 0)
+    yield shared
+    shared.abort(list(shared._numbers))
+
+
+def requests(count: int = 12, new: int = 12, first: int = 0, **how: Any) -> list[Request]:
+    params = SamplingParams(new, **{"temperature": 1.0, "stop_token_ids": (3,), **how})
+    return [Request(first + i, [1 + i % 7, 5, 2], i - 6, params) for i in range(count)]
+
+
+def drained(engine: VLLMEngine | NativeEngine, asked: list[Request]) -> dict[int, Completion]:
+    engine.submit(asked)
+    found: dict[int, Completion] = {}
+    deadline = time.monotonic() + 100
+    while engine.busy:
+        assert time.monotonic() < deadline
+        found |= {done.id: done for done in engine.step()}
+    return found
+
+
+def tokens(found: dict[int, Completion]) -> dict[int, list[int]]:
+    return {number: done.token_ids.tolist() for number, done in found.items()}
+
+
+def gap(model: Any, asked: list[Request], found: dict[int, Completion]) -> float:
+    """The largest difference to the log-probabilities of a forward pass; without top-k and such."""
+    worst = 0.0
+    for one in asked:
+        done, prompt = found[one.id], list(one.prompt_ids)
+        with torch.inference_mode():
+            logits_TV = (
+                model(torch.tensor([[*prompt, *done.token_ids.tolist()]])).logits[0].double()
+            )
+        scaled_TV = (logits_TV / (one.params.temperature or 1.0)).log_softmax(-1)
+        expected_T = scaled_TV[len(prompt) - 1 : -1].gather(1, done.token_ids[:, None])[:, 0]
+        worst = max(worst, float((expected_T - done.logprobs).abs().max()))
+    return worst
+
+
+def native() -> NativeEngine:
+    model = model_of(0)
+    engine = NativeEngine(model.config)
+    engine.install(model.state_dict(), 0)
+    return engine
+
+
+def test_greedy_tokens_are_those_of_the_native_engine(engine: VLLMEngine) -> None:
+    found, expected = (drained(one, requests(temperature=0.0)) for one in (engine, native()))
+    assert tokens(found) == tokens(expected)
+    for number, done in found.items():
+        torch.testing.assert_close(
+            done.logprobs, expected[number].logprobs, atol=TOLERANCE, rtol=0.0
+        )
+        assert done.finish_reason == expected[number].finish_reason
+        assert done.versions == (0, 0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_are_those_of_a_forward_pass(
+    engine: VLLMEngine, temperature: float
+) -> None:
+    asked = requests(temperature=temperature)
+    assert gap(model_of(0), asked, drained(engine, asked)) < TOLERANCE
+
+
+def test_the_same_seed_draws_the_same_tokens_and_another_others(engine: VLLMEngine) -> None:
+    asked = requests(24, first=100)
+    assert {one.seed for one in asked} >= {-1, -2, 0}, "vLLM takes -1 for no seed"
+    first = tokens(drained(engine, asked))
+    assert first == tokens(drained(engine, asked))
+    assert first == tokens(drained(engine, asked[:12])) | tokens(drained(engine, asked[12:]))
+    params = SamplingParams(12, 1.0)
+    of_one_prompt = [Request(i, [1, 2], i, params) for i in range(16)]
+    assert len({tuple(ids) for ids in tokens(drained(engine, of_one_prompt)).values()}) > 8
+
+
+def test_answers_end_at_stop_tokens_and_at_their_length(engine: VLLMEngine) -> None:
+    ended = drained(engine, requests(24, new=40, stop_token_ids=(3, 7)))
+    assert {done.finish_reason for done in ended.values()} == {"stop", "length"} or all(
+        done.finish_reason == "stop" for done in ended.values()
+    )
+    for done in ended.values():
+        ids = done.token_ids.tolist()
+        assert (ids[-1] in (3, 7)) == (done.finish_reason == "stop"), "it is part of the answer"
+        assert not {3, 7} & set(ids[:-1])
+    for done in drained(engine, requests(4, new=9, stop_token_ids=())).values():
+        assert (len(done.token_ids), done.finish_reason) == (9, "length")
+
+
+def test_top_k_top_p_and_min_p_leave_the_likeliest(engine: VLLMEngine) -> None:
+    assert all(
+        done.logprobs.abs().max() == 0 for done in drained(engine, requests(top_k=1)).values()
+    )
+    for how in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.4}):
+        asked = requests(stop_token_ids=(), new=1, count=24, **how)
+        expected = drained(native(), asked)
+        of_native = {(one.prompt_ids[0], int(expected[one.id].token_ids)): one.id for one in asked}
+        found = drained(engine, asked)
+        for one in asked:  # of tokens that both have drawn
+            done = found[one.id]
+            if other := of_native.get((one.prompt_ids[0], int(done.token_ids))):
+                torch.testing.assert_close(
+                    done.logprobs, expected[other].logprobs, atol=TOLERANCE, rtol=0.0
+                )
+
+
+def test_new_weights_are_installed_under_requests_that_go_on(engine: VLLMEngine) -> None:
+    pid, new = engine._process.pid, model_of(1)
+    asked = [Request(50, LONG, 0, SamplingParams(3, 1.0))]
+    before = drained(engine, asked)
+    assert gap(model_of(0), asked, before) < TOLERANCE
+    engine.submit([Request(1, [1, 2], 0, SamplingParams(1000, 1.0))])
+    engine.submit([Request(2, [1, 2, 4], 0, SamplingParams(3, 1.0))])
+    while engine.num_running > 1:
+        engine.step()
+    engine.install(new.state_dict(), 7)
+    assert not list(engine._folders[-1].iterdir()), "the file of the weights is gone"
+    after = drained(engine, asked)
+    assert engine._process.pid == pid
+    assert engine._process.poll() is None
+    # Neither a head that was left behind, nor keys and values of the old weights.
+    assert gap(new, asked, after) < TOLERANCE
+    assert after[50].versions == (7, 7)
+    assert after[1].versions == (0, 7)
+    assert len(after[1].token_ids) == 1000
+    last = Request(1, [1, 2, *after[1].token_ids[:-1].tolist()], 0, SamplingParams(1, 1.0))
+    end = Completion(
+        1, after[1].token_ids[-1:], after[1].logprobs[-1:], (7, 7), after[1].finish_reason
+    )
+    assert gap(new, [last], {1: end}) < TOLERANCE, "its own old keys and values are gone too"
+
+
+def test_prompts_that_are_long_together(engine: VLLMEngine) -> None:
+    """vLLM 0.32 cuts one of them, and on a CPU fails at its seed, unless it is told not to."""
+    params = SamplingParams(2, 1.0)
+    asked = [Request(i, [i % 18, *LONG], i, params) for i in range(12)]
+    assert sum(len(one.prompt_ids) for one in asked) > BATCHED_TOKENS
+    assert gap(model_of(0), asked, drained(engine, asked)) < TOLERANCE
+
+
+def test_what_is_dropped_does_not_come_back(engine: VLLMEngine) -> None:
+    engine.submit(requests(3, new=200, stop_token_ids=()))
+    engine.abort([0, 2, 77])
+    assert engine.num_running == 1
+    again = drained(engine, requests(1, new=4, stop_token_ids=()))
+    assert again.keys() == {0, 1}
+    assert len(again[0].token_ids) == 4, "of the request that was made last under this number"
+
+
+def test_a_request_that_cannot_be_answered_is_refused_before_vllm_sees_it(
+    engine: VLLMEngine,
+) -> None:
+    good = Request(0, [1], 0, SamplingParams(2))
+    for prompt, new, words in (
+        ([], 2, "the prompt is empty"),
+        ([1, 18], 2, "a token that the model does not have"),
+        ([1], 2048, "do not fit the context of 2048"),
+    ):
+        with pytest.raises(UserError, match=words):
+            engine.submit([good, Request(1, prompt, 0, SamplingParams(new))])
+    assert drained(engine, [good]).keys() == {0}
+
+
+def test_sleeping_on_a_cpu_changes_nothing(engine: VLLMEngine) -> None:
+    engine.sleep()
+    engine.wake()
+    assert drained(engine, requests(1)).keys() == {0}
+    assert engine.state_bytes() > 1 << 27
+
+
+def test_its_end_is_an_error_of_one_line_within_seconds(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = started(folder, monkeypatch)
+    try:
+        engine.submit(requests(4, new=1000, stop_token_ids=()))
+        engine.step()
+        os.kill(engine._process.pid, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(RunFailed, match=r"^vLLM's process was ended by SIGKILL[^\n]*$"):
+            drained(engine, [])
+        assert time.monotonic() - start < 10
+        engine.abort([0])  # as a call does whose engine has failed: its error shall stay the first
+        with pytest.raises(RunFailed):
+            engine.install({}, 5)
+    finally:
+        engine.close()
+    assert not [left for left in engine._folders if left.exists()]
+
+
+def test_an_update_that_fails_ends_it_and_says_why(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = started(folder, monkeypatch)
+    weights = model_of(0).state_dict()
+    weights["model.norm.weight"] = torch.ones(5)
+    try:
+        with pytest.raises(RunFailed, match=r"has ended \(exit code 1\)\. \w+: .*\n(.|\n)*5\b"):
+            engine.install(weights, 1)
+    finally:
+        engine.close()
+
+
+OWNER = """
+import sys, time
+from m2flow.generation.vllm_engine import VLLMEngine
+from m2flow.generation.records import Request, SamplingParams
+engine = VLLMEngine(sys.argv[1], version=0, cache_bytes=1 << 27)
+engine.submit([Request(0, [1], 0, SamplingParams(2000))])
+print(engine._process.pid, "vllm" in sys.modules, *engine._folders, flush=True)
+time.sleep(600)
+"""
+
+
+def test_it_ends_with_its_owner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not REAL:
+        paths = [str(FAKE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    command = [sys.executable, "-c", OWNER, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        try:
+            pid, imported, *folders = owner.stdout.readline().split()
+            assert imported == "False", "the owner's process never imports it"
+        finally:
+            owner.kill()
+        deadline = time.monotonic() + 10
+        while is_running(int(pid)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert folders
+    assert not [left for left in folders if Path(left).exists()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_without_vllm_it_says_how_to_get_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(
+        UserError, match=r"generation\.engine: vLLM is not installed.*m2flow\[vllm\]"
+    ):
+        VLLMEngine(str(folder), version=0)

@@ -1,0 +1,121 @@
+"""Runs under `generation.engine: vllm`: vLLM itself where it is installed, else its stand-in."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m2flow.errors import UserError
+from m2flow.plan import parse_lanes
+from m2flow.workloads.common import Examination
+from m2flow.workloads.common.start import describe, train
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.evaluation import answered
+
+FAKE = Path(__file__).parents[2] / "generation" / "fake_vllm"
+REAL = importlib.util.find_spec("vllm") is not None
+QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+TINY: dict[str, Any] = {
+    "workload": "reasoning",
+    "mode": "eager",
+    "lanes": "cpu:1",
+    "steps": 3,
+    "prompts_per_step": 4,
+    "samples_per_prompt": 4,
+    "model": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "generation": {"engine": "vllm", "max_new_tokens": 6, "cache_gb": 0.125},
+    "training": {"drop_zero_advantage": False},
+    "evaluation": {"every": 9, "problems": 2},
+}
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not REAL:
+        monkeypatch.syspath_prepend(str(FAKE))
+        paths = [str(FAKE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+
+def changed(**keys: Any) -> dict[str, Any]:
+    return {**TINY, "generation": {**TINY["generation"], **keys}}
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("vllm")
+def test_what_vllm_draws_is_what_the_learner_computes(tmp_path: Path) -> None:
+    steps = [m for m in metrics_of(train(TINY, run_dir=tmp_path / "run")) if m["step"] > 0]
+    assert [step["version"] for step in steps] == [1, 2, 3]
+    for step in steps:  # with the weights of the version that was published before
+        assert step["train/engine_gap"] < 1e-5
+
+
+@pytest.mark.usefixtures("vllm")
+def test_it_examines_as_the_native_engine_does(tmp_path: Path) -> None:
+    """Greedily, with a model that has learned to end its answers and gets some right."""
+    learned = {
+        "steps": 1,
+        "data": {"options": {"min_digits": 1, "max_digits": 1, "thinking_share": 0}},
+        "warmup": {"steps": 60, "samples_per_step": 32, "learning_rate": 1e-2},
+    }
+    run = train({**TINY, **learned}, {"checkpoint.every": 1}, run_dir=tmp_path / "run")
+    data = tmp_path / "sums.jsonl"
+    rows = [{"question": f"{a}+{b}=", "answer": a + b} for a in range(4) for b in range(3)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {}
+    for engine in ("native", "vllm"):
+        asked = Examination(
+            run / "checkpoints" / "latest",
+            data,
+            engine=engine,
+            max_new_tokens=40,
+            template="{question}",
+            lanes=parse_lanes("cpu:1"),
+        )
+        rewards, figures = answered(asked)
+        found[engine] = rewards, figures["mean_tokens"], figures["truncated_share"]
+    assert found["vllm"] == found["native"]
+    assert len({reward for rewards in found["native"][0] for reward in rewards}) == 2
+    assert found["native"][2] < 1
+
+
+def test_without_vllm_nothing_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("m2flow.generation.supported.importlib.util.find_spec", lambda _: None)
+    words = r"generation\.engine: vLLM is not installed .*pip install 'm2flow\[vllm\]'"
+    recipe = ReasoningRecipe.model_validate(TINY)
+    for start in (lambda: train(recipe, run_dir=tmp_path / "run"), lambda: describe(recipe)):
+        with pytest.raises(UserError, match=words):
+            start()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"temperature": 0.001}, r"generation\.temperature: vLLM draws at 0\.01"),
+        ({"dtype": "float64"}, r"generation\.dtype: vLLM does not compute in it"),
+        ({"engine": "sglang"}, r"generation\.engine"),
+    ],
+)
+def test_what_vllm_does_not_do_is_refused(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ReasoningRecipe.model_validate(changed(**keys))
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(3600)
+def test_the_quick_start_learns_with_vllm(tmp_path: Path) -> None:
+    words = ["generation.engine=vllm", "generation.cache_gb=1.0", "mode=eager"]
+    found = metrics_of(train(QUICKSTART, words, run_dir=tmp_path / "run"))
+    accuracy = [step["eval/accuracy"] for step in found if "eval/accuracy" in step]
+    assert accuracy[0] < 0.5
+    assert accuracy[-1] > 0.9
+    assert max(step.get("train/engine_gap", 0.0) for step in found) < 1e-3
