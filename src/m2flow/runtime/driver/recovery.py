@@ -176,7 +176,7 @@ class Recovery:
                 f"{error}\nthe only copy of what was learnt was lost with it: {self._why_not}; "
                 "`--resume` goes on from the last checkpoint"
             ) from error
-        self._begun.update(lost)
+        self._begun.update(list(lost))  # of a mapping it would add the values
         return self._snapshot
 
     def _gives_up(self, lane: int, error: BaseException) -> RunFailed:
