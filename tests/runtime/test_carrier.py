@@ -51,6 +51,7 @@ def make_pool(opened: ExitStack, *lanes: int) -> tuple[Any, dict[int, Line]]:
     pool._selector = opened.enter_context(selectors.DefaultSelector())
     pool._woken, pool._waker = map(opened.enter_context, socket.socketpair())
     pool._selector.register(pool._woken, selectors.EVENT_READ, None)
+    pool.lost = {}
     pool.spoiled, pool._known_end, pool._checked = None, lambda lane, seconds=0.0: None, 0.0
     ends = {}
     for lane in lanes:

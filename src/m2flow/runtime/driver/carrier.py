@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 from ray import cloudpickle
@@ -39,6 +40,7 @@ from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.flow.worker import Worker
 from m2flow.runtime.driver.loading import Moved, load_workers
 from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.driver.recovery import Files
 from m2flow.runtime.lane.exchange import ItemsKey
 from m2flow.runtime.lane.host import joined_exits, share_of
 from m2flow.runtime.lane.orders import (
@@ -72,6 +74,7 @@ class RayCarrier:
         version: number of the weights that the run begins with.
         load_seconds: longest that a lane may take to bring one worker up.
         moved: what is known of the run that this one goes on with on the same lanes, if any.
+        states: what workers are to restore, where the launcher keeps it.
 
     Attributes:
         state_bytes: what each worker's state takes on a lane, as the workers say after loading.
@@ -90,6 +93,7 @@ class RayCarrier:
         version: int,
         load_seconds: float,
         moved: Moved | None = None,
+        states: Mapping[str, Files] = MappingProxyType({}),
     ) -> None:
         self.pool, self.graphs, self.plan, self._plans = pool, graphs, plan, plans
         self._sources: dict[tuple[str, int], Batch] = {}
@@ -97,7 +101,9 @@ class RayCarrier:
         self._gang_calls: set[int] = set()
         self._collective = {name for name, worker in workers.items() if worker.collective}
         self.publisher = Publisher(pool.same_node, plan, graphs, pool.exchange.link)
-        self.state_bytes = load_workers(pool, graphs, plan, workers, version, load_seconds, moved)
+        self.state_bytes = load_workers(
+            pool, graphs, plan, workers, version, load_seconds, moved, states
+        )
 
     # --- carrier ----------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from m2flow.flow.worker import Layout
 from m2flow.plan import build_plan
 from m2flow.runtime.driver.auto import AUTO, GUESSES, Auto
 from m2flow.runtime.driver.methods import STEP, Methods
+from m2flow.runtime.driver.recovery import LANE_RESTARTS
 from m2flow.runtime.driver.run import Run
 from m2flow.runtime.driver.starting import (
     LOAD_SECONDS,
@@ -50,6 +51,7 @@ def launch(
     layouts: Mapping[str, Layout] = MappingProxyType({}),
     auto: Auto = AUTO,
     load_deadline_seconds: float = LOAD_SECONDS,
+    lane_restarts: int = LANE_RESTARTS,
 ) -> Run:
     """Start a flow's workers on lanes.
 
@@ -72,6 +74,8 @@ def launch(
         auto: how mode "auto" goes about it.
         load_deadline_seconds: longest that a lane may take to bring one worker up. A lane that goes
             on to its next worker has made progress, and gets as long again.
+        lane_restarts: how often a lane whose process has ended may be started again; with 0 the
+            run ends.
 
     Raises:
         UserError: the flow, the mode, the lanes or the plan are wrong. Nothing was started then,
@@ -90,7 +94,16 @@ def launch(
         pilot = _pilot(auto, methods, (*free, *reserved) if reserved else guess.lanes, layouts)
         plans = methods.planned(pilot.plan)
         with lanes_of(lanes, methods.planned(guess).everything.lanes, flow) as pool:
-            return on_lanes(methods, plans, flow, first_step, pool, load_deadline_seconds, pilot)
+            return on_lanes(
+                methods,
+                plans,
+                flow,
+                first_step,
+                pool,
+                load_deadline_seconds,
+                pilot,
+                lane_restarts,
+            )
     if plan is None:
         specs = specs_of(lanes, lane_memory)
         plan = build_plan(mode, graphs[STEP], specs, items_per_step, methods.isolated, layouts)
@@ -98,7 +111,15 @@ def launch(
     if plan.mode == "eager":
         return in_this_process(methods, plans, flow, first_step, num_threads)
     with lanes_of(lanes, plans.everything.lanes, flow) as pool:
-        return on_lanes(methods, plans, flow, first_step, pool, load_deadline_seconds)
+        return on_lanes(
+            methods,
+            plans,
+            flow,
+            first_step,
+            pool,
+            load_deadline_seconds,
+            lane_restarts=lane_restarts,
+        )
 
 
 def _pilot(

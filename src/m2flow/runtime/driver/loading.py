@@ -7,14 +7,18 @@ import pickle
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from ray import cloudpickle
 
 from m2flow.engine.plan import Plan
 from m2flow.errors import RunFailed
+from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Worker
 from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.driver.recovery import Files
 from m2flow.runtime.lane.orders import (
     Fetch,
     LaneEnded,
@@ -51,6 +55,7 @@ def load_workers(
     version: int,
     seconds: float,
     moved: Moved | None = None,
+    states: Mapping[str, Files] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Bring workers up on their lanes; the most that each one's state takes on one.
 
@@ -62,6 +67,7 @@ def load_workers(
         version: number of the weights that the run begins with.
         seconds: longest that a lane may take to bring one worker up.
         moved: what is known of the run that goes on on the same lanes, if any.
+        states: what workers are to restore, where the launcher keeps it.
 
     Raises:
         RunFailed: a lane made no progress for so long, or was lost.
@@ -74,6 +80,8 @@ def load_workers(
     flow = cloudpickle.dumps(dict(graphs))
     number = pool.new_number()
     memory = {lane.id: lane.memory_bytes for lane in plan.lanes}
+    kept = {name: Batch({"files": [files]}) for name, files in states.items()}
+    pool.grouped |= bool(lane_sets)
     for lane in pool.lanes:
         placed = {
             name: Placed(
@@ -82,6 +90,7 @@ def load_workers(
                 pool.positions(spot.lanes),
                 spot.layout,
                 None if moved is None else moved.states.get(name),
+                _wrapped(pool, kept[name], lane.id) if name in kept else None,
             )
             for name, spot in placements.items()
             if lane.id in spot.lanes
@@ -99,6 +108,10 @@ def load_workers(
         )
         pool.send(lane.id, load)
     return _loaded(pool, number, seconds)
+
+
+def _wrapped(pool: LanePool, batch: Batch, lane: int) -> Any:
+    return pool.exchange.wrap(batch, lane, same_node=pool.is_here(lane))
 
 
 def _rendezvous(pool: LanePool, plan: Plan) -> Rendezvous:

@@ -14,8 +14,14 @@ from m2flow.engine.messages import (
 )
 from m2flow.errors import RunFailed
 from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.driver.recovery import Files
 from m2flow.runtime.driver.runner import Carrier
+from m2flow.runtime.lane.exchange import ItemsKey
 from m2flow.runtime.lane.orders import STATES, DropStep, Fetch, Save
+from m2flow.runtime.transport.peering import PeerLost
+
+LOSS_SECONDS = 1.0
+"""How long to wait for the word that a lane is gone, where a peer has missed it."""
 
 
 def save_state(pool: LanePool, worker: str, gang: tuple[int, ...], number: int) -> Fetch:
@@ -35,6 +41,30 @@ def save_state(pool: LanePool, worker: str, gang: tuple[int, ...], number: int) 
         if answer.raised:
             raise pickle.loads(answer.value)
     return Fetch(gang[0], number)
+
+
+def carried_here(pool: LanePool, fetch: Fetch, seconds: float) -> Files:
+    """Files that `save_state` has kept, in memory of the launcher's own.
+
+    Raises:
+        RunFailed: the lane is gone.
+    """
+    key = ItemsKey("", STATES, fetch.producer, (0,))
+    try:
+        files: Files = pool.exchange.ask(fetch.lane, key, seconds)["files"][0]
+    except PeerLost as error:
+        raise RunFailed(f"lane {fetch.lane} was lost while a snapshot was taken") from error
+    return {path: content.clone() for path, content in files.items()}
+
+
+def lost_lanes(pool: LanePool, error: RunFailed) -> dict[int, tuple[str, float]]:
+    """The lanes whose loss an error may come from, with why and when; see `LanePool.lost`."""
+    deadline = time.monotonic() + LOSS_SECONDS
+    while not pool.lost and isinstance(error.__cause__, PeerLost):
+        if time.monotonic() > deadline:
+            break
+        pool.receive(0.1)
+    return dict(pool.lost)
 
 
 def drop_states(pool: LanePool) -> None:

@@ -17,7 +17,7 @@ import tempfile
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from m2flow.runtime.lane.orders import (
     Answer,
     Close,
     FromLane,
+    Introduce,
     LaneEnded,
     Order,
     Prepare,
@@ -68,6 +69,12 @@ FAILED_SECONDS = 1.0
 CLEAR_SECONDS = 5.0
 """Longest that clearing up after lanes that were killed on another machine may take."""
 
+QUIET_SECONDS = 10.0
+"""Longest that lanes may take to stop what they do before they are started again themselves."""
+
+END_SECONDS = 15.0
+"""Longest that the processes of lanes may take to end."""
+
 CHECK_SECONDS = 0.5
 """How often the lines are asked which lanes have said nothing for long."""
 
@@ -89,6 +96,9 @@ class LanePool:
         lanes: what was started.
         addresses: of each lane, by number.
         spoiled: why no run can be started on the lanes any more, or None.
+        lost: lanes whose processes have ended: why, and when that was noticed, in seconds since the
+            epoch. `restart` brings them back.
+        grouped: whether the lanes have process groups, which none of them can join later.
 
     Raises:
         UserError: the cluster has no room for the lanes.
@@ -113,27 +123,32 @@ class LanePool:
         self._lines: dict[int, LauncherLine] = {}
         self._actors: dict[int, Any] = {}
         self._serving: dict[int, Any] = {}
+        self.addresses: dict[int, LaneAddress] = {}
         self._holding: set[int] = set()
         self._inbox: deque[tuple[int, FromLane]] = deque()
         self._next_number = 0
         self._checked = time.monotonic()
+        self._isolated = dict(isolated or {})
         self.spoiled: str | None = None
+        self.lost: dict[int, tuple[str, float]] = {}
+        self.grouped = False
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         try:
-            self._start(isolated or {})
+            self._start(self.lanes)
         except BaseException:
             self._end()
             raise
 
-    def _start(self, isolated: Mapping[str, Isolation]) -> None:
+    def _start(self, lanes: Sequence[LaneSpec]) -> None:
+        """Start processes for lanes that have none, all of them or some."""
         nodes = nodes_for(self.lanes)
         beside = gpus_beside(self.lanes)
-        check_room(self.lanes, nodes, beside)
+        check_room(lanes, nodes, beside)
         deadline = time.monotonic() + START_SECONDS
         if self._lanes_per_process == 1:
-            ready = self._start_alone(nodes, beside, isolated)
+            ready = self._start_alone(lanes, nodes, beside)
         else:
             ready = self._start_together(nodes)
         try:
@@ -142,15 +157,16 @@ class LanePool:
             raise RunFailed(f"lanes have not started within {START_SECONDS:g} s") from None
         if self._lanes_per_process > 1:
             found = [address for some in found for address in some]
-        self.addresses: dict[int, LaneAddress] = dict(zip(self._actors, found, strict=True))
+        started = dict(zip((lane.id for lane in lanes), found, strict=True))
+        self.addresses |= started
         peers = {lane: address.peer for lane, address in self.addresses.items()}
         self._node = here = ray.get_runtime_context().get_node_id()
         serving = {
             actor: actor.serve.remote(peers, START_SECONDS)
-            for actor in dict.fromkeys(self._actors.values())
+            for actor in dict.fromkeys(self._actors[lane] for lane in started)
         }
-        self._serving = {lane: serving[actor] for lane, actor in self._actors.items()}
-        for number, address in self.addresses.items():
+        self._serving |= {lane: serving[self._actors[lane]] for lane in started}
+        for number, address in started.items():
             line = connect(
                 address.line,
                 self._key,
@@ -162,25 +178,32 @@ class LanePool:
             self._lines[number] = line
             self._selector.register(line, selectors.EVENT_READ, number)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.exchange = Exchange(None, LAUNCHER, here, None, self._folder, self._key, self._link)
+        if not hasattr(self, "exchange"):
+            own = (None, LAUNCHER, here, None, self._folder, self._key, self._link)
+            self.exchange = Exchange(*own)
         self.exchange.introduce(peers)
+        for lane in self._lines.keys() - started.keys():
+            self.send(lane, Introduce(peers))
 
     def _start_alone(
         self,
+        lanes: Sequence[LaneSpec],
         nodes: Sequence[str],
         beside: Mapping[int, int],
-        isolated: Mapping[str, Isolation],
     ) -> list[Any]:
-        """Start a process for each lane; what will be its address."""
+        """Start a process for each of some lanes; what will be its address."""
         one_node = {lane.node for lane in self.lanes} == {0}
-        for position, lane in enumerate(self.lanes):
+        isolated = self._isolated
+        for lane in lanes:
+            position = self.lanes.index(lane)
             options = options_of(lane, nodes[lane.node], isolated, shares_gpu=lane.id in beside)
             actor = ray.remote(**options)(LaneProcess)
             self._actors[lane.id] = actor.remote(
                 lane, position, str(self._folder), self._key, self._link, one_node
             )
-        visible = self._visible_gpus(beside, isolated)
-        return [actor.ready.remote(visible.get(lane)) for lane, actor in self._actors.items()]
+        there = {lane.id for lane in lanes}
+        visible = self._visible_gpus({x: owner for x, owner in beside.items() if x in there})
+        return [self._actors[lane.id].ready.remote(visible.get(lane.id)) for lane in lanes]
 
     def _start_together(self, nodes: Sequence[str]) -> list[Any]:
         """Start processes of several lanes; what will be the addresses of each one's."""
@@ -197,14 +220,12 @@ class LanePool:
             ready.append(actor.ready.remote())
         return ready
 
-    def _visible_gpus(
-        self, beside: Mapping[int, int], isolated: Mapping[str, Isolation]
-    ) -> dict[int, str]:
+    def _visible_gpus(self, beside: Mapping[int, int]) -> dict[int, str]:
         """What each lane that shares another's GPU is to see, if its worker does not say."""
         by_id = {lane.id: lane for lane in self.lanes}
         asked = {}
         for lane, owner in beside.items():
-            setup = isolated.get(by_id[lane].reserved_for or "")
+            setup = self._isolated.get(by_id[lane].reserved_for or "")
             if setup is None or VISIBLE not in dict(setup.environment):
                 asked[lane] = self._actors[owner].visible_gpus.remote()
         try:
@@ -297,6 +318,7 @@ class LanePool:
         line.close()
         ended = LaneEnded(self._known_end(lane, seconds=2.0) or reason)
         self.spoil(f"lane {lane} was lost: {ended.reason}")
+        self.lost[lane] = ended.reason, time.time()
         return ended
 
     def spoil(self, reason: str) -> None:
@@ -345,6 +367,59 @@ class LanePool:
                     raise RunFailed(f"lane {lane} was lost: {message.reason}")
         self._inbox.extend(kept)
         return answers
+
+    # --- lanes that are lost ----------------------------------------------------------------------
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether lanes can be started again: each has a process of its own."""
+        return self._lanes_per_process == 1
+
+    def quiet(self, lanes: Collection[int]) -> set[int]:
+        """Wait until lanes have carried out all orders; those that do not in time.
+
+        What lanes say meanwhile, and have said before, is dropped.
+        """
+        numbers = {lane: self.new_number() for lane in lanes if lane in self._lines}
+        for lane, number in numbers.items():
+            self.send(lane, Probe(number, ()))
+        self._inbox.clear()
+        deadline = time.monotonic() + QUIET_SECONDS
+        while numbers and (left := deadline - time.monotonic()) > 0:
+            for lane, message in self.receive(left):
+                if isinstance(message, Answer) and message.number == numbers.get(lane):
+                    del numbers[lane]
+                elif isinstance(message, LaneEnded):
+                    numbers.pop(lane, None)
+        return set(numbers)
+
+    def restart(self, lanes: Collection[int]) -> None:
+        """Start lanes again, each in a new process; those that are up are ended before.
+
+        Nothing is on them then, and the others know where they are.
+
+        Raises:
+            RunFailed: a process has not ended, or the new ones have not started, in time.
+        """
+        assert self.can_restart, "lanes that share a process"
+        for lane in lanes:
+            ray.kill(self._actors[lane])
+        deadline = time.monotonic() + END_SECONDS
+        while up := [lane for lane in lanes if lane in self._lines]:
+            # Their lines stay open until they have ended, or they would clear up after the pool.
+            if time.monotonic() > deadline:
+                raise RunFailed(f"the processes of lanes {up} have not ended in {END_SECONDS:g} s")
+            self.receive(0.1)
+        for lane in lanes:
+            self.exchange.forget(lane)
+            if self.is_here(lane):
+                sweep(f"{self._folder.name}-{self.positions([lane])[0]}-")
+        self._start([lane for lane in self.lanes if lane.id in lanes])
+        self.grouped &= len(lanes) < len(self.lanes)
+        for lane in lanes:
+            self.lost.pop(lane, None)
+        if not self.lost:
+            self.spoiled = None
 
     def _known_end(self, lane: int, seconds: float = 0.0) -> str | None:
         """What Ray knows of a lane's end; None if it knows of none."""

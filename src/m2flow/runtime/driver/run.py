@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from m2flow.engine.messages import ExportWeights, InstallWeights
+import psutil
+
+from m2flow.engine.messages import AbortCall, ExportWeights, InstallWeights
 from m2flow.engine.plan import Plan
 from m2flow.engine.residency import Residency
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
+from m2flow.runtime.driver.recovery import (
+    LANE_RESTARTS,
+    LOST,
+    LaneLoss,
+    Recovery,
+    Snapshot,
+)
 from m2flow.runtime.driver.runner import Runner, StepResult
 from m2flow.runtime.lane.state_files import saves
 
@@ -23,6 +32,8 @@ if TYPE_CHECKING:  # a run in one process does without Ray
     from m2flow.runtime.driver.pilot import Pilot
     from m2flow.runtime.driver.pool import LanePool
     from m2flow.runtime.lane.orders import Fetch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,7 @@ class Run:
         load_seconds: float = 0.0,
         load_deadline_seconds: float = 0.0,
         pilot: Pilot | None = None,
+        lane_restarts: int = LANE_RESTARTS,
     ) -> None:
         self.graph = methods.graphs[STEP]
         self.load_seconds, self.pilot = load_seconds, pilot
@@ -68,6 +80,8 @@ class Run:
         self._load_deadline = load_deadline_seconds
         self._pool, self._owns_pool = pool, owns_pool
         self._take_up(plans, carrier, dict.fromkeys(methods.graphs, first_step))
+        self._recovery = self._new_recovery(first_step, lane_restarts)
+        self._again: list[Batch] = []
         gc.freeze()  # what is there stays: to go through all of torch would stop the control loop
 
     def _take_up(self, plans: Plans, carrier: Any, next_steps: Mapping[str, int]) -> None:
@@ -95,29 +109,46 @@ class Run:
             UserError: a stage or a batch was wrong.
         """
         source = iter(batches)
+        self._recovery.forget_open()
         while True:
-            runner = self._runners[STEP]
+            runner, again, self._again = self._runners[STEP], self._again, []
+            source = chain(again, source)
             try:
-                yield from self._watched(runner.run(self._until_a_look(source)))
+                for result in self._watched(runner.run(self._until_a_pause(source))):
+                    yield result
+                    if runner is not self._runners[STEP]:
+                        break  # a lane was lost while nobody asked for steps
             except RunFailed as error:
-                source = chain(self._taken_back(error), source)
+                self._again = self._taken_back(error)
                 continue
-            if self.pilot is None or not self.pilot.wants_to_look:
+            if runner is self._runners[STEP] and not self._lasting(self._between_steps):
                 return
-            self._look(self.pilot)
 
-    def _until_a_look(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Batches, as long as the plan is not to be looked at between two steps."""
-        while self.pilot is None or not self.pilot.wants_to_look:
+    def _until_a_pause(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Batches, as long as nothing is to be done between two steps."""
+        while not (self._recovery.is_due or (self.pilot and self.pilot.wants_to_look)):
             batch = next(batches, None)
             if batch is None:
                 return
-            yield self._checked(batch)
+            self._recovery.feed(self._checked(batch))
+            yield batch
+
+    def _between_steps(self) -> bool:
+        """Look at the plan, or take a snapshot; False where nothing was to be done."""
+        if self.pilot is not None and self.pilot.wants_to_look:
+            self._look(self.pilot)
+        elif self._recovery.is_due:
+            self._keep_snapshot()
+        else:
+            return False
+        return True
 
     def _watched(self, results: Iterator[StepResult]) -> Iterator[StepResult]:
         for result in results:
-            if self.pilot is not None:
+            disturbed = any(span.name == LOST for span in result.spans)
+            if self.pilot is not None and not disturbed:
                 self.pilot.note(result, self.plan)
+            self._recovery.gave(result.step)
             yield result
 
     def _look(self, pilot: Pilot) -> None:
@@ -130,14 +161,17 @@ class Run:
             self.plan = replace(self.plan, predicted_seconds=plan.predicted_seconds)
 
     def _taken_back(self, error: RunFailed) -> list[Batch]:
-        """Go over to another plan where this one has failed for want of memory or time.
+        """Bring lanes back that were lost, or go over to another plan where this one has failed for
+        want of memory or time.
 
         Returns:
             The batches of the steps that are to be taken again.
 
         Raises:
-            RunFailed: `error`, if it is not the plan's fault, or the steps cannot be taken again.
+            RunFailed: `error`, if it is neither, or the steps cannot be taken again.
         """
+        if self._lost(error):
+            return self._lanes_back(error)
         learners = {node.worker for node in self.graph.nodes if node.accumulates}
         can = all(worker in self._workers for worker in learners) and all(
             type(self._workers[worker]).discard is not Worker.discard for worker in learners
@@ -153,6 +187,7 @@ class Run:
                 self.worker_call_everywhere(name, "discard")
         done = self.replan(plan)
         self.pilot.gone_over(plan, done.moved, done.seconds)
+        self._recovery.forget_open()
         return batches
 
     def _checked(self, batch: Batch) -> Batch:
@@ -175,7 +210,7 @@ class Run:
             raise UserError(
                 "steps are in flight", key=name, hint="take all results of `steps` before"
             )
-        return self._runners[name].step(batch)
+        return self._lasting(lambda: self._runners[name].step(batch))
 
     # --- beside the steps -------------------------------------------------------------------------
 
@@ -187,14 +222,22 @@ class Run:
         Raises:
             UserError: there is a limit, and steps are in flight, whose results have not been taken.
         """
-        self._bring((worker,), method, self._placements[worker].lanes[:1])
-        return self._carrier.worker_call(worker, method, *args)
+
+        def call() -> Any:
+            self._bring((worker,), method, self._placements[worker].lanes[:1])
+            return self._carrier.worker_call(worker, method, *args)
+
+        return self._lasting(call)
 
     def worker_call_everywhere(self, worker: str, method: str, *args: Any) -> list[Any]:
         """The same on all of its lanes; the answers in order of rank."""
-        self._bring((worker,), method, self._placements[worker].lanes)
-        answers: list[Any] = self._carrier.worker_call_everywhere(worker, method, *args)
-        return answers
+
+        def call() -> list[Any]:
+            self._bring((worker,), method, self._placements[worker].lanes)
+            answers: list[Any] = self._carrier.worker_call_everywhere(worker, method, *args)
+            return answers
+
+        return self._lasting(call)
 
     def explain_publishing(self) -> dict[str, str]:
         """Which way weights travel to other lanes -> their size, and why.
@@ -331,6 +374,122 @@ class Run:
                 self._bring((source, target) if local else (target,), "install", (lane,))
                 install = InstallWeights(-2 - number, source, target, version, (lane,), local)
                 moving.carry_out_now(self._carrier, install, seconds)
+
+    # --- lanes that are lost ----------------------------------------------------------------------
+
+    @property
+    def losses(self) -> tuple[LaneLoss, ...]:
+        """The lanes that were lost and are back, in order of time."""
+        return tuple(self._recovery.losses)
+
+    def _new_recovery(self, first_step: int, restarts: int) -> Recovery:
+        spots = self._placements.items()
+        unsaved = [name for name, _ in spots if not self.movable(name)]
+        num_bytes = sum(
+            spot.state_bytes * len(spot.replicas[0]) for name, spot in spots if self._saves(name)
+        )
+        if self._pool is None or not self._pool.can_restart:
+            restarts = 0
+        free = psutil.virtual_memory().available
+        return Recovery(first_step, unsaved, num_bytes, free, restarts)
+
+    def _keep_snapshot(self) -> None:
+        """Have workers save their states, and keep these here."""
+        from m2flow.runtime.driver import moving
+
+        assert self._pool is not None
+        start, files = time.perf_counter(), {}
+        try:
+            for number, name in enumerate(filter(self._saves, self._placements)):
+                gang = self._placements[name].replicas[0]
+                self._bring((name,), "save", gang)
+                fetch = moving.save_state(self._pool, name, gang, number)
+                files[name] = moving.carried_here(self._pool, fetch, self.plan.deadline_seconds)
+        except (OSError, MemoryError) as error:
+            self._recovery.cannot(f"a snapshot has failed: {error}")
+        else:
+            self._recovery.keep(files, time.perf_counter() - start)
+        moving.drop_states(self._pool)
+
+    def _lasting(self, work: Callable[[], T]) -> T:
+        """Do something between steps; once more whenever a lane was lost meanwhile."""
+        while True:
+            try:
+                return work()
+            except RunFailed as error:
+                if not self._lost(error):
+                    raise
+                self._again += self._lanes_back(error)
+
+    def _lost(self, error: RunFailed) -> dict[int, tuple[str, float]]:
+        """Lanes that were lost and may be started again."""
+        if self._pool is None or not self._recovery.restarts:
+            return {}
+        from m2flow.runtime.driver import moving
+
+        return moving.lost_lanes(self._pool, error)
+
+    def _lanes_back(self, error: RunFailed) -> list[Batch]:
+        """Start lanes again that were lost, go back to the last snapshot, and take the steps since
+        then again.
+
+        Returns:
+            The batches of the steps whose results were not given, which are left to be taken.
+
+        Raises:
+            RunFailed: there is no way back.
+        """
+        _, begun = self._runners[STEP].first_open
+        new: list[LaneLoss] = []
+        while lost := self._lost(error):
+            snapshot = self._recovery.back_to({x: why for x, (why, _) in lost.items()}, error)
+            done, others = self._recovery.since_snapshot()
+            try:
+                self._go_back(snapshot)
+                now = time.time()
+                new += [LaneLoss(x, why, at, now - at, len(done)) for x, (why, at) in lost.items()]
+                for _ in self._runners[STEP].run(done):
+                    pass
+            except RunFailed as again:
+                error = again
+                continue
+            self._recovery.forget_open()
+            self._recovery.losses += new
+            self._runners[STEP].go_on(begun, [loss.span() for loss in new])
+            return others
+        raise error
+
+    def _go_back(self, snapshot: Snapshot) -> None:
+        """Bring all workers up as they were at a snapshot, on lanes that are all there."""
+        from m2flow.runtime.driver.carrier import RayCarrier
+
+        pool, plan = self._pool, self.plan
+        assert pool is not None
+        every = {lane.id for lane in pool.lanes}
+        busy: set[int] = set()
+        if not pool.grouped:
+            for name, runner in self._runners.items():
+                for number, call in runner.engine.calls.items():
+                    self._carrier.carry_out(name, AbortCall(number, tuple(call.running)))
+            busy = pool.quiet(every - pool.lost.keys())
+        while gone := busy | pool.lost.keys():
+            pool.restart(every if pool.grouped else gone)
+            busy = set()
+        next_steps = {name: runner.first_open[0] for name, runner in self._runners.items()}
+        carrier = RayCarrier(
+            pool,
+            self._methods.graphs,
+            self._plans.everything,
+            self._workers,
+            self._plans.by_method,
+            snapshot.step,
+            load_seconds=self._load_deadline,
+            states=snapshot.files,
+        )
+        self._take_up(self._plans, carrier, next_steps | {STEP: snapshot.step})
+        self.plan = plan
+        if snapshot.files:
+            self._publish_to(tuple(self._placements), snapshot.step)
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -149,6 +149,7 @@ class Runner:
         self._open: dict[int, _Open] = {}
         self._spans: list[Span] = []
         self._last_end = 0.0
+        self._begun: float | None = None
         self._changed = False
         self._collecting: deque[tuple[StepResult, Future[Batch]]] = deque()
 
@@ -197,6 +198,24 @@ class Runner:
         """Whether steps are in flight, or results have not been taken."""
         return bool(self._open or self._collecting)
 
+    @property
+    def first_open(self) -> tuple[int, float | None]:
+        """The oldest step whose result was not taken, or else the next one, and since when."""
+        if self._collecting:
+            return self._collecting[0][0].step, self._collecting[0][0].started
+        for step, opened in self._open.items():
+            return step, max(opened.started, self._last_end)
+        return self.next_step, None
+
+    def go_on(self, begun: float | None, spans: Iterable[Span]) -> None:
+        """The next step is one that an earlier runner has begun.
+
+        Args:
+            begun: when it has, in seconds since the epoch; None if it had not.
+            spans: what has happened since.
+        """
+        self._begun, self._last_end, self._spans = begun, 0.0, list(spans)
+
     def step(self, batch: Batch) -> StepResult:
         """Run a single step to its end."""
         return next(self.run([batch]))
@@ -239,7 +258,8 @@ class Runner:
             raise _Refused(error) from error
         self.carrier.submit(self.name, step, batch)
         self.next_step += 1
-        self._open[step] = _Open(batch, time.time())
+        self._open[step] = _Open(batch, self._begun or time.time())
+        self._begun = None
         self._handle(Tick(self._clock(), judge=False))
         self._handle(StepSubmitted(step, len(batch), lengths))
 

@@ -15,6 +15,7 @@ from m2flow.flow.worker import Isolation
 from m2flow.plan import isolated_workers, parse_lanes, with_memory
 from m2flow.runtime.driver.inline import InlineCarrier
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
+from m2flow.runtime.driver.recovery import LANE_RESTARTS
 from m2flow.runtime.driver.run import Run
 
 if TYPE_CHECKING:  # an eager run does without Ray
@@ -104,6 +105,7 @@ def on_lanes(
     lanes: tuple[LanePool, bool],
     load_deadline_seconds: float,
     pilot: Pilot | None = None,
+    lane_restarts: int = LANE_RESTARTS,
 ) -> Run:
     """The run of a plan on the lanes of a pool, which may be its own."""
     from m2flow.runtime.driver.carrier import RayCarrier
@@ -133,4 +135,5 @@ def on_lanes(
         load_seconds=time.perf_counter() - start,
         load_deadline_seconds=load_deadline_seconds,
         pilot=pilot,
+        lane_restarts=lane_restarts,
     )

@@ -49,6 +49,7 @@ from m2flow.runtime.lane.orders import (
     DropStep,
     Execute,
     GaugeMemory,
+    Introduce,
     Load,
     Loaded,
     Loading,
@@ -115,6 +116,8 @@ class LaneExecutor:
                 case Prepare(modules=modules):
                     for module in modules:
                         importlib.import_module(module)
+                case Introduce(peers=peers):
+                    self._exchange.introduce(peers)
                 case Close():
                     self._close_workers()
                     return

@@ -76,6 +76,8 @@ class Loader:
                 key = ItemsKey("", STATES, state.producer, (0,))
                 saved = self._exchange.ask(state.lane, key, order.deadline_seconds)
             write_files(saved["files"][0], worker)
+        elif placed.files is not None:
+            write_files(self._exchange.unwrap(placed.files)["files"][0], worker)
         return worker
 
 

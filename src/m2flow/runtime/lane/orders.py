@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, get_args
 from m2flow.engine.messages import Event, LaneCommand, Part
 from m2flow.engine.spans import Span
 from m2flow.runtime.lane.reports import Published, Report
+from m2flow.runtime.transport.peering import PeerAddress
 from m2flow.runtime.weights.exports import Export, Sends
 
 # --- orders -------------------------------------------------------------------------------------
@@ -31,6 +32,7 @@ class Placed:
         positions: all of its lanes, in order of rank.
         layout: name of the layout in which each replica lies on its lanes.
         state: where the files lie that it is to `restore` after it has been loaded, or None.
+        files: these files themselves, packed as source items are; None if `state` says where.
     """
 
     worker: bytes
@@ -38,6 +40,7 @@ class Placed:
     positions: tuple[int, ...]
     layout: str = "one"
     state: Fetch | None = None
+    files: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +185,13 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True)
+class Introduce:
+    """Some lanes have new processes: the addresses of all lanes, by number."""
+
+    peers: Mapping[int, PeerAddress]
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """Close the workers and end the process."""
 
@@ -190,7 +200,16 @@ STATES = -1
 """The step to which files of states belong."""
 
 Order: TypeAlias = (
-    Load | Save | Execute | DropStep | CallMethod | Probe | GaugeMemory | Prepare | Close
+    Load
+    | Save
+    | Execute
+    | DropStep
+    | CallMethod
+    | Probe
+    | GaugeMemory
+    | Prepare
+    | Introduce
+    | Close
 )
 
 # --- answers --------------------------------------------------------------------------------------

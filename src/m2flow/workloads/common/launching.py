@@ -63,6 +63,7 @@ def launched(
         first_step=first_step,
         also=also,
         load_deadline_seconds=recipe.load_deadline_seconds,
+        lane_restarts=recipe.lane_restarts,
     )
     if plan is not None:
         return start(plan=plan)

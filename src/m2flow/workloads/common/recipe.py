@@ -103,6 +103,7 @@ class Recipe(Section):
     max_staleness: Natural = 0
     deadline_seconds: Positive = 600.0
     load_deadline_seconds: Positive = 1800.0
+    lane_restarts: Natural = 3
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     logger: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio", "swanlab"], ...] = (

@@ -65,6 +65,7 @@ class Training:
         self._directory: RunDirectory | None = None
         self._publishing: dict[str, str] = {}
         self._changes = 0
+        self._losses = 0
         self._alarms: set[str] = set()
 
     def run(self) -> RunDirectory:
@@ -178,12 +179,19 @@ class Training:
         figures = self.experiment.metrics(result) | step_figures(result)
         if (tokens := figures.get("tokens/generated")) is not None:
             figures["throughput/tokens_per_s"] = tokens / result.seconds
-        figures |= self._against_plan(run, result)
+        figures |= self._against_plan(run, result) | self._lanes_lost(run)
         rows = self.experiment.samples(result, self.recipe.samples_logged_per_step)
         self._begun().append_samples(step, rows)
         self.timeline.add(step, result.spans, result.started, result.started + result.seconds)
         self.progress.update(step, figures)
         return figures
+
+    def _lanes_lost(self, run: Run) -> dict[str, float]:
+        """Say which lanes were lost and are back; how often that was so far."""
+        new, self._losses = run.losses[self._losses :], len(run.losses)
+        for loss in new:
+            self.progress.note(str(loss))
+        return {"lanes/restarts": float(self._losses)}
 
     def _against_plan(self, run: Run, result: StepResult) -> dict[str, float]:
         """What was predicted of the step, and what going over to another plan has taken."""

@@ -1,0 +1,305 @@
+"""Lanes that are killed in the middle of something: the run gives what an undisturbed one gives.
+
+The toy flow counts in integers, so that results can be compared without tolerance. A worker kills
+its own process when it comes to the moment that a test has named; a file tells that it has done so.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import m2flow
+from m2flow import Batch, Flow, Stream, Worker, stage
+from m2flow.engine.plan import LaneSpec, Placement, Plan
+from m2flow.errors import RunFailed
+from m2flow.runtime.driver.launch import Run
+from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.driver.recovery import LOST
+from m2flow.runtime.driver.runner import StepResult
+from tests.runtime.local_cluster import local_cluster
+
+ray = pytest.importorskip("ray")
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this module
+
+ITEMS, SAMPLES, STEPS = 6, 4, 4
+LANES = tuple(LaneSpec(number) for number in range(3))
+
+
+@dataclass(frozen=True)
+class Death:
+    """When a process kills itself: at a moment in a step, and so many times in all."""
+
+    moment: str = ""
+    version: int = 0
+    folder: str = ""
+    times: int = 1
+
+    def at(self, moment: str, version: int) -> None:
+        if (moment, version) != (self.moment, self.version):
+            return
+        for number in range(self.times):
+            with suppress(FileExistsError):
+                (Path(self.folder) / str(number)).touch(exist_ok=False)  # one process alone can
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Sampler(Worker):
+    """Takes what has come after each sample; it dies when it has handed half of them on."""
+
+    def __init__(self, death: Death) -> None:
+        self.samples, self.weight, self.version, self.death = SAMPLES, 0, 0, death
+
+    def load(self, place: Any) -> None:
+        super().load(place)
+        self.version = place.version
+
+    @stage(streaming=True, expands="samples")
+    def generate(self, prompts: Batch) -> Generator[Batch, Batch | None, None]:
+        pending = prompts.repeat(self.samples)
+        half = len(pending) // 2
+        while len(pending):
+            if len(pending) == half:
+                self.death.at("generate", self.version)
+            first = pending.select([0])
+            sample = torch.tensor(first.ids) % self.samples
+            y = first["x"] * 3 + sample * sample + self.weight
+            fed = yield first.with_columns(y=y)
+            pending = pending.select(range(1, len(pending)))
+            if fed is not None:
+                more = fed.repeat(self.samples)
+                pending = Batch.concat([pending, more]) if len(pending) else more
+
+    @stage
+    def answer(self, prompts: Batch) -> Batch:
+        self.death.at("answer", self.version)
+        return prompts.with_columns(y=prompts["x"] + self.weight)
+
+    def install(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        self.death.at("install", version)
+        self.weight, self.version = int(weights["w"]), version
+
+
+class Judge(Worker):
+    """Gives points."""
+
+    def __init__(self, death: Death) -> None:
+        self.death = death
+
+    @stage
+    def score(self, batch: Batch) -> Batch:
+        self.death.at("score", int(batch["x"].min()) // ITEMS)
+        return batch.with_columns(a=batch["y"] % 17)
+
+
+class Learner(Worker):
+    """Learns a number; it moves away from where it began with every mini-batch."""
+
+    def __init__(self, death: Death) -> None:
+        self.w = self.sum = self.steps = 0
+        self.death = death
+
+    def load(self, place: Any) -> None:
+        super().load(place)
+        self.steps = 2 * place.version
+
+    @stage
+    def logprobs(self, batch: Batch) -> Batch:
+        return batch.with_columns(z=batch["y"] * 2 + self.w)
+
+    @stage(accumulates=True, minibatches=2)
+    def train(self, batch: Batch) -> None:
+        self.sum += int((batch["a"] * (torch.tensor(batch.ids) + 1) + batch["z"]).sum())
+        self._at("train")
+
+    @train.finish
+    def train_finish(self) -> dict[str, float]:
+        self._at("finish")
+        total = torch.tensor([self.sum])
+        self.place.all_reduce([total])
+        self.w, self.sum, self.steps = (self.w * 7 + int(total)) % 1009, 0, self.steps + 1
+        return {"total": float(total), "w": float(self.w)}
+
+    def _at(self, moment: str) -> None:
+        """Only where the learner's second half of a step is under way."""
+        if self.steps % 2:
+            self.death.at(moment, self.steps // 2)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        self.death.at("publish", self.steps // 2)
+        return {"w": torch.tensor(self.w)}
+
+    def discard(self) -> None:
+        self.sum = 0
+
+    def state(self) -> int:
+        self.death.at("asked", self.steps // 2)
+        return self.w
+
+    def save(self, folder: Path) -> None:
+        self.death.at("save", self.steps // 2)
+        (folder / "w").write_text(f"{self.w} {self.steps}")
+
+    def restore(self, folder: Path) -> None:
+        self.w, self.steps = map(int, (folder / "w").read_text().split())
+
+
+class Forgetful(Learner):
+    """Does not say how its state is saved."""
+
+    save = Worker.save
+    restore = Worker.restore
+
+
+class Training(Flow):
+    sampler: Sampler
+    judge: Judge
+    learner: Learner
+
+    def step(self, prompts: Stream) -> Stream:
+        samples = self.judge.score(self.sampler.generate(prompts))
+        return self.learner.train(self.learner.logprobs(samples))
+
+    def evaluate(self, prompts: Stream) -> Stream:
+        return self.sampler.answer(prompts)
+
+    def sync(self) -> None:
+        self.learner.publish(self.sampler)
+
+
+def plan(**spots: tuple[tuple[int, ...], ...]) -> Plan:
+    placements = {worker: Placement(replicas) for worker, replicas in spots.items()}
+    return Plan("custom", LANES, placements, deadline_seconds=60.0)
+
+
+APART = plan(sampler=((0,),), judge=((1,),), learner=((2,),))
+TOGETHER = plan(sampler=((0,), (1,), (2,)), judge=((0,), (1,)), learner=((0,), (1,), (2,)))
+"""The learner has three replicas, which sum over a process group."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[LanePool]:
+    with local_cluster(len(LANES)), LanePool(LANES) as lanes:
+        yield lanes
+
+
+def prompts(step: int) -> Batch:
+    return Batch({"x": torch.arange(ITEMS) + ITEMS * step})
+
+
+def start(chosen: Plan, death: Death, pool: LanePool | None, **options: Any) -> Run:
+    learner = options.pop("learner", Learner)(death)
+    flow = Training(sampler=Sampler(death), judge=Judge(death), learner=learner)
+    where = {"mode": "eager"} if pool is None else {"plan": chosen, "lanes": pool}
+    also = {"evaluate": ITEMS}
+    return m2flow.launch(flow, items_per_step=ITEMS, also=also, **where, **options)
+
+
+@dataclass
+class Seen:
+    """What a run has given."""
+
+    steps: list[StepResult]
+    figures: list[Any]
+
+
+def seen(run: Run) -> Seen:
+    """Train, evaluate, ask the learner, and train on."""
+    steps, figures = [], []
+    for part in (range(2), range(2, STEPS)):
+        steps += run.steps(prompts(step) for step in part)
+        evaluated = run.run_method("evaluate", prompts(9)).output
+        figures += [evaluated["y"].tolist(), run.worker_call("learner", "state")]
+    figures += [(r.step, r.version, r.metrics, r.output["z"].tolist()) for r in steps]
+    return Seen(steps, figures)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[Any]:
+    with start(APART, Death(), None) as run:
+        return seen(run).figures
+
+
+@pytest.mark.parametrize(
+    ("chosen", "moment", "version"),
+    [
+        (APART, "generate", 0),
+        (APART, "score", 2),
+        (APART, "train", 1),
+        (APART, "publish", 2),
+        (APART, "install", 3),
+        (APART, "asked", 4),
+        (APART, "save", 1),
+        (TOGETHER, "finish", 3),
+    ],
+)
+def test_a_run_that_loses_a_lane_gives_what_an_undisturbed_one_gives(
+    chosen: Plan,
+    moment: str,
+    version: int,
+    pool: LanePool,
+    tmp_path: Path,
+    undisturbed: list[Any],
+) -> None:
+    before = {lane: address.process_id for lane, address in pool.addresses.items()}
+    with start(chosen, Death(moment, version, str(tmp_path)), pool) as run:
+        found = seen(run)
+    assert (tmp_path / "0").exists(), "nobody was killed"
+    assert found.figures == undisturbed
+    (loss,) = run.losses
+    after = {lane: address.process_id for lane, address in pool.addresses.items()}
+    assert before[loss.lane] != after[loss.lane]
+    if chosen is APART:
+        changed = {lane for lane in before if before[lane] != after[lane]}
+        assert changed == {loss.lane}, "lanes that were up were started again"
+    assert str(loss).startswith(f"lane {loss.lane} was lost (")
+    assert "; back after " in str(loss)
+    spans = [span for result in found.steps for span in result.spans if span.name == LOST]
+    if moment not in ("answer", "asked"):  # then no step was under way, and the next one tells
+        assert [span.lane for span in spans] == [loss.lane]
+
+
+def test_steps_that_overlap_are_taken_again_in_order(pool: LanePool, tmp_path: Path) -> None:
+    def run_of(death: Death) -> list[Any]:
+        chosen = Plan("custom", LANES, APART.placements, max_staleness=1, deadline_seconds=60.0)
+        with start(chosen, death, pool) as run:
+            results = list(run.steps(prompts(step) for step in range(STEPS)))
+            return [(r.step, r.version, r.output["x"].tolist()) for r in results]
+
+    death = Death("generate", 2, str(tmp_path))
+    assert run_of(death) == run_of(Death())
+    assert (tmp_path / "0").exists()
+
+
+def test_a_lane_that_dies_again_and_again_ends_the_run(pool: LanePool, tmp_path: Path) -> None:
+    death = Death("score", 1, str(tmp_path), times=99)
+    with start(APART, death, pool, lane_restarts=2) as run, pytest.raises(RunFailed) as caught:
+        seen(run)
+    assert len(list(tmp_path.iterdir())) == 3
+    first, second, *_ = str(caught.value).splitlines()
+    assert first.startswith("lane 1 was lost: ")
+    assert "started again 2 times, which is the most (`lane_restarts`)" in second
+    with pytest.raises(RunFailed, match="no run can be started on these lanes"):
+        start(APART, Death(), pool)
+    pool.restart(list(pool.lost))
+
+
+def test_the_only_copy_of_a_learner_that_is_not_saved_ends_the_run(
+    pool: LanePool, tmp_path: Path
+) -> None:
+    death = Death("train", 1, str(tmp_path))
+    run = start(APART, death, pool, learner=Forgetful)
+    with run, pytest.raises(RunFailed, match="only copy of what was learnt") as caught:
+        seen(run)
+    assert "learner does not say how its state is saved" in str(caught.value)
+    assert "`--resume` goes on from the last checkpoint" in str(caught.value)
+    pool.restart(list(pool.lost))
