@@ -51,6 +51,7 @@ MEANING = {
     "minibatches": "optimizer steps in a training step; samples are assigned by their index",
     "max_staleness": "how many versions the weights that generate may lag behind; 0 is on-policy",
     "load_deadline_seconds": "longest that a lane may take to load one worker",
+    "grace_seconds": "longest that a step may take to its end after SIGTERM, SIGHUP or Ctrl-C",
     "deadline_seconds": "longest that one call may take before the run is stopped with an account "
     "of who waits for whom",
     "logger": "where figures go; `jsonl` must be among them, `tensorboard` needs the `dash` extra",

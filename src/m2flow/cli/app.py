@@ -1,6 +1,7 @@
 """The command line: `m2flow COMMAND`.
 
-Exit codes: 0 done, 2 the input is wrong (one line on standard error), 1 anything else.
+Exit codes: 0 done, 2 the input is wrong (one line on standard error), 128 + N ended by signal N,
+1 anything else.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from m2flow.errors import RunFailed, UserError, suggestion
+from m2flow.errors import CannotWrite, RunFailed, Stopped, UserError, suggestion
 
 # Idle OpenMP threads must sleep, or two busy processes on two cores slow each other several times.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -63,7 +64,11 @@ def train(
     if dry_run:
         print("\n".join(describe(common.read_recipe(recipe, words), plan)))
         return
-    path = common.train(recipe, words, plan=plan, run_dir=run_dir, resume=resume)
+    try:
+        path = common.train(recipe, words, plan=plan, run_dir=run_dir, resume=resume)
+    except Stopped as error:
+        print(f"stopped by {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from error
     print(summary(*first_and_last(read_metrics(path)), path))
 
 
@@ -282,7 +287,8 @@ def main() -> None:
         print(f"error: {in_one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
     except RunFailed as error:
-        print(f"the run failed: {first_cause(error)}", file=sys.stderr)
+        cause = next((one for one in causes(error) if isinstance(one, CannotWrite)), None)
+        print(f"the run failed: {cause or first_cause(error)}", file=sys.stderr)
         raise SystemExit(1) from error
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
@@ -309,13 +315,18 @@ def in_one_line(error: typer.BadParameter) -> str:
     return f"{message}; see `{error.ctx.command_path} --help`"
 
 
+def causes(error: BaseException) -> list[BaseException]:
+    """An error, its cause, the cause of that, and so on."""
+    found = [error]
+    while found[-1].__cause__ is not None:
+        found.append(found[-1].__cause__)
+    return found
+
+
 def first_cause(error: BaseException) -> str:
     """The first thing that went wrong, then how it came up to here."""
-    causes = [error]
-    while causes[-1].__cause__ is not None:
-        causes.append(causes[-1].__cause__)
     lines = []
-    for cause in reversed(causes):
+    for cause in reversed(causes(error)):
         lines.append(f"{type(cause).__name__}: {cause}")
         lines += getattr(cause, "__notes__", [])
     return "\n".join(lines)

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from m2flow.errors import UserError
+from m2flow.errors import UserError, writing
 from m2flow.observe.jsonl import (
     append_rows,
     cut_after_step,
@@ -96,7 +96,8 @@ class RunDirectory:
                 value=str(path),
                 hint="add --resume to go on with it, or name another directory",
             )
-        directory.path.mkdir(parents=True, exist_ok=True)
+        with writing("the run directory", directory.path):
+            directory.path.mkdir(parents=True, exist_ok=True)
         return directory
 
     def write_run(self, **facts: object) -> None:
@@ -116,7 +117,8 @@ class RunDirectory:
     def write_films(self, step: int, films: Sequence[bytes]) -> None:
         """Write the films of an evaluation, as `films/step_NNNNNN_N.webp`."""
         for number, film in enumerate(films):
-            self.films.mkdir(exist_ok=True)
+            with writing("a film", self.films):
+                self.films.mkdir(exist_ok=True)
             write_atomically(self.films / f"step_{step:06d}_{number}.webp", film)
 
     def append_metrics(self, step: int, metrics: Mapping[str, object]) -> None:
@@ -193,10 +195,11 @@ def _new_directory(parent: Path, recipe_name: str, now: float | None) -> Path:
     suffix = 1
     while True:
         path = parent / (f"{name}-{stamp}" + (f"-{suffix}" if suffix > 1 else ""))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            path.mkdir()
-        except FileExistsError:
-            suffix += 1
-        else:
-            return path
+        with writing("the run directory", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                path.mkdir()
+            except FileExistsError:
+                suffix += 1
+            else:
+                return path

@@ -103,6 +103,7 @@ class Recipe(Section):
     max_staleness: Natural = 0
     deadline_seconds: Positive = 600.0
     load_deadline_seconds: Positive = 1800.0
+    grace_seconds: Positive = 20.0
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     logger: tuple[Literal["jsonl", "tensorboard"], ...] = ("jsonl",)
