@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 from m2flow.errors import CannotWrite, UserError, writing
 from m2flow.observe.jsonl import append_rows, read_rows
+from m2flow.training import checkpoint
 from tests.cli.test_resume import ends_like
 
 M2flow = Callable[..., Any]
@@ -109,3 +111,28 @@ def test_other_errors_stay_as_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, writing("it", "there"):
         raise error
     assert caught.value is error
+
+
+def test_rows_are_on_the_disk_before_a_checkpoint_says_that_their_steps_are_done(
+    tiny: Path, m2flow: M2flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the end of the machine would leave steps without figures, which nothing takes again."""
+    synced: dict[str, int] = {}
+    fsync, move_latest = os.fsync, checkpoint._move_latest
+    checked: list[int] = []
+
+    def sync(descriptor: int) -> None:
+        synced[Path(os.readlink(f"/proc/self/fd/{descriptor}")).name] = os.fstat(descriptor).st_size
+        fsync(descriptor)
+
+    def checking(root: Path, final: Path) -> None:
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            assert synced[name] == (root.parent / name).stat().st_size
+        checked.append(checkpoint.step_of(final))
+        move_latest(root, final)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(checkpoint, "_move_latest", checking)
+    outcome = m2flow("train", tiny, "--run-dir", "run", "evaluation.problems=0")
+    assert outcome.code == 0, outcome.err
+    assert checked == [2, 3]

@@ -79,6 +79,16 @@ def write_atomically(path: Path, content: bytes) -> None:
         except BaseException:
             os.unlink(name)
             raise
+        synchronise(path.parent)
+
+
+def synchronise(path: Path) -> None:
+    """Have the disk hold what was written to a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:

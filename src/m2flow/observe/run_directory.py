@@ -23,6 +23,7 @@ from m2flow.observe.jsonl import (
     cut_after_step,
     encode,
     read_rows,
+    synchronise,
     write_atomically,
 )
 
@@ -129,6 +130,13 @@ class RunDirectory:
     def append_samples(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
         """Append rollouts: `item`, `prompt`, `completion`, `reward`, `answer`, `finish_reason`."""
         append_rows(self.samples, ({"step": step, **sample} for sample in samples))
+
+    def synchronise(self) -> None:
+        """Have the disk hold all rows, before a checkpoint says that their steps are done."""
+        for path in (self.metrics, self.samples):
+            if path.exists():
+                with writing(path.name, path):
+                    synchronise(path)
 
     def cut_after(self, step: int) -> int:
         """Go back to a checkpoint's step: rows of later steps and torn lines leave both files.

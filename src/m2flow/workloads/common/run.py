@@ -293,6 +293,7 @@ class Training:
     def _save(self, run: Run, step: int) -> None:
         """Write the checkpoint of a step. One that fails takes no room, and the last one stays."""
         checkpoints = self._begun().checkpoints.resolve()
+        self._begun().synchronise()
         try:
             with writing(f"the checkpoint of step {step}", checkpoints):
                 self.experiment.save(run, checkpoints, step)
