@@ -47,6 +47,7 @@ class RunDirectory:
         self.timeline_picture = self.path / "timeline.svg"
         self.tensorboard = self.path / "tensorboard"
         self.films = self.path / "films"
+        self.skipped = self.path / "skipped"
         self.checkpoints = self.path / "checkpoints"
         self.report = self.path / "report.html"
 
@@ -121,6 +122,14 @@ class RunDirectory:
             with writing("a film", self.films):
                 self.films.mkdir(exist_ok=True)
             write_atomically(self.films / f"step_{step:06d}_{number}.webp", film)
+
+    def write_skipped(self, step: int, rows: Iterable[Mapping[str, object]]) -> Path:
+        """Write the rollouts of a step that was left out, as `skipped/step_NNNNNN.jsonl`."""
+        file = self.skipped / f"step_{step:06d}.jsonl"
+        with writing("the rollouts of a step that was left out", file):
+            self.skipped.mkdir(exist_ok=True)
+        write_atomically(file, b"".join(encode({"step": step, **row}) + b"\n" for row in rows))
+        return file
 
     def append_metrics(self, step: int, metrics: Mapping[str, object]) -> None:
         """Append one line for a step; `time` is Unix seconds unless `metrics` brings its own."""

@@ -18,6 +18,7 @@ from m2flow.observe.timeline import Timeline
 from m2flow.plan.file import to_json
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.training.checkpoint import step_of, sweep
+from m2flow.training.skipping import SKIPPED
 from m2flow.workloads.common.launching import launched, write_decision
 from m2flow.workloads.common.recipe import AUTO_MODE
 from m2flow.workloads.common.stopping import Stopping
@@ -247,9 +248,21 @@ class Training:
         figures |= self._against_plan(run, result)
         rows = self.experiment.samples(result, self.recipe.samples_logged_per_step)
         self._begun().append_samples(step, rows)
+        self._keep_skipped(step, result, figures)
         self.timeline.add(step, result.spans, result.started, result.started + result.seconds)
         self.progress.update(step, figures)
         return figures
+
+    def _keep_skipped(self, step: int, result: StepResult, figures: dict[str, float]) -> None:
+        """Keep all rollouts of a step of which something could not be learned from."""
+        shares = [share for name, share in figures.items() if name.endswith(f"/{SKIPPED}")]
+        if any(shares):
+            rows = self.experiment.samples(result, len(result.output))
+            where = self._begun().write_skipped(step, rows)
+            self.progress.note(
+                f"step {step}: a loss or gradient was not finite: {max(shares):.0%} of the "
+                f"optimizer steps were left out; the rollouts are in {where}"
+            )
 
     def _against_plan(self, run: Run, result: StepResult) -> dict[str, float]:
         """What was predicted of the step, and what going over to another plan has taken."""
