@@ -72,6 +72,16 @@ def test_bad_minibatches_in_a_row_end_the_run(
     assert [row["train/skipped_share"] for row in read_metrics("run")] == [0.5]
     assert Path("run/checkpoints/latest").readlink() == Path("step_000001")
 
+    said = m2flow("doctor", "run")
+    assert said.code == 0
+    assert said.out.startswith("failed at ")
+    assert "checkpoint: step 1, whole; 0 steps would run again" in said.out
+    assert "first: lower optimizer.learning_rate" in said.out
+    assert "to go on: m2flow train run/config.yaml --run-dir run --resume" in said.out
+    assert "3 times in a row" in said.out.splitlines()[-1]
+    goes_on = m2flow("train", "run/config.yaml", "max_skipped_updates=99", *FEW[2:], "--resume")
+    assert goes_on.code == 0, goes_on.err
+
 
 def test_none_may_be_left_out(tiny: Path, m2flow: M2flow, poison: Callable[..., None]) -> None:
     poison(range(1), float("nan"))

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import traceback
-from dataclasses import replace
+from dataclasses import asdict, replace
 from json import dumps as to_json
 from pathlib import Path
 from typing import Annotated
@@ -243,6 +243,10 @@ def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) ->
 
 @app.command()
 def doctor(
+    run_dir: Annotated[
+        Path | None,
+        typer.Argument(help="A run directory: say what became of the run, and what to do."),
+    ] = None,
     json: Json = False,
     links: Annotated[
         bool,
@@ -252,8 +256,15 @@ def doctor(
         ),
     ] = False,
 ) -> None:
-    """What this machine has, what is missing, and the command that mends it."""
+    """What this machine has, what is missing, and what mends it; or what became of a run."""
     from m2flow.cli.doctor import run_doctor, run_links
+
+    if run_dir is not None:
+        from m2flow.observe.ending import ending_of
+
+        ending = ending_of(run_dir)
+        print(to_json(asdict(ending)) if json else "\n".join(ending.lines))
+        return
 
     raise typer.Exit(run_links(as_json=json) if links else run_doctor(as_json=json))
 

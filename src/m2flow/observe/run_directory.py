@@ -47,6 +47,7 @@ class RunDirectory:
         self.timeline_picture = self.path / "timeline.svg"
         self.tensorboard = self.path / "tensorboard"
         self.films = self.path / "films"
+        self.failure = self.path / "failure.txt"
         self.skipped = self.path / "skipped"
         self.checkpoints = self.path / "checkpoints"
         self.report = self.path / "report.html"

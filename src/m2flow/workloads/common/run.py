@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from m2flow.engine.plan import Plan
 from m2flow.errors import CannotWrite, M2FlowError, RunFailed, Stopped, writing
+from m2flow.observe.ending import this_process
+from m2flow.observe.jsonl import write_atomically
 from m2flow.observe.machine import describe_machine
 from m2flow.observe.metrics_log import MetricsLog
 from m2flow.observe.progress import TrainProgress
@@ -105,6 +108,9 @@ class Training:
                 why = f"{type(error).__name__}: {why}"
             with suppress(CannotWrite):
                 self._directory.write_run(ended=time.time(), why=why)
+                if not isinstance(error, CannotWrite | Stopped):
+                    account = "".join(traceback.format_exception(error))
+                    write_atomically(self._directory.failure, account.encode("utf-8", "replace"))
 
     def _how_far(self) -> str:
         """Where a run that is stopped stands, and how it goes on."""
@@ -147,6 +153,7 @@ class Training:
             machine=describe_machine(),
             started=time.time(),
             finished=None,
+            process=this_process(),
             ended=None,
             why=None,
         )
