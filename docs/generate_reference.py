@@ -51,7 +51,10 @@ MEANING = {
     "minibatches": "optimizer steps in a training step; samples are assigned by their index",
     "max_staleness": "how many versions the weights that generate may lag behind; 0 is on-policy",
     "load_deadline_seconds": "longest that a lane may take to load one worker",
-    "lane_restarts": "how often a lane whose process has ended is started again; with 0 the run ends",
+    "lane_restarts": "how often a lane whose process has ended is started again; 0: the run ends",
+    "max_skipped_updates": "optimizer steps in a row that are left out because a loss or gradient "
+    "is not finite; one more ends the run",
+    "grace_seconds": "longest that a step may take to its end after SIGTERM, SIGHUP or Ctrl-C",
     "deadline_seconds": "longest that one call may take before the run is stopped with an account "
     "of who waits for whom",
     "logger": "where figures go; `jsonl` must be among them, `tensorboard` needs the `dash` "

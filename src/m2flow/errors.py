@@ -1,14 +1,21 @@
 """Errors by audience: what the user got wrong, and what went wrong while running.
 
 `UserError` is for input that a person can mend: it becomes one line on the terminal and exit
-code 2. Everything else keeps its traceback. This module imports only the standard library and
-is known to every floor.
+code 2. `CannotWrite` and `Stopped` are one line too, with exit codes of their own. Everything else
+keeps its traceback. This module imports only the standard library and is known to every floor.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import errno
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class M2FlowError(Exception):
@@ -56,6 +63,85 @@ class PlanError(UserError):
 
 class RunFailed(M2FlowError):
     """The run stopped; the first cause is chained as `__cause__` where there is one."""
+
+
+class CannotWrite(RunFailed):
+    """The file system takes no more: the message is one line that says what, where, what to do."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has ended the run; no `Exception`, so that nobody takes it for a failure.
+
+    Args:
+        number: the signal.
+        message: how far the run has come, and how it goes on.
+    """
+
+    def __init__(self, number: int, message: str = "nothing was begun") -> None:
+        super().__init__(number, message)
+        self.number, self.message = number, message
+
+    def __str__(self) -> str:
+        return f"{signal.Signals(self.number).name}: {self.message}"
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell reports of a process that the signal has ended."""
+        return 128 + self.number
+
+
+_REMEDIES = {
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room within your quota there",
+    errno.EFBIG: "raise the limit on the size of files (`ulimit -f`)",
+    errno.EROFS: "mount it writable, or name another directory",
+    errno.EACCES: "allow writing there",
+    errno.EPERM: "allow writing there",
+    errno.EIO: "the disk fails: see `dmesg`",
+    errno.ENOENT: "something has deleted it during the run",
+}
+"""By error number of the system: what helps."""
+
+
+@contextmanager
+def writing(what: str, where: Path | str) -> Iterator[None]:
+    """Name what the file system refuses within.
+
+    Args:
+        what: what is written, in words.
+        where: the file or folder.
+
+    Raises:
+        CannotWrite: of what `OSError` or a library says of no room, quotas, limits, permissions.
+    """
+    try:
+        yield
+    except Exception as error:
+        number = _error_number(error)
+        if isinstance(error, CannotWrite) or number not in _REMEDIES:
+            raise
+        reason = os.strerror(number)
+        if number == errno.ENOSPC:
+            reason += f", {_free(Path(where))}"
+        raise CannotWrite(
+            f"{what} could not be written: {where}: {reason}; {_REMEDIES[number]}, "
+            "then go on with --resume: what was saved before is whole"
+        ) from error
+
+
+def _error_number(error: Exception) -> int:
+    """The system's number of an error; 0 if it has none. Libraries in Rust say it in words."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else 0
+
+
+def _free(path: Path) -> str:
+    """How much room is left on the file system of a path, in words."""
+    while not path.exists():
+        path = path.parent
+    return f"{shutil.disk_usage(path).free / 1e6:.1f} MB free"
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:

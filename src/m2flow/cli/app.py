@@ -1,6 +1,7 @@
 """The command line: `m2flow COMMAND`.
 
-Exit codes: 0 done, 2 the input is wrong (one line on standard error), 1 anything else.
+Exit codes: 0 done, 2 the input is wrong (one line on standard error), 128 + N ended by signal N,
+1 anything else.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import textwrap
 import traceback
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
 from json import dumps as to_json
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,7 @@ from typing import Annotated
 import typer
 
 from m2flow import __version__
-from m2flow.errors import RunFailed, UserError, suggestion
+from m2flow.errors import CannotWrite, RunFailed, Stopped, UserError, suggestion
 
 # Idle OpenMP threads must sleep, or two busy processes on two cores slow each other several times.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -106,9 +107,13 @@ def train(
     shown = JsonLines() if json else Quiet() if quiet else None
     # What a reward or a library prints must not stand between lines that a program reads.
     with nullcontext() if shown is None else redirect_stdout(sys.stderr):
-        path = common.train(
-            recipe, words, plan=plan, run_dir=run_dir, resume=resume, progress=shown
-        )
+        try:
+            path = common.train(
+                recipe, words, plan=plan, run_dir=run_dir, resume=resume, progress=shown
+            )
+        except Stopped as error:
+            print(f"stopped by {error}", file=sys.stderr)
+            raise SystemExit(error.exit_code) from error
     figures = first_and_last(read_metrics(path))
     if shown is None:
         print(summary(*figures, path))
@@ -331,6 +336,10 @@ def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) ->
 
 @app.command()
 def doctor(
+    run_dir: Annotated[
+        Path | None,
+        typer.Argument(help="A run directory: say what became of the run, and what to do."),
+    ] = None,
     json: Json = False,
     links: Annotated[
         bool,
@@ -340,8 +349,15 @@ def doctor(
         ),
     ] = False,
 ) -> None:
-    """What this machine has, what is missing, and the command that mends it."""
+    """What this machine has, what is missing, and what mends it; or what became of a run."""
     from m2flow.cli.doctor import run_doctor, run_links
+
+    if run_dir is not None:
+        from m2flow.observe.ending import ending_of
+
+        ending = ending_of(run_dir)
+        print(to_json(asdict(ending)) if json else "\n".join(ending.lines))
+        return
 
     raise typer.Exit(run_links(as_json=json) if links else run_doctor(as_json=json))
 
@@ -375,7 +391,8 @@ def main() -> None:
         print(f"error: {in_one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
     except RunFailed as error:
-        print(f"the run failed: {first_cause(error)}", file=sys.stderr)
+        cause = next((one for one in causes(error) if isinstance(one, CannotWrite)), None)
+        print(f"the run failed: {cause or first_cause(error)}", file=sys.stderr)
         raise SystemExit(1) from error
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
@@ -402,13 +419,18 @@ def in_one_line(error: typer.BadParameter) -> str:
     return f"{message}; see `{error.ctx.command_path} --help`"
 
 
+def causes(error: BaseException) -> list[BaseException]:
+    """An error, its cause, the cause of that, and so on."""
+    found = [error]
+    while found[-1].__cause__ is not None:
+        found.append(found[-1].__cause__)
+    return found
+
+
 def first_cause(error: BaseException) -> str:
     """The first thing that went wrong, then how it came up to here."""
-    causes = [error]
-    while causes[-1].__cause__ is not None:
-        causes.append(causes[-1].__cause__)
     lines = []
-    for cause in reversed(causes):
+    for cause in reversed(causes(error)):
         lines.append(f"{type(cause).__name__}: {cause}")
         lines += getattr(cause, "__notes__", [])
     return "\n".join(lines)

@@ -2,7 +2,8 @@
 
 Promises: a number that is not finite is written as null; a line is handed to the operating system
 whole and at once; a file can be cut back to a step, without a last line that a crash has torn.
-Knows rows and steps, not what the columns mean.
+Where the disk is full, `CannotWrite` names the file, which stays as it was. Knows rows and steps,
+not what the columns mean.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from m2flow.errors import writing
 
 
 class Rows(NamedTuple):
@@ -59,24 +62,50 @@ def encode(value: object, *, indent: int | None = None) -> bytes:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the file at `path`: a reader sees the old content or the new, never a part."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Replace the file at `path`: a reader sees the old content or the new, never a part.
+
+    Raises:
+        CannotWrite: there is no room for it, or no permission.
+    """
+    with writing(path.name, path):
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+        synchronise(path.parent)
+
+
+def synchronise(path: Path) -> None:
+    """Have the disk hold what was written to a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Write rows at a file's end; they are in the operating system's hands when this returns."""
-    with path.open("ab") as file:
-        file.write(b"".join(encode(row) + b"\n" for row in rows))
+    """Write rows at a file's end; they are in the operating system's hands when this returns.
+
+    Raises:
+        CannotWrite: there is no room for them, or no permission; none of them is in the file.
+    """
+    content = b"".join(encode(row) + b"\n" for row in rows)
+    with writing(path.name, path), path.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            while content:
+                content = content[file.write(content) :]
+        except OSError:
+            file.truncate(end)
+            raise
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from m2flow.errors import UserError
+from m2flow.errors import UserError, writing
 from m2flow.observe.loggers import Services
 from m2flow.observe.progress import Progress
 from m2flow.observe.run_directory import RunDirectory
@@ -60,10 +60,12 @@ class MetricsLog:
         """Write what is buffered. While an error is handled, services take the run for failed."""
         self._services.close(failed=sys.exception() is not None)
         if self._writer is not None:
-            self._writer.close()
+            with writing("TensorBoard's events", self._run.tensorboard):
+                self._writer.close()
 
     def _write(self, step: int, **content: Any) -> None:
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, **content))
+        with writing("TensorBoard's events", self._run.tensorboard):
+            self._writer.add_event(self._event(wall_time=time.time(), step=step, **content))
 
 
 def tensorboard() -> tuple[Any, Any, Any, Any]:

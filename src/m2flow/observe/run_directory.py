@@ -17,12 +17,13 @@ from typing import Any
 
 import yaml
 
-from m2flow.errors import UserError
+from m2flow.errors import UserError, writing
 from m2flow.observe.jsonl import (
     append_rows,
     cut_after_step,
     encode,
     read_rows,
+    synchronise,
     write_atomically,
 )
 
@@ -46,6 +47,8 @@ class RunDirectory:
         self.timeline_picture = self.path / "timeline.svg"
         self.tensorboard = self.path / "tensorboard"
         self.films = self.path / "films"
+        self.failure = self.path / "failure.txt"
+        self.skipped = self.path / "skipped"
         self.checkpoints = self.path / "checkpoints"
         self.report = self.path / "report.html"
 
@@ -96,7 +99,8 @@ class RunDirectory:
                 value=str(path),
                 hint="add --resume to go on with it, or name another directory",
             )
-        directory.path.mkdir(parents=True, exist_ok=True)
+        with writing("the run directory", directory.path):
+            directory.path.mkdir(parents=True, exist_ok=True)
         return directory
 
     def write_run(self, **facts: object) -> None:
@@ -116,8 +120,17 @@ class RunDirectory:
     def write_films(self, step: int, films: Sequence[bytes]) -> None:
         """Write the films of an evaluation, as `films/step_NNNNNN_N.webp`."""
         for number, film in enumerate(films):
-            self.films.mkdir(exist_ok=True)
+            with writing("a film", self.films):
+                self.films.mkdir(exist_ok=True)
             write_atomically(self.films / f"step_{step:06d}_{number}.webp", film)
+
+    def write_skipped(self, step: int, rows: Iterable[Mapping[str, object]]) -> Path:
+        """Write the rollouts of a step that was left out, as `skipped/step_NNNNNN.jsonl`."""
+        file = self.skipped / f"step_{step:06d}.jsonl"
+        with writing("the rollouts of a step that was left out", file):
+            self.skipped.mkdir(exist_ok=True)
+        write_atomically(file, b"".join(encode({"step": step, **row}) + b"\n" for row in rows))
+        return file
 
     def append_metrics(self, step: int, metrics: Mapping[str, object]) -> None:
         """Append one line for a step; `time` is Unix seconds unless `metrics` brings its own."""
@@ -127,6 +140,13 @@ class RunDirectory:
     def append_samples(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
         """Append rollouts: `item`, `prompt`, `completion`, `reward`, `answer`, `finish_reason`."""
         append_rows(self.samples, ({"step": step, **sample} for sample in samples))
+
+    def synchronise(self) -> None:
+        """Have the disk hold all rows, before a checkpoint says that their steps are done."""
+        for path in (self.metrics, self.samples):
+            if path.exists():
+                with writing(path.name, path):
+                    synchronise(path)
 
     def cut_after(self, step: int) -> int:
         """Go back to a checkpoint's step: rows of later steps and torn lines leave both files.
@@ -193,10 +213,11 @@ def _new_directory(parent: Path, recipe_name: str, now: float | None) -> Path:
     suffix = 1
     while True:
         path = parent / (f"{name}-{stamp}" + (f"-{suffix}" if suffix > 1 else ""))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            path.mkdir()
-        except FileExistsError:
-            suffix += 1
-        else:
-            return path
+        with writing("the run directory", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                path.mkdir()
+            except FileExistsError:
+                suffix += 1
+            else:
+                return path

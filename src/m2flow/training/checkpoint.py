@@ -92,6 +92,7 @@ def commit(root: Path, step: int, *, keep: int | None = None, in_use: Path | Non
         if final.exists():
             _discard(final)
         os.replace(partial, final)
+        _sync(root.parent)  # which has the root's own name
         _sync(root)
         _move_latest(root, final)
     if keep is not None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pickle
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from m2flow.errors import UserError
+from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Batch, Place, Ragged
 from m2flow.rewards.reward import WeightedReward
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
@@ -568,3 +569,53 @@ def test_behind_a_truncated_answer_the_critic_is_asked(
             with torch.no_grad():
                 value = critic.policy(longer[None]).logits[0, -1, 0]
             assert beyond == pytest.approx(float(value), abs=1e-4)
+
+
+# Rollouts that an engine should not give
+
+
+@pytest.mark.parametrize("length", [0, 7])
+def test_an_engine_that_breaks_its_word_is_named(
+    warmed: ModelSource, prompts: Batch, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No tokens, or more than were asked for: memory and the packing were planned for others."""
+    generator = make_generator(warmed)
+    step = generator.engine.step
+
+    def wrong(*arguments: Any) -> Any:
+        return [
+            replace(one, token_ids=torch.ones(length, dtype=torch.int64))
+            for one in step(*arguments)
+        ]
+
+    monkeypatch.setattr(generator.engine, "step", wrong)
+    with pytest.raises(RunFailed, match=rf"item \d+ {length} tokens; it was asked for 1 to 6"):
+        list(generator.generate(prompts.select([0])))
+    assert not generator.engine.busy, "what had begun was dropped"
+
+
+def test_a_sample_without_tokens_changes_nothing_that_is_learned(
+    recipe: Any, warmed: ModelSource, samples: Batch
+) -> None:
+    """Whoever brings samples of their own may bring one in which nothing was said."""
+    some = samples.select(list(range(GROUP)))
+    row = some.select([0])
+    none = torch.zeros(0)
+    empty = row.with_columns(
+        completion_ids=Ragged.from_rows([none.to(torch.int64)]),
+        behaviour_logprobs=Ragged.from_rows([none]),
+    )
+    weights = []
+    for batch in (some, Batch.concat([some, empty])):
+        learner = loaded(Learner(warmed, recipe))
+        learner.train(batch)
+        figures = learner.train_finish()
+        assert figures["skipped_share"] == 0.0
+        weights.append({name: tensor.clone() for name, tensor in learner.weights().items()})
+    assert any(not weights[0][name].equal(warm) for name, warm in before(warmed).items())
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, msg=name)
+
+
+def before(model: ModelSource) -> dict[str, Any]:
+    return dict(model.load("cpu").state_dict())

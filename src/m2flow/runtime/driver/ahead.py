@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Self
 
 from m2flow.engine.plan import LaneSpec
+from m2flow.runtime.transport.sweeping import check_shared_memory
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.pool import LanePool
@@ -23,9 +24,13 @@ class LanesAhead:
     Args:
         lanes: what to start.
         modules: what the lanes import meanwhile, because workers will need it.
+
+    Raises:
+        UserError: there is no shared memory.
     """
 
     def __init__(self, lanes: Sequence[LaneSpec], modules: Sequence[str] = ()) -> None:
+        check_shared_memory()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lanes ahead")
         self._pool: Future[LanePool] = self._thread.submit(_start, lanes, modules)
 

@@ -6,12 +6,16 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from m2flow.engine.plan import LaneSpec
+from m2flow.errors import RunFailed
+from m2flow.runtime.transport.sweeping import check_shared_memory
 
 
 def require_token() -> None:
@@ -39,6 +43,9 @@ class RayCluster:
     """
 
     def __init__(self, lanes: Sequence[LaneSpec]) -> None:
+        check_shared_memory()
+        # Ray would print stacks on SIGTERM, which asks for the end and is no crash. Read on import.
+        os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
         import ray
 
         self._folder: Path | None = None
@@ -48,18 +55,42 @@ class RayCluster:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # lanes do the work: nobody goes first
         if os.environ.get("RAY_ADDRESS"):
-            ray.init(logging_level=logging.ERROR)
+            self._connect(address=None)
             return
         require_token()
-        self._folder = Path(tempfile.mkdtemp(prefix="m2flow-ray-"))
-        ray.init(
+        self._connect(
             address="local",
             num_cpus=max(1, sum(len(lane.cores) for lane in lanes)),
             include_dashboard=False,
-            logging_level=logging.ERROR,
             log_to_driver=True,
-            _temp_dir=str(self._folder),
         )
+
+    def _connect(self, address: str | None, **settings: Any) -> None:
+        """Connect to a cluster, or start one. A second try is made: under load Ray times out.
+
+        Raises:
+            RunFailed: it has not come up.
+        """
+        import ray
+
+        for tries in (1, 2):
+            if address is not None:
+                self._folder = Path(tempfile.mkdtemp(prefix="m2flow-ray-"))
+                settings["_temp_dir"] = str(self._folder)
+            try:
+                with _terminal_is_not_heard():
+                    ray.init(address=address, logging_level=logging.ERROR, **settings)
+            except Exception as error:  # noqa: BLE001 - Ray has no type for it
+                ray.shutdown()
+                self._remove_files()
+                if tries == 2:
+                    where = os.environ["RAY_ADDRESS"] if address is None else "on this machine"
+                    raise RunFailed(
+                        f"Ray has not come up {where}, in two tries: {_first_line(error)}; is the "
+                        "machine overloaded, or full (`m2flow doctor`)?"
+                    ) from None
+            else:
+                return
 
     def close(self) -> None:
         """Disconnect; a cluster that was started here is ended and its files removed."""
@@ -68,6 +99,27 @@ class RayCluster:
         if self._ours:
             ray.shutdown()
             self._ours = False
+        self._remove_files()
+
+    def _remove_files(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+
+@contextmanager
+def _terminal_is_not_heard() -> Iterator[None]:
+    """Have processes that are started within not hear of the terminal: the launcher ends them.
+
+    A terminal tells all of its processes at once that the user interrupts, or has gone; Ray's would
+    be gone before the step at hand is.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no word'])[0]}"

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from m2flow.errors import UserError
+from m2flow.errors import UserError, writing
 from m2flow.plan.file import read_profile, to_json
 from m2flow.plan.profile import Profile, differences
 
@@ -48,10 +48,15 @@ def cached(key: Key) -> Profile | None:
 def keep(profile: Profile) -> Path:
     """Store a profile under its key, and return its file. Readers see all of it or nothing."""
     path = stored_at(profile.key)
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(to_json(profile), encoding="utf-8")
-    os.replace(partial, path)
+    with writing("the profile", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_text(to_json(profile), encoding="utf-8")
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
     return path
 
 

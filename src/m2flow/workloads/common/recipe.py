@@ -104,6 +104,8 @@ class Recipe(Section):
     deadline_seconds: Positive = 600.0
     load_deadline_seconds: Positive = 1800.0
     lane_restarts: Natural = 3
+    grace_seconds: Positive = 20.0
+    max_skipped_updates: Natural = 3
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     logger: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "trackio", "swanlab"], ...] = (

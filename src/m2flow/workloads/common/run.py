@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from m2flow.engine.plan import Plan
+from m2flow.errors import CannotWrite, M2FlowError, RunFailed, Stopped, writing
+from m2flow.observe.ending import this_process
+from m2flow.observe.jsonl import write_atomically
 from m2flow.observe.machine import describe_machine, package_versions
 from m2flow.observe.metrics_log import MetricsLog
 from m2flow.observe.progress import Progress
@@ -14,9 +20,11 @@ from m2flow.observe.run_directory import RunDirectory
 from m2flow.observe.timeline import Timeline
 from m2flow.plan.file import to_json
 from m2flow.runtime.driver.runner import StepResult
-from m2flow.training.checkpoint import step_of
+from m2flow.training.checkpoint import step_of, sweep
+from m2flow.training.skipping import SKIPPED
 from m2flow.workloads.common.launching import launched, write_decision
 from m2flow.workloads.common.recipe import AUTO_MODE
+from m2flow.workloads.common.stopping import Stopping
 from m2flow.workloads.common.workload import Experiment
 
 if TYPE_CHECKING:
@@ -43,6 +51,7 @@ class Training:
         progress: what the person at the terminal sees.
         resumed: go on with the run in `run_dir`.
         checkpoint: from here; None from the start.
+        stopping: hears of signals that ask for the end.
     """
 
     def __init__(
@@ -55,6 +64,7 @@ class Training:
         *,
         resumed: bool,
         checkpoint: Path | None,
+        stopping: Stopping,
     ) -> None:
         self.experiment, self.plan, self.progress = experiment, plan, progress
         self.lanes = lanes
@@ -67,9 +77,53 @@ class Training:
         self._changes = 0
         self._losses = 0
         self._alarms: set[str] = set()
+        self._stopping = stopping
+        self._done = self._saved = self.first_step
 
     def run(self) -> RunDirectory:
-        """Train to the last step, and write the report; where it lies."""
+        """Train to the last step, and write the report; where it lies.
+
+        Raises:
+            Stopped: a signal has ended the run.
+            RunFailed: it has failed.
+            CannotWrite: there is no room for what it has to write.
+        """
+        try:
+            return self._run()
+        except (Stopped, RunFailed) as error:  # a signal to all processes takes lanes with it
+            if self._stopping.asked is None or isinstance(error, CannotWrite):
+                self._note_end(error)
+                raise
+            ended = Stopped(self._stopping.asked, self._how_far())
+            self._note_end(ended)
+            raise ended from error
+        except Exception as error:
+            self._note_end(error)
+            raise
+
+    def _note_end(self, error: BaseException) -> None:
+        """Leave word in `run.json` of why the run has ended, if there is room."""
+        if self._directory is not None:
+            why = (str(error).splitlines() or [""])[0]
+            if not isinstance(error, M2FlowError | Stopped):
+                why = f"{type(error).__name__}: {why}"
+            with suppress(CannotWrite):
+                self._directory.write_run(ended=time.time(), why=why)
+                if not isinstance(error, CannotWrite | Stopped):
+                    account = "".join(traceback.format_exception(error))
+                    write_atomically(self._directory.failure, account.encode("utf-8", "replace"))
+
+    def _how_far(self) -> str:
+        """Where a run that is stopped stands, and how it goes on."""
+        if self._directory is None:
+            return "nothing was begun"
+        if self._saved == 0:
+            kept = f"ended after step {self._done}; no checkpoint was saved"
+        else:
+            kept = f"ended after step {self._done}; saved is step {self._saved}"
+        return f"{kept}; go on with --run-dir {self._directory.path} --resume"
+
+    def _run(self) -> RunDirectory:
         if self.checkpoint is not None:
             self.progress.note(f"going on from {self.checkpoint}")
         elif self.resumed:
@@ -101,6 +155,9 @@ class Training:
             versions=package_versions(),
             started=time.time(),
             finished=None,
+            process=this_process(),
+            ended=None,
+            why=None,
         )
         self._directory = directory
         return directory
@@ -113,7 +170,9 @@ class Training:
     def _prepare(self) -> None:
         """Make the starting model, unless the recipe names one or a resumed run has made it."""
         if self.experiment.makes_model:
-            self.experiment.prepare(self._begun().path / WARMUP, self.progress)
+            folder = self._begun().path / WARMUP
+            with writing("the starting model", folder):
+                self.experiment.prepare(folder, self.progress)
 
     def _train(self) -> None:
         recipe, held_out = self.recipe, self.experiment.held_out()
@@ -133,9 +192,15 @@ class Training:
             log = MetricsLog(directory, recipe.logger, resumed_step, self.progress)
             try:
                 self._steps(run, held_out, log)
-            finally:
-                log.close()
-                self.timeline.write(directory.timeline)
+            except BaseException:
+                with suppress(CannotWrite):  # what has ended the run is said, and no later mishap
+                    self._close(log)
+                raise
+            self._close(log)
+
+    def _close(self, log: MetricsLog) -> None:
+        log.close()
+        self.timeline.write(self._begun().timeline)
 
     def _write_plan(self, run: Run) -> None:
         """Write the plan of the steps to come, and from what it was chosen."""
@@ -156,19 +221,29 @@ class Training:
                 _next(done, recipe.evaluation.every),
                 _next(done, recipe.checkpoint.every),
             )
-            batches = (self.experiment.batch(step) for step in range(done, pause))
-            for result in run.steps(batches):
-                done = result.step + 1
+            for result in run.steps(self._batches(done, pause)):
+                self._done = done = result.step + 1
                 figures = self._figures(run, result, done)
                 self._explain_publishing(run)
                 if done < pause:
                     log.add(done, figures)
             last = done == recipe.steps
-            if held_out is not None and (last or done % recipe.evaluation.every == 0):
-                figures |= self._evaluation(run, done, held_out)
-            log.add(done, figures)
-            if last or done % recipe.checkpoint.every == 0:
+            if done == pause:
+                if held_out is not None and (last or done % recipe.evaluation.every == 0):
+                    figures |= self._evaluation(run, done, held_out)
+                log.add(done, figures)
+            stopped = self._stopping.step_is_over()
+            if last or done % recipe.checkpoint.every == 0 or (stopped and done > self._saved):
                 self._save(run, done)
+            if stopped and not last:
+                raise Stopped(stopped)
+
+    def _batches(self, start: int, end: int) -> Iterator[Batch]:
+        """The source items of steps, until a signal asks for the end."""
+        for step in range(start, end):
+            if not self._stopping.step_begins():
+                return
+            yield self.experiment.batch(step)
 
     def _figures(self, run: Run, result: StepResult, step: int) -> dict[str, float]:
         """The figures of a step that is done; its rollouts and spans are kept here."""
@@ -182,6 +257,7 @@ class Training:
         figures |= self._against_plan(run, result) | self._lanes_lost(run)
         rows = self.experiment.samples(result, self.recipe.samples_logged_per_step)
         self._begun().append_samples(step, rows)
+        self._keep_skipped(step, result, figures)
         self.timeline.add(step, result.spans, result.started, result.started + result.seconds)
         self.progress.update(step, figures)
         return figures
@@ -192,6 +268,17 @@ class Training:
         for loss in new:
             self.progress.note(str(loss))
         return {"lanes/restarts": float(self._losses)}
+
+    def _keep_skipped(self, step: int, result: StepResult, figures: dict[str, float]) -> None:
+        """Keep all rollouts of a step of which something could not be learned from."""
+        shares = [share for name, share in figures.items() if name.endswith(f"/{SKIPPED}")]
+        if any(shares):
+            rows = self.experiment.samples(result, len(result.output))
+            where = self._begun().write_skipped(step, rows)
+            self.progress.note(
+                f"step {step}: a loss or gradient was not finite: {max(shares):.0%} of the "
+                f"optimizer steps were left out; the rollouts are in {where}"
+            )
 
     def _against_plan(self, run: Run, result: StepResult) -> dict[str, float]:
         """What was predicted of the step, and what going over to another plan has taken."""
@@ -233,7 +320,16 @@ class Training:
         return figures | {"eval/seconds": result.seconds}
 
     def _save(self, run: Run, step: int) -> None:
-        self.experiment.save(run, self._begun().checkpoints.resolve(), step)
+        """Write the checkpoint of a step. One that fails takes no room, and the last one stays."""
+        checkpoints = self._begun().checkpoints.resolve()
+        self._begun().synchronise()
+        try:
+            with writing(f"the checkpoint of step {step}", checkpoints):
+                self.experiment.save(run, checkpoints, step)
+        except CannotWrite:
+            sweep(checkpoints)
+            raise
+        self._saved = step
         self.timeline.write(self._begun().timeline)
 
 

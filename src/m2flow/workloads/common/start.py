@@ -25,6 +25,7 @@ from m2flow.workloads.common.reading import Source, read_recipe
 from m2flow.workloads.common.recipe import AUTO_MODE, Recipe
 from m2flow.workloads.common.registry import workload_of
 from m2flow.workloads.common.resume import check_directory, resume_point
+from m2flow.workloads.common.stopping import Stopping
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.ahead import LanesAhead
@@ -56,7 +57,8 @@ def train(
 
     Raises:
         UserError: the input is wrong; nothing was started or written.
-        RunFailed: the run stopped.
+        RunFailed: the run failed; as `CannotWrite` where there is no room for what it writes.
+        Stopped: SIGTERM, SIGHUP or SIGINT has ended it, after a checkpoint if there was time.
     """
     recipe = read_recipe(source, overrides)
     plan_file = None if plan is None else Path(plan)
@@ -76,7 +78,11 @@ def train(
         tensorboard()  # refuses where the package is missing, before anything is written
     check_services(recipe.logger)
     # A picture that is redrawn would paint over the debugger's prompt.
-    with progress or TrainProgress(live=False if mode == "eager" else None) as progress:
+    live = False if mode == "eager" else None
+    with (
+        Stopping(recipe.grace_seconds) as stopping,
+        progress or TrainProgress(live=live) as progress,
+    ):
         progress.start(
             f"m2flow: {recipe.name}, seed {recipe.seed}, {recipe.steps} steps of "
             f"{recipe.step_size}, mode {mode}"
@@ -94,6 +100,7 @@ def train(
                 progress,
                 resumed=resume,
                 checkpoint=checkpoint,
+                stopping=stopping,
             )
             return training.run().path
 

@@ -9,8 +9,10 @@ Legend: T turns, K steps of a turn, D coordinates drawn for a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from m2flow.models.policies.actor_critic import ReturnScale
 from m2flow.models.policies.protocol import Level, Policy, at_level
 from m2flow.training.optimizer import AdamWConfig, AllReduce, SumOptimizer
 from m2flow.training.schedule import Schedule
+from m2flow.training.skipping import Skips
 from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.embodied.workers.columns import TURN, lengths_of, observations_of
 
@@ -129,6 +132,7 @@ class PolicyUpdate:
     def __init__(self, policy: Policy, recipe: EmbodiedRecipe) -> None:
         self.policy, self.recipe = policy, recipe
         self.optimizer = SumOptimizer(policy.named_parameters(), optimizer_config(recipe))
+        self._skips = Skips(recipe.max_skipped_updates)
 
     def run(self, rollouts: Batch | None, all_reduce: AllReduce | None) -> dict[str, float]:
         """All passes over the turns of a step; every lane of the worker calls it.
@@ -156,9 +160,9 @@ class PolicyUpdate:
                 if turns is not None and part_T is not None:
                     for piece in self._pieces(turns, part_T == number):
                         sums += self._learn(piece)
-                found.append(self._step(sums, all_reduce))
+                found.append(self._skips.figures(partial(self._step, sums, all_reduce)))
         self._see(turns, all_reduce)
-        return {name: sum(one[name] for one in found) / len(found) for name in found[0]}
+        return means_of(found)
 
     def tensors(self) -> Iterator[Tensor]:
         """What the optimizer keeps."""
@@ -289,6 +293,12 @@ class PolicyUpdate:
             if all_reduce is not None:
                 all_reduce([sums])
             statistics.take_in(sums)
+
+
+def means_of(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each figure over the steps that have it."""
+    names = dict.fromkeys(name for one in found for name in one)
+    return {name: fmean(one[name] for one in found if name in one) for name in names}
 
 
 def _added_up(figures: Mapping[str, Any]) -> Tensor:

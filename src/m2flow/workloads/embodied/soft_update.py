@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,9 @@ from m2flow.flow import Batch, Place
 from m2flow.models.policies.protocol import Policy, RunningStatistics
 from m2flow.models.policies.twin_critics import TwinCritics
 from m2flow.training.optimizer import AllReduce, SumOptimizer
+from m2flow.training.skipping import Skips
 from m2flow.workloads.embodied.config import EmbodiedRecipe
-from m2flow.workloads.embodied.learning import optimizer_config
+from m2flow.workloads.embodied.learning import means_of, optimizer_config
 from m2flow.workloads.embodied.replay import Replay, Transitions, transitions_of
 from m2flow.workloads.embodied.workers.columns import lengths_of
 
@@ -50,6 +52,7 @@ class SoftUpdate:
         self, policy: Policy, recipe: EmbodiedRecipe, spec: EnvironmentSpec, place: Place
     ) -> None:
         self.policy, self.recipe, self.place = policy, recipe, place
+        self._skips = Skips(recipe.max_skipped_updates)
         section, settings = recipe.policy, recipe.algorithm
         (self.state_size,) = spec.observation("state").shape
         actions = section.chunk * spec.action.size
@@ -84,8 +87,8 @@ class SoftUpdate:
         self.replay.add(rows_TW)
         settings = self.recipe.replay
         updates = settings.updates if len(self.replay) >= max(1, settings.begin) else 0
-        found = [self._update(all_reduce) for _ in range(updates)]
-        means = {name: sum(one[name] for one in found) / max(1, updates) for name in FIGURES}
+        found = [self._skips.figures(partial(self._update, all_reduce)) for _ in range(updates)]
+        means = dict.fromkeys(FIGURES, 0.0) | means_of(found)
         return means | {"updates": float(updates), "replay": float(len(self.replay))}
 
     def _together(self, rollouts: Batch | None, all_reduce: AllReduce | None) -> Tensor:

@@ -268,8 +268,12 @@ class ReasoningExperiment:
         partial = folder / ".partial"
         if partial.exists():
             shutil.rmtree(partial)
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
+        try:
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+        except Exception:  # such as a disk that is full: leave the room to others
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
             os.replace(file, folder / file.name)
         partial.rmdir()

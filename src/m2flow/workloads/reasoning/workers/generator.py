@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from m2flow.errors import RunFailed
 from m2flow.flow import Batch, Layout, Place, Ragged, Worker, stage
 from m2flow.flow.worker import ONE_LANE
 from m2flow.workloads.reasoning.supported import key_value_heads
@@ -230,6 +231,12 @@ class _Call:
 
     def _handed_on(self, finished: list[Completion]) -> Batch:
         """Finished samples as a Batch, with the columns of their prompts."""
+        for done in finished:
+            if not 0 < len(done.token_ids) <= self.params.max_new_tokens:
+                raise RunFailed(
+                    f"the engine gave item {done.id} {len(done.token_ids)} tokens; it was asked "
+                    f"for 1 to {self.params.max_new_tokens} (generation.max_new_tokens)"
+                )
         rows_of: dict[int, tuple[Batch, list[int], list[Completion]]] = {}
         for done in finished:
             batch, row = self.running.pop(done.id)

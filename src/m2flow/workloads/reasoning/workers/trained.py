@@ -69,7 +69,9 @@ class Trained(Sharded):
         """
         from m2flow.runtime.lane.state import MovableState
         from m2flow.training.checkpoint import load_trainer_state
+        from m2flow.training.skipping import Skips
 
+        self._skips = Skips(self.recipe.max_skipped_updates)
         self.policy, self.shards = divided(place, load)
         self.trainer = make_trainer(self.policy, self.shards)
         if self.checkpoint is not None:
@@ -116,7 +118,8 @@ class Trained(Sharded):
     def _step(self) -> dict[str, float]:
         place = self.place
         replicated = place.size > 1 and place.gang.size == 1
-        figures: dict[str, float] = self.trainer.finish(place.all_reduce if replicated else None)
+        all_reduce = place.all_reduce if replicated else None
+        figures: dict[str, float] = self._skips.figures(lambda: self.trainer.finish(all_reduce))
         return figures
 
     def discard(self) -> None:

@@ -1,0 +1,80 @@
+"""Ending a run where a signal asks for it, as a terminal, a scheduler or a person does.
+
+The first SIGTERM, SIGHUP or SIGINT is noted, and the run ends after the step at hand, with a
+checkpoint. After a grace time, or at a second signal, `Stopped` is raised in the main thread,
+wherever it is; a third one ends the process. Knows no run: `Training` asks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any, Self
+
+from m2flow.errors import Stopped
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+class Stopping:
+    """Use as a context manager, in the main thread; in another one it never hears of a signal.
+
+    Args:
+        grace_seconds: how long the step at hand may last.
+
+    Attributes:
+        asked: the signal that has asked for the end; None for none.
+    """
+
+    def __init__(self, grace_seconds: float) -> None:
+        self.grace_seconds = grace_seconds
+        self.asked: int | None = None
+        self._count, self._patient, self._in_step = 0, False, False
+        self._timer: threading.Timer | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` sets SIGHUP
+                    self._before[number] = signal.signal(number, self._heard)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.step_is_over()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def step_begins(self) -> bool:
+        """Whether a step may begin. From now on a signal waits for `step_is_over`."""
+        self._patient = True
+        self._in_step = self.asked is None
+        return self._in_step
+
+    def step_is_over(self) -> int | None:
+        """The signal that has asked for the end, if any.
+
+        What follows, such as a checkpoint, has no grace time; a second signal still ends it.
+        """
+        self._in_step = False
+        if self._timer is not None:
+            self._timer.cancel()
+        return self.asked
+
+    def _heard(self, number: int, _frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count > 2:
+            os._exit(128 + number)  # lanes, cluster and shared memory end with the process
+        first, self.asked = self.asked is None, self.asked or number
+        if not first or not self._patient:
+            self._count = 2
+            raise Stopped(self.asked)
+        words = f"{signal.Signals(number).name}: ending after this step, or in "
+        words += f"{self.grace_seconds:g} s at the latest; a second signal ends at once"
+        os.write(2, f"{words}\n".encode())  # a handler must not wait for the lock of a stream
+        if self._in_step:
+            self._timer = threading.Timer(self.grace_seconds, os.kill, (os.getpid(), number))
+            self._timer.daemon = True
+            self._timer.start()

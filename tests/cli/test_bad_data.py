@@ -1,0 +1,90 @@
+"""NaN found late: the optimizer step is left out, counted, its rollouts kept; not for ever."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from m2flow.observe.run_directory import read_metrics
+from m2flow.training.optimizer import SumOptimizer
+
+M2flow = Callable[..., Any]
+
+FEW = ["evaluation.problems=0", "warmup.steps=1", "--run-dir", "run"]
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> Callable[[range, float, bool], None]:
+    """Spoil the gradient, or the loss, of some of the optimizer steps that a run takes."""
+    take = SumOptimizer.step
+
+    def arrange(which: range, value: float, in_loss: bool = False) -> None:
+        taken = 0
+
+        def step(self: SumOptimizer, sums: Tensor, *more: Any, **named: Any) -> Any:
+            nonlocal taken
+            if self._config.learning_rate == 0.003:  # not the warm-up's
+                if taken in which:
+                    (sums if in_loss else self._flats[0])[0] = value
+                taken += 1
+            return take(self, sums, *more, **named)
+
+        monkeypatch.setattr(SumOptimizer, "step", step)
+
+    return arrange
+
+
+@pytest.mark.parametrize(
+    ("value", "in_loss"), [(float("nan"), False), (float("inf"), False), (float("nan"), True)]
+)
+def test_one_bad_minibatch_is_left_out(
+    tiny: Path, m2flow: M2flow, poison: Callable[..., None], value: float, in_loss: bool
+) -> None:
+    poison(range(3, 4), value, in_loss)  # the second mini-batch of step 2
+    outcome = m2flow("train", tiny, *FEW)
+    assert outcome.code == 0, outcome.err
+    shares = [row["train/skipped_share"] for row in read_metrics("run")]
+    assert shares == [0.0, 0.5, 0.0]
+    assert "step 2: a loss or gradient was not finite: 50%" in outcome.out
+    assert [path.name for path in Path("run/skipped").iterdir()] == ["step_000002.jsonl"]
+    rows = [json.loads(x) for x in Path("run/skipped/step_000002.jsonl").read_text().splitlines()]
+    assert len({row["item"] for row in rows}) == len(rows) == 16
+    assert all({"step", "prompt", "completion", "reward"} <= row.keys() for row in rows)
+    weights = load_file("run/checkpoints/latest/model/model.safetensors")
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
+
+
+def test_bad_minibatches_in_a_row_end_the_run(
+    tiny: Path, m2flow: M2flow, poison: Callable[..., None]
+) -> None:
+    poison(range(1, 99), float("nan"))
+    outcome = m2flow("train", tiny, *FEW, "max_skipped_updates=2", "checkpoint.every=1")
+    assert outcome.code == 1
+    assert "gradients of" in outcome.err.splitlines()[0]
+    assert "3 times in a row (max_skipped_updates: 2)" in outcome.err.splitlines()[0]
+    assert [row["train/skipped_share"] for row in read_metrics("run")] == [0.5]
+    assert Path("run/checkpoints/latest").readlink() == Path("step_000001")
+
+    said = m2flow("doctor", "run")
+    assert said.code == 0
+    assert said.out.startswith("failed at ")
+    assert "checkpoint: step 1, whole; 0 steps would run again" in said.out
+    assert "first: lower optimizer.learning_rate" in said.out
+    assert "to go on: m2flow train run/config.yaml --run-dir run --resume" in said.out
+    assert "3 times in a row" in said.out.splitlines()[-1]
+    goes_on = m2flow("train", "run/config.yaml", "max_skipped_updates=99", *FEW[2:], "--resume")
+    assert goes_on.code == 0, goes_on.err
+
+
+def test_none_may_be_left_out(tiny: Path, m2flow: M2flow, poison: Callable[..., None]) -> None:
+    poison(range(1), float("nan"))
+    outcome = m2flow("train", tiny, *FEW, "max_skipped_updates=0")
+    assert outcome.code == 1
+    assert "at once (max_skipped_updates: 0)" in outcome.err.splitlines()[0]

@@ -1,0 +1,202 @@
+"""A run that a terminal, a scheduler or a person ends: a line, a checkpoint, nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m2flow.errors import Stopped
+from m2flow.observe.run_directory import read_metrics
+from m2flow.training.checkpoint import resume_point, step_of
+from m2flow.workloads.common.stopping import Stopping
+from tests.cli.test_resume import figures
+
+M2flow = Callable[..., Any]
+
+STEPS = 400
+"""More than a run gets to."""
+
+SLOW = """
+import os, time
+
+def slowly(prompt, completion, completion_ids, row):
+    open("scoring", "a").close()
+    time.sleep(120)
+"""
+
+
+class Started:
+    """`m2flow train` in a process group and a temporary folder of its own."""
+
+    def __init__(self, recipe: Path, *words: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self.temporary = Path(tempfile.mkdtemp(prefix="m2s-"))  # short: Ray's sockets lie there
+        environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+        environment |= {"TMPDIR": str(self.temporary), "M2FLOW_MARK": self.mark}
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path.cwd() / "inductor")
+        environment["PYTHONPATH"] = f"{Path.cwd()}:{environment.get('PYTHONPATH', '')}"
+        command = [sys.executable, "-m", "m2flow", "train", str(recipe), *words]
+        self.process = subprocess.Popen(
+            [*command, "--run-dir", "run"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+
+    def wait_for(self, what: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not what():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def ended(self) -> tuple[int, str]:
+        """Exit code and standard error."""
+        _, errors = self.process.communicate(timeout=60)
+        return self.process.returncode, errors
+
+    def left_behind(self) -> list[str]:
+        """Processes that the run has started, its files and its shared memory."""
+        found = [str(path) for path in self.temporary.iterdir()]
+        pools = [path.name for path in self.temporary.glob("m2flow-*")]
+        found += [str(path) for path in Path("/dev/shm").glob("m2flow-*") if path.name in pools]
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if self.mark.encode() in (process / "environ").read_bytes():
+                    found.append((process / "cmdline").read_bytes().decode().replace("\\0", " "))
+        return found
+
+    def quiet(self) -> bool:
+        return not self.left_behind()
+
+
+@pytest.fixture
+def started(tiny: Path) -> Iterator[Callable[..., Started]]:
+    runs: list[Started] = []
+
+    def start(*words: str) -> Started:
+        runs.append(Started(tiny, *words))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        with suppress(ProcessLookupError):
+            os.killpg(run.process.pid, signal.SIGKILL)
+        run.process.communicate()
+
+
+def steps_done() -> int:
+    return max((row["step"] for row in read_metrics("run")), default=0)
+
+
+LANES = ["mode=collocated", "lanes=cpu:2", f"steps={STEPS}", "checkpoint.every=1000"]
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all"), [(signal.SIGTERM, False), (signal.SIGHUP, True)], ids=["TERM", "HUP"]
+)
+def test_a_signal_ends_a_run_on_lanes_after_the_step_at_hand(
+    started: Callable[..., Started], tiny: Path, m2flow: M2flow, number: int, to_all: bool
+) -> None:
+    """A scheduler tells the launcher; a terminal tells all processes that stem from it."""
+    run = started(*LANES)
+    run.wait_for(lambda: steps_done() >= 2)
+    (os.killpg if to_all else os.kill)(run.process.pid, number)
+    code, errors = run.ended()
+    assert code == 128 + number, errors
+    first, *rest = errors.strip().splitlines()
+    name, saved = signal.Signals(number).name, resume_point(Path("run/checkpoints"))
+    assert first.startswith(f"{name}: ending after this step, or in 20 s at the latest")
+    assert saved is not None
+    step = step_of(saved)
+    assert step == steps_done()
+    end = f"ended after step {step}; saved is step {step}; go on with --run-dir run --resume"
+    assert rest == [f"stopped by {name}: {end}"]
+    deadline = time.monotonic() + 10
+    while not run.quiet():
+        assert time.monotonic() < deadline, run.left_behind()
+        time.sleep(0.1)
+
+    words = [f"steps={step + 1}", "mode=eager", "lanes=cpu:1", "--run-dir", "run", "--resume"]
+    outcome = m2flow("train", tiny, *words, "checkpoint.every=1000")
+    assert outcome.code == 0, outcome.err
+    assert [row["step"] for row in figures(Path("run"))] == list(range(step + 2))
+
+
+def test_a_second_signal_ends_at_once(started: Callable[..., Started], tiny: Path) -> None:
+    Path("slow.py").write_text(SLOW)
+    tiny.write_text(tiny.read_text() + "reward: slow:slowly\n")
+    run = started("evaluation.problems=0", "warmup.steps=1")
+    run.wait_for(Path("scoring").exists)
+    run.process.send_signal(signal.SIGINT)
+    assert run.process.stderr is not None
+    assert "SIGINT: ending after this step" in run.process.stderr.readline()
+    run.process.send_signal(signal.SIGINT)
+    code, errors = run.ended()
+    assert code == 130
+    assert errors == (
+        "stopped by SIGINT: ended after step 0; no checkpoint was saved; "
+        "go on with --run-dir run --resume\n"
+    )
+
+
+def test_a_step_that_outlasts_the_grace_time_is_given_up(
+    started: Callable[..., Started], tiny: Path
+) -> None:
+    Path("slow.py").write_text(SLOW)
+    tiny.write_text(tiny.read_text() + "reward: slow:slowly\n")
+    run = started("evaluation.problems=0", "warmup.steps=1", "grace_seconds=0.5")
+    run.wait_for(Path("scoring").exists)
+    run.process.terminate()
+    code, errors = run.ended()
+    assert code == 143
+    assert "or in 0.5 s at the latest" in errors
+    assert "stopped by SIGTERM: ended after step 0; no checkpoint was saved" in errors
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+    for _ in range(3):
+        time.sleep(0)  # a handler runs between two instructions
+
+
+def test_before_the_first_step_a_signal_ends_at_once() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped, match="SIGTERM: nothing was begun"), Stopping(60.0):
+        send(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_no_step_begins_after_a_signal() -> None:
+    with Stopping(60.0) as stopping:
+        assert stopping.step_begins()
+        send(signal.SIGHUP)
+        assert stopping.asked == signal.SIGHUP
+        assert not stopping.step_begins()
+        assert stopping.step_is_over() == signal.SIGHUP
+        with pytest.raises(Stopped) as caught:
+            send(signal.SIGTERM)
+    assert caught.value.exit_code == 129, "the first one counts"
+
+
+def test_what_nohup_has_set_stays() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stopping(60.0) as stopping:
+            send(signal.SIGHUP)
+            assert stopping.asked is None
+    finally:
+        signal.signal(signal.SIGHUP, before)

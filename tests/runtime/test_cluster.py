@@ -1,0 +1,80 @@
+"""A Ray cluster that does not come up, and a machine without shared memory: one line, at once."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from m2flow.errors import RunFailed
+from m2flow.runtime.driver import ahead
+from m2flow.runtime.driver.cluster import RayCluster
+from m2flow.runtime.transport import sweeping
+from tests.cli.conftest import m2flow, no_progress_bars, refused, tiny
+
+__all__ = ["m2flow", "no_progress_bars", "refused", "tiny"]
+
+
+class Starts:
+    """Stands for `ray.init`, which fails at first."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures, self.folders = failures, []
+
+    def __call__(self, **settings: Any) -> None:
+        self.folders.append(Path(settings["_temp_dir"]))
+        assert self.folders[-1].is_dir()
+        if len(self.folders) <= self.failures:
+            raise Exception("The current node timed out during startup.\nThis could happen")
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], Starts]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+
+    def patched(failures: int) -> Starts:
+        made = Starts(failures)
+        monkeypatch.setattr(ray, "init", made)
+        return made
+
+    return patched
+
+
+def test_a_start_that_times_out_is_tried_again(starts: Callable[[int], Starts]) -> None:
+    made = starts(1)
+    cluster = RayCluster(())
+    first, second = made.folders
+    assert not first.exists()
+    assert second.exists()
+    cluster.close()
+    assert not second.exists()
+
+
+def test_a_start_that_times_out_twice_is_one_line(starts: Callable[[int], Starts]) -> None:
+    made = starts(9)
+    with pytest.raises(RunFailed) as caught:
+        RayCluster(())
+    assert str(caught.value).startswith(
+        "Ray has not come up on this machine, in two tries: Exception: The current node timed out"
+    )
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert len(made.folders) == 2
+    assert not any(folder.exists() for folder in made.folders)
+
+
+def test_a_run_without_shared_memory_is_refused_before_anything_is_written(
+    tiny: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeping, "FOLDER", Path("/proc/self"))  # nobody can make files there
+    monkeypatch.setattr(ahead, "_start", lambda *_: pytest.fail("lanes were started"))
+    line = refused("train", tiny, "mode=collocated", "lanes=cpu:2", "--run-dir", "run")
+    assert line.startswith("/proc/self: lanes hand items over in shared memory")
+    assert "run --mode eager" in line
