@@ -97,9 +97,10 @@ class Generator(Worker):
         cache_bytes = _cache_bytes(self.cache_gb, place.device)
         if self.engine_name == "vllm":
             from m2flow.generation.vllm_engine import VLLMEngine
+            from m2flow.models.folder import model_folder
 
             self.engine = VLLMEngine(
-                self.model.path,
+                str(model_folder(self.model.path)),
                 version=place.version,
                 max_running=self.max_running,
                 dtype=dtype,

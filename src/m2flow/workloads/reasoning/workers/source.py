@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from m2flow.errors import UserError
@@ -49,17 +48,19 @@ class ModelSource:
         """Tokens that end an answer: what the generation config says, else the tokenizer.
 
         Raises:
-            UserError: neither names one, so that no answer would ever end by itself.
+            UserError: the model is not all there, or neither names one, so that no answer would
+                ever end by itself.
         """
         from transformers import AutoConfig, GenerationConfig
 
-        configured: int | list[int] | None
-        if (Path(self.path) / "generation_config.json").is_file():
-            read: Any = GenerationConfig.from_pretrained(self.path, local_files_only=True)
-            configured = read.eos_token_id
-        else:
-            read = AutoConfig.from_pretrained(self.path, local_files_only=True)
-            configured = getattr(read, "eos_token_id", None)
+        from m2flow.models.folder import checked_folder
+
+        folder = checked_folder(self.path)
+        said = (folder / "generation_config.json").is_file()
+        read: Any = (GenerationConfig if said else AutoConfig).from_pretrained(
+            folder, local_files_only=True
+        )
+        configured: int | list[int] | None = getattr(read, "eos_token_id", None)
         if configured is None:
             configured = self.tokenizer().eos_token_id
         if configured is None:
