@@ -73,7 +73,7 @@ color:var(--muted)}}
 vertical-align:middle}}
 .legend i.box{{width:11px;height:11px;border-radius:3px}}
 .scroll{{overflow-x:auto;-webkit-overflow-scrolling:touch}}
-.scroll .gantt{{min-width:860px}}
+.scroll .gantt,.scroll .bars{{min-width:860px}}
 table{{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}}
 th{{text-align:right;font-weight:550;color:var(--muted);font-size:12.5px;white-space:nowrap;
 padding:6px 10px;border-bottom:1px solid var(--line);vertical-align:bottom}}
@@ -122,7 +122,7 @@ main{{padding:22px 14px 40px}}h1{{font-size:25px}}section{{margin-top:32px}}
 .tile{{padding:12px 13px}}.tile .figure{{font-size:19px}}.finding{{display:block}}
 .finding .pill{{margin:0 0 6px}}}}
 @media print{{body{{background:#fff}}main{{padding:0}}.card{{break-inside:avoid}}
-.sample pre{{max-height:none}}.scroll{{overflow:visible}}.scroll .gantt{{min-width:0}}}}
+.sample pre{{max-height:none}}.scroll{{overflow:visible}}.scroll svg{{min-width:0!important}}}}
 """
 
 

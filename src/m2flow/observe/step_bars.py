@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from statistics import fmean
 
-from m2flow.observe.charts import BOTTOM, LEFT, RIGHT, TOP, round_ticks
+from m2flow.observe.charts import BOTTOM, RIGHT, TOP, round_ticks
 from m2flow.observe.formatting import seconds
 from m2flow.observe.gantt import short_names
 from m2flow.observe.lane_time import stage_palette
@@ -21,7 +21,7 @@ from m2flow.observe.page import legend_entry
 from m2flow.observe.record import RunRecord, as_number
 
 MAX_BARS = 60
-WIDTH, HEIGHT = 1180, 240
+WIDTH, HEIGHT, LEFT = 1180, 240, 56
 PREFIX = "seconds/"
 REST, REST_COLOUR = "not in a stage", "var(--wait)"
 
@@ -72,9 +72,9 @@ def _svg(bars: Sequence[tuple[str, Mapping[str, float]]], colours: Mapping[str, 
     base, scale = HEIGHT - BOTTOM, (HEIGHT - TOP - BOTTOM) / ticks[-1]
     slot = (WIDTH - LEFT - RIGHT) / len(bars)
     width = min(slot * 0.78, 60.0)
-    size = f'style="min-width:520px" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    size = f'viewBox="0 0 {WIDTH} {HEIGHT}"'
     label = 'role="img" aria-label="Seconds of each step by stage"'
-    drawn = [f'<svg class="chart" {size} {label}>']
+    drawn = [f'<svg class="chart bars" {size} {label}>']
     for tick in ticks:
         y = base - tick * scale
         drawn.append(

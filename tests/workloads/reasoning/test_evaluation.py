@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.plan import parse_lanes
 from m2flow.workloads.common import Examination
+from m2flow.workloads.reasoning import evaluation
 from m2flow.workloads.reasoning.evaluation import accuracy, answered, majority, model_folder
 from m2flow.workloads.reasoning.workers import ModelSource
 
@@ -44,6 +46,18 @@ def test_a_checkpoint_means_its_model(tmp_path: Path) -> None:
     assert model_folder(tmp_path) == tmp_path
     (tmp_path / "model").mkdir()
     assert model_folder(tmp_path) == tmp_path / "model"
+
+
+def test_without_lanes_all_that_the_machine_has_are_taken(
+    evaluate: Evaluate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are looked for as `auto`; a machine of one core keeps the test in this process."""
+
+    def of_one_core(text: str) -> tuple[LaneSpec, ...]:
+        return parse_lanes(text, cores=[0], num_gpus=0)
+
+    monkeypatch.setattr(evaluation, "parse_lanes", of_one_core)
+    assert len(evaluate(limit=3, lanes=())[0]) == 3
 
 
 def test_rewards_stand_beside_their_problem(evaluate: Evaluate) -> None:

@@ -72,7 +72,7 @@ class Examination:
         chat: whether the prompt is the user's turn in the model's chat template; None where the
             model has one.
         system_prompt: the turn before it.
-        lanes: where it runs.
+        lanes: where it runs; none for all that this machine has, as `lanes: auto` in a recipe.
         skip_bad_rows: leave rows that cannot be read out, instead of refusing the file.
     """
 

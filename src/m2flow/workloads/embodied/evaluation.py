@@ -10,6 +10,7 @@ from typing import Any
 
 from m2flow.algorithms.confidence import wilson
 from m2flow.errors import UserError
+from m2flow.plan import parse_lanes
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.resume import recipe_of, run_of
@@ -44,7 +45,7 @@ def examine(asked: Examination) -> dict[str, Any]:
             value=str(asked.model),
             expected="RUN/checkpoints/latest, or a published model and --data RECIPE",
         )
-    count, lanes = asked.limit or EPISODES, asked.lanes
+    count, lanes = asked.limit or EPISODES, asked.lanes or parse_lanes("auto")
     evaluation = recipe.evaluation.model_copy(update={"episodes": count, "films": 0})
     recipe = recipe.model_copy(update={"evaluation": evaluation, "seed": asked.seed})
     experiment = EmbodiedExperiment(recipe)

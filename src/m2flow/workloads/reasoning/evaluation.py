@@ -13,6 +13,7 @@ from m2flow.algorithms.sampling import derive_seed
 from m2flow.errors import UserError
 from m2flow.flow import Flow, Stream
 from m2flow.generation.supported import check_vllm_installed
+from m2flow.plan import parse_lanes
 from m2flow.rewards.final_answer import extract_answer
 from m2flow.rewards.number import read_number
 from m2flow.rewards.reward import WeightedReward
@@ -82,7 +83,11 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
         : asked.limit
     ]
     source = ModelSource(str(model_folder(asked.model)), "auto")
-    samples, max_new_tokens, lanes = asked.samples, asked.max_new_tokens, asked.lanes
+    samples, max_new_tokens, lanes = (
+        asked.samples,
+        asked.max_new_tokens,
+        asked.lanes or parse_lanes("auto"),
+    )
     tokenizer, context = source.tokenizer(), context_of(source.path)
     seeds = [derive_seed(asked.seed, 2, index) for index in range(len(problems))]
     names = Names(str(asked.data), "--max-new-tokens", "max_position_embeddings")

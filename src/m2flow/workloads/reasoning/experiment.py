@@ -433,7 +433,7 @@ def sample_row(output: Batch, row: int) -> dict[str, Any]:
         "reward": values["reward"],
         "answer": values["answer"],
         "finish_reason": values["finish_reason"],
-        "version": values["version"][0],
+        **({"version": values["version"][0]} if "version" in values else {}),
         **({"advantage": round(values["advantage"], 6)} if "advantage" in values else {}),
         **({"failure": values["failure"]} if values["failure"] else {}),
     }
