@@ -100,11 +100,20 @@ class Run:
             try:
                 yield from self._watched(runner.run(self._until_a_look(source)))
             except RunFailed as error:
+                self._account_for(error)
                 source = chain(self._taken_back(error), source)
                 continue
             if self.pilot is None or not self.pilot.wants_to_look:
                 return
             self._look(self.pilot)
+
+    def _account_for(self, error: RunFailed) -> None:
+        """Add the lanes' stacks and logs to a failure that is a stall."""
+        if self._pool is not None and isinstance(error.__cause__, TimeoutError):
+            from m2flow.runtime.driver.stalled import accounts
+
+            for account in accounts(self._pool):
+                error.__cause__.add_note(account)
 
     def _until_a_look(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Batches, as long as the plan is not to be looked at between two steps."""
