@@ -112,7 +112,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     """The object on a line, or None where the line holds none."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 
@@ -158,5 +158,6 @@ def cut_after_step(path: Path, last_step: int) -> int:
 def _lines_until(lines: Sequence[bytes], last_step: int) -> Iterator[bytes]:
     for line in lines:
         row = parse_line(line)
-        if row is not None and row.get("step", 0) <= last_step:
+        step = None if row is None else row.get("step", 0)
+        if isinstance(step, int | float) and step <= last_step:
             yield line

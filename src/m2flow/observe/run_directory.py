@@ -199,7 +199,7 @@ def read_document(path: Path) -> dict[str, Any] | None:
         return None
     try:
         content = (yaml.safe_load if path.suffix == ".yaml" else json.loads)(path.read_bytes())
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"cannot be read: {error}", key=str(path)) from error
     if not isinstance(content, dict):
         raise UserError("holds no object", key=str(path), expected="keys and values")

@@ -68,7 +68,7 @@ def from_json(
 
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as mistake:
+    except (ValueError, RecursionError) as mistake:  # a number of 5,000 digits, a thousand brackets
         raise error(f"is not JSON: {mistake}", key=where) from None
     if isinstance(data, dict):
         data = {key: value for key, value in data.items() if key not in ignore}

@@ -161,16 +161,21 @@ def broken_file(path: Path) -> str | None:
     if not manifest.is_file():
         return f"{manifest} is missing"
     try:
-        files: dict[str, dict[str, Any]] = json.loads(manifest.read_text())["files"]
-    except (ValueError, KeyError):
+        files = json.loads(manifest.read_text())["files"]
+        written = {str(name): (int(one["bytes"]), one["sha256"]) for name, one in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return f"{manifest} cannot be read"
-    for name, written in files.items():
+    for name, (num_bytes, sha256) in written.items():
         file = path / name
-        if not file.is_file():
+        try:
+            size = file.stat().st_size if file.is_file() else None
+        except (OSError, ValueError):  # no name that a file can have
+            size = None
+        if size is None:
             return f"{file} is missing"
-        if file.stat().st_size != written["bytes"]:
-            return f"{file} has {file.stat().st_size} bytes, {written['bytes']} were written"
-        if _sha256(file) != written["sha256"]:
+        if size != num_bytes:
+            return f"{file} has {size} bytes, {num_bytes} were written"
+        if _sha256(file) != sha256:
             return f"{file} is not what was written"
     return None
 

@@ -92,6 +92,11 @@ class RayCluster:
             else:
                 return
 
+    @property
+    def logs(self) -> Path | None:
+        """Ray's logs of a cluster that was started here."""
+        return None if self._folder is None else self._folder / "session_latest" / "logs"
+
     def close(self) -> None:
         """Disconnect; a cluster that was started here is ended and its files removed."""
         import ray

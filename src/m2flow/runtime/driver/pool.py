@@ -434,6 +434,16 @@ class LanePool:
             return str(cause or error).splitlines()[0]
         return "it has ended"
 
+    @property
+    def folder(self) -> Path:
+        """Files of the launcher and of the lanes on its machine."""
+        return self._folder
+
+    @property
+    def logs(self) -> Path | None:
+        """Where what lanes print is kept, if the cluster is the pool's own."""
+        return self._cluster.logs
+
     def is_here(self, lane: int) -> bool:
         """Whether a lane is on the launcher's machine."""
         return bool(self.addresses[lane].node == self._node)

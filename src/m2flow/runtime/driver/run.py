@@ -119,10 +119,19 @@ class Run:
                     if runner is not self._runners[STEP]:
                         break  # a lane was lost while nobody asked for steps
             except RunFailed as error:
+                self._account_for(error)
                 self._again = self._taken_back(error)
                 continue
             if runner is self._runners[STEP] and not self._lasting(self._between_steps):
                 return
+
+    def _account_for(self, error: RunFailed) -> None:
+        """Add the lanes' stacks and logs to a failure that is a stall."""
+        if self._pool is not None and isinstance(error.__cause__, TimeoutError):
+            from m2flow.runtime.driver.stalled import accounts
+
+            for account in accounts(self._pool):
+                error.__cause__.add_note(account)
 
     def _until_a_pause(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Batches, as long as nothing is to be done between two steps."""

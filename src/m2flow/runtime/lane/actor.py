@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from m2flow.engine.plan import LaneSpec
+from m2flow.runtime.lane.stacks import STACKS, listen
 from m2flow.runtime.transport.lines import Line, LineClosed, Waiting
 from m2flow.runtime.transport.listening import LOOPBACK, Endpoint
 from m2flow.runtime.transport.sweeping import sweep
@@ -111,6 +112,7 @@ class LaneProcess:
 
         torch.set_num_threads(self.num_threads)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        listen(self.folder, self.position)
         node = ray.get_runtime_context().get_node_id()
         host = LOOPBACK if self.one_node else str(ray.util.get_node_ip_address())
         reached_at = None if self.one_node else host
@@ -178,6 +180,7 @@ class LaneProcess:
             over.set()
             groups.close()
             self._exchange.close()
+            (self.folder / STACKS.format(self.position)).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # others still have their files there
                 self.folder.rmdir()
 

@@ -170,6 +170,8 @@ def _parsed(text: str, key: str) -> Any:
         problem = f"cannot be read as YAML: {error.problem}{where}"
     except (yaml.YAMLError, ValueError) as error:  # a date such as 2024-13-45 is a ValueError
         problem = f"cannot be read as YAML: {error}"
+    except RecursionError:
+        problem = "cannot be read as YAML: it is nested too deeply"
     raise UserError(problem, key=key)
 
 

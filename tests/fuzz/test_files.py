@@ -1,0 +1,184 @@
+"""Files with mutated bytes: each is read rightly, or refused by a `UserError`; nothing else.
+
+200 examples of each kind; `-m slow` takes 25,000, new ones each time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from m2flow.engine.plan import LaneSpec
+from m2flow.errors import UserError
+from m2flow.observe.jsonl import cut_after_step, read_rows
+from m2flow.plan import build_plan
+from m2flow.plan.file import plan_from_json, read_plan, to_json
+from m2flow.training import checkpoint
+from m2flow.workloads.common.reading import read_recipe, validated
+from m2flow.workloads.reasoning.rows import BadRowError, rows_of
+from tests.plan.small_graphs import TALKING
+
+PROJECT = Path(__file__).parents[2]
+
+Mutate = Callable[[bytes], bytes]
+
+PLAN = to_json(build_plan("collocated", TALKING, [LaneSpec(0), LaneSpec(1)], 16)).encode()
+RECIPE = (PROJECT / "recipes" / "quickstart.yaml").read_bytes()
+ROWS = b'{"question": "1 + 2?", "answer": "3"}\n{"question": "4?", "answer": "4", "n": [1.5]}\n'
+METRICS = b'{"step": 1, "reward/mean": 0.5}\n{"step": 2, "reward/mean": null}\n'
+
+WORDS = (b"null", b"NaN", b"-1", b"1e999", b"[" * 3000, b"{", b'"', b"\x00", b"\xff", b"\n", b": ",
+         b"!!python/object/apply:os.system [ls]", b"&a [*a]", b"9" * 5000,
+         b"\\ud800", b"true")  # fmt: skip
+"""What readers trip over."""
+
+
+@st.composite
+def mutated(draw: st.DrawFn, content: bytes) -> bytes:
+    """The content with some of its bytes changed, cut out, doubled, or displaced by a word."""
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(content)))
+        end = min(len(content), start + draw(st.integers(0, 12)))
+        new = draw(st.sampled_from(WORDS) | st.binary(max_size=6) | st.just(content[start:end] * 2))
+        content = content[:start] + new + content[end:]
+    return content if draw(st.booleans()) else content[: draw(st.integers(0, len(content)))]
+
+
+def examples(count: int) -> Callable[..., object]:
+    """Of so many examples; and the same slowly."""
+    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    return settings(max_examples=count, suppress_health_check=checks, deadline=None)
+
+
+def fuzzed(content: bytes, check: Callable[[Path, bytes], None], folder: Path, count: int) -> None:
+    @examples(count)
+    @given(mutated(content))
+    def run(data: bytes) -> None:
+        check(folder, data)
+
+    run()
+
+
+def outcome(read: Callable[[], Any]) -> tuple[Any, str]:
+    """What is read, or None and why it was refused."""
+    try:
+        return read(), ""
+    except (UserError, BadRowError) as error:
+        return None, str(error)
+
+
+def check_plan(folder: Path, data: bytes) -> None:
+    file = folder / "plan.json"
+    file.write_bytes(data)
+    plan, refusal = outcome(lambda: read_plan(file))
+    assert "\n" not in refusal
+    if plan is not None:
+        assert plan_from_json(to_json(plan)) == plan
+
+
+def check_recipe(folder: Path, data: bytes) -> None:
+    file = folder / "recipe.yaml"
+    file.write_bytes(data)
+    recipe, refusal = outcome(lambda: read_recipe(file))
+    assert "\n" not in refusal
+    if recipe is not None:
+        assert validated(yaml.safe_load(yaml.safe_dump(recipe.model_dump(mode="json")))) == recipe
+
+
+def check_rows(folder: Path, data: bytes) -> None:
+    file = folder / "rows.jsonl"
+    file.write_bytes(data)
+    for row in rows_of(file):
+        content, refusal = outcome(row.read)
+        assert refusal or isinstance(content, dict)
+
+
+def check_metrics(folder: Path, data: bytes) -> None:
+    file = folder / "metrics.jsonl"
+    file.write_bytes(data)
+    rows = read_rows(file).rows
+    assert all(isinstance(row, dict) for row in rows)
+    try:
+        cut_after_step(file, 1)
+    except UserError:
+        assert file.read_bytes() == data
+    else:
+        assert all(row.get("step", 0) <= 1 for row in read_rows(file).rows)
+    assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
+
+
+def check_manifest(folder: Path, data: bytes) -> None:
+    root = folder / "checkpoints"
+    if not root.exists():
+        for step in (1, 2):
+            part = checkpoint.begin(root, step) / "model"
+            part.mkdir()
+            torch.save({}, part / "weights")
+            checkpoint.commit(root, step)
+    manifest = root / "step_000002" / checkpoint.MANIFEST
+    whole = (folder / "whole").read_bytes() if (folder / "whole").exists() else b""
+    if not whole:
+        shutil.copy(manifest, folder / "whole")
+        whole = manifest.read_bytes()
+    manifest.write_bytes(data)
+    found, refusal = outcome(lambda: checkpoint.resume_point(root))
+    if found is None:
+        assert str(root / "step_000001") in refusal
+    else:
+        assert found == root / "step_000002"
+        assert json.loads(data)["files"].keys() <= json.loads(whole)["files"].keys()
+
+
+MANIFEST = json.dumps(
+    {"format": 1, "step": 2, "files": {"model/weights": {"bytes": 3, "sha256": "0" * 64}}}
+).encode()
+
+KINDS = {
+    "plan": (PLAN, check_plan),
+    "recipe": (RECIPE, check_recipe),
+    "rows": (ROWS, check_rows),
+    "metrics": (METRICS, check_metrics),
+    "manifest": (MANIFEST, check_manifest),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mutated_files(kind: str, tmp_path: Path) -> None:
+    content, check = KINDS[kind]
+    fuzzed(content, check, tmp_path, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_mutated_files(kind: str, tmp_path: Path) -> None:
+    content, check = KINDS[kind]
+    fuzzed(content, check, tmp_path, 25_000)
+
+
+FOUND = {
+    "a number of 5,000 digits": ("plan", b'{"lanes": ' + b"9" * 5000 + b"}"),
+    "3,000 brackets in a plan": ("plan", b"[" * 3000),
+    "3,000 brackets in a recipe": ("recipe", b"steps: " + b"[" * 3000),
+    "3,000 brackets in a row": ("metrics", b"[" * 3000 + b"\n" + METRICS),
+    "a step that is no number": ("metrics", b'{"step": null}\n{"step": "2"}\n' + METRICS),
+    "a file without a size": ("manifest", b'{"files": {"model/weights": {"sha256": ""}}}'),
+    "files that are a list": ("manifest", b'{"files": [1]}'),
+    "3,000 brackets in a manifest": ("manifest", b"[" * 3000),
+    "a name that no file has": ("manifest", MANIFEST.replace(b"weights", b"w" * 5000)),
+    "a name with a null in it": ("manifest", MANIFEST.replace(b"weights", b"w\\u0000")),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found(name: str, tmp_path: Path) -> None:
+    kind, data = FOUND[name]
+    KINDS[kind][1](tmp_path, data)
