@@ -109,6 +109,7 @@ def start(maker: str = "", reader: str = "", folder: Path | str = "", **settings
     if "mode" not in settings:
         spots = {"maker": Placement(((0,),)), "reader": Placement(((1,),))}
         settings = {"plan": Plan("custom", LANES, spots), **settings}
+    settings = {"lane_restarts": 0, **settings}
     return m2flow.launch(flow, items_per_step=ITEMS, **settings)  # type: ignore[arg-type]
 
 
@@ -255,8 +256,9 @@ class Losing(Flow):
 def test_a_payload_that_went_with_its_lane_names_the_lane() -> None:
     spots = {"maker": Placement(((0,),)), "reader": Placement(((1,),))}
     flow = Losing(maker=Gone(), reader=Late())
+    plan = Plan("custom", LANES, spots)
     with (
-        m2flow.launch(flow, items_per_step=ITEMS, plan=Plan("custom", LANES, spots)) as run,
+        m2flow.launch(flow, items_per_step=ITEMS, plan=plan, lane_restarts=0) as run,
         pytest.raises(RunFailed) as caught,
     ):
         run.step(items())

@@ -72,7 +72,9 @@ class Simulation(Flow):
 
 def start(python: str | None = None) -> Run:
     flow = Simulation(simulator=Simulator(python), neighbour=Neighbour())
-    return m2flow.launch(flow, items_per_step=ITEMS, mode="collocated", lanes=(LANE,))
+    return m2flow.launch(
+        flow, items_per_step=ITEMS, mode="collocated", lanes=(LANE,), lane_restarts=0
+    )
 
 
 def batch(first: int) -> Batch:

@@ -323,7 +323,8 @@ def launch_fragile(
 ) -> Run:
     flow = FragileFlow(fragile=Fragile(fault, str(folder)), after=After())
     plan = fragile_plan(deadline_seconds)
-    run = m2flow.launch(flow, items_per_step=ITEMS, plan=plan, lanes=pool or lanes(2))
+    where = pool or lanes(2)
+    run = m2flow.launch(flow, items_per_step=ITEMS, plan=plan, lanes=where, lane_restarts=0)
     run.step(prompts(0))
     return run
 
@@ -416,7 +417,7 @@ def test_a_lane_of_a_gang_that_is_killed_while_it_streams_is_named(tmp_path: Pat
     """The other lane waits for it to agree on what has come."""
     plan = Plan("custom", lanes(2), {"endless": Placement(GANG)}, deadline_seconds=60.0)
     flow = EndlessFlow(endless=Endless(str(tmp_path)))
-    run = m2flow.launch(flow, items_per_step=ITEMS, plan=plan)
+    run = m2flow.launch(flow, items_per_step=ITEMS, plan=plan, lane_restarts=0)
     run.step(prompts(0))
     error = lane_1_killed(run, tmp_path)
     assert "running: endless.stream (step 1" in str(error)
