@@ -83,6 +83,14 @@ class Started:
         return not self.left_behind()
 
 
+@pytest.fixture(autouse=True)
+def hang_ups_are_heard() -> Iterator[None]:
+    """Also where the tests themselves run under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def started(tiny: Path) -> Iterator[Callable[..., Started]]:
     runs: list[Started] = []

@@ -57,6 +57,7 @@ class Run:
         graph: their graph.
         load_seconds: how long it took to bring the workers up.
         pilot: who has chosen the plan and watches it; None where the plan was given.
+        may_heal: asked when lanes are lost; where it says no, they end the run.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Run:
         self._take_up(plans, carrier, dict.fromkeys(methods.graphs, first_step))
         self._recovery = self._new_recovery(first_step, lane_restarts)
         self._again: list[Batch] = []
+        self.may_heal: Callable[[], bool] = lambda: True
         gc.freeze()  # what is there stays: to go through all of torch would stop the control loop
 
     def _take_up(self, plans: Plans, carrier: Any, next_steps: Mapping[str, int]) -> None:
@@ -432,7 +434,7 @@ class Run:
 
     def _lost(self, error: RunFailed) -> dict[int, tuple[str, float]]:
         """Lanes that were lost and may be started again."""
-        if self._pool is None or not self._recovery.restarts:
+        if self._pool is None or not self._recovery.restarts or not self.may_heal():
             return {}
         from m2flow.runtime.driver import moving
 

@@ -186,6 +186,8 @@ class Training:
             also={"evaluate": len(held_out)} if held_out is not None else {},
         )
         with run:
+            # A signal to all processes takes the lanes along: nothing is to bring them back.
+            run.may_heal = lambda: self._stopping.asked is None
             directory = self._begun()
             self._write_plan(run)
             resumed_step = self._last_kept_step if self.resumed else None
