@@ -303,3 +303,12 @@ def test_the_only_copy_of_a_learner_that_is_not_saved_ends_the_run(
     assert "learner does not say how its state is saved" in str(caught.value)
     assert "`--resume` goes on from the last checkpoint" in str(caught.value)
     pool.restart(list(pool.lost))
+
+
+def test_a_run_that_is_to_end_brings_no_lane_back(pool: LanePool, tmp_path: Path) -> None:
+    with start(APART, Death("score", 1, str(tmp_path)), pool) as run:
+        run.may_heal = lambda: False
+        with pytest.raises(RunFailed, match="lane 1 was lost"):
+            seen(run)
+        assert not run.losses
+    pool.restart(list(pool.lost))
