@@ -246,10 +246,10 @@ def test_advantages_against_a_loop(samples: Batch, normalize_std: bool) -> None:
 
 def test_token_ids_stay_behind(samples: Batch) -> None:
     left = outcome(samples)
-    assert tuple(left.columns) == (*OUTCOME, "advantage")
+    assert tuple(left.columns) == (*OUTCOME, "version", "advantage")
     assert left["advantage"] == samples["advantage"].tolist()
     generated = samples.only(*(name for name in samples.columns if name != "advantage"))
-    assert tuple(outcome(generated).columns) == OUTCOME
+    assert tuple(outcome(generated).columns) == (*OUTCOME, "version")
     lengths = samples["completion_ids"].lengths
     tokens = generated.with_columns(advantages=Ragged(torch.ones(sum(lengths)) * 2, lengths))
     assert outcome(tokens)["advantage"] == [2.0] * len(samples)

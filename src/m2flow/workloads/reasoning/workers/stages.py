@@ -9,7 +9,7 @@ from m2flow.workloads.reasoning.workers.columns import judged, lengths_of
 
 OUTCOME = (
     "prompt", "text", "answer", "reward", "failure", "finish_reason", "num_tokens",
-    "num_prompt_tokens", "version",
+    "num_prompt_tokens",
 )  # fmt: skip
 """Columns that a step hands back for metrics and samples; token ids stay on the lanes."""
 
@@ -18,7 +18,8 @@ OUTCOME = (
 def outcome(samples: Batch) -> Batch:
     """What is left of a sample when it has been used: figures and text, no token ids.
 
-    Has the columns `OUTCOME`, and `advantage` where there is one, or one for each token.
+    Has the columns `OUTCOME`, `version` where there is one, and `advantage` where there is one, or
+    one for each token.
     """
     more: dict[str, Any] = {
         "num_tokens": list(samples["completion_ids"].lengths),
@@ -26,7 +27,8 @@ def outcome(samples: Batch) -> Batch:
     }
     if "failure" not in samples:  # of a verifier that never fails
         more["failure"] = [""] * len(samples)
-    left = samples.with_columns(**more).only(*OUTCOME)
+    versions = ("version",) if "version" in samples else ()
+    left = samples.with_columns(**more).only(*OUTCOME, *versions)
     if "advantages" in samples:  # of tokens: their mean
         rows = samples["advantages"].rows()
         return left.with_columns(advantage=[float(row.sum()) / max(1, len(row)) for row in rows])
