@@ -62,6 +62,7 @@ class Sampler(Worker):
     def load(self, place: Any) -> None:
         super().load(place)
         self.version = place.version
+        self.death.at("load", self.version)
 
     @stage(streaming=True, expands="samples")
     def generate(self, prompts: Batch) -> Generator[Batch, Batch | None, None]:
@@ -232,6 +233,7 @@ def undisturbed() -> list[Any]:
 @pytest.mark.parametrize(
     ("chosen", "moment", "version"),
     [
+        (APART, "load", 0),
         (APART, "generate", 0),
         (APART, "score", 2),
         (APART, "train", 1),
@@ -264,7 +266,11 @@ def test_a_run_that_loses_a_lane_gives_what_an_undisturbed_one_gives(
     assert str(loss).startswith(f"lane {loss.lane} was lost (")
     assert "; back after " in str(loss)
     spans = [span for result in found.steps for span in result.spans if span.name == LOST]
-    if moment not in ("answer", "asked"):  # then no step was under way, and the next one tells
+    if moment not in (
+        "load",
+        "answer",
+        "asked",
+    ):  # then no step was under way, and the next one tells
         assert [span.lane for span in spans] == [loss.lane]
 
 
@@ -284,9 +290,22 @@ def test_a_lane_that_dies_again_and_again_ends_the_run(pool: LanePool, tmp_path:
     death = Death("score", 1, str(tmp_path), times=99)
     with start(APART, death, pool, lane_restarts=2) as run, pytest.raises(RunFailed) as caught:
         seen(run)
-    assert len(list(tmp_path.iterdir())) == 3
-    first, second, *_ = str(caught.value).splitlines()
-    assert first.startswith("lane 1 was lost: ")
+    check_given_up(caught.value, tmp_path, pool)
+
+
+def test_a_lane_that_dies_whenever_its_workers_load_ends_the_launch(
+    pool: LanePool, tmp_path: Path
+) -> None:
+    death = Death("load", 0, str(tmp_path), times=99)
+    with pytest.raises(RunFailed) as caught:
+        start(APART, death, pool, lane_restarts=2)
+    check_given_up(caught.value, tmp_path, pool, lane=0)
+
+
+def check_given_up(error: RunFailed, folder: Path, pool: LanePool, lane: int = 1) -> None:
+    assert len(list(folder.iterdir())) == 3
+    first, second, *_ = str(error).splitlines()
+    assert first.startswith(f"lane {lane} was lost: ")
     assert "started again 2 times, which is the most (`lane_restarts`)" in second
     with pytest.raises(RunFailed, match="no run can be started on these lanes"):
         start(APART, Death(), pool)

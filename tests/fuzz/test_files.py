@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
@@ -25,47 +24,15 @@ from m2flow.plan.file import plan_from_json, read_plan, to_json
 from m2flow.training import checkpoint
 from m2flow.workloads.common.reading import read_recipe, validated
 from m2flow.workloads.reasoning.rows import BadRowError, rows_of
+from tests.fuzz.mutations import fuzzed
 from tests.plan.small_graphs import TALKING
 
 PROJECT = Path(__file__).parents[2]
-
-Mutate = Callable[[bytes], bytes]
 
 PLAN = to_json(build_plan("collocated", TALKING, [LaneSpec(0), LaneSpec(1)], 16)).encode()
 RECIPE = (PROJECT / "recipes" / "quickstart.yaml").read_bytes()
 ROWS = b'{"question": "1 + 2?", "answer": "3"}\n{"question": "4?", "answer": "4", "n": [1.5]}\n'
 METRICS = b'{"step": 1, "reward/mean": 0.5}\n{"step": 2, "reward/mean": null}\n'
-
-WORDS = (b"null", b"NaN", b"-1", b"1e999", b"[" * 3000, b"{", b'"', b"\x00", b"\xff", b"\n", b": ",
-         b"!!python/object/apply:os.system [ls]", b"&a [*a]", b"9" * 5000,
-         b"\\ud800", b"true")  # fmt: skip
-"""What readers trip over."""
-
-
-@st.composite
-def mutated(draw: st.DrawFn, content: bytes) -> bytes:
-    """The content with some of its bytes changed, cut out, doubled, or displaced by a word."""
-    for _ in range(draw(st.integers(1, 4))):
-        start = draw(st.integers(0, len(content)))
-        end = min(len(content), start + draw(st.integers(0, 12)))
-        new = draw(st.sampled_from(WORDS) | st.binary(max_size=6) | st.just(content[start:end] * 2))
-        content = content[:start] + new + content[end:]
-    return content if draw(st.booleans()) else content[: draw(st.integers(0, len(content)))]
-
-
-def examples(count: int) -> Callable[..., object]:
-    """Of so many examples; and the same slowly."""
-    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-    return settings(max_examples=count, suppress_health_check=checks, deadline=None)
-
-
-def fuzzed(content: bytes, check: Callable[[Path, bytes], None], folder: Path, count: int) -> None:
-    @examples(count)
-    @given(mutated(content))
-    def run(data: bytes) -> None:
-        check(folder, data)
-
-    run()
 
 
 def outcome(read: Callable[[], Any]) -> tuple[Any, str]:
@@ -154,14 +121,14 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_mutated_files(kind: str, tmp_path: Path) -> None:
     content, check = KINDS[kind]
-    fuzzed(content, check, tmp_path, 200)
+    fuzzed(content, partial(check, tmp_path), 200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_mutated_files(kind: str, tmp_path: Path) -> None:
     content, check = KINDS[kind]
-    fuzzed(content, check, tmp_path, 25_000)
+    fuzzed(content, partial(check, tmp_path), 25_000)
 
 
 FOUND = {

@@ -201,14 +201,17 @@ def weighted_sum(parts: Sequence[WeightedReward], judged: Judged) -> Scores:
             if isinstance(value, float) and math.isfinite(value):
                 totals[number] += part.weight * value
             else:
-                why = str(value) if isinstance(value, Failure) else f"gave {value!r}, no number"
+                why = value.why if isinstance(value, Failure) else f"gave {value!r}, no number"
                 failures[number] = failures[number] or f"reward {part.name} {why}"
     rewards = [0.0 if why else total for total, why in zip(totals, failures, strict=True)]
     return Scores(rewards, failures)
 
 
-class Failure(Exception):
+@dataclass(frozen=True, slots=True)
+class Failure:
     """Why there is no reward: what the function raised, or that it took too long."""
+
+    why: str
 
 
 def _values(part: WeightedReward, judged: Judged) -> list[Any]:
@@ -264,7 +267,7 @@ def _called(function: Any, calls: Sequence[tuple[Any, ...]], seconds: float) -> 
                 found.append(_too_slow(seconds))
                 left.set()
                 break
-            if isinstance(value, BaseException) and not isinstance(value, Failure):
+            if isinstance(value, BaseException):
                 raise value
             found.append(value)
     return found

@@ -83,7 +83,7 @@ def launch(
             are loaded.
     """
     methods = methods_of(flow, items_per_step, also)
-    graphs = methods.graphs
+    graphs, pilot = methods.graphs, None
     if mode == "auto" and plan is None:
         specs = specs_of(lanes, lane_memory)
         free = [lane for lane in specs if lane.reserved_for is None]
@@ -92,33 +92,18 @@ def launch(
         )
         reserved = [lane for lane in specs if lane.reserved_for is not None]
         pilot = _pilot(auto, methods, (*free, *reserved) if reserved else guess.lanes, layouts)
-        plans = methods.planned(pilot.plan)
-        with lanes_of(lanes, methods.planned(guess).everything.lanes, flow) as pool:
-            return on_lanes(
-                methods,
-                plans,
-                flow,
-                first_step,
-                pool,
-                load_deadline_seconds,
-                pilot,
-                lane_restarts,
-            )
-    if plan is None:
-        specs = specs_of(lanes, lane_memory)
-        plan = build_plan(mode, graphs[STEP], specs, items_per_step, methods.isolated, layouts)
-    plans = methods.planned(plan)
-    if plan.mode == "eager":
-        return in_this_process(methods, plans, flow, first_step, num_threads)
-    with lanes_of(lanes, plans.everything.lanes, flow) as pool:
+        plans, hosts = methods.planned(pilot.plan), methods.planned(guess).everything.lanes
+    else:
+        if plan is None:
+            specs = specs_of(lanes, lane_memory)
+            plan = build_plan(mode, graphs[STEP], specs, items_per_step, methods.isolated, layouts)
+        plans = methods.planned(plan)
+        hosts = plans.everything.lanes
+        if plan.mode == "eager":
+            return in_this_process(methods, plans, flow, first_step, num_threads)
+    with lanes_of(lanes, hosts, flow) as pool:
         return on_lanes(
-            methods,
-            plans,
-            flow,
-            first_step,
-            pool,
-            load_deadline_seconds,
-            lane_restarts=lane_restarts,
+            methods, plans, flow, first_step, pool, load_deadline_seconds, pilot, lane_restarts
         )
 
 

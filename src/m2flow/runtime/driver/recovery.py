@@ -80,6 +80,34 @@ class Snapshot:
     files: Mapping[str, Files] = field(default_factory=dict)
 
 
+class Restarts:
+    """How often lanes were started again, and how often each may be.
+
+    Args:
+        most: how often each lane may be.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._begun: Counter[int] = Counter()
+        self._first: dict[int, str] = {}
+
+    def count(self, lost: Mapping[int, str], error: BaseException) -> None:
+        """Lanes that were lost, each with the reason, are to be started again.
+
+        Raises:
+            RunFailed: one of them is lost again and again; `error` is how this was heard of.
+        """
+        for lane, reason in lost.items():
+            self._first.setdefault(lane, reason)
+            if self._begun[lane] >= self.most:
+                raise RunFailed(
+                    f"lane {lane} was lost: {self._first[lane]}\nit was started again {self.most} "
+                    f"times, which is the most (`lane_restarts`), and lost again: {error}"
+                ) from error
+        self._begun.update(list(lost))  # of a mapping it would add the values
+
+
 class Recovery:
     """The books of one run.
 
@@ -89,12 +117,12 @@ class Recovery:
             that they have learnt from.
         num_bytes: about how much a snapshot holds.
         free_bytes: host memory that is free.
-        restarts: how often each lane may be started again.
+        restarts: of lanes; with none allowed nothing is kept.
+        losses: lanes that were lost while the workers were brought up.
         clock: seconds.
 
     Attributes:
         losses: the lanes that were lost and are back, in order of time.
-        restarts: how often each lane may be started again; with 0 nothing is kept.
     """
 
     def __init__(
@@ -103,15 +131,14 @@ class Recovery:
         unsaved: Sequence[str],
         num_bytes: int,
         free_bytes: int,
-        restarts: int = LANE_RESTARTS,
+        restarts: Restarts,
+        losses: Sequence[LaneLoss] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.losses: list[LaneLoss] = []
+        self.losses = list(losses)
         self._snapshot: Snapshot | None = Snapshot(first_step)
         self._batches: list[Batch] = []
-        self._begun: Counter[int] = Counter()
-        self._first: dict[int, str] = {}
-        self.restarts, self._clock = restarts, clock
+        self._restarts, self._clock = restarts, clock
         self._taken_at, self._seconds = clock(), num_bytes / BYTES_PER_SECOND
         self._why_not: str | None = None
         if unsaved:
@@ -122,11 +149,16 @@ class Recovery:
         self.given = first_step
         """The step whose result is to be given next."""
 
+    @property
+    def heals(self) -> bool:
+        """Whether lanes may be started again at all."""
+        return self._restarts.most > 0
+
     # --- while nothing is lost --------------------------------------------------------------------
 
     def feed(self, batch: Batch) -> None:
         """A step is begun with this batch."""
-        if self._snapshot is not None and self.restarts:
+        if self._snapshot is not None and self.heals:
             self._batches.append(batch)
 
     def gave(self, step: int) -> None:
@@ -139,7 +171,7 @@ class Recovery:
     def is_due(self) -> bool:
         """Whether the next snapshot is worth its time."""
         snapshot = self._snapshot
-        if snapshot is None or self._why_not is not None or not self.restarts:
+        if snapshot is None or self._why_not is not None or not self.heals:
             return False
         if self.given == snapshot.step:
             return False
@@ -167,23 +199,13 @@ class Recovery:
         Raises:
             RunFailed: there is no way back, or a lane is lost again and again.
         """
-        for lane, reason in lost.items():
-            self._first.setdefault(lane, reason)
-            if self._begun[lane] >= self.restarts:
-                raise self._gives_up(lane, error) from error
+        self._restarts.count(lost, error)
         if self._snapshot is None:
             raise RunFailed(
                 f"{error}\nthe only copy of what was learnt was lost with it: {self._why_not}; "
                 "`--resume` goes on from the last checkpoint"
             ) from error
-        self._begun.update(list(lost))  # of a mapping it would add the values
         return self._snapshot
-
-    def _gives_up(self, lane: int, error: BaseException) -> RunFailed:
-        return RunFailed(
-            f"lane {lane} was lost: {self._first[lane]}\nit was started again {self.restarts} "
-            f"times, which is the most (`lane_restarts`), and lost again: {error}"
-        )
 
     def since_snapshot(self) -> tuple[list[Batch], list[Batch]]:
         """Batches of the steps since the snapshot: of those that were given, and of the others."""

@@ -19,10 +19,10 @@ from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
 from m2flow.runtime.driver.recovery import (
-    LANE_RESTARTS,
     LOST,
     LaneLoss,
     Recovery,
+    Restarts,
     Snapshot,
 )
 from m2flow.runtime.driver.runner import Runner, StepResult
@@ -73,7 +73,8 @@ class Run:
         load_seconds: float = 0.0,
         load_deadline_seconds: float = 0.0,
         pilot: Pilot | None = None,
-        lane_restarts: int = LANE_RESTARTS,
+        restarts: Restarts | None = None,
+        losses: Sequence[LaneLoss] = (),
     ) -> None:
         self.graph = methods.graphs[STEP]
         self.load_seconds, self.pilot = load_seconds, pilot
@@ -81,7 +82,7 @@ class Run:
         self._load_deadline = load_deadline_seconds
         self._pool, self._owns_pool = pool, owns_pool
         self._take_up(plans, carrier, dict.fromkeys(methods.graphs, first_step))
-        self._recovery = self._new_recovery(first_step, lane_restarts)
+        self._recovery = self._new_recovery(first_step, restarts or Restarts(0), losses)
         self._again: list[Batch] = []
         self.may_heal: Callable[[], bool] = lambda: True
         gc.freeze()  # what is there stays: to go through all of torch would stop the control loop
@@ -393,16 +394,16 @@ class Run:
         """The lanes that were lost and are back, in order of time."""
         return tuple(self._recovery.losses)
 
-    def _new_recovery(self, first_step: int, restarts: int) -> Recovery:
+    def _new_recovery(
+        self, first_step: int, restarts: Restarts, losses: Sequence[LaneLoss]
+    ) -> Recovery:
         spots = self._placements.items()
         unsaved = [name for name, _ in spots if not self.movable(name)]
         num_bytes = sum(
             spot.state_bytes * len(spot.replicas[0]) for name, spot in spots if self._saves(name)
         )
-        if self._pool is None or not self._pool.can_restart:
-            restarts = 0
         free = psutil.virtual_memory().available
-        return Recovery(first_step, unsaved, num_bytes, free, restarts)
+        return Recovery(first_step, unsaved, num_bytes, free, restarts, losses)
 
     def _keep_snapshot(self) -> None:
         """Have workers save their states, and keep these here."""
@@ -434,7 +435,7 @@ class Run:
 
     def _lost(self, error: RunFailed) -> dict[int, tuple[str, float]]:
         """Lanes that were lost and may be started again."""
-        if self._pool is None or not self._recovery.restarts or not self.may_heal():
+        if self._pool is None or not self._recovery.heals or not self.may_heal():
             return {}
         from m2flow.runtime.driver import moving
 

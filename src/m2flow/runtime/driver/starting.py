@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -15,10 +15,11 @@ from m2flow.flow.worker import Isolation
 from m2flow.plan import isolated_workers, parse_lanes, with_memory
 from m2flow.runtime.driver.inline import InlineCarrier
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
-from m2flow.runtime.driver.recovery import LANE_RESTARTS
+from m2flow.runtime.driver.recovery import LANE_RESTARTS, LaneLoss, Restarts
 from m2flow.runtime.driver.run import Run
 
 if TYPE_CHECKING:  # an eager run does without Ray
+    from m2flow.runtime.driver.carrier import RayCarrier
     from m2flow.runtime.driver.pilot import Pilot
     from m2flow.runtime.driver.pool import LanePool
 
@@ -115,15 +116,20 @@ def on_lanes(
     if pool.spoiled is not None:
         raise RunFailed(f"no run can be started on these lanes any more: {pool.spoiled}")
     workers, start = plans.placed(flow.workers), time.perf_counter()
-    carrier = RayCarrier(
-        pool,
-        methods.graphs,
-        plans.everything,
-        workers,
-        plans.by_method,
-        first_step,
-        load_seconds=load_deadline_seconds,
-    )
+
+    def load() -> RayCarrier:
+        return RayCarrier(
+            pool,
+            methods.graphs,
+            plans.everything,
+            workers,
+            plans.by_method,
+            first_step,
+            load_seconds=load_deadline_seconds,
+        )
+
+    restarts = Restarts(lane_restarts if pool.can_restart else 0)
+    carrier, losses = _loaded(pool, load, restarts)
     return Run(
         methods,
         plans.sized(carrier.state_bytes, methods.graphs),
@@ -135,5 +141,28 @@ def on_lanes(
         load_seconds=time.perf_counter() - start,
         load_deadline_seconds=load_deadline_seconds,
         pilot=pilot,
-        lane_restarts=lane_restarts,
+        restarts=restarts,
+        losses=losses,
     )
+
+
+def _loaded(
+    pool: LanePool, load: Callable[[], RayCarrier], restarts: Restarts
+) -> tuple[RayCarrier, list[LaneLoss]]:
+    """Load the workers; where lanes are lost meanwhile, start them again, and load once more.
+
+    Raises:
+        RunFailed: a lane is lost again and again, or something else went wrong.
+    """
+    losses: list[LaneLoss] = []
+    while True:
+        try:
+            return load(), losses
+        except RunFailed as error:
+            lost = dict(pool.lost)
+            if not lost or not restarts.most:
+                raise
+            restarts.count({lane: why for lane, (why, _) in lost.items()}, error)
+            pool.restart({lane.id for lane in pool.lanes} if pool.grouped else lost)
+            now = time.time()
+            losses += [LaneLoss(lane, why, at, now - at, 0) for lane, (why, at) in lost.items()]

@@ -38,6 +38,10 @@ class LineClosed(ConnectionError):
     """The other end of a connection is gone."""
 
 
+class BadFrame(LineClosed):
+    """What came in is no frame: nothing that follows on the connection can be read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """One message.
@@ -78,13 +82,23 @@ class Frame:
         return deque(memoryview(piece) for piece in pieces if len(piece))
 
 
+def _checked(kind: bytes, head: int, count: int, follows: int) -> None:
+    """Raises BadFrame: no frame has such a prefix."""
+    lead = 8 * count + head
+    fits = aligned(lead) <= follows if count else head == follows
+    if not fits or not kind.isascii():
+        raise BadFrame(f"a prefix of no frame: {kind!r}, {head}, {count}, {follows}")
+
+
 def _frame(kind: bytes, head: int, count: int, memory: memoryview) -> Frame:
-    """The frame of a prefix and the memory that follows it."""
+    """The frame of a prefix and the memory that follows it. Raises BadFrame: it is none."""
     name = kind.rstrip(b"\0").decode()
     if not count:
         return Frame(name, memory)
     sizes = struct.unpack_from(f"<{count}Q", memory)
-    starts = accumulate(map(aligned, sizes), initial=aligned(8 * count + head))
+    starts = list(accumulate(map(aligned, sizes), initial=aligned(8 * count + head)))
+    if starts[-1] != len(memory):
+        raise BadFrame(f"buffers of a {name!r} that end at {starts[-1]} of {len(memory)} bytes")
     buffers = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
     return Frame(name, memory[8 * count : 8 * count + head], buffers)
 
@@ -103,7 +117,11 @@ class FrameDecoder:
         return (self._view if self._large is None else self._large[3])[self._end :]
 
     def add(self, count: int) -> list[Frame]:
-        """Take the bytes that came; the frames that are complete with them."""
+        """Take the bytes that came; the frames that are complete with them.
+
+        Raises:
+            BadFrame: they are no frames, or of a size that no memory has.
+        """
         self._end += count
         if self._large is not None:
             if self._end < len(self._large[3]):
@@ -114,6 +132,7 @@ class FrameDecoder:
         start = 0
         while (begin := start + _PREFIX.size) <= self._end:
             kind, head, number, follows = _PREFIX.unpack_from(self._scratch, start)
+            _checked(kind, head, number, follows)
             stop = begin + follows
             if stop <= self._end:
                 own = memoryview(self._scratch[begin:stop])
@@ -122,7 +141,7 @@ class FrameDecoder:
             elif _PREFIX.size + follows <= _READ_AHEAD:
                 break
             else:
-                memory = memoryview(np.empty(follows, np.uint8).data)
+                memory = _memory(follows)
                 self._end -= begin
                 memory[: self._end] = self._view[begin : begin + self._end]
                 self._large = kind, head, number, memory
@@ -131,6 +150,13 @@ class FrameDecoder:
         if start and self._end:
             self._view[: self._end] = self._view[start : start + self._end]
         return frames
+
+
+def _memory(size: int) -> memoryview:
+    try:
+        return memoryview(np.empty(size, np.uint8).data)
+    except (MemoryError, ValueError) as error:
+        raise BadFrame(f"no memory for a frame of {size} bytes") from error
 
 
 class FrameStream:
