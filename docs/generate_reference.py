@@ -52,6 +52,8 @@ MEANING = {
     "max_staleness": "how many versions the weights that generate may lag behind; 0 is on-policy",
     "load_deadline_seconds": "longest that a lane may take to load one worker",
     "lane_restarts": "how often a lane whose process has ended is started again; 0: the run ends",
+    "spare_lanes": "processes that wait on each machine, with their imports done, to be a lane of "
+    "cores that is lost; a lane of a GPU is started afresh",
     "max_skipped_updates": "optimizer steps in a row that are left out because a loss or gradient "
     "is not finite; one more ends the run",
     "grace_seconds": "longest that a step may take to its end after SIGTERM, SIGHUP or Ctrl-C",

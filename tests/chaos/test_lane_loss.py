@@ -23,9 +23,11 @@ from m2flow import Batch, Flow, Stream, Worker, stage
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import RunFailed
 from m2flow.runtime.driver.launch import Run
+from m2flow.runtime.driver.placing import nodes_for
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.driver.recovery import LOST
 from m2flow.runtime.driver.runner import StepResult
+from m2flow.runtime.driver.spares import Spares
 from tests.runtime.local_cluster import local_cluster
 
 ray = pytest.importorskip("ray")
@@ -284,6 +286,25 @@ def test_steps_that_overlap_are_taken_again_in_order(pool: LanePool, tmp_path: P
     death = Death("generate", 2, str(tmp_path))
     assert run_of(death) == run_of(Death())
     assert (tmp_path / "0").exists()
+
+
+def test_a_spare_process_takes_the_place_of_a_lane(
+    pool: LanePool, tmp_path: Path, undisturbed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that comes back is the process that has waited, and another one waits then."""
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "spares", spares := Spares(1, pool._make_spare))
+        spares.keep(LANES, nodes_for(LANES))
+        (actor,) = spares.actors
+        ray.get(actor.warm.remote([]), timeout=60.0)
+        with start(APART, Death("score", 1, str(tmp_path)), pool) as run:
+            found = seen(run)
+        (other,) = spares.actors
+        spares.end()
+    assert found.figures == undisturbed
+    (loss,) = run.losses
+    assert pool._actors[loss.lane] == actor
+    assert other != actor
 
 
 def test_a_lane_that_dies_again_and_again_ends_the_run(pool: LanePool, tmp_path: Path) -> None:

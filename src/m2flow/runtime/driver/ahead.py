@@ -24,15 +24,18 @@ class LanesAhead:
     Args:
         lanes: what to start.
         modules: what the lanes import meanwhile, because workers will need it.
+        spares: as for `LanePool`.
 
     Raises:
         UserError: there is no shared memory.
     """
 
-    def __init__(self, lanes: Sequence[LaneSpec], modules: Sequence[str] = ()) -> None:
+    def __init__(
+        self, lanes: Sequence[LaneSpec], modules: Sequence[str] = (), spares: int = 0
+    ) -> None:
         check_shared_memory()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lanes ahead")
-        self._pool: Future[LanePool] = self._thread.submit(_start, lanes, modules)
+        self._pool: Future[LanePool] = self._thread.submit(_start, lanes, modules, spares)
 
     def pool(self) -> LanePool:
         """The lanes, as soon as they are up.
@@ -53,13 +56,13 @@ class LanesAhead:
         self._thread.shutdown()
 
 
-def _start(lanes: Sequence[LaneSpec], modules: Sequence[str]) -> LanePool:
+def _start(lanes: Sequence[LaneSpec], modules: Sequence[str], spares: int) -> LanePool:
     from m2flow.runtime.driver.cluster import RayCluster
 
     cluster = RayCluster(lanes)  # seconds, in other processes; what comes next imports torch here
 
     from m2flow.runtime.driver.pool import LanePool
 
-    pool = LanePool(lanes, cluster=cluster)
+    pool = LanePool(lanes, cluster=cluster, spares=spares)
     pool.prepare(modules)
     return pool

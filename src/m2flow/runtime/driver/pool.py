@@ -32,6 +32,7 @@ from m2flow.errors import RunFailed
 from m2flow.flow.worker import Isolation
 from m2flow.runtime.driver.cluster import RayCluster
 from m2flow.runtime.driver.placing import check_room, gpus_beside, nodes_for, options_of
+from m2flow.runtime.driver.spares import Spares
 from m2flow.runtime.lane.actor import LAUNCHER, VISIBLE, LaneAddress, LaneProcess
 from m2flow.runtime.lane.exchange import Exchange, name_of
 from m2flow.runtime.lane.orders import (
@@ -91,6 +92,8 @@ class LanePool:
         cluster: a connection to Ray that was made for the pool, and ends with it.
         lanes_per_process: how many lanes a process hosts. More than one is for emulated
             accelerators only (`m2flow.runtime.lane.shared`): no worker there may compute.
+        spares: how many processes wait on each machine, with their imports done, for a lane of
+            cores to be lost whose place they take.
 
     Attributes:
         lanes: what was started.
@@ -98,6 +101,7 @@ class LanePool:
         spoiled: why no run can be started on the lanes any more, or None.
         lost: lanes whose processes have ended: why, and when that was noticed, in seconds since the
             epoch. `restart` brings them back.
+        spares: the processes that wait to be a lane that is lost.
         grouped: whether the lanes have process groups, which none of them can join later.
 
     Raises:
@@ -113,8 +117,10 @@ class LanePool:
         link: str | None = None,
         cluster: RayCluster | None = None,
         lanes_per_process: int = 1,
+        spares: int = 0,
     ) -> None:
         self.lanes, self._link = tuple(lanes), link
+        self.spares = Spares(spares, self._make_spare)
         self._lanes_per_process = lanes_per_process
         self._cluster = cluster or RayCluster(self.lanes)
         self._key = uuid.uuid4().bytes + uuid.uuid4().bytes
@@ -137,6 +143,7 @@ class LanePool:
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         try:
             self._start(self.lanes)
+            self.spares.keep(self.lanes, nodes_for(self.lanes))
         except BaseException:
             self._end()
             raise
@@ -192,18 +199,25 @@ class LanePool:
         beside: Mapping[int, int],
     ) -> list[Any]:
         """Start a process for each of some lanes; what will be its address."""
-        one_node = {lane.node for lane in self.lanes} == {0}
         isolated = self._isolated
         for lane in lanes:
             position = self.lanes.index(lane)
+            spare = self.spares.take(lane, position, nodes[lane.node])
             options = options_of(lane, nodes[lane.node], isolated, shares_gpu=lane.id in beside)
-            actor = ray.remote(**options)(LaneProcess)
-            self._actors[lane.id] = actor.remote(
-                lane, position, str(self._folder), self._key, self._link, one_node
-            )
+            self._actors[lane.id] = spare or self._make(lane, position, options)
         there = {lane.id for lane in lanes}
         visible = self._visible_gpus({x: owner for x, owner in beside.items() if x in there})
         return [self._actors[lane.id].ready.remote(visible.get(lane.id)) for lane in lanes]
+
+    def _make(self, lane: LaneSpec, position: int, options: Mapping[str, Any]) -> Any:
+        """A process for a lane, with Ray's options for it."""
+        one_node = {lane.node for lane in self.lanes} == {0}
+        make = ray.remote(**options)(LaneProcess)
+        return make.remote(lane, position, str(self._folder), self._key, self._link, one_node)
+
+    def _make_spare(self, lane: LaneSpec, node: str) -> Any:
+        options = options_of(lane, node, {}, shares_gpu=False)
+        return self._make(lane, LAUNCHER, {**options, "num_cpus": 0})
 
     def _start_together(self, nodes: Sequence[str]) -> list[Any]:
         """Start processes of several lanes; what will be the addresses of each one's."""
@@ -239,6 +253,7 @@ class LanePool:
         """Have the lanes import what workers will need, as long as there is nothing else to do."""
         for lane in self.lanes:
             self.send(lane.id, Prepare(tuple(modules)))
+        self.spares.warm(modules)
 
     # --- talking to lanes -------------------------------------------------------------------------
 
@@ -415,6 +430,7 @@ class LanePool:
             if self.is_here(lane):
                 sweep(f"{self._folder.name}-{self.positions([lane])[0]}-")
         self._start([lane for lane in self.lanes if lane.id in lanes])
+        self.spares.keep(self.lanes, nodes_for(self.lanes))
         self.grouped &= len(lanes) < len(self.lanes)
         for lane in lanes:
             self.lost.pop(lane, None)
@@ -483,6 +499,7 @@ class LanePool:
             line.close()
         for actor in dict.fromkeys(self._actors.values()):
             ray.kill(actor)
+        self.spares.end()
         self._lines, self._actors, self._serving = {}, {}, {}
         self._selector.close()
         self._woken.close()

@@ -8,12 +8,13 @@ its cores and set its thread count.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shutil
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,6 +68,8 @@ class LaneAddress:
 class LaneProcess:
     """The actor: `ready` brings the lane up, `serve` carries out orders until it is closed.
 
+    A spare one is asked to `warm` up, and to `become` the lane whose process has ended.
+
     Args:
         lane: what the lane is.
         position: its place among the lanes of its pool.
@@ -85,12 +88,21 @@ class LaneProcess:
         link: str | None,
         one_node: bool = False,
     ) -> None:
-        self.one_node = one_node
-        self.lane, self.position, self.key, self.link = lane, position, key, link
+        self.one_node, self.key, self.link = one_node, key, link
         self.folder = Path(folder)
+        self.become(lane, position)
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+    def become(self, lane: LaneSpec, position: int) -> None:
+        """Be this lane from now on; to be called before `ready`."""
+        self.lane, self.position = lane, position
         self.num_threads = max(1, len(lane.cores))
         os.environ["OMP_NUM_THREADS"] = str(self.num_threads)
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+    def warm(self, modules: Sequence[str]) -> None:
+        """Import what any lane needs, and what its workers will need."""
+        for module in ("m2flow.runtime.lane.executor", *modules):
+            importlib.import_module(module)
 
     @ray.method(concurrency_group="objects")
     def visible_gpus(self) -> str:

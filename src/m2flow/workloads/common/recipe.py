@@ -104,6 +104,7 @@ class Recipe(Section):
     deadline_seconds: Positive = 600.0
     load_deadline_seconds: Positive = 1800.0
     lane_restarts: Natural = 3
+    spare_lanes: Natural = 0
     grace_seconds: Positive = 20.0
     max_skipped_updates: Natural = 3
     evaluation: EvaluationSection = EvaluationSection()

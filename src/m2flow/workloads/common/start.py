@@ -88,7 +88,7 @@ def train(
             f"{recipe.step_size}, mode {mode}"
         )
         checkpoint = resume_point(recipe, directory) if resume and directory else None
-        with _lanes_ahead(mode, lanes, workload.modules) as ahead:
+        with _lanes_ahead(recipe, mode, lanes, workload.modules) as ahead:
             from m2flow.workloads.common.run import Training
 
             experiment = workload.experiment(recipe)  # imports torch: seconds
@@ -107,7 +107,7 @@ def train(
 
 @contextmanager
 def _lanes_ahead(
-    mode: str, lanes: Sequence[LaneSpec], modules: Sequence[str]
+    recipe: Recipe, mode: str, lanes: Sequence[LaneSpec], modules: Sequence[str]
 ) -> Iterator[LanesAhead | None]:
     """The lanes, which start beside what else there is to do; None for an eager run."""
     if mode == "eager":
@@ -115,7 +115,7 @@ def _lanes_ahead(
         return
     from m2flow.runtime.driver.ahead import LanesAhead
 
-    with LanesAhead(lanes, modules) as ahead:
+    with LanesAhead(lanes, modules, recipe.spare_lanes) as ahead:
         yield ahead
 
 

@@ -1,0 +1,79 @@
+"""`Spares`: processes that wait, with their imports done, to be a lane of cores that is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from m2flow.engine.plan import LaneSpec
+
+
+class Spares:
+    """The spare processes of a pool.
+
+    Args:
+        count: how many wait on each machine.
+        make: starts one; called with a lane that it could be, and Ray's id of the machine.
+    """
+
+    def __init__(self, count: int, make: Callable[[LaneSpec, str], Any]) -> None:
+        self._count, self._make = count, make
+        self._modules: tuple[str, ...] = ()
+        self._waiting: dict[str, list[tuple[Any, Any]]] = {}
+
+    @property
+    def actors(self) -> list[Any]:
+        """Those that wait."""
+        return [actor for some in self._waiting.values() for actor, _ in some]
+
+    def keep(self, lanes: Sequence[LaneSpec], nodes: Sequence[str]) -> None:
+        """Start as many as are missing on the machines of lanes; nobody waits for them.
+
+        Args:
+            lanes: of the pool.
+            nodes: Ray's ids of the machines.
+        """
+        if not self._count:
+            return
+        for lane in {lane.node: lane for lane in lanes if _may_be_spare(lane)}.values():
+            waiting = self._waiting.setdefault(nodes[lane.node], [])
+            while len(waiting) < self._count:
+                actor = self._make(lane, nodes[lane.node])
+                waiting.append((actor, actor.warm.remote(self._modules)))
+
+    def warm(self, modules: Sequence[str]) -> None:
+        """Have them import what workers will need."""
+        self._modules = tuple(modules)
+        for node, waiting in self._waiting.items():
+            warm = [(actor, actor.warm.remote(self._modules)) for actor, _ in waiting]
+            self._waiting[node] = warm
+
+    def take(self, lane: LaneSpec, position: int, node: str) -> Any:
+        """One that has done its imports, which is this lane from now on; None if there is none."""
+        waiting = self._waiting.get(node, []) if _may_be_spare(lane) else []
+        for spare in list(waiting):
+            actor, warm = spare
+            if not ray.wait([warm], timeout=0)[0]:
+                continue
+            waiting.remove(spare)
+            try:
+                ray.get(warm)
+            except RayError:  # it has ended itself
+                continue
+            actor.become.remote(lane, position)
+            return actor
+        return None
+
+    def end(self) -> None:
+        """End those that wait."""
+        for actor in self.actors:
+            ray.kill(actor)
+        self._waiting = {}
+
+
+def _may_be_spare(lane: LaneSpec) -> bool:
+    """Whether any process can be the lane: not where Ray gives it a GPU, or a setup of its own."""
+    return lane.gpu is None and lane.reserved_for is None
