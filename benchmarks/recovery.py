@@ -1,0 +1,198 @@
+"""Lanes that are killed while the quick start trains: how soon the run is at work again.
+
+Whole commands, `m2flow train` on two lanes, from a model that is already there. A run that is
+disturbed has the process of a lane killed (SIGKILL) after every tenth step; which lane, a seed
+says. It ends with all steps done. Beside it stand runs that nobody disturbs, with snapshots and
+without, in turn; one of them twice under two names, which is the noise floor. Seconds are told as:
+
+* back: from the kill to the time at which the next step that had not been done before could begin,
+  steps that are taken again included: the end of that step, less what a step takes undisturbed;
+* effective: seconds of all steps, undisturbed, over the same with a tenth of the steps disturbed;
+* snapshots: what they add to a step, of the runs that nobody disturbs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+from harness import ROOT, Target, arguments, conclude, table
+from starting_point import quickstart
+
+from m2flow.observe.jsonl import read_rows
+
+STEPS, QUICK_STEPS = 60, 20
+EVERY = 10
+"""A lane is killed once in so many steps."""
+
+TIMES = 3
+LIMIT_SECONDS = 900.0
+POLL_SECONDS = 0.005
+
+UNDISTURBED, TWIN, BARE = "undisturbed", "undisturbed, twin", "without snapshots"
+KILLED, SPARED = "lanes killed", "lanes killed, a spare"
+RUNS: Mapping[str, tuple[str, ...]] = {
+    UNDISTURBED: (),
+    KILLED: (),
+    TWIN: (),
+    SPARED: ("spare_lanes=1",),
+    BARE: ("lane_restarts=0",),
+}
+"""What differs, in the order in which they take turns."""
+
+
+@dataclass
+class Seen:
+    """One run.
+
+    Attributes:
+        training: seconds from the end of the first step to that of the last one.
+        step: median seconds of a step that nothing has disturbed.
+        back: of each kill, seconds until new work could begin.
+    """
+
+    training: float
+    step: float
+    back: list[float] = field(default_factory=list)
+
+
+def main() -> None:
+    options = _options()
+    _, _, source = quickstart()
+    runs: dict[str, list[Seen]] = {name: [] for name in RUNS}
+    with tempfile.TemporaryDirectory(prefix="m2flow-recovery-") as folder:
+        for turn in range(options.times):
+            for name in RUNS:
+                where = Path(folder) / f"{name.replace(' ', '-')}-{turn}"
+                command = _command(name, source.path, where, options)
+                seen = _run(command, where, turn, options.steps if name in (KILLED, SPARED) else 0)
+                runs[name].append(seen)
+                print(f"  {name}: {seen.training:.1f} s", flush=True)
+    _report(runs)
+    conclude("recovery", _figures(runs), _targets(runs), options)
+
+
+def _options() -> argparse.Namespace:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--mode", default="disaggregated", help="of the runs")
+    options = parser.parse_args()
+    options.steps = QUICK_STEPS if options.quick else STEPS
+    options.times = 1 if options.quick else TIMES
+    return options
+
+
+def _command(name: str, model: str | Path, folder: Path, options: argparse.Namespace) -> list[str]:
+    return [
+        *(sys.executable, "-m", "m2flow", "train", str(ROOT / "recipes" / "quickstart.yaml")),
+        *("--mode", options.mode, "--run-dir", str(folder), "lanes=cpu:2", f"model.path={model}"),
+        *("warmup.steps=0", f"steps={options.steps}", f"evaluation.every={options.steps}"),
+        *("lane_restarts=99", *RUNS[name]),
+    ]
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def _run(command: list[str], folder: Path, seed: int, steps: int) -> Seen:
+    """Carry a command out; lanes are killed while it takes so many steps."""
+    choice, killed_at = random.Random(seed), list[float]()
+    due = list(range(EVERY // 2, steps, EVERY))
+    file = folder / "metrics.jsonl"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                process.kill()
+                raise RuntimeError(f"not done within {LIMIT_SECONDS:g} s: {' '.join(command)}")
+            if due and file.exists() and len(read_rows(file).rows) > due[0]:
+                due.pop(0)
+                victim = choice.choice(_lanes(process.pid))
+                killed_at.append(time.time())
+                os.kill(victim, signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
+        assert process.stderr is not None
+        if process.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{process.stderr.read().decode()}")
+    return _seen([row for row in read_rows(file).rows if row["step"]], killed_at)
+
+
+def _lanes(process: int) -> list[int]:
+    """The processes of the lanes that are in use, in order of number."""
+    every = psutil.Process(process).children(recursive=True)
+    lanes = [one for one in every if "ray::LaneProcess.serve" in " ".join(one.cmdline())]
+    return sorted(one.pid for one in lanes)
+
+
+def _seen(rows: Sequence[Mapping[str, Any]], killed_at: Sequence[float]) -> Seen:
+    pairs = list(pairwise(rows))
+    losses = "lanes/restarts"
+    disturbed = [after for before, after in pairs if after[losses] > before[losses]]
+    if len(disturbed) != len(killed_at):
+        raise RuntimeError(f"{len(killed_at)} lanes were killed, {len(disturbed)} came back")
+    calm = [b["time"] - a["time"] for a, b in pairs if a[losses] == b[losses]]
+    step = statistics.median(calm)
+    back = [row["time"] - step - at for row, at in zip(disturbed, killed_at, strict=True)]
+    return Seen(rows[-1]["time"] - rows[0]["time"], step, back)
+
+
+# --- the result -----------------------------------------------------------------------------------
+
+
+def _training(runs: Sequence[Seen]) -> float:
+    return statistics.median(run.training for run in runs)
+
+
+def _report(runs: Mapping[str, list[Seen]]) -> None:
+    table(
+        ["run", "s of all steps", "each", "ms/step", "s until back"],
+        [
+            [
+                name,
+                _training(some),
+                " ".join(f"{one.training:.1f}" for one in some),
+                1e3 * statistics.median(one.step for one in some),
+                " ".join(f"{seconds:.1f}" for one in some for seconds in one.back) or "-",
+            ]
+            for name, some in runs.items()
+        ],
+    )
+
+
+def _figures(runs: Mapping[str, list[Seen]]) -> dict[str, Any]:
+    return {
+        name: [{"training": one.training, "step": one.step, "back": one.back} for one in some]
+        for name, some in runs.items()
+    }
+
+
+def _targets(runs: Mapping[str, list[Seen]]) -> list[Target]:
+    back = {name: [s for one in runs[name] for s in one.back] for name in (KILLED, SPARED)}
+    floor = abs(_training(runs[TWIN]) / _training(runs[UNDISTURBED]) - 1)
+    print(f"noise floor, undisturbed twice: {floor:.1%}")
+    effective = _training(runs[UNDISTURBED]) / _training(runs[KILLED])
+    cost = _training(runs[UNDISTURBED]) / _training(runs[BARE]) - 1
+    return [
+        Target("seconds until back, the longest", max(back[KILLED]), 10.0, at_most=True),
+        Target(
+            "seconds until back with a spare, the longest", max(back[SPARED]), 3.0, at_most=True
+        ),
+        Target("effective time at a tenth of the steps disturbed", effective, 0.9),
+        Target("snapshots, share of a step", cost, 0.02, at_most=True),
+    ]
+
+
+if __name__ == "__main__":
+    main()
