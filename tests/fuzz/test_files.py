@@ -134,6 +134,7 @@ def test_many_mutated_files(kind: str, tmp_path: Path) -> None:
 FOUND = {
     "a number of 5,000 digits": ("plan", b'{"lanes": ' + b"9" * 5000 + b"}"),
     "3,000 brackets in a plan": ("plan", b"[" * 3000),
+    "an option that is not finite": ("recipe", RECIPE.replace(b"0.4", b"9" * 400 + b".4")),
     "3,000 brackets in a recipe": ("recipe", b"steps: " + b"[" * 3000),
     "3,000 brackets in a row": ("metrics", b"[" * 3000 + b"\n" + METRICS),
     "a step that is no number": ("metrics", b'{"step": null}\n{"step": "2"}\n' + METRICS),

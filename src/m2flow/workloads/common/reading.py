@@ -198,7 +198,7 @@ def _one_line(model: type[Recipe], error: ValidationError) -> UserError:
         return UserError("unknown key", key=key, hint=_near_key(model, path))
     if isinstance(cause := context.get("error"), UserError):
         return cause
-    expected = first["msg"].removeprefix("Input should be ")
+    expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     valid = re.findall(r"'([^']*)'", expected) if first["type"] == "literal_error" else []
     close = nearest(str(first.get("input")), valid)
     return UserError(

@@ -7,10 +7,11 @@ one line.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from m2flow.errors import UserError
 
@@ -22,6 +23,18 @@ NonNegative = Annotated[float, Field(ge=0, strict=True)]
 Positive = Annotated[float, Field(gt=0, strict=True)]
 Share = Annotated[float, Field(ge=0, le=1, strict=True)]
 Decay = Annotated[float, Field(ge=0, lt=1, strict=True)]
+
+
+def _as_json(value: Any) -> Any:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        raise ValueError("finite numbers, text, lists and tables") from None
+    return value
+
+
+Options = dict[str, Annotated[Any, AfterValidator(_as_json)]]
+"""Settings whose names somebody else gives: what a run directory can keep as it is."""
 
 AUTO_MODE = "auto"
 """The mode in which the planner chooses the plan."""

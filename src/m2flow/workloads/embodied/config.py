@@ -18,6 +18,7 @@ from m2flow.workloads.common.recipe import (
     Flag,
     Natural,
     NonNegative,
+    Options,
     Positive,
     Section,
     Share,
@@ -32,7 +33,7 @@ class EnvironmentSection(Section):
     """
 
     name: str
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Options = Field(default_factory=dict)
     processes: Natural | None = None
 
 
@@ -221,7 +222,7 @@ class EmbodiedRecipe(common.Recipe):
     workload: Literal["embodied"] = "embodied"
     name: str = "embodied"
     model: str | None = None
-    tiny: dict[str, Any] = Field(default_factory=dict)
+    tiny: Options = Field(default_factory=dict)
     rollouts_per_step: Count = 16
     environment: EnvironmentSection
     policy: PolicySection = PolicySection()

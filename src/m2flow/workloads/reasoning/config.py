@@ -16,6 +16,7 @@ from m2flow.workloads.common.recipe import (
     Flag,
     Natural,
     NonNegative,
+    Options,
     Positive,
     Section,
     Share,
@@ -80,8 +81,8 @@ class DataSection(Section):
     max_prompt_tokens: Count | None = None
     chat: Flag | None = None
     system_prompt: str | None = None
-    chat_options: dict[str, Any] = Field(default_factory=dict)
-    options: dict[str, Any] = Field(default_factory=dict)
+    chat_options: Options = Field(default_factory=dict)
+    options: Options = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _keys_belong_to_the_task(self) -> DataSection:
