@@ -11,19 +11,21 @@ from pathlib import Path
 from m2flow.runtime.transport.sweeping import Sweeper
 
 KILLED = """
-import os, signal, sys
+import os, signal, subprocess, sys
 from glob import escape
 from m2flow.runtime.transport.sweeping import Sweeper
 
 sweeper = Sweeper()
 sweeper.add(*map(escape, sys.argv[2:]), escape(sys.argv[1]) + "/pool-*")
-print(sweeper._shell.pid, flush=True)
+log = open(sys.argv[2] + "/logs/of a child", "w")
+child = subprocess.Popen(["sleep", "600"], stdout=log, start_new_session=True)
+print(child.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
-    """Also those that its children write after it; names are no patterns, and may hold spaces."""
+    """So are files that come after it, and children; names are no patterns, and may hold spaces."""
     place = tmp_path / "a [folder] of * mine"
     place.mkdir()
     folder, near = place / "m2flow-ray-[x] y", place / "m2flow-ray-x y"
@@ -43,6 +45,7 @@ def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     folder.mkdir()
     wait_until_gone(folder)
     assert sorted(path.name for path in place.iterdir()) == ["m2flow-ray-x y", "other-1"]
+    wait_until_gone(Path(f"/proc/{int(ended.stdout)}"))
 
 
 def wait_until_gone(path: Path) -> None:

@@ -17,6 +17,9 @@ FOLDER = Path("/dev/shm")
 LINGER_SECONDS = 60
 """How long processes of a killed launcher may go on writing before they have ended too."""
 
+GRACE_SECONDS = 5
+"""After so long they are ended, as far as they have files open in a directory that is to go."""
+
 QUIET_SECONDS = 10
 """After so long without a new file they are taken to have ended."""
 
@@ -32,6 +35,11 @@ while [ $second -lt {LINGER_SECONDS} ] && [ $quiet -lt {QUIET_SECONDS} ]; do
   for pattern in "$@"; do
     for path in $pattern; do
       [ -e "$path" ] && quiet=0 && rm -rf -- "$path"
+    done
+    [ $second -lt {GRACE_SECONDS} ] && continue
+    find /proc/[0-9]*/fd -lname "$pattern/*" 2>/dev/null | while read -r file; do
+      process=${{file#/proc/}}
+      kill -9 "${{process%%/*}}" 2>/dev/null
     done
   done
   sleep 1
@@ -71,7 +79,9 @@ def sweep(prefix: str) -> int:
 
 
 class Sweeper:
-    """A shell that removes files if this process ends without having done so, by SIGKILL too.
+    """A shell that clears up if this process ends without having done so, by SIGKILL too.
+
+    It removes files, and ends the processes that have files open in directories that are removed.
 
     It reads from a pipe that nobody else holds open, so that the end of this process is seen.
     """
