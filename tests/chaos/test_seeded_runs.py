@@ -98,10 +98,9 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(
         wait_until_quiet(again)
     wait_until_quiet(run)
     for row, wanted in zip(figures(Path("run")), figures(straight), strict=True):
-        both = {key for key in row.keys() & wanted.keys() if not key.startswith(OF_THE_PLAN)}
-        assert len(both) > 0.85 * len(row)
-        seen = {key: row[key] for key in both}
-        assert seen == pytest.approx({key: wanted[key] for key in both}, rel=1e-3, abs=1e-4)
+        expected = {key: x for key, x in wanted.items() if not key.startswith(OF_THE_PLAN)}
+        found = {key: row.get(key) for key in expected}
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
     here, there = (load_file(x / MODEL) for x in (Path("run"), straight))
     for key, tensor in there.items():
         assert here[key].allclose(tensor, rtol=0, atol=1e-4), key
