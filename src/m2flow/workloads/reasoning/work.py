@@ -15,7 +15,7 @@ from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.models.lengths import Answers, fit_lengths
-from m2flow.models.shape import ModelShape, model_from_config, read_model
+from m2flow.models.shape import ModelShape, read_model
 from m2flow.models.work import (
     TRAINED_BYTES,
     decoding,
@@ -37,8 +37,10 @@ from m2flow.plan.profile.work import (
     WorkerWork,
     rising,
 )
+from m2flow.training.division import Division
 from m2flow.workloads.reasoning.config import ReasoningRecipe
-from m2flow.workloads.reasoning.workers.source import by_heads, in_shards
+from m2flow.workloads.reasoning.supported import shape_of
+from m2flow.workloads.reasoning.workers.source import by_heads, layout_of
 
 PROMPT_TOKENS = 150
 """Of a question in words, with its template."""
@@ -68,9 +70,6 @@ GROUP_SECONDS = 2e-6
 RUNNING = (64, 128)
 """Limits on running requests that are offered beside the recipe's own, where they are lower."""
 
-BYTE_VOCABULARY = 384
-"""Rows of the embedding of a tiny model that reads bytes."""
-
 QUANTILES = 129
 """Of answer lengths; the last of them still tells cut answers from long ones."""
 
@@ -99,38 +98,6 @@ def prices(
     answers, assumed = _answers(recipe, model, prompt_tokens, answer_tokens)
     assumed += (f"{_score_seconds(recipe) * 1e3:g} ms to score an answer, on one lane",)
     return lambda device, lanes: _Recipe(recipe, shape, answers, device, lanes).work(graph, assumed)
-
-
-def shape_of(recipe: ReasoningRecipe) -> ModelShape:
-    """The shape of the recipe's model: that of its folder, or of the tiny one it builds.
-
-    Raises:
-        UserError: the folder has no `config.json`, and no known model has its name.
-    """
-    model = recipe.model
-    if model.path is not None:
-        try:
-            return read_model(model.path)
-        except UserError as error:
-            if error.key != "model":
-                raise
-            raise UserError(
-                "neither a folder with a config.json nor a model whose shape is known",
-                key="model.path",
-                value=model.path,
-                hint="--model CONFIG.json or a known name says what shape it has",
-            ) from None
-    sizes = {
-        "model_type": "qwen2",
-        "num_hidden_layers": model.num_hidden_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_key_value_heads,
-        "intermediate_size": model.intermediate_size,
-        "vocab_size": BYTE_VOCABULARY,
-        "tie_word_embeddings": True,
-    }
-    return model_from_config(sizes, "the recipe's tiny model")
 
 
 def _answers(
@@ -222,7 +189,7 @@ class _Recipe:
 
     def _sharded(self) -> Sequence[Layout]:
         """Return the layouts of training and passes: FSDP."""
-        return [in_shards(n) for n in rising(self.lanes)]
+        return [layout_of(Division(fsdp=n), self.model) for n in rising(self.lanes)]
 
     def _generating(self, layout: Layout) -> LayoutWork:
         model, prompt, lanes = self.model, self.answers.prompt_tokens, layout.lanes
