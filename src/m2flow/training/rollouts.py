@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -135,6 +135,21 @@ class Rollouts:
             "old_logprobs_T": self.old_logprobs_T,
             "reference_logprobs_T": self.reference_logprobs_T,
         }
+
+
+R = TypeVar("R")
+
+
+def joined(parts: Sequence[R]) -> R:
+    """The rows of all parts as one: token pairs, or any record of tensors and of such records."""
+    first: Any = parts[0]
+    values: dict[str, Any] = {}
+    for name, value in vars(first).items():
+        found: list[Any] = [getattr(part, name) for part in parts]
+        if value is not None:
+            values[name] = torch.cat(found) if isinstance(value, Tensor) else joined(found)
+    together: R = replace(first, **values)
+    return together
 
 
 def flatten(

@@ -9,7 +9,7 @@ from typing import Any
 from m2flow.flow import Flow, Stream
 from m2flow.rewards.reward import WeightedReward
 from m2flow.workloads.reasoning.config import OF_GROUPS, ReasoningRecipe
-from m2flow.workloads.reasoning.supported import heads_of
+from m2flow.workloads.reasoning.supported import known_shape
 from m2flow.workloads.reasoning.workers import (
     Critic,
     Generator,
@@ -129,6 +129,7 @@ def recipe_flow(
         checkpoint: go on from here: its models, and the state of their trainers.
     """
     algorithm, policy = recipe.algorithm, _saved(recipe, model, checkpoint)
+    shape = known_shape(recipe)
     state = None if checkpoint is None else str(checkpoint)
     workers: dict[str, Any] = {
         "generator": Generator(
@@ -143,7 +144,7 @@ def recipe_flow(
             engine=recipe.generation.engine,
             dtype=recipe.generation.dtype,
             cache_gb=recipe.generation.cache_gb,
-            key_value_heads=heads_of(recipe),
+            key_value_heads=None if shape is None else shape.kv_heads,
         ),
         "verifier": Verifier(model, rewards),
         # Adapters stand on the model that the run has started from, and come from the state.
