@@ -106,7 +106,7 @@ class ValueTrainer(SummingTrainer):
             UserError: an old value or a return is not finite. On all lanes of a gang alike.
         """
         with self.shards.together():
-            lengths_B = targets.pairs.completion_lengths_B
+            lengths_B = targets.pairs.learned_lengths_B
             check_finite({"values": targets.old_values_T, "returns": targets.returns_T})
             self.add(
                 denominator=self.algorithm.denominator(lengths_B),
