@@ -1,0 +1,108 @@
+"""Retrieval over a corpus on disk: the best passages for a query, by BM25.
+
+A corpus is JSON lines: each with `text`, or `contents` as in the corpora of Search-R1 and FlashRAG,
+and with `title` if it has one. It is read and indexed once in a process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from m2flow.errors import UserError, nearest
+from m2flow.tools.bm25 import BM25
+from m2flow.tools.tool import ToolError, schema, text_argument
+
+NOTHING = "nothing found"
+
+
+class Search:
+    """Finds passages.
+
+    Args:
+        corpus: the file.
+        top: passages of an answer at most.
+        numbered: whether each passage stands behind its rank, as `Doc 1: ...`.
+
+    Raises:
+        UserError: the corpus cannot be read.
+    """
+
+    name = "search"
+    description = "Search a collection of texts. The best passages for the query come back."
+    parameters = schema(query="what to look for")
+
+    def __init__(self, corpus: str, top: int = 3, numbered: bool = True) -> None:
+        if not isinstance(top, int) or isinstance(top, bool) or top < 1:
+            raise UserError(
+                "is no number of passages", key="tools.search.top", value=top, expected="1 or more"
+            )
+        self._passages, self._index = indexed(str(Path(corpus).expanduser().resolve()))
+        self._top, self._numbered = top, numbered
+
+    def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
+        """The passages, one a line."""
+        query = text_argument(arguments, "query")
+        if not query.strip():
+            raise ToolError("the query is empty")
+        found = [self._passages[number] for number, _ in self._index.search(query, self._top)]
+        if not self._numbered:
+            return "\n".join(found) or NOTHING
+        lines = [f"Doc {rank}: {passage}" for rank, passage in enumerate(found, start=1)]
+        return "\n".join(lines) or NOTHING
+
+    def close(self) -> None:
+        """The index stays for whoever searches the same corpus."""
+
+
+@lru_cache(maxsize=4)
+def indexed(path: str) -> tuple[tuple[str, ...], BM25]:
+    """The passages of a corpus, and their index.
+
+    Raises:
+        UserError: there is no such file, or a line of it is no passage.
+    """
+    passages = tuple(_passages(Path(path)))
+    if not passages:
+        raise UserError("holds no passage", key=path, expected='lines such as {"text": "..."}')
+    return passages, BM25(passages)
+
+
+def _passages(path: Path) -> list[str]:
+    found = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    found.append(_passage(line, f"{path}:{number}"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"the corpus cannot be read: {getattr(error, 'strerror', None) or error}",
+            key="tools.search.corpus",
+            value=str(path),
+            hint=_near(path),
+        ) from None
+    return found
+
+
+def _passage(line: str, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    text = row.get("text", row.get("contents")) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        raise UserError("is no passage", key=where, expected='a line such as {"text": "..."}')
+    assert isinstance(row, dict)
+    title = row.get("title")
+    return " ".join(f"{title}: {text}".split() if isinstance(title, str) else text.split())
+
+
+def _near(path: Path) -> str | None:
+    if not path.parent.is_dir():
+        return f"there is no folder {str(path.parent)!r}"
+    close = nearest(path.name, [entry.name for entry in path.parent.iterdir()])
+    return f"did you mean {str(path.parent / close)!r}?" if close else "write one passage a line"
