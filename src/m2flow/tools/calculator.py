@@ -80,8 +80,8 @@ def _value(node: ast.expr) -> int | float:
             return _bounded(number)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             first, second = _value(left), _value(right)
-            whole = isinstance(first, int) and isinstance(second, int)
-            if isinstance(op, ast.Pow) and whole and first.bit_length() * second > 2 * MAX_BITS:
+            bits = first.bit_length() if isinstance(first, int) else 0
+            if isinstance(op, ast.Pow) and bits * second > 2 * MAX_BITS:
                 raise ToolError("the value is too large")
             return _bounded(_BINARY[type(op)](first, second))
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:

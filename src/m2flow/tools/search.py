@@ -1,12 +1,15 @@
-"""Retrieval over a corpus on disk: the best passages for a query, by BM25.
+"""Retrieval over a corpus: the best passages for a query, by BM25.
 
-A corpus is JSON lines: each with `text`, or `contents` as in the corpora of Search-R1 and FlashRAG,
-and with `title` if it has one. It is read and indexed once in a process.
+A corpus is a file of JSON lines, each with `text`, or `contents` as in the corpora of Search-R1 and
+FlashRAG, and with `title` if it has one; or a function `module:function` that gives the passages.
+It is read and indexed once in a process.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -18,12 +21,14 @@ from m2flow.tools.tool import ToolError, schema, text_argument
 
 NOTHING = "nothing found"
 
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
 
 class Search:
     """Finds passages.
 
     Args:
-        corpus: the file.
+        corpus: the file, or the path of a function.
         top: passages of an answer at most.
         numbered: whether each passage stands behind its rank, as `Doc 1: ...`.
 
@@ -40,7 +45,7 @@ class Search:
             raise UserError(
                 "is no number of passages", key="tools.search.top", value=top, expected="1 or more"
             )
-        self._passages, self._index = indexed(str(Path(corpus).expanduser().resolve()))
+        self._passages, self._index = indexed(corpus)
         self._top, self._numbered = top, numbered
 
     def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
@@ -63,12 +68,24 @@ def indexed(path: str) -> tuple[tuple[str, ...], BM25]:
     """The passages of a corpus, and their index.
 
     Raises:
-        UserError: there is no such file, or a line of it is no passage.
+        UserError: there is no such file or function, or a line of the file is no passage.
     """
-    passages = tuple(_passages(Path(path)))
+    file = Path(path).expanduser()
+    made = _FUNCTION.fullmatch(path) and not file.exists()
+    passages = tuple(_given(path) if made else _passages(file))
     if not passages:
         raise UserError("holds no passage", key=path, expected='lines such as {"text": "..."}')
     return passages, BM25(passages)
+
+
+def _given(path: str) -> list[str]:
+    module, _, name = path.partition(":")
+    try:
+        return list(getattr(importlib.import_module(module), name)())
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"cannot be imported: {error}", key="tools.search.corpus", value=path
+        ) from None
 
 
 def _passages(path: Path) -> list[str]:
