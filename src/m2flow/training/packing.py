@@ -5,8 +5,10 @@ a row has in common with the row before it is not repeated, so a prompt shared b
 computed once, and so is a prefix common to several completions. Every node sees exactly its
 ancestors: the log-probabilities and gradients are those of separate rows.
 
-The last completion token predicts nothing and never enters. Packing is deterministic, and no row
-is dropped: one longer than the budget gets a pack of its own. Device and model are unknown here.
+The last completion token predicts nothing and never enters. Tokens that the model did not draw
+(`loss_mask_T`) are read, and nothing predicts them. Packing is deterministic, and no row with
+anything to learn is dropped: one longer than the budget gets a pack of its own. Device and model
+are unknown here.
 
 Shapes: N nodes of a pack, R rows, T completion tokens of these rows, M nodes that predict some.
 """
@@ -29,7 +31,8 @@ Sharing = Literal["none", "prompt", "prefix"]
 
 @dataclass(frozen=True)
 class Pack:
-    """One micro-batch; all index tensors are int64.
+    """One micro-batch; all index tensors are int64. Of completion tokens those that the model drew
+    are meant.
 
     Attributes:
         rows_R: which rows of the packed pairs it holds, in pack order.
@@ -95,7 +98,7 @@ def pack(
 ) -> list[Pack]:
     """Cut rows into packs of at most `tokens_per_microbatch` computed tokens.
 
-    Rows with an empty completion have nothing to learn and enter no pack.
+    Rows without a completion token that the model drew have nothing to learn and enter no pack.
 
     Args:
         pairs: the rows, on the CPU.
@@ -117,7 +120,7 @@ def _rows(pairs: TokenPairs, sharing: Sharing) -> list[_Row]:
     prompts = [ids.tolist() for ids in pairs.prompt_ids_P.split(prompt_lengths)]
     completions = [ids.tolist() for ids in pairs.completion_ids_T.split(completion_lengths)]
     inputs = [p + c[:-1] for p, c in zip(prompts, completions, strict=True)]
-    order = [row for row, length in enumerate(completion_lengths) if length]
+    order = [row for row, length in enumerate(pairs.learned_lengths_B.tolist()) if length]
     if sharing == "prefix":
         order.sort(key=inputs.__getitem__)
     rows: list[_Row] = []
@@ -149,7 +152,6 @@ def _cut(rows: list[_Row], budget: int) -> Iterator[list[_Row]]:
 
 def _build(pairs: TokenPairs, rows: list[_Row], part: Part | None) -> Pack:
     rows_R = torch.tensor([row.index for row in rows])
-    lengths_R = pairs.completion_lengths_B[rows_R]
     token_index_T = flat_index(pairs.completion_lengths_B, rows_R)
     input_ids: list[int] = []
     positions: list[int] = []
@@ -171,6 +173,9 @@ def _build(pairs: TokenPairs, rows: list[_Row], part: Part | None) -> Pack:
         input_ids, positions = [*input_ids, *[0] * missing], [*positions, *range(missing)]
     input_ids_N, position_ids_N = torch.tensor(input_ids), torch.tensor(positions)
     predictor_T, own_T = torch.tensor(predictors), None
+    if pairs.loss_mask_T is not None:
+        learned_T = pairs.loss_mask_T[token_index_T]
+        predictor_T, token_index_T = predictor_T[learned_T], token_index_T[learned_T]
     if part is not None:
         here = part.nodes(len(input_ids))
         number_N = torch.full_like(input_ids_N, -1).index_copy(0, here, torch.arange(len(here)))
@@ -189,7 +194,7 @@ def _build(pairs: TokenPairs, rows: list[_Row], part: Part | None) -> Pack:
         prediction_T=prediction_T,
         target_ids_T=pairs.completion_ids_T[token_index_T],
         token_index_T=token_index_T,
-        lengths_R=lengths_R,
+        lengths_R=pairs.learned_lengths_B[rows_R],
         own_T=own_T,
     )
 

@@ -107,7 +107,7 @@ class PolicyTrainer(SummingTrainer):
 
     def _counted(self, rollouts: Rollouts) -> Rollouts:
         """Add up what is known before any pass; the rollouts that a pass is needed for."""
-        lengths_B = rollouts.pairs.completion_lengths_B
+        lengths_B = rollouts.pairs.learned_lengths_B
         self.add(
             denominator=self.algorithm.denominator(lengths_B),
             tokens=int(lengths_B.sum()),

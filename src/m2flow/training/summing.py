@@ -123,7 +123,8 @@ def figures_of(
     sharing: Sharing,
     shards: Shards,
 ) -> Tensor:
-    """[T] figures of all completion tokens, on the CPU, without gradient.
+    """[T] figures of all completion tokens, on the CPU, without gradient; 0 of those that the
+    model did not draw.
 
     Collective in the gang of a divided model; each lane asks for pairs of its own, or for none.
 
@@ -140,7 +141,7 @@ def figures_of(
         for microbatch in shards.padded(packs):
             found_T = forward(one_token() if microbatch is None else microbatch)
             if figures_T is None:
-                figures_T = found_T.new_empty(pairs.completion_ids_T.numel(), device="cpu")
+                figures_T = found_T.new_zeros(pairs.completion_ids_T.numel(), device="cpu")
             if microbatch is not None:
                 figures_T[microbatch.token_index_T] = found_T.cpu()
     shards.reshard(model)

@@ -112,7 +112,7 @@ class ValueTrainer(SummingTrainer):
         with self.shards.together():
             check_finite({"values": targets.old_values_T, "returns": targets.returns_T})
         targets, _ = self.shards.join(targets, 0)
-        lengths_B = targets.pairs.completion_lengths_B
+        lengths_B = targets.pairs.learned_lengths_B
         self.add(
             denominator=self.algorithm.denominator(lengths_B),
             tokens=int(lengths_B.sum()),

@@ -128,7 +128,7 @@ def recipe_flow(
         rewards: what scores answers; none if the flow is only to be traced.
         checkpoint: go on from here: its models, and the state of their trainers.
     """
-    algorithm, policy = recipe.algorithm, _saved(recipe, model, checkpoint)
+    algorithm, policy = recipe.algorithm, saved(recipe, model, checkpoint)
     shape = known_shape(recipe)
     state = None if checkpoint is None else str(checkpoint)
     workers: dict[str, Any] = {
@@ -163,7 +163,7 @@ def recipe_flow(
         )
     if not algorithm.has_critic:
         return Reinforce(**workers, gamma=algorithm.gamma)
-    critic = Critic(_saved(recipe, model, checkpoint, Critic.part), recipe, state)
+    critic = Critic(saved(recipe, model, checkpoint, Critic.part), recipe, state)
     return PPO(
         **workers,
         critic=critic,
@@ -172,7 +172,7 @@ def recipe_flow(
     )
 
 
-def _saved(
+def saved(
     recipe: ReasoningRecipe, model: ModelSource, checkpoint: Path | None, part: str = ""
 ) -> ModelSource:
     """The weights to go on from, or to start with."""

@@ -97,12 +97,14 @@ def prices(
         UserError: the model's shape is not known, or no such lengths can be.
     """
     shape = shape_of(recipe) if model is None else read_model(model)
-    answers, assumed = _answers(recipe, model, prompt_tokens, answer_tokens)
-    assumed += (f"{_score_seconds(recipe) * 1e3:g} ms to score an answer, on one lane",)
-    return lambda device, lanes: _Recipe(recipe, shape, answers, device, lanes).work(graph, assumed)
+    answers, assumed = answers_of(recipe, model, prompt_tokens, answer_tokens)
+    assumed += (f"{score_seconds(recipe) * 1e3:g} ms to score an answer, on one lane",)
+    return lambda device, lanes: RecipeWork(recipe, shape, answers, device, lanes).work(
+        graph, assumed
+    )
 
 
-def _answers(
+def answers_of(
     recipe: ReasoningRecipe,
     model: str | Path | None,
     prompt_tokens: float | None,
@@ -134,12 +136,13 @@ def _answers(
     return Answers(prompt_tokens, lengths), tuple(assumed)
 
 
-def _score_seconds(recipe: ReasoningRecipe) -> float:
+def score_seconds(recipe: ReasoningRecipe) -> float:
+    """Return the seconds that scoring one answer takes."""
     return ADDITION_SCORE_SECONDS if recipe.data.task == "addition" else SCORE_SECONDS
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class RecipeWork:
     """A recipe's sizes, and one kind of lane."""
 
     recipe: ReasoningRecipe
@@ -166,7 +169,7 @@ class _Recipe:
                 return StageWork(tuple(map(self._passing, self._divisions())), size)
             case "train":
                 return StageWork(tuple(map(self._training, self._divisions())), size)
-        each = _score_seconds(self.recipe) if node.method == "score" else GROUP_SECONDS
+        each = score_seconds(self.recipe) if node.method == "score" else GROUP_SECONDS
         return StageWork((LayoutWork(call=lambda n: Work(seconds=CALL_SECONDS + n * each)),))
 
     def _worker(self, name: str, graph: FlowGraph) -> WorkerWork:
