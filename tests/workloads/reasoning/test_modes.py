@@ -160,6 +160,8 @@ def test_eager_run_has_something_to_learn_from(eager: Outcome, model: ModelSourc
         ("hybrid", 2, {}),
         ("collocated", 2, {"generator": Layout("tp2", 2)}),
         ("collocated", 2, GANGS),
+        ("collocated", 2, {"learner": Layout("tp2", 2)}),
+        pytest.param("collocated", 2, {"learner": Layout("cp2", 2)}, marks=pytest.mark.slow),
     ],
 )
 def test_mode_changes_nothing(
