@@ -132,6 +132,32 @@ def test_a_layout_makes_the_steps_of_one_lane(
                 torch.testing.assert_close(here[name], expected[name], rtol=near, atol=near)
 
 
+def dealt_on(groups: LaneGroups, layout: str, replicas: Any) -> Any:
+    """Tokens that come to this lane, and whether it gets back what it has given."""
+    gang = gang_of(groups, replicas, layout)
+    assert gang is not None
+    given = rollouts_of(0).select(torch.arange(24) if gang.rank == 1 else torch.arange(gang.rank))
+    shards = Shards.of(gang)
+    rows, own = shards.join(given)
+    mine, given_back = shards.balance(rows)
+    back_T = given_back(mine.behaviour_logprobs_T)[own]
+    return int(mine.row_lengths().sum()), back_T.equal(given.behaviour_logprobs_T)
+
+
+@pytest.mark.parametrize("layout", ["fsdp4", "tp2.fsdp2"])
+def test_rows_are_dealt_out_so_that_lanes_have_equal_tokens(
+    lanes: LaneProcesses, layout: str
+) -> None:
+    """Within one answer, of which the longest has fifteen tokens with its prompt."""
+    found = lanes(dealt_on, layout, FOUR)
+    assert all(good for _, good in found)
+    tokens = [number for number, _ in found]
+    assert max(tokens) - min(tokens) <= 15
+    if layout == "tp2.fsdp2":
+        assert tokens[0] == tokens[1]
+        assert tokens[2] == tokens[3]
+
+
 def valued(gang: Gang | None) -> tuple[list[dict[str, float]], Tensor, dict[str, Tensor]]:
     """Two steps of a critic that the policy is made of: figures, values before them, weights."""
     model: Any = make_model()
