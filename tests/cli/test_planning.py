@@ -51,6 +51,13 @@ def test_a_size_without_a_unit_counts_bytes(tiny: Path, m2flow: M2flow) -> None:
             ),
         ),
         (
+            ["--mode", "collocated", "lanes=2xcpu:2", "layouts.learner=tp4"],
+            (
+                "layouts.learner: 2 key-value heads cannot be divided by 4 (got 'tp4'); "
+                "expected one of fsdp4, tp2.fsdp2, cp4"
+            ),
+        ),
+        (
             ["--mode", "collocated", "lanes=cpu:2", "layouts.learner=fsdp3"],
             (
                 "layouts.learner: learner has no such layout on 2 lanes (got 'fsdp3'); "

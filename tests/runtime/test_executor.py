@@ -7,19 +7,23 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+import torch
 
 from m2flow.engine.messages import (
     LAUNCHER,
     AbortCall,
     CallAborted,
+    CallFailed,
     CallFinished,
     ItemsProduced,
+    MoveState,
     Part,
     RunCall,
 )
 from m2flow.flow import SOURCE, Batch, Flow, Stream, Worker, stage
 from m2flow.runtime.lane import executor
 from m2flow.runtime.lane.executor import LaneExecutor
+from m2flow.runtime.lane.exhausted import name_residents
 from m2flow.runtime.lane.host import LaneHost
 from m2flow.runtime.lane.orders import Execute, from_bytes, to_bytes
 
@@ -94,3 +98,59 @@ def test_the_withdrawal_of_a_call_that_has_ended_is_answered() -> None:
     lane: Any = LaneExecutor(0, line, None, None)  # type: ignore[arg-type]
     lane._execute(Execute("step", AbortCall(1, (0,))))
     assert line.said == [CallAborted(1, 0)]
+
+
+class Greedy(Worker):
+    """Asks for more than there is."""
+
+    error: BaseException = MemoryError()
+
+    @stage
+    def take(self, batch: Batch) -> Batch:
+        raise self.error
+
+    def state_bytes(self) -> int:
+        return 12_300_000_000
+
+
+class Taking(Flow):
+    worker: Greedy
+    other: Patient
+    away: Greedy
+
+    def step(self, items: Stream) -> Stream:
+        return self.other.think(self.worker.take(items))
+
+
+TRIED = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (torch.OutOfMemoryError(TRIED), TRIED),
+        (MemoryError(), "MemoryError"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes"), "8 bytes"),
+    ],
+)
+def test_a_call_that_runs_out_of_memory_says_who_held_it(error: Exception, asked: str) -> None:
+    line = PlayedLine()
+    lane: Any = LaneExecutor(3, line, None, None)  # type: ignore[arg-type]
+    flow = Taking(worker=Greedy(), other=Patient(), away=Greedy())
+    flow.worker.error = error
+    lane._host = LaneHost(3, {"step": flow.trace()}, dict(flow.workers))
+    lane._exchange = type("Here", (), {"unwrap": lambda *_: Batch({"x": [1]})})()
+    lane._execute(Execute("step", MoveState("offload", "away", 3)))
+    lane._execute(Execute("step", RunCall(1, 0, 0, (3,), (((Part(SOURCE, (0,), LAUNCHER),),),))))
+    (failed,) = [event for event in line.said if isinstance(event, CallFailed)]
+    assert type(failed.error) is type(error)
+    told = str(failed.error)
+    assert told.startswith("worker.take ran out of memory on lane 3, which held worker 12.3 GB: ")
+    assert told.endswith(asked)
+    assert "away" not in told
+
+
+def test_other_errors_keep_their_words() -> None:
+    error = RuntimeError("matrices do not fit")
+    name_residents(error, 0, "worker.take", {"worker": Greedy()}, ())
+    assert str(error) == "matrices do not fit"

@@ -161,3 +161,34 @@ def test_parameters_are_let_go_for_another_optimizer() -> None:
     assert not torch.equal(torch.cat([p.detach().flatten() for p in model.parameters()]), before)
     trainer = PolicyTrainer(model, GRPOLoss(), replace(CONFIG, tokens_per_microbatch=10))
     assert step(trainer, 0)["steps"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_on_the_host_takes_the_same_steps(dtype: torch.dtype) -> None:
+    """To the bit; and each goes on from the other's state."""
+    config = replace(CONFIG, optimizer=replace(CONFIG.optimizer, learning_rate=1e-3))
+    hosted = replace(config, optimizer=replace(config.optimizer, on_host=True))
+    here, there = trainer_in(dtype, config), trainer_in(dtype, hosted)
+    for seed in range(2):
+        assert step(here, seed) == step(there, seed)
+    of_here, of_there = dict(here.optimizer.state_items()), dict(there.optimizer.state_items())
+    weights = [dict(one.model.state_dict()) for one in (here, there)]
+    here, there = trainer_in(dtype, config), trainer_in(dtype, hosted)
+    for one, its, state in ((here, weights[1], of_there), (there, weights[0], of_here)):
+        one.model.load_state_dict(its)
+        one.optimizer.load_state_dict(state)
+        step(one, 2)
+    expected = dict(there.model.named_parameters())
+    assert not expected["model.norm.weight"].equal(weights[0]["model.norm.weight"])
+    for name, parameter in here.model.named_parameters():
+        assert parameter.equal(expected[name]), name
+
+
+def test_what_is_not_finite_is_named_where_the_optimizer_is_on_the_host() -> None:
+    trainer = trainer_in(torch.float32, CONFIG)
+    hosted = replace(CONFIG, optimizer=replace(CONFIG.optimizer, on_host=True))
+    trainer = PolicyTrainer(trainer.model, GRPOLoss(), hosted)
+    trainer.fold(rollouts_of(0))
+    trainer.optimizer._gradients[0][0] = torch.nan
+    with pytest.raises(NotFinite, match="gradients of 1 of"):
+        trainer.finish()

@@ -28,6 +28,15 @@ TRAINED_BYTES = 18
 """Of a trained parameter: a 16-bit weight, and weight, gradient and two moments in single
 precision; single precision throughout needs 16."""
 
+HOSTED_BYTES = 12
+"""Of these, what goes to host memory with the optimizer: the weight in single precision and the
+moments."""
+
+HOST_STEP_BYTES = 34
+"""Of a parameter whose optimizer is in host memory, what an update moves there and back (a gradient
+in single precision, a 16-bit weight) or reads and writes there (28). An assumption: a lane's share
+of host memory is as fast as its link to it."""
+
 ADAM_BYTES = 16
 """The same where gradients are kept in 16 bits (Rajbhandari et al. 2020, section 3.1); what an
 optimizer step reads, and writes again."""

@@ -95,8 +95,8 @@ class PolicyTrainer(SummingTrainer):
         """
         with self.shards.together():
             self._check(rollouts)
-        rollouts, _ = self.shards.join(rollouts, 0)
-        rollouts = self._counted(rollouts)
+        rollouts, _ = self.shards.join(rollouts)
+        rollouts, _ = self.shards.balance(self._counted(rollouts))
         size, sharing = self.config.tokens_per_microbatch, self.config.sharing
         packs = pack(rollouts.pairs, size, sharing, self.shards.part)
         self.fold_packs(

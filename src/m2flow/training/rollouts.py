@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,20 @@ from m2flow.errors import UserError
 
 TokenRow = Sequence[int] | Tensor
 FloatRow = Sequence[float] | Tensor
+
+
+class Rows(Protocol):
+    """Token pairs, or a record that has them beside columns of their completion tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens of all rows."""
+
+    def row_lengths(self) -> Tensor:
+        """[B] tokens of each row."""
+
+    def select(self, rows_R: Tensor) -> Self:
+        """The given rows (int64 [R]), in that order."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +95,15 @@ class TokenPairs:
             0, row_T, self.loss_mask_T.long()
         )
 
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens of all rows."""
+        return self.completion_ids_T.numel()
+
+    def row_lengths(self) -> Tensor:
+        """[B] tokens of each row."""
+        return self.prompt_lengths_B + self.completion_lengths_B
+
     def select(self, rows_R: Tensor) -> TokenPairs:
         """The given rows (int64 [R]), in that order."""
         tokens_S = flat_index(self.completion_lengths_B, rows_R)
@@ -137,6 +160,15 @@ class Rollouts:
     def __len__(self) -> int:
         return len(self.pairs)
 
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens of all rows."""
+        return self.pairs.num_tokens
+
+    def row_lengths(self) -> Tensor:
+        """[B] tokens of each row."""
+        return self.pairs.row_lengths()
+
     def select(self, rows_R: Tensor) -> Rollouts:
         """The given rows (int64 [R]), in that order."""
         tokens_S = flat_index(self.pairs.completion_lengths_B, rows_R)
@@ -162,11 +194,11 @@ class Rollouts:
         }
 
 
-R = TypeVar("R")
+R = TypeVar("R", bound=Rows)
 
 
 def joined(parts: Sequence[R]) -> R:
-    """The rows of all parts as one: token pairs, or any record of tensors and of such records."""
+    """The rows of all parts as one."""
     first: Any = parts[0]
     values: dict[str, Any] = {}
     for name, value in vars(first).items():

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,12 +28,13 @@ from m2flow.flow.worker import Gang
 from m2flow.runtime.transport.groups import sum_over
 from m2flow.training.context_parallel import Part
 from m2flow.training.division import Division
-from m2flow.training.rollouts import joined
+from m2flow.training.rollouts import Rows, joined
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Rows)
 
 
 class Shards:
@@ -129,27 +130,56 @@ class Shards:
         sharing = self._sharing
         return sharing is None or dist.get_rank(sharing) == 0
 
-    def join(self, rows: T, num_tokens: int) -> tuple[T, slice]:
+    def join(self, rows: R) -> tuple[R, slice]:
         """The rows of all lanes that share their tokens, in order.
 
         Collective among these lanes.
 
-        Args:
-            rows: of this lane: a record of flat tensors.
-            num_tokens: what they have of whatever is to be found again.
-
         Returns:
-            The rows, and where this lane's tokens are among theirs.
+            The rows, and where this lane's completion tokens are among theirs.
         """
         sharing = self._sharing
         if sharing is None:
-            return rows, slice(0, num_tokens)
+            return rows, slice(None)
         import torch.distributed as dist
 
         told: list[Any] = [None] * dist.get_world_size(sharing)
-        dist.all_gather_object(told, (rows, num_tokens), group=sharing)
-        first = sum(number for _, number in told[: dist.get_rank(sharing)])
-        return joined([theirs for theirs, _ in told]), slice(first, first + num_tokens)
+        dist.all_gather_object(told, rows, group=sharing)
+        first = sum(theirs.num_tokens for theirs in told[: dist.get_rank(sharing)])
+        return joined(told), slice(first, first + rows.num_tokens)
+
+    def balance(self, rows: R) -> tuple[R, Callable[[Tensor], Tensor]]:
+        """Deal the rows of lanes that work side by side out anew, so that each has as many tokens.
+
+        Rows keep their order over the lanes, so those that share a prompt stay together.
+        Collective among these lanes, and so is what is returned.
+
+        Returns:
+            The rows to work on here; and what gives, of figures of their completion tokens, those
+            of the rows that were given here.
+        """
+        shares = self.division.shares
+        if self._mesh is None or shares == 1:
+            return rows, lambda figures_T: figures_T
+        import torch.distributed as dist
+
+        mesh, name = (self._mesh, "shard") if self._grid is None else (self._grid, "column")
+        group, rank = mesh.get_group(name), mesh.get_local_rank(name)
+        told: list[Any] = [None] * shares
+        dist.all_gather_object(told, rows, group=group)
+        everyone = joined(told)
+        lengths_B = everyone.row_lengths()
+        middle_B = lengths_B.cumsum(0) - lengths_B / 2
+        lane_B = (middle_B * shares / max(int(lengths_B.sum()), 1)).long()
+        mine = everyone.select((lane_B == rank).nonzero()[:, 0])
+        first = sum(theirs.num_tokens for theirs in told[:rank])
+
+        def given_back(figures_T: Tensor) -> Tensor:
+            found: list[Any] = [None] * shares
+            dist.all_gather_object(found, figures_T, group=group)
+            return torch.cat(found)[first : first + rows.num_tokens]
+
+        return mine, given_back
 
     def is_term(self, name: str) -> bool:
         """Whether this lane's gradient of a parameter is a term of a sum over lanes."""

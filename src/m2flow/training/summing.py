@@ -134,7 +134,8 @@ def figures_of(
         pairs, tokens_per_microbatch, sharing: as for `pack`.
         shards: how the model is divided.
     """
-    pairs, own = shards.join(pairs, pairs.completion_ids_T.numel())
+    pairs, own = shards.join(pairs)
+    pairs, given_back = shards.balance(pairs)
     packs = pack(pairs, tokens_per_microbatch, sharing, shards.part)
     figures_T: Tensor | None = None
     with torch.no_grad():
@@ -145,7 +146,7 @@ def figures_of(
             if microbatch is not None:
                 figures_T[microbatch.token_index_T] = found_T.cpu()
     shards.reshard(model)
-    return torch.empty(0) if figures_T is None else figures_T[own]
+    return given_back(torch.empty(0) if figures_T is None else figures_T)[own]
 
 
 def one_token() -> Pack:

@@ -41,6 +41,15 @@ class ValueTargets:
     old_values_T: Tensor
     returns_T: Tensor
 
+    @property
+    def num_tokens(self) -> int:
+        """Completion tokens of all rows."""
+        return self.pairs.num_tokens
+
+    def row_lengths(self) -> Tensor:
+        """[B] tokens of each row."""
+        return self.pairs.row_lengths()
+
     def select(self, rows_R: Tensor) -> ValueTargets:
         """The given rows (int64 [R]), in that order."""
         tokens_S = flat_index(self.pairs.completion_lengths_B, rows_R)
@@ -111,12 +120,13 @@ class ValueTrainer(SummingTrainer):
         """
         with self.shards.together():
             check_finite({"values": targets.old_values_T, "returns": targets.returns_T})
-        targets, _ = self.shards.join(targets, 0)
+        targets, _ = self.shards.join(targets)
         lengths_B = targets.pairs.learned_lengths_B
         self.add(
             denominator=self.algorithm.denominator(lengths_B),
             tokens=int(lengths_B.sum()),
         )
+        targets, _ = self.shards.balance(targets)
         size, sharing = self.config.tokens_per_microbatch, self.config.sharing
         packs = pack(targets.pairs, size, sharing, self.shards.part)
         self.fold_packs(packs, lambda pack: self._fold_pack(targets, pack), self._values_of)

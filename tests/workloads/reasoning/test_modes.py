@@ -14,6 +14,7 @@ import pytest
 import ray
 import torch
 from torch import Tensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from m2flow.flow.worker import Layout
 from m2flow.models.causal_lm import load_model
@@ -160,6 +161,8 @@ def test_eager_run_has_something_to_learn_from(eager: Outcome, model: ModelSourc
         ("hybrid", 2, {}),
         ("collocated", 2, {"generator": Layout("tp2", 2)}),
         ("collocated", 2, GANGS),
+        ("collocated", 2, {"learner": Layout("tp2", 2)}),
+        pytest.param("collocated", 2, {"learner": Layout("cp2", 2)}, marks=pytest.mark.slow),
     ],
 )
 def test_mode_changes_nothing(
@@ -201,3 +204,51 @@ def test_a_run_goes_over_to_gangs_and_back(
     assert texts == eager.texts
     for weights in replicas:
         assert distance(weights, eager.replicas[0]) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_a_mixture_divided_by_its_experts_trains_the_same_weights(tmp_path: Path) -> None:
+    """In single precision, for which experts have grouped products."""
+    sizes: dict[str, object] = {"dtype": "float32"}
+    words = {
+        "steps": STEPS,
+        "prompts_per_step": 8,
+        "samples_per_prompt": 4,
+        "model": sizes,
+        "data": {"options": {"min_digits": 1, "max_digits": 1}},
+        "warmup": {"steps": 0},
+    }
+    dense = ReasoningExperiment(ReasoningRecipe.model_validate(words))
+    tokenizer = dense.prepare(tmp_path / "dense").tokenizer()
+    torch.manual_seed(0)
+    mixture = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=64,
+            moe_intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    mixture.save_pretrained(tmp_path / "mixture")
+    tokenizer.save_pretrained(tmp_path / "mixture")
+    words["warmup"], sizes["path"] = {"steps": 300}, str(tmp_path / "mixture")
+    experiment = ReasoningExperiment(ReasoningRecipe.model_validate(words))
+    model = experiment.prepare(tmp_path / "warm")
+    alone = outcome_of(experiment, model, "eager")
+    assert any(0 < sum(rewards) < len(rewards) for rewards in alone.rewards)
+    before = load_model(Path(model.path)).state_dict()
+    assert distance(alone.replicas[0], before) > 1e-4
+    divided = outcome_of(experiment, model, "collocated", {"learner": Layout("ep2", 2)})
+    assert divided.texts == alone.texts
+    for weights in divided.replicas:
+        assert distance(weights, alone.replicas[0]) < 1e-5

@@ -82,6 +82,19 @@ def test_a_mixture_is_divided_by_its_experts() -> None:
     assert states["ep16"] == pytest.approx(18 * (dense + model.expert_parameters / 16), abs=1)
 
 
+def test_an_optimizer_on_the_host_leaves_room_and_takes_time() -> None:
+    here, there = (
+        profile("1x8xH100", training={"optimizer_on_host": flag}) for flag in (False, True)
+    )
+    parameters = KNOWN_MODELS["Qwen2.5-7B"].parameters
+    state = there.worker("learner", 8, "gpu", "fsdp8")
+    assert state is not None
+    assert state.state_bytes == pytest.approx(6 * parameters / 8, abs=1)
+    of_here, of_there = (one.cost("learner.train", "fsdp8", 8, "gpu") for one in (here, there))
+    assert of_there.finish_seconds(1) > 5 * of_here.finish_seconds(1)
+    assert of_there.call(64) == of_here.call(64)
+
+
 def test_adapters_are_priced_on_one_lane_and_in_shards() -> None:
     found = profile("1x8xH100", model={"lora_rank": 8})
     assert {one.layout for one in found.workers["learner"]} == {"one", "fsdp2", "fsdp4", "fsdp8"}

@@ -26,6 +26,7 @@ from m2flow.runtime.driver.recovery import (
     Snapshot,
 )
 from m2flow.runtime.driver.runner import Runner, StepResult
+from m2flow.runtime.lane.exhausted import is_exhaustion
 from m2flow.runtime.lane.state_files import saves
 
 if TYPE_CHECKING:  # a run in one process does without Ray
@@ -521,5 +522,4 @@ class Run:
 
 def _wants_memory_or_time(cause: BaseException | None) -> bool:
     """Whether a failure may be the plan's fault: another plan needs less memory, or less time."""
-    wants = isinstance(cause, MemoryError | TimeoutError)
-    return wants or type(cause).__name__ == "OutOfMemoryError"  # of torch, and of others
+    return isinstance(cause, TimeoutError) or (cause is not None and is_exhaustion(cause))

@@ -40,6 +40,7 @@ from m2flow.errors import RunFailed
 from m2flow.flow.graph import FlowGraph
 from m2flow.runtime.lane.context import LaneContext
 from m2flow.runtime.lane.exchange import Exchange, ItemsKey
+from m2flow.runtime.lane.exhausted import name_residents
 from m2flow.runtime.lane.host import LaneHost, share_of
 from m2flow.runtime.lane.loading import Loader, close_workers, save
 from m2flow.runtime.lane.orders import (
@@ -209,6 +210,8 @@ class LaneExecutor:
         except _Withdrawn:
             self._report([Report(CallAborted(command.call, self.lane))])
         except BaseException as error:
+            graph, host = self._host.graphs[order.flow], self._host
+            name_residents(error, self.lane, _name_of(graph, command), host.workers, host.away)
             failed = CallFailed(command.call, self.lane, self._portable(error))
             self._report([Report(failed)])
         finally:
@@ -387,6 +390,18 @@ class LaneExecutor:
             error = RunFailed(f"{type(error).__name__}: {error}")
         error.add_note(f"On lane {self.lane}:\n{trace}")
         return error
+
+
+def _name_of(graph: FlowGraph, command: LaneCommand) -> str:
+    """What a call is, in words."""
+    match command:
+        case RunCall(node=index) | RunFinish(node=index):
+            return graph.nodes[index].name
+        case ExportWeights(source=source):
+            return f"publishing {source}"
+        case InstallWeights(target=target):
+            return f"installing weights in {target}"
+    return type(command).__name__
 
 
 def _workers_of(graph: FlowGraph, command: LaneCommand) -> list[str]:

@@ -72,6 +72,8 @@ class LaneHost:
     ) -> None:
         self.lane, self.graphs, self.workers, self.clock = lane, graphs, workers, clock
         self.store = Store() if store is None else store
+        self.away = set[str]()
+        """Workers whose state was put away."""
         self._agree = agree
         self._spans: list[Span] = []
         self._streams: dict[int, StageStream] = {}
@@ -257,6 +259,10 @@ class LaneHost:
         start, worker = self.clock(), self.workers.get(command.worker)
         if worker is not None:  # a pure function has no state
             getattr(worker, command.what)()
+            if command.what == "offload":
+                self.away.add(command.worker)
+            else:
+                self.away.discard(command.worker)
         facts = {"worker": command.worker, "what": command.what}
         name = f"{command.what} {command.worker}"
         return Report(None, (Span(self.lane, name, "switch", start, self.clock(), facts),))

@@ -56,6 +56,10 @@ class Loader:
             store=old.store if keep else None,
             agree=self._context.agreements(order.placed),
         )
+        if limited == self.limited:
+            host.away = old.away & set(workers)
+        elif self.limited:
+            host.away = set(workers)
         self._exchange.serve(host.store)
         for name, placed in order.placed.items():
             if name not in workers:
@@ -64,6 +68,7 @@ class Loader:
                 state_bytes[name] = workers[name].state_bytes()
                 if self.limited:
                     workers[name].offload()
+                    host.away.add(name)
         return host
 
     def _loaded(self, placed: Placed, order: Load, host: LaneHost) -> Worker:

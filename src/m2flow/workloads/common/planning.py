@@ -108,8 +108,10 @@ def layouts_of(recipe: Recipe, flow: Flow, lanes: Sequence[LaneSpec]) -> dict[st
                 hint=suggestion(name, [one.name for one in known.values() if not one.obstacle()]),
             )
         if (obstacle := known[name].obstacle()) is not None:
-            possible = [one.name for one in known.values() if one.obstacle() is None]
-            raise UserError(obstacle, key=key, value=name, expected=f"one of {', '.join(possible)}")
+            possible = [one for one in known.values() if one.obstacle() is None]
+            alike = [one for one in possible if one.lanes == known[name].lanes] or possible
+            names = ", ".join(one.name for one in alike)
+            raise UserError(obstacle, key=key, value=name, expected=f"one of {names}")
         found[worker] = known[name]
     return found
 

@@ -280,6 +280,7 @@ class TrainingSection(Section):
 
     With `gradient_checkpointing` activations are computed again in the backward pass, which takes a
     third more arithmetic and leaves the memory to longer micro-batches; null: on accelerators.
+    With `optimizer_on_host` the optimizer's state is in host memory, and the CPU takes its steps.
     """
 
     tokens_per_microbatch: Count = 2048
@@ -287,6 +288,7 @@ class TrainingSection(Section):
     drop_zero_advantage: Flag = True
     recompute_logprobs: Flag = False
     gradient_checkpointing: Flag | None = None
+    optimizer_on_host: Flag = False
 
     def checkpoints_on(self, device: str) -> bool:
         """Whether activations are computed again, on a device or kind of lane."""

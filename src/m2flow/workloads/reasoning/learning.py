@@ -63,6 +63,7 @@ def trainer_config(
                 idle_steps=idle_steps,
             ),
             max_grad_norm=optimizer.max_grad_norm,
+            on_host=recipe.training.optimizer_on_host,
         ),
         tokens_per_microbatch=recipe.training.tokens_per_microbatch,
         sharing=recipe.training.sharing,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from m2flow.errors import UserError
@@ -18,6 +18,8 @@ from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.models.lengths import Answers, fit_lengths
 from m2flow.models.shape import WEIGHT_BYTES, ModelShape, read_model
 from m2flow.models.work import (
+    HOST_STEP_BYTES,
+    HOSTED_BYTES,
     TRAINED_BYTES,
     decoding,
     forward_pass,
@@ -183,7 +185,7 @@ class RecipeWork:
         if "train" in methods and (rank := self.recipe.model.lora_rank):
             beside = TRAINED_BYTES * self.model.adapter_parameters(rank)
         elif "train" in methods:
-            each = TRAINED_BYTES
+            each = TRAINED_BYTES - (HOSTED_BYTES if self.recipe.training.optimizer_on_host else 0)
         return WorkerWork(
             [
                 (
@@ -256,9 +258,16 @@ class RecipeWork:
             lambda n: training_pass(
                 model, self.answers, n, division, self._microbatch(), recomputes
             ),
-            lambda replicas: update(model, division, replicas),
+            lambda replicas: self._update(division, replicas),
             lambda n: training_bytes(model, division, self._packed(n, division), recomputes),
         )
+
+    def _update(self, division: Division, replicas: int) -> Work:
+        work = update(self.model, division, replicas)
+        if not self.recipe.training.optimizer_on_host or self.recipe.model.lora_rank:
+            return work
+        moved = HOST_STEP_BYTES * lane_parameters(self.model, division)
+        return replace(work, read_bytes=0.0, seconds=self.device.host_copy_seconds(moved))
 
 
 def _not_yet(what: str) -> str:
