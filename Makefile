@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart quickstart-embodied dev test test-vllm lint format bench-quick doctor clean distclean
+.PHONY: help quickstart quickstart-embodied dev test test-vllm lint format examples screenshots bench-quick doctor clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -51,6 +51,16 @@ bench-quick: $(VENV)/.installed-dev ## every benchmark in its short version; fai
 	@failed=''; for script in $(BENCHMARKS); do \
 	  echo "== $$script"; $(BIN)/python "$$script" --quick || failed="$$failed $$script"; \
 	done; test -z "$$failed" || { echo "does not hold:$$failed"; exit 1; }
+
+examples: $(VENV)/.installed-dev ## every example on two seeds, against the result that it states (minutes)
+	$(BIN)/python -m pytest -m "" tests/examples $(ARGS)
+
+screenshots: $(VENV)/.installed-dev ## the pictures of the live page in docs/images (needs Chromium)
+	$(BIN)/python -m pip install --quiet -e '.[browser]' -c constraints.txt
+	rm -rf runs/shown-first runs/shown-second
+	$(BIN)/m2flow train quickstart steps=60 --run-dir runs/shown-first
+	$(BIN)/m2flow train quickstart steps=60 seed=1 optimizer.learning_rate=3e-4 --run-dir runs/shown-second
+	$(BIN)/python docs/make_screenshots.py runs/shown-first runs/shown-second
 
 doctor: $(VENV)/.installed ## what this machine has, and what is missing
 	$(BIN)/m2flow doctor

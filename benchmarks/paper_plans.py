@@ -43,6 +43,7 @@ from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import lane_specs, parse_cluster
 from m2flow.plan.profile.hardware import Device
 from m2flow.plan.profile.work import FlowWork, LayoutWork, Rounds, StageWork, WorkerWork, rising
+from m2flow.training.division import Division
 
 RUNNING = 256
 """Requests that a generator decodes at once; memory has room for them in all rows."""
@@ -221,17 +222,21 @@ def priced(
     def passing(layout: Layout) -> LayoutWork:
         return LayoutWork(
             layout,
-            lambda items: forward_pass(model, answers, items, layout.lanes, longest, rates),
-            working_bytes=lambda _: training_bytes(model, layout.lanes, longest, True),
+            lambda items: forward_pass(
+                model, answers, items, Division(fsdp=layout.lanes), longest, rates
+            ),
+            working_bytes=lambda _: training_bytes(
+                model, Division(fsdp=layout.lanes), longest, True
+            ),
         )
 
     def learning(layout: Layout) -> LayoutWork:
         return replace(
             passing(layout),
             call=lambda items: training_pass(
-                model, answers, items, layout.lanes, longest, True, rates
+                model, answers, items, Division(fsdp=layout.lanes), longest, True, rates
             ),
-            finish=lambda replicas: update(model, layout.lanes, replicas),
+            finish=lambda replicas: update(model, Division(fsdp=layout.lanes), replicas),
         )
 
     lengths = Quantiles.of(answers.lengths.stratified(516), 129)

@@ -15,6 +15,7 @@ from m2flow.models.lengths import Answers, fit_lengths
 from m2flow.models.shape import KNOWN_MODELS, ModelShape
 from m2flow.models.work import Rates, decoding, training_pass, update
 from m2flow.plan.profile.hardware import DEVICES, NETWORK_FRACTION, Device
+from m2flow.training.division import Division
 
 H100, H200, H20 = (DEVICES[name] for name in ("H100", "H200", "H20"))
 NEMO = "NeMo-RL performance summary"
@@ -109,8 +110,8 @@ def _trainer(rates: Rates) -> Iterator[Unseen]:
     model = KNOWN_MODELS["Qwen3-0.6B"]
     for length, published in ((16_384, 11_900.0), (65_536, None)):
         answers = Answers(0, fit_lengths(length * 0.999, length))
-        seconds = training_pass(model, answers, 1, 1, length, True, rates).on(H100)
-        seconds += update(model, 1, 1).on(H100)
+        seconds = training_pass(model, answers, 1, Division(), length, True, rates).on(H100)
+        seconds += update(model, Division(), 1).on(H100)
         tokens = length / seconds
         if published is not None:
             yield Unseen("prime-rl", "Qwen3-0.6B, one H100, 16k, tokens/s", tokens, published,

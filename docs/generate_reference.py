@@ -40,7 +40,8 @@ MEANING = {
     "lane_memory": "memory that states and calls may take on a lane, such as `200MB` or `1.5GiB`; "
     "workers that do not fit there together make way for each other",
     "layouts": "name of the layout of each worker that is divided over several lanes, by worker: "
-    "`fsdpN` divides a `learner`, `critic` or `reference` over N lanes, `tpN` the heads of a "
+    "`fsdpN`, `tpN`, `tpN.fsdpM`, `cpN` and, where it has experts, `epN` divide a `learner`, "
+    "`critic` or `reference` over lanes, `tpN` the heads of a "
     "`generator`; N must divide the number of the worker's lanes, and for `tpN` that of key-value "
     "heads. An eager run has none",
     "reward": "what scores answers: a function by its dotted path, `my_module:my_function`, or "

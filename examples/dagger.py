@@ -167,19 +167,19 @@ class DAgger(Flow):
         self.learner.publish(self.student)
 
 
-def episodes(step: int) -> Batch:
-    """The episodes of a step: a function of its number alone."""
+def episodes(step: int, seed: int = 0) -> Batch:
+    """The episodes of a step: a function of its number and the run's seed alone."""
     numbers = range(step * EPISODES_PER_STEP, (step + 1) * EPISODES_PER_STEP)
-    seeds = [derive_seed(0, number) for number in numbers]
+    seeds = [derive_seed(seed, number) for number in numbers]
     return Batch({"episode": torch.tensor(numbers), "seed": torch.tensor(seeds)})
 
 
-def train(steps: int, mode: str = "eager", lanes: str = "auto") -> list[float]:
+def train(steps: int, mode: str = "eager", lanes: str = "auto", seed: int = 0) -> list[float]:
     """Run the flow; the share of each step's episodes that succeeded."""
     flow = DAgger(tables=Tables(), student=Student(), learner=Learner())
     successes = []
     with m2flow.launch(flow, items_per_step=EPISODES_PER_STEP, mode=mode, lanes=lanes) as run:
-        for result in run.steps(episodes(step) for step in range(steps)):
+        for result in run.steps(episodes(step, seed) for step in range(steps)):
             successes.append(sum(result.output["success"]) / EPISODES_PER_STEP)
             found = result.metrics
             print(
@@ -194,5 +194,5 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--mode", default="eager", help="eager, collocated or disaggregated")
     parser.add_argument("--lanes", default="auto", help="such as cpu:2")
-    options = parser.parse_args()
-    train(options.steps, options.mode, options.lanes)
+    parser.add_argument("--seed", type=int, default=0)
+    train(**vars(parser.parse_args()))

@@ -100,20 +100,21 @@ class NameTheQuadrant(Flow):
         self.learner.publish(self.guesser)
 
 
-def points(step: int) -> Batch:
-    """The points of a step: a function of its number alone."""
+def points(step: int, seed: int = 0) -> Batch:
+    """The points of a step: a function of its number and the run's seed alone."""
+    step += 1_000_000 * seed
     generator = torch.Generator().manual_seed(step)
     point = torch.rand(POINTS_PER_STEP, 2, dtype=torch.float64, generator=generator) * 2 - 1
     first = step * POINTS_PER_STEP
     return Batch({"point": point, "seed": torch.arange(first, first + POINTS_PER_STEP)})
 
 
-def train(steps: int, mode: str = "eager", lanes: str = "auto") -> list[float]:
+def train(steps: int, mode: str = "eager", lanes: str = "auto", seed: int = 0) -> list[float]:
     """Run the flow; the mean reward of each step."""
     flow = NameTheQuadrant(guesser=Guesser(), learner=Learner())
     rewards = []
     with m2flow.launch(flow, items_per_step=POINTS_PER_STEP, mode=mode, lanes=lanes) as run:
-        for result in run.steps(points(step) for step in range(steps)):
+        for result in run.steps(points(step, seed) for step in range(steps)):
             rewards.append(float(result.output["reward"].mean()))
             if result.step % 10 == 0 or result.step == steps - 1:
                 norm = result.metrics["gradient_norm"]
@@ -126,5 +127,5 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--mode", default="eager", help="eager, collocated or disaggregated")
     parser.add_argument("--lanes", default="auto", help="such as cpu:2")
-    options = parser.parse_args()
-    train(options.steps, options.mode, options.lanes)
+    parser.add_argument("--seed", type=int, default=0)
+    train(**vars(parser.parse_args()))

@@ -155,9 +155,9 @@ class QLearning(Flow):
         self.learner.publish(self.policy)
 
 
-def episodes(step: int, epsilon: float) -> Batch:
+def episodes(step: int, epsilon: float, seed: int = 0) -> Batch:
     """The episodes of a step before they begin; numbers and seeds differ over the whole run."""
-    number = torch.arange(EPISODES_PER_STEP) + step * EPISODES_PER_STEP
+    number = torch.arange(EPISODES_PER_STEP) + (step + 1_000_000 * seed) * EPISODES_PER_STEP
     return Batch(
         {
             "episode": number,
@@ -168,7 +168,9 @@ def episodes(step: int, epsilon: float) -> Batch:
     )
 
 
-def train(steps: int, mode: str = "eager", lanes: str = "auto") -> tuple[list[float], Tensor]:
+def train(
+    steps: int, mode: str = "eager", lanes: str = "auto", seed: int = 0
+) -> tuple[list[float], Tensor]:
     """Run the flow; the greedy success rate every five steps, from 0 on, and the final table."""
     flow = QLearning(env=GridWorld(), policy=Policy(), learner=Learner())
     successes = []
@@ -180,12 +182,12 @@ def train(steps: int, mode: str = "eager", lanes: str = "auto") -> tuple[list[fl
         also={"evaluate": EPISODES_PER_STEP},
     ) as run:
         for done in range(0, steps + 1, 5):
-            greedy = run.run_method("evaluate", episodes(step=-1, epsilon=0.0)).output
+            greedy = run.run_method("evaluate", episodes(-1, 0.0, seed)).output
             successes.append(sum(greedy["success"]) / len(greedy))
             moves = greedy["turn"].double().mean()
             print(f"step {done:3d}  greedy success {successes[-1]:.4f}  moves {moves:.4f}")
             for step in range(done, min(done + 5, steps)):
-                run.step(episodes(step, EPSILON))
+                run.step(episodes(step, EPSILON, seed))
         value = run.worker_call("learner", "weights")["value"]
     return successes, value
 
@@ -195,5 +197,5 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--mode", default="eager", help="eager, collocated or disaggregated")
     parser.add_argument("--lanes", default="auto", help="such as cpu:2")
-    options = parser.parse_args()
-    train(options.steps, options.mode, options.lanes)
+    parser.add_argument("--seed", type=int, default=0)
+    train(**vars(parser.parse_args()))

@@ -32,7 +32,7 @@ FLOORS = {
     "simulation": 1,
     "plan": 2,
     "runtime": 3,
-    **dict.fromkeys(("rewards", "environments", "generation", "training", "models"), 4),
+    **dict.fromkeys(("rewards", "tools", "environments", "generation", "training", "models"), 4),
     "observe": 5,
     "workloads": 6,
     "cli": 7,

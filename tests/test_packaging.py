@@ -117,7 +117,10 @@ def test_the_wheel_holds_the_package_and_the_recipes(built: dict[str, Path]) -> 
         for path in (PROJECT / folder).iterdir()
         if path.is_file()
     }
-    assert held == here | shipped | {"m2flow/py.typed"}
+    static = source / "m2flow" / "observe" / "dashboard" / "static"
+    names = "index.html dashboard.js dashboard.css uPlot.iife.min.js uPlot.min.css uPlot.LICENSE"
+    page = {str((static / name).relative_to(source)) for name in names.split()}
+    assert held == here | shipped | page | {"m2flow/py.typed"}
 
 
 def test_the_sdist_is_the_repository(built: dict[str, Path]) -> None:

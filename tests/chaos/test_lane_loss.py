@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ import m2flow
 from m2flow import Batch, Flow, Stream, Worker, stage
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import RunFailed
+from m2flow.runtime.driver import pool as pool_module
 from m2flow.runtime.driver.launch import Run
 from m2flow.runtime.driver.placing import nodes_for
 from m2flow.runtime.driver.pool import LanePool
@@ -305,6 +308,53 @@ def test_a_spare_process_takes_the_place_of_a_lane(
     (loss,) = run.losses
     assert pool._actors[loss.lane] == actor
     assert other != actor
+
+
+def test_a_process_that_ends_before_its_lane_is_up_is_started_again(
+    pool: LanePool, tmp_path: Path, undisturbed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has said where it can be reached, and is killed before anybody has."""
+    victims: list[int] = []
+    connect = pool_module.connect
+
+    def killed_first(address: Any, key: bytes, **options: Any) -> Any:
+        if not victims:
+            (lane,) = (x for x in pool.addresses.values() if x.line == address)
+            victims.append(lane.process_id)
+            os.kill(lane.process_id, signal.SIGKILL)
+            while process_is_there(lane.process_id):
+                time.sleep(0.01)
+        return connect(address, key, **options)
+
+    monkeypatch.setattr(pool_module, "connect", killed_first)
+    with start(APART, Death("score", 1, str(tmp_path)), pool) as run:
+        found = seen(run)
+    assert victims
+    assert found.figures == undisturbed
+    (loss,) = run.losses
+    assert pool.addresses[loss.lane].process_id != victims[0]
+
+
+def process_is_there(number: int) -> bool:
+    try:
+        return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.slow
+def test_processes_that_never_come_up_end_the_run(
+    pool: LanePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise ConnectionRefusedError("nobody listens")
+
+    monkeypatch.setattr(pool_module, "connect", refused)
+    run = start(APART, Death("score", 1, str(tmp_path)), pool)
+    with run, pytest.raises(RunFailed, match="not come up in 3 tries: nobody listens"):
+        seen(run)
+    monkeypatch.undo()
+    pool.restart(list(pool.lost))
 
 
 def test_a_lane_that_dies_again_and_again_ends_the_run(pool: LanePool, tmp_path: Path) -> None:

@@ -346,3 +346,20 @@ def test_more_lanes_are_not_slower_with_long_answers(m2flow: M2flow) -> None:
         assert told
         seconds.append(float(told[1]))
     assert seconds[1] <= seconds[0]
+
+
+@pytest.mark.parametrize("mode", ["collocated", "disaggregated", "hybrid"])
+def test_a_fixed_mode_takes_the_fewest_lanes_that_leave_room_for_others(
+    m2flow: M2flow, mode: str
+) -> None:
+    """Two lanes hold a 7B model's state in tp2, but not beside the generator's."""
+    outcome = m2flow(
+        "plan", "qwen2.5-7b-grpo-math", "--cluster", "1x8xH100", "--mode", mode, "--json"
+    )
+    assert outcome.code == 0, outcome.err
+    plan = json.loads(outcome.out)
+    assert plan["mode"] == mode
+    assert plan["placements"]["learner"]["layout"] == "fsdp4"
+    assert plan["placements"]["generator"]["layout"] == "one"
+    if mode == "collocated":
+        assert plan["predicted_seconds"] == pytest.approx(181, abs=1)

@@ -17,6 +17,7 @@ from m2flow.models.work import (
     decoding,
     forward_pass,
     fullest,
+    lane_parameters,
     prefill,
     ring_bytes,
     training_bytes,
@@ -25,6 +26,7 @@ from m2flow.models.work import (
 )
 from m2flow.plan.profile.hardware import DEVICES, Device
 from m2flow.plan.profile.work import Work
+from m2flow.training.division import Division
 
 H100, H200, L40S = DEVICES["H100"], DEVICES["H200"], DEVICES["L40S"]
 QWEN, MOE = KNOWN_MODELS["Qwen2.5-7B"], KNOWN_MODELS["Qwen3-30B-A3B"]
@@ -32,6 +34,8 @@ EVEN = Answers(0, fit_lengths(999.9, 1000))
 """Answers of a thousand tokens, nearly all alike."""
 
 MICROBATCH = 16_384
+
+WHOLE = Division()
 
 
 def test_decoding_is_bound_by_memory_and_prefill_by_arithmetic() -> None:
@@ -79,33 +83,75 @@ def test_a_decoding_step_on_several_lanes_by_hand(lanes: int, heads: int) -> Non
 
 def test_training_is_six_flops_for_each_parameter_and_token() -> None:
     rates = Rates(training=0.5)
-    work = training_pass(QWEN, EVEN, 1000, 1, MICROBATCH, rates=rates)
+    work = training_pass(QWEN, EVEN, 1000, WHOLE, MICROBATCH, rates=rates)
     tokens, context = 1000 * EVEN.tokens, EVEN.context
     assert work.flops == pytest.approx(3 * QWEN.forward_flops(tokens, context))
     assert work.on(H100) == pytest.approx(work.flops / (0.5 * 989.5e12))
-    again = training_pass(QWEN, EVEN, 1000, 1, MICROBATCH, recomputes=True, rates=rates)
+    again = training_pass(QWEN, EVEN, 1000, WHOLE, MICROBATCH, recomputes=True, rates=rates)
     assert again.on(H100) == pytest.approx(work.on(H100) * 8 / 6)
 
 
 def test_shards_are_gathered_for_each_micro_batch() -> None:
-    one, four = (training_pass(QWEN, EVEN, 8, 4, size) for size in (2000, 500))
+    one, four = (training_pass(QWEN, EVEN, 8, Division(fsdp=4), size) for size in (2000, 500))
     assert four.sent_bytes == pytest.approx(4 * one.sent_bytes)
     assert one.sent_bytes == pytest.approx(1.5 * ring_bytes(QWEN.weight_bytes, 4))
     slow = replace(H100, peer_bytes_per_second=1e9)
     assert four.on(slow) == pytest.approx(four.sent_bytes / 0.8e9), "gathering hides the rest"
-    assert training_pass(QWEN, EVEN, 8, 1, 2000).sent_bytes == 0
+    assert training_pass(QWEN, EVEN, 8, WHOLE, 2000).sent_bytes == 0
+
+
+def test_lanes_that_share_tokens_have_less_to_compute_and_more_to_tell() -> None:
+    whole = training_pass(QWEN, EVEN, 8, WHOLE, MICROBATCH)
+    tensor, context = (
+        training_pass(QWEN, EVEN, 8, division, MICROBATCH)
+        for division in (Division(tp=4), Division(cp=4))
+    )
+    assert tensor.flops == context.flops == pytest.approx(whole.flops / 4)
+    assert tensor.sent_bytes == context.sent_bytes == 0, "nothing is gathered"
+    (sums,), (keys,) = tensor.then, context.then
+    tokens = 8 * EVEN.tokens
+    layers = 4 * QWEN.layers * ring_bytes(tokens * QWEN.hidden * WEIGHT_BYTES, 4)
+    assert sums.sent_bytes == pytest.approx(layers + 1.5 * tokens * QWEN.vocabulary * WEIGHT_BYTES)
+    assert keys.sent_bytes == pytest.approx(2 * 0.75 * tokens * QWEN.kv_bytes_per_token)
+    assert keys.sent_bytes < sums.sent_bytes / 10, "few heads of keys and values"
+    assert not whole.then
+
+
+def test_what_a_layout_divides_of_the_memory() -> None:
+    dense = MOE.parameters - MOE.expert_parameters
+    assert lane_parameters(MOE, Division(ep=8)) == dense + MOE.expert_parameters / 8
+    assert lane_parameters(QWEN, Division(tp=2, fsdp=4)) == QWEN.parameters / 8
+    assert lane_parameters(QWEN, Division(cp=8)) == QWEN.parameters
+    kept = {
+        division.layout: training_bytes(QWEN, division, 4096, False)
+        for division in (WHOLE, Division(tp=2), Division(tp=4), Division(cp=2))
+    }
+    assert kept["tp4"] < kept["tp2"] < kept["one"] < kept["cp2"], "of so many tokens on a lane"
+    assert training_bytes(QWEN, Division(cp=2), 2048, False) < kept["one"]
+
+
+def test_lanes_with_terms_of_a_gradient_sum_them_at_the_update() -> None:
+    assert not update(QWEN, Division(tp=4), 1).then
+    (sums,) = update(QWEN, Division(cp=4), 1).then
+    assert sums.sent_bytes == ring_bytes(4 * QWEN.parameters, 4)
+    (sums,) = update(MOE, Division(ep=4), 1).then
+    assert sums.sent_bytes == ring_bytes(4 * (MOE.parameters - MOE.expert_parameters), 4)
 
 
 def test_an_update_sums_gradients_between_replicas() -> None:
-    assert update(QWEN, 8, 1).sent_bytes == 0
-    assert update(QWEN, 2, 4).sent_bytes == ring_bytes(QWEN.weight_bytes / 2, 4)
-    assert update(QWEN, 2, 8).on(H100) > update(QWEN, 2, 4).on(H100), "past one machine"
+    assert update(QWEN, Division(fsdp=8), 1).sent_bytes == 0
+    assert update(QWEN, Division(fsdp=2), 4).sent_bytes == ring_bytes(QWEN.weight_bytes / 2, 4)
+    assert update(QWEN, Division(fsdp=2), 8).on(H100) > update(QWEN, Division(fsdp=2), 4).on(
+        H100
+    ), "past one machine"
 
 
 def test_state_and_activations() -> None:
-    kept, again = (training_bytes(QWEN, 8, 4096, recomputes) for recomputes in (False, True))
+    kept, again = (
+        training_bytes(QWEN, Division(fsdp=8), 4096, recomputes) for recomputes in (False, True)
+    )
     assert kept > 3 * again
-    assert training_bytes(QWEN, 1, 4096, False) < kept, "nothing is gathered"
+    assert training_bytes(QWEN, WHOLE, 4096, False) < kept, "nothing is gathered"
 
 
 def test_the_fullest_rank_by_drawing() -> None:
@@ -124,7 +170,7 @@ def test_the_fullest_rank_by_drawing() -> None:
 
 def test_one_answer_does_not_get_faster_by_idle_lanes() -> None:
     def seconds(lanes: int, count: int) -> float:
-        return forward_pass(QWEN, EVEN, count, lanes, MICROBATCH).flops
+        return forward_pass(QWEN, EVEN, count, Division(fsdp=lanes), MICROBATCH).flops
 
     assert seconds(8, 1) == seconds(1, 1)
     assert seconds(8, 8) == pytest.approx(seconds(1, 1), rel=0.01)

@@ -19,6 +19,7 @@ from torch import Tensor
 from m2flow.algorithms.grpo import GRPOLoss
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Batch, Gang, Place, Ragged
+from m2flow.flow.worker import grid_of
 from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.models.tokenizer import character_tokenizer
 from m2flow.runtime.transport.groups import LaneGroups, lane_sets_of
@@ -70,14 +71,22 @@ def lanes() -> Iterator[LaneProcesses]:
         yield lanes
 
 
-def gang_of(groups: LaneGroups, replicas: Any) -> Gang | None:
-    """This lane's, or None on a lane that takes no part."""
-    groups.ensure(lane_sets_of(replicas))
+def gang_of(groups: LaneGroups, replicas: Any, layout: str = "") -> Gang | None:
+    """This lane's, or None on a lane that takes no part; the layout is `fsdpN` if not another."""
+    grid = grid_of(layout)
+    groups.ensure(lane_sets_of(replicas, grid))
     lane = dist.get_rank()
     for number, lanes in enumerate(replicas):
         if lane in lanes:
-            mesh = groups.mesh(replicas)
-            return Gang(lanes.index(lane), len(lanes), number, len(replicas), mesh=mesh)
+            gang = Gang(
+                lanes.index(lane),
+                len(lanes),
+                number,
+                len(replicas),
+                mesh=groups.mesh(replicas),
+                layout=layout or f"fsdp{len(lanes)}",
+            )
+            return gang if grid is None else replace(gang, grid=groups.grid(replicas, grid))
     return None
 
 
@@ -299,16 +308,16 @@ def learner_at(folder: Path, place: Place, checkpoint: str | None = None) -> Lea
 def stepped(learner: Learner) -> dict[str, Tensor]:
     """Weights after one step on the same samples, which the second lane of a gang takes alone."""
     batch = samples()
-    if learner.place.gang.size == 2:
-        batch = batch.select([] if learner.place.gang.rank == 0 else list(range(12)))
+    if learner.place.gang.size > 1:
+        batch = batch.select(list(range(12)) if learner.place.gang.rank == 1 else [])
     batch = learner.logprobs(batch)
     learner.train(batch)
     learner.train_finish()
     return learner.parameters()
 
 
-def place_on(groups: LaneGroups, replicas: Any, spill: Path) -> Place | None:
-    gang = gang_of(groups, replicas)
+def place_on(groups: LaneGroups, replicas: Any, spill: Path, layout: str = "") -> Place | None:
+    gang = gang_of(groups, replicas, layout)
     if gang is None:
         return None
     everyone = tuple(lane for lanes in replicas for lane in lanes)

@@ -6,7 +6,7 @@ import random
 
 import torch
 from torch import nn
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from m2flow.training.rollouts import Rollouts
 
@@ -31,11 +31,38 @@ def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
     )
     torch.manual_seed(0)
     model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa")
-    model.model.norm = nn.RMSNorm(16, eps=1e-6)
-    for layer in model.model.layers:
-        layer.input_layernorm = nn.RMSNorm(16, eps=1e-6)
-        layer.post_attention_layernorm = nn.RMSNorm(16, eps=1e-6)
-    return model.to(dtype).eval()
+    return _with_exact_norms(model).to(dtype).eval()
+
+
+def make_mixture() -> nn.Module:
+    """The same with 4 experts in each layer, of which 2 work on a token, and norms of heads."""
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        experts_implementation="eager",  # grouped products have no double precision
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM._from_config(config, attn_implementation="sdpa")
+    return _with_exact_norms(model).double().eval()
+
+
+def _with_exact_norms(model: nn.Module) -> nn.Module:
+    norms = [name for name, module in model.named_modules() if "RMSNorm" in type(module).__name__]
+    for name in norms:
+        size = model.get_submodule(name).get_parameter("weight").numel()
+        model.set_submodule(name, nn.RMSNorm(size, eps=1e-6))
+    return model
 
 
 def make_rollouts(seed: int = 0, groups: int = 3) -> Rollouts:

@@ -341,6 +341,31 @@ def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) ->
 
 
 @app.command()
+def dash(
+    run_dirs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUN_DIR]...", help="Run directories; by default the newest in runs/."
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any.")] = 0,
+) -> None:
+    """Show runs side by side in a browser, live, on this machine alone."""
+    from m2flow.observe.dashboard import Dashboard
+    from m2flow.observe.dashboard.following import runs_in
+
+    folders = run_dirs or runs_in(Path("runs"), most=8)
+    if not folders:
+        raise UserError("no run to show", key="runs/", hint="name run directories: m2flow dash DIR")
+    with Dashboard(folders, port) as dashboard:
+        print(f"{dashboard.url}\nCtrl-C ends it.", flush=True)
+        try:
+            dashboard.wait()
+        except KeyboardInterrupt:
+            print("Ended.")
+
+
+@app.command()
 def doctor(
     run_dir: Annotated[
         Path | None,

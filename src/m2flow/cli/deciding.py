@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from m2flow.plan.profile import Profile
 from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import Cluster, lane_specs, parse_cluster
 from m2flow.plan.profile.work import Pricer
+from m2flow.plan.units import Items
 from m2flow.workloads.common.planning import (
     declared_layouts,
     flow_of,
@@ -112,7 +113,7 @@ class Planning:
                 self.recipe.items_per_step,
                 max_staleness=self.recipe.max_staleness,
                 isolated=self.isolated,
-                layouts=self._layouts(profile),
+                layouts=self._layouts(profile, lanes),
                 beside=beside,
             )
         except UserError as error:
@@ -150,21 +151,56 @@ class Planning:
             )
         return found
 
-    def _layouts(self, profile: Profile) -> dict[str, Layout]:
-        """Lanes for a copy of each worker in the plans of fixed modes: the fewest that it fits."""
-        found = {}
-        for worker in self.graph.workers:
+    def _layouts(self, profile: Profile, lanes: Sequence[LaneSpec]) -> dict[str, Layout]:
+        """Layouts of workers in the plans of fixed modes: the recipe's, where they have a price.
+
+        Else on the fewest lanes among those that fit, and of several the one that is priced first.
+        """
+        found: dict[str, Layout] = {}
+        sources = {edge.source for edge in self.graph.weight_edges}
+        for worker in sorted(self.graph.workers, key=sources.__contains__):
             nodes = [node for node in self.graph.nodes if node.worker == worker]
             costs = [profile.stage(node.name).costs for node in nodes]
-            fitting = set.intersection(*({cost.lanes for cost in some} for some in costs))
-            wanted = self.layouts.get(worker, ONE_LANE)
-            if wanted.lanes not in fitting and fitting:
-                least = min(fitting)
-                name = next(cost.layout for cost in costs[0] if cost.lanes == least)
-                wanted = Layout(name, least)
-            if wanted.lanes > 1:
-                found[worker] = wanted
-        return found
+            known = [{(one.layout, one.lanes, one.kind) for one in some} for some in costs]
+            priced = dict.fromkeys((one.layout, one.lanes, one.kind) for one in costs[0])
+            options = [one for one in priced if all(one in some for some in known)]
+            wanted = self.layouts.get(worker)
+            if not options or (wanted and wanted.name in {name for name, *_ in options}):
+                found[worker] = wanted or ONE_LANE
+                continue
+            fitting = [one for one in options if self._fits(profile, lanes, worker, one, found)]
+            name, size, _ = min(fitting or options, key=lambda one: one[1])
+            found[worker] = Layout(name, size)
+        return {worker: layout for worker, layout in found.items() if layout.lanes > 1}
+
+    def _fits(
+        self,
+        profile: Profile,
+        lanes: Sequence[LaneSpec],
+        worker: str,
+        option: tuple[str, int, str],
+        others: Mapping[str, Layout],
+    ) -> bool:
+        """Whether a worker has room for its calls in a layout, and beside those that it publishes
+        to, in the layouts that they have.
+        """
+        name, size, kind = option
+        limits = [one.memory_bytes for one in lanes if one.kind == kind and one.memory_bytes]
+        state = profile.worker(worker, size, kind, name)
+        if not limits or state is None:
+            return True
+        most = 0
+        for node in self.graph.nodes:
+            if node.worker == worker and not node.streaming:  # that takes what it is given
+                items = Items(self.recipe.items_per_step * node.fanout)
+                cost = profile.cost(node.name, name, size, kind)
+                most = max(most, cost.working_bytes(items))
+        for edge in self.graph.weight_edges:
+            if edge.source == worker and edge.target in others:
+                theirs = others[edge.target]
+                target = profile.worker(edge.target, theirs.lanes, kind, theirs.name)
+                most = max(most, target.state_bytes if target is not None else 0)
+        return state.state_bytes + most <= min(limits)
 
     def _of_mode(self, decision: Decision, mode: str) -> Decision:
         """The decision for the fastest plan of a mode among those that were simulated."""
@@ -177,7 +213,7 @@ class Planning:
         lanes = [lane for lane in decision.chosen.plan.lanes if lane.reserved_for is None]
         build_plan(  # says why, where the mode does not fit the lanes
             mode, self.graph, lanes, self.recipe.items_per_step, self.isolated,
-            self._layouts(decision.profile),
+            self._layouts(decision.profile, lanes),
         )  # fmt: skip
         raise UserError(
             "a plan of this mode does not keep the limits of these lanes",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from m2flow.engine.directory import Homes
 from m2flow.engine.ledger import LEASED, READY, WAITING, StageLedger
 from m2flow.engine.plan import Plan
+from m2flow.engine.ready import LongestFirst, LowestFirst
 from m2flow.errors import FlowError
 from m2flow.flow.graph import FlowGraph, StageNode
 
@@ -62,6 +63,7 @@ class LoopLedger(StageLedger):
 
     A unit is an item and there is one window, complete when every item has left the loop. `low`
     counts items that have passed this member at least once: the bound on the edge that leads in.
+    Items that have gone around most often are taken first: they are the nearest to their end.
     """
 
     __slots__ = ("_passed", "loop")
@@ -79,6 +81,11 @@ class LoopLedger(StageLedger):
         super().__init__(node, num_items, place, homes, sticky=sticky)
         self.loop = loop
         self._passed = bytearray(num_items)
+
+    def _queue(self, queues: dict[int, LowestFirst], lane: int) -> LowestFirst:
+        if lane not in queues:
+            queues[lane] = LongestFirst(self.loop.turns)
+        return queues[lane]
 
     def arrive(self, stream: int, items: Sequence[int], lengths: Sequence[float] = ()) -> bool:
         if self.loop.entry == (self.node.index, stream):  # some may have entered long ago

@@ -8,6 +8,7 @@ and called, and calls it from one thread at a time.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,8 @@ class Layout:
     name means only the worker knows.
 
     Attributes:
-        name: unique among the layouts of the worker, such as "one", "fsdp4" or "tp2.fsdp2".
+        name: unique among the layouts of the worker, such as "one", "fsdp4" or "tp2.fsdp2". A name
+            of two parts lays the lanes out in a grid, see `grid_of`.
         lanes: lanes of one replica; they take part together in each of its calls.
         divisions: (quantity, count, divisor) for each quantity of the model that the layout
             divides, such as ("key-value heads", 8, 2). The layout is possible if every divisor
@@ -55,6 +57,16 @@ ONE_LANE = Layout()
 """The layout that every worker has: a whole copy on one lane."""
 
 
+def grid_of(layout: str) -> tuple[int, int] | None:
+    """The grid in which a layout of two parts lays out a replica's lanes; None for any other.
+
+    `tp2.fsdp3` is 3 rows of 2 lanes: neighbouring lanes make a row, which is the first part's, and
+    lanes at the same place in their rows make a column, which is the second part's.
+    """
+    parts = re.fullmatch(r"[a-z]+(\d+)\.[a-z]+(\d+)", layout)
+    return None if parts is None else (int(parts[2]), int(parts[1]))
+
+
 @dataclass(frozen=True, slots=True)
 class Gang:
     """The lanes that take part together in each call of a replica.
@@ -66,6 +78,8 @@ class Gang:
         num_replicas: how many there are.
         mesh: makes the `torch.distributed.DeviceMesh` of shape (num_replicas, size), with the
             dimensions "replicate" and "shard". Collective: the worker's lanes call it in `load`.
+        grid: makes, where `grid_of(layout)` is a grid, the mesh of this gang alone, with the
+            dimensions "column" and "row". Collective as `mesh` is.
         layout: name of the layout in which the replica lies on its lanes.
     """
 
@@ -74,6 +88,7 @@ class Gang:
     replica: int = 0
     num_replicas: int = 1
     mesh: Callable[[], Any] = _no_mesh
+    grid: Callable[[], Any] = _no_mesh
     layout: str = ONE_LANE.name
 
 

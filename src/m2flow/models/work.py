@@ -1,19 +1,22 @@
 """What passes over a decoder ask of a lane, as `m2flow.plan.profile.work.Work`.
 
-Forward passes, training and decoding as m2flow's trainers and its generation engine do them: FSDP
-shards for passes over whole answers, layers divided by heads for decoding. `Rates` holds the shares
-of the hardware's peaks that such programs attain, each with its source. Nothing is measured here.
+Forward passes, training and decoding as m2flow's trainers and its generation engine do them: the
+trainer's layouts for passes over whole answers, layers divided by heads for decoding. `Rates` holds
+the shares of the hardware's peaks that such programs attain, each with its source. Nothing is
+measured here.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import NormalDist
 
 from m2flow.models.lengths import Answers
 from m2flow.models.shape import WEIGHT_BYTES, ModelShape
 from m2flow.plan.profile.work import Work
+from m2flow.training.division import Division
 
 FORWARD_AND_BACKWARD = 3.0
 """A backward pass is twice the work of a forward pass (Kaplan et al. 2020, section 2.1)."""
@@ -32,6 +35,12 @@ optimizer step reads, and writes again."""
 ACTIVATION_BYTES = 34
 """Of a layer, token and unit of width, without the attention scores, which fused kernels never
 store (Korthikanti et al. 2022, equation 1). With recomputation 2 remain: the layer's input."""
+
+UNDIVIDED_BYTES = 10
+"""Of these, what tensor parallelism leaves on every lane (equation 2 there)."""
+
+GRADIENT_BYTES = 4
+"""Of a parameter's gradient."""
 
 LOGIT_BYTES = 12
 """Of a token and a row of the vocabulary: 16-bit logits, their single-precision copy, and the
@@ -154,25 +163,30 @@ def _sums(model: ModelShape, tokens: float, lanes: int) -> tuple[float, int, flo
     return count * ring_bytes(tokens * model.hidden * WEIGHT_BYTES, lanes), lanes, count
 
 
-# Passes over whole answers: the model in shards over `lanes` lanes --------------------------------
+# Passes over whole answers: the model divided as a training layout says ---------------------------
+
+
+def lane_parameters(model: ModelShape, division: Division) -> float:
+    """Return the parameters that a lane keeps, with whatever belongs to each of them."""
+    kept = model.parameters - model.expert_parameters + model.expert_parameters / division.ep
+    return kept / (division.fsdp * division.tp)
 
 
 def forward_pass(
-    model: ModelShape, answers: Answers, count: int, lanes: int, microbatch: float,
+    model: ModelShape, answers: Answers, count: int, division: Division, microbatch: float,
     rates: Rates = RATES,
 ) -> Work:  # fmt: skip
     """Return the work of log-probabilities or values of `count` answers.
 
     Args:
-        microbatch: tokens of a micro-batch, for which the shards are gathered once.
+        microbatch: tokens that a lane computes at a time, for which the shards are gathered once.
     """
-    return _passes(
-        model, answers, count, lanes, microbatch, 1.0, 0.5, rates.arithmetic(model, rates.forward)
-    )
+    share = rates.arithmetic(model, rates.forward)
+    return _passes(model, answers, count, division, microbatch, _Walk(1.0, 1, 0.5), share)
 
 
 def training_pass(
-    model: ModelShape, answers: Answers, count: int, lanes: int, microbatch: float,
+    model: ModelShape, answers: Answers, count: int, division: Division, microbatch: float,
     recomputes: bool = False, rates: Rates = RATES,
 ) -> Work:  # fmt: skip
     """Return the work of forward and backward passes, without the update.
@@ -181,41 +195,94 @@ def training_pass(
     """
     passes = FORWARD_AND_BACKWARD + (RECOMPUTED_FORWARD if recomputes else 0.0)
     share = rates.arithmetic(model, rates.training)
-    return _passes(model, answers, count, lanes, microbatch, passes, 1.5, share)
+    walk = _Walk(passes, 3 if recomputes else 2, 1.5)
+    return _passes(model, answers, count, division, microbatch, walk, share)
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """What is done with a micro-batch: `passes` forward passes' arithmetic, the layers gone through
+    `times` times, and `rings` of weights, where they are in shards.
+    """
+
+    passes: float
+    times: int
+    rings: float
 
 
 def _passes(
-    model: ModelShape, answers: Answers, count: int, lanes: int, microbatch: float,
-    passes: float, rings: float, share: float,
+    model: ModelShape, answers: Answers, count: int, division: Division, microbatch: float,
+    walk: _Walk, share: float,
 ) -> Work:  # fmt: skip
-    """Return the work of so many forward passes' FLOPs, and rings of weights a micro-batch."""
-    ranks = max(1, min(lanes, count))
-    tokens = count * answers.tokens / ranks * fullest(ranks, count / ranks, answers.deviation)
-    gathered = rings * math.ceil(tokens / microbatch) * ring_bytes(model.weight_bytes, lanes)
+    shares = max(1, min(division.shares, count))
+    tokens = count * answers.tokens / shares * fullest(shares, count / shares, answers.deviation)
+    rounds = math.ceil(tokens / (microbatch * division.cp))
+    weights = model.weight_bytes / division.tp
     return Work(
-        passes * model.forward_flops(tokens, answers.context),
-        sent_bytes=gathered,
-        span=lanes,
+        walk.passes * model.forward_flops(tokens, answers.context) / (division.tp * division.cp),
+        sent_bytes=walk.rings * rounds * ring_bytes(weights, division.fsdp),
+        span=division.lanes,
         overlapped=True,  # FSDP gathers the next block while it computes one
         arithmetic=share,
+        then=tuple(_exchanges(model, division, tokens, walk.times)),
     )
 
 
-def update(model: ModelShape, lanes: int, replicas: int) -> Work:
-    """Return the work of an optimizer step; replicas sum their gradients first."""
+def _exchanges(model: ModelShape, division: Division, tokens: float, times: int) -> Iterator[Work]:
+    """Yield what lanes tell each other of `tokens` tokens: within layers, so nothing goes on then.
+
+    Of tensor parallelism two sums a layer and the gathered logits (Shoeybi et al. 2019, arXiv
+    1909.08053, section 3); of context parallelism keys and values; of expert parallelism a token's
+    hidden state, to each of its experts' lanes and back.
+    """
+    tp, cp, ep = division.tp, division.cp, division.ep
+    wide = tokens * model.hidden * WEIGHT_BYTES
+    if tp > 1:
+        count = 2 * model.layers * times
+        logits = times * tokens * model.vocabulary * WEIGHT_BYTES * (tp - 1) / tp
+        yield Work(sent_bytes=count * ring_bytes(wide, tp) + logits, span=tp)
+    if cp > 1:
+        yield Work(sent_bytes=times * tokens * model.kv_bytes_per_token * (cp - 1) / cp, span=cp)
+    if ep > 1:
+        there_and_back = 2 * model.layers * model.experts_per_token * wide
+        yield Work(sent_bytes=times * there_and_back * (ep - 1) / ep, span=ep)
+
+
+def update(model: ModelShape, division: Division, replicas: int) -> Work:
+    """Return the work of an optimizer step; replicas sum their gradients first.
+
+    So do lanes that each have all of a parameter and a term of its gradient.
+    """
+    own = lane_parameters(model, division)
+    terms = 0.0
+    if division.cp * division.ep > 1:
+        dense = model.parameters - (model.expert_parameters if division.ep > 1 else 0)
+        terms = ring_bytes(GRADIENT_BYTES * dense, division.cp * division.ep)
     return Work(
-        read_bytes=2 * ADAM_BYTES * model.parameters / lanes,
-        sent_bytes=ring_bytes(model.weight_bytes / lanes, replicas),
-        span=lanes * replicas,
+        read_bytes=2 * ADAM_BYTES * own,
+        sent_bytes=ring_bytes(WEIGHT_BYTES * own, replicas),
+        span=division.lanes * replicas,
+        then=(Work(sent_bytes=terms, span=division.lanes),) if terms else (),
     )
 
 
-def training_bytes(model: ModelShape, lanes: int, microbatch: int, recomputes: bool) -> float:
-    """Return the bytes of each lane that a training pass takes beside the state."""
-    wide = microbatch * model.hidden
-    kept = ACTIVATION_BYTES * model.layers
+def training_bytes(
+    model: ModelShape, division: Division, microbatch: int, recomputes: bool
+) -> float:
+    """Return the bytes of each lane that a training pass takes beside the state.
+
+    Args:
+        microbatch: tokens that the lane computes at a time.
+    """
+    wide, tp, cp = microbatch * model.hidden, division.tp, division.cp
+    layer = UNDIVIDED_BYTES + (ACTIVATION_BYTES - UNDIVIDED_BYTES) / tp
+    kept, layers_kept = layer * model.layers, model.layers
     if recomputes:
-        kept = 2 * model.layers + ACTIVATION_BYTES
-    gathered = 0.0 if lanes == 1 else 2 * WEIGHT_BYTES * model.parameters / model.layers
+        kept, layers_kept = 2 * model.layers + layer, 1
+    gathered = 0.0
+    if division.fsdp > 1:
+        gathered = 2 * WEIGHT_BYTES * model.parameters / tp / model.layers
+    if cp > 1:
+        gathered += cp * microbatch * model.kv_bytes_per_token * layers_kept / model.layers
     logits = min(microbatch * model.vocabulary, LOGITS_AT_A_TIME)
     return kept * wide + gathered + LOGIT_BYTES * logits

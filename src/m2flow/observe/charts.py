@@ -2,8 +2,8 @@
 
 Promises: plain text in, markup out, everything escaped; no script. A value that is None leaves a
 gap. However long the run, at most `MAX_POINTS` points of a line are drawn and `MAX_HITS` answer to
-the pointer; each is the mean of its neighbours. Knows nothing of runs; colours come from the
-variables of `theme`.
+the pointer; each is the mean of its neighbours, whose spread is a band behind the line. Knows
+nothing of runs; colours come from the variables of `theme`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ CHART_CSS = """
 .chart .axis{stroke:var(--line);stroke-width:1}
 .chart .curve{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
 .chart .raw{stroke-width:1.25;opacity:.32}
+.chart .band{opacity:.14}
 .chart .dashed{stroke-dasharray:5 4;stroke-width:1.5}
 .chart .hit{fill:transparent}
 .chart .hit:hover{fill:var(--grid);opacity:.5}
@@ -184,6 +185,8 @@ def _curve(one: Series, frame: Scale) -> Iterator[str]:
     ]
     for run in runs:
         points = thin(run)
+        if len(points) < len(run):
+            yield _band(run, frame, colour)
         if one.style == "line" and len(one.values) >= SMOOTH_FROM:
             yield _path(points, frame, colour, "curve raw")
             means = smooth([y for _, y in points], max(2, len(points) // 14))
@@ -195,6 +198,16 @@ def _curve(one: Series, frame: Scale) -> Iterator[str]:
                     f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3" fill="{colour}" '
                     'stroke="var(--surface)" stroke-width="1.5"/>'
                 )
+
+
+def _band(run: Sequence[Point], frame: Scale, colour: str) -> str:
+    """Between the least and the largest of the values whose means are drawn."""
+    size = math.ceil(len(run) / MAX_POINTS)
+    groups = [run[start : start + size] for start in range(0, len(run), size)]
+    top = [(group[-1][0], max(y for _, y in group)) for group in groups]
+    bottom = [(group[-1][0], min(y for _, y in group)) for group in reversed(groups)]
+    outline = "L".join(f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in (*top, *bottom))
+    return f'<path class="band" style="fill:{colour}" d="M{outline}Z"/>'
 
 
 def _path(points: Sequence[Point], frame: Scale, colour: str, name: str) -> str:

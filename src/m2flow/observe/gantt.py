@@ -34,7 +34,7 @@ GANTT_CSS = """
 """
 
 MAX_ROWS = 64
-LABEL_WIDTH, SHARE_WIDTH, LEGEND_LINE = 96, 84, 22
+WIDTH, LABEL_WIDTH, SHARE_WIDTH, LEGEND_LINE = 1120, 96, 84, 22
 MAX_PIECES, COLUMN, HOVER_FROM = 500, 0.5, 2.0
 """Pieces of a row that are drawn one by one; beyond, columns of `COLUMN` pixels. A piece answers
 to the pointer from `HOVER_FROM` pixels on."""
@@ -45,7 +45,7 @@ def gantt_svg(
     *,
     steps: Sequence[tuple[int, float, float]] = (),
     colours: Mapping[str, str] | None = None,
-    width: int = 1120,
+    width: int = WIDTH,
     title: str | None = None,
     standalone: bool = False,
     ident: str = "gantt",

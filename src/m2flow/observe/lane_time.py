@@ -8,7 +8,7 @@ from html import escape
 from operator import add
 
 from m2flow.observe.formatting import number, percent, seconds
-from m2flow.observe.gantt import appearing_stages, gantt_svg, short_names
+from m2flow.observe.gantt import WIDTH, appearing_stages, gantt_svg, short_names
 from m2flow.observe.page import legend_entry
 from m2flow.observe.theme import stage_colours
 from m2flow.observe.trace import StepSpans, Trace
@@ -41,8 +41,10 @@ def stage_palette(trace: Trace, names: Sequence[str] = ()) -> dict[str, str]:
     return stage_colours([*stages, *(name for one in trace.totals for name in one.stages), *names])
 
 
-def timeline_svg(trace: Trace, *, title: str | None = None, standalone: bool = False) -> str:
-    """The picture of the last steps; empty if nothing was recorded."""
+def timeline_svg(
+    trace: Trace, *, title: str | None = None, standalone: bool = False, times: int = 1
+) -> str:
+    """The picture of the last steps, so many times as wide; empty if nothing was recorded."""
     steps = pictured_steps(trace)
     if not steps:
         return ""
@@ -50,9 +52,10 @@ def timeline_svg(trace: Trace, *, title: str | None = None, standalone: bool = F
         chart_of(steps),
         steps=[(step.step, step.start, step.end) for step in steps],
         colours=stage_palette(trace),
+        width=WIDTH * times,
         title=title,
         standalone=standalone,
-        ident="timeline" if standalone else "lanes",
+        ident="timeline" if standalone else f"lanes{times}",
     )
 
 
@@ -74,7 +77,7 @@ def time_table(trace: Trace) -> str:
     legend = "".join(legend_entry(names[name], columns[name], box=True) for name in columns)
     return (
         f'<div class="card"><div class="scroll"><table><thead><tr><th>lane</th>{head}<th>idle</th>'
-        f"<th></th></tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f"<th>shares</th></tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
         f'<div class="legend" style="margin-top:10px">{legend}</div></div>'
     )
 

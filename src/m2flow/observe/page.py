@@ -74,6 +74,10 @@ vertical-align:middle}}
 .legend i.box{{width:11px;height:11px;border-radius:3px}}
 .scroll{{overflow-x:auto;-webkit-overflow-scrolling:touch}}
 .scroll .gantt,.scroll .bars{{min-width:860px}}
+.zoomable .scroll{{display:none;margin-top:10px}}
+.zoomable input{{margin:0 5px 0 14px;vertical-align:-1px}}.zoomable label{{font-size:13.5px}}
+#zoom1:checked~.zoom1,#zoom4:checked~.zoom4,#zoom16:checked~.zoom16{{display:block}}
+.zoom4 .gantt{{width:400%;max-width:none}}.zoom16 .gantt{{width:1600%;max-width:none}}
 table{{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}}
 th{{text-align:right;font-weight:550;color:var(--muted);font-size:12.5px;white-space:nowrap;
 padding:6px 10px;border-bottom:1px solid var(--line);vertical-align:bottom}}

@@ -27,6 +27,9 @@ from m2flow.observe.rollout_browser import rollout_browser
 from m2flow.observe.rollouts import rollout_columns
 from m2flow.observe.step_bars import step_bars
 
+ZOOMS = (1, 4, 16)
+"""How many times as wide the timeline can be seen."""
+
 
 def write_report(run_dir: Path | str) -> Path:
     """Write `report.html`, and `timeline.svg` if spans were recorded, into a run directory.
@@ -47,32 +50,49 @@ def write_report(run_dir: Path | str) -> Path:
 
 def render_report(record: RunRecord) -> str:
     """The report as HTML."""
+    browser = rollout_browser(record.samples)
     return page(
         f"{record.name} · m2flow",
         [
             _header(record),
-            _tiles(record),
-            _health(record),
+            *_overview(record),
             _curves(record),
-            _timeline(record),
-            section("Seconds of each step", bars, "mean over the lanes, by stage")
-            if (bars := step_bars(record))
-            else "",
-            section("Where the time went", table, time_note(record.trace))
-            if (table := time_table(record.trace))
-            else "",
-            section("Rollouts", rollouts, "the first recorded step against the last")
-            if (rollouts := rollout_columns(record.samples))
-            else "",
-            section("All rollouts", browser, "those of samples.jsonl")
-            if (browser := rollout_browser(record.samples))
-            else "",
-            _films(record),
-            plan_section(record),
-            _configuration(record),
+            *_times(record),
+            *_rollouts(record),
+            section("All rollouts", browser, "those of samples.jsonl") if browser else "",
+            *_rest(record),
             _footer(record),
         ],
     )
+
+
+def details(record: RunRecord) -> list[str]:
+    """The report's sections, without its curves and without what needs a script."""
+    parts = [*_overview(record), *_times(record), *_rollouts(record), *_rest(record)]
+    return [part for part in parts if part]
+
+
+def _overview(record: RunRecord) -> list[str]:
+    return [_tiles(record), _health(record)]
+
+
+def _times(record: RunRecord) -> list[str]:
+    bars, table = step_bars(record), time_table(record.trace)
+    return [
+        _timeline(record),
+        section("Seconds of each step", bars, "mean over the lanes, by stage") if bars else "",
+        section("Where the time went", table, time_note(record.trace)) if table else "",
+    ]
+
+
+def _rollouts(record: RunRecord) -> list[str]:
+    columns = rollout_columns(record.samples)
+    note = "the first recorded step against the last"
+    return [section("Rollouts", columns, note)] if columns else []
+
+
+def _rest(record: RunRecord) -> list[str]:
+    return [_films(record), plan_section(record), _configuration(record)]
 
 
 def _header(record: RunRecord) -> str:
@@ -212,7 +232,19 @@ def _timeline(record: RunRecord) -> str:
     steps = [str(step.step) for step in pictured_steps(record.trace)]
     note = f"step{'s' if len(steps) > 1 else ''} {' and '.join(steps)}; every span of the steps "
     note += f"kept is in {record.directory.timeline.name}, which Perfetto opens"
-    body = f'<div class="card"><div class="scroll">{picture}</div></div>'
+    shown = [picture, *(timeline_svg(record.trace, times=times) for times in ZOOMS[1:])]
+    # Radio buttons and a style sheet: it works without scripts, in the live page too.
+    choices = "".join(
+        f'<input type="radio" name="zoom" id="zoom{n}"{" checked" if n == 1 else ""}>'
+        f'<label for="zoom{n}">{n} ×</label>'
+        for n in ZOOMS
+    )
+    pictures = "".join(
+        f'<div class="scroll zoom{n}" tabindex="0" role="region" aria-label="timeline, {n} times">'
+        f"{svg}</div>"
+        for n, svg in zip(ZOOMS, shown, strict=True)
+    )
+    body = f'<div class="card zoomable"><span class="note">zoom</span>{choices}{pictures}</div>'
     return section("Timeline", body, note)
 
 

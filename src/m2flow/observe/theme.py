@@ -20,7 +20,7 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "surface": ("#ffffff", "#161b22"),
     "ink": ("#171a21", "#e6e9ef"),
     "muted": ("#616977", "#9aa4b2"),
-    "faint": ("#8d95a3", "#6f7987"),
+    "faint": ("#69717f", "#8a94a3"),
     "line": ("#e2e5ea", "#2a313c"),
     "grid": ("#eceef2", "#222932"),
     "track": ("#f1f3f6", "#1c222b"),

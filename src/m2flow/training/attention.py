@@ -12,7 +12,7 @@ heads, J key-value heads, G = H / J, D head dimension, F = heads x D.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from m2flow.errors import UserError
+from m2flow.training.context_parallel import Part
 
 IMPLEMENTATION = "m2flow_packed"
 
@@ -49,6 +50,8 @@ class PackLayout:
         key_nodes: the answering ones, likewise.
         biases: for each block [R, Q, K] float32: 0 where a query sees a key, else minus infinity.
         slot_N: where in the blocks' answers that of each node lies.
+        part: where the pack is divided over lanes, the part that is here: N are its nodes then, and
+            keys are numbered as they are gathered.
         windows: biases of layers that see so many nodes of a path and no more, made when asked.
     """
 
@@ -56,6 +59,7 @@ class PackLayout:
     key_nodes: Tensor
     biases: tuple[Tensor, ...]
     slot_N: Tensor
+    part: Part | None = None
     windows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def within(self, window: int | None) -> tuple[Tensor, ...]:
@@ -72,7 +76,9 @@ class PackLayout:
         return self.windows[window]
 
     @classmethod
-    def build(cls, path_nodes: Tensor, lengths: Tensor, shared: Tensor) -> PackLayout:
+    def build(
+        cls, path_nodes: Tensor, lengths: Tensor, shared: Tensor, part: Part | None = None
+    ) -> PackLayout:
         """Lay out paths given one after another.
 
         Args:
@@ -80,14 +86,17 @@ class PackLayout:
                 are the row's own: all rows' own nodes, in order, number the pack 0, 1, 2, ...
             lengths: nodes of each path.
             shared: how many leading nodes of it belong to earlier rows.
+            part: what is here of the pack; None for all of it.
         """
         own = lengths - shared
+        num_nodes = int(own.sum())
+        windows = [(0, num_nodes)] if part is None else part.windows(num_nodes)
         path_offsets = lengths.cumsum(0) - lengths
         node_offsets = own.cumsum(0) - own - shared  # of a row's own node, less its depth
-        slot_N = torch.empty(int(own.sum()), dtype=torch.int64)
+        slot_N = torch.empty(num_nodes, dtype=torch.int64)
         queries, keys, biases = [], [], []
         num_slots = 0
-        for block in _blocks(_segments(shared.tolist(), lengths.tolist())):
+        for block in _blocks(_segments(shared.tolist(), lengths.tolist(), windows)):
             row_R, begin_R, end_R = torch.tensor(block).T
             last_R1 = end_R[:, None] - 1
             asked_RQ = begin_R[:, None] + torch.arange(int((end_R - begin_R).max()))
@@ -103,7 +112,14 @@ class PackLayout:
             slot_RQ = num_slots + torch.arange(query_RQ.numel()).view(query_RQ.shape)
             slot_N[query_RQ[real_RQ]] = slot_RQ[real_RQ]
             num_slots += query_RQ.numel()
-        return cls(torch.cat(queries), torch.cat(keys), tuple(biases), slot_N)
+        query_nodes, key_nodes = torch.cat(queries), torch.cat(keys)
+        if part is not None:
+            here = part.nodes(num_nodes)
+            number_N = torch.empty(num_nodes, dtype=torch.int64)
+            number_N[here] = torch.arange(len(here))
+            query_nodes, slot_N = number_N[query_nodes], slot_N[here]
+            key_nodes = part.gathered_places(num_nodes)[key_nodes]
+        return cls(query_nodes, key_nodes, tuple(biases), slot_N, part)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> PackLayout:
         """The layout on a device."""
@@ -112,18 +128,28 @@ class PackLayout:
             self.key_nodes.to(device, non_blocking=non_blocking),
             tuple(bias.to(device, non_blocking=non_blocking) for bias in self.biases),
             self.slot_N.to(device, non_blocking=non_blocking),
+            self.part,
         )
 
 
 Segment = tuple[int, int, int]  # row, and the depths [begin, end) of its own nodes that ask
 
 
-def _segments(shared: list[int], lengths: list[int]) -> list[Segment]:
-    """Long rows in several pieces: an early node need not be scored against the keys after it."""
+def _segments(
+    shared: list[int], lengths: list[int], windows: Sequence[tuple[int, int]]
+) -> list[Segment]:
+    """Long rows in several pieces: an early node need not be scored against the keys after it.
+
+    Those nodes ask that are in one of the windows [first, end) of the pack's nodes.
+    """
     segments: list[Segment] = []
-    for row, (begin, end) in enumerate(zip(shared, lengths, strict=True)):
-        size = max(MIN_SEGMENT, -(-(end - begin) // MAX_SEGMENTS_PER_ROW))
-        segments += [(row, first, min(first + size, end)) for first in range(begin, end, size)]
+    first_own = 0
+    for row, (depth, length) in enumerate(zip(shared, lengths, strict=True)):
+        size = max(MIN_SEGMENT, -(-(length - depth) // MAX_SEGMENTS_PER_ROW))
+        for lo, hi in windows:
+            begin, end = (min(max(depth, depth + n - first_own), length) for n in (lo, hi))
+            segments += [(row, first, min(first + size, end)) for first in range(begin, end, size)]
+        first_own += length - depth
     return segments
 
 
@@ -185,8 +211,12 @@ def packed_attention(
     num_queries = [bias.shape[0] * bias.shape[1] for bias in biases]
     num_keys = [bias.shape[0] * bias.shape[2] for bias in biases]
     query_SF = (_nodes_first(query) * scaling).index_select(0, pack_layout.query_nodes)
-    key_SF = _nodes_first(key).index_select(0, pack_layout.key_nodes)
-    value_SF = _nodes_first(value).index_select(0, pack_layout.key_nodes)
+    key_NF, value_NF = _nodes_first(key), _nodes_first(value)
+    if pack_layout.part is not None:
+        both = pack_layout.part.gather(torch.cat([key_NF, value_NF], 1))
+        key_NF, value_NF = both.chunk(2, 1)
+    key_SF = key_NF.index_select(0, pack_layout.key_nodes)
+    value_SF = value_NF.index_select(0, pack_layout.key_nodes)
     answers = [
         _attend(*block, H, D, softcap)
         for block in zip(

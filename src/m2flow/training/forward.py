@@ -74,7 +74,9 @@ def token_logprobs(
             pack_layout=pack.layout,
         ).logits[0]
     if chunks is None:
-        given = head.figures(given, pack.prediction_T, pack.target_ids_T)
+        given = head.figures(given, pack.prediction_T, pack.predicted_ids)
+    if pack.layout.part is not None and pack.own_T is not None:
+        given = pack.layout.part.put_together(given, pack.own_T, pack.target_ids_T.numel())
     return TokenFigures(given[:, 0], given[:, 1] if with_entropy else None)
 
 
@@ -133,7 +135,7 @@ class _Head:
         for chunk in chunks:
             targets_C = chunk.targets_C.to(x_MH.device)
             prediction_C = pack.prediction_T[targets_C] - chunk.first
-            arguments = (x_MH[chunk.first : chunk.end], prediction_C, pack.target_ids_T[targets_C])
+            arguments = (x_MH[chunk.first : chunk.end], prediction_C, pack.predicted_ids[targets_C])
             found.append(
                 checkpoint(figures_of, *arguments, use_reentrant=False, preserve_rng_state=False)
             )
@@ -151,7 +153,7 @@ def _in_chunks(causal_lm: Any, chunks: list[_Chunk] | None, head: _Head) -> Iter
         yield
         return
     module: nn.Module = causal_lm.get_output_embeddings()
-    linear = module.forward
+    linear, own = module.forward, "forward" in vars(module)  # a divided head has one of its own
 
     def forward(x_1MH: Tensor) -> Tensor:
         return head.over(chunks, linear, x_1MH[0])[None]
@@ -161,3 +163,5 @@ def _in_chunks(causal_lm: Any, chunks: list[_Chunk] | None, head: _Head) -> Iter
         yield
     finally:
         del module.forward
+        if own:
+            module.forward = linear

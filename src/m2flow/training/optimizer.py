@@ -59,6 +59,22 @@ class OptimizerStep:
     sums: Tensor
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """What gradients have in common that lie in one flat buffer.
+
+    Attributes:
+        dtype, device: of the buffer.
+        copies: lanes of the gang that have the same piece.
+        is_term: whether each of them has a term of a sum only, before it is added up.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    copies: int
+    is_term: bool
+
+
 class SumOptimizer:
     """Owns the gradients and the optimizer state of a model's trainable parameters.
 
@@ -124,8 +140,14 @@ class SumOptimizer:
         sums = sums.to(self._flats[0].device)
         over_replicas = all_reduce or self._shards.sum_over_replicas
         over_replicas([*self._flats, sums])
+        for flat, kind in zip(self._flats, self._kinds, strict=True):
+            if kind.is_term:
+                self._shards.sum_terms([flat])
         squared_norm = torch.stack(
-            [torch.linalg.vector_norm(flat).double().square() for flat in self._flats]
+            [
+                torch.linalg.vector_norm(flat).double().square() / kind.copies
+                for flat, kind in zip(self._flats, self._kinds, strict=True)
+            ]
         ).sum()
         self._shards.sum_over_gang([sums, squared_norm])
         norm = squared_norm.sqrt()
@@ -226,13 +248,17 @@ class SumOptimizer:
 
     def _flat_gradients(self) -> list[Tensor]:
         """Make the buffers in which gradients add up, and have them arrive there."""
-        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for number, master in enumerate(self._masters):
-            by_kind.setdefault((master.dtype, master.device), []).append(number)
+        by_kind: dict[_Kind, list[int]] = {}
+        for number, (name, parameter) in enumerate(self._named):
+            master, shards = self._masters[number], self._shards
+            copies, is_term = shards.copies(parameter), shards.is_term(name)
+            kind = _Kind(master.dtype, master.device, copies, is_term)
+            by_kind.setdefault(kind, []).append(number)
+        self._kinds = list(by_kind)
         flats = []
-        for (dtype, device), numbers in by_kind.items():
+        for kind, numbers in by_kind.items():
             sizes = [self._masters[number].numel() for number in numbers]
-            flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            flat = torch.zeros(sum(sizes), dtype=kind.dtype, device=kind.device)
             views: tuple[Tensor, ...] = torch.split(flat, sizes)
             for number, view in zip(numbers, views, strict=True):
                 parameter, master = self._named[number][1], self._masters[number]

@@ -5,8 +5,10 @@ a row has in common with the row before it is not repeated, so a prompt shared b
 computed once, and so is a prefix common to several completions. Every node sees exactly its
 ancestors: the log-probabilities and gradients are those of separate rows.
 
-The last completion token predicts nothing and never enters. Packing is deterministic, and no row
-is dropped: one longer than the budget gets a pack of its own. Device and model are unknown here.
+The last completion token predicts nothing and never enters. Tokens that the model did not draw
+(`loss_mask_T`) are read, and nothing predicts them. Packing is deterministic, and no row with
+anything to learn is dropped: one longer than the budget gets a pack of its own. Device and model
+are unknown here.
 
 Shapes: N nodes of a pack, R rows, T completion tokens of these rows, M nodes that predict some.
 """
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 
 from m2flow.training.attention import PackLayout
+from m2flow.training.context_parallel import Part
 from m2flow.training.rollouts import TokenPairs, flat_index
 
 Sharing = Literal["none", "prompt", "prefix"]
@@ -28,17 +31,21 @@ Sharing = Literal["none", "prompt", "prefix"]
 
 @dataclass(frozen=True)
 class Pack:
-    """One micro-batch; all index tensors are int64.
+    """One micro-batch; all index tensors are int64. Of completion tokens those that the model drew
+    are meant.
 
     Attributes:
         rows_R: which rows of the packed pairs it holds, in pack order.
         input_ids_N, position_ids_N: the nodes' tokens and depths.
         layout: which nodes each node attends to.
         predicting_M: the nodes whose output predicts a completion token.
-        prediction_T: for each completion token, its row in `predicting_M`.
+        prediction_T: for each completion token, its row in `predicting_M`; of a pack that is
+            divided over lanes, for those of `own_T` alone.
         target_ids_T: the completion tokens, row after row.
         token_index_T: their places in the flat completion column of the packed pairs.
         lengths_R: completion tokens of each row.
+        own_T: None, or where the pack is divided over lanes, which of the tokens are predicted
+            here; nodes are numbered as they are here.
     """
 
     rows_R: Tensor
@@ -50,11 +57,18 @@ class Pack:
     target_ids_T: Tensor
     token_index_T: Tensor
     lengths_R: Tensor
+    own_T: Tensor | None = None
 
     @property
     def num_nodes(self) -> int:
-        """Tokens that the model computes."""
-        return self.input_ids_N.numel()
+        """Tokens that the model computes, on all lanes that the pack is divided over."""
+        part = self.layout.part
+        return self.input_ids_N.numel() * (1 if part is None else part.size)
+
+    @property
+    def predicted_ids(self) -> Tensor:
+        """The completion tokens that `prediction_T` is about."""
+        return self.target_ids_T if self.own_T is None else self.target_ids_T[self.own_T]
 
     def to(self, device: torch.device) -> Pack:
         """The pack with its tensors on a device; itself where they are there already."""
@@ -76,10 +90,15 @@ class _Row:
     shared: int  # leading tokens in common with the row before
 
 
-def pack(pairs: TokenPairs, tokens_per_microbatch: int, sharing: Sharing = "prefix") -> list[Pack]:
+def pack(
+    pairs: TokenPairs,
+    tokens_per_microbatch: int,
+    sharing: Sharing = "prefix",
+    part: Part | None = None,
+) -> list[Pack]:
     """Cut rows into packs of at most `tokens_per_microbatch` computed tokens.
 
-    Rows with an empty completion have nothing to learn and enter no pack.
+    Rows without a completion token that the model drew have nothing to learn and enter no pack.
 
     Args:
         pairs: the rows, on the CPU.
@@ -87,9 +106,11 @@ def pack(pairs: TokenPairs, tokens_per_microbatch: int, sharing: Sharing = "pref
         sharing: `none` lays rows side by side; `prompt` computes a prompt once for consecutive
             rows that have it in common; `prefix` orders rows by their tokens and computes every
             prefix, in prompts and completions, once a pack.
+        part: where packs are divided over lanes, what is here of each; the budget is each lane's.
     """
     assert tokens_per_microbatch >= 1, tokens_per_microbatch
-    return [_build(pairs, rows) for rows in _cut(_rows(pairs, sharing), tokens_per_microbatch)]
+    budget = tokens_per_microbatch * (1 if part is None else part.size)
+    return [_build(pairs, rows, part) for rows in _cut(_rows(pairs, sharing), budget)]
 
 
 def _rows(pairs: TokenPairs, sharing: Sharing) -> list[_Row]:
@@ -99,7 +120,7 @@ def _rows(pairs: TokenPairs, sharing: Sharing) -> list[_Row]:
     prompts = [ids.tolist() for ids in pairs.prompt_ids_P.split(prompt_lengths)]
     completions = [ids.tolist() for ids in pairs.completion_ids_T.split(completion_lengths)]
     inputs = [p + c[:-1] for p, c in zip(prompts, completions, strict=True)]
-    order = [row for row, length in enumerate(completion_lengths) if length]
+    order = [row for row, length in enumerate(pairs.learned_lengths_B.tolist()) if length]
     if sharing == "prefix":
         order.sort(key=inputs.__getitem__)
     rows: list[_Row] = []
@@ -129,9 +150,8 @@ def _cut(rows: list[_Row], budget: int) -> Iterator[list[_Row]]:
         yield current
 
 
-def _build(pairs: TokenPairs, rows: list[_Row]) -> Pack:
+def _build(pairs: TokenPairs, rows: list[_Row], part: Part | None) -> Pack:
     rows_R = torch.tensor([row.index for row in rows])
-    lengths_R = pairs.completion_lengths_B[rows_R]
     token_index_T = flat_index(pairs.completion_lengths_B, rows_R)
     input_ids: list[int] = []
     positions: list[int] = []
@@ -145,21 +165,37 @@ def _build(pairs: TokenPairs, rows: list[_Row]) -> Pack:
         path = path[: row.shared] + list(range(first, len(input_ids)))
         paths += path
         predictors += path[row.prompt_length - 1 :]
-    predicting_M, prediction_T = torch.unique(torch.tensor(predictors), return_inverse=True)
+    lengths, shared = [len(row.inputs) for row in rows], [row.shared for row in rows]
+    if part is not None and (missing := -len(input_ids) % part.pieces):
+        # One more row, of which nothing is wanted: every lane gets equally many nodes.
+        paths += range(len(input_ids), len(input_ids) + missing)
+        lengths, shared = [*lengths, missing], [*shared, 0]
+        input_ids, positions = [*input_ids, *[0] * missing], [*positions, *range(missing)]
+    input_ids_N, position_ids_N = torch.tensor(input_ids), torch.tensor(positions)
+    predictor_T, own_T = torch.tensor(predictors), None
+    if pairs.loss_mask_T is not None:
+        learned_T = pairs.loss_mask_T[token_index_T]
+        predictor_T, token_index_T = predictor_T[learned_T], token_index_T[learned_T]
+    if part is not None:
+        here = part.nodes(len(input_ids))
+        number_N = torch.full_like(input_ids_N, -1).index_copy(0, here, torch.arange(len(here)))
+        own_T = (number_N[predictor_T] >= 0).nonzero()[:, 0]
+        predictor_T = number_N[predictor_T[own_T]]
+        input_ids_N, position_ids_N = input_ids_N[here], position_ids_N[here]
+    predicting_M, prediction_T = torch.unique(predictor_T, return_inverse=True)
     return Pack(
         rows_R=rows_R,
-        input_ids_N=torch.tensor(input_ids),
-        position_ids_N=torch.tensor(positions),
+        input_ids_N=input_ids_N,
+        position_ids_N=position_ids_N,
         layout=PackLayout.build(
-            torch.tensor(paths),
-            torch.tensor([len(row.inputs) for row in rows]),
-            torch.tensor([row.shared for row in rows]),
+            torch.tensor(paths), torch.tensor(lengths), torch.tensor(shared), part
         ),
         predicting_M=predicting_M,
         prediction_T=prediction_T,
         target_ids_T=pairs.completion_ids_T[token_index_T],
         token_index_T=token_index_T,
-        lengths_R=lengths_R,
+        lengths_R=pairs.learned_lengths_B[rows_R],
+        own_T=own_T,
     )
 
 

@@ -95,8 +95,10 @@ class PolicyTrainer(SummingTrainer):
         """
         with self.shards.together():
             self._check(rollouts)
-            rollouts = self._counted(rollouts)
-            packs = pack(rollouts.pairs, self.config.tokens_per_microbatch, self.config.sharing)
+        rollouts, _ = self.shards.join(rollouts, 0)
+        rollouts = self._counted(rollouts)
+        size, sharing = self.config.tokens_per_microbatch, self.config.sharing
+        packs = pack(rollouts.pairs, size, sharing, self.shards.part)
         self.fold_packs(
             packs,
             lambda microbatch: self._fold_pack(rollouts, microbatch),
@@ -105,7 +107,7 @@ class PolicyTrainer(SummingTrainer):
 
     def _counted(self, rollouts: Rollouts) -> Rollouts:
         """Add up what is known before any pass; the rollouts that a pass is needed for."""
-        lengths_B = rollouts.pairs.completion_lengths_B
+        lengths_B = rollouts.pairs.learned_lengths_B
         self.add(
             denominator=self.algorithm.denominator(lengths_B),
             tokens=int(lengths_B.sum()),

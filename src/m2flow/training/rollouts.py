@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,14 +28,21 @@ class TokenPairs:
 
     A prompt has at least one token, for something must predict the first token of its completion.
     A completion may be empty.
+
+    Attributes:
+        loss_mask_T: bool [T], the tokens that the model drew; others, such as a tool's answer, are
+            read and never learned. None where the model drew all of them.
     """
 
     prompt_ids_P: Tensor
     prompt_lengths_B: Tensor
     completion_ids_T: Tensor
     completion_lengths_B: Tensor
+    loss_mask_T: Tensor | None = None
 
     def __post_init__(self) -> None:
+        mask_T = self.loss_mask_T
+        assert mask_T is None or mask_T.shape == self.completion_ids_T.shape
         assert self.prompt_lengths_B.shape == self.completion_lengths_B.shape
         assert self.prompt_ids_P.numel() == int(self.prompt_lengths_B.sum())
         assert self.completion_ids_T.numel() == int(self.completion_lengths_B.sum())
@@ -48,23 +55,41 @@ class TokenPairs:
             )
 
     @classmethod
-    def from_rows(cls, prompts: Sequence[TokenRow], completions: Sequence[TokenRow]) -> TokenPairs:
+    def from_rows(
+        cls,
+        prompts: Sequence[TokenRow],
+        completions: Sequence[TokenRow],
+        loss_masks: Sequence[TokenRow] | None = None,
+    ) -> TokenPairs:
         """One row of ids per prompt and per completion; lists or one-dimensional tensors."""
         assert len(prompts) == len(completions)
         prompt_ids_P, prompt_lengths_B = flatten(prompts, torch.int64)
         completion_ids_T, completion_lengths_B = flatten(completions, torch.int64)
-        return cls(prompt_ids_P, prompt_lengths_B, completion_ids_T, completion_lengths_B)
+        mask_T = None if loss_masks is None else flatten(loss_masks, torch.bool)[0]
+        return cls(prompt_ids_P, prompt_lengths_B, completion_ids_T, completion_lengths_B, mask_T)
 
     def __len__(self) -> int:
         return self.prompt_lengths_B.numel()
 
+    @property
+    def learned_lengths_B(self) -> Tensor:
+        """[B] int64, the completion tokens of each row that the model drew."""
+        if self.loss_mask_T is None:
+            return self.completion_lengths_B
+        row_T = torch.repeat_interleave(torch.arange(len(self)), self.completion_lengths_B)
+        return torch.zeros_like(self.completion_lengths_B).index_add(
+            0, row_T, self.loss_mask_T.long()
+        )
+
     def select(self, rows_R: Tensor) -> TokenPairs:
         """The given rows (int64 [R]), in that order."""
+        tokens_S = flat_index(self.completion_lengths_B, rows_R)
         return TokenPairs(
             self.prompt_ids_P[flat_index(self.prompt_lengths_B, rows_R)],
             self.prompt_lengths_B[rows_R],
-            self.completion_ids_T[flat_index(self.completion_lengths_B, rows_R)],
+            self.completion_ids_T[tokens_S],
             self.completion_lengths_B[rows_R],
+            None if self.loss_mask_T is None else self.loss_mask_T[tokens_S],
         )
 
 
@@ -135,6 +160,21 @@ class Rollouts:
             "old_logprobs_T": self.old_logprobs_T,
             "reference_logprobs_T": self.reference_logprobs_T,
         }
+
+
+R = TypeVar("R")
+
+
+def joined(parts: Sequence[R]) -> R:
+    """The rows of all parts as one: token pairs, or any record of tensors and of such records."""
+    first: Any = parts[0]
+    values: dict[str, Any] = {}
+    for name, value in vars(first).items():
+        found: list[Any] = [getattr(part, name) for part in parts]
+        if value is not None:
+            values[name] = torch.cat(found) if isinstance(value, Tensor) else joined(found)
+    together: R = replace(first, **values)
+    return together
 
 
 def flatten(

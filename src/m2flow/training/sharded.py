@@ -1,6 +1,7 @@
-"""A model in shards over the lanes of a gang (FSDP2), and what these lanes must do in step.
+"""A model divided over the lanes of a gang, and what these lanes must do in step.
 
-Each lane keeps a piece of every parameter, its gradient and its optimizer state. A pass gathers
+Whatever the layout (`m2flow.training.division`), each lane keeps a piece of every parameter, its
+gradient and its optimizer state, and the piece may be all of it. Under FSDP2 a pass gathers
 parameters one block at a time, and its backward sums the block's gradients into the pieces, so a
 lane never holds the gradient of the whole model, however many micro-batches are folded. Gangs that
 are replicas of each other do not meet in a pass: they may run different numbers of calls, and sum
@@ -25,6 +26,9 @@ from torch import Tensor, nn
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow.worker import Gang
 from m2flow.runtime.transport.groups import sum_over
+from m2flow.training.context_parallel import Part
+from m2flow.training.division import Division
+from m2flow.training.rollouts import joined
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,58 +37,70 @@ T = TypeVar("T")
 
 
 class Shards:
-    """The lanes among which a model is divided.
+    """The lanes among which a model is divided, and how.
 
     Args:
         mesh: of shape (replicas, lanes of a gang), with the dimensions "replicate" and "shard";
             None for a whole model on one lane.
+        division: what the lanes of a gang divide.
+        grid: where they divide two things, the mesh of the gang, with the dimensions "column" (the
+            lanes of which each has a shard of what is in a row) and "row".
     """
 
-    def __init__(self, mesh: DeviceMesh | None) -> None:
-        self._mesh = mesh
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        division: Division = Division(),  # noqa: B008  (frozen)
+        grid: DeviceMesh | None = None,
+    ) -> None:
+        self._mesh, self._grid = mesh, grid
+        self.division = division
         self.size = 1 if mesh is None else mesh.size(1)
         """Lanes of the gang."""
         self.num_replicas = 1 if mesh is None else mesh.size(0)
         """Gangs."""
+        self.part: Part | None = None
+        """What is here of each micro-batch, where its tokens are divided."""
+        if mesh is not None and division.cp > 1:
+            self.part = Part(mesh.get_local_rank("shard"), self.size, mesh.get_group("shard"))
+        self._terms: set[str] = set()
 
     @classmethod
     def of(cls, gang: Gang) -> Shards:
         """Those of a worker's gang; a gang of one lane holds a whole model."""
-        return cls(gang.mesh()) if gang.size > 1 else WHOLE
+        if gang.size == 1:
+            return WHOLE
+        division = Division.of(gang.layout, gang.size)
+        twofold = division.tp > 1 and division.fsdp > 1
+        return cls(gang.mesh(), division, gang.grid() if twofold else None)
 
     def shard(self, model: nn.Module) -> None:
-        """Divide a model, in place; its parameters become DTensors on the "shard" dimension.
+        """Divide a model, in place; parameters of which a lane has a piece become DTensors.
 
-        The model may be on the CPU: pieces move to the mesh's device one block at a time. Gradients
-        are summed, never averaged: they are divided by the true denominator at the optimizer step.
+        The model may be on the CPU: what stays here moves to the mesh's device one block at a time.
 
         Raises:
-            UserError: this version of PyTorch cannot sum gradients.
+            UserError: the model cannot be divided so, or not by this version of PyTorch.
         """
         if self._mesh is None:
             return
-        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+        if self.division.tp > 1:
+            from m2flow.training.tensor_parallel import divide_layers
 
-        if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
-            raise UserError(
-                "this version cannot shard a model as m2flow needs it",
-                key="torch",
-                value=torch.__version__,
-                expected="2.9 or later for a worker on gangs of lanes",
+            row = self._mesh["shard"] if self._grid is None else self._grid["row"]
+            self._terms = divide_layers(model, row)
+        elif self.division.ep > 1:
+            from m2flow.training.expert_parallel import divide_experts
+
+            self._terms = divide_experts(model, self._mesh["shard"])
+        elif self.division.cp > 1:
+            self._terms = {name for name, _ in model.named_parameters()}
+        if self.division.fsdp > 1:
+            _shard_blocks(
+                model, self._mesh["shard"] if self._grid is None else self._grid["column"]
             )
-        # A critic's numbers are a view; nothing here writes into what a model gives.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
-        mesh = self._mesh["shard"]
-        units = [*_blocks(model), model]
-        # Gradients of 16-bit parameters are summed over the lanes in float32, as over passes.
-        narrow = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
-        for unit in units:
-            fully_shard(unit, mesh=mesh, mp_policy=policy)
-        for unit in units:
-            assert isinstance(unit, FSDPModule)
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # Gloo knows no mean
+        else:
+            _keep(model, self._mesh.device_type)
 
     def reshard(self, model: nn.Module) -> None:
         """Give up what a pass without a backward leaves gathered: it would be stale after a step.
@@ -92,9 +108,66 @@ class Shards:
         Blocks give up theirs by themselves; the model's own parameters (embedding, last norm, head)
         stay gathered for a backward to come.
         """
-        if self._mesh is not None:
+        if self.division.fsdp > 1:
             sharded: Any = model
             sharded.reshard()
+
+    # --- lanes that share tokens ------------------------------------------------------------------
+
+    @property
+    def _sharing(self) -> Any:
+        """The group of the lanes that work on the same tokens; None where each has its own."""
+        if self._mesh is None or self.division.tp * self.division.cp == 1:
+            return None
+        return self._mesh.get_group("shard") if self._grid is None else self._grid.get_group("row")
+
+    @property
+    def counts(self) -> bool:
+        """Whether figures count that were added up here: one of the lanes with equal ones says."""
+        import torch.distributed as dist
+
+        sharing = self._sharing
+        return sharing is None or dist.get_rank(sharing) == 0
+
+    def join(self, rows: T, num_tokens: int) -> tuple[T, slice]:
+        """The rows of all lanes that share their tokens, in order.
+
+        Collective among these lanes.
+
+        Args:
+            rows: of this lane: a record of flat tensors.
+            num_tokens: what they have of whatever is to be found again.
+
+        Returns:
+            The rows, and where this lane's tokens are among theirs.
+        """
+        sharing = self._sharing
+        if sharing is None:
+            return rows, slice(0, num_tokens)
+        import torch.distributed as dist
+
+        told: list[Any] = [None] * dist.get_world_size(sharing)
+        dist.all_gather_object(told, (rows, num_tokens), group=sharing)
+        first = sum(number for _, number in told[: dist.get_rank(sharing)])
+        return joined([theirs for theirs, _ in told]), slice(first, first + num_tokens)
+
+    def is_term(self, name: str) -> bool:
+        """Whether this lane's gradient of a parameter is a term of a sum over lanes."""
+        return name in self._terms
+
+    def sum_terms(self, tensors: Sequence[Tensor]) -> None:
+        """Sum in place over the lanes that have terms of one gradient. Collective."""
+        if self._grid is not None:
+            sum_over(self._grid.get_group("row"), tensors)
+        else:
+            self.sum_over_gang(tensors)
+
+    def copies(self, parameter: Tensor) -> int:
+        """How many lanes of the gang have the piece of a parameter that is here."""
+        pieces = 1
+        for placement, lanes in zip(*_laid_out(parameter), strict=True):
+            pieces *= 1 if placement.is_replicate() else lanes
+        return self.size // pieces
 
     # --- lanes in step ----------------------------------------------------------------------------
 
@@ -157,23 +230,21 @@ class Shards:
 
     def piece(self, tensor: Tensor) -> Tensor:
         """This lane's piece of a parameter or gradient; shares its memory, and may be empty."""
-        if self._mesh is None:
-            return tensor
-        sharded: Any = tensor.detach()
-        piece: Tensor = sharded.to_local()
+        divided: Any = tensor.detach()
+        piece: Tensor = divided.to_local() if _is_divided(tensor) else tensor
         return piece
 
     def like(self, piece: Tensor, parameter: Tensor) -> Tensor:
         """A piece as part of a tensor that is laid out as a parameter is; shares its memory."""
-        if self._mesh is None:
+        if not _is_divided(parameter):
             return piece
         from torch.distributed.tensor import DTensor
 
-        assert isinstance(parameter, DTensor)
+        divided: Any = parameter
         return DTensor.from_local(
             piece,
-            parameter.device_mesh,
-            parameter.placements,
+            divided.device_mesh,
+            divided.placements,
             run_check=False,
             shape=parameter.shape,
             stride=parameter.stride(),
@@ -181,14 +252,16 @@ class Shards:
 
     def cut(self, whole: Tensor, parameter: Tensor) -> Tensor:
         """This lane's piece of a whole tensor that is laid out as a parameter is; a copy."""
-        if self._mesh is None:
+        if not _is_divided(parameter):
             return whole.to(parameter.device, copy=True)
-        from torch.distributed.tensor import DTensor, distribute_tensor
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        assert isinstance(parameter, DTensor) and whole.shape == parameter.shape
-        mesh, placements = parameter.device_mesh, parameter.placements
-        cut = distribute_tensor(whole.to(mesh.device_type), mesh, placements, src_data_rank=None)
-        return cut.to_local().clone()
+        divided: Any = parameter
+        mesh, placements = divided.device_mesh, divided.placements
+        assert whole.shape == parameter.shape
+        shape, first = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
+        box = tuple(slice(n, n + size) for n, size in zip(first, shape, strict=True))
+        return whole[box].to(mesh.device_type, copy=True)
 
 
 WHOLE = Shards(None)
@@ -200,8 +273,15 @@ def whole(tensor: Tensor) -> Tensor:
 
     Collective in the gang among which the tensor is divided.
     """
-    gather = getattr(tensor, "full_tensor", None)  # of a DTensor
-    return (tensor if gather is None else gather()).detach().cpu()
+    divided: Any = tensor
+    if not _is_divided(tensor):
+        return tensor.detach().cpu()
+    if len(divided.placements) == 2:  # one gather after the other, as PyTorch would do with a word
+        from torch.distributed.tensor import Replicate
+
+        divided = divided.redistribute(placements=[Replicate(), divided.placements[1]])
+    gathered: Tensor = divided.full_tensor().detach().cpu()
+    return gathered
 
 
 def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -233,6 +313,54 @@ class WholeModel:
     def save_pretrained(self, save_directory: str) -> None:
         """Write a folder in Hugging Face layout; not collective."""
         self.model.save_pretrained(save_directory, state_dict=self.weights)
+
+
+def _is_divided(tensor: Tensor) -> bool:
+    return hasattr(tensor, "placements")  # a DTensor, whose module is slow to import
+
+
+def _laid_out(tensor: Tensor) -> tuple[Sequence[Any], Sequence[int]]:
+    """How a tensor lies on each dimension of its mesh, and their sizes; none of a plain one."""
+    divided: Any = tensor
+    return (divided.placements, divided.device_mesh.shape) if _is_divided(tensor) else ((), ())
+
+
+def _shard_blocks(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard a model's blocks, and what is left of it, over a mesh of one dimension.
+
+    Gradients are summed, never averaged: they are divided by the true denominator at the step.
+    """
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        raise UserError(
+            "this version cannot shard a model as m2flow needs it",
+            key="torch",
+            value=torch.__version__,
+            expected="2.9 or later for a worker on gangs of lanes",
+        )
+    # A critic's numbers are a view; nothing here writes into what a model gives.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
+    units = [*_blocks(model), model]
+    # Gradients of 16-bit parameters are summed over the lanes in float32, as over passes.
+    narrow = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    for unit in units:
+        assert isinstance(unit, FSDPModule)
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # Gloo knows no mean
+
+
+def _keep(model: nn.Module, device: str) -> None:
+    """Move what a lane has all of to its device; on the CPU, out of pages that others share."""
+    for parameter in model.parameters():
+        if not _is_divided(parameter):
+            parameter.data = parameter.data.to(device, copy=True)
+    for path, buffer in model.named_buffers():
+        module, _, name = path.rpartition(".")
+        model.get_submodule(module)._buffers[name] = buffer.to(device)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

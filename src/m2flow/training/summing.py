@@ -103,6 +103,8 @@ class SummingTrainer:
             NotFinite: the loss or a gradient is NaN or infinite; no step was taken.
         """
         sums = torch.tensor([float(self._sums[name]) for name in self._names], dtype=torch.float64)
+        if not self.shards.counts:
+            sums.zero_()
         self._sums = dict.fromkeys(self._names, 0.0)
         result = self.optimizer.step(sums, self._names.index("denominator"), all_reduce)
         totals: dict[str, float] = dict(zip(self._names, result.sums.tolist(), strict=True))
@@ -121,7 +123,8 @@ def figures_of(
     sharing: Sharing,
     shards: Shards,
 ) -> Tensor:
-    """[T] figures of all completion tokens, on the CPU, without gradient.
+    """[T] figures of all completion tokens, on the CPU, without gradient; 0 of those that the
+    model did not draw.
 
     Collective in the gang of a divided model; each lane asks for pairs of its own, or for none.
 
@@ -131,18 +134,18 @@ def figures_of(
         pairs, tokens_per_microbatch, sharing: as for `pack`.
         shards: how the model is divided.
     """
-    with shards.together():
-        packs = pack(pairs, tokens_per_microbatch, sharing)
+    pairs, own = shards.join(pairs, pairs.completion_ids_T.numel())
+    packs = pack(pairs, tokens_per_microbatch, sharing, shards.part)
     figures_T: Tensor | None = None
     with torch.no_grad():
         for microbatch in shards.padded(packs):
             found_T = forward(one_token() if microbatch is None else microbatch)
             if figures_T is None:
-                figures_T = found_T.new_empty(pairs.completion_ids_T.numel(), device="cpu")
+                figures_T = found_T.new_zeros(pairs.completion_ids_T.numel(), device="cpu")
             if microbatch is not None:
                 figures_T[microbatch.token_index_T] = found_T.cpu()
     shards.reshard(model)
-    return torch.empty(0) if figures_T is None else figures_T
+    return torch.empty(0) if figures_T is None else figures_T[own]
 
 
 def one_token() -> Pack:

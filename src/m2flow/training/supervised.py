@@ -47,7 +47,7 @@ def train_supervised(
     Raises:
         NotFinite: the loss or a gradient became NaN or infinite.
     """
-    assert int(pairs.completion_lengths_B.sum()), "nothing to learn from"
+    assert int(pairs.learned_lengths_B.sum()), "nothing to learn from"
     model.eval()
     owner = SumOptimizer(model.named_parameters(), optimizer or adamw(steps))
     batches = _batches(len(pairs), batch_size, seed)
@@ -59,7 +59,7 @@ def train_supervised(
             negative = -token_logprobs(model, microbatch).logprobs_T.sum()
             torch.autograd.backward(negative)
             loss = loss + negative.detach()
-        num_tokens = int(batch.completion_lengths_B.sum())
+        num_tokens = int(batch.learned_lengths_B.sum())
         sums = torch.tensor([float(loss), num_tokens], dtype=torch.float64)
         owner.step(sums, denominator=1, all_reduce=None)
         mean = float(loss) / max(num_tokens, 1)

@@ -66,7 +66,11 @@ def token_values(model: nn.Module, microbatch: Pack) -> Tensor:
             pack_layout=microbatch.layout,
         ).logits[0, :, 0]
     values_N = values_N.to(torch.promote_types(values_N.dtype, torch.float32))
-    return values_N[microbatch.predicting_M][microbatch.prediction_T]
+    values_T = values_N[microbatch.predicting_M][microbatch.prediction_T]
+    part, own_T = microbatch.layout.part, microbatch.own_T
+    if part is None or own_T is None:
+        return values_T
+    return part.put_together(values_T[:, None], own_T, microbatch.target_ids_T.numel())[:, 0]
 
 
 _TOTALS = ("loss", "denominator", "tokens", "tokens_computed")
@@ -106,13 +110,15 @@ class ValueTrainer(SummingTrainer):
             UserError: an old value or a return is not finite. On all lanes of a gang alike.
         """
         with self.shards.together():
-            lengths_B = targets.pairs.completion_lengths_B
             check_finite({"values": targets.old_values_T, "returns": targets.returns_T})
-            self.add(
-                denominator=self.algorithm.denominator(lengths_B),
-                tokens=int(lengths_B.sum()),
-            )
-            packs = pack(targets.pairs, self.config.tokens_per_microbatch, self.config.sharing)
+        targets, _ = self.shards.join(targets, 0)
+        lengths_B = targets.pairs.learned_lengths_B
+        self.add(
+            denominator=self.algorithm.denominator(lengths_B),
+            tokens=int(lengths_B.sum()),
+        )
+        size, sharing = self.config.tokens_per_microbatch, self.config.sharing
+        packs = pack(targets.pairs, size, sharing, self.shards.part)
         self.fold_packs(packs, lambda pack: self._fold_pack(targets, pack), self._values_of)
 
     def finish(self, all_reduce: AllReduce | None = None) -> dict[str, float]:

@@ -36,6 +36,7 @@ from m2flow.plan.profile.work import (
     rising,
 )
 from m2flow.plan.simulate import simulate
+from m2flow.training.division import Division
 
 H100, QWEN = DEVICES["H100"], KNOWN_MODELS["Qwen2.5-7B"]
 
@@ -120,15 +121,17 @@ def generating(model: ModelShape, layout: Layout, limits: tuple[int, ...]) -> La
 
 
 def passing(model: ModelShape, layout: Layout) -> LayoutWork:
-    return LayoutWork(layout, lambda n: forward_pass(model, ANSWERS, n, layout.lanes, 4100))
+    return LayoutWork(
+        layout, lambda n: forward_pass(model, ANSWERS, n, Division(fsdp=layout.lanes), 4100)
+    )
 
 
 def trains(model: ModelShape, layout: Layout, again: bool) -> LayoutWork:
     return LayoutWork(
         layout,
-        lambda n: training_pass(model, ANSWERS, n, layout.lanes, 4100, again),
-        lambda replicas: update(model, layout.lanes, replicas),
-        lambda _: training_bytes(model, layout.lanes, 4100, again),
+        lambda n: training_pass(model, ANSWERS, n, Division(fsdp=layout.lanes), 4100, again),
+        lambda replicas: update(model, Division(fsdp=layout.lanes), replicas),
+        lambda _: training_bytes(model, Division(fsdp=layout.lanes), 4100, again),
     )
 
 

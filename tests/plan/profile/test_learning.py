@@ -506,3 +506,21 @@ def test_a_measured_profile_gives_way_slowly() -> None:
     many = observed(GRPO, plan, slow, steps=24)[1]
     settled = learn(KNOWN, GRPO, plan, many).stage("score").costs[0]
     assert settled.call(items) == pytest.approx(2 * known, rel=0.1)
+
+
+def link_after(*transfers: tuple[float, float, float]) -> LinkCost:
+    evidence = Evidence(GRPO)
+    evidence.transfers += transfers
+    return fitted(evidence, KNOWN).links["node"]
+
+
+def test_transfers_of_one_size_say_nothing_of_larger_ones() -> None:
+    """Half of what they took was once put down to their bytes: more of them took too long."""
+    found = link_after((1.0, 200.0, 0.004), (1.0, 200.0, 0.006))
+    assert found.rate == KNOWN.links["node"].rate
+    assert found.latency == pytest.approx(0.005 - 200.0 / found.rate)
+
+
+def test_transfers_of_many_sizes_tell_the_rate() -> None:
+    found = link_after(*((1.0, size, 0.002 + size / 5e4) for size in (1e3, 4e3, 2e4)))
+    assert (found.latency, found.rate) == pytest.approx((0.002, 5e4))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from m2flow.errors import UserError
 from m2flow.models.shape import KNOWN_MODELS
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.analytic import analytic_profile
@@ -16,7 +15,7 @@ from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.work import prices
 
 
-def profile(cluster: str, model: str | None = "Qwen2.5-7B", **words: Any) -> Profile:
+def profile(cluster: str, model: str | None = "Qwen2.5-7B", /, **words: Any) -> Profile:
     recipe = ReasoningRecipe(**words)
     graph = flow_of(recipe).trace()
     priced = prices(recipe, graph, model)
@@ -28,8 +27,8 @@ def test_layouts_are_those_that_m2flow_can_run() -> None:
     assert {cost.layout for cost in found.stage("generator.generate").costs} == {
         "one", "tp2", "tp4"
     }  # fmt: skip
-    assert {cost.layout for cost in found.stage("learner.train").costs} <= {
-        "fsdp2", "fsdp4", "fsdp8"
+    assert {cost.layout for cost in found.stage("learner.train").costs} == {
+        "fsdp2", "fsdp4", "fsdp8", "tp2", "tp2.fsdp2", "tp2.fsdp4", "tp4", "tp4.fsdp2"
     }  # fmt: skip
     assert any("4 key-value heads cannot be divided by 8" in line for line in found.assumptions)
 
@@ -38,16 +37,24 @@ FOUR_THOUSAND = {"max_new_tokens": 4096}
 
 
 def test_activations_are_computed_again_as_the_run_will() -> None:
-    """Answers of 16,384 tokens of a 7B model: 87 GB a lane without, of the 72 there are."""
+    """Answers of 16,384 tokens of a 7B model: 87 GB a lane in shards without, of the 72 there are;
+    lanes that divide the layers have room."""
     long = {"generation": {"max_new_tokens": 16_384}, "prompts_per_step": 64}
-    found = profile("1x8xA100-80GB", **long)
-    assert found.stage("learner.train").costs
-    with pytest.raises(UserError, match=r"learner\.train"):
-        profile("1x8xA100-80GB", training={"gradient_checkpointing": False}, **long)
+    recomputed, kept = (
+        {
+            cost.layout
+            for cost in profile("1x8xA100-80GB", training={"gradient_checkpointing": flag}, **long)
+            .stage("learner.train")
+            .costs
+        }
+        for flag in (True, False)
+    )
+    assert {"fsdp4", "fsdp8"} <= recomputed
+    assert kept == {"tp2.fsdp2", "tp2.fsdp4", "tp4", "tp4.fsdp2"}
     again, once = (
-        profile("1x8xB200", training={"gradient_checkpointing": flag}, generation=FOUR_THOUSAND)
-        .stage("learner.train")
-        .costs[-1]
+        profile(
+            "1x8xB200", training={"gradient_checkpointing": flag}, generation=FOUR_THOUSAND
+        ).cost("learner.train", "fsdp8", 8, "gpu")
         for flag in (True, False)
     )
     assert again.call(64) / once.call(64) == pytest.approx(4 / 3, 0.05)
@@ -63,6 +70,18 @@ def test_the_generators_own_limit_is_known() -> None:
 def test_workers_hold_what_their_layout_divides(name: str) -> None:
     found = profile("1x8xH100", name)
     for cost in found.workers["learner"]:
-        assert cost.state_bytes == pytest.approx(
-            18 * KNOWN_MODELS[name].parameters / cost.lanes, abs=1
-        )
+        pieces = 1 if cost.layout.startswith("cp") else cost.lanes
+        assert cost.state_bytes == pytest.approx(18 * KNOWN_MODELS[name].parameters / pieces, abs=1)
+
+
+def test_a_mixture_is_divided_by_its_experts() -> None:
+    found, model = profile("2x8xH100", "Qwen3-30B-A3B"), KNOWN_MODELS["Qwen3-30B-A3B"]
+    states = {cost.layout: cost.state_bytes for cost in found.workers["learner"]}
+    assert states.keys() == {"fsdp8", "fsdp16", "ep16"}
+    dense = model.parameters - model.expert_parameters
+    assert states["ep16"] == pytest.approx(18 * (dense + model.expert_parameters / 16), abs=1)
+
+
+def test_adapters_are_priced_on_one_lane_and_in_shards() -> None:
+    found = profile("1x8xH100", model={"lora_rank": 8})
+    assert {one.layout for one in found.workers["learner"]} == {"one", "fsdp2", "fsdp4", "fsdp8"}

@@ -112,7 +112,7 @@ def test_layouts_are_known_before_a_worker_is_loaded(warmed: ModelSource, recipe
     ]
     for worker in (Learner(warmed, recipe), Critic(warmed, recipe), Reference(warmed, recipe)):
         names = [one.name for one in worker.layouts("gpu", 3) if one.obstacle() is None]
-        assert names == ["one", "fsdp2", "fsdp3"]
+        assert names == ["one", "fsdp2", "fsdp3", "tp2", "cp2", "cp3"]
     assert [one.name for one in Verifier(warmed).layouts("cpu", 8)] == ["one"]
 
 

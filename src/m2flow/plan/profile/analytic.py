@@ -176,7 +176,7 @@ def _stage(node: StageNode, kinds: Sequence[_Kind], cluster: Cluster) -> StagePr
     costs = tuple(cost for kind in kinds for cost in kind.costs(node))
     if costs:
         work = next(kind for kind in kinds if kind.name == costs[0].kind).stage(node)
-        return StageProfile(costs, Bytes(math.ceil(work.output_bytes)), work.lengths)
+        return StageProfile(costs, Bytes(math.ceil(work.output_bytes)), work.lengths, work.turns)
     able = [kind for kind in kinds if kind.device.kind in kind.stage(node).kinds]
     if not able:
         raise UserError(

@@ -41,6 +41,9 @@ from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
 NO_COPY = BytesPerSecond(1e12)
 """Rate of a link on which larger messages were not seen to take longer."""
 
+TOLD_APART = 2.0
+"""How many times as large as the smallest transfer the largest one is where sizes tell the rate."""
+
 KNOWN_CALLS = 2.0
 """A point of a profile that was measured before counts as so many calls; a computed one as none
 where anything was measured."""
@@ -266,17 +269,24 @@ def _publish(evidence: Evidence, known: Profile) -> tuple[PublishCost, ...]:
 def _links(
     transfers: Iterable[tuple[float, float, float]], known: LinkCost | None
 ) -> dict[str, LinkCost]:
-    """Return latency and rate of transfers on one machine; the known rate where sizes hide it."""
+    """Return latency and rate of transfers on one machine.
+
+    Sizes that hardly differ do not tell one from the other: the rate is the known one then, or
+    larger transfers than were seen would be said to take longer by as much as they are larger.
+    """
     seen = [one for one in transfers if one[2] > 0]
     if not seen:
         return {}
+    fastest = NO_COPY if known is None else known.rate
     largest = max(size for _, size, _ in seen) or 1.0
+    if largest < TOLD_APART * min(size for _, size, _ in seen):
+        waits = [max(0.0, seconds - size / fastest) / parts for parts, size, seconds in seen]
+        return {"node": LinkCost(Seconds(fmean(waits)), fastest)}
     latency, slope = least_squares(
         [[parts, size / largest] for parts, size, _ in seen],
         [seconds for *_, seconds in seen],
         [1.0 / seconds for *_, seconds in seen],
     )
-    fastest = NO_COPY if known is None else known.rate
     rate = BytesPerSecond(largest / slope) if slope > 0 else fastest
     return {"node": LinkCost(Seconds(latency), min(rate, fastest))}
 

@@ -1,8 +1,8 @@
 """Plans under which a flow is measured on purpose: few, and together they show what others will do.
 
-Every stage is seen on all lanes and on some of them, in calls of several sizes and in every layout
-that its worker declares, and weights on their way between lanes and layouts; loops are fused and
-taken apart.
+Every stage is seen on all lanes and on some of them, in calls of several sizes and in a layout of
+each size that its worker declares, and weights on their way between lanes and layouts; loops are
+fused and taken apart.
 """
 
 from __future__ import annotations
@@ -89,13 +89,15 @@ def _in_parts(plan: Plan, graph: FlowGraph, num_items: int, parts: int) -> Plan:
 def _laid_out(
     layouts: Mapping[str, Sequence[Layout]], num_lanes: int
 ) -> Iterator[tuple[str, dict[str, Layout]]]:
-    """Yield modes and layouts in which each layout is seen alone, and all of one size together."""
+    """Yield modes and layouts in which a layout of each size is seen alone, and all together.
+
+    Of several layouts of one size it is the one that the worker names first.
+    """
     for size in sorted({one.lanes for known in layouts.values() for one in known}):
         some = {
-            worker: one
+            worker: next(one for one in known if one.lanes == size)
             for worker, known in layouts.items()
-            for one in known
-            if one.lanes == size and num_lanes % size == 0
+            if num_lanes % size == 0 and any(one.lanes == size for one in known)
         }
         yield from (("collocated", {worker: one}) for worker, one in some.items())
         if len(some) > 1:

@@ -120,12 +120,14 @@ class StageWork:
         layouts: ways to run it. Of several with the same name the first that fits counts.
         output_bytes: of an output item on a link.
         lengths: units that an output item grows to.
+        turns: for the first member of a loop, how many turns an item stays in it.
         kinds: kinds of devices that can run it, as `Device.kind` has them.
     """
 
     layouts: tuple[LayoutWork, ...]
     output_bytes: float = 64.0
     lengths: Quantiles | None = None
+    turns: Quantiles | None = None
     kinds: tuple[str, ...] = ("cpu", "gpu")
 
 

@@ -10,12 +10,13 @@ import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed
-from m2flow.runtime.transport.sweeping import check_shared_memory
+from m2flow.runtime.transport.sweeping import Sweeper, check_shared_memory
 
 
 def require_token() -> None:
@@ -39,7 +40,10 @@ class RayCluster:
 
     `RAY_ADDRESS`, or a connection that exists already, is used as it is. Otherwise a cluster is
     started on this machine, with a temporary directory and a secret of its own, and shut down by
-    `close`.
+    `close`. If this process is killed before that, a shell removes the directory.
+
+    Attributes:
+        sweeper: removes files that are added to it, if this process is killed.
     """
 
     def __init__(self, lanes: Sequence[LaneSpec]) -> None:
@@ -49,6 +53,7 @@ class RayCluster:
         import ray
 
         self._folder: Path | None = None
+        self.sweeper = Sweeper()
         self._ours = not ray.is_initialized()
         if not self._ours:
             return
@@ -76,6 +81,7 @@ class RayCluster:
         for tries in (1, 2):
             if address is not None:
                 self._folder = Path(tempfile.mkdtemp(prefix="m2flow-ray-"))
+                self.sweeper.add(escape(str(self._folder)))
                 settings["_temp_dir"] = str(self._folder)
             try:
                 with _terminal_is_not_heard():
@@ -84,6 +90,7 @@ class RayCluster:
                 ray.shutdown()
                 self._remove_files()
                 if tries == 2:
+                    self.sweeper.close()
                     where = os.environ["RAY_ADDRESS"] if address is None else "on this machine"
                     raise RunFailed(
                         f"Ray has not come up {where}, in two tries: {_first_line(error)}; is the "
@@ -105,6 +112,7 @@ class RayCluster:
             ray.shutdown()
             self._ours = False
         self._remove_files()
+        self.sweeper.close()
 
     def _remove_files(self) -> None:
         if self._folder is not None:

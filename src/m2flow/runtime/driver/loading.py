@@ -16,7 +16,7 @@ from m2flow.engine.plan import Plan
 from m2flow.errors import RunFailed
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph
-from m2flow.flow.worker import Worker
+from m2flow.flow.worker import Worker, grid_of
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.driver.recovery import Files
 from m2flow.runtime.lane.orders import (
@@ -75,7 +75,11 @@ def load_workers(
     """
     placements = {name: spot for name, spot in plan.placements.items() if name in workers}
     gangs = {name: [pool.positions(gang) for gang in s.replicas] for name, s in placements.items()}
-    lane_sets = {lanes for replicas in gangs.values() for lanes in lane_sets_of(replicas)}
+    lane_sets = {
+        lanes
+        for name, replicas in gangs.items()
+        for lanes in lane_sets_of(replicas, grid_of(placements[name].layout))
+    }
     sent = {name: cloudpickle.dumps(workers[name]) for name in placements}
     flow = cloudpickle.dumps(dict(graphs))
     number = pool.new_number()

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,11 +56,14 @@ from m2flow.runtime.transport.lines import (
 )
 from m2flow.runtime.transport.measure import pairs_to_measure
 from m2flow.runtime.transport.peering import Location
-from m2flow.runtime.transport.sweeping import sweep
+from m2flow.runtime.transport.sweeping import FOLDER, sweep
 from m2flow.runtime.transport.table import LinkTable
 
 START_SECONDS = 120.0
 """Longest that lanes may take to start."""
+
+START_TRIES = 3
+"""How often lanes are started at most when the process of one ends before it is up."""
 
 CLOSE_SECONDS = 5.0
 """Longest that lanes may take to close before they are ended."""
@@ -126,6 +130,8 @@ class LanePool:
         self._key = uuid.uuid4().bytes + uuid.uuid4().bytes
         self._folder = Path(tempfile.gettempdir()) / f"m2flow-{uuid.uuid4().hex[:12]}"
         self._selector = selectors.DefaultSelector()
+        shared = f"{FOLDER}/{escape(self._folder.name)}-*"
+        self._cluster.sweeper.add(escape(str(self._folder)), shared)
         self._lines: dict[int, LauncherLine] = {}
         self._actors: dict[int, Any] = {}
         self._serving: dict[int, Any] = {}
@@ -150,22 +156,70 @@ class LanePool:
 
     def _start(self, lanes: Sequence[LaneSpec]) -> None:
         """Start processes for lanes that have none, all of them or some."""
+        lines = self._bring_up(lanes)
+        for number, line in lines.items():
+            self._lines[number] = line
+            self._selector.register(line, selectors.EVENT_READ, number)
+        peers = {lane: address.peer for lane, address in self.addresses.items()}
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not hasattr(self, "exchange"):
+            own = (None, LAUNCHER, self._node, None, self._folder, self._key, self._link)
+            self.exchange = Exchange(*own)
+        self.exchange.introduce(peers)
+        for lane in self._lines.keys() - lines.keys():
+            self.send(lane, Introduce(peers))
+
+    def _bring_up(self, lanes: Sequence[LaneSpec]) -> dict[int, LauncherLine]:
+        """Start processes until all of these lanes are up; the lines to them, by number."""
         nodes = nodes_for(self.lanes)
         beside = gpus_beside(self.lanes)
         check_room(lanes, nodes, beside)
         deadline = time.monotonic() + START_SECONDS
+        held: list[LauncherLine] = []  # a lane whose line is closed clears up after the pool
+        lines: dict[int, LauncherLine] = {}
+        for tries_left in reversed(range(START_TRIES)):
+            try:
+                self.addresses |= self._make_ready(lanes, nodes, beside, deadline)
+                self._serve([lane.id for lane in lanes], lines, deadline)
+            except GetTimeoutError:
+                raise RunFailed(f"lanes have not started within {START_SECONDS:g} s") from None
+            except (RayActorError, OSError) as error:
+                if not tries_left:
+                    first_line, *_ = str(error).splitlines()
+                    raise RunFailed(
+                        f"lanes have not come up in {START_TRIES} tries: {first_line}"
+                    ) from error
+                for spec in lanes:
+                    ray.kill(self._actors[spec.id])
+                held += lines.values()
+                lines = {}
+            else:
+                break
+        for line in held:
+            line.close()
+        return lines
+
+    def _make_ready(
+        self,
+        lanes: Sequence[LaneSpec],
+        nodes: Sequence[str],
+        beside: Mapping[int, int],
+        deadline: float,
+    ) -> dict[int, LaneAddress]:
+        """Start processes for lanes; the addresses of the lanes, by number, once all are up."""
         if self._lanes_per_process == 1:
             ready = self._start_alone(lanes, nodes, beside)
         else:
             ready = self._start_together(nodes)
-        try:
-            found: list[Any] = ray.get(ready, timeout=START_SECONDS)
-        except GetTimeoutError:
-            raise RunFailed(f"lanes have not started within {START_SECONDS:g} s") from None
+        found: list[Any] = ray.get(ready, timeout=max(1.0, deadline - time.monotonic()))
         if self._lanes_per_process > 1:
             found = [address for some in found for address in some]
-        started = dict(zip((lane.id for lane in lanes), found, strict=True))
-        self.addresses |= started
+        return dict(zip((lane.id for lane in lanes), found, strict=True))
+
+    def _serve(
+        self, started: Sequence[int], lines: dict[int, LauncherLine], deadline: float
+    ) -> None:
+        """Have lanes that are up carry out orders; the lines to them are added, by number."""
         peers = {lane: address.peer for lane, address in self.addresses.items()}
         self._node = here = ray.get_runtime_context().get_node_id()
         serving = {
@@ -173,24 +227,16 @@ class LanePool:
             for actor in dict.fromkeys(self._actors[lane] for lane in started)
         }
         self._serving |= {lane: serving[self._actors[lane]] for lane in started}
-        for number, address in started.items():
-            line = connect(
+        for number in started:
+            address = self.addresses[number]
+            lines[number] = connect(
                 address.line,
                 self._key,
                 same_node=address.node == here,
                 seconds=max(1.0, deadline - time.monotonic()),
             )
             if address.node != here:  # on this machine the end of a process closes its line
-                line.on_silence = partial(self._known_end, number)
-            self._lines[number] = line
-            self._selector.register(line, selectors.EVENT_READ, number)
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not hasattr(self, "exchange"):
-            own = (None, LAUNCHER, here, None, self._folder, self._key, self._link)
-            self.exchange = Exchange(*own)
-        self.exchange.introduce(peers)
-        for lane in self._lines.keys() - started.keys():
-            self.send(lane, Introduce(peers))
+                lines[number].on_silence = partial(self._known_end, number)
 
     def _start_alone(
         self,

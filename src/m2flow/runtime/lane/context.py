@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from m2flow.flow.worker import Gang, Place
+from m2flow.flow.worker import Gang, Place, grid_of
 from m2flow.runtime.lane.orders import Load, Placed
 from m2flow.runtime.lane.streams import Agree
 from m2flow.runtime.transport.groups import LaneGroups
@@ -83,4 +83,7 @@ class LaneContext:
         if place.gang.size > 1:
             mesh = self.groups.mesh(placed.replicas, self.device)
             place = replace(place, gang=replace(place.gang, mesh=mesh))
+            if (grid := grid_of(placed.layout)) is not None:
+                rows = self.groups.grid(placed.replicas, grid, self.device)
+                place = replace(place, gang=replace(place.gang, grid=rows))
         return place

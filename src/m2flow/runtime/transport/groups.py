@@ -25,17 +25,23 @@ from m2flow.errors import RunFailed
 Lanes = tuple[int, ...]
 
 
-def lane_sets_of(replicas: Sequence[Lanes]) -> list[Lanes]:
+Grid = tuple[int, int]
+
+
+def lane_sets_of(replicas: Sequence[Lanes], grid: Grid | None = None) -> list[Lanes]:
     """The groups that a worker with these gangs needs: see `LaneGroups.ensure`.
 
     None for a single lane. Else all of its lanes together; and where gangs have several lanes, each
-    gang, and each set of lanes that hold the same pieces in all gangs.
+    gang, and each set of lanes that hold the same pieces in all gangs; and where each gang is a
+    grid of (rows, lanes of a row), its rows and columns.
     """
     rows, columns = _rows(replicas), _columns(replicas)
     everyone = tuple(sorted(lane for row in rows for lane in row))
     if len(everyone) == 1:
         return []
     gangs = [*rows, *columns] if len(rows[0]) > 1 else []
+    for lanes in rows if grid is not None else ():
+        gangs += [*_grid_rows(lanes, grid), *zip(*_grid_rows(lanes, grid), strict=True)]
     return [everyone, *(lanes for lanes in gangs if lanes != everyone)]
 
 
@@ -46,6 +52,11 @@ def _rows(replicas: Sequence[Lanes]) -> tuple[Lanes, ...]:
 
 def _columns(replicas: Sequence[Lanes]) -> tuple[Lanes, ...]:
     return tuple(tuple(sorted(lanes)) for lanes in zip(*_rows(replicas), strict=True))
+
+
+def _grid_rows(gang: Lanes, grid: Grid | None) -> list[Lanes]:
+    assert grid is not None and len(gang) == grid[0] * grid[1], (gang, grid)
+    return [gang[first : first + grid[1]] for first in range(0, len(gang), grid[1])]
 
 
 class LaneGroups:
@@ -66,7 +77,7 @@ class LaneGroups:
         self._lane, self._num_lanes, self._listener = lane_index, num_lanes, listener
         self._timeout: datetime.timedelta | None = None
         self._groups: dict[Lanes, Any] = {}
-        self._meshes: dict[tuple[tuple[Lanes, ...], str], Any] = {}
+        self._meshes: dict[tuple[tuple[Lanes, ...], str, tuple[str, str]], Any] = {}
 
     def init(
         self,
@@ -169,13 +180,29 @@ class LaneGroups:
         kind = device.split(":", maxsplit=1)[0]
 
         def make() -> Any:
-            if (rows, kind) not in self._meshes:
-                self._meshes[rows, kind] = self._make_mesh(rows, columns, kind)
-            return self._meshes[rows, kind]
+            return self._mesh(rows, columns, kind, ("replicate", "shard"))
 
         return make
 
-    def _make_mesh(self, rows: tuple[Lanes, ...], columns: tuple[Lanes, ...], kind: str) -> Any:
+    def grid(self, replicas: Sequence[Lanes], grid: Grid, device: str = "cpu") -> Callable[[], Any]:
+        """What makes the mesh of this lane's gang, for `Gang.grid`; otherwise as `mesh`."""
+        kind = device.split(":", maxsplit=1)[0]
+        (gang,) = (row for row in _rows(replicas) if self._lane in row)
+        rows = tuple(_grid_rows(gang, grid))
+        columns = tuple(zip(*rows, strict=True))
+        return lambda: self._mesh(rows, columns, kind, ("column", "row"))
+
+    def _mesh(
+        self, rows: tuple[Lanes, ...], columns: tuple[Lanes, ...], kind: str, names: tuple[str, str]
+    ) -> Any:
+        """The mesh whose rows and columns have these groups: the same whenever it is asked for."""
+        if (rows, kind, names) not in self._meshes:
+            self._meshes[rows, kind, names] = self._make_mesh(rows, columns, kind, names)
+        return self._meshes[rows, kind, names]
+
+    def _make_mesh(
+        self, rows: tuple[Lanes, ...], columns: tuple[Lanes, ...], kind: str, names: tuple[str, str]
+    ) -> Any:
         import torch
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -185,7 +212,7 @@ class LaneGroups:
             [self.group(column), self.group(row)],
             kind,
             mesh=torch.tensor(rows, dtype=torch.int),
-            mesh_dim_names=("replicate", "shard"),
+            mesh_dim_names=names,
         )
 
     def group(self, lanes: Lanes) -> Any:

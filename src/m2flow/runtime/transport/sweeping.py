@@ -1,16 +1,51 @@
-"""The folder of shared memory: whether it can be used, and files there that nobody will unlink."""
+"""Shared memory that can be used, and files that must not outlive the processes that made them."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import subprocess
 import tempfile
+from contextlib import suppress
 from glob import escape
 from pathlib import Path
 
 from m2flow.errors import UserError
 
 FOLDER = Path("/dev/shm")
+
+LINGER_SECONDS = 60
+"""How long processes of a killed launcher may go on writing before they have ended too."""
+
+GRACE_SECONDS = 5
+"""After so long they are ended, as far as they have files open in a directory that is to go."""
+
+QUIET_SECONDS = 10
+"""After so long without a new file they are taken to have ended."""
+
+_SWEEP = f"""
+IFS=
+while read -r pattern; do
+  [ "$pattern" = done ] && exit 0
+  set -- "$@" "$pattern"
+done
+second=0 quiet=0
+while [ $second -lt {LINGER_SECONDS} ] && [ $quiet -lt {QUIET_SECONDS} ]; do
+  second=$((second + 1)) quiet=$((quiet + 1))
+  for pattern in "$@"; do
+    for path in $pattern; do
+      [ -e "$path" ] && quiet=0 && rm -rf -- "$path"
+    done
+    [ $second -lt {GRACE_SECONDS} ] && continue
+    find /proc/[0-9]*/fd -lname "$pattern/*" 2>/dev/null | while read -r file; do
+      process=${{file#/proc/}}
+      kill -9 "${{process%%/*}}" 2>/dev/null
+    done
+  done
+  sleep 1
+done
+"""
+"""Read patterns; when no more can come, remove what fits them until nothing comes any more."""
 
 
 def check_shared_memory() -> None:
@@ -41,3 +76,40 @@ def sweep(prefix: str) -> int:
     for path in left:
         path.unlink(missing_ok=True)
     return len(left)
+
+
+class Sweeper:
+    """A shell that clears up if this process ends without having done so, by SIGKILL too.
+
+    It removes files, and ends the processes that have files open in directories that are removed.
+
+    It reads from a pipe that nobody else holds open, so that the end of this process is seen.
+    """
+
+    def __init__(self) -> None:
+        self._shell = subprocess.Popen(
+            ("sh", "-c", _SWEEP),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,  # what a terminal or a scheduler ends, it outlives
+        )
+
+    def add(self, *patterns: str) -> None:
+        """Have it remove whatever fits these patterns of paths, as the shell reads them."""
+        self._say("".join(f"{pattern}\n" for pattern in patterns))
+
+    def close(self) -> None:
+        """Nothing is left: the shell ends and removes nothing."""
+        self._say("done\n")
+        with suppress(OSError):
+            assert self._shell.stdin is not None
+            self._shell.stdin.close()
+        self._shell.wait()
+
+    def _say(self, words: str) -> None:
+        assert self._shell.stdin is not None
+        with suppress(OSError):  # somebody has ended the shell: then nobody sweeps
+            self._shell.stdin.write(words.encode())
+            self._shell.stdin.flush()

@@ -20,7 +20,7 @@ GROUP = "m2flow.workloads"
 
 OWN = tuple(
     metadata.EntryPoint(name, f"m2flow.workloads.{name}.workload:WORKLOAD", GROUP)
-    for name in ("reasoning", "embodied")
+    for name in ("reasoning", "embodied", "agentic")
 )
 """Those of m2flow itself, which are known without an installation too."""
 

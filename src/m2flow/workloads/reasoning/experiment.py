@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from m2flow.training import checkpoint
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.supervised import adamw, train_supervised
 from m2flow.workloads.common.workload import RunProgress
-from m2flow.workloads.reasoning.config import KEYS_OF_TASKS, ReasoningRecipe
+from m2flow.workloads.reasoning.config import KEYS_OF_TASKS, ReasoningRecipe, RewardPart
 from m2flow.workloads.reasoning.encoding import (
     SPECIAL_TOKENS,
     Names,
@@ -40,8 +41,10 @@ from m2flow.workloads.reasoning.encoding import (
 from m2flow.workloads.reasoning.flow import GRPO, PPO, Reinforce, recipe_flow
 from m2flow.workloads.reasoning.health import Check, hints
 from m2flow.workloads.reasoning.tasks import (
+    TASKS,
     DemonstratedTask,
     Problem,
+    Table,
     Task,
     make_task,
     reward_of_task,
@@ -66,8 +69,12 @@ METRIC_NAMES = {"loss": "loss/policy", "critic/loss": "loss/critic"}
 """What the training's losses are called in metrics.jsonl."""
 
 
-def task_of(recipe: ReasoningRecipe) -> Task:
+def task_of(recipe: ReasoningRecipe, table: Table = TASKS) -> Task:
     """The task that a recipe names.
+
+    Args:
+        recipe: its `data` name it.
+        table: the tasks that there are.
 
     Raises:
         UserError: a data key or an option is missing or wrong, or the data are.
@@ -87,7 +94,7 @@ def task_of(recipe: ReasoningRecipe) -> Task:
     options = dict(data.options)
     settings |= {"options": options} if data.task == "gym" else options
     try:
-        return make_task(data.task, **settings)
+        return make_task(data.task, table, **settings)
     except TypeError as error:  # the options come from outside: a task does not check their types
         raise UserError(
             f"the {data.task} task cannot use them: {error}",
@@ -115,20 +122,28 @@ def _mixture_of(recipe: ReasoningRecipe, shares: Mapping[str, int]) -> Task:
     return Mixture(tasks, shares)
 
 
-def rewards_of(recipe: ReasoningRecipe) -> tuple[WeightedReward, ...]:
+def rewards_of(recipe: ReasoningRecipe, table: Table = TASKS) -> tuple[WeightedReward, ...]:
     """The reward functions that a recipe names, or its task's; all of them can be imported.
 
     Raises:
         UserError: a function cannot be imported.
     """
-    folder = str(Path.cwd())
     if recipe.reward is None:
-        found = [WeightedReward(reward_of_task(recipe.data.task))]
-    else:
-        found = [WeightedReward(**part.model_dump(), folder=folder) for part in recipe.reward]
+        return loaded([RewardPart(function=reward_of_task(recipe.data.task, table))])
+    return loaded(recipe.reward)
+
+
+def loaded(parts: Sequence[RewardPart]) -> tuple[WeightedReward, ...]:
+    """The functions that parts of a recipe name, the folder at hand searched too.
+
+    Raises:
+        UserError: a function cannot be imported.
+    """
+    folder = str(Path.cwd())
+    found = tuple(WeightedReward(**part.model_dump(), folder=folder) for part in parts)
     for reward in found:
         reward.load()
-    return tuple(found)
+    return found
 
 
 class ReasoningExperiment:
@@ -144,10 +159,16 @@ class ReasoningExperiment:
         UserError: the task, its data, the reward, the model's sizes or its tokenizer are wrong.
     """
 
+    tasks: Table = TASKS
+    """The tasks that there are."""
+
+    names = Names()
+    """What the recipe calls the sizes that a prompt must fit into."""
+
     def __init__(self, recipe: ReasoningRecipe, model: ModelSource | None = None) -> None:
         self.recipe = recipe
-        self.task = task_of(recipe)
-        self.rewards = rewards_of(recipe)
+        self.task = task_of(recipe, self.tasks)
+        self.rewards = rewards_of(recipe, self.tasks)
         if recipe.warmup.steps and not isinstance(self.task, DemonstratedTask):
             raise UserError(
                 f"the task {self.task.name!r} has no demonstrations to warm up on",
@@ -163,7 +184,9 @@ class ReasoningExperiment:
         path, positions = recipe.model.path, recipe.model.max_position_embeddings
         self._context = positions if path is None else context_of(path)
         data = recipe.data
-        self._chat = chat_of(tokenizer, data.chat, data.system_prompt, data.chat_options)
+        self._chat = chat_of(
+            tokenizer, data.chat, data.system_prompt, self._chat_options(tokenizer)
+        )
         if data.max_prompt_tokens is not None:
             self._drop_long(tokenizer, data.max_prompt_tokens)
         self._check_rows()
@@ -174,6 +197,10 @@ class ReasoningExperiment:
             self._warming = load_model(path, self._dtype)
         self.model = model or ModelSource(path or "", recipe.model.dtype)
         """The model that reinforcement starts from, once it is made."""
+
+    def _chat_options(self, tokenizer: Any) -> Mapping[str, Any]:
+        """Variables of the chat template."""
+        return self.recipe.data.chat_options
 
     @property
     def makes_model(self) -> bool:
@@ -221,7 +248,7 @@ class ReasoningExperiment:
         files = (data.path or "data", data.eval_path or data.path or "data")
         for file, some in zip(files, (problems, self._held_out), strict=True):
             if some:
-                names = Names(data=file)
+                names = replace(self.names, data=file)
                 token_rows(some, tokenizer, self._context, self._max_new, names, self._chat)
 
     # --- the starting point -----------------------------------------------------------------------
@@ -288,7 +315,11 @@ class ReasoningExperiment:
         prompts = prompt_rows(tokenizer, asked, self._chat)
         answers = tokenizer([answer for _, answer in shown])["input_ids"]
         pairs = TokenPairs.from_rows(prompts, [[*ids, tokenizer.eos_token_id] for ids in answers])
-        told = None if progress is None else progress.update
+        self._show(model, pairs, progress)
+
+    def _show(self, model: Any, pairs: TokenPairs, progress: RunProgress | None) -> None:
+        """Train the model on demonstrations."""
+        warmup, told = self.recipe.warmup, None if progress is None else progress.update
         train_supervised(
             model,
             pairs,
@@ -323,7 +354,9 @@ class ReasoningExperiment:
         if self._tokenizer is None:
             self._tokenizer = self.model.tokenizer()
         tokenizer, context = self._tokenizer, self._context
-        return encode(problems, seeds, tokenizer, context, self._max_new, chat=self._chat)
+        return encode(
+            problems, seeds, tokenizer, context, self._max_new, self.names, chat=self._chat
+        )
 
     @property
     def _max_new(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from m2flow.flow import Flow, Stream
 from m2flow.rewards.reward import WeightedReward
 from m2flow.workloads.reasoning.config import OF_GROUPS, ReasoningRecipe
-from m2flow.workloads.reasoning.supported import heads_of
+from m2flow.workloads.reasoning.supported import known_shape
 from m2flow.workloads.reasoning.workers import (
     Critic,
     Generator,
@@ -128,7 +128,8 @@ def recipe_flow(
         rewards: what scores answers; none if the flow is only to be traced.
         checkpoint: go on from here: its models, and the state of their trainers.
     """
-    algorithm, policy = recipe.algorithm, _saved(recipe, model, checkpoint)
+    algorithm, policy = recipe.algorithm, saved(recipe, model, checkpoint)
+    shape = known_shape(recipe)
     state = None if checkpoint is None else str(checkpoint)
     workers: dict[str, Any] = {
         "generator": Generator(
@@ -143,7 +144,7 @@ def recipe_flow(
             engine=recipe.generation.engine,
             dtype=recipe.generation.dtype,
             cache_gb=recipe.generation.cache_gb,
-            key_value_heads=heads_of(recipe),
+            key_value_heads=None if shape is None else shape.kv_heads,
             stop=recipe.generation.stop,
         ),
         "verifier": Verifier(model, rewards),
@@ -163,7 +164,7 @@ def recipe_flow(
         )
     if not algorithm.has_critic:
         return Reinforce(**workers, gamma=algorithm.gamma)
-    critic = Critic(_saved(recipe, model, checkpoint, Critic.part), recipe, state)
+    critic = Critic(saved(recipe, model, checkpoint, Critic.part), recipe, state)
     return PPO(
         **workers,
         critic=critic,
@@ -172,7 +173,7 @@ def recipe_flow(
     )
 
 
-def _saved(
+def saved(
     recipe: ReasoningRecipe, model: ModelSource, checkpoint: Path | None, part: str = ""
 ) -> ModelSource:
     """The weights to go on from, or to start with."""

@@ -1,4 +1,4 @@
-"""What plans must know of a recipe's model: whether it can run, and what of it is divided.
+"""What plans must know of a recipe's model: whether it can run, its shape, and what is divided.
 
 Nothing here imports torch for a model that the native engine computes itself.
 """
@@ -10,8 +10,11 @@ from functools import cache
 
 from m2flow.errors import UserError
 from m2flow.generation.supported import check_supported, not_fused
-from m2flow.models.shape import config_of, read_model
+from m2flow.models.shape import ModelShape, config_of, model_from_config, read_model
 from m2flow.workloads.reasoning.config import ReasoningRecipe
+
+BYTE_VOCABULARY = 384
+"""Rows of the embedding of a tiny model that reads bytes."""
 
 
 def check_model(recipe: ReasoningRecipe, model: str | None = None) -> None:
@@ -62,11 +65,44 @@ def is_divided(source: str) -> bool:
         return True
 
 
-def heads_of(recipe: ReasoningRecipe, model: str | None = None) -> int | None:
-    """Key-value heads of the recipe's model, or of another in its place; None if nobody knows."""
-    if model is None and recipe.model.path is None:
-        return recipe.model.num_key_value_heads
-    return key_value_heads(str(model if model is not None else recipe.model.path))
+def shape_of(recipe: ReasoningRecipe) -> ModelShape:
+    """The shape of the recipe's model: that of its folder, or of the tiny one it builds.
+
+    Raises:
+        UserError: the folder has no `config.json`, and no known model has its name.
+    """
+    model = recipe.model
+    if model.path is not None:
+        try:
+            return read_model(model.path)
+        except UserError as error:
+            if error.key != "model":
+                raise
+            raise UserError(
+                "neither a folder with a config.json nor a model whose shape is known",
+                key="model.path",
+                value=model.path,
+                hint="--model CONFIG.json or a known name says what shape it has",
+            ) from None
+    sizes = {
+        "model_type": "qwen2",
+        "num_hidden_layers": model.num_hidden_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "intermediate_size": model.intermediate_size,
+        "vocab_size": BYTE_VOCABULARY,
+        "tie_word_embeddings": True,
+    }
+    return model_from_config(sizes, "the recipe's tiny model")
+
+
+def known_shape(recipe: ReasoningRecipe, model: str | None = None) -> ModelShape | None:
+    """The shape of the recipe's model, or of another in its place; None if nobody knows."""
+    try:
+        return shape_of(recipe) if model is None else read_model(model)
+    except UserError:  # the run says what is wrong with the folder
+        return None
 
 
 def key_value_heads(source: str) -> int | None:

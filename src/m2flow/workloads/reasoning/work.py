@@ -7,7 +7,8 @@ Each assumption is told, and so is whatever a price has that m2flow cannot do ye
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.models.lengths import Answers, fit_lengths
-from m2flow.models.shape import ModelShape, model_from_config, read_model
+from m2flow.models.shape import WEIGHT_BYTES, ModelShape, read_model
 from m2flow.models.work import (
     TRAINED_BYTES,
     decoding,
     forward_pass,
+    lane_parameters,
     prefill,
     training_bytes,
     training_pass,
@@ -37,9 +39,10 @@ from m2flow.plan.profile.work import (
     WorkerWork,
     rising,
 )
+from m2flow.training.division import Division
 from m2flow.workloads.reasoning.config import ReasoningRecipe
-from m2flow.workloads.reasoning.supported import is_divided
-from m2flow.workloads.reasoning.workers.source import by_heads, in_shards
+from m2flow.workloads.reasoning.supported import is_divided, shape_of
+from m2flow.workloads.reasoning.workers.source import by_heads, layout_of
 
 PROMPT_TOKENS = 150
 """Of a question in words, with its template."""
@@ -69,9 +72,6 @@ GROUP_SECONDS = 2e-6
 RUNNING = (64, 128)
 """Limits on running requests that are offered beside the recipe's own, where they are lower."""
 
-BYTE_VOCABULARY = 384
-"""Rows of the embedding of a tiny model that reads bytes."""
-
 QUANTILES = 129
 """Of answer lengths; the last of them still tells cut answers from long ones."""
 
@@ -97,50 +97,18 @@ def prices(
         UserError: the model's shape is not known, or no such lengths can be.
     """
     shape = shape_of(recipe) if model is None else read_model(model)
-    answers, assumed = _answers(recipe, model, prompt_tokens, answer_tokens)
-    assumed += (f"{_score_seconds(recipe) * 1e3:g} ms to score an answer, on one lane",)
+    answers, assumed = answers_of(recipe, model, prompt_tokens, answer_tokens)
+    assumed += (f"{score_seconds(recipe) * 1e3:g} ms to score an answer, on one lane",)
     source = model or recipe.model.path
     divided = source is None or is_divided(str(source))
     if not divided:
         assumed += ("transformers' own forward pass costs what the native engine's would",)
-    return lambda device, lanes: _Recipe(recipe, shape, answers, device, lanes, divided).work(
+    return lambda device, lanes: RecipeWork(recipe, shape, answers, device, lanes, divided).work(
         graph, assumed
     )
 
 
-def shape_of(recipe: ReasoningRecipe) -> ModelShape:
-    """The shape of the recipe's model: that of its folder, or of the tiny one it builds.
-
-    Raises:
-        UserError: the folder has no `config.json`, and no known model has its name.
-    """
-    model = recipe.model
-    if model.path is not None:
-        try:
-            return read_model(model.path)
-        except UserError as error:
-            if error.key != "model":
-                raise
-            raise UserError(
-                "neither a folder with a config.json nor a model whose shape is known",
-                key="model.path",
-                value=model.path,
-                hint="--model CONFIG.json or a known name says what shape it has",
-            ) from None
-    sizes = {
-        "model_type": "qwen2",
-        "num_hidden_layers": model.num_hidden_layers,
-        "hidden_size": model.hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_key_value_heads,
-        "intermediate_size": model.intermediate_size,
-        "vocab_size": BYTE_VOCABULARY,
-        "tie_word_embeddings": True,
-    }
-    return model_from_config(sizes, "the recipe's tiny model")
-
-
-def _answers(
+def answers_of(
     recipe: ReasoningRecipe,
     model: str | Path | None,
     prompt_tokens: float | None,
@@ -172,12 +140,13 @@ def _answers(
     return Answers(prompt_tokens, lengths), tuple(assumed)
 
 
-def _score_seconds(recipe: ReasoningRecipe) -> float:
+def score_seconds(recipe: ReasoningRecipe) -> float:
+    """Return the seconds that scoring one answer takes."""
     return ADDITION_SCORE_SECONDS if recipe.data.task == "addition" else SCORE_SECONDS
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class RecipeWork:
     """A recipe's sizes, and one kind of lane."""
 
     recipe: ReasoningRecipe
@@ -200,37 +169,58 @@ class _Recipe:
         match node.method:
             case "generate":
                 lengths = Quantiles.of(self.answers.lengths.stratified(4 * QUANTILES), QUANTILES)
-                return StageWork(tuple(map(self._generating, self._divided())), size, lengths)
+                return StageWork(tuple(map(self._generating, self._heads_divided())), size, lengths)
             case "logprobs" | "values":
-                return StageWork(tuple(map(self._passing, self._sharded())), size)
+                return StageWork(tuple(map(self._passing, self._divisions())), size)
             case "train":
-                return StageWork(tuple(map(self._training, self._sharded())), size)
-        each = _score_seconds(self.recipe) if node.method == "score" else GROUP_SECONDS
+                return StageWork(tuple(map(self._training, self._divisions())), size)
+        each = score_seconds(self.recipe) if node.method == "score" else GROUP_SECONDS
         return StageWork((LayoutWork(call=lambda n: Work(seconds=CALL_SECONDS + n * each)),))
 
     def _worker(self, name: str, graph: FlowGraph) -> WorkerWork:
         methods = {node.method for node in graph.nodes if node.worker == name}
         size = float(self.model.weight_bytes)
         if "generate" in methods:
-            return WorkerWork([(one, size / one.lanes) for one in self._divided()], size)
+            return WorkerWork([(one, size / one.lanes) for one in self._heads_divided()], size)
         if not methods & {"logprobs", "values", "train"}:
             return WorkerWork(())
-        if "train" in methods:
-            size = float(TRAINED_BYTES * self.model.parameters)
-            if rank := self.recipe.model.lora_rank:
-                size = self.model.weight_bytes + TRAINED_BYTES * self.model.adapter_parameters(rank)
-        return WorkerWork([(one, size / one.lanes) for one in self._sharded()])
+        each, beside = WEIGHT_BYTES, 0
+        if "train" in methods and (rank := self.recipe.model.lora_rank):
+            beside = TRAINED_BYTES * self.model.adapter_parameters(rank)
+        elif "train" in methods:
+            each = TRAINED_BYTES
+        return WorkerWork(
+            [
+                (
+                    layout_of(one, self.model),
+                    each * lane_parameters(self.model, one) + beside / one.lanes,
+                )
+                for one in self._divisions()
+            ]
+        )
 
-    def _divided(self) -> Sequence[Layout]:
+    def _heads_divided(self) -> Sequence[Layout]:
         """Return the layouts of generation: tensor-parallel within a machine; vLLM has one lane."""
         if self.recipe.generation.engine == "vllm" or not self.divided:
             return [ONE_LANE]
         sizes = [n for n in rising(min(self.lanes, self.device.lanes_per_node)) if n & (n - 1) == 0]
         return [by_heads(n, self.model.kv_heads) for n in sizes]
 
-    def _sharded(self) -> Sequence[Layout]:
-        """Return the layouts of training and passes: FSDP."""
-        return [in_shards(n) for n in rising(self.lanes)]
+    def _divisions(self) -> Iterator[Division]:
+        """Yield the layouts of training and passes; those that exchange much, within a machine."""
+        near = min(self.lanes, self.device.lanes_per_node)
+        some = [2**n for n in range(1, near.bit_length())]
+        yield from (Division(fsdp=n) for n in rising(self.lanes))
+        if self.recipe.model.lora_rank:
+            return
+        for tp in () if self.model.experts else some:
+            yield Division(tp=tp)
+            if layout_of(Division(tp=tp), self.model).obstacle() is None:
+                shards = [2**n for n in range(1, (self.lanes // tp).bit_length())]
+                yield from (Division(tp=tp, fsdp=fsdp) for fsdp in shards)
+        yield from (Division(cp=n) for n in some)
+        if self.model.experts:
+            yield from (Division(ep=n) for n in rising(self.lanes) if n > 1)
 
     def _generating(self, layout: Layout) -> LayoutWork:
         model, prompt, lanes = self.model, self.answers.prompt_tokens, layout.lanes
@@ -248,26 +238,31 @@ class _Recipe:
         """Return the tokens that a lane computes at a time in the mean."""
         return max(self.recipe.training.tokens_per_microbatch, self.answers.tokens)
 
-    def _packed(self, count: int) -> int:
+    def _packed(self, count: int, division: Division) -> int:
         """Return the most tokens of so many answers that a lane computes at a time."""
-        longest = self.answers.longest
+        longest = math.ceil(self.answers.longest / division.cp)
         return min(max(self.recipe.training.tokens_per_microbatch, longest), count * longest)
 
-    def _passing(self, layout: Layout) -> LayoutWork:
+    def _passing(self, division: Division) -> LayoutWork:
+        model = self.model
         return LayoutWork(
-            layout,
-            lambda n: forward_pass(self.model, self.answers, n, layout.lanes, self._microbatch()),
-            working_bytes=lambda n: training_bytes(self.model, layout.lanes, self._packed(n), True),
+            layout_of(division, model),
+            lambda n: forward_pass(model, self.answers, n, division, self._microbatch()),
+            working_bytes=lambda n: training_bytes(
+                model, division, self._packed(n, division), True
+            ),
         )
 
-    def _training(self, layout: Layout) -> LayoutWork:
-        model, lanes = self.model, layout.lanes
+    def _training(self, division: Division) -> LayoutWork:
+        model = self.model
         recomputes = self.recipe.training.checkpoints_on(self.device.kind)
         return LayoutWork(
-            layout,
-            lambda n: training_pass(model, self.answers, n, lanes, self._microbatch(), recomputes),
-            lambda replicas: update(model, lanes, replicas),
-            lambda n: training_bytes(model, lanes, self._packed(n), recomputes),
+            layout_of(division, model),
+            lambda n: training_pass(
+                model, self.answers, n, division, self._microbatch(), recomputes
+            ),
+            lambda replicas: update(model, division, replicas),
+            lambda n: training_bytes(model, division, self._packed(n, division), recomputes),
         )
 
 

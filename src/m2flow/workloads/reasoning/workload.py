@@ -15,9 +15,10 @@ from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.workload import Assumed, Examination
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.flow import recipe_flow
-from m2flow.workloads.reasoning.supported import check_model, heads_of
+from m2flow.workloads.reasoning.supported import check_model, known_shape
 from m2flow.workloads.reasoning.work import prices
 from m2flow.workloads.reasoning.workers import ModelSource
+from m2flow.workloads.reasoning.workers.source import Divided
 
 if TYPE_CHECKING:
     from m2flow.workloads.reasoning.experiment import ReasoningExperiment
@@ -44,7 +45,11 @@ class Reasoning:
         check_model(recipe, model)
         flow = recipe_flow(recipe, ModelSource(recipe.model.path or ""))
         if model is not None:
-            flow.generator.key_value_heads = heads_of(recipe, model)
+            shape = known_shape(recipe, model)
+            flow.generator.key_value_heads = None if shape is None else shape.kv_heads
+            for worker in flow.workers.values():
+                if isinstance(worker, Divided):
+                    worker.shape = shape
         return flow
 
     def check_here(self, recipe: ReasoningRecipe) -> None:

@@ -1,21 +1,32 @@
 """Tasks: where problems come from and what an answer is worth. `make_task(name, **settings)`.
 
 A task is imported when it is asked for, so that this package stays light. Adding one: a file beside
-this one and a row in `_TASKS`.
+this one and a row in `TASKS`.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 from m2flow.errors import UserError, suggestion
 from m2flow.workloads.reasoning.tasks.problem import DemonstratedTask, Problem, Task
 
-__all__ = ["DemonstratedTask", "Problem", "Task", "make_task", "reward_of_task"]
+__all__ = [
+    "TASKS",
+    "DemonstratedTask",
+    "Problem",
+    "Table",
+    "Task",
+    "make_task",
+    "reward_of_task",
+]
 
-_TASKS = {
+Table: TypeAlias = Mapping[str, tuple[str, str, str]]
+
+TASKS: Table = {
     "addition": ("m2flow.workloads.reasoning.tasks.addition", "Addition", "addition"),
     "gym": ("m2flow.workloads.reasoning.tasks.gym", "Gym", "gym"),
     "jsonl": ("m2flow.workloads.reasoning.tasks.jsonl", "Jsonl", "math"),
@@ -23,23 +34,24 @@ _TASKS = {
 """Name to module, class, and the reward of a recipe that names none."""
 
 
-def reward_of_task(name: str) -> str:
+def reward_of_task(name: str, table: Table = TASKS) -> str:
     """The reward function that judges answers to a task where the recipe names none."""
-    return _TASKS[name][2]
+    return table[name][2]
 
 
-def make_task(name: str, **settings: Any) -> Task:
+def make_task(name: str, table: Table = TASKS, /, **settings: Any) -> Task:
     """The task of that name.
 
     Args:
         name: a value of the recipe key `data.task`.
+        table: the tasks that there are.
         settings: keyword arguments of the task's class, such as `seed` or `path`.
 
     Raises:
         UserError: unknown or missing setting, or what the task itself refuses; in the
             words of a recipe.
     """
-    module, attribute, _ = _TASKS[name]
+    module, attribute, _ = table[name]
     task_class = getattr(importlib.import_module(module), attribute)
     parameters = inspect.signature(task_class).parameters
     for key in settings:

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 
 def token_pairs(samples: Batch) -> TokenPairs:
-    """Prompts and answers."""
+    """Prompts and answers; with `loss_mask` where the model did not draw all of an answer."""
     from m2flow.training.rollouts import TokenPairs
 
     prompts, completions = samples["prompt_ids"], samples["completion_ids"]
     return TokenPairs(
         prompts.values, lengths_of(samples, "prompt_ids"),
         completions.values, lengths_of(samples, "completion_ids"),
+        samples["loss_mask"].values if "loss_mask" in samples else None,
     )  # fmt: skip
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
-from m2flow.flow import Batch, Place, Ragged, stage
+from m2flow.flow import Batch, Layout, Place, Ragged, stage
 from m2flow.workloads.reasoning.workers.columns import rollouts, token_pairs
 from m2flow.workloads.reasoning.workers.stages import outcome
 from m2flow.workloads.reasoning.workers.trained import Trained
@@ -14,6 +16,15 @@ class Learner(Trained):
     """Trains the policy: folds samples in as they come, one optimizer step a mini-batch."""
 
     _steps = 0  # of the optimizer in this training step
+
+    def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
+        """Adapters are trained on one lane or in shards."""
+        known = super().layouts(kind, lanes)
+        return [
+            one
+            for one in known
+            if not self.recipe.model.lora_rank or re.fullmatch(r"one|fsdp\d+", one.name)
+        ]
 
     def load(self, place: Place) -> None:
         super().load(place)

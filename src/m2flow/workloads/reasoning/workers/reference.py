@@ -5,10 +5,10 @@ from __future__ import annotations
 from m2flow.flow import Batch, Place, Ragged, stage
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.workers.columns import token_pairs
-from m2flow.workloads.reasoning.workers.source import ModelSource, Sharded, divided
+from m2flow.workloads.reasoning.workers.source import Divided, ModelSource, divided
 
 
-class Reference(Sharded):
+class Reference(Divided):
     """A frozen model, for a KL term."""
 
     def __init__(self, model: ModelSource, recipe: ReasoningRecipe) -> None:

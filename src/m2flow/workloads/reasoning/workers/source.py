@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from m2flow.errors import UserError
 from m2flow.flow import Layout, Place, Worker
 from m2flow.flow.worker import ONE_LANE
+from m2flow.models.shape import ModelShape
+from m2flow.training.division import Division
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.supported import known_shape
 
 if TYPE_CHECKING:
     import torch
@@ -94,9 +98,40 @@ def dtype_on(name: str, device: str) -> torch.dtype:
     return dtype
 
 
-def in_shards(lanes: int) -> Layout:
-    """A model whose parameters are divided over so many lanes, `fsdpN`."""
-    return Layout(f"fsdp{lanes}", lanes) if lanes > 1 else ONE_LANE
+def layout_of(division: Division, shape: ModelShape | None) -> Layout:
+    """The layout in which a model is divided so, with what must divide evenly.
+
+    Args:
+        division: by how much.
+        shape: the model's; None if nobody knows it.
+    """
+    divisions: list[tuple[str, int, int]] = []
+    if shape is not None and division.tp > 1:
+        divisions.append(("key-value heads", shape.kv_heads, division.tp))
+        divisions.append(("channels of the MLP", shape.intermediate, division.tp))
+    if shape is not None and division.ep > 1:
+        divisions.append(("experts", shape.experts, division.ep))
+    return Layout(division.layout, division.lanes, tuple(divisions))
+
+
+MOST_HEADS = 64
+"""Lanes over which layers are divided at most."""
+
+
+def divisions_of(lanes: int, shape: ModelShape | None) -> Iterator[Division]:
+    """The ways in which a model can be divided over at most so many lanes, simple ones first.
+
+    Layers of a mixture are divided by experts alone, those of a dense model by heads alone.
+    """
+    sizes = range(2, lanes + 1)
+    yield Division()
+    yield from (Division(fsdp=size) for size in sizes)
+    mixture = shape is not None and shape.experts > 0
+    for tp in () if mixture else range(2, min(lanes, MOST_HEADS) + 1):
+        yield from (Division(tp=tp, fsdp=fsdp) for fsdp in range(1, lanes // tp + 1))
+    yield from (Division(cp=size) for size in sizes)
+    if mixture:
+        yield from (Division(ep=size) for size in sizes)
 
 
 def by_heads(lanes: int, heads: int | None) -> Layout:
@@ -105,18 +140,23 @@ def by_heads(lanes: int, heads: int | None) -> Layout:
     return Layout(f"tp{lanes}", lanes, divisions) if lanes > 1 else ONE_LANE
 
 
-class Sharded(Worker):
-    """A worker whose model is divided over the lanes of its gang; layouts are `fsdpN`.
+class Divided(Worker):
+    """A worker whose model is divided over the lanes of its gang.
 
     A subclass sets `state`, what is moved off the accelerator and back.
     """
 
     collective = True
 
+    recipe: ReasoningRecipe
     state: Any
 
+    shape: ModelShape | None = None
+    """The model's, where the plan is for another one than the recipe's."""
+
     def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
-        return [in_shards(size) for size in range(1, lanes + 1)]
+        shape = self.shape or known_shape(self.recipe)
+        return [layout_of(division, shape) for division in divisions_of(lanes, shape)]
 
     def offload(self) -> None:
         self.state.offload()
@@ -141,6 +181,6 @@ def divided(place: Place, load: Callable[..., Any]) -> tuple[Any, Shards]:
     shards = Shards.of(place.gang)
     if shards.size == 1:
         return load(place.device).eval(), shards
-    model = load(place.device, stays=False).eval()  # moves to the device shard by shard
+    model = load(place.device, stays=False).eval()  # moves to the device piece by piece
     shards.shard(model)
     return model, shards

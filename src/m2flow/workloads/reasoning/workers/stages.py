@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from m2flow.flow import Batch, Ragged, stage
-from m2flow.workloads.reasoning.workers.columns import judged, lengths_of
+from m2flow.workloads.reasoning.workers.columns import judged, lengths_of, token_pairs
 
 OUTCOME = (
     "prompt", "text", "answer", "reward", "failure", "finish_reason", "num_tokens",
@@ -18,17 +18,17 @@ OUTCOME = (
 def outcome(samples: Batch) -> Batch:
     """What is left of a sample when it has been used: figures and text, no token ids.
 
-    Has the columns `OUTCOME`, `version` where there is one, and `advantage` where there is one, or
-    one for each token.
+    Has the columns `OUTCOME`, `version` and `turns` where there are some, and `advantage` where
+    there is one, or one for each token. Of tokens those are counted that the model drew.
     """
     more: dict[str, Any] = {
-        "num_tokens": list(samples["completion_ids"].lengths),
+        "num_tokens": token_pairs(samples).learned_lengths_B.tolist(),
         "num_prompt_tokens": list(samples["prompt_ids"].lengths),
     }
     if "failure" not in samples:  # of a verifier that never fails
         more["failure"] = [""] * len(samples)
-    versions = ("version",) if "version" in samples else ()
-    left = samples.with_columns(**more).only(*OUTCOME, *versions)
+    also = [name for name in ("version", "turns") if name in samples]
+    left = samples.with_columns(**more).only(*OUTCOME, *also)
     if "advantages" in samples:  # of tokens: their mean
         rows = samples["advantages"].rows()
         return left.with_columns(advantage=[float(row.sum()) / max(1, len(row)) for row in rows])
@@ -173,6 +173,8 @@ def whiten(samples: Batch) -> Batch:
     else:
         advantages_T = torch.repeat_interleave(samples["advantage"], lengths_B)
     judged_T = torch.repeat_interleave(judged(samples), lengths_B)
+    if "loss_mask" in samples:
+        judged_T &= samples["loss_mask"].values
     white_T = torch.zeros_like(advantages_T)
     white_T[judged_T] = whitened(advantages_T[judged_T])
     return samples.with_columns(advantages=Ragged(white_T, lengths_B.tolist()))

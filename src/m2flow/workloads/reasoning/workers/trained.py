@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from m2flow.flow import Batch, Place
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.workers.columns import kept_rows
-from m2flow.workloads.reasoning.workers.source import ModelSource, Sharded, divided
+from m2flow.workloads.reasoning.workers.source import Divided, ModelSource, divided
 
 if TYPE_CHECKING:
     from m2flow.training.sharded import WholeModel
@@ -25,7 +25,7 @@ ADAPTER = "adapter/"
 """How names of adapters begin in a trainer's state."""
 
 
-class Trained(Sharded):
+class Trained(Divided):
     """A model that learns, with its trainer.
 
     Args:

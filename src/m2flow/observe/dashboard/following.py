@@ -1,0 +1,137 @@
+"""`FollowedRun`: the figures of a run directory, read on as they are written.
+
+Promises: `refresh` reads only what was added since; a file that was cut back (a run that is
+resumed) is read again as a whole; a last line that is still being written waits for its end. Knows
+no HTTP.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from m2flow.errors import UserError
+from m2flow.observe.jsonl import parse_line
+from m2flow.observe.record import as_number
+from m2flow.observe.run_directory import MARKS, RunDirectory, read_document
+
+
+class FollowedRun:
+    """A run directory, and what its `metrics.jsonl` has held so far.
+
+    Attributes:
+        directory: the run's files.
+        rows: step to its figures.
+
+    Raises:
+        UserError: there is no such directory.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.directory = RunDirectory(path)
+        if not self.directory.path.is_dir():
+            raise UserError("no such run directory", value=str(path), hint="see ls runs/")
+        self.rows: dict[int, dict[str, Any]] = {}
+        self._offset, self._seen = 0, (0, 0)
+        self._lock = threading.Lock()
+
+    def refresh(self) -> None:
+        """Read what was added to the run's figures."""
+        with self._lock:
+            try:
+                seen = _size_and_place(self.directory.metrics)
+                if seen[1] != self._seen[1] or seen[0] < self._offset:  # another file, or cut back
+                    self.rows, self._offset = {}, 0
+                self._seen = seen
+                with self.directory.metrics.open("rb") as file:
+                    file.seek(self._offset)
+                    content = file.read()
+            except FileNotFoundError:
+                return
+            whole = content[: content.rfind(b"\n") + 1]
+            self._offset += len(whole)
+            rows = dict(self.rows)  # whoever reads the old ones goes on undisturbed
+            for line in whole.splitlines():
+                row = parse_line(line)
+                step = None if row is None else row.get("step")
+                if row is not None and isinstance(step, int):
+                    rows[step] = {**rows.get(step, {}), **row}
+            self.rows = dict(sorted(rows.items()))
+
+    def signature(self) -> tuple[object, ...]:
+        """Something that changes whenever figures or facts of the run do."""
+        return tuple(
+            (stat.st_mtime_ns, stat.st_size)
+            for file in (self.directory.metrics, self.directory.run, self.directory.timeline)
+            if (stat := _stat(file)) is not None
+        )
+
+    def described(self) -> dict[str, object]:
+        """Name, state and length of the run, for the page."""
+        facts = _document(self.directory.run)
+        last, planned = max(self.rows, default=0), facts.get("steps")
+        of = f" of {planned:,}" if isinstance(planned, int) else ""
+        finished = facts.get("finished") is not None
+        state = f"finished, {last:,} steps" if finished else f"step {last:,}{of}"
+        return {"name": self.directory.path.name, "state": state, "finished": finished}
+
+    def configuration(self) -> dict[str, str]:
+        """Each key of the resolved recipe, dotted, with its value as text."""
+        return dict(_flat(_document(self.directory.config), ""))
+
+
+def differing_keys(configurations: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Keys whose values are not the same in all runs, each with the value in each run."""
+    keys = dict.fromkeys(key for one in configurations for key in one)
+    rows = {key: [one.get(key, "–") for one in configurations] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def runs_in(folder: Path, most: int) -> list[Path]:
+    """The run directories in a folder, the newest first."""
+    if not folder.is_dir():
+        return []
+    found = [
+        path
+        for path in folder.iterdir()
+        if path.is_dir() and any((path / name).exists() for name in MARKS)
+    ]
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:most]
+
+
+def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The finite figures of a row but its step and time."""
+    for key, value in row.items():
+        number = as_number(value)
+        if number is not None and key not in ("step", "time"):
+            yield key, number
+
+
+def _document(path: Path) -> Mapping[str, Any]:
+    """What a file says, as far as it can be read at this moment."""
+    try:
+        return read_document(path) or {}
+    except UserError:  # said by the report, with the file's name
+        return {}
+
+
+def _flat(document: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in document.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+def _stat(path: Path) -> Any:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _size_and_place(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_ino

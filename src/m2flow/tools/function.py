@@ -1,0 +1,51 @@
+"""A Python function as a tool: its name, its docstring, and the types of its parameters."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from m2flow.tools.tool import ToolError
+
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+
+
+class FunctionTool:
+    """Calls a function with the arguments that it names.
+
+    A `ToolError` that the function raises is told to the model; all else is the function's failure.
+    A call that takes too long is left to itself.
+
+    Args:
+        function: takes texts, numbers and truth values, and returns what has a text.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.name: str = getattr(function, "__name__", type(function).__name__)
+        self.description = inspect.getdoc(function) or self.name
+        self._signature = inspect.signature(function)
+        try:
+            kinds = typing.get_type_hints(function)
+        except (NameError, TypeError):
+            kinds = {}
+        parameters = self._signature.parameters.values()
+        described = {one.name: {"type": _TYPES.get(kinds.get(one.name, str), "string")}
+                     for one in parameters}  # fmt: skip
+        required = [one.name for one in parameters if one.default is one.empty]
+        self.parameters: Mapping[str, Any] = {
+            "type": "object", "properties": described, "required": required
+        }  # fmt: skip
+
+    def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
+        """What the function returns, as text."""
+        try:
+            bound = self._signature.bind(**arguments)
+        except TypeError as error:
+            raise ToolError(str(error)) from None
+        return str(self._function(*bound.args, **bound.kwargs))
+
+    def close(self) -> None:
+        """A function holds nothing."""

@@ -1,0 +1,263 @@
+"""Tools of a server that speaks the Model Context Protocol on its standard input and output.
+
+A process of the server carries out one call at a time: of calls that come together each has a
+process of its own, up to what the toolbox carries out at a time, and the processes stay for later
+calls. So a process that dies or hangs costs the one call that it had, and another takes its place.
+Needs the package `mcp` (extra `mcp`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import tempfile
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, TypeVar
+
+from m2flow.errors import UserError
+from m2flow.tools.tool import ToolError, ToolFailed
+
+START_SECONDS = 30.0
+"""Longest that a server may take to say which tools it has."""
+
+END_SECONDS = 5.0
+"""Longest that is waited for processes to be gone."""
+
+T = TypeVar("T")
+
+
+def mcp_tools(
+    command: Sequence[str], env: Mapping[str, str] | None = None, only: Sequence[str] | None = None
+) -> list[MCPTool]:
+    """The tools of a server, which is started to ask for them.
+
+    Args:
+        command: starts the server.
+        env: variables of its environment, beside `PATH`, `HOME` and the like.
+        only: names of the tools to take; None for all.
+
+    Raises:
+        UserError: the server does not start, or has no such tool.
+    """
+    if importlib.util.find_spec("mcp") is None:
+        raise UserError(
+            "the package mcp is not installed",
+            key="tools.mcp",
+            hint='pip install "m2flow[mcp]"',
+        )
+    if isinstance(command, str) or not command or not all(isinstance(w, str) for w in command):
+        raise UserError(
+            "is no command",
+            key="tools.mcp.command",
+            value=command,
+            expected='a list of words, such as ["my-server", "--stdio"]',
+        )
+    servers = Servers(command, dict(env or {}))
+    try:
+        listed = servers.tools()
+    except ToolFailed as error:
+        servers.close()
+        raise UserError(
+            f"the server does not start: {error}",
+            key="tools.mcp.command",
+            value=list(command),
+            hint="run the command by hand: it must speak MCP on its standard input and output",
+        ) from None
+    unknown = set(only or ()) - {tool.name for tool in listed}
+    if unknown:
+        servers.close()
+        raise UserError(
+            f"the server has no tool {sorted(unknown)[0]!r}",
+            key="tools.mcp.only",
+            value=list(only or ()),
+            expected=f"some of {', '.join(tool.name for tool in listed)}",
+        )
+    return [tool for tool in listed if only is None or tool.name in only]
+
+
+class MCPTool:
+    """One tool of a server.
+
+    Attributes:
+        grace_seconds: beyond a call's deadline, for a process that is started for the call.
+
+    Args:
+        servers: processes of the server.
+        name, description, parameters: as the server says.
+    """
+
+    grace_seconds = START_SECONDS + END_SECONDS
+
+    def __init__(
+        self, servers: Servers, name: str, description: str, parameters: Mapping[str, Any]
+    ) -> None:
+        self._servers = servers
+        self.name, self.description, self.parameters = name, description, parameters
+
+    def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
+        """The texts of the answer, one a line; what is no text is named."""
+        result = self._servers.call(self.name, arguments, seconds)
+        text = "\n".join(getattr(one, "text", f"[{one.type}]") for one in result.content)
+        if result.is_error:
+            raise ToolError(text)
+        return text
+
+    def close(self) -> None:
+        """End the processes of the server."""
+        self._servers.close()
+
+
+class Servers:
+    """Processes of one server, and the thread in which they are talked to.
+
+    Args:
+        command: starts a process.
+        env: variables of its environment.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._command, self._env = list(command), dict(env)
+        self._free: list[_Process] = []
+        self._all: list[_Process] = []
+        self._lock = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def tools(self) -> list[MCPTool]:
+        """What the server has; starts a process.
+
+        Raises:
+            ToolFailed: it does not start.
+        """
+        process = self._taken()
+        found = [
+            MCPTool(self, tool.name, tool.description or tool.name, tool.input_schema)
+            for tool in process.listed
+        ]
+        self._give_back(process)
+        return found
+
+    def call(self, tool: str, arguments: Mapping[str, Any], seconds: float) -> Any:
+        """What the server answers.
+
+        Raises:
+            ToolFailed: the process has died, does not answer in time, or none can be started.
+        """
+        process = self._taken()
+        result = self._wait(process.call(tool, dict(arguments), seconds), seconds + END_SECONDS)
+        self._give_back(process)
+        return result
+
+    def close(self) -> None:
+        """End all processes."""
+        with self._lock:
+            processes, self._all, self._free = self._all, [], []
+        for process in processes:
+            asyncio.run_coroutine_threadsafe(process.end(), self._loop)
+        for process in processes:
+            process.ended.wait(END_SECONDS)
+        if self._loop.is_running():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _taken(self) -> _Process:
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        process = _Process(self._command, self._env)
+        asyncio.run_coroutine_threadsafe(process.run(), self._loop)
+        self._wait(_of(process.started), START_SECONDS)
+        with self._lock:
+            self._all.append(process)
+        return process
+
+    def _give_back(self, process: _Process) -> None:
+        with self._lock:
+            if process in self._all:
+                self._free.append(process)
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(seconds)
+        except (TimeoutError, FutureTimeout):
+            raise ToolFailed(f"the server gave nothing within {seconds:g} s") from None
+
+
+async def _of(future: Future[T]) -> T:
+    return await asyncio.wrap_future(future)
+
+
+class _Process:
+    """One process of a server, which is talked to by one task of the loop.
+
+    Attributes:
+        started: done when the process has said which tools it has.
+        listed: these tools.
+        ended: whether the process is gone.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._command, self._env = command, env
+        self._asked: asyncio.Queue[tuple[str, dict[str, Any], float, Future[Any]] | None]
+        self._asked = asyncio.Queue()
+        self.started: Future[None] = Future()
+        self.listed: Sequence[Any] = ()
+        self.ended = threading.Event()
+
+    async def call(self, tool: str, arguments: dict[str, Any], seconds: float) -> Any:
+        """Ask the task; it ends the process where there is no answer."""
+        answer: Future[Any] = Future()
+        if self.ended.is_set():
+            raise ToolFailed("the server has ended")
+        await self._asked.put((tool, arguments, seconds, answer))
+        return await asyncio.wrap_future(answer)
+
+    async def end(self) -> None:
+        """Have the task end the process."""
+        await self._asked.put(None)
+
+    async def run(self) -> None:
+        """Start the process, carry out calls, end it."""
+        from mcp import ClientSession, StdioServerParameters
+        from mcp.client.stdio import stdio_client
+
+        words = StdioServerParameters(
+            command=self._command[0], args=list(self._command[1:]), env=dict(self._env)
+        )
+        with tempfile.TemporaryFile("w+") as errors:
+            answer: Future[Any] | None = None
+            try:
+                async with (
+                    stdio_client(words, errlog=errors) as (read, write),
+                    ClientSession(read, write) as session,
+                ):
+                    async with asyncio.timeout(START_SECONDS):
+                        await session.initialize()
+                        self.listed = (await session.list_tools()).tools
+                    self.started.set_result(None)
+                    while (asked := await self._asked.get()) is not None:
+                        tool, arguments, seconds, answer = asked
+                        async with asyncio.timeout(seconds):
+                            found = await session.call_tool(tool, arguments)
+                        answer.set_result(found)
+                        answer = None
+            except BaseException as error:
+                why = ToolFailed(_told(error, errors))
+                for waiting in (self.started, answer):
+                    if waiting is not None and not waiting.done():
+                        waiting.set_exception(why)
+            finally:
+                self.ended.set()
+
+
+def _told(error: BaseException, errors: Any) -> str:
+    """Why a process is of no use, with the last line that it has written of it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    errors.seek(0)
+    lines = errors.read().strip().splitlines()
+    why = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+    said = f" ({lines[-1][-200:]})" if lines else ""
+    return f"{why or type(error).__name__}{said}"

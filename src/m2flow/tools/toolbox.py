@@ -1,0 +1,97 @@
+"""`Toolbox`: carries out calls of tools, several at a time, each within its deadline.
+
+A call never raises: what goes wrong is in its `Answer`. A tool that does not return in time is left
+to itself in its thread, or has ended what it waited for, and costs the caller alone.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from m2flow.errors import suggestion
+from m2flow.tools.tool import Answer, Call, Tool, ToolError, first_parameter
+
+GRACE_SECONDS = 2.0
+"""Beyond a call's deadline, for a tool that ends by itself what takes too long; a tool whose calls
+may have to start something first says more (`grace_seconds`)."""
+
+MAX_CHARACTERS = 1 << 20
+"""Of an answer; what is beyond is dropped before anybody reads it."""
+
+
+class Toolbox:
+    """Tools by name.
+
+    Args:
+        tools: with different names.
+        seconds: deadline of a call.
+        concurrency: calls carried out at a time.
+    """
+
+    def __init__(self, tools: Sequence[Tool], seconds: float = 10.0, concurrency: int = 8) -> None:
+        self.tools = {tool.name: tool for tool in tools}
+        self._seconds, self._concurrency = seconds, concurrency
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools as chat templates and the OpenAI API describe them."""
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": dict(tool.parameters),
+                },
+            }
+            for tool in self.tools.values()
+        ]
+
+    def carry_out(self, calls: Sequence[Call]) -> list[Answer]:
+        """The answer of each call, in their order."""
+        if not calls:
+            return []
+        with ThreadPoolExecutor(min(len(calls), self._concurrency)) as threads:
+            return list(threads.map(self._answer, calls))
+
+    def close(self) -> None:
+        """Let go of what the tools hold."""
+        for tool in self.tools.values():
+            tool.close()
+
+    def _answer(self, call: Call) -> Answer:
+        tool, began = self.tools.get(call.tool), time.monotonic()
+        if tool is None:
+            return Answer(f"no tool {call.tool!r}; {suggestion(call.tool, self.tools)}", error=True)
+        arguments = call.arguments
+        if isinstance(arguments, str):
+            arguments = {first_parameter(tool): arguments}
+        outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        asked = tool, arguments, self._seconds, outcome
+        threading.Thread(target=_call, args=asked, daemon=True).start()
+        try:
+            grace = getattr(tool, "grace_seconds", GRACE_SECONDS)
+            found = outcome.get(timeout=self._seconds + grace)
+        except queue.Empty:
+            found = RuntimeError(f"gave nothing within {self._seconds:g} s")
+        seconds = time.monotonic() - began
+        if isinstance(found, str):
+            return Answer(found[:MAX_CHARACTERS], seconds=seconds)
+        if isinstance(found, ToolError):
+            return Answer(str(found)[:MAX_CHARACTERS], error=True, seconds=seconds)
+        why = str(found) or type(found).__name__
+        return Answer(failure=f"tool {tool.name}: {why}", seconds=seconds)
+
+
+def _call(
+    tool: Tool, arguments: Mapping[str, Any], seconds: float, outcome: queue.SimpleQueue[Any]
+) -> None:
+    try:
+        found: Any = tool.call(arguments, seconds)
+        outcome.put(found if isinstance(found, str) else TypeError(f"gave {found!r}, no text"))
+    except BaseException as error:
+        outcome.put(error)

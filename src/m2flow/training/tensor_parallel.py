@@ -1,0 +1,125 @@
+"""A transformers model whose layers are divided over lanes, by the plan that transformers has.
+
+After Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3: a lane has some of the heads and
+of the MLP's channels, and what it makes of them is its term of a sum over the lanes, twice a layer.
+The embedding and the head are divided by rows of the vocabulary. What the plan leaves out, such as
+norms, is on every lane, and computed alike there. Parameters that are divided become DTensors;
+between layers tensors stay plain, so the model's own code runs on this lane's heads.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from m2flow.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+DIVIDED_INPUT = "replicated_with_grad_allreduce"
+"""The plan's name for a layer that is whole on every lane but works on this lane's heads alone, so
+that its gradient there is a term of a sum."""
+
+
+def divide_layers(model: Any, mesh: DeviceMesh) -> set[str]:
+    """Divide a model over a mesh of one dimension, in place.
+
+    Args:
+        model: a causal LM, or a critic of one; whole, and the same on every lane.
+        mesh: the lanes.
+
+    Returns:
+        Names of the parameters of which a lane's gradient is a term of a sum over the lanes.
+
+    Raises:
+        UserError: transformers has no plan for the model, or one of another kind.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    body, plan = model.base_model, _plan_of(model)
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    layers = {name: styles[kind]() for name, kind in plan.items() if kind in styles}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    parallelize_module(body, mesh, layers, src_data_rank=None)
+    by_rows = RowwiseParallel(input_layouts=Replicate())
+    parallelize_module(embedding, mesh, by_rows, src_data_rank=None)
+    _own_memory(body)
+    if head is not None:
+        _divide_head(head, mesh, embedding.weight if tied else None)
+    sums = [name for name, kind in plan.items() if kind == DIVIDED_INPUT]
+    prefix = f"{model.base_model_prefix}."
+    names = [name.removeprefix(prefix) for name, _ in model.named_parameters()]
+    return {prefix + name for name in names if any(fnmatch(name, f"{one}.*") for one in sums)}
+
+
+def _plan_of(model: Any) -> dict[str, str]:
+    """The body's plan: names of modules with `*` for numbers, and the style of each."""
+    plan: dict[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+    modules = [name for name, _ in model.base_model.named_modules()]
+    plan = {name: kind for name, kind in plan.items() if any(fnmatch(m, name) for m in modules)}
+    known = {"colwise", "rowwise", DIVIDED_INPUT}
+    if not plan or set(plan.values()) - known:
+        raise UserError(
+            "the layers of this kind of model cannot be divided over lanes",
+            key="model_type",
+            value=model.config.model_type,
+            expected="a dense decoder for which transformers has a tensor-parallel plan",
+            hint="the layouts fsdpN divide any model",
+        )
+    return plan
+
+
+def _divide_head(head: Any, mesh: DeviceMesh, tied: nn.Parameter | None) -> None:
+    """Divide the head by rows of the vocabulary; its logits are gathered.
+
+    Its own forward is replaced and no hook is set, so that whoever replaces it in turn, to compute
+    logits in chunks, gives and gets plain tensors.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    assert head.bias is None, "a head with a bias"
+    if tied is None:
+        divided = distribute_tensor(head.weight.data, mesh, [Shard(0)], src_data_rank=None)
+        tied = nn.Parameter(_copied(divided), requires_grad=head.weight.requires_grad)
+    head.weight = tied
+
+    def forward(x: Tensor) -> Tensor:
+        everywhere: Any = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        logits: Any = nn.functional.linear(everywhere, head.weight)
+        whole: Tensor = logits.redistribute(placements=[Replicate()]).to_local()
+        return whole
+
+    head.forward = forward
+
+
+def _own_memory(model: nn.Module) -> None:
+    """Copy pieces out of the whole tensors that they were cut from, which can go then."""
+    from torch.distributed.tensor import DTensor
+
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                copy = nn.Parameter(_copied(parameter), requires_grad=parameter.requires_grad)
+                setattr(module, name, copy)
+
+
+def _copied(divided: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        divided.detach().to_local().clone(),
+        divided.device_mesh,
+        divided.placements,
+        run_check=False,
+        shape=divided.shape,
+        stride=divided.stride(),
+    )

@@ -1,0 +1,141 @@
+"""The recipe of an agentic run: that of a reasoning run, with tools and turns.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from m2flow.errors import UserError
+from m2flow.tools.registry import check_name
+from m2flow.workloads.common.recipe import Count, Options, Positive, Section
+from m2flow.workloads.reasoning import config as reasoning
+from m2flow.workloads.reasoning.config import OF_GROUPS, Rewards
+
+
+class ToolPart(Section):
+    """A tool by its name, or the path `module:function` of a function, and its own options."""
+
+    tool: str
+    options: Options = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _known(self) -> ToolPart:
+        check_name(self.tool)
+        return self
+
+
+def _listed(value: object) -> object:
+    """Tools that are named alone as a list of parts."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    return [{"tool": part} if isinstance(part, str) else part for part in parts]
+
+
+Tools = Annotated[tuple[ToolPart, ...], BeforeValidator(_listed), Field(min_length=1)]
+
+Brackets = tuple[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]]
+
+
+SMALL_TASKS = ("arithmetic", "lookup")
+"""Tasks that come with m2flow, for tiny models."""
+
+
+class EpisodeSection(Section):
+    """A trajectory: turns of the model, and between them what tools answered.
+
+    `max_tokens` is all that stands behind the prompt, tools' answers included; one turn has at most
+    `generation.max_new_tokens`. A tool's answer is cut at `max_result_tokens`, and marked.
+
+    In the dialect `chat` a call is JSON in `<tool_call>` tags, and answers are turns of the chat
+    template of the model's tokenizer. In `tags` a call stands between the two texts of `call`, and
+    its answer between those of `result`, within one text; the closing text of a call must be one
+    token. `auto` is `chat` where the tokenizer has a template.
+
+    With `credit: turn` a turn is credited with what follows it, instead of the whole trajectory.
+    """
+
+    max_turns: Count = 4
+    max_tokens: Count = 1024
+    max_result_tokens: Count = 256
+    tool_deadline_seconds: Positive = 10.0
+    tool_concurrency: Count = 8
+    dialect: Literal["auto", "chat", "tags"] = "auto"
+    call: Brackets = ("[", "]")
+    result: Brackets = ("{", "}")
+    credit: Literal["trajectory", "turn"] = "trajectory"
+
+
+class DataSection(reasoning.DataSection):
+    """The problems: those of a file or of reasoning-gym as in a reasoning recipe, or a small task.
+
+    `arithmetic` asks for products of two numbers, `lookup` for facts that a search finds.
+    """
+
+    task: Literal["arithmetic", "lookup", "jsonl", "gym"] = "arithmetic"  # type: ignore[assignment]
+
+
+class AgenticRecipe(reasoning.ReasoningRecipe):
+    """A whole run.
+
+    `reward` judges what the model wrote last; the functions of `turn_reward` judge each turn.
+    """
+
+    workload: Literal["agentic"] = "agentic"  # type: ignore[assignment]
+    name: str = "agentic"
+    tools: Tools = (ToolPart(tool="calculator"),)
+    turn_reward: Rewards = None
+    data: DataSection = DataSection()
+    episode: EpisodeSection = EpisodeSection()
+
+    @property
+    def step_size(self) -> str:
+        return f"{self.prompts_per_step} x {self.samples_per_prompt} trajectories"
+
+    @model_validator(mode="after")
+    def _turns_fit(self) -> AgenticRecipe:
+        episode = self.episode
+        if self.generation.max_new_tokens > episode.max_tokens:
+            raise UserError(
+                "a turn may be longer than its trajectory",
+                key="generation.max_new_tokens",
+                value=self.generation.max_new_tokens,
+                expected=f"at most episode.max_tokens = {episode.max_tokens}",
+            )
+        if self.algorithm.name not in OF_GROUPS:
+            raise UserError(
+                "trajectories are compared within groups",
+                key="algorithm.name",
+                value=self.algorithm.name,
+                expected=f"one of {', '.join(OF_GROUPS)}",
+            )
+        if self.algorithm.overlong_buffer:
+            raise UserError(
+                "is for answers of one turn",
+                key="algorithm.overlong_buffer",
+                value=self.algorithm.overlong_buffer,
+                hint="take it out, and bound episode.max_tokens",
+            )
+        if self.algorithm.kl_in_reward:
+            raise UserError(
+                "is for answers of one turn",
+                key="algorithm.kl_in",
+                value="reward",
+                expected="loss",
+            )
+        if episode.credit == "turn" and self.turn_reward is None:
+            raise UserError(
+                "without rewards of turns each turn's credit is the trajectory's",
+                key="episode.credit",
+                value="turn",
+                hint="give turn_reward, or take it out",
+            )
+        return self
+
+    def derived(self) -> dict[str, Any]:
+        return {
+            **super().derived(),
+            "turns_per_step": self.samples_per_step * self.episode.max_turns,
+        }

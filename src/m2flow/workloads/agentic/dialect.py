@@ -1,0 +1,264 @@
+"""How a model writes calls of tools, and how answers come back to it, in tokens.
+
+A dialect reads a turn's own token ids and says which calls stand in it; of answers it makes the
+token ids that follow the turn. What the model has drawn is never encoded again, and an answer is
+encoded once: its ids are the record. The text of an answer cannot become a special token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from m2flow.errors import UserError
+from m2flow.tools import Answer, Call
+from m2flow.workloads.agentic.config import EpisodeSection
+
+CUT = " ...[cut]"
+"""What stands at the end of an answer that was too long."""
+
+
+class Dialect(Protocol):
+    """How calls are written.
+
+    Attributes:
+        stop_ids: tokens that end a turn, beside the model's own.
+    """
+
+    stop_ids: tuple[int, ...]
+
+    def calls(self, ids: Sequence[int]) -> list[Call | Answer]:
+        """The calls in a turn; in the place of one that is no call, what is wrong with it.
+
+        Args:
+            ids: the tokens of the turn, the one that ended it included.
+        """
+
+    def result_ids(self, answers: Sequence[Answer]) -> tuple[list[int], int]:
+        """What follows a turn, up to where the model goes on; and how many answers were cut."""
+
+    def turn_ids(self, turn: str | Call) -> list[int]:
+        """A turn as the model should write it, for a demonstration: a last text, or a call."""
+
+
+def dialect_of(tokenizer: Any, episode: EpisodeSection, tools: Sequence[str]) -> Dialect:
+    """The dialect of a recipe for a model's tokenizer.
+
+    Args:
+        tokenizer: the model's.
+        episode: names it.
+        tools: names of the tools there are.
+
+    Raises:
+        UserError: the tokenizer cannot write it.
+    """
+    name = episode.dialect
+    if name == "auto":
+        name = "chat" if getattr(tokenizer, "chat_template", None) else "tags"
+    if name == "chat":
+        return ChatDialect(tokenizer, episode.max_result_tokens)
+    return TagDialect(tokenizer, episode, tools)
+
+
+def closing_ids(tokenizer: Any, closing: str) -> tuple[int, ...]:
+    """Tokens at which a turn ends because a call is complete.
+
+    Raises:
+        UserError: the text is not one token.
+    """
+    ids = tokenizer.encode(closing, add_special_tokens=False)
+    if len(ids) != 1:
+        raise UserError(
+            f"is {len(ids)} tokens of the model's tokenizer, and a turn ends with one",
+            key="episode.call",
+            value=closing,
+            expected="a closing text of one token",
+            hint="set episode.dialect to chat, or choose another text",
+        )
+    return tuple(ids)
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Text as tokens, of which no part becomes a special token."""
+
+    tokenizer: Any
+    limit: int
+
+    def literal(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(
+            text, add_special_tokens=False, split_special_tokens=True
+        )["input_ids"]  # fmt: skip
+        return ids
+
+    def cut(self, text: str) -> tuple[list[int], bool]:
+        """A text's tokens up to the limit, and whether some were left out, which is marked."""
+        # A token is at least a byte or so: what cannot fit need not be encoded.
+        ids = self.literal(text[: 16 * self.limit + 64])
+        if len(ids) <= self.limit and len(text) <= 16 * self.limit + 64:
+            return ids, False
+        mark = self.literal(CUT)
+        return ids[: max(0, self.limit - len(mark))] + mark[: self.limit], True
+
+
+class TagDialect:
+    """A call between two texts, its answer between two others, all within one text.
+
+    Where there is one tool the text of a call is its argument; else its first word is the tool.
+    """
+
+    def __init__(self, tokenizer: Any, episode: EpisodeSection, tools: Sequence[str]) -> None:
+        self._tokenizer, self._tools = tokenizer, tuple(tools)
+        self._open, self._close = episode.call
+        self._result = episode.result
+        self._writer = _Writer(tokenizer, episode.max_result_tokens)
+        self.stop_ids = closing_ids(tokenizer, self._close)
+
+    def calls(self, ids: Sequence[int]) -> list[Call | Answer]:
+        if not ids or ids[-1] not in self.stop_ids:
+            return []
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        _, opened, inner = text.rpartition(self._open)
+        if not opened:
+            return [Answer(f"a call begins with {self._open}", error=True)]
+        inner = inner.removesuffix(self._close).strip()
+        if len(self._tools) == 1:
+            return [Call(self._tools[0], inner)]
+        tool, _, argument = inner.partition(" ")
+        return [Call(tool, argument)]
+
+    def result_ids(self, answers: Sequence[Answer]) -> tuple[list[int], int]:
+        ids, num_cut = [], 0
+        for answer in answers:
+            inner, cut = self._writer.cut(answer.text.strip())
+            ids += self._writer.literal(self._result[0]) + inner
+            ids += self._writer.literal(self._result[1])
+            num_cut += cut
+        return ids, num_cut
+
+    def turn_ids(self, turn: str | Call) -> list[int]:
+        if isinstance(turn, str):
+            return [*self._writer.literal(turn), self._tokenizer.eos_token_id]
+        values = turn.arguments
+        argument = values if isinstance(values, str) else " ".join(map(str, values.values()))
+        named = argument if len(self._tools) == 1 else f"{turn.tool} {argument}"
+        return self._writer.literal(f"{self._open}{named}") + list(self.stop_ids)
+
+
+class ChatDialect:
+    """Calls as JSON in `<tool_call>` tags, answers as turns of the tokenizer's chat template.
+
+    A turn ends with the model's own end token. What stands between it and the model's next turn is
+    what the template puts there, and is learned from the template itself.
+
+    Raises:
+        UserError: the template has no turns of tools.
+    """
+
+    stop_ids: tuple[int, ...] = ()
+    _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+    def __init__(self, tokenizer: Any, max_result_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._writer = _Writer(tokenizer, max_result_tokens)
+        self._one = _between(tokenizer, 1)
+        two = _between(tokenizer, 2)
+        # Some templates put all answers to one turn into one turn of their own.
+        self._two_between = two[1]
+        self._two_ends = two[0], two[2]
+
+    def calls(self, ids: Sequence[int]) -> list[Call | Answer]:
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return [_read(found) for found in self._CALL.findall(text)]
+
+    def result_ids(self, answers: Sequence[Answer]) -> tuple[list[int], int]:
+        before, after = self._one if len(answers) == 1 else self._two_ends
+        ids, num_cut = self._special(before), 0
+        for number, answer in enumerate(answers):
+            inner, cut = self._writer.cut(answer.text)
+            ids += (self._special(self._two_between) if number else []) + inner
+            num_cut += cut
+        return ids + self._special(after), num_cut
+
+    def turn_ids(self, turn: str | Call) -> list[int]:
+        if isinstance(turn, Call):
+            call = json.dumps({"name": turn.tool, "arguments": turn.arguments})
+            turn = f"<tool_call>\n{call}\n</tool_call>"
+        return [*self._special(turn), self._tokenizer.eos_token_id]
+
+    def message_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """What follows a turn where these messages, of any role, come next."""
+        return self._special(_after_turn(self._tokenizer, messages))
+
+    def _special(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+
+def _read(text: str) -> Call | Answer:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return Answer("a call is JSON with name and arguments, and this is no JSON", error=True)
+    match found:
+        case {"name": str() as name, "arguments": dict() as arguments}:
+            return Call(name, arguments)
+        case {"name": str() as name} if "arguments" not in found:
+            return Call(name, {})
+    return Answer('a call is {"name": ..., "arguments": {...}}', error=True)
+
+
+_SAID, _HERE = "m2flow said", "m2flow answer {}"
+
+
+def _after_turn(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> str:
+    """The text that a template puts behind the end token of a turn, where these messages follow.
+
+    Raises:
+        UserError: the template cannot write it, or writes the turn in another way then.
+    """
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "m2flow asked"}, {"role": "assistant", "content": _SAID},
+        *messages,
+    ]  # fmt: skip
+    try:
+        text: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        raise UserError(
+            f"the chat template of the model's tokenizer cannot write turns of tools ({error})",
+            key="episode.dialect",
+            value="chat",
+            hint="take a model that was tuned to use tools, or set episode.dialect to tags",
+        ) from error
+    _, said, rest = text.partition(_SAID)
+    end = tokenizer.eos_token or ""
+    before, ended, after = rest.partition(end)
+    if not said or not end or not ended or before.strip():
+        raise UserError(
+            "the chat template of the model's tokenizer does not end turns with its end token",
+            key="episode.dialect",
+            value="chat",
+            hint="set episode.dialect to tags, or eos_token to what ends a turn",
+        )
+    return after
+
+
+def _between(tokenizer: Any, count: int) -> tuple[str, ...]:
+    """What stands before, between and behind so many answers."""
+    texts = [_HERE.format(number) for number in range(count)]
+    rest = _after_turn(tokenizer, [{"role": "tool", "content": text} for text in texts])
+    parts = []
+    for text in texts:
+        part, found, rest = rest.partition(text)
+        if not found:
+            raise UserError(
+                "the chat template of the model's tokenizer leaves out what tools answer",
+                key="episode.dialect",
+                value="chat",
+                hint="take a model that was tuned to use tools, or set episode.dialect to tags",
+            )
+        parts.append(part)
+    return (*parts, rest)

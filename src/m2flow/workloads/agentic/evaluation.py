@@ -1,0 +1,69 @@
+"""How well a policy does with its tools: greedy trajectories on held-out problems, on lanes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from m2flow.algorithms.confidence import wilson
+from m2flow.errors import UserError
+from m2flow.plan import parse_lanes
+from m2flow.workloads.agentic.config import AgenticRecipe
+from m2flow.workloads.agentic.experiment import AgenticExperiment, turn_figures
+from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.common.recipe import Recipe
+from m2flow.workloads.common.resume import recipe_of, run_of
+from m2flow.workloads.common.workload import Examination
+from m2flow.workloads.reasoning.evaluation import model_folder
+from m2flow.workloads.reasoning.workers import ModelSource
+
+
+def examine(asked: Examination) -> dict[str, Any]:
+    """Accuracy with its interval, turns and calls of a checkpoint's policy.
+
+    Problems and tools are those of the run; of a model that no run has trained they are those of
+    the recipe which `asked.data` names.
+
+    Raises:
+        UserError: the checkpoint is of no agentic run, and there is no recipe.
+    """
+    from m2flow.runtime.driver.launch import launch
+
+    recipe: Recipe | None
+    model = model_folder(asked.model)
+    if asked.data is not None:
+        recipe = read_recipe(asked.data, {"model.path": str(model), "warmup.steps": 0})
+    else:
+        run = run_of(asked.model)
+        recipe = None if run is None else recipe_of(run)
+    if not isinstance(recipe, AgenticRecipe):
+        raise UserError(
+            "is no checkpoint of an agentic run",
+            key="MODEL",
+            value=str(asked.model),
+            expected="RUN/checkpoints/latest, or a model's folder and --data RECIPE",
+        )
+    count = asked.limit or recipe.evaluation.problems
+    evaluation = recipe.evaluation.model_copy(update={"problems": count})
+    recipe = recipe.model_copy(update={"evaluation": evaluation})
+    experiment = AgenticExperiment(recipe, ModelSource(str(model), recipe.model.dtype))
+    problems, lanes = experiment.held_out(), asked.lanes or parse_lanes("auto")
+    if problems is None:
+        raise UserError("there are no held-out problems", key="--limit", value=count)
+    mode = "eager" if len(lanes) == 1 else "collocated"
+    with launch(
+        experiment.flow(), items_per_step=recipe.prompts_per_step, mode=mode, lanes=lanes,
+        also={"evaluate": len(problems)},
+    ) as running:  # fmt: skip
+        result = running.run_method("evaluate", problems)
+    figures = experiment.evaluation(result)
+    low, high = wilson(figures["eval/accuracy"], len(problems))
+    return {
+        "about": f"{len(problems)} held-out problems, with {', '.join(experiment.tools)}",
+        "model": str(asked.model),
+        "accuracy": figures["eval/accuracy"],
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "mean_tokens": figures["eval/length"],
+        **turn_figures(result.output),
+        "seconds": result.seconds,
+    }

@@ -1,0 +1,132 @@
+"""What an agentic recipe means: that of a reasoning recipe, with tools and turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from m2flow.flow import Batch
+from m2flow.runtime.driver.runner import StepResult
+from m2flow.tools import Call
+from m2flow.training.rollouts import TokenPairs
+from m2flow.workloads.agentic.config import AgenticRecipe
+from m2flow.workloads.agentic.dialect import dialect_of
+from m2flow.workloads.agentic.flow import Agent, recipe_flow
+from m2flow.workloads.agentic.tasks import TASKS, TaskWithTurns
+from m2flow.workloads.agentic.workers.tool_user import toolbox_of
+from m2flow.workloads.common.workload import RunProgress
+from m2flow.workloads.reasoning.encoding import Names, prompt_rows
+from m2flow.workloads.reasoning.experiment import ReasoningExperiment, loaded
+from m2flow.workloads.reasoning.tasks import Problem
+from m2flow.workloads.reasoning.workers import ModelSource
+
+SHOWN_TURNS = ("text", "tools", "result")
+"""What samples.jsonl has of a turn."""
+
+
+class AgenticExperiment(ReasoningExperiment):
+    """A recipe made concrete; see `m2flow.workloads.common.Experiment`.
+
+    The tools are made here too, and let go of: what of them is wrong is refused before a run.
+
+    Args:
+        recipe: the validated recipe.
+        model: the starting model, where it is made already.
+
+    Raises:
+        UserError: as for `ReasoningExperiment`, or a tool is wrong.
+    """
+
+    tasks = TASKS
+    names = Names(max_new_tokens="episode.max_tokens")
+    recipe: AgenticRecipe
+
+    def __init__(self, recipe: AgenticRecipe, model: ModelSource | None = None) -> None:
+        box = toolbox_of(recipe.tools, recipe.episode)
+        self._schemas, self.tools = box.schemas(), tuple(box.tools)
+        box.close()
+        self.turn_rewards = loaded(recipe.turn_reward or ())
+        super().__init__(recipe, model)
+        dialect_of(self._starting_tokenizer(), recipe.episode, self.tools)  # refuses what it cannot
+
+    def _chat_options(self, tokenizer: Any) -> Mapping[str, Any]:
+        options = self.recipe.data.chat_options
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        return {"tools": self._schemas, **options} if has_template else options
+
+    @property
+    def _max_new(self) -> int:
+        return self.recipe.episode.max_tokens
+
+    def _warm_up(self, model: Any, tokenizer: Any, progress: RunProgress | None) -> None:
+        """Train on the task's turns; what the tools answer is asked of them, and not learned."""
+        warmup = self.recipe.warmup
+        if progress is not None:
+            progress.phase("warm-up", warmup.steps)
+        assert isinstance(self.task, TaskWithTurns)
+        shown = [self.task.demonstration(n) for n in range(warmup.steps * warmup.samples_per_step)]
+        prompts = prompt_rows(tokenizer, [Problem(prompt, "") for prompt, _ in shown], self._chat)
+        dialect = dialect_of(tokenizer, self.recipe.episode, self.tools)
+        box = toolbox_of(self.recipe.tools, self.recipe.episode)
+        calls = [turn for _, turns in shown for turn in turns if isinstance(turn, Call)]
+        answers = iter(box.carry_out(calls))
+        box.close()
+        rows, masks = [], []
+        for _, turns in shown:
+            row: list[int] = []
+            mask: list[bool] = []
+            for turn in turns:
+                drawn = dialect.turn_ids(turn)
+                read = dialect.result_ids([next(answers)])[0] if isinstance(turn, Call) else []
+                row += drawn + read
+                mask += [True] * len(drawn) + [False] * len(read)
+            rows.append(row)
+            masks.append(mask)
+        self._show(model, TokenPairs.from_rows(prompts, rows, masks), progress)
+
+    # --- the data ---------------------------------------------------------------------------------
+
+    def flow(self, checkpoint: Path | None = None) -> Agent:  # type: ignore[override]
+        """The flow on the starting model, or on a checkpoint of it."""
+        return recipe_flow(
+            self.recipe, self.model, self.rewards, self.turn_rewards, self.tools, checkpoint
+        )
+
+    # --- the figures ------------------------------------------------------------------------------
+
+    def metrics(self, result: StepResult) -> dict[str, float]:
+        return super().metrics(result) | turn_figures(result.output)
+
+    def evaluation(self, result: StepResult) -> dict[str, float]:
+        figures = turn_figures(result.output)
+        names = ("turns/mean", "tools/calls")
+        return super().evaluation(result) | {f"eval/{name}": figures[name] for name in names}
+
+    def samples(self, result: StepResult, count: int) -> list[dict[str, Any]]:
+        rows = super().samples(result, count)
+        turns_of = dict(zip(result.output.ids, result.output["turns"], strict=True))
+        for row in rows:
+            turns = turns_of[row["item"]]
+            row["turns"] = [{name: turn[name] for name in SHOWN_TURNS} for turn in turns]
+        return rows
+
+
+def turn_figures(output: Batch) -> dict[str, float]:
+    """Figures of turns and calls, as means over trajectories; shares are of calls."""
+    trajectories: list[list[dict[str, Any]]] = output["turns"]
+    turns = [turn for some in trajectories for turn in some]
+    count, calls = len(trajectories), sum(len(turn["tools"]) for turn in turns)
+
+    def share(name: str) -> float:
+        return sum(turn[name] for turn in turns) / max(1, calls)
+
+    return {
+        "turns/mean": len(turns) / count,
+        "tools/calls": calls / count,
+        "tools/error_share": share("errors"),
+        "tools/cut_share": share("cut"),
+        "tools/failed_share": output["finish_reason"].count("tool") / count,
+        "tools/seconds": share("seconds"),
+        "tokens/tools": float(sum(turn["result_tokens"] for turn in turns)),
+    }

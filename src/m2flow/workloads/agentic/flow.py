@@ -1,0 +1,103 @@
+"""The macro flow of an agent: what happens in a step, and nothing about where or when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from m2flow.flow import Stream, loop
+from m2flow.rewards.reward import WeightedReward
+from m2flow.workloads.agentic.config import AgenticRecipe
+from m2flow.workloads.agentic.episodes import begin_episodes
+from m2flow.workloads.agentic.workers import (
+    Caller,
+    Judge,
+    ToolUser,
+    TurnGenerator,
+    turn_advantage,
+)
+from m2flow.workloads.reasoning.flow import PolicyGradient, saved
+from m2flow.workloads.reasoning.workers import Learner, ModelSource, Reference, outcome
+
+
+class Agent(PolicyGradient):
+    """Turns of a policy and answers of tools go around until an answer needs no tool."""
+
+    generator: TurnGenerator
+    tools: Caller
+    verifier: Judge
+    leave_one_out: bool = False
+    drop_equal: bool = False
+    credit: str = "trajectory"
+
+    def step(self, prompts: Stream) -> Stream:
+        size = self.generator.samples_per_prompt
+        samples = turn_advantage(
+            self.verifier.score(self.rolled_out(prompts, size, greedy=False)),
+            group_size=size,
+            leave_one_out=self.leave_one_out,
+            normalize_std=self.scale == "group",
+            drop_equal=self.drop_equal,
+            credit=self.credit,
+        )
+        return self.learner.train(self.prepared(samples))
+
+    def rolled_out(self, prompts: Stream, count: int, *, greedy: bool) -> Stream:
+        """Whole trajectories, so many of each prompt."""
+        episodes = begin_episodes(prompts, samples_per_prompt=count, greedy=greedy)
+        around = loop(
+            self.generator.turn, self.tools.call, max_turns=self.generator.episode.max_turns
+        )
+        return around(episodes)
+
+    def evaluate(self, prompts: Stream) -> Stream:
+        """Greedy trajectories on held-out problems, scored."""
+        return outcome(self.verifier.score(self.rolled_out(prompts, 1, greedy=True)))
+
+
+def recipe_flow(
+    recipe: AgenticRecipe,
+    model: ModelSource,
+    rewards: Sequence[WeightedReward] = (),
+    turn_rewards: Sequence[WeightedReward] = (),
+    tools: Sequence[str] = (),
+    checkpoint: Path | None = None,
+) -> Agent:
+    """The flow of a recipe with its workers, none of them loaded.
+
+    Args:
+        recipe: every setting.
+        model: the starting point.
+        rewards, turn_rewards: what scores trajectories and turns.
+        tools: names of the tools there are, as they say themselves.
+        checkpoint: go on from here.
+    """
+    algorithm, policy = recipe.algorithm, saved(recipe, model, checkpoint)
+    generation, episode = recipe.generation, recipe.episode
+    state = None if checkpoint is None else str(checkpoint)
+    return Agent(
+        generator=TurnGenerator(
+            policy,
+            episode,
+            tools,
+            samples_per_prompt=recipe.samples_per_prompt,
+            max_new_tokens=generation.max_new_tokens,
+            temperature=generation.temperature,
+            top_k=generation.top_k,
+            top_p=generation.top_p,
+            min_p=generation.min_p,
+            max_running=generation.max_running,
+            engine=generation.engine,
+            dtype=generation.dtype,
+            cache_gb=generation.cache_gb,
+        ),
+        tools=ToolUser(model, episode, tools, recipe.tools, str(Path.cwd())),
+        verifier=Judge(model, rewards, turn_rewards),
+        learner=Learner(model if recipe.model.lora_rank else policy, recipe, state),
+        reference=Reference(model, recipe) if algorithm.kl_coefficient > 0 else None,
+        recompute_logprobs=recipe.training.recompute_logprobs,
+        scale=algorithm.scale,
+        leave_one_out=algorithm.name == "rloo",
+        drop_equal=algorithm.equal_groups == "drop",
+        credit=episode.credit,
+    )

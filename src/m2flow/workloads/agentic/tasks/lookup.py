@@ -1,0 +1,112 @@
+"""Facts of invented people, found by searches: what a model cannot know by heart.
+
+Each person has a code and a friend, and each fact is a passage of the corpus (`passages`):
+`kavo code 7341`, `kavo friend lemu`. `kavo code=` is answered at once, `#7341`, or after a search;
+`kavo friend code=` asks for the code of the friend, and takes two searches. Codes of held-out
+people turn up in no training problem and no demonstration, so that a memory of codes is of no use.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from m2flow.errors import UserError
+from m2flow.tools import Call
+from m2flow.workloads.agentic.tasks.arithmetic import check_share
+from m2flow.workloads.reasoning.tasks.problem import Problem, generator
+
+PEOPLE = 600
+"""In the corpus; one in eight is held out."""
+
+CODE_DIGITS = 4
+
+
+def _names() -> list[str]:
+    syllables = [a + b for a, b in itertools.product("bdfgklmnprstvz", "aeiou")]
+    names = ["".join(pair) for pair in itertools.product(syllables, repeat=2)]
+    generator("lookup", "names").shuffle(names)
+    return names[:PEOPLE]
+
+
+NAMES = tuple(_names())
+HELD_OUT, KNOWN = NAMES[: PEOPLE // 8], NAMES[PEOPLE // 8 :]
+
+
+def code(name: str) -> str:
+    """The code of a person."""
+    return "".join(map(str, generator("code", name).choices(range(10), k=CODE_DIGITS)))
+
+
+def friend(name: str) -> str:
+    """The friend of a person: held-out people have held-out friends, others have others."""
+    group = HELD_OUT if name in HELD_OUT else KNOWN
+    return generator("friend", name).choice([other for other in group if other != name])
+
+
+def passages() -> list[str]:
+    """The corpus: two facts of each person."""
+    facts = [(f"{name} code {code(name)}", f"{name} friend {friend(name)}") for name in NAMES]
+    return [fact for both in facts for fact in both]
+
+
+class Lookup:
+    """Questions about invented people.
+
+    Args:
+        seed: fixes the training problems and the demonstrations.
+        tool_share: the share of the demonstrations that search.
+        friend_share: the share of the problems that ask for the code of a friend.
+
+    Raises:
+        UserError: a share outside 0 to 1.
+    """
+
+    name = "lookup"
+    characters: str | None = None
+    num_train: int | None = None
+
+    def __init__(
+        self, *, seed: int = 0, tool_share: float = 0.3, friend_share: float = 0.5
+    ) -> None:
+        check_share(tool_share)
+        if not 0 <= friend_share <= 1:
+            raise UserError(
+                "must be a share",
+                key="data.options.friend_share",
+                value=friend_share,
+                expected="0 <= friend_share <= 1",
+            )
+        self.seed, self.tool_share, self.friend_share = seed, tool_share, friend_share
+
+    def train(self, index: int) -> Problem:
+        """Training problem number `index`."""
+        return _problem(*self._drawn(generator("lookup", "train", self.seed, index)))
+
+    def held_out(self, count: int) -> list[Problem]:
+        """Problems about held-out people: as many that ask for a friend's code as their share."""
+        both = [[(name, False) for name in HELD_OUT], [(name, True) for name in HELD_OUT]]
+        friends = round(min(count, 2 * len(HELD_OUT)) * self.friend_share)
+        chosen = both[1][:friends] + both[0][: max(0, count - friends)]
+        return [_problem(*one) for one in chosen]
+
+    def demonstration(self, index: int) -> tuple[str, list[str | Call]]:
+        """(prompt, turns) number `index`."""
+        draw = generator("lookup", "demonstration", self.seed, index)
+        name, asks_friend = self._drawn(draw)
+        problem, turns = _problem(name, asks_friend), list[str | Call]()
+        if draw.random() < self.tool_share:
+            if asks_friend:
+                turns.append(Call("search", {"query": f"{name} friend"}))
+            who = friend(name) if asks_friend else name
+            turns.append(Call("search", {"query": f"{who} code"}))
+        return problem.prompt, [*turns, f"#{problem.answer}"]
+
+    def _drawn(self, draw: random.Random) -> tuple[str, bool]:
+        return draw.choice(KNOWN), draw.random() < self.friend_share
+
+
+def _problem(name: str, asks_friend: bool) -> Problem:
+    if asks_friend:
+        return Problem(f"{name} friend code=", code(friend(name)))
+    return Problem(f"{name} code=", code(name))

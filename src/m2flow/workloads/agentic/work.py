@@ -1,0 +1,174 @@
+"""What the stages of an agentic recipe ask of a lane: those of reasoning, with turns and tools.
+
+A turn is one call of the generator for all trajectories that are there: it reads all that stands
+before, and decodes until the longest of the turns has ended. What only a run would show (how many
+turns there are, how long they and the tools' answers are, what a call of a tool takes) is assumed,
+and each assumption is told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from m2flow.flow.graph import FlowGraph, StageNode
+from m2flow.flow.worker import ONE_LANE
+from m2flow.models.lengths import fit_lengths
+from m2flow.models.shape import read_model
+from m2flow.models.work import decoding, prefill
+from m2flow.plan.profile import Quantiles
+from m2flow.plan.profile.hardware import Device
+from m2flow.plan.profile.work import (
+    FlowWork,
+    LayoutWork,
+    Pricer,
+    StageWork,
+    Work,
+    WorkerWork,
+)
+from m2flow.workloads.agentic.config import SMALL_TASKS, AgenticRecipe
+from m2flow.workloads.common.workload import Assumed
+from m2flow.workloads.reasoning.supported import shape_of
+from m2flow.workloads.reasoning.work import (
+    CALL_SECONDS,
+    GROUP_SECONDS,
+    SHARE_AT_LIMIT,
+    RecipeWork,
+    answers_of,
+    score_seconds,
+)
+
+TURN_SHARE, RESULT_SHARE = 0.4, 0.5
+"""Mean length of a turn, and of a tool's answer, over the longest that is allowed."""
+
+SMALL_PROMPT_TOKENS = 16
+"""Of the small tasks that come with m2flow."""
+
+TOOL_SECONDS = {"calculator": 2e-4, "search": 5e-3, "python": 0.15}
+"""Of a call: a formula; a query over a million passages at most; a program with its sandbox. What
+another tool takes nobody knows."""
+
+OTHER_TOOL_SECONDS = 0.2
+
+
+def prices(recipe: AgenticRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
+    """Return what the stages of a recipe's flow ask of each kind of lane.
+
+    Args:
+        recipe: every size.
+        graph: its flow.
+        assumed: the model, and mean lengths of prompts and of what the model draws in all turns.
+
+    Raises:
+        UserError: the model's shape is not known, or no such lengths can be.
+    """
+    shape = shape_of(recipe) if assumed.model is None else read_model(assumed.model)
+    episode, turn = recipe.episode, recipe.generation.max_new_tokens
+    turns = (1 + episode.max_turns) / 2
+    drawn = turns * TURN_SHARE * turn
+    if assumed.answer_tokens is not None:
+        drawn = assumed.answer_tokens
+    result = RESULT_SHARE * episode.max_result_tokens
+    whole = min(drawn + (turns - 1) * result, 0.9 * episode.max_tokens)
+    limited = recipe.model_copy(
+        update={"generation": recipe.generation.model_copy(
+            update={"max_new_tokens": episode.max_tokens}
+        )}
+    )  # fmt: skip
+    prompt_tokens = assumed.prompt_tokens
+    if prompt_tokens is None and recipe.data.task in SMALL_TASKS:
+        prompt_tokens = SMALL_PROMPT_TOKENS
+    answers, told = answers_of(limited, assumed.model, prompt_tokens, whole)
+    seconds = max(TOOL_SECONDS.get(part.tool, OTHER_TOOL_SECONDS) for part in recipe.tools)
+    told += (
+        f"{turns:g} turns of a trajectory in the mean, {drawn / turns:.0f} tokens drawn in each",
+        f"{result:.0f} tokens of a tool's answer, after {seconds * 1e3:g} ms",
+        f"all that stands behind a prompt: {whole:.0f} tokens in the mean",
+        f"{score_seconds(recipe) * 1e3:g} ms to score a trajectory, on one lane",
+    )
+    lengths = fit_lengths(
+        min(max(drawn / turns, 1.1 * SHARE_AT_LIMIT * turn), 0.95 * turn), turn, SHARE_AT_LIMIT
+    )
+    each = Turns(
+        episode.max_turns, seconds, episode.tool_concurrency, tuple(lengths.stratified(64))
+    )
+
+    def work(device: Device, lanes: int) -> FlowWork:
+        base = RecipeWork(recipe, shape, answers, device, lanes)
+        return _with_turns(base.work(graph, told), base, graph, each)
+
+    return work
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What is assumed of turns.
+
+    Attributes:
+        most: of a trajectory.
+        tool_seconds: of a call of a tool.
+        concurrency: calls carried out at a time.
+        lengths: tokens drawn in a turn, the shortest first, for equal shares of the turns.
+    """
+
+    most: int
+    tool_seconds: float
+    concurrency: int
+    lengths: tuple[float, ...]
+
+
+def _with_turns(work: FlowWork, base: RecipeWork, graph: FlowGraph, turns: Turns) -> FlowWork:
+    """The work of a reasoning flow with that of the loop's stages."""
+    stages = {node.name: _stage(work.stages[node.name], node, base, turns) for node in graph.nodes}
+    size = float(base.model.weight_bytes)
+    workers = {**work.workers, "generator": WorkerWork([(ONE_LANE, size)], size)}
+    return replace(work, stages=stages, workers=workers)
+
+
+def _stage(found: StageWork, node: StageNode, base: RecipeWork, turns: Turns) -> StageWork:
+    size = 16 * base.answers.tokens
+    match node.method:
+        case "turn":
+            drawing = LayoutWork(
+                call=lambda n: _turn(base, turns, n),
+                working_bytes=lambda n: (
+                    min(n, base.recipe.generation.max_running)
+                    * base.answers.longest
+                    * base.model.kv_bytes_on_lane(1)
+                ),
+            )
+            return StageWork((drawing,), size, turns=_spread(turns.most))
+        case "call":
+
+            def seconds(n: int) -> float:
+                rounds = -(-n // turns.concurrency)
+                return CALL_SECONDS + rounds * turns.tool_seconds + n * GROUP_SECONDS
+
+            return StageWork((LayoutWork(call=lambda n: Work(seconds=seconds(n))),), size)
+    return found
+
+
+def _turn(base: RecipeWork, turns: Turns, count: int) -> Work:
+    """One turn of so many trajectories: their contexts, then steps until the longest has ended."""
+    model, context = base.model, base.answers.tokens / 2
+    running = min(count, base.recipe.generation.max_running)
+    work: list[Work] = []
+    begun, share = 0.0, 1.0 / len(turns.lengths)
+    for number, length in enumerate(turns.lengths):
+        left = max(1.0, running * (1.0 - number * share))
+        step = decoding(model, left, left * context)
+        steps = (length - begun) * (count / running)
+        work.append(_times(step, steps))
+        begun = length
+    return replace(prefill(model, count * context, context / 2), then=tuple(work))
+
+
+def _times(work: Work, count: float) -> Work:
+    return replace(
+        work, flops=work.flops * count, read_bytes=work.read_bytes * count,
+        seconds=work.seconds * count,
+    )  # fmt: skip
+
+
+def _spread(most: int) -> Quantiles:
+    """Numbers of turns: each from one to the most alike."""
+    return Quantiles(tuple(float(n) for n in range(1, most + 1) for _ in range(8)))

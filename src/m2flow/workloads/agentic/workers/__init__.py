@@ -1,0 +1,13 @@
+"""The workers of a flow with tools, beside those of reasoning: who draws turns, who answers calls.
+
+The columns of a trajectory are listed in `m2flow.workloads.agentic.episodes`.
+"""
+
+from __future__ import annotations
+
+from m2flow.workloads.agentic.workers.caller import Caller
+from m2flow.workloads.agentic.workers.judge import Judge, turn_advantage
+from m2flow.workloads.agentic.workers.tool_user import ToolUser
+from m2flow.workloads.agentic.workers.turn_generator import TurnGenerator
+
+__all__ = ["Caller", "Judge", "ToolUser", "TurnGenerator", "turn_advantage"]

@@ -1,0 +1,63 @@
+"""The worker that answers calls by tools, on lanes of cores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from m2flow.flow import Place
+from m2flow.tools import Answer, Call, Toolbox, make_tools
+from m2flow.workloads.agentic.config import EpisodeSection, ToolPart
+from m2flow.workloads.agentic.workers.caller import Caller
+from m2flow.workloads.reasoning.workers import ModelSource
+
+
+def toolbox_of(parts: Sequence[ToolPart], episode: EpisodeSection, folder: str = "") -> Toolbox:
+    """The tools of a recipe.
+
+    Args:
+        parts: their names and options.
+        episode: deadline, and how many calls are carried out at a time.
+        folder: searched for functions of the user's; "" for the folder at hand.
+
+    Raises:
+        UserError: a tool does not exist or cannot work here.
+    """
+    named = [(part.tool, part.options) for part in parts]
+    return Toolbox(
+        make_tools(named, folder or str(Path.cwd())),
+        episode.tool_deadline_seconds,
+        episode.tool_concurrency,
+    )
+
+
+class ToolUser(Caller):
+    """Answers calls by tools, each within its deadline.
+
+    Args:
+        model, episode, tools: as for `Caller`.
+        parts: the tools.
+        folder: searched for functions of the user's.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource,
+        episode: EpisodeSection,
+        tools: Sequence[str],
+        parts: Sequence[ToolPart],
+        folder: str = "",
+    ) -> None:
+        super().__init__(model, episode, tools)
+        self.parts, self.folder = tuple(parts), folder
+
+    def load(self, place: Place) -> None:
+        super().load(place)
+        self._box = toolbox_of(self.parts, self.episode, self.folder)
+
+    def answers(self, calls: Sequence[Call], seeds: Sequence[int]) -> list[Answer]:
+        return self._box.carry_out(calls)
+
+    def close(self) -> None:
+        if hasattr(self, "_box"):
+            self._box.close()

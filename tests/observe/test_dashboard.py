@@ -1,0 +1,178 @@
+"""The live page's server: what it tells, to whom, and how it keeps up with a run."""
+
+from __future__ import annotations
+
+import json
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m2flow.errors import UserError
+from m2flow.observe.dashboard import Dashboard
+from m2flow.observe.dashboard.curves import curves_of
+from m2flow.observe.dashboard.following import FollowedRun, differing_keys, runs_in
+from m2flow.observe.run_directory import RunDirectory
+from tests.observe.conftest import write_fake_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_fake_run(tmp_path / "first", num_steps=30, planned_steps=80)
+
+
+@pytest.fixture
+def dashboard(run: Path) -> Iterator[Dashboard]:
+    with Dashboard([run]) as dashboard:
+        yield dashboard
+
+
+def fetched(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read(), dict(answer.headers)
+
+
+def refused(url: str) -> int:
+    with pytest.raises(urllib.error.HTTPError) as error:
+        fetched(url)
+    with error.value as answer:
+        return answer.code
+
+
+def test_the_page_and_its_parts_are_all_from_here(dashboard: Dashboard) -> None:
+    page, headers = fetched(dashboard.url)
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert headers["Referrer-Policy"] == "no-referrer", "the token is in the address"
+    for name in ("uplot.js", "uplot.css", "report.css", "dashboard.css", "dashboard.js"):
+        assert name.encode() in page
+        assert fetched(dashboard.url + name)[0]
+    assert b"http://" not in page
+    assert b"https://" not in page
+
+
+def test_without_the_token_nothing_is_told(dashboard: Dashboard) -> None:
+    root = dashboard.url.removesuffix(f"{dashboard.token}/")
+    for path in ("", "data", "wrong/", f"{dashboard.token[:-1]}/data", "%00/data"):
+        assert refused(root + path) == 403
+    assert refused(dashboard.url + "../../etc/passwd") in (403, 404)
+    assert refused(dashboard.url + "static/dashboard.js") == 404
+    assert refused(dashboard.url + "details?run=7") == 404
+
+
+def test_it_listens_on_loopback_alone(dashboard: Dashboard) -> None:
+    assert dashboard.url.startswith("http://127.0.0.1:")
+    port = int(dashboard.url.split(":")[2].split("/")[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+        route.connect(("192.0.2.1", 9))  # nothing is sent: it only chooses the own address
+        address = route.getsockname()[0]
+    if address.startswith("127."):
+        pytest.skip("this machine has no address but loopback")
+    with (
+        pytest.raises(ConnectionRefusedError),
+        socket.create_connection((address, port), timeout=2),
+    ):
+        pass
+
+
+def test_a_port_that_is_taken_is_one_line(dashboard: Dashboard, run: Path) -> None:
+    port = int(dashboard.url.split(":")[2].split("/")[0])
+    with pytest.raises(UserError, match="--port"):
+        Dashboard([run], port)
+    with pytest.raises(UserError, match="no such run directory"):
+        Dashboard([run / "nowhere"])
+
+
+def test_events_tell_of_new_figures(dashboard: Dashboard, run: Path) -> None:
+    with urllib.request.urlopen(dashboard.url + "events", timeout=10) as events:
+        assert events.headers["Content-Type"].startswith("text/event-stream")
+        assert events.readline() == b"data: changed\n"
+        assert events.readline() == b"\n"
+        RunDirectory(run).append_metrics(31, {"reward/mean": 0.5})
+        assert events.readline() == b"data: changed\n"
+    told = json.loads(fetched(dashboard.url + "data")[0])
+    assert told["last"] == 31
+    assert told["runs"] == [{"name": "first", "state": "step 31 of 80", "finished": False}]
+
+
+def test_details_and_the_report_are_the_reports(dashboard: Dashboard) -> None:
+    details = fetched(dashboard.url + "details?run=0")[0].decode()
+    report = fetched(dashboard.url + "report?run=0")[0].decode()
+    for title in ("Health", "Timeline", "Rollouts", "Configuration"):
+        assert f"<h2>{title}</h2>" in details
+        assert f"<h2>{title}</h2>" in report
+    assert "<script" not in details
+
+
+def test_a_run_is_followed_while_it_is_written(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path / "run", "r")
+    followed = FollowedRun(tmp_path / "run")
+    followed.refresh()
+    assert followed.rows == {}
+    directory.append_metrics(1, {"a": 1.0})
+    with directory.metrics.open("ab") as file:
+        file.write(b'{"step": 2, "a": ')
+        file.flush()
+        followed.refresh()
+        assert [*followed.rows] == [1], "a line that is being written is not there yet"
+        file.write(b'2.0}\n{"step": 1, "eval/accuracy": 0.5}\nnonsense\n')
+    followed.refresh()
+    assert followed.rows[2]["a"] == 2.0
+    assert followed.rows[1]["eval/accuracy"] == 0.5
+    directory.cut_after(1)
+    followed.refresh()
+    assert [*followed.rows] == [1], "a run that is resumed goes back"
+    directory.append_metrics(2, {"a": 3.0})
+    followed.refresh()
+    assert followed.rows[2]["a"] == 3.0
+
+
+def test_curves_of_long_runs_are_means_with_their_spread() -> None:
+    rows = {step: {"step": step, "a": float(step % 2), "bad": None} for step in range(1, 1001)}
+    rows[500]["seldom"] = 7.0
+    told = curves_of([rows, {3: {"a": 9.0}}], points=10)
+    assert told["x"] == [100 * n for n in range(1, 11)]
+    charts = {chart["key"]: chart["curves"] for chart in told["charts"]}
+    assert charts.keys() == {"a", "seldom"}
+    first, second = charts["a"]
+    assert first["mean"] == [0.5] * 10
+    assert (first["low"], first["high"]) == ([0.0] * 10, [1.0] * 10)
+    assert second["mean"] == [9.0, *[None] * 9]
+    assert charts["seldom"][0]["mean"][4] == 7.0
+    near = curves_of([rows], points=10, low=11, high=14)
+    assert near["x"] == [11, 12, 13, 14]
+    assert near["charts"][0]["curves"][0]["mean"] == [1.0, 0.0, 1.0, 0.0]
+    assert near["charts"][0]["curves"][0]["low"] == []
+    assert (near["first"], near["last"]) == (1, 1000)
+    assert curves_of([{}], points=10)["charts"] == []
+
+
+def test_differing_keys_are_those_that_differ() -> None:
+    one, two = {"seed": "0", "model.layers": "4"}, {"seed": "1", "model.layers": "4", "extra": "x"}
+    assert differing_keys([one, two]) == {"seed": ["0", "1"], "extra": ["–", "x"]}
+    assert differing_keys([one]) == {}
+
+
+def test_without_a_name_the_newest_runs_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_old: Callable[[Path, int], None]
+) -> None:
+    for age, name in enumerate(["c", "b", "a"]):
+        make_old(RunDirectory.create(tmp_path / "runs" / name, "r").path, age)
+        (tmp_path / "runs" / name / "run.json").write_text("{}")
+        make_old(tmp_path / "runs" / name, age)
+    (tmp_path / "runs" / "other").mkdir()
+    assert [path.name for path in runs_in(tmp_path / "runs", most=2)] == ["c", "b"]
+    assert runs_in(tmp_path / "nowhere", most=2) == []
+
+
+@pytest.fixture
+def make_old() -> Callable[[Path, int], None]:
+    import os
+
+    def make(path: Path, age: int) -> None:
+        os.utime(path, (1e9 - age, 1e9 - age))
+
+    return make

@@ -1,0 +1,48 @@
+"""A server of the Model Context Protocol whose tools answer, fail, die and hang."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("test")
+
+
+@server.tool()
+def reverse(text: str) -> str:
+    """Write a text backwards."""
+    return text[::-1]
+
+
+@server.tool()
+def process() -> str:
+    """Say which process this is."""
+    return str(os.getpid())
+
+
+@server.tool()
+def refuse(text: str) -> str:
+    """Raise an error."""
+    raise ValueError(f"no {text} here")
+
+
+@server.tool()
+def die() -> str:
+    """End the process."""
+    os._exit(3)
+
+
+@server.tool()
+def hang() -> str:
+    """Never answer."""
+    time.sleep(600)
+    return "too late"
+
+
+if __name__ == "__main__":
+    if "broken" in sys.argv:
+        sys.exit("no configuration found")
+    server.run("stdio")

@@ -1,0 +1,67 @@
+"""Tools of a server in real processes: what dies or hangs costs the call that it had, no other."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from m2flow.errors import UserError
+from m2flow.tools import Call, Toolbox, make_tools
+
+pytest.importorskip("mcp", reason="needs the extra mcp")
+SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+@pytest.fixture(scope="module")
+def toolbox() -> Iterator[Toolbox]:
+    box = Toolbox(
+        make_tools([("mcp", {"command": SERVER, "env": ENVIRONMENT})]), seconds=3.0, concurrency=3
+    )
+    yield box
+    box.close()
+
+
+def test_a_call_is_answered_and_its_mistakes_are_told(toolbox: Toolbox) -> None:
+    answers = toolbox.carry_out(
+        [Call("reverse", {"text": "abc"}), Call("reverse", "xy"), Call("refuse", {"text": "dogs"})]
+    )
+    assert [answer.text for answer in answers[:2]] == ["cba", "yx"]
+    assert answers[2].error
+    assert "refuse" in answers[2].text
+    described = {one["function"]["name"]: one["function"] for one in toolbox.schemas()}
+    assert described["reverse"]["description"] == "Write a text backwards."
+    assert described["reverse"]["parameters"]["properties"]["text"]["type"] == "string"
+
+
+def test_a_dead_and_a_hanging_process_cost_their_own_calls(toolbox: Toolbox) -> None:
+    dead, hung, fine = toolbox.carry_out([Call("die", {}), Call("hang", {}), Call("reverse", "ab")])
+    assert dead.failure.startswith("tool die: ")
+    assert hung.failure.startswith("tool hang: no answer in time")
+    assert (fine.text, fine.failure) == ("ba", "")
+    assert [a.text for a in toolbox.carry_out([Call("reverse", "ab")] * 4)] == ["ba"] * 4
+
+
+def test_processes_stay_for_later_calls(toolbox: Toolbox) -> None:
+    first = toolbox.carry_out([Call("process", {})])[0].text
+    assert toolbox.carry_out([Call("process", {})])[0].text == first
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"command": ["/no/such/server"]}, "the server does not start: .*No such file"),
+        ({"command": [*SERVER, "broken"]}, "does not start: .*no configuration found"),
+        ({"command": "server --stdio"}, "is no command"),
+        ({"command": SERVER, "only": ["revers"]}, "has no tool 'revers'"),
+        ({"comand": SERVER}, "cannot use these options: .*comand"),
+    ],
+)
+def test_what_does_not_start_is_said_in_one_line(options: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=said) as refused:
+        make_tools([("mcp", {"env": ENVIRONMENT, **options})])
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,207 @@
+"""The calculator, programs, retrieval, functions, and the box that carries their calls out."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m2flow.errors import UserError
+from m2flow.tools import Call, Toolbox, ToolError, make_tools
+from m2flow.tools.bm25 import BM25, terms_of
+from m2flow.tools.calculator import calculate
+from m2flow.tools.function import FunctionTool
+from m2flow.tools.python import PythonTool
+from m2flow.tools.search import Search
+from m2flow.tools.toolbox import MAX_CHARACTERS
+
+
+@given(st.integers(-999, 999), st.integers(-99, 99), st.sampled_from(["+", "-", "*", "//", "%"]))
+def test_the_calculator_is_python(a: int, b: int, op: str) -> None:
+    if op in ("//", "%") and b == 0:
+        b = 7
+    assert calculate(f"({a}) {op} ({b})") == str(eval(f"({a}) {op} ({b})"))
+
+
+@pytest.mark.parametrize(
+    ("formula", "value"),
+    [
+        ("(3 + 4) * 12 / 5", "16.8"),
+        ("6/3", "2"),
+        ("2**100", str(2**100)),
+        ("sqrt(2)", "1.41421356237"),
+        ("max(3, abs(-7), pi)", "7"),
+    ],
+)
+def test_values_are_short(formula: str, value: str) -> None:
+    assert calculate(formula) == value
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        "1/0", "2 +", "", "9**9**9**9", "x", "__import__('os')", "(1).real", "'a'*9", "True",
+        "1e308*10", "(-2)**0.5", "f(2)", "[1]", "1 if 2 else 3", "9" * 2000, "(" * 900 + "1",
+        "2**2000*2**2000*2**2000", "sqrt(1, 2, 3)", "exp(1e9)",
+    ],
+)  # fmt: skip
+def test_what_is_no_formula_is_the_callers_mistake(formula: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(ToolError):
+        calculate(formula)
+    assert time.monotonic() - began < 60
+
+
+def okapi(texts: list[str], query: str) -> list[float]:
+    """The formula as it is printed, document by document."""
+    documents = [Counter(terms_of(text)) for text in texts]
+    lengths = [sum(document.values()) for document in documents]
+    mean, scores = sum(lengths) / len(lengths), []
+    for document, length in zip(documents, lengths, strict=True):
+        score = 0.0
+        for term in terms_of(query):
+            n = sum(term in other for other in documents)
+            idf = math.log(1 + (len(texts) - n + 0.5) / (n + 0.5))
+            tf = document[term]
+            score += idf * tf * 2.5 / (tf + 1.5 * (0.25 + 0.75 * length / mean))
+        scores.append(score)
+    return scores
+
+
+def random_texts(seed: int) -> list[str]:
+    words = [f"w{n}" for n in range(30)]
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(words, k=draw.randint(1, 20))) for _ in range(40)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_index_against_the_formula(seed: int) -> None:
+    texts = random_texts(seed)
+    found = BM25(texts).search("w1 w2 W3 w3 unknown", 10)
+    scores = okapi(texts, "w1 w2 W3 w3 unknown")
+    wanted = sorted(range(len(texts)), key=lambda n: (-round(scores[n], 9), n))[:10]
+    assert [n for n, _ in found] == [n for n in wanted if scores[n] > 0]
+    assert [score for _, score in found] == pytest.approx([scores[n] for n, _ in found])
+
+
+def test_the_index_against_bm25s() -> None:
+    bm25s = pytest.importorskip("bm25s", reason="needs the package bm25s")
+    texts = random_texts(9)
+    theirs = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
+    theirs.index([terms_of(text) for text in texts], show_progress=False)
+    scores = theirs.get_scores(terms_of("w4 w5 w6"))
+    # That form leaves out the factor k1 + 1, which is the same for all.
+    for number, score in BM25(texts).search("w4 w5 w6", 40):
+        assert score == pytest.approx(2.5 * float(scores[number]), rel=1e-5)
+
+
+def corpus_in(folder: Path) -> Path:
+    path = folder / "corpus.jsonl"
+    rows = [
+        {"title": "Bern", "text": "The capital\nof Switzerland."},
+        {"contents": "Paris is the capital of France."},
+        {"text": "Rivers flow."},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def test_search_gives_passages_in_lines(tmp_path: Path) -> None:
+    search = Search(str(corpus_in(tmp_path)), top=2)
+    assert search.call({"query": "capital of Switzerland"}, 1.0).splitlines() == [
+        "Doc 1: Bern: The capital of Switzerland.",
+        "Doc 2: Paris is the capital of France.",
+    ]
+    assert search.call({"query": "zebra"}, 1.0) == "nothing found"
+    for wrong in ({}, {"query": 3}, {"query": " "}, {"query": "x", "top": 9}):
+        with pytest.raises(ToolError):
+            search.call(wrong, 1.0)
+
+
+def test_programs_run_in_the_sandbox() -> None:
+    python = PythonTool()
+    assert python.call({"code": "print(sum(range(10)))"}, 20.0) == "45\n"
+    with pytest.raises(ToolError, match="ZeroDivisionError"):
+        python.call({"code": "print(1); 1/0"}, 20.0)
+    with pytest.raises(ToolError, match="did not end within"):
+        python.call({"code": "while True: pass"}, 1.0)
+    with pytest.raises(ToolError, match="wrote more than"):
+        python.call({"code": "print('x' * 10**7)"}, 20.0)
+
+
+def test_a_function_is_a_tool() -> None:
+    def repeat(word: str, times: int = 2) -> str:
+        """Say a word often."""
+        return word * times
+
+    tool = FunctionTool(repeat)
+    assert (tool.name, tool.description) == ("repeat", "Say a word often.")
+    assert tool.parameters["properties"]["times"] == {"type": "integer"}
+    assert tool.parameters["required"] == ["word"]
+    box = Toolbox([tool])
+    found = box.carry_out([Call("repeat", {"word": "ab"}), Call("repeat", "x"), Call("repeat", {})])
+    assert [one.text for one in found[:2]] == ["abab", "xx"]
+    assert found[2].error
+
+
+def test_what_a_tool_does_wrong_costs_its_own_call() -> None:
+    def slow(text: str) -> str:
+        time.sleep(30)
+        return text
+
+    def broken(text: str) -> str:
+        raise OSError("no disk")
+
+    def large(text: str) -> str:
+        return text * 10_000_000
+
+    box = Toolbox([*map(FunctionTool, (slow, broken, large))], seconds=0.1)
+    found = box.carry_out([Call(n, "ab") for n in ("slow", "broken", "large", "brokn")])
+    assert found[0].failure == "tool slow: gave nothing within 0.1 s"
+    assert found[1].failure == "tool broken: no disk"
+    assert (len(found[2].text), found[2].failure) == (MAX_CHARACTERS, "")
+    assert found[3].error
+    assert found[3].text == "no tool 'brokn'; did you mean 'broken'?"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("calculater", {}, "is no tool .*did you mean 'calculator'"),
+        ("search", {"corpus": "/none/c.jsonl"}, "the corpus cannot be read: No such file"),
+        ("search", {}, "cannot use these options: .*corpus"),
+        ("search", {"corpus": __file__}, "is no passage"),
+        ("no_module:f", {}, "cannot be imported"),
+        ("json:dumps", {"x": 1}, "a function has no options"),
+        ("json:__doc__", {}, "is no function"),
+    ],
+)
+def test_wrong_tools_are_refused_in_one_line(
+    name: str, options: dict[str, object], said: str
+) -> None:
+    with pytest.raises(UserError, match=said) as refused:
+        make_tools([(name, options)])
+    assert "\n" not in str(refused.value)
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(UserError, match="two tools have this name"):
+        make_tools([("calculator", {}), ("calculator", {})])
+
+
+def test_a_corpus_that_is_nearly_there_is_named(tmp_path: Path) -> None:
+    corpus_in(tmp_path)
+    with pytest.raises(UserError, match=r"did you mean .*corpus\.jsonl"):
+        Search(str(tmp_path / "corpus.json"))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="holds no passage"):
+        Search(str(tmp_path / "empty.jsonl"))
+    with pytest.raises(UserError, match="is no number of passages"):
+        Search(str(tmp_path / "corpus.jsonl"), top=0)

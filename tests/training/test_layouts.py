@@ -1,0 +1,272 @@
+"""A policy, or a critic, divided over lanes in any layout does what it does on one lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from m2flow.algorithms.ppo import CriticLoss
+from m2flow.flow import Gang, Place
+from m2flow.models.causal_lm import TinySpec, build_tiny
+from m2flow.models.critic import critic_of
+from m2flow.models.tokenizer import character_tokenizer
+from m2flow.runtime.transport.groups import LaneGroups
+from m2flow.runtime.weights.manifest import describe, local_tensor
+from m2flow.training.policy import PolicyTrainer
+from m2flow.training.sharded import WHOLE, Shards, whole_weights
+from m2flow.training.values import ValueTargets, ValueTrainer
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.workers import Learner, ModelSource
+from tests.training.lane_processes import LaneProcesses
+from tests.training.test_sharded import (
+    CONFIG,
+    FULL,
+    RECIPE,
+    assert_same,
+    gang_of,
+    place_on,
+    rollouts_of,
+    stepped,
+)
+from tests.training.tiny_policy import make_mixture, make_model
+
+PAIR, FOUR, TWO_PAIRS = ((0, 1),), ((0, 1, 2, 3),), ((0, 1), (2, 3))
+
+SHARES = [
+    [[range(5), range(5, 12), range(12, 13), range(13, 24)]],
+    [[range(0), range(24), range(0), range(0)]],
+    [[range(1), range(1, 12), range(0), range(0)], [range(12, 20), range(20, 24)] + [range(0)] * 2],
+]
+"""For each optimizer step the folds, and for each fold the rows of each lane of one gang of four:
+on two lanes the second also takes those of the others."""
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"dense": make_model, "mixture": make_mixture}
+
+Run = tuple[list[dict[str, float]], list[Tensor], dict[str, Tensor], dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def lanes() -> Iterator[LaneProcesses]:
+    with LaneProcesses(4) as lanes:
+        yield lanes
+
+
+def shares_of(fold: list[range], replicas: Any) -> list[list[int]]:
+    """The rows of each lane of the world, in a fold on these gangs."""
+    if len(replicas[0]) == 4:
+        return [list(some) for some in fold]
+    pair = [list(fold[0]), [row for some in fold[1:] for row in some]]
+    if len(replicas) == 1:
+        return [*pair, [], []]
+    return [part for some in pair for part in (some[::2], some[1::2])]
+
+
+def run(gang: Gang | None, replicas: Any, model: str, recomputed: bool) -> Run:
+    """Three steps: figures, this lane's log-probabilities, all weights and the trainer's state."""
+    policy, shards = MODELS[model](), WHOLE if gang is None else Shards.of(gang)
+    shards.shard(policy)
+    config = replace(CONFIG, gradient_checkpointing=recomputed)
+    trainer = PolicyTrainer(policy, FULL, config, shards)
+    figures, logprobs = [], []
+    for step, folds in enumerate(SHARES):
+        rollouts = rollouts_of(step)
+        for fold in folds:
+            shares = [sorted(row for some in fold for row in some)]
+            if gang is not None:
+                shares = shares_of(fold, replicas)
+            mine = torch.tensor(shares[0 if gang is None else dist.get_rank()], dtype=torch.int64)
+            own = rollouts.select(mine)
+            logprobs.append(trainer.logprobs(own))
+            trainer.fold(own)
+        figures.append(trainer.finish())
+    weights, state = dict(whole_weights(policy)), dict(trainer.optimizer.state_items())
+    return figures, logprobs, weights, state
+
+
+def on_lanes(groups: LaneGroups, layout: str, replicas: Any, *arguments: Any) -> Run | None:
+    gang = gang_of(groups, replicas, layout)
+    return None if gang is None else run(gang, replicas, *arguments)
+
+
+CASES = [
+    ("tp2", PAIR, "dense", False),
+    ("tp2", TWO_PAIRS, "dense", True),
+    ("cp2", PAIR, "dense", False),
+    ("cp4", FOUR, "mixture", True),
+    ("ep2", PAIR, "mixture", True),
+    ("ep2", TWO_PAIRS, "mixture", False),
+    ("tp2.fsdp2", FOUR, "dense", True),
+]
+
+
+@pytest.mark.parametrize(("layout", "replicas", "model", "recomputed"), CASES)
+def test_a_layout_makes_the_steps_of_one_lane(
+    lanes: LaneProcesses, layout: str, replicas: Any, model: str, recomputed: bool
+) -> None:
+    """A mixture's router computes in single precision, whatever the model's is."""
+    near = 1e-6 if model == "mixture" else 1e-9
+    figures, _, weights, state = run(None, None, model, False)
+    found = [one for one in lanes(on_lanes, layout, replicas, model, recomputed) if one is not None]
+    assert len(found) == sum(map(len, replicas))
+    for figures_here, _, weights_here, state_here in found:
+        assert figures_here == found[0][0]
+        for here, expected in zip(figures_here, figures, strict=True):
+            for name in expected.keys() - {"tokens_computed"}:
+                assert here[name] == pytest.approx(expected[name], rel=near, abs=near), name
+        for here, expected in ((weights_here, weights), (state_here, state)):
+            assert here.keys() == expected.keys()
+            for name in expected:
+                torch.testing.assert_close(here[name], expected[name], rtol=near, atol=near)
+
+
+def valued(gang: Gang | None) -> tuple[list[dict[str, float]], Tensor, dict[str, Tensor]]:
+    """Two steps of a critic that the policy is made of: figures, values before them, weights."""
+    model: Any = make_model()
+    critic = critic_of(model)
+    torch.nn.init.normal_(critic.score.weight)
+    shards = WHOLE if gang is None else Shards.of(gang)
+    shards.shard(critic)
+    trainer = ValueTrainer(critic, CriticLoss(), CONFIG, shards)
+    rollouts = rollouts_of(0)
+    targets = ValueTargets(rollouts.pairs, rollouts.behaviour_logprobs_T, rollouts.advantages_T)
+    if gang is not None:
+        shares = [range(0), range(24), *[range(0)] * 2]
+        if gang.size == 4:
+            shares = [range(6), range(6, 8), range(8, 20), range(20, 24)]
+        targets = targets.select(torch.tensor(list(shares[gang.rank]), dtype=torch.int64))
+    values, figures = trainer.values(targets.pairs), []
+    for _ in range(2):
+        trainer.fold(targets)
+        figures.append(trainer.finish())
+    return figures, values, dict(whole_weights(critic))
+
+
+def valued_on(groups: LaneGroups, layout: str, replicas: Any) -> Any:
+    gang = gang_of(groups, replicas, layout)
+    return None if gang is None else valued(gang)
+
+
+@pytest.mark.parametrize(
+    ("layout", "replicas"), [("tp2", PAIR), ("cp2", PAIR), ("tp2.fsdp2", FOUR)]
+)
+def test_a_critic_learns_in_a_layout_as_on_one_lane(
+    lanes: LaneProcesses, layout: str, replicas: Any
+) -> None:
+    figures, values, weights = valued(None)
+    found = [one for one in lanes(valued_on, layout, replicas) if one is not None]
+    everyone = torch.cat([values_here for _, values_here, _ in found])
+    torch.testing.assert_close(everyone, values, rtol=0, atol=1e-9)
+    for figures_here, _, weights_here in found:
+        for here, expected in zip(figures_here, figures, strict=True):
+            for name in expected.keys() - {"tokens_computed"}:
+                assert here[name] == pytest.approx(expected[name], rel=1e-9, abs=1e-12), name
+        for name, weight in weights.items():
+            torch.testing.assert_close(weights_here[name], weight, rtol=1e-9, atol=1e-9)
+
+
+# A learner, its checkpoints and what it publishes
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model folders: one of a dense model, and one of a mixture."""
+    spec = TinySpec(
+        hidden_size=16, num_hidden_layers=2, intermediate_size=24, max_position_embeddings=64
+    )
+    dense = build_tiny(
+        spec, vocab_size=15, eos_token_id=13, pad_token_id=14, seed=0, dtype=torch.float64
+    )
+    found = {}
+    for name, model in (("dense", dense), ("mixture", make_mixture())):
+        found[name] = tmp_path_factory.mktemp(name)
+        model.save_pretrained(found[name])
+        character_tokenizer("0123456789+=#").save_pretrained(found[name])
+    return found
+
+
+def learner_of(folder: Path, place: Place, checkpoint: str | None = None) -> Learner:
+    """In single precision, in which experts can be computed as grouped products."""
+    dtype = "float64" if folder.name.startswith("dense") else "float32"
+    learner = Learner(
+        ModelSource(str(folder if checkpoint is None else f"{checkpoint}/model"), dtype),
+        ReasoningRecipe.model_validate({**RECIPE, "model": {"dtype": dtype}}),
+        checkpoint,
+    )
+    learner.load(place)
+    return learner
+
+
+def saved_on(
+    groups: LaneGroups, layout: str, replicas: Any, folder: Path, root: Path, other: str
+) -> Any:
+    """A step, a checkpoint and a further step; a step that goes on from another's checkpoint."""
+    place = place_on(groups, replicas, root, layout)
+    if place is None:
+        return None
+    learner = learner_of(folder, place)
+    stepped(learner)
+    weights = learner.weights()
+    published = {
+        name: (part.box, local_tensor(weights[name]).clone())
+        for name, part in describe(weights).held.items()
+    }
+    resident = learner.state_bytes()
+    learner.offload()
+    saved = learner.save_checkpoint(str(root), 1, 1)
+    learner.onload()
+    return saved, published, resident, stepped(learner), stepped(learner_of(folder, place, other))
+
+
+@pytest.mark.parametrize(
+    ("layout", "replicas", "model", "held"),
+    [
+        ("tp2", PAIR, "dense", (0.5, 0.52)),
+        ("cp2", PAIR, "dense", (1.0, 1.0)),
+        ("ep2", PAIR, "mixture", (0.6, 0.8)),
+        pytest.param("tp2.fsdp2", FOUR, "dense", (0.25, 0.3), marks=pytest.mark.slow),
+    ],
+)
+def test_a_learner_in_a_layout_goes_on_from_one_lanes_checkpoint_and_back(
+    lanes: LaneProcesses,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    layout: str,
+    replicas: Any,
+    model: str,
+    held: tuple[float, float],
+) -> None:
+    folder = folders[model]
+    through = learner_of(folder, Place(spill=tmp_path))
+    first = stepped(through)
+    alone = through.save_checkpoint(str(tmp_path / "alone"), 1, 1)
+    second = stepped(through)
+
+    found = lanes(saved_on, layout, replicas, folder, tmp_path / "divided", alone)
+    found = [one for one in found if one is not None]
+    for _, _, resident, went_on, resumed in found:
+        assert held[0] <= resident / through.state_bytes() <= held[1]
+        assert_same(went_on, second)
+        assert_same(resumed, second)
+    saved = found[0][0]
+    assert_same(stepped(learner_of(folder, Place(spill=tmp_path), saved)), second)
+    for name in found[0][1]:
+        together = torch.full_like(first[name], torch.nan)
+        for _, published, *_ in found:
+            box, here = published[name]
+            together[
+                tuple(slice(n, n + m) for n, m in zip(box.offsets, box.shape, strict=True))
+            ] = here
+        torch.testing.assert_close(together, first[name], rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_are_trained_on_one_lane_or_in_shards() -> None:
+    recipe = ReasoningRecipe.model_validate({"model": {"lora_rank": 4}})
+    names = [one.name for one in Learner(ModelSource(""), recipe).layouts("cpu", 4)]
+    assert names == ["one", "fsdp2", "fsdp3", "fsdp4"]
