@@ -31,12 +31,16 @@ from transformers import (
 )
 
 from m2flow.errors import UserError
+from m2flow.generation.causal_lms import check_packs
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.own_forward import OwnSlots
 from m2flow.generation.records import Completion, Request, SamplingParams
 from m2flow.generation.supported import check_supported
 from m2flow.generation.tensor_parallel import TensorParallel
 from m2flow.models.norms import widen_norms
+from m2flow.training.forward import token_logprobs
+from m2flow.training.packing import pack
+from m2flow.training.rollouts import TokenPairs
 from tests.generation.small_models import drain, forward_logprobs
 
 VOCAB, CONTEXT = 23, 48
@@ -175,6 +179,31 @@ def test_limits_and_company_change_nothing(name: str) -> None:
     for number, one in found.items():
         assert one.token_ids.tolist() == alone[number].token_ids.tolist()
         torch.testing.assert_close(one.logprobs, alone[number].logprobs, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_trainer_computes_the_same(name: str) -> None:
+    """Log-probabilities of a pack are those that were recorded when the tokens were drawn."""
+    model, asked = model_of(name), pool(6)
+    done = drawn(engine_of(model), asked)
+    answers = [done[one.id] for one in asked]
+    pairs = TokenPairs.from_rows(
+        [list(one.prompt_ids) for one in asked], [one.token_ids.tolist() for one in answers]
+    )
+    (packed,) = pack(pairs, 10_000)
+    with torch.no_grad():
+        found = token_logprobs(model, packed).logprobs_T[packed.token_index_T.argsort()]
+    drawn_T = torch.cat([one.logprobs for one in answers])
+    torch.testing.assert_close(found, drawn_T, atol=1e-6, rtol=0)
+
+
+def test_what_cannot_be_packed_is_not_trained() -> None:
+    """Its own attention would take a pack for one long row, without a word."""
+    config = BloomConfig(**_OLD, hidden_size=32).to_dict()
+    assert check_supported(config) is not None
+    with pytest.raises(UserError, match=r"cannot be packed.*bloom"):
+        check_packs(config)
+    check_packs(GPT2Config().to_dict())
 
 
 def test_running_requests_go_on_with_new_weights() -> None:

@@ -14,6 +14,29 @@ from m2flow.errors import UserError
 OTHER_ENGINE = "take a model of another kind, or see if vLLM knows it: generation.engine: vllm"
 
 
+def check_packs(config: Mapping[str, Any]) -> None:
+    """Refuse a causal language model whose attention cannot be replaced, and so no rows packed.
+
+    Args:
+        config: the content of a `config.json`, which `check_causal_lm` has passed.
+
+    Raises:
+        UserError: names the model type.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = config["model_type"]
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
+    if not model._supports_attention_backend:
+        raise UserError(
+            "its attention cannot be replaced, so prompts and answers cannot be packed: it "
+            "generates, and is not trained",
+            key="model_type",
+            value=kind,
+            expected="a model whose attention transformers dispatches",
+        )
+
+
 def check_causal_lm(config: Mapping[str, Any]) -> None:
     """Refuse what has no forward pass that draws one token after another here.
 

@@ -214,7 +214,7 @@ def packed_attention(
     key_NF, value_NF = _nodes_first(key), _nodes_first(value)
     if pack_layout.part is not None:
         both = pack_layout.part.gather(torch.cat([key_NF, value_NF], 1))
-        key_NF, value_NF = both.chunk(2, 1)
+        key_NF, value_NF = both.split([key_NF.shape[1], value_NF.shape[1]], 1)
     key_SF = key_NF.index_select(0, pack_layout.key_nodes)
     value_SF = value_NF.index_select(0, pack_layout.key_nodes)
     answers = [
@@ -228,7 +228,7 @@ def packed_attention(
         )
     ]
     answer_NF = torch.cat(answers).index_select(0, pack_layout.slot_N)
-    return answer_NF.view(1, -1, H, D), None
+    return answer_NF.view(1, len(answer_NF), H, -1), None
 
 
 def _nodes_first(heads_1HND: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ def _attend(
     J = key_SF.shape[1] // D
     query_RQJGD = query_SF.view(R, Q, J, H // J, D)
     key_RKJD = key_SF.view(R, K, J, D)
-    value_RKJD = value_SF.view(R, K, J, D)
+    value_RKJD = value_SF.view(R, K, J, -1)  # values may be narrower than keys
     if Q * K > MAX_MATERIALISED_PAIRS and softcap is None:
         answer_RHQD = nn.functional.scaled_dot_product_attention(
             query_RQJGD.view(R, Q, H, D).transpose(1, 2),
@@ -263,14 +263,14 @@ def _attend(
         # Query heads that share a key head stand in one matrix (X = G Q rows): no key is repeated.
         query_BXD = query_RQJGD.permute(0, 2, 3, 1, 4).reshape(R * J, -1, D)  # B = R J
         key_BDK = key_RKJD.permute(0, 2, 3, 1).reshape(R * J, D, K)
-        value_BKD = value_RKJD.transpose(1, 2).reshape(R * J, K, D)
+        value_BKD = value_RKJD.transpose(1, 2).reshape(R * J, K, -1)
         scores_BXK = torch.bmm(query_BXD, key_BDK)
         if softcap is not None:
             scores_BXK = softcap * torch.tanh(scores_BXK / softcap)
         scores_RHQK = scores_BXK.view(R, H, Q, K).add_(bias_RQK[:, None])
         weights_BXK = scores_RHQK.softmax(-1).view(R * J, -1, K).to(value_SF.dtype)
-        answer_RHQD = torch.bmm(weights_BXK, value_BKD).view(R, H, Q, D)
-    return answer_RHQD.transpose(1, 2).reshape(R * Q, H * D)
+        answer_RHQD = torch.bmm(weights_BXK, value_BKD).view(R, H, Q, -1)
+    return answer_RHQD.transpose(1, 2).reshape(R * Q, -1)
 
 
 def _refuse_unsupported(dropout: float, kwargs: dict[str, Any]) -> None:
