@@ -11,6 +11,7 @@ import pytest
 
 from m2flow.models.shape import PUBLISHED
 from m2flow.plan import plan_from_json
+from m2flow.workloads.reasoning import supported
 
 M2flow = Callable[..., Any]
 
@@ -132,13 +133,10 @@ def test_heads_that_do_not_divide_are_refused_before_anything_runs(
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"model_type": "gemma2"}, "model_type: the native engine does not compute"),
+        ({"model_type": "mamba"}, "model_type: layers keep a state"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "is_encoder_decoder: an encoder reads"),
+        ({"model_type": "stablelm"}, "model_type: its attention cannot be replaced"),
         ({"rope_scaling": {"type": "dynamic"}}, "rope_type: rotary frequencies that change"),
-        ({"hidden_act": "gelu"}, "hidden_act: not computed"),
-        (
-            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-            "layer_types: the native engine attends to the whole context",
-        ),
     ],
 )
 def test_an_architecture_that_generation_refuses(
@@ -151,10 +149,37 @@ def test_an_architecture_that_generation_refuses(
     assert "(got 'model')" in outcome.error
 
 
+@pytest.mark.parametrize("command", [["train", "--dry-run"], ["plan"]])
+@pytest.mark.parametrize(
+    ("config", "notice"),
+    [
+        ({"model_type": "gemma2"}, False),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, False),
+        ({"hidden_act": "gelu"}, True),
+        ({"model_type": "olmo2"}, True),
+    ],
+)
+def test_other_architectures_are_accepted_and_slower_ones_say_so_once(
+    tiny: Path,
+    m2flow: M2flow,
+    caplog: pytest.LogCaptureFixture,
+    command: list[str],
+    config: dict[str, Any],
+    notice: bool,
+) -> None:
+    supported._say.cache_clear()
+    folder = model_folder(**config)
+    (folder / "tokenizer_config.json").write_text("{}")
+    outcome = m2flow(*command, tiny, f"model.path={folder}", "mode=collocated", "lanes=cpu:2")
+    assert outcome.code == 0, outcome.err
+    said = [one for one in caplog.messages if "transformers' own forward pass" in one]
+    assert len(said) == notice
+
+
 def test_a_model_that_generation_refuses(tiny: Path, m2flow: M2flow, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({**PUBLISHED["Llama-2-7B"], "model_type": "gemma2"}))
+    config.write_text(json.dumps({**PUBLISHED["Llama-2-7B"], "model_type": "rwkv"}))
     outcome = m2flow("plan", tiny, "--cluster", "1x8xH100", "--model", config)
     assert outcome.code == 2
     assert "--model: " in outcome.error
-    assert "does not compute this architecture" in outcome.error
+    assert "layers keep a state" in outcome.error

@@ -60,6 +60,7 @@ def test_the_configuration_holds_every_default(finished: Path) -> None:
         "top_k": 0,
         "top_p": 1.0,
         "min_p": 0.0,
+        "stop": [],
     }
 
 

@@ -7,6 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -44,6 +50,7 @@ _EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 20,
 }
+_GEMMA: dict[str, Any] = {**_SIZES, "head_dim": 12, "tie_word_embeddings": True}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -74,12 +81,33 @@ CONFIGS: dict[str, Any] = {
         **_SIZES, **_EXPERTS, norm_topk_prob=False, tie_word_embeddings=True
     ),
 }
+FAMILIES: dict[str, Any] = {
+    "mistral-window": lambda: MistralConfig(**_SIZES, sliding_window=7, tie_word_embeddings=False),
+    "qwen2-windows": lambda: Qwen2Config(
+        **_SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1,
+        tie_word_embeddings=True,
+    ),
+    "gemma": lambda: GemmaConfig(**{**_GEMMA, "num_key_value_heads": 1}),
+    "gemma2": lambda: Gemma2Config(
+        **_GEMMA, sliding_window=6, query_pre_attn_scalar=20, attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **{**_GEMMA, "num_hidden_layers": 4}, sliding_window=6, query_pre_attn_scalar=20,
+        sliding_window_pattern=3, attention_bias=True,
+        rope_scaling={"rope_type": "linear", "factor": 4.0},
+    ),
+}  # fmt: skip
+"""Those with windows, caps, or norms of Gemma's kind."""
 _CLASSES = {
     "qwen2": Qwen2ForCausalLM,
     "llama": LlamaForCausalLM,
     "qwen3": Qwen3ForCausalLM,
     "mistral": MistralForCausalLM,
     "qwen3_moe": Qwen3MoeForCausalLM,
+    "gemma": GemmaForCausalLM,
+    "gemma2": Gemma2ForCausalLM,
+    "gemma3_text": Gemma3ForCausalLM,
 }
 
 
@@ -87,12 +115,15 @@ def small_model(name: str = "qwen2", seed: int = 0, dtype: torch.dtype = torch.f
     """Every parameter is random, norms and biases too, which a fresh model leaves at 1 and 0."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = CONFIGS[name]()
+        config = {**CONFIGS, **FAMILIES}[name]()
         config._experts_implementation = "eager"  # grouped products want float32, and large sizes
         model = _CLASSES[config.model_type](config)
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)
             parameter.data = (parameter.data + 0.1 * noise).to(dtype)
+        for module in model.modules():
+            if hasattr(module, "scalar_embed_scale"):  # a loaded model has it in its own dtype
+                module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=dtype)
     widen_norms(model)  # as `load_model` does
     return model.eval()
 

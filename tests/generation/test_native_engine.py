@@ -115,7 +115,7 @@ def _draw_all(
     queue: Iterator[tuple[int, int]] = iter(zip(order, feed, strict=True))
     done: dict[int, Completion] = {}
     submitted: set[int] = set()
-    for step in range(500):
+    for step in range(5000):  # prompts are read in pieces of a token at worst
         for index, pause in queue:
             engine.submit([POOL[index]])
             submitted.add(index)
@@ -280,6 +280,9 @@ def test_versions_span_from_the_first_token_to_the_last() -> None:
     assert {c.id: c.versions for c in done} == {0: (4, 4), 1: (4, 7), 3: (4, 7)}
     # Aborted before the new weights drew anything for it.
     assert early.versions == (4, 5)
+    assert early.token_versions.tolist() == [4, 4, 5]
+    by_id = {c.id: c.token_versions.tolist() for c in done}
+    assert (by_id[0], by_id[1]) == ([4, 4], [4, 4, 5, 7, 7])
 
 
 def test_running_requests_go_on_with_installed_weights_over_the_old_cache() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
-from transformers import GemmaConfig, MistralConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import GemmaConfig, MambaConfig, Qwen2Config, Qwen3MoeConfig
 
 from m2flow.errors import UserError
+from m2flow.generation.architecture import architecture_of
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Completion, Request, SamplingParams
+from m2flow.generation.supported import check_supported
 from tests.generation.small_models import (
     CONFIGS,
     CONTEXT,
@@ -152,15 +155,8 @@ def drain_one(engine: NativeEngine, request: Request) -> Completion:
 @pytest.mark.parametrize(
     ("config", "key"),
     [
-        (GemmaConfig(), "model_type"),
-        (MistralConfig(sliding_window=4096), "layer_types"),
-        (Qwen3MoeConfig(mlp_only_layers=[1]), "mlp_only_layers"),
-        (Qwen3MoeConfig(decoder_sparse_step=2), "mlp_only_layers"),
-        (
-            Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=0),
-            "layer_types",
-        ),
-        (Qwen2Config(hidden_act="gelu"), "hidden_act"),
+        (GemmaConfig(use_bidirectional_attention=True), "use_bidirectional_attention"),
+        (MambaConfig(), "model_type"),
         (
             Qwen2Config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
             "rope_type",
@@ -170,6 +166,20 @@ def drain_one(engine: NativeEngine, request: Request) -> Completion:
 def test_what_would_be_computed_differently_is_refused(config, key: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UserError, match=f"^{key}"):
         NativeEngine(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3MoeConfig(mlp_only_layers=[1]),
+        Qwen3MoeConfig(decoder_sparse_step=2),
+        Qwen2Config(hidden_act="gelu"),
+    ],
+)
+def test_what_the_decoder_does_not_compute_is_left_to_transformers(config: Any) -> None:
+    assert check_supported(config.to_dict()) is not None
+    with pytest.raises(UserError):
+        architecture_of(config)
 
 
 def test_the_longest_request_fits_the_context_to_the_last_column() -> None:

@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Completion, Request, SamplingParams
 from m2flow.generation.vllm_engine import BATCHED_TOKENS, VLLMEngine
 from m2flow.models.causal_lm import TinySpec, build_tiny
+from m2flow.models.tokenizer import character_tokenizer
 
 FAKE = Path(__file__).with_name("fake_vllm")
 REAL = importlib.util.find_spec("vllm") is not None
 TOLERANCE = 1e-5
 """Of log-probabilities in float32; found: 4e-6."""
+TOKENIZER = character_tokenizer("0123456789+=#abc")
 LONG = [1 + i % 11 for i in range(300)]
 """A prompt of more than one block of keys and values, which vLLM keeps for the next who asks."""
 
@@ -44,6 +47,7 @@ def model_of(seed: int) -> Any:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     model_of(0).save_pretrained(path)
+    TOKENIZER.save_pretrained(path)
     return path
 
 
@@ -52,7 +56,9 @@ def started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> VLLMEngine:
         monkeypatch.syspath_prepend(str(FAKE))
         paths = [str(FAKE), *filter(None, [os.environ.get("PYTHONPATH")])]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    return VLLMEngine(str(folder), version=0, cache_bytes=1 << 27, start_seconds=250)
+    return VLLMEngine(
+        str(folder), version=0, cache_bytes=1 << 27, start_seconds=250, stop_strings=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +114,13 @@ def gap(model: Any, asked: list[Request], found: dict[int, Completion]) -> float
     return worst
 
 
+def text_of(ids: Sequence[int]) -> str:
+    return str(TOKENIZER.decode(list(ids), skip_special_tokens=True))
+
+
 def native() -> NativeEngine:
     model = model_of(0)
-    engine = NativeEngine(model.config)
+    engine = NativeEngine(model.config, text_of=text_of)
     engine.install(model.state_dict(), 0)
     return engine
 
@@ -124,6 +134,20 @@ def test_greedy_tokens_are_those_of_the_native_engine(engine: VLLMEngine) -> Non
         )
         assert done.finish_reason == expected[number].finish_reason
         assert done.versions == (0, 0)
+
+
+def test_stop_strings_end_at_the_token_where_the_native_engine_ends(engine: VLLMEngine) -> None:
+    """Strings of two tokens and of one, taken from what is drawn without them."""
+    free = drained(engine, requests(temperature=0.0, stop_token_ids=()))
+    text = text_of(free[0].token_ids.tolist())
+    asked = requests(temperature=0.0, stop_token_ids=(), stop_strings=(text[3:5], text[8]))
+    found, expected = (drained(one, asked) for one in (engine, native()))
+    assert tokens(found) == tokens(expected)
+    assert len(found[0].token_ids) < 12
+    assert {done.finish_reason for done in found.values()} >= {"stop"}
+    for number, done in found.items():
+        assert done.finish_reason == expected[number].finish_reason
+        assert len(done.logprobs) == len(done.token_versions) == len(done.token_ids)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -195,9 +219,9 @@ def test_new_weights_are_installed_under_requests_that_go_on(engine: VLLMEngine)
     assert after[1].versions == (0, 7)
     assert len(after[1].token_ids) == 1000
     last = Request(1, [1, 2, *after[1].token_ids[:-1].tolist()], 0, SamplingParams(1, 1.0))
-    end = Completion(
-        1, after[1].token_ids[-1:], after[1].logprobs[-1:], (7, 7), after[1].finish_reason
-    )
+    versions = after[1].token_versions.tolist()
+    assert versions == sorted(versions)
+    end = replace(after[1], token_ids=after[1].token_ids[-1:], logprobs=after[1].logprobs[-1:])
     assert gap(new, [last], {1: end}) < TOLERANCE, "its own old keys and values are gone too"
 
 

@@ -54,6 +54,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Config": {"attention_bias": True},
     "Qwen3MoeConfig": {"num_experts": 8, "num_experts_per_tok": 2},
     "LlamaConfig": {"attention_bias": True, "mlp_bias": True},
+    "GemmaConfig": {"attention_bias": True},
+    "Gemma2Config": {},
+    "Gemma3TextConfig": {"attention_bias": True},
 }
 SMALL = {
     "hidden_size": 64,

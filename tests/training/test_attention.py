@@ -15,6 +15,7 @@ from m2flow.training.attention import packed_attention, packed_attention_on
 from m2flow.training.forward import token_logprobs
 from m2flow.training.packing import Sharing, pack
 from m2flow.training.rollouts import Rollouts, TokenPairs
+from tests.generation.small_models import FAMILIES, small_model
 
 MakeModel = Callable[..., nn.Module]
 PlainLogprobs = Callable[[nn.Module, TokenPairs], Tensor]
@@ -79,12 +80,32 @@ def test_model_attends_as_before_outside_and_after_an_error(make_model: MakeMode
     assert torch.equal(model(input_ids=ids).logits, before)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"dropout": 0.1}, {"sliding_window": 64}, {"softcap": 30.0}, {"s_aux": torch.ones(1)}],
-)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_windows_and_capped_scores_agree_with_one_row_at_a_time(
+    name: str,
+    make_rollouts: Callable[..., Rollouts],
+    plain_logprobs: PlainLogprobs,
+    monkeypatch: pytest.MonkeyPatch,
+    fused: bool,
+) -> None:
+    """Windows of 5 to 7 nodes of a path, over prefixes that rows share."""
+    if fused:
+        monkeypatch.setattr(attention, "MAX_MATERIALISED_PAIRS", 0)
+    model, pairs = small_model(name), make_rollouts().pairs
+    # transformers has the softmax of Gemma 2 in float32
+    tolerance = 1e-5 if name == "gemma2" else 1e-10
+    expected = plain_logprobs(model, pairs)
+    for sharing in SHARINGS:
+        found = packed_logprobs(model, pairs, 10_000, sharing)
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    for one, other in zip(gradients(model, found), gradients(model, expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e3 * tolerance, atol=1e2 * tolerance)
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.1}, {"s_aux": torch.ones(1)}])
 def test_other_kinds_of_attention_are_refused_and_not_ignored(options: dict[str, Any]) -> None:
     (only,) = pack(TokenPairs.from_rows([[1]], [[2, 3]]), 10)
     heads = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(UserError, match="plain causal attention"):
+    with pytest.raises(UserError, match="a model with causal attention"):
         packed_attention(nn.Module(), heads, heads, heads, None, pack_layout=only.layout, **options)

@@ -72,6 +72,7 @@ def test_other_architectures_compute_all_logits_at_once(monkeypatch: pytest.Monk
     model: Any = make_model()
     monkeypatch.setattr(forward, "LOGITS_AT_A_TIME", VOCABULARY)
     monkeypatch.setattr(model.config, "model_type", "gemma2")
+    monkeypatch.setattr(model.config, "final_logit_softcapping", 30.0, raising=False)
     monkeypatch.setattr(forward._Head, "over", None)
     figures_and_gradient(model)
 

@@ -258,6 +258,9 @@ def evaluate(
     ] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     engine: Annotated[str, typer.Option(help="native or vllm.")] = "native",
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A string that ends an answer; may be said again.")
+    ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many problems, or episodes.")
     ] = None,
@@ -296,6 +299,8 @@ def evaluate(
         raise UserError("is unknown", key="--on-bad-row", value=on_bad_row, expected="fail or skip")
     if engine not in ("native", "vllm"):
         raise UserError("is unknown", key="--engine", value=engine, expected="native or vllm")
+    if stop and not all(stop):
+        raise UserError("is empty", key="--stop", expected="a string that ends an answer")
     run = run_of(model) if not data and workload is None else None
     workload = workload or ("reasoning" if run is None else recipe_of(run).workload)
     asked = Examination(
@@ -308,6 +313,7 @@ def evaluate(
         top_p=top_p,
         min_p=min_p,
         engine=engine,
+        stop=tuple(stop or ()),
         limit=limit,
         seed=seed,
         template=template,

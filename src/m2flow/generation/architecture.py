@@ -1,17 +1,19 @@
-"""Decoders of the Llama family, as far as generation must know them.
+"""Decoders of the Llama and Gemma families, as far as generation must know them.
 
 Reads a Hugging Face configuration; `supported` says which ones the decoder computes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from m2flow.generation.supported import QK_NORM, check_supported
+from m2flow.errors import UserError
+from m2flow.generation.supported import GEMMA, QK_NORM, activation_of, not_fused
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,12 @@ class Architecture:
     `experts`, each layer's MLP is that many of `intermediate_size` channels each, of which
     `experts_per_token` work on a token, weighted by their probabilities (`normalise_experts`: as
     shares of these experts' sum); `own_experts` are here.
+
+    With `offset_norms`, a norm scales by 1 + its weight, in float32 at least. With `out_norms`,
+    what attention and MLP make is normalised before it is added. Scores are scaled by
+    `score_scale`. Scores and logits are capped by `cap tanh(x / cap)` where there is a cap. Each
+    layer has its place in `windows`, the number of tokens that one of it attends to, itself
+    included (None: all), and in `ropes`, which of the rotation tables it takes.
     """
 
     vocab_size: int
@@ -42,6 +50,15 @@ class Architecture:
     experts_per_token: int = 0
     normalise_experts: bool = False
     own_experts: range = range(0)
+    activation: str = "silu"
+    offset_norms: bool = False
+    out_norms: bool = False
+    embedding_scale: float = 1.0
+    score_scale: float = 1.0
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    windows: tuple[int | None, ...] = ()
+    ropes: tuple[int, ...] = ()
 
     @property
     def group(self) -> int:
@@ -54,9 +71,13 @@ def architecture_of(config: Any) -> Architecture:
     Raises:
         UserError: the model is none of those that this decoder computes exactly.
     """
-    check_supported(config.to_dict())
+    kind = config.model_type
+    if (reason := not_fused(config.to_dict())) is not None:
+        raise UserError(reason, key="model_type", value=kind)
     experts = int(getattr(config, "num_experts", 0) or 0)
-    is_qwen2 = config.model_type == "qwen2"
+    is_qwen2, has_caps = kind == "qwen2", kind in ("gemma2", "gemma3_text")
+    # transformers knows a cap of Gemma 3's scores, and does not compute it.
+    score_cap = config.attn_logit_softcapping if kind == "gemma2" else None
     attention_bias = bool(getattr(config, "attention_bias", False))
     return Architecture(
         vocab_size=config.vocab_size,
@@ -67,7 +88,7 @@ def architecture_of(config: Any) -> Architecture:
         kv_heads=config.num_key_value_heads,
         head_dim=_head_dim(config),
         norm_epsilon=config.rms_norm_eps,
-        qk_norm=QK_NORM[config.model_type],
+        qk_norm=kind in QK_NORM,
         # Qwen2 has biases on queries, keys and values alone, and no switch for them.
         qkv_bias=is_qwen2 or attention_bias,
         out_bias=not is_qwen2 and attention_bias,
@@ -78,20 +99,64 @@ def architecture_of(config: Any) -> Architecture:
         experts_per_token=config.num_experts_per_tok if experts else 0,
         normalise_experts=bool(getattr(config, "norm_topk_prob", False)),
         own_experts=range(experts),
+        activation=activation_of(config.to_dict()),
+        offset_norms=kind in GEMMA,
+        out_norms=has_caps,
+        embedding_scale=config.hidden_size**0.5 if kind in GEMMA else 1.0,
+        score_scale=(config.query_pre_attn_scalar if has_caps else _head_dim(config)) ** -0.5,
+        score_cap=score_cap or None,
+        logit_cap=(config.final_logit_softcapping if has_caps else None) or None,
+        windows=_windows(config),
+        ropes=_ropes(config),
     )
 
 
-def rotation_table(config: Any, dtype: torch.dtype) -> Tensor:
+def _windows(config: Any) -> tuple[int | None, ...]:
+    """For each layer how many tokens one attends to, itself included; None for all."""
+    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    if config.model_type in ("mistral", "qwen3_moe"):  # these have one for all layers
+        return (window,) * layers
+    types = getattr(config, "layer_types", None) or ("full_attention",) * layers
+    return tuple(window if one == "sliding_attention" else None for one in types)
+
+
+def _ropes(config: Any) -> tuple[int, ...]:
+    """For each layer which of the `rotation_tables` is its own."""
+    if not _by_layer_type(config):
+        return (0,) * config.num_hidden_layers
+    types = sorted(set(config.layer_types))
+    return tuple(types.index(one) for one in config.layer_types)
+
+
+def _by_layer_type(config: Any) -> bool:
+    """Whether layers of different types have rotary parameters of their own."""
+    return any(isinstance(value, Mapping) for value in config.rope_parameters.values())
+
+
+def rotation_tables(config: Any, dtype: torch.dtype) -> list[Tensor]:
+    """The tables that `Architecture.ropes` counts; see `rotation_table`."""
+    if not _by_layer_type(config):
+        return [rotation_table(config, dtype)]
+    return [rotation_table(config, dtype, one) for one in sorted(set(config.layer_types))]
+
+
+def rotation_table(config: Any, dtype: torch.dtype, layer_type: str | None = None) -> Tensor:
     """The rotary embedding of every position as unit complex numbers.
 
     Row p holds `exp(i * p * frequency)` for each channel pair of a head (Su et al., "RoFormer",
     arXiv 2104.09864, equation 34), times the attention scaling of the configuration. Angles are
     computed in float32 and rounded to `dtype`, as transformers does.
 
+    Args:
+        config: a `transformers` configuration.
+        dtype: of the model.
+        layer_type: whose parameters count, where types of layers have their own.
+
     Returns:
         complex64 (complex128 for float64) [positions, head_dim / 2].
     """
     rope = config.rope_parameters
+    rope = rope if layer_type is None else rope[layer_type]
     if rope["rope_type"] == "default":
         head_dim = _head_dim(config)
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
@@ -99,7 +164,10 @@ def rotation_table(config: Any, dtype: torch.dtype) -> Tensor:
     else:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        frequency, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+        of_type = {} if layer_type is None else {"layer_type": layer_type}
+        frequency, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](
+            config, torch.device("cpu"), **of_type
+        )
     position = torch.arange(config.max_position_embeddings, dtype=torch.float32)
     angle = position.unsqueeze(1) * frequency.float()
     real, imaginary = (part.mul(scaling).to(dtype) for part in (angle.cos(), angle.sin()))

@@ -1,4 +1,4 @@
-"""A decoder of the Llama family: prompts in, keys, values and logits out; one token at a time.
+"""A decoder of the Llama or Gemma family: prompts in, keys, values, logits out; token by token.
 
 Computes what transformers computes, rounding included where the dtype is not float32, over the
 fused weights. On a gang each lane computes its part of the heads and channels, and all get the same
@@ -20,11 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from m2flow.generation.architecture import Architecture, architecture_of, rotation_table
+from m2flow.generation.architecture import Architecture, architecture_of, rotation_tables
+from m2flow.generation.attention import capped, decode_attention, prompt_attention
 from m2flow.generation.kernels import linear, padded_rows, rms_norm
 from m2flow.generation.kv_cache import CacheView
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 from m2flow.generation.weights import DecoderWeights, LayerWeights
+from m2flow.runtime.weights.boxes import Box
 
 Attend = Callable[[int, Tensor], Tensor]
 
@@ -34,11 +36,12 @@ class Prefilled:
     """What a prefill of U prompts leaves behind.
 
     Attributes:
-        kv_LUKPW: key and value of every token side by side; beyond a prompt's length, garbage.
+        kv: keys and values of every token, for the cache that belongs to what computed them; of a
+            `Decoder` kv_LUKPW, side by side, and beyond a prompt's length garbage.
         logits_UV: after each prompt's last token.
     """
 
-    kv_LUKPW: Tensor
+    kv: Any
     logits_UV: Tensor
 
 
@@ -62,14 +65,17 @@ class Decoder:
         self.dtype, self.device, self._parallel = dtype, device, parallel
         self.weights = DecoderWeights(architecture_of(config), dtype, device, parallel)
         self.architecture: Architecture = self.weights.architecture
-        self._rotation = rotation_table(config, dtype).to(device)
-        # bmm beats the fused kernel for float32 and float64 on the CPU; elsewhere the fused kernel
-        # is faster, and for half precision it keeps the scores in float32.
-        self._plain_attention = device.type == "cpu" and dtype in (torch.float32, torch.float64)
+        self._rotations = [table.to(device) for table in rotation_tables(config, dtype)]
+        # As transformers has it, rounded to the weights' dtype.
+        self._embedding_scale = float(torch.tensor(self.architecture.embedding_scale, dtype=dtype))
 
     def install(self, weights: Mapping[str, Tensor]) -> None:
         """Copies all weights; see `NativeEngine.install`."""
         self.weights.install(weights)
+
+    def boxes(self) -> dict[str, Box]:
+        """Hugging Face parameter name -> the part of it that is here."""
+        return self.weights.boxes()
 
     @property
     def logprob_dtype(self) -> torch.dtype:
@@ -78,37 +84,44 @@ class Decoder:
 
     def tensors(self) -> list[Tensor]:
         """Weights and tables."""
-        return [*self.weights.tensors(), self._rotation]
+        return [*self.weights.tensors(), *self._rotations]
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
-        """Runs whole prompts, padded on the right to the longest."""
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], first: int = 0, kv: Tensor | None = None
+    ) -> Prefilled:
+        """Runs prompts, padded on the right to the longest, from one position on.
+
+        Args:
+            prompts: all of their tokens.
+            first: where to begin; what is before it has been run.
+            kv: kv_LUKPW, which has room for the prompts, and what was made of the positions before
+                `first`; None for room of its own.
+        """
         a = self.architecture
-        lengths = [len(prompt) for prompt in prompts]
+        lengths = [len(prompt) - first for prompt in prompts]
         count, width = len(prompts), max(lengths)
         num_rows = padded_rows(count * width)
         ids_N = torch.zeros(num_rows, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
-            ids_N[row * width : row * width + len(prompt)] = torch.tensor(prompt)
-        position_N = torch.arange(num_rows, device=self.device) % width
-        kv_LUKPW = torch.empty(
-            (a.layers, count, a.kv_heads, width, 2 * a.head_dim),
-            dtype=self.dtype,
-            device=self.device,
-        )
+            ids_N[row * width : row * width + lengths[row]] = torch.tensor(prompt[first:])
+        position_N = first + torch.arange(num_rows, device=self.device) % width
+        kv_LUKPW = self.room(count, width) if kv is None else kv
 
         def attend(layer: int, qkv_YSD: Tensor) -> Tensor:
             shape = (count, width, a.kv_heads, a.group + 2, a.head_dim)
             qkv_UPKSD = qkv_YSD[: count * width * a.kv_heads].view(shape)
-            kv_LUKPW[layer].copy_(qkv_UPKSD[..., a.group :, :].flatten(3).transpose(1, 2))
-            key_UKPD, value_UKPD = kv_LUKPW[layer].chunk(2, dim=-1)
+            kv_UKPW = kv_LUKPW[layer][:, :, : first + width]
+            kv_UKPW[:, :, first:].copy_(qkv_UPKSD[..., a.group :, :].flatten(3).transpose(1, 2))
+            key_UKPD, value_UKPD = kv_UKPW.chunk(2, dim=-1)
             query_UPHD = qkv_UPKSD[..., : a.group, :].flatten(2, 3)
             # Padding lies behind every real token, where the causal mask hides it.
-            out_UHPD = F.scaled_dot_product_attention(
+            out_UHPD = prompt_attention(
                 query_UPHD.transpose(1, 2),
                 key_UKPD,
                 value_UKPD,
-                is_causal=True,
-                enable_gqa=a.group > 1,
+                scale=a.score_scale,
+                window=a.windows[layer],
+                cap=a.score_cap,
             )
             out_NE = qkv_YSD.new_zeros(num_rows, a.heads * a.head_dim)
             out_NE[: count * width] = out_UHPD.transpose(1, 2).reshape(count * width, -1)
@@ -117,6 +130,12 @@ class Decoder:
         hidden_NE = self._layers(ids_N.to(self.device), position_N, attend)
         last_U = torch.tensor([row * width + length - 1 for row, length in enumerate(lengths)])
         return Prefilled(kv_LUKPW, self._logits(hidden_NE[last_U.to(self.device)]))
+
+    def room(self, prompts: int, tokens: int) -> Tensor:
+        """Room for the keys and values of so many prompts of so many tokens, kv_LUKPW."""
+        a = self.architecture
+        shape = (a.layers, prompts, a.kv_heads, tokens, 2 * a.head_dim)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def decode(
         self, token_N: Tensor, position_N: Tensor, num_running: int, cache: CacheView
@@ -135,26 +154,18 @@ class Decoder:
         """
         a = self.architecture
         num_rows, num_heads = token_N.shape[0], num_running * a.kv_heads
-        scale = a.head_dim**-0.5
 
         def attend(layer: int, qkv_YSD: Tensor) -> Tensor:
             query_XGD, kv_X2D = qkv_YSD.narrow(0, 0, num_heads).split((a.group, 2), dim=1)
             cache.append(layer, kv_X2D.flatten(1))
             out_YGD = qkv_YSD.new_empty(num_rows * a.kv_heads, a.group, a.head_dim)
-            rows, mask_X1C = slice(num_heads), cache.mask_X1C
-            key_XCD, value_XCD = cache.window(layer)
-            if self._plain_attention:
-                score_XGC = torch.baddbmm(mask_X1C, query_XGD, key_XCD.transpose(1, 2), alpha=scale)
-                torch.bmm(score_XGC.softmax(dim=-1), value_XCD, out=out_YGD[rows])
-            else:
-                # A head of a row stands where the kernel has the batch, and its group of queries
-                # where the kernel has positions.
-                out_YGD[rows] = F.scaled_dot_product_attention(
-                    query_XGD.unsqueeze(1),
-                    key_XCD.unsqueeze(1),
-                    value_XCD.unsqueeze(1),
-                    attn_mask=mask_X1C.unsqueeze(1),
-                ).squeeze(1)
+            decode_attention(
+                query_XGD,
+                *cache.window(layer, a.windows[layer]),
+                scale=a.score_scale,
+                cap=a.score_cap,
+                out_XGD=out_YGD[:num_heads],
+            )
             return out_YGD.view(num_rows, -1)
 
         hidden_NE = self._layers(token_N, position_N, attend)
@@ -164,23 +175,36 @@ class Decoder:
         a = self.architecture
         shape = (-1, a.group + 2, a.head_dim)
         position_Y = position_N.repeat_interleave(a.kv_heads)
-        rotation_Y1C = self._rotation.index_select(0, position_Y).unsqueeze(1)
+        rotations = [table.index_select(0, position_Y).unsqueeze(1) for table in self._rotations]
         hidden_NE = self.weights.embedding.index_select(0, ids_N)
+        if a.embedding_scale != 1.0:
+            hidden_NE.mul_(self._embedding_scale)
         for index, layer in enumerate(self.weights.layers):
             normed_NE = rms_norm(hidden_NE, layer.attention_norm, a.norm_epsilon)
             qkv_YSD = linear(normed_NE, layer.qkv, layer.qkv_bias).view(shape)
             query_key = qkv_YSD.narrow(1, 0, a.group + 1)
             if layer.qk_norm is not None:
                 query_key.copy_(rms_norm(query_key, layer.qk_norm, a.norm_epsilon))
-            rotate(query_key, rotation_Y1C)
-            hidden_NE += self._joined(attend(index, qkv_YSD), layer.out, layer.out_bias)
+            rotate(query_key, rotations[a.ropes[index]])
+            made_NE = self._joined(attend(index, qkv_YSD), layer.out, layer.out_bias)
+            if layer.attention_out_norm is not None:
+                made_NE = rms_norm(made_NE, layer.attention_out_norm, a.norm_epsilon)
+            hidden_NE += made_NE
             normed_NE = rms_norm(hidden_NE, layer.mlp_norm, a.norm_epsilon)
             if layer.router is not None:
                 hidden_NE += self._experts(normed_NE, layer, layer.router)
                 continue
             gate, up = linear(normed_NE, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            hidden_NE += self._joined(F.silu(gate).mul_(up), layer.down, layer.down_bias)
+            made_NE = self._joined(self._gate(gate).mul_(up), layer.down, layer.down_bias)
+            if layer.mlp_out_norm is not None:
+                made_NE = rms_norm(made_NE, layer.mlp_out_norm, a.norm_epsilon)
+            hidden_NE += made_NE
         return hidden_NE
+
+    def _gate(self, gate: Tensor) -> Tensor:
+        if self.architecture.activation == "silu":
+            return F.silu(gate)
+        return F.gelu(gate, approximate="tanh")
 
     def _experts(self, input_NE: Tensor, layer: LayerWeights, router_XE: Tensor) -> Tensor:
         """The sum of what each row's experts make of it, weighted; X experts, C chosen of a row.
@@ -202,7 +226,7 @@ class Decoder:
                 row_P = pick_P // a.experts_per_token
                 # Rows differ from call to call, for which `linear` would compile anew.
                 gate, up = F.linear(input_NE[row_P], layer.gate_up[number]).chunk(2, dim=-1)
-                made_PE = F.linear(F.silu(gate).mul_(up), layer.down[number])
+                made_PE = F.linear(self._gate(gate).mul_(up), layer.down[number])
                 sum_NE.index_add_(0, row_P, made_PE.mul_(share_S[pick_P].unsqueeze(1)))
         return self._parallel.sum(sum_NE)
 
@@ -215,7 +239,7 @@ class Decoder:
 
     def _logits(self, hidden_NE: Tensor) -> Tensor:
         normed_NE = rms_norm(hidden_NE, self.weights.norm, self.architecture.norm_epsilon)
-        logits_NV = linear(normed_NE, self.weights.head)
+        logits_NV = capped(linear(normed_NE, self.weights.head), self.architecture.logit_cap)
         return logits_NV if logits_NV.dtype is torch.float64 else logits_NV.float()
 
 

@@ -47,11 +47,15 @@ def linear(input_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) ->
 def rms_norm(input_E: Tensor, weight_E: Tensor, epsilon: float) -> Tensor:
     """`weight * x / sqrt(mean(x**2) + epsilon)` over the last dimension (arXiv 1910.07467, eq. 4).
 
-    As transformers has it, the quotient is rounded to the input's dtype before it is scaled.
+    As transformers has it, the quotient is rounded to the input's dtype before it is scaled; or,
+    where the weight's dtype is wider, computed and scaled in that and then rounded.
 
     Args:
         input_E: [..., E].
         weight_E: broadcastable to it.
         epsilon: as in the model's configuration.
     """
+    if weight_E.dtype is not input_E.dtype:
+        wide_E = F.rms_norm(input_E.to(weight_E.dtype), input_E.shape[-1:], None, epsilon)
+        return wide_E.mul_(weight_E).to(input_E.dtype)
     return F.rms_norm(input_E, input_E.shape[-1:], None, epsilon).mul_(weight_E)

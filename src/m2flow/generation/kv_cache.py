@@ -12,7 +12,7 @@ row, C columns, W = 2 D the key and the value of a head side by side, U prompts,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -62,6 +62,10 @@ class KVCache:
         """All that takes memory."""
         return self._kv_LRKCW, self._first_index_X
 
+    def tensors_of(self, kv_LUKPW: Tensor) -> tuple[Tensor, ...]:
+        """All that a prefill left behind."""
+        return (kv_LUKPW,)
+
     def ensure(self, rows: int, columns: int, *, keep: int) -> None:
         """Makes room for at least so many slots of so many columns; keeps the first `keep` slots.
 
@@ -102,18 +106,29 @@ class KVCache:
         for source, target in zip(sources, targets, strict=True):
             used[:, target] = used[:, source]
 
-    def view(self, position_B: Tensor, window: int) -> CacheView:
+    def view(self, position_B: Tensor, columns: int, shortest: int = 0) -> CacheView:
         """What one decode step needs: where each row's next token goes, and what rows attend to.
 
         Args:
             position_B: int64, tokens in each slot so far: the column that this step fills.
-            window: columns that the longest row attends to in this step.
+            columns: that the longest row attends to in this step.
+            shortest: columns that every row attends to in this step, where there is no window.
         """
-        position_X = position_B.repeat_interleave(self._architecture.kv_heads)
+        kv_heads, windows = self._architecture.kv_heads, set(self._architecture.windows)
+        position_X = position_B.repeat_interleave(kv_heads)
         index_X = self._first_index_X.narrow(0, 0, position_X.shape[0]) + position_X
-        absent_XC = self._column.narrow(0, 0, window) > position_X.unsqueeze(1)
-        mask_XC = torch.where(absent_XC, self._absent, self._present)
-        return CacheView(self._kv_LRKCW, index_X, mask_XC.unsqueeze(1))
+        column_C, position_X1 = self._column.narrow(0, 0, columns), position_X.unsqueeze(1)
+        absent_XC = column_C > position_X1
+        bands: dict[int | None, tuple[int, Tensor]] = {}
+        for window in windows:
+            first, hidden_XC = 0, absent_XC
+            if window is not None and window < columns:
+                # The columns that no row sees any more are not read.
+                first = max(0, shortest - window)
+                hidden_XC = (absent_XC | (column_C <= position_X1 - window))[:, first:]
+            mask_XC = torch.where(hidden_XC, self._absent, self._present)
+            bands[window] = first, mask_XC.unsqueeze(1)
+        return CacheView(self._kv_LRKCW, index_X, bands)
 
     def _shape(self, rows: int, columns: int) -> None:
         """Lay the slots out, in the memory at hand where there is a budget and in new otherwise."""
@@ -130,31 +145,42 @@ class KVCache:
 
 
 class CacheView:
-    """The cache during one decode step.
+    """The cache during one decode step."""
 
-    Attributes:
-        mask_X1C: [heads of all rows, 1, window], 0 where the row has a token and -inf elsewhere.
-    """
+    def __init__(
+        self,
+        kv_LRKCW: Tensor,
+        index_X: Tensor,
+        bands: Mapping[int | None, tuple[int, Tensor]],
+    ) -> None:
+        """Views a cache.
 
-    def __init__(self, kv_LRKCW: Tensor, index_X: Tensor, mask_X1C: Tensor) -> None:
-        """`index_X`: where in a layer each head's key and value of this step go."""
-        self.mask_X1C = mask_X1C
-        self._kv_LRKCW, self._index_X = kv_LRKCW, index_X
+        Args:
+            kv_LRKCW: its content.
+            index_X: where in a layer each head's key and value of this step go.
+            bands: for each window of a layer the first column that is read, and a mask
+                [heads of all rows, 1, columns] of it and those after it: 0 where the row sees a
+                token, and -inf elsewhere.
+        """
+        self._kv_LRKCW, self._index_X, self._bands = kv_LRKCW, index_X, bands
         self._flat_LYW = kv_LRKCW.flatten(1, 3)
 
     def append(self, layer: int, kv_XW: Tensor) -> None:
         """Writes this step's keys and values of a layer."""
         self._flat_LYW[layer].index_copy_(0, self._index_X, kv_XW)
 
-    def window(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [heads of the rows, window, D] that rows attend over."""
+    def window(self, layer: int, window: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [heads of the rows, columns, D] that rows attend over, and the mask."""
         # One strided view where indexing would take half a dozen: at this rate they cost.
         kv_RKCW = self._kv_LRKCW
         head_dim = kv_RKCW.shape[-1] // 2
         layer_stride, _, head_stride, column_stride, _ = kv_RKCW.stride()
-        shape = (self.mask_X1C.shape[0], self.mask_X1C.shape[2], head_dim)
-        stride, offset = (head_stride, column_stride, 1), layer * layer_stride
+        first, mask_X1C = self._bands[window]
+        shape = (mask_X1C.shape[0], mask_X1C.shape[2], head_dim)
+        stride = (head_stride, column_stride, 1)
+        offset = layer * layer_stride + first * column_stride
         return (
             kv_RKCW.as_strided(shape, stride, offset),
             kv_RKCW.as_strided(shape, stride, offset + head_dim),
+            mask_X1C,
         )

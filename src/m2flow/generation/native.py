@@ -1,7 +1,8 @@
 """Continuous batching in PyTorch: requests share slots, decode steps and prefills.
 
 Each step decodes one token for all running sequences, retires those that ended, and gives their
-slots to waiting requests at once. A prompt is prefilled once for all requests that have it. What a
+slots to waiting requests at once. A prompt is prefilled once for all requests that have it, and in
+pieces where it is long, so that running ones need not wait for it. What a
 request draws depends on its prompt, its seed, its parameters and the weights, and not on what else
 is running. The engine is stepped by its owner and never runs on its own.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,13 @@ from m2flow.errors import M2FlowError, UserError
 from m2flow.flow.worker import Place
 from m2flow.generation.decoder import Decoder
 from m2flow.generation.kv_cache import KVCache
+from m2flow.generation.own_forward import OwnForward, OwnSlots
 from m2flow.generation.prefixes import Prefixes
 from m2flow.generation.records import Completion, FinishReason, Request
 from m2flow.generation.running import RunningBatch
 from m2flow.generation.sequence import RunningSequence
+from m2flow.generation.stop_strings import TextOf
+from m2flow.generation.supported import check_supported
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 from m2flow.runtime.lane.state import MovableState
 from m2flow.runtime.weights.boxes import Box
@@ -38,7 +43,7 @@ ROOM_TO_GROW = 8
 
 
 class NativeEngine:
-    """Generation with models of the Llama family, on a lane or a gang of lanes.
+    """Generation with causal language models, on a lane or a gang of lanes.
 
     Args:
         config: the model's `transformers` configuration.
@@ -51,6 +56,9 @@ class NativeEngine:
         cache_bytes: what keys and values may take on this device; None for what is needed. Where
             running requests would need more, those that came last wait, and what they had drawn is
             computed again when there is room.
+        prefill_tokens: of prompts, computed in a step at most; None for `prefixes.MAX_TOKENS`. A
+            longer prompt takes several steps, in which running requests go on.
+        text_of: the text of tokens, where requests may have stop strings.
 
     Raises:
         UserError: the architecture is not computed here, or does not divide over so many lanes.
@@ -66,13 +74,17 @@ class NativeEngine:
         spill: Path | None = None,
         parallel: TensorParallel = WHOLE,
         cache_bytes: int | None = None,
+        prefill_tokens: int | None = None,
+        text_of: TextOf | None = None,
     ) -> None:
+        self._text_of = text_of
         self.device = torch.device(device)
         self.max_running = max_running
         self.version = -1
-        self._decoder = Decoder(config, dtype=dtype, device=self.device, parallel=parallel)
-        self._cache = KVCache(
-            self._decoder.architecture, dtype=dtype, device=self.device, budget=cache_bytes
+        self.notice = check_supported(config.to_dict())
+        """That transformers' own forward pass is run, and why; None where it is not."""
+        self._decoder, self._cache = _computing(
+            config, dtype, self.device, parallel, cache_bytes, fused=self.notice is None
         )
         self._running = RunningBatch(
             self._cache,
@@ -80,7 +92,7 @@ class NativeEngine:
             device=self.device,
             parallel=parallel,
         )
-        self._prefixes = Prefixes(self._decoder, self._cache)
+        self._prefixes = Prefixes(self._decoder, self._cache, prefill_tokens)
         self._state = MovableState(self._tensors, Place(device=str(self.device), spill=spill))
         self._waiting: deque[RunningSequence] = deque()
         self._live: dict[int, RunningSequence] = {}
@@ -109,7 +121,7 @@ class NativeEngine:
         for request in requests:
             assert request.id not in self._live, f"request {request.id} is already here"
             assert request.id not in new, f"request {request.id} comes twice"
-            new[request.id] = sequence = RunningSequence(request)
+            new[request.id] = sequence = RunningSequence(request, self._text_of)
             self._check(sequence)
         beside = (*self._live.values(), *new.values())
         kinds = {sequence.request.params.distribution for sequence in beside}
@@ -156,6 +168,9 @@ class NativeEngine:
     def install(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Replace all weights, between steps; running requests go on with the new ones.
 
+        Keys and values of what they have drawn stay; `Completion.token_versions` tells tokens
+        apart. A prompt of which only pieces are computed is begun again.
+
         Args:
             weights: every parameter under its Hugging Face name, any float dtype and device.
             version: their number.
@@ -175,7 +190,7 @@ class NativeEngine:
     def weight_boxes(self) -> dict[str, Box]:
         """Hugging Face parameter name -> the part of it that this engine takes; `install` may be
         given that part alone."""
-        return self._decoder.weights.boxes()
+        return self._decoder.boxes()
 
     def sleep(self) -> None:
         """Give back the device's memory; weights, keys and values are kept elsewhere.
@@ -237,16 +252,16 @@ class NativeEngine:
         Take out and return those that ended by it.
         """
         first = len(self._running)
-        free = min(self.max_running - first, len(self._waiting))
-        admitted: list[RunningSequence] = []
         longest = self._running.longest
-        while len(admitted) < free:
-            longest = max(longest, self._waiting[0].length + 1)
-            rows = first + len(admitted) + 1
+        fitting: list[RunningSequence] = []
+        for sequence in islice(self._waiting, self.max_running - first):
+            longest = max(longest, sequence.length + 1)
+            rows = first + len(fitting) + 1
             # Room to grow, so that who comes in need not leave at once.
             if rows > 1 and not self._cache.fits(rows, longest + longest // ROOM_TO_GROW):
                 break
-            admitted.append(self._waiting.popleft())
+            fitting.append(sequence)
+        admitted = [self._waiting.popleft() for _ in range(self._prefixes.prefill(fitting))]
         if not admitted:
             return []
         admitted.sort(key=lambda sequence: -sequence.length)
@@ -269,6 +284,30 @@ class NativeEngine:
 
     def _complete(self, sequence: RunningSequence, reason: FinishReason) -> Completion:
         del self._live[sequence.request.id]
-        self._prefixes.release(sequence.prompt)
+        self._prefixes.release(sequence)
         sequence.mark(self.version)
         return sequence.completion(reason, self._decoder.logprob_dtype, self.version)
+
+
+def _computing(
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    parallel: TensorParallel,
+    budget: int | None,
+    *,
+    fused: bool,
+) -> tuple[Decoder | OwnForward, KVCache | OwnSlots]:
+    """What computes a model's tokens, and what holds its keys and values."""
+    if fused:
+        decoder = Decoder(config, dtype=dtype, device=device, parallel=parallel)
+        return decoder, KVCache(decoder.architecture, dtype=dtype, device=device, budget=budget)
+    if parallel.size > 1:
+        raise UserError(
+            "transformers' own forward pass is not divided over lanes",
+            key="model_type",
+            value=config.model_type,
+            hint="let the generator stand on gangs of 1",
+        )
+    forward = OwnForward(config, dtype=dtype, device=device)
+    return forward, OwnSlots(forward, budget)

@@ -1,7 +1,9 @@
 """Prompts that were prefilled: each once, for all requests that have it.
 
-What a prefill left behind is kept while a request with that prompt is here, waiting or running,
-so that a group may be spread over many steps. Must be cleared when the weights change.
+Prompts are prefilled in the order of their requests, `MAX_TOKENS` of them in a step at most; a
+longer prompt in pieces, a step each, so that running requests go on in between. What a prefill left
+behind is kept while a request with that prompt is here, waiting or running, so that a group may be
+spread over many steps. Must be cleared when the weights change.
 """
 
 from __future__ import annotations
@@ -14,21 +16,35 @@ from torch import Tensor
 
 from m2flow.generation.decoder import Decoder, Prefilled
 from m2flow.generation.kv_cache import KVCache
+from m2flow.generation.own_forward import OwnForward, OwnSlots
 from m2flow.generation.sequence import RunningSequence
 
 Ids = tuple[int, ...]
 
 MAX_TOKENS = 8192
-"""Of one prefill pass, padding included; a longer prompt has a pass of its own."""
+"""Of prompts, in a step; and of a prefill pass, padding included."""
 
 
 class Prefixes:
-    """Prefills prompts and copies them to slots."""
+    """Prefills prompts and copies them to slots.
 
-    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+    Args:
+        decoder, cache: compute and hold keys and values.
+        max_tokens: of prompts, in a step; None for `MAX_TOKENS`.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder | OwnForward,
+        cache: KVCache | OwnSlots,
+        max_tokens: int | None = None,
+    ) -> None:
         self._decoder, self._cache = decoder, cache
+        self._max_tokens = max_tokens
         self._users: Counter[Ids] = Counter()
         self._kept: dict[Ids, tuple[Prefilled, int]] = {}
+        self._begun: dict[Ids, tuple[Prefilled, int]] = {}
+        """Contexts that are in pieces, and how many tokens of them are done."""
 
     def __len__(self) -> int:
         """Prompts in use, prefilled or not."""
@@ -38,39 +54,76 @@ class Prefixes:
         """A request with this prompt has come."""
         self._users[prompt] += 1
 
-    def release(self, prompt: Ids) -> None:
-        """A request with this prompt has gone; what the last one leaves is dropped."""
+    def release(self, sequence: RunningSequence) -> None:
+        """A request has gone; what the last one with its prompt leaves is dropped."""
+        prompt = sequence.prompt
+        if sequence.tokens:  # put off, it was no other's beginning
+            self._begun.pop(sequence.context, None)
         self._users[prompt] -= 1
         if not self._users[prompt]:
             del self._users[prompt]
             self._kept.pop(prompt, None)
+            self._begun.pop(prompt, None)
 
     def clear(self) -> None:
         """Forgets what was computed; the requests stay known."""
         self._kept.clear()
+        self._begun.clear()
 
     def tensors(self) -> Iterator[Tensor]:
         """All that is kept; what several prompts share comes several times."""
-        for prefilled, _ in self._kept.values():
-            yield from (prefilled.kv_LUKPW, prefilled.logits_UV)
+        for prefilled, _ in (*self._kept.values(), *self._begun.values()):
+            yield prefilled.logits_UV
+            yield from self._cache.tensors_of(prefilled.kv)
+
+    def prefill(self, sequences: Sequence[RunningSequence]) -> int:
+        """Prefills what a step may; returns how many sequences, from the first on, are prefilled.
+
+        A prompt that was put off keeps what was done of it.
+        """
+        limit = MAX_TOKENS if self._max_tokens is None else self._max_tokens
+        left, whole, ready = limit, dict[Ids, None](), 0
+        for sequence in sequences:
+            ids = sequence.context
+            if ids not in self._kept and ids not in whole:
+                if len(ids) <= left:
+                    left -= len(ids)
+                    whole[ids] = None
+                elif len(ids) <= limit or not left:  # there will be room for it in a later step
+                    break
+                else:
+                    left -= self._go_on(ids, left)
+                    if ids not in self._kept:
+                        break
+            ready += 1
+        for batch in batches(whole, limit):
+            made = self._decoder.prefill(batch)
+            self._kept.update((ids, (made, index)) for index, ids in enumerate(batch))
+        return ready
+
+    def _go_on(self, ids: Ids, tokens: int) -> int:
+        """Prefill up to so many further tokens of a long context; return how many it were."""
+        begun = self._begun.pop(ids, None)
+        done = 0 if begun is None else begun[1]
+        kv = self._decoder.room(1, len(ids)) if begun is None else begun[0].kv
+        end = min(len(ids), done + tokens)
+        made = self._decoder.prefill([ids[:end]], done, kv)
+        if end == len(ids):
+            self._kept[ids] = made, 0
+        else:
+            self._begun[ids] = made, end
+        return end - done
 
     def fill(self, sequences: Sequence[RunningSequence], first: int) -> Tensor:
-        """Fills the slots from `first` on with the sequences' prompts, and what they have drawn.
+        """Fills the slots from `first` on with sequences that are prefilled.
 
         Returns:
             logits_BV of each sequence's next token.
         """
         contexts = [sequence.context for sequence in sequences]
-        found = {ids: self._kept[ids] for ids in contexts if ids in self._kept}
-        missing = [ids for ids in dict.fromkeys(contexts) if ids not in found]
-        for batch in batches(missing, MAX_TOKENS):
-            made = self._decoder.prefill(batch)
-            found.update((ids, (made, index)) for index, ids in enumerate(batch))
-        # What a request has drawn before it had to wait is no other's beginning.
-        self._kept.update((ids, found[ids]) for ids in contexts if ids in self._users)
         passes: dict[int, tuple[Prefilled, list[int]]] = {}
         for order, ids in enumerate(contexts):
-            prefilled, _ = found[ids]
+            prefilled, _ = self._kept[ids]
             passes.setdefault(id(prefilled), (prefilled, []))[1].append(order)
         device = self._decoder.device
         logits_BV = torch.empty(
@@ -80,11 +133,14 @@ class Prefixes:
             device=device,
         )
         for prefilled, orders in passes.values():
-            prompts = torch.tensor([found[contexts[i]][1] for i in orders]).to(device)
+            prompts = torch.tensor([self._kept[contexts[i]][1] for i in orders]).to(device)
             targets = torch.tensor(orders, device=device)
             columns = max(sequences[i].length for i in orders)
-            self._cache.write_prompts(targets + first, prefilled.kv_LUKPW, prompts, columns)
+            self._cache.write_prompts(targets + first, prefilled.kv, prompts, columns)
             logits_BV[targets] = prefilled.logits_UV[prompts]
+        for ids in contexts:
+            if ids not in self._users:  # what a request has drawn before is no other's beginning
+                self._kept.pop(ids, None)
         return logits_BV
 
 

@@ -23,7 +23,8 @@ class SamplingParams:
 
     Temperature 0 is greedy. `top_k`, `top_p` and `min_p` are those of
     `m2flow.algorithms.sampling.likeliest`. Requests beside each other have the same of these four.
-    Any of the stop tokens ends the completion.
+    Any of the stop tokens ends the completion, and so does the token with which one of the stop
+    strings becomes part of its text (`stop_strings`).
     """
 
     max_new_tokens: int
@@ -32,6 +33,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    stop_strings: tuple[str, ...] = ()
 
     @property
     def distribution(self) -> tuple[float, int, float, float]:
@@ -46,15 +48,26 @@ class Completion:
     Attributes:
         token_ids: int64 [T], the stop token included where one was drawn.
         logprobs: float32 (float64 of a float64 engine) [T], of each token when it was drawn.
-        versions: of the weights that drew the first and the last token; where an aborted request
-            has no token, the version installed when it was aborted, twice.
+        token_versions: int64 [T], of the weights that drew each token.
+        current_version: of the weights that were installed when the request ended.
     """
 
     id: int
     token_ids: Tensor = field(repr=False)
     logprobs: Tensor = field(repr=False)
-    versions: tuple[int, int]
+    token_versions: Tensor = field(repr=False)
+    current_version: int
     finish_reason: FinishReason
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """Of the oldest and the newest weights that drew a token.
+
+        Where an aborted request has no token, the version installed when it was aborted, twice.
+        """
+        if not len(self.token_versions):
+            return self.current_version, self.current_version
+        return int(self.token_versions.min()), int(self.token_versions.max())
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,15 @@ Legend: B running rows, N rows computed, which is B padded, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from m2flow.algorithms.sampling import sample_tokens
 from m2flow.generation.kernels import padded_rows
-from m2flow.generation.kv_cache import CacheView, KVCache
+from m2flow.generation.kv_cache import KVCache
+from m2flow.generation.own_forward import OwnSlots
 from m2flow.generation.sequence import RunningSequence
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 
@@ -36,7 +38,7 @@ class RunningBatch:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: KVCache | OwnSlots,
         *,
         max_running: int,
         device: torch.device,
@@ -81,7 +83,7 @@ class RunningBatch:
         del self.sequences[kept:]
         return leaving
 
-    def decode_inputs(self) -> tuple[Tensor, Tensor, CacheView]:
+    def decode_inputs(self) -> tuple[Tensor, Tensor, Any]:
         """token_N, position_N and the cache's view for one decode step.
 
         The next token of every sequence must fit the cache's capacity.
@@ -89,7 +91,8 @@ class RunningBatch:
         longest = self.longest
         self._cache.ensure(len(self), longest, keep=len(self))
         token_N, position_N = self._state[: _POSITION + 1, : padded_rows(len(self))]
-        view = self._cache.view(position_N.narrow(0, 0, len(self)), longest)
+        shortest = min(sequence.length for sequence in self.sequences)
+        view = self._cache.view(position_N.narrow(0, 0, len(self)), longest, shortest)
         return token_N, position_N, view
 
     def draw(self, logits_BV: Tensor, first: int = 0) -> tuple[list[int], list[float]]:

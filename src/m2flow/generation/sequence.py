@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from m2flow.generation.records import Completion, FinishReason, Request
+from m2flow.generation.stop_strings import StopStrings, TextOf
 
 
 class RunningSequence:
@@ -16,18 +17,18 @@ class RunningSequence:
 
     __slots__ = (
         "_limit",
-        "_marked",
         "_stop",
-        "_versions",
+        "_stop_strings",
         "logprobs",
         "number",
         "prompt",
         "request",
         "stopped",
         "tokens",
+        "versions",
     )
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, text_of: TextOf | None = None) -> None:
         ids = request.prompt_ids
         self.request = request
         self.number = -1
@@ -38,8 +39,11 @@ class RunningSequence:
         self.stopped = False
         self._limit = request.params.max_new_tokens
         self._stop = frozenset(request.params.stop_token_ids)
-        self._versions: tuple[int, int] | None = None
-        self._marked = 0
+        self.versions: list[int] = []
+        """Of the weights that drew the tokens, up to the last `mark`."""
+        strings = request.params.stop_strings
+        assert text_of is not None or not strings, "an engine without text finds no stop strings"
+        self._stop_strings = StopStrings(strings, text_of) if strings and text_of else None
 
     @property
     def length(self) -> int:
@@ -55,14 +59,14 @@ class RunningSequence:
         """Appends a drawn token; True when the completion has ended by it."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.stopped = token in self._stop
+        self.stopped = token in self._stop or (
+            self._stop_strings is not None and self._stop_strings.completed_by(token)
+        )
         return self.stopped or len(self.tokens) == self._limit
 
     def mark(self, version: int) -> None:
         """Notes that the tokens taken since the last mark were drawn by `version`."""
-        if len(self.tokens) > self._marked:
-            first = self._versions[0] if self._versions else version
-            self._versions, self._marked = (first, version), len(self.tokens)
+        self.versions += [version] * (len(self.tokens) - len(self.versions))
 
     def completion(
         self, reason: FinishReason, dtype: torch.dtype, current_version: int
@@ -72,6 +76,7 @@ class RunningSequence:
             id=self.request.id,
             token_ids=torch.tensor(self.tokens, dtype=torch.int64),
             logprobs=torch.tensor(self.logprobs, dtype=dtype),
-            versions=self._versions or (current_version, current_version),
+            token_versions=torch.tensor(self.versions, dtype=torch.int64),
+            current_version=current_version,
             finish_reason=reason,
         )

@@ -61,6 +61,7 @@ class VLLMEngine:
             for what vLLM takes by itself.
         start_seconds: longest that vLLM may take to load the model; weights may take as long to be
             installed.
+        stop_strings: whether requests may have some; then vLLM reads the model's tokenizer.
 
     Raises:
         UserError: vLLM is not installed.
@@ -77,18 +78,19 @@ class VLLMEngine:
         device: str = "cpu",
         cache_bytes: int | None = None,
         start_seconds: float = 1800.0,
+        stop_strings: bool = False,
     ) -> None:
         check_vllm_installed()
         from transformers import AutoConfig
 
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
         self._vocab_size, self._context = config.vocab_size, config.max_position_embeddings
-        self.version = version
+        self.version, self._reads_text = version, stop_strings
         self._seconds = start_seconds
         self._submitted = 0
         self._numbers: dict[int, int] = {}  # of live requests, to vLLM's names for them
         self._live: dict[int, int] = {}  # and back; a name is never used again
-        self._finished: list[tuple[int, list[int], list[float], tuple[int, int], str]] = []
+        self._finished: list[tuple[int, list[int], list[float], list[int], str]] = []
         if device == "cpu" and cache_bytes is None:
             cache_bytes = CACHE_BYTES
         files = Path(folder).glob("*.safetensors")
@@ -97,7 +99,7 @@ class VLLMEngine:
             "model": folder,
             "dtype": str(dtype).removeprefix("torch."),
             "max_num_seqs": max_running,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not stop_strings,
             "logprobs_mode": "processed_logprobs",  # of what is drawn from, temperature included
             "disable_log_stats": True,
             "tied_embeddings": bool(config.tie_word_embeddings),
@@ -177,7 +179,9 @@ class VLLMEngine:
                 "top_k": params.top_k,
                 "top_p": params.top_p,
                 "min_p": params.min_p,
+                "stop": list(params.stop_strings),
             }
+            assert self._reads_text or not params.stop_strings, "vLLM was started without text"
             sent.append((self._submitted + len(sent), prompt, settings))
         for request, (number, *_) in zip(requests, sent, strict=True):
             self._numbers[request.id], self._live[number] = number, request.id
@@ -205,7 +209,8 @@ class VLLMEngine:
                     id=request,
                     token_ids=torch.tensor(ids, dtype=torch.int64),
                     logprobs=torch.tensor(logprobs, dtype=torch.float32),
-                    versions=versions,
+                    token_versions=torch.tensor(versions, dtype=torch.int64),
+                    current_version=self.version,
                     finish_reason="stop" if reason == "stop" else "length",
                 )
             )

@@ -12,7 +12,7 @@ ends at once, whatever vLLM is doing. What is said on the connection:
             some old, and nothing may be drawn with them
 
 A request is (id, token ids, sampling parameters by vLLM's names); a completion (id, token ids,
-log-probabilities, versions of the first and the last token, "stop" or "length").
+log-probabilities, the version that drew each token, "stop" or "length").
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _Served:
                 **settings,
                 ignore_eos=True,  # the stop ids say what ends an answer
                 logprobs=0,
-                detokenize=False,
+                detokenize=bool(settings["stop"]),  # a stop string is looked for in text
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             self._engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
@@ -130,12 +130,13 @@ class _Served:
         self._connection.send(("done",))
 
     @staticmethod
-    def _record(output: Any) -> tuple[int, list[int], list[float], tuple[int, int], str]:
+    def _record(output: Any) -> tuple[int, list[int], list[float], list[int], str]:
         (drawn,) = output.outputs
         ids = list(drawn.token_ids)
         logprobs = [given[token].logprob for token, given in zip(ids, drawn.logprobs, strict=True)]
-        first, last = drawn.weight_versions[0], drawn.weight_versions[-1]
-        versions = int(first.version), int(last.version)
+        versions = [
+            int(span.version) for span in drawn.weight_versions for _ in range(span.start, span.end)
+        ]
         return int(output.request_id), ids, logprobs, versions, drawn.finish_reason
 
 

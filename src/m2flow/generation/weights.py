@@ -26,9 +26,11 @@ from m2flow.runtime.weights.boxes import Box
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer. Biases, head norms and router are None where the architecture has none.
+    """One decoder layer. Biases, router and all norms but two are None where there are none.
 
-    With a router, `gate_up` and `down` have the experts as a dimension before the others.
+    `attention_norm` and `mlp_norm` stand before what they are named after, and
+    `attention_out_norm` and `mlp_out_norm` behind. With a router, `gate_up` and `down` have the
+    experts as a dimension before the others.
     """
 
     attention_norm: Tensor
@@ -43,14 +45,17 @@ class LayerWeights:
     down: Tensor
     down_bias: Tensor | None
     router: Tensor | None = None
+    attention_out_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter goes: rows of a fused tensor, or the whole of a tensor."""
+    """Where a parameter goes: rows of a fused tensor, or the whole of a tensor; plus `offset`."""
 
     tensor: Tensor
     rows: Tensor | None = None
+    offset: float = 0.0
 
     @property
     def shape(self) -> torch.Size:
@@ -59,6 +64,8 @@ class _Place:
         return torch.Size((self.rows.numel(), *self.tensor.shape[1:]))
 
     def fill(self, source: Tensor) -> None:
+        if self.offset:
+            source = source.to(self.tensor) + self.offset
         if self.rows is None:
             self.tensor.copy_(source)
         else:
@@ -97,25 +104,33 @@ class DecoderWeights:
         def new(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
+        # 1 + weight would lose the bits of a small weight in half precision.
+        norm_dtype = torch.promote_types(dtype, torch.float32) if a.offset_norms else dtype
+
+        def norm(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=norm_dtype, device=device)
+
         experts = (len(a.own_experts),) if a.experts else ()
         qkv_rows = (a.heads + 2 * a.kv_heads) * a.head_dim
         self.embedding = new(a.vocab_size, a.hidden_size)
         self.head = self.embedding if a.tied_embeddings else new(a.vocab_size, a.hidden_size)
-        self.norm = new(a.hidden_size)
+        self.norm = norm(a.hidden_size)
         self.layers = [
             LayerWeights(
-                attention_norm=new(a.hidden_size),
+                attention_norm=norm(a.hidden_size),
                 qkv=new(qkv_rows, a.hidden_size),
                 qkv_bias=new(qkv_rows) if a.qkv_bias else None,
-                qk_norm=new(a.group + 1, a.head_dim) if a.qk_norm else None,
+                qk_norm=norm(a.group + 1, a.head_dim) if a.qk_norm else None,
                 out=new(a.hidden_size, a.heads * a.head_dim),
                 out_bias=new(a.hidden_size) if a.out_bias else None,
-                mlp_norm=new(a.hidden_size),
+                mlp_norm=norm(a.hidden_size),
                 gate_up=new(*experts, 2 * a.intermediate_size, a.hidden_size),
                 gate_up_bias=new(2 * a.intermediate_size) if a.mlp_bias else None,
                 down=new(*experts, a.hidden_size, a.intermediate_size),
                 down_bias=new(a.hidden_size) if a.mlp_bias else None,
                 router=new(a.experts, a.hidden_size) if a.experts else None,
+                attention_out_norm=norm(a.hidden_size) if a.out_norms else None,
+                mlp_out_norm=norm(a.hidden_size) if a.out_norms else None,
             )
             for _ in range(a.layers)
         ]
@@ -155,9 +170,10 @@ def _places(weights: DecoderWeights) -> dict[str, list[_Place]]:
     """Hugging Face parameter name -> where it is copied to."""
     a = weights.architecture
     device = weights.embedding.device
+    offset = 1.0 if a.offset_norms else 0.0
     places = {
         "model.embed_tokens.weight": [_Place(weights.embedding)],
-        "model.norm.weight": [_Place(weights.norm)],
+        "model.norm.weight": [_Place(weights.norm, offset=offset)],
     }
     if not a.tied_embeddings:
         places["lm_head.weight"] = [_Place(weights.head)]
@@ -168,9 +184,19 @@ def _places(weights: DecoderWeights) -> dict[str, list[_Place]]:
             ("self_attn.k_proj", layer.qkv, layer.qkv_bias),
             ("self_attn.v_proj", layer.qkv, layer.qkv_bias),
             ("self_attn.o_proj", layer.out, layer.out_bias),
-            ("input_layernorm", layer.attention_norm, None),
-            ("post_attention_layernorm", layer.mlp_norm, None),
         ]
+        norms = {
+            "input_layernorm": layer.attention_norm,
+            "post_attention_layernorm": layer.mlp_norm,
+        }
+        if layer.attention_out_norm is not None and layer.mlp_out_norm is not None:
+            norms |= {
+                "post_attention_layernorm": layer.attention_out_norm,
+                "pre_feedforward_layernorm": layer.mlp_norm,
+                "post_feedforward_layernorm": layer.mlp_out_norm,
+            }
+        for name, norm in norms.items():
+            places[f"model.layers.{index}.{name}.weight"] = [_Place(norm, offset=offset)]
         if layer.router is None:
             modules += [
                 ("mlp.gate_proj", layer.gate_up, layer.gate_up_bias),
@@ -189,7 +215,7 @@ def _places(weights: DecoderWeights) -> dict[str, list[_Place]]:
                 places[f"model.layers.{index}.{name}.bias"] = [_Place(bias, rows)]
         if layer.qk_norm is not None:
             channels = _rotary_pairs(a.head_dim).to(device)
-            *queries, key = (_Place(row, channels) for row in layer.qk_norm)
+            *queries, key = (_Place(row, channels, offset) for row in layer.qk_norm)
             places[f"model.layers.{index}.self_attn.q_norm.weight"] = queries
             places[f"model.layers.{index}.self_attn.k_norm.weight"] = [key]
     return places

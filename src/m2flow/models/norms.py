@@ -7,10 +7,13 @@ shows, and makes two plans drift apart which otherwise would not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+OFFSET_NORMS = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm")
 
 
 def widen_norms(model: nn.Module) -> None:
@@ -18,21 +21,30 @@ def widen_norms(model: nn.Module) -> None:
 
     A norm is known by its class's name and its `variance_epsilon`: those of Qwen, Llama and
     Mistral, all of the form `weight * x / sqrt(mean(x**2) + epsilon)` (arXiv 1910.07467, eq. 4).
+    Those of Gemma (`OFFSET_NORMS`) scale by `1 + weight`.
     """
     for module in model.modules():
         name = type(module).__name__
-        if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+        offset = name in OFFSET_NORMS
+        if offset or (name.endswith("RMSNorm") and hasattr(module, "variance_epsilon")):
             weight = module.weight
             if isinstance(weight, Tensor) and weight.dtype is torch.float64:
-                module.__class__ = _widened(type(module))
+                module.__class__ = _widened(type(module), _offset_forward if offset else _forward)
 
 
-def _widened(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (kind,), {"forward": _forward})
+def _widened(kind: type[nn.Module], forward: Callable[[Any, Tensor], Tensor]) -> type[nn.Module]:
+    return type(kind.__name__, (kind,), {"forward": forward})
 
 
 def _forward(norm: Any, hidden_states: Tensor) -> Tensor:
-    mean_square = hidden_states.pow(2).mean(-1, keepdim=True)
-    normed = hidden_states * torch.rsqrt(mean_square + norm.variance_epsilon)
-    widened: Tensor = norm.weight * normed
-    return widened
+    scaled: Tensor = norm.weight * _normed(hidden_states, norm.variance_epsilon)
+    return scaled
+
+
+def _offset_forward(norm: Any, x: Tensor) -> Tensor:
+    scaled: Tensor = (1.0 + norm.weight) * _normed(x, norm.eps)
+    return scaled
+
+
+def _normed(x: Tensor, epsilon: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)

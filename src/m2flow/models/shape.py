@@ -1,8 +1,8 @@
 """Shapes of decoders, and what follows from the shape alone: parameters, FLOPs, bytes of KV cache.
 
 Read from a Hugging Face `config.json`; neither weights nor transformers are needed. Parameter
-counts are exact for the models that the generation engine computes (Llama, Qwen2, Qwen3), and for
-Qwen3 with experts, which published figures are compared by. This module knows no device.
+counts are exact for the models that the generation engine computes itself (Llama, Mistral, Qwen2,
+Qwen3 with experts too, Gemma). This module knows no device.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"attention_bias": True},
     "qwen3": {"head_dim": 128},
     "qwen3_moe": {"num_key_value_heads": 4, "moe_intermediate_size": 768},
+    "gemma": {"head_dim": 256, "num_key_value_heads": 16, "tie_word_embeddings": True},
+    "gemma2": {"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "gemma3_text": {"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True},
 }
 """By model type: defaults of its configuration class that a `config.json` need not repeat."""
 
@@ -171,8 +174,8 @@ def model_from_config(config: Mapping[str, Any], name: str = "model") -> ModelSh
 def _norms_and_biases(config: Mapping[str, Any], kind: str, queries: int, keys: int) -> int:
     """Count the parameters of one layer that belong to no matrix."""
     hidden = int(config["hidden_size"])
-    found = 2 * hidden
-    if kind.startswith("qwen3"):
+    found = (4 if kind in ("gemma2", "gemma3_text") else 2) * hidden
+    if kind.startswith("qwen3") or kind == "gemma3_text":
         found += 2 * queries // int(config["num_attention_heads"])  # norms of queries and keys
     if config.get("attention_bias"):
         found += queries + 2 * keys + (0 if kind == "qwen2" else hidden)

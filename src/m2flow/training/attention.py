@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +35,8 @@ MIN_SEGMENT, MAX_SEGMENTS_PER_ROW = 64, 8
 """A long row asks in up to 8 segments, none shorter than 64 nodes."""
 
 MAX_MATERIALISED_PAIRS = 256 * 256
-"""Segments with more query-key pairs go to the fused kernel, which never stores the scores."""
+"""Segments with more query-key pairs go to the fused kernel, which never stores the scores, unless
+the scores are capped."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class PackLayout:
         slot_N: where in the blocks' answers that of each node lies.
         part: where the pack is divided over lanes, the part that is here: N are its nodes then, and
             keys are numbered as they are gathered.
+        windows: biases of layers that see so many nodes of a path and no more, made when asked.
     """
 
     query_nodes: Tensor
@@ -58,6 +60,20 @@ class PackLayout:
     biases: tuple[Tensor, ...]
     slot_N: Tensor
     part: Part | None = None
+    windows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    def within(self, window: int | None) -> tuple[Tensor, ...]:
+        """The biases, in which a query sees no key that is `window` or more nodes above it."""
+        if window is None:
+            return self.biases
+        if window not in self.windows:
+            narrow = []
+            for bias_RQK in self.biases:
+                seen_RQ1 = (bias_RQK == 0).sum(-1, keepdim=True)  # 1 + the depth of the query
+                depth_K = torch.arange(bias_RQK.shape[-1], device=bias_RQK.device)
+                narrow.append(bias_RQK.masked_fill(depth_K < seen_RQ1 - window, float("-inf")))
+            self.windows[window] = tuple(narrow)
+        return self.windows[window]
 
     @classmethod
     def build(
@@ -165,6 +181,8 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     pack_layout: PackLayout | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of a pack, in the form that transformers calls.
@@ -175,6 +193,8 @@ def packed_attention(
         scaling: of the scores; 1 / sqrt(D) if None.
         dropout: must be 0.
         pack_layout: the pack's layout.
+        sliding_window: nodes of its path that a node sees, itself included; None for all.
+        softcap: scores are `softcap tanh(score / softcap)`; None for the scores as they are.
 
     Returns:
         [1, N, H, D], and None for the weights.
@@ -187,18 +207,18 @@ def packed_attention(
     H, D = query.shape[1], query.shape[3]
     scaling = D**-0.5 if scaling is None else scaling
     # One gather for all blocks: its backward is one scatter, and not one the size of N a block.
-    biases = pack_layout.biases
+    biases = pack_layout.within(sliding_window)
     num_queries = [bias.shape[0] * bias.shape[1] for bias in biases]
     num_keys = [bias.shape[0] * bias.shape[2] for bias in biases]
     query_SF = (_nodes_first(query) * scaling).index_select(0, pack_layout.query_nodes)
     key_NF, value_NF = _nodes_first(key), _nodes_first(value)
     if pack_layout.part is not None:
         both = pack_layout.part.gather(torch.cat([key_NF, value_NF], 1))
-        key_NF, value_NF = both.chunk(2, 1)
+        key_NF, value_NF = both.split([key_NF.shape[1], value_NF.shape[1]], 1)
     key_SF = key_NF.index_select(0, pack_layout.key_nodes)
     value_SF = value_NF.index_select(0, pack_layout.key_nodes)
     answers = [
-        _attend(*block, H, D)
+        _attend(*block, H, D, softcap)
         for block in zip(
             torch.split(query_SF, num_queries),
             torch.split(key_SF, num_keys),
@@ -208,7 +228,7 @@ def packed_attention(
         )
     ]
     answer_NF = torch.cat(answers).index_select(0, pack_layout.slot_N)
-    return answer_NF.view(1, -1, H, D), None
+    return answer_NF.view(1, len(answer_NF), H, -1), None
 
 
 def _nodes_first(heads_1HND: Tensor) -> Tensor:
@@ -216,15 +236,21 @@ def _nodes_first(heads_1HND: Tensor) -> Tensor:
 
 
 def _attend(
-    query_SF: Tensor, key_SF: Tensor, value_SF: Tensor, bias_RQK: Tensor, H: int, D: int
+    query_SF: Tensor,
+    key_SF: Tensor,
+    value_SF: Tensor,
+    bias_RQK: Tensor,
+    H: int,
+    D: int,
+    softcap: float | None,
 ) -> Tensor:
     """Answers [R * Q, H * D] of one block; S is R * Q for queries and R * K for keys and values."""
     R, Q, K = bias_RQK.shape
     J = key_SF.shape[1] // D
     query_RQJGD = query_SF.view(R, Q, J, H // J, D)
     key_RKJD = key_SF.view(R, K, J, D)
-    value_RKJD = value_SF.view(R, K, J, D)
-    if Q * K > MAX_MATERIALISED_PAIRS:
+    value_RKJD = value_SF.view(R, K, J, -1)  # values may be narrower than keys
+    if Q * K > MAX_MATERIALISED_PAIRS and softcap is None:
         answer_RHQD = nn.functional.scaled_dot_product_attention(
             query_RQJGD.view(R, Q, H, D).transpose(1, 2),
             key_RKJD.transpose(1, 2),
@@ -237,24 +263,27 @@ def _attend(
         # Query heads that share a key head stand in one matrix (X = G Q rows): no key is repeated.
         query_BXD = query_RQJGD.permute(0, 2, 3, 1, 4).reshape(R * J, -1, D)  # B = R J
         key_BDK = key_RKJD.permute(0, 2, 3, 1).reshape(R * J, D, K)
-        value_BKD = value_RKJD.transpose(1, 2).reshape(R * J, K, D)
-        scores_RHQK = torch.bmm(query_BXD, key_BDK).view(R, H, Q, K).add_(bias_RQK[:, None])
+        value_BKD = value_RKJD.transpose(1, 2).reshape(R * J, K, -1)
+        scores_BXK = torch.bmm(query_BXD, key_BDK)
+        if softcap is not None:
+            scores_BXK = softcap * torch.tanh(scores_BXK / softcap)
+        scores_RHQK = scores_BXK.view(R, H, Q, K).add_(bias_RQK[:, None])
         weights_BXK = scores_RHQK.softmax(-1).view(R * J, -1, K).to(value_SF.dtype)
-        answer_RHQD = torch.bmm(weights_BXK, value_BKD).view(R, H, Q, D)
-    return answer_RHQD.transpose(1, 2).reshape(R * Q, H * D)
+        answer_RHQD = torch.bmm(weights_BXK, value_BKD).view(R, H, Q, -1)
+    return answer_RHQD.transpose(1, 2).reshape(R * Q, -1)
 
 
 def _refuse_unsupported(dropout: float, kwargs: dict[str, Any]) -> None:
     """A model that attends in some way not computed here must not be trained as if it did not."""
     found: dict[str, Any] = {"attention_dropout": dropout or None}
-    found |= {name: kwargs.get(name) for name in ("sliding_window", "softcap", "s_aux")}
+    found |= {"s_aux": kwargs.get("s_aux")}
     for name, value in found.items():
         if value is not None:
             raise UserError(
                 "packed training does not compute this kind of attention",
                 key=name,
                 value=value if isinstance(value, int | float) else "a tensor",
-                expected="a model with plain causal attention",
+                expected="a model with causal attention, in windows or not",
             )
 
 

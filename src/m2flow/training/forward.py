@@ -25,9 +25,9 @@ from m2flow.models.work import LOGITS_AT_A_TIME
 from m2flow.training.attention import packed_attention_on
 from m2flow.training.packing import Pack
 
-PLAIN_HEADS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Architectures whose logits are the head's output and nothing else; others, which may scale or cap
-them, compute all logits at once."""
+PLAIN_HEADS = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
+"""Architectures whose logits are the head's output and nothing else, if they are not capped; others
+compute all logits at once."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,10 @@ def token_logprobs(
     causal_lm: Any = model
     head = _Head(pack, temperature, with_entropy)
     rows = max(1, LOGITS_AT_A_TIME // int(causal_lm.config.vocab_size))
-    chunks = head.chunks(rows) if causal_lm.config.model_type in PLAIN_HEADS else None
+    config = causal_lm.config
+    cap = getattr(config, "final_logit_softcapping", None)
+    plain = config.model_type in PLAIN_HEADS and not cap
+    chunks = head.chunks(rows) if plain else None
     pack = pack.to(device)
     with packed_attention_on(model), _in_chunks(causal_lm, chunks, head):
         given: Tensor = causal_lm(

@@ -66,6 +66,7 @@ class Examination:
         max_new_tokens: longest answer.
         top_k, top_p, min_p: as the keys of `generation` of a reasoning recipe.
         engine: what draws the answers, as `generation.engine`.
+        stop: strings that end an answer, as `generation.stop`.
         limit: only the first so many questions; or so many episodes.
         seed: fixes what is drawn.
         template: the prompt, with `{question}` in it; None for the workload's own.
@@ -85,6 +86,7 @@ class Examination:
     top_p: float = 1.0
     min_p: float = 0.0
     engine: str = "native"
+    stop: Sequence[str] = ()
     limit: int | None = None
     seed: int = 0
     template: str | None = None

@@ -100,9 +100,18 @@ class WarmupSection(Section):
 
 VLLM_LEAST_TEMPERATURE = 0.01
 
+Strings = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
+"""One string or several, none of them empty."""
+
 
 class GenerationSection(Section):
     """How answers are drawn; `dtype` is the model's where it is not said.
+
+    Any of the strings in `stop` ends an answer with the token that completes it, as the model's end
+    tokens do; the answer keeps it.
 
     `top_k`, `top_p` and `min_p` keep the likeliest tokens. Training knows nothing of them: ratios
     to what was drawn from are off then, unless `training.recompute_logprobs` sets them right.
@@ -120,6 +129,7 @@ class GenerationSection(Section):
     engine: Literal["native", "vllm"] = "native"
     dtype: Dtype | None = None
     cache_gb: Positive | None = None
+    stop: Strings = ()
 
     @model_validator(mode="after")
     def _vllm_does_it(self) -> GenerationSection:

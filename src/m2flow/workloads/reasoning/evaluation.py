@@ -26,6 +26,7 @@ from m2flow.workloads.reasoning.data import (
     read_problems,
 )
 from m2flow.workloads.reasoning.encoding import Names, chat_of, context_of, encode
+from m2flow.workloads.reasoning.supported import check_generation
 from m2flow.workloads.reasoning.workers import Generator, ModelSource, Verifier, outcome
 
 
@@ -76,6 +77,8 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
         raise UserError("is missing", key="--data", expected="problems as JSON lines")
     if asked.engine == "vllm":
         check_vllm_installed()
+    else:
+        check_generation(str(model_folder(asked.model)), "MODEL")
     template = DEFAULT_TEMPLATE if asked.template is None else asked.template
     check_template(template, "--template")
     on_bad_row: OnBadRow = "skip" if asked.skip_bad_rows else "fail"
@@ -103,6 +106,7 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
             top_p=asked.top_p,
             min_p=asked.min_p,
             engine=asked.engine,
+            stop=asked.stop,
         ),
         verifier=Verifier(source, (WeightedReward("math"),)),
     )

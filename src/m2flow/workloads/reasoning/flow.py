@@ -145,6 +145,7 @@ def recipe_flow(
             dtype=recipe.generation.dtype,
             cache_gb=recipe.generation.cache_gb,
             key_value_heads=None if shape is None else shape.kv_heads,
+            stop=recipe.generation.stop,
         ),
         "verifier": Verifier(model, rewards),
         # Adapters stand on the model that the run has started from, and come from the state.

@@ -1,9 +1,16 @@
-"""What plans must know of a recipe's model, without torch: whether it can run, and its shape."""
+"""What plans must know of a recipe's model: whether it can run, its shape, and what is divided.
+
+Nothing here imports torch for a model that the native engine computes itself.
+"""
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 from m2flow.errors import UserError
-from m2flow.generation.supported import check_supported
+from m2flow.generation.causal_lms import check_packs
+from m2flow.generation.supported import check_supported, not_fused
 from m2flow.models.shape import ModelShape, config_of, model_from_config, read_model
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 
@@ -12,9 +19,10 @@ BYTE_VOCABULARY = 384
 
 
 def check_model(recipe: ReasoningRecipe, model: str | None = None) -> None:
-    """Refuse a model that the native engine does not compute; other engines know best.
+    """Refuse a model that is not trained, or that the native engine does not compute.
 
-    A model that is not here is not judged: the run itself refuses it.
+    Other engines know best what they compute. Says once where transformers' own forward pass is
+    run. A model that is not here is not judged: the run itself refuses it.
 
     Args:
         recipe: its model is judged.
@@ -26,16 +34,44 @@ def check_model(recipe: ReasoningRecipe, model: str | None = None) -> None:
     if recipe.generation.engine != "native":
         return
     key, source = ("model.path", recipe.model.path) if model is None else ("--model", model)
-    if source is None:
-        return
+    if source is not None:
+        check_generation(source, key, trained=True)
+
+
+def check_generation(source: str, key: str, *, trained: bool = False) -> None:
+    """Refuse a model that the native engine does not compute, or which is to be trained and is not.
+
+    Args:
+        source: a `config.json`, its folder or a known name.
+        key: what has named it.
+        trained: whether it is to be trained.
+    """
     try:
         config, _ = config_of(source)
     except UserError:  # whoever needs the model says what is wrong with it
         return
     try:
-        check_supported(config)
+        notice = check_supported(config)
+        if trained and notice is not None:
+            check_packs(config)
     except UserError as error:
         raise UserError(str(error), key=key, value=source) from None
+    if notice is not None:
+        _say(f"{source}: {notice}")
+
+
+@cache
+def _say(notice: str) -> None:
+    """Warn, once in a process."""
+    logging.getLogger(__name__).warning("%s", notice)
+
+
+def is_divided(source: str) -> bool:
+    """Whether generation divides a model over several lanes; so if nobody knows it."""
+    try:
+        return not_fused(config_of(source)[0]) is None
+    except UserError:
+        return True
 
 
 def shape_of(recipe: ReasoningRecipe) -> ModelShape:

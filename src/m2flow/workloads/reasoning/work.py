@@ -43,7 +43,7 @@ from m2flow.plan.profile.work import (
 )
 from m2flow.training.division import Division
 from m2flow.workloads.reasoning.config import ReasoningRecipe
-from m2flow.workloads.reasoning.supported import shape_of
+from m2flow.workloads.reasoning.supported import is_divided, shape_of
 from m2flow.workloads.reasoning.workers.source import by_heads, layout_of
 
 PROMPT_TOKENS = 150
@@ -101,7 +101,11 @@ def prices(
     shape = shape_of(recipe) if model is None else read_model(model)
     answers, assumed = answers_of(recipe, model, prompt_tokens, answer_tokens)
     assumed += (f"{score_seconds(recipe) * 1e3:g} ms to score an answer, on one lane",)
-    return lambda device, lanes: RecipeWork(recipe, shape, answers, device, lanes).work(
+    source = model or recipe.model.path
+    divided = source is None or is_divided(str(source))
+    if not divided:
+        assumed += ("transformers' own forward pass costs what the native engine's would",)
+    return lambda device, lanes: RecipeWork(recipe, shape, answers, device, lanes, divided).work(
         graph, assumed
     )
 
@@ -152,6 +156,7 @@ class RecipeWork:
     answers: Answers
     device: Device
     lanes: int
+    divided: bool = True
 
     def work(self, graph: FlowGraph, assumed: tuple[str, ...]) -> FlowWork:
         stages = {node.name: self._stage(node) for node in graph.nodes}
@@ -198,7 +203,7 @@ class RecipeWork:
 
     def _heads_divided(self) -> Sequence[Layout]:
         """Return the layouts of generation: tensor-parallel within a machine; vLLM has one lane."""
-        if self.recipe.generation.engine == "vllm":
+        if self.recipe.generation.engine == "vllm" or not self.divided:
             return [ONE_LANE]
         sizes = [n for n in rising(min(self.lanes, self.device.lanes_per_node)) if n & (n - 1) == 0]
         return [by_heads(n, self.model.kv_heads) for n in sizes]

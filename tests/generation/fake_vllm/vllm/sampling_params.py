@@ -16,6 +16,7 @@ class SamplingParams:
     temperature: float
     seed: int
     stop_token_ids: list[int]
+    stop: list[str]
     ignore_eos: bool
     logprobs: int
     top_k: int

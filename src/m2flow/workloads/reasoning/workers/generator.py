@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Generator as Coroutine
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from m2flow.errors import RunFailed
 from m2flow.flow import Batch, Layout, Place, Ragged, Worker, stage
 from m2flow.flow.worker import ONE_LANE
-from m2flow.workloads.reasoning.supported import key_value_heads
+from m2flow.workloads.reasoning.supported import is_divided, key_value_heads
 from m2flow.workloads.reasoning.workers.source import ModelSource, by_heads, dtype_on
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Generator(Worker):
         cache_gb: 10**9 bytes that keys and values may take on a lane; None for `CACHE_SHARE` of an
             accelerator's memory, or what is needed of a CPU's.
         key_value_heads: of the model, which layouts divide; None for what the model's folder says.
+        stop: strings that end an answer, beside the model's end tokens.
     """
 
     collective = True
@@ -68,8 +69,9 @@ class Generator(Worker):
         dtype: str | None = None,
         cache_gb: float | None = None,
         key_value_heads: int | None = None,
+        stop: Sequence[str] = (),
     ) -> None:
-        self.model, self.key_value_heads = model, key_value_heads
+        self.model, self.key_value_heads, self.stop = model, key_value_heads, tuple(stop)
         self.samples_per_prompt = samples_per_prompt
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.top_k, self.top_p, self.min_p = top_k, top_p, min_p
@@ -80,9 +82,9 @@ class Generator(Worker):
     def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
         """Tensor parallel over any number of lanes that divides the key-value heads.
 
-        vLLM stands on one lane.
+        vLLM stands on one lane, and so does a model that transformers' own forward pass computes.
         """
-        if self.engine_name == "vllm":
+        if self.engine_name == "vllm" or not is_divided(self.model.path):
             return [ONE_LANE]
         heads = self.key_value_heads or key_value_heads(self.model.path)
         return [by_heads(size, heads) for size in range(1, lanes + 1)]
@@ -106,6 +108,7 @@ class Generator(Worker):
                 dtype=dtype,
                 device=place.device,
                 cache_bytes=cache_bytes,
+                stop_strings=bool(self.stop),
             )
             return
         model = self.model.load(place.device, stays=False)
@@ -117,6 +120,7 @@ class Generator(Worker):
             spill=place.spill,
             parallel=TensorParallel.of(place.gang),
             cache_bytes=cache_bytes,
+            text_of=_text_of(self.model.tokenizer()) if self.stop else None,
         )
         self.engine.install(model.state_dict(), place.version)
 
@@ -141,6 +145,7 @@ class Generator(Worker):
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
+            stop_strings=self.stop,
         )
         call = _Call(self.engine, params, samples_per_prompt or self.samples_per_prompt)
         try:
@@ -169,6 +174,16 @@ class Generator(Worker):
 
     def state_bytes(self) -> int:
         return self.engine.state_bytes()
+
+
+def _text_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """The text of tokens, as rewards see it."""
+
+    def text_of(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    return text_of
 
 
 def _cache_bytes(cache_gb: float | None, device: str) -> int | None:
@@ -251,6 +266,7 @@ class _Call:
                     behaviour_logprobs=Ragged.from_rows([done.logprobs for done in some]),
                     finish_reason=[done.finish_reason for done in some],
                     version=[done.versions for done in some],
+                    token_versions=Ragged.from_rows([done.token_versions for done in some]),
                 )
                 for batch, rows, some in rows_of.values()
             ]

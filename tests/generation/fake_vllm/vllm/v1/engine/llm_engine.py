@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from m2flow.algorithms.sampling import likeliest
+from m2flow.models.causal_lm import load_tokenizer
 from vllm import EngineArgs, SamplingParams
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput, WeightVersionSpan
 
@@ -30,8 +31,8 @@ class LLMEngine:
 
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
         assert args.logprobs_mode == "processed_logprobs"
-        assert args.skip_tokenizer_init
         assert not args.enable_chunked_prefill, "with seeds it ends vLLM on a CPU"
+        self.tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.model)
         self.model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
         self.model.config.tie_word_embeddings = False
         self.model.lm_head.weight = torch.nn.Parameter(self.model.lm_head.weight.detach().clone())
@@ -85,10 +86,18 @@ class LLMEngine:
             one.tokens.append(token)
             one.logprobs.append(logprob)
             one.versions.append(self.version)
-            stopped = token in one.params.stop_token_ids
+            stopped = token in one.params.stop_token_ids or self._said_stop(one)
             if stopped or len(one.tokens) == one.params.max_tokens:
                 done.append(self._output(name, "stop" if stopped else "length"))
         return done
+
+    def _said_stop(self, one: Running) -> bool:
+        assert one.params.detokenize == bool(one.params.stop)
+        if not one.params.stop:
+            return False
+        assert self.tokenizer is not None, "skip_tokenizer_init: no text"
+        text = self.tokenizer.decode(one.tokens, skip_special_tokens=True)
+        return any(string in text for string in one.params.stop)
 
     def _output(self, name: str, reason: str) -> RequestOutput:
         one = self.running.pop(name)

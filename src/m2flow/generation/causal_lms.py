@@ -1,0 +1,103 @@
+"""Which models transformers' own forward pass can draw from, told from a configuration alone.
+
+Any causal language model that is part of transformers, reads text alone, and keeps keys and values
+of each token: so that rows of different lengths share a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from m2flow.errors import UserError
+
+OTHER_ENGINE = "take a model of another kind, or see if vLLM knows it: generation.engine: vllm"
+
+
+def check_packs(config: Mapping[str, Any]) -> None:
+    """Refuse a causal language model whose attention cannot be replaced, and so no rows packed.
+
+    Args:
+        config: the content of a `config.json`, which `check_causal_lm` has passed.
+
+    Raises:
+        UserError: names the model type.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = config["model_type"]
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
+    if not model._supports_attention_backend:
+        raise UserError(
+            "its attention cannot be replaced, so prompts and answers cannot be packed: it "
+            "generates, and is not trained",
+            key="model_type",
+            value=kind,
+            expected="a model whose attention transformers dispatches",
+        )
+
+
+def check_causal_lm(config: Mapping[str, Any]) -> None:
+    """Refuse what has no forward pass that draws one token after another here.
+
+    Args:
+        config: the content of a `config.json`.
+
+    Raises:
+        UserError: names the key of the configuration, and what would do.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
+    from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+    kind = config.get("model_type")
+    if config.get("is_encoder_decoder"):
+        raise UserError(
+            "an encoder reads the prompt, and no answer is drawn by going on with it",
+            key="is_encoder_decoder",
+            value=True,
+            expected="a causal (decoder-only) language model",
+        )
+    if kind not in CONFIG_MAPPING:
+        known = "auto_map" in config
+        raise UserError(
+            "its code comes with the model, and m2flow runs none but that of transformers"
+            if known
+            else "transformers does not know this architecture",
+            key="auto_map" if known else "model_type",
+            value=config["auto_map"] if known else kind,
+            expected="a causal language model that transformers has built in",
+        )
+    made = CONFIG_MAPPING[kind].from_dict(dict(config))
+    if type(made) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            "transformers has no causal language model of this kind",
+            key="model_type",
+            value=kind,
+            expected="a causal (decoder-only) language model",
+        )
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(made)]
+    if made.get_text_config(decoder=True) is not made:
+        raise UserError(
+            "a model of more than text",
+            key="model_type",
+            value=kind,
+            expected="its text model in a folder of its own, such as gemma3_text of gemma3",
+        )
+    types = {type(layer) for layer in DynamicCache(config=made).layers}
+    if model._is_stateful or types - {DynamicLayer, DynamicSlidingWindowLayer, DummyLayer}:
+        raise UserError(
+            "layers keep a state, and not keys and values of each token, so requests of different "
+            "lengths cannot share a batch",
+            key="model_type",
+            value=kind,
+            expected="a model that attends in every layer",
+            hint=OTHER_ENGINE,
+        )
+    if "chunked_attention" in (getattr(made, "layer_types", None) or ()):
+        raise UserError(
+            "attention within chunks of the prompt depends on how a batch is padded",
+            key="layer_types",
+            value="chunked_attention",
+            expected="full_attention or sliding_attention",
+            hint=OTHER_ENGINE,
+        )
