@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart quickstart-embodied dev test test-vllm lint format examples screenshots bench-quick doctor clean distclean
+.PHONY: help quickstart quickstart-embodied dev test test-vllm lint format docs examples screenshots bench-quick doctor clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -37,6 +37,10 @@ VLLM_PYTHON ?= $(VENV)-vllm/bin/python
 test-vllm: $(if $(filter $(VENV)-vllm/%,$(VLLM_PYTHON)),$(VENV)-vllm/.installed) ## the tests of vLLM with vLLM itself (VLLM_PYTHON=... or 3.5 GB are installed)
 	PYTHONPATH=src $(VLLM_PYTHON) -m pytest -m "vllm or not slow" \
 	  tests/generation/test_vllm_engine.py tests/workloads/reasoning/test_vllm.py $(ARGS)
+
+docs: $(VENV)/.installed-dev ## the documentation as a site in build/site; a warning is an error
+	$(BIN)/python -m pip install --quiet -e '.[docs]' -c constraints.txt
+	$(BIN)/mkdocs build --strict
 
 lint: $(VENV)/.installed-dev ## ruff check, ruff format --check, mypy
 	$(BIN)/ruff check

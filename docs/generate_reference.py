@@ -45,8 +45,8 @@ MEANING = {
     "`generator`; N must divide the number of the worker's lanes, and for `tpN` that of key-value "
     "heads. An eager run has none",
     "reward": "what scores answers: a function by its dotted path, `my_module:my_function`, or "
-    "one of `addition`, `gym`, `math`; or a list of tables with `function` and `weight`, whose "
-    "weighted rewards add up. None: the task's own",
+    "one of `addition`, `code`, `format`, `gym`, `math`; or a list of tables with `function` and "
+    "`weight`, whose weighted rewards add up. None: the task's own",
     "prompts_per_step": "prompts of a step",
     "samples_per_prompt": "answers drawn for each prompt: a group",
     "minibatches": "optimizer steps in a training step; samples are assigned by their index",

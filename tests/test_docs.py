@@ -22,7 +22,10 @@ import yaml
 
 from m2flow.cli.app import app
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
+from m2flow.observe.progress import Quiet
+from m2flow.observe.run_directory import read_metrics
 from m2flow.plan import plan_from_json, validate
+from m2flow.workloads.common import train
 from m2flow.workloads.common.planning import flow_of
 from m2flow.workloads.common.reading import read_recipe, validated
 from m2flow.workloads.common.shipped import recipe_file
@@ -318,4 +321,78 @@ def test_metrics_reference_names_every_figure() -> None:
     figures |= {f"train/{name}" for name in learner}
     page = (PROJECT / "docs" / "reference" / "metrics.md").read_text()
     missing = {name for name in figures if f"`{name}`" not in page}
+    assert not missing, f"docs/reference/metrics.md does not name {sorted(missing)}"
+
+
+SMALL_RUNS = {
+    "reasoning": (
+        "quickstart",
+        {
+            "steps": 1,
+            "prompts_per_step": 2,
+            "warmup.steps": 2,
+            "evaluation.problems": 2,
+            "algorithm.kl_coefficient": 0.1,
+            "algorithm.entropy_coefficient": 0.1,
+            "training.recompute_logprobs": True,
+        },
+    ),
+    "reasoning, with a critic": (
+        "ppo_quickstart",
+        {"steps": 1, "prompts_per_step": 2, "warmup.steps": 2, "evaluation.problems": 2},
+    ),
+    "embodied": (
+        "quickstart-embodied",
+        {
+            "steps": 1,
+            "rollouts_per_step": 2,
+            "policy.features": 8,
+            "rollout.horizon": 4,
+            "update.epochs": 1,
+            "update.minibatches": 1,
+            "evaluation.episodes": 1,
+            "evaluation.films": 0,
+        },
+    ),
+    "embodied, in groups": (
+        "quickstart-embodied",
+        {
+            "steps": 1,
+            "rollouts_per_step": 2,
+            "policy.features": 8,
+            "rollout.horizon": 4,
+            "rollout.automatic_reset": False,
+            "update.minibatches": 1,
+            "evaluation.episodes": 0,
+            "algorithm": {"name": "grpo", "group_size": 2, "success_bounds": [0.0, 1.0]},
+        },
+    ),
+    "embodied, with replay": (
+        "sac-mlp-pendulum",
+        {
+            "steps": 2,
+            "rollouts_per_step": 2,
+            "rollout.horizon": 8,
+            "replay.begin": 4,
+            "replay.batch_size": 4,
+            "replay.updates": 1,
+            "evaluation.episodes": 1,
+            "evaluation.films": 0,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SMALL_RUNS)
+def test_metrics_reference_names_what_runs_write(kind: str, tmp_path: Path) -> None:
+    recipe, options = SMALL_RUNS[kind]
+    run_dir = train(
+        recipe, {**options, "mode": "eager"}, run_dir=tmp_path / "run", progress=Quiet()
+    )
+    written = {key for row in read_metrics(run_dir) for key in row}
+    assert len(written) > 20
+    named = {re.sub(r"^(seconds/)(?!step$)[\w.]+$", r"\1<stage>", key) for key in written}
+    named = {re.sub(r"^publish/\w+/", "publish/<worker>/", key) for key in named}
+    page = (PROJECT / "docs" / "reference" / "metrics.md").read_text()
+    missing = {name for name in named if f"`{name}`" not in page}
     assert not missing, f"docs/reference/metrics.md does not name {sorted(missing)}"
