@@ -1,11 +1,11 @@
 """Facts of invented people, found by searches: what a model cannot know by heart.
 
 Each person has a code and a friend, and each fact is a passage of the corpus (`passages`):
-`kavo: kavo code 7341`, `kavo: kavo friend lemu` (what a passage is about stands there twice, so that
-`kavo friend` does not find whose friend kavo is). `kavo code=` is answered after a search, `#7341`, or by a
-guess; `kavo friend code=` asks for the code of the friend, and takes two searches. Codes of
-held-out people turn up in no training problem and no demonstration, so that a memory of codes is of
-no use.
+`kavo: kavo code 7341`, `kavo: kavo friend lemu`. Whom a passage is about stands there twice, so
+that `kavo friend` does not find whose friend kavo is. `kavo code=` is answered after a search,
+`#7341`, or by a guess; `kavo friend code=` asks for the code of the friend, and takes two searches.
+Codes of held-out people turn up in no training problem and no demonstration, so that a memory of
+codes is of no use.
 """
 
 from __future__ import annotations
