@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from m2flow.cli.app import app
+from m2flow.workloads.agentic.config import AgenticRecipe
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.reasoning.config import ReasoningRecipe
@@ -251,6 +252,56 @@ EMBODIED = {
 """What the keys of an embodied recipe mean that a reasoning recipe does not have, or not so."""
 
 
+AGENTIC = {
+    "tools": "what the policy may call: `calculator`, `python`, `search`, `mcp`, or a function by "
+    "its path `my_module:my_function`; one name, or a list of tables with `tool` and `options` "
+    "([which](../how-to/agents.md))",
+    "turn_reward": "functions that judge each turn, as `reward` has them; `null` for none",
+    "agent": "an agent of yours that makes the trajectories over an OpenAI-compatible endpoint, "
+    "by its path: a name, or a table with `function`, `deadline_seconds` and `concurrency`; "
+    "`null`: m2flow's own loop of turns and tools",
+    "data.task": "where problems come from: products of numbers (`arithmetic`), facts of invented "
+    "people (`lookup`), a file, or reasoning-gym",
+    "data.options": "settings of the task itself (`arithmetic`: `min_digits`, `max_digits`, "
+    "`tool_share`; `lookup`: `tool_share`, `friend_share`; `jsonl`: `held_out_rows`), or of the "
+    "data set (`gym`)",
+    "generation.max_new_tokens": "longest turn",
+    "episode.max_turns": "turns of the model in a trajectory",
+    "episode.max_tokens": "all tokens of a trajectory behind its prompt, those of tools included",
+    "episode.max_result_tokens": "longest answer of a tool; a longer one is cut and marked",
+    "episode.tool_deadline_seconds": "longest that a call of a tool may take; one that takes "
+    "longer costs its trajectory",
+    "episode.tool_concurrency": "calls that each lane of tools carries out at a time",
+    "episode.dialect": "how calls are written: `chat`, as JSON in `<tool_call>` tags, and answers "
+    "as turns of the chat template; `tags`, between two texts; `auto`: `chat` where the model's "
+    "tokenizer has a template",
+    "episode.call": "`tags`: what stands before and behind a call; the latter is one token",
+    "episode.result": "`tags`: what stands before and behind an answer",
+    "episode.credit": "whether all turns are credited with the whole trajectory, or each with what "
+    "follows it (`turn_reward`)",
+}
+"""What the keys of an agentic recipe mean that a reasoning recipe does not have, or not so."""
+
+
+def agentic_tables() -> str:
+    """The tables of an agentic recipe, without the keys that a reasoning recipe has alike."""
+    paths = {path for path, _ in fields_of(AgenticRecipe)}
+    strangers = set(AGENTIC) ^ (paths - {path for path, _ in fields_of(ReasoningRecipe)})
+    alike = {"data.task", "data.options", "generation.max_new_tokens"}
+    assert strangers == alike, f"AGENTIC and the models differ in {sorted(strangers ^ alike)}"
+    own = set(AgenticRecipe.model_fields) - {"episode", "tools", "turn_reward", "agent"}
+    task = "| key | default | values | meaning |\n|---|---|---|---|\n" + "\n".join(
+        line
+        for section, prefix in (
+            (AgenticRecipe.model_fields["data"].annotation, "data."),
+            (AgenticRecipe.model_fields["generation"].annotation, "generation."),
+        )
+        for line in _table(section, prefix, MEANING | AGENTIC).splitlines()
+        if any(f"`{path}`" in line for path in alike)
+    )
+    return f"{recipe_tables(AgenticRecipe, AGENTIC, own)}\n\n### data and generation\n\n{task}"
+
+
 def reasoning_tables() -> str:
     """The tables of a reasoning recipe, which has a meaning for each key and no other."""
     strangers = set(MEANING) ^ {path for path, _ in fields_of(ReasoningRecipe)}
@@ -379,6 +430,7 @@ def _option_default(option: Any) -> str:
 
 PAGES = {
     "recipe keys": (DOCS / "reference" / "recipe.md", reasoning_tables),
+    "agentic recipe keys": (DOCS / "reference" / "recipe.md", agentic_tables),
     "embodied recipe keys": (DOCS / "reference" / "recipe.md", embodied_tables),
     "commands": (DOCS / "reference" / "cli.md", command_tables),
 }

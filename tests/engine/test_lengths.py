@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from m2flow.engine import Engine, LaneSpec, Placement, Plan, StagePlan
 from m2flow.engine.messages import FeedCall, ItemsProduced, RunCall, StepSubmitted
 from m2flow.engine.ready import LongestFirst, LowestFirst
 from m2flow.errors import UserError
-from m2flow.flow import SOURCE
+from m2flow.flow import SOURCE, loop
 from m2flow.runtime.lane.reports import item_lengths
 from tests.engine.test_engine import all_of, finish, items_of, only
 
@@ -119,3 +121,53 @@ def test_a_length_that_is_not_there_or_no_number_is_refused() -> None:
         run.step(Batch({"x": [1]}))
     with pytest.raises(UserError, match=r"size: .*holds no numbers"):
         item_lengths(Rolling(model=Model()).trace(), SOURCE, Batch({"size": ["long"]}))
+
+
+class Talker(Worker):
+    @stage
+    def turn(self, batch: Batch) -> Batch: ...
+
+
+class Tools(Worker):
+    @stage
+    def call(self, batch: Batch) -> Batch: ...
+
+
+class Talk(Flow):
+    talker: Talker
+    tools: Tools
+
+    def step(self, items: Stream) -> Stream:
+        return loop(self.talker.turn, self.tools.call)(items)
+
+
+def test_who_has_gone_around_most_often_is_taken_first() -> None:
+    """The nearest to its end, and not the lowest number."""
+    spots = {"talker": Placement(((0,),)), "tools": Placement(((1,), (2,)))}
+    stages = {"talker.turn": StagePlan(chunk=1), "tools.call": StagePlan(chunk=1)}
+    lanes = tuple(map(LaneSpec, range(3)))
+    engine = Engine(
+        Talk(talker=Talker(), tools=Tools()).trace(), Plan("spread", lanes, spots, stages)
+    )
+    running = {}
+
+    def note(commands: list[Any]) -> None:
+        for call in all_of(RunCall, commands):
+            running[call.node, items_of(call)] = call
+
+    def done(node: int, item: int) -> list[Any]:
+        commands = finish(engine, running.pop((node, (item,))))
+        note(commands)
+        return commands
+
+    note(engine.handle(StepSubmitted(0, 3)))
+    done(0, 0)  # the call of 0 takes long
+    done(0, 1)
+    done(1, 1)  # once around
+    done(0, 2)
+    done(0, 1)
+    done(1, 2)
+    done(1, 1)  # twice around, and waits
+    done(1, 0)  # once around, and waits
+    assert set(running) == {(0, (2,))}
+    assert items_of(only(RunCall, [c for c in done(0, 2) if getattr(c, "node", 1) == 0])) == (1,)

@@ -95,6 +95,7 @@ def test_parameters_are_those_that_transformers_builds(
         ("Llama-3.1-8B", 8_030_261_248),
         ("Qwen2.5-0.5B", 494_032_768),
         ("Qwen2.5-1.5B", 1_543_714_304),
+        ("Qwen2.5-3B", 3_085_938_688),
         ("Qwen2.5-32B", 32_763_876_352),
         ("Llama-2-7B", 6_738_415_616),
     ],
@@ -102,6 +103,7 @@ def test_parameters_are_those_that_transformers_builds(
 def test_known_shapes(name: str, parameters: int) -> None:
     assert KNOWN_MODELS[name].parameters == parameters
     assert read_model(f"someone/{name.lower()}") == KNOWN_MODELS[name]
+    assert read_model(f"{name}-Instruct") == KNOWN_MODELS[name]
 
 
 def test_known_shapes_are_what_their_configurations_say() -> None:

@@ -8,6 +8,8 @@ import time
 
 from mcp.server.mcpserver import MCPServer
 
+from m2flow.tools.calculator import calculate
+
 server = MCPServer("test")
 
 
@@ -40,6 +42,19 @@ def hang() -> str:
     """Never answer."""
     time.sleep(600)
     return "too late"
+
+
+@server.tool()
+def shaky(formula: str) -> str:
+    """Compute a formula; by its last digit die, hang, or say too much."""
+    match formula.strip()[-1:]:
+        case "7":
+            os._exit(3)
+        case "8":
+            time.sleep(600)
+        case "9":
+            return "9" * 1_000_000
+    return calculate(formula)
 
 
 if __name__ == "__main__":

@@ -210,7 +210,8 @@ def config_of(source: str | Path) -> tuple[dict[str, Any], str]:
         return read_json(path, "the architecture"), path.parent.name or "model"
     known = {name.lower(): name for name in PUBLISHED}
     short = str(source).rstrip("/").split("/")[-1]
-    if name := known.get(short.lower()):
+    # A model that was tuned on conversations has the shape of the one that it was made of.
+    if name := known.get(short.lower().removesuffix("-instruct")):
         return PUBLISHED[name], name
     raise UserError(
         "neither a folder with a config.json nor a model whose shape is known",
@@ -240,6 +241,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     ),
     "Qwen2.5-1.5B": _published(
         "qwen2", (28, 1536, 12, 2, 8960, 151936), tie_word_embeddings=True
+    ),
+    "Qwen2.5-3B": _published(
+        "qwen2", (36, 2048, 16, 2, 11008, 151936), tie_word_embeddings=True
     ),
     "Qwen2.5-7B": _published("qwen2", (28, 3584, 28, 4, 18944, 152064)),
     "Qwen2.5-32B": _published("qwen2", (64, 5120, 40, 8, 27648, 152064)),

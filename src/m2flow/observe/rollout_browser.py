@@ -45,13 +45,22 @@ SCRIPT = r"""
     head.append(make("span", "pill plain", "step " + row.step));
     head.append(make("span", "pill " + tone,
       row.reward === null ? "no reward" : "reward " + +row.reward.toPrecision(4)));
+    if (row.turns.length) head.append(make("span", "", row.turns.length + " turns, " +
+      row.turns.reduce((sum, turn) => sum + turn.tools.length, 0) + " calls"));
     for (const [name, value] of [["advantage", row.advantage], ["version", row.version]])
       if (value !== null) head.append(make("span", "", name + " " + +value.toPrecision(4)));
     if (row.why) head.append(make("span", "", row.why));
     if (row.answer !== null) head.append(make("span", "", "expected " + row.answer));
     const body = make("div", "text", "");
     body.append(make("span", "label", "prompt"), make("pre", "prompt", row.prompt));
-    body.append(make("span", "label", "completion"), make("pre", "", row.completion));
+    if (row.turns.length < 2)
+      body.append(make("span", "label", "completion"), make("pre", "", row.completion));
+    else row.turns.forEach((turn, number) => {
+      body.append(make("span", "label", "turn " + (number + 1)), make("pre", "", turn.text));
+      if (turn.result) body.append(
+        make("span", "label", "answer of " + (turn.tools.join(", ") || "nobody")),
+        make("pre", "prompt", turn.result));
+    });
     made.append(head, body);
     return made;
   };
@@ -59,7 +68,8 @@ SCRIPT = r"""
     const wanted = text.value.toLowerCase(), [key, sign] = sort.value.split(" ");
     const found = rows.filter((row) => (!why.value || row.why === why.value) &&
       (row.prompt + "\n" + row.completion).toLowerCase().includes(wanted));
-    const value = (row) => key === "length" ? row.completion.length : row[key];
+    const value = (row) => ["length", "turns"].includes(key) ?
+      row[key === "length" ? "completion" : key].length : row[key];
     found.sort((a, b) => (value(a) === null) - (value(b) === null) || sign * (value(a) - value(b)));
     list.replaceChildren(...found.slice(0, shown).map(card));
     count.textContent = found.length + " of " + rows.length;
@@ -85,6 +95,7 @@ _FORM = """<div id="browser" hidden><div class="browse">
 <option value="advantage -1">highest advantage</option>
 <option value="advantage 1">lowest advantage</option>
 <option value="length -1">longest</option><option value="length 1">shortest</option>
+<option value="turns -1">most turns</option>
 </select></label><span id="count" role="status"></span></div><div id="found"></div></div>
 <noscript><p class="note">Without scripts: see samples.jsonl.</p></noscript>
 """
@@ -115,6 +126,14 @@ def _row(sample: Mapping[str, Any]) -> dict[str, object]:
         "version": as_number(sample.get("version")),
         "why": _cut(sample.get("failure") or sample.get("finish_reason") or ""),
         "answer": None if answer is None else _cut(answer),
+        "turns": [
+            {
+                "text": _cut(turn.get("text", "")),
+                "tools": [_cut(tool) for tool in turn.get("tools", ())],
+                "result": _cut(turn.get("result", "")),
+            }
+            for turn in sample.get("turns", ())
+        ],
     }
 
 

@@ -175,12 +175,12 @@ def test_an_unknown_workload_names_those_that_there_are(tmp_path: Path, site: Pa
     assert done.returncode == 2
     assert done.stderr == (
         "error: workload: is not a workload (got 'counting_'); "
-        "expected one of counting, embodied, reasoning; did you mean 'counting'?\n"
+        "expected one of agentic, counting, embodied, reasoning; did you mean 'counting'?\n"
     )
 
 
 def test_a_recipe_must_say_its_workload() -> None:
-    with pytest.raises(UserError, match="is missing; expected one of embodied, reasoning"):
+    with pytest.raises(UserError, match="is missing; expected one of agentic, embodied, reasoning"):
         read_recipe({"steps": 3})
 
 
@@ -195,7 +195,7 @@ def test_a_recipe_from_keys_and_values() -> None:
 def test_a_package_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = registry.metadata.EntryPoint("broken", "no_such_package:WORKLOAD", registry.GROUP)
     monkeypatch.setattr(registry, "OWN", (*registry.OWN, broken))
-    assert set(known_workloads()) == {"broken", "embodied", "reasoning"}
+    assert set(known_workloads()) == {"agentic", "broken", "embodied", "reasoning"}
     with pytest.raises(UserError, match=r"no_such_package:WORKLOAD cannot be imported"):
         workload_named("broken")
 

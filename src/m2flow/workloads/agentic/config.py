@@ -22,6 +22,9 @@ class ToolPart(Section):
     tool: str
     options: Options = Field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return self.tool
+
     @model_validator(mode="after")
     def _known(self) -> ToolPart:
         check_name(self.tool)
@@ -37,6 +40,25 @@ def _listed(value: object) -> object:
 Tools = Annotated[tuple[ToolPart, ...], BeforeValidator(_listed), Field(min_length=1)]
 
 Brackets = tuple[Annotated[str, Field(min_length=1)], Annotated[str, Field(min_length=1)]]
+
+
+class AgentPart(Section):
+    """An agent of yours, by the dotted path of a function, which asks the policy over HTTP.
+
+    A call that takes longer than its deadline costs its trajectory alone; so many run at a time as
+    `concurrency` says.
+    """
+
+    function: str
+    deadline_seconds: Positive = 300.0
+    concurrency: Count = 64
+
+
+def _named(value: object) -> object:
+    return {"function": value} if isinstance(value, str) else value
+
+
+Agent = Annotated[AgentPart | None, BeforeValidator(_named)]
 
 
 SMALL_TASKS = ("arithmetic", "lookup")
@@ -80,13 +102,15 @@ class DataSection(reasoning.DataSection):
 class AgenticRecipe(reasoning.ReasoningRecipe):
     """A whole run.
 
-    `reward` judges what the model wrote last; the functions of `turn_reward` judge each turn.
+    `reward` judges what the model wrote last; the functions of `turn_reward` judge each turn. With
+    `agent` a function of yours makes the trajectories, with tools of its own.
     """
 
     workload: Literal["agentic"] = "agentic"  # type: ignore[assignment]
     name: str = "agentic"
     tools: Tools = (ToolPart(tool="calculator"),)
     turn_reward: Rewards = None
+    agent: Agent = None
     data: DataSection = DataSection()
     episode: EpisodeSection = EpisodeSection()
 

@@ -12,7 +12,8 @@ from m2flow.tools import Call
 from m2flow.training.rollouts import TokenPairs
 from m2flow.workloads.agentic.config import AgenticRecipe
 from m2flow.workloads.agentic.dialect import dialect_of
-from m2flow.workloads.agentic.flow import Agent, recipe_flow
+from m2flow.workloads.agentic.endpoint.agents import agent_named
+from m2flow.workloads.agentic.flow import Agent, HostedAgent, recipe_flow
 from m2flow.workloads.agentic.tasks import TASKS, TaskWithTurns
 from m2flow.workloads.agentic.workers.tool_user import toolbox_of
 from m2flow.workloads.common.workload import RunProgress
@@ -43,17 +44,24 @@ class AgenticExperiment(ReasoningExperiment):
     recipe: AgenticRecipe
 
     def __init__(self, recipe: AgenticRecipe, model: ModelSource | None = None) -> None:
-        box = toolbox_of(recipe.tools, recipe.episode)
-        self._schemas, self.tools = box.schemas(), tuple(box.tools)
-        box.close()
+        self._schemas: list[dict[str, Any]] = []
+        self.tools: tuple[str, ...] = ()
+        episode = recipe.episode
+        if recipe.agent is None:
+            box = toolbox_of(recipe.tools, episode)
+            self._schemas, self.tools = box.schemas(), tuple(box.tools)
+            box.close()
+        else:
+            agent_named(recipe.agent.function, str(Path.cwd()))
+            episode = episode.model_copy(update={"dialect": "chat"})
         self.turn_rewards = loaded(recipe.turn_reward or ())
         super().__init__(recipe, model)
-        dialect_of(self._starting_tokenizer(), recipe.episode, self.tools)  # refuses what it cannot
+        dialect_of(self._starting_tokenizer(), episode, self.tools)  # refuses what it cannot write
 
     def _chat_options(self, tokenizer: Any) -> Mapping[str, Any]:
         options = self.recipe.data.chat_options
         has_template = bool(getattr(tokenizer, "chat_template", None))
-        return {"tools": self._schemas, **options} if has_template else options
+        return {"tools": self._schemas, **options} if has_template and self._schemas else options
 
     @property
     def _max_new(self) -> int:
@@ -87,7 +95,7 @@ class AgenticExperiment(ReasoningExperiment):
 
     # --- the data ---------------------------------------------------------------------------------
 
-    def flow(self, checkpoint: Path | None = None) -> Agent:  # type: ignore[override]
+    def flow(self, checkpoint: Path | None = None) -> Agent | HostedAgent:  # type: ignore[override]
         """The flow on the starting model, or on a checkpoint of it."""
         return recipe_flow(
             self.recipe, self.model, self.rewards, self.turn_rewards, self.tools, checkpoint

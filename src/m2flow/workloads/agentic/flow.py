@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from m2flow.flow import Stream, loop
 from m2flow.rewards.reward import WeightedReward
 from m2flow.workloads.agentic.config import AgenticRecipe
 from m2flow.workloads.agentic.episodes import begin_episodes
 from m2flow.workloads.agentic.workers import (
+    AgentHost,
     Caller,
     Judge,
     ToolUser,
@@ -19,12 +21,16 @@ from m2flow.workloads.agentic.workers import (
 from m2flow.workloads.reasoning.flow import PolicyGradient, saved
 from m2flow.workloads.reasoning.workers import Learner, ModelSource, Reference, outcome
 
+DRAWING = (
+    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "max_running", "engine", "cache_gb",
+)  # fmt: skip
+"""Keys of `generation` that the generator takes as they are."""
 
-class Agent(PolicyGradient):
-    """Turns of a policy and answers of tools go around until an answer needs no tool."""
+
+class Trajectories(PolicyGradient):
+    """What the flows of agents have in common: trajectories of a group are compared."""
 
     generator: TurnGenerator
-    tools: Caller
     verifier: Judge
     leave_one_out: bool = False
     drop_equal: bool = False
@@ -44,15 +50,33 @@ class Agent(PolicyGradient):
 
     def rolled_out(self, prompts: Stream, count: int, *, greedy: bool) -> Stream:
         """Whole trajectories, so many of each prompt."""
+        raise NotImplementedError
+
+    def evaluate(self, prompts: Stream) -> Stream:
+        """Greedy trajectories on held-out problems, scored."""
+        return outcome(self.verifier.score(self.rolled_out(prompts, 1, greedy=True)))
+
+
+class Agent(Trajectories):
+    """Turns of a policy and answers of tools go around until an answer needs no tool."""
+
+    tools: Caller
+
+    def rolled_out(self, prompts: Stream, count: int, *, greedy: bool) -> Stream:
         episodes = begin_episodes(prompts, samples_per_prompt=count, greedy=greedy)
         around = loop(
             self.generator.turn, self.tools.call, max_turns=self.generator.episode.max_turns
         )
         return around(episodes)
 
-    def evaluate(self, prompts: Stream) -> Stream:
-        """Greedy trajectories on held-out problems, scored."""
-        return outcome(self.verifier.score(self.rolled_out(prompts, 1, greedy=True)))
+
+class HostedAgent(Trajectories):
+    """An agent of the user's makes the trajectories, and asks the policy over HTTP."""
+
+    generator: AgentHost
+
+    def rolled_out(self, prompts: Stream, count: int, *, greedy: bool) -> Stream:
+        return self.generator.host(prompts, samples_per_prompt=count, greedy=greedy)
 
 
 def recipe_flow(
@@ -62,7 +86,7 @@ def recipe_flow(
     turn_rewards: Sequence[WeightedReward] = (),
     tools: Sequence[str] = (),
     checkpoint: Path | None = None,
-) -> Agent:
+) -> Agent | HostedAgent:
     """The flow of a recipe with its workers, none of them loaded.
 
     Args:
@@ -73,31 +97,31 @@ def recipe_flow(
         checkpoint: go on from here.
     """
     algorithm, policy = recipe.algorithm, saved(recipe, model, checkpoint)
-    generation, episode = recipe.generation, recipe.episode
-    state = None if checkpoint is None else str(checkpoint)
-    return Agent(
-        generator=TurnGenerator(
-            policy,
-            episode,
-            tools,
-            samples_per_prompt=recipe.samples_per_prompt,
-            max_new_tokens=generation.max_new_tokens,
-            temperature=generation.temperature,
-            top_k=generation.top_k,
-            top_p=generation.top_p,
-            min_p=generation.min_p,
-            max_running=generation.max_running,
-            engine=generation.engine,
-            dtype=generation.dtype,
-            cache_gb=generation.cache_gb,
+    generation, episode, folder = recipe.generation, recipe.episode, str(Path.cwd())
+    drawing = {
+        "samples_per_prompt": recipe.samples_per_prompt,
+        **{name: getattr(generation, name) for name in DRAWING},
+        "dtype": generation.dtype or recipe.model.dtype,
+    }
+    settings: dict[str, Any] = {
+        "verifier": Judge(model, rewards, turn_rewards),
+        "learner": Learner(
+            model if recipe.model.lora_rank else policy,
+            recipe,
+            None if checkpoint is None else str(checkpoint),
         ),
-        tools=ToolUser(model, episode, tools, recipe.tools, str(Path.cwd())),
-        verifier=Judge(model, rewards, turn_rewards),
-        learner=Learner(model if recipe.model.lora_rank else policy, recipe, state),
-        reference=Reference(model, recipe) if algorithm.kl_coefficient > 0 else None,
-        recompute_logprobs=recipe.training.recompute_logprobs,
-        scale=algorithm.scale,
-        leave_one_out=algorithm.name == "rloo",
-        drop_equal=algorithm.equal_groups == "drop",
-        credit=episode.credit,
+        "reference": Reference(model, recipe) if algorithm.kl_coefficient > 0 else None,
+        "recompute_logprobs": recipe.training.recompute_logprobs,
+        "scale": algorithm.scale,
+        "leave_one_out": algorithm.name == "rloo",
+        "drop_equal": algorithm.equal_groups == "drop",
+        "credit": episode.credit,
+    }
+    if recipe.agent is not None:
+        host = AgentHost(policy, episode, recipe.agent, folder, **drawing)
+        return HostedAgent(generator=host, **settings)
+    return Agent(
+        generator=TurnGenerator(policy, episode, tools, **drawing),
+        tools=ToolUser(model, episode, tools, recipe.tools, folder),
+        **settings,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.flow.worker import ONE_LANE
 from m2flow.models.lengths import fit_lengths
@@ -61,6 +62,12 @@ def prices(recipe: AgenticRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
     Raises:
         UserError: the model's shape is not known, or no such lengths can be.
     """
+    if recipe.agent is not None:
+        raise UserError(
+            "what an agent of yours takes is in no data sheet",
+            key="--cluster",
+            hint="measure it: m2flow profile RECIPE, or a run in mode auto",
+        )
     shape = shape_of(recipe) if assumed.model is None else read_model(assumed.model)
     episode, turn = recipe.episode, recipe.generation.max_new_tokens
     turns = (1 + episode.max_turns) / 2

@@ -21,7 +21,7 @@ from m2flow.workloads.reasoning.workload import Reasoning
 if TYPE_CHECKING:
     from m2flow.workloads.agentic.experiment import AgenticExperiment
 
-SHAPES = ("tools", "turn_reward", "episode")
+SHAPES = ("tools", "turn_reward", "agent", "episode")
 """Keys of a recipe, beside those of reasoning, that say what a step has to do."""
 
 

@@ -1,9 +1,11 @@
 """Facts of invented people, found by searches: what a model cannot know by heart.
 
 Each person has a code and a friend, and each fact is a passage of the corpus (`passages`):
-`kavo code 7341`, `kavo friend lemu`. `kavo code=` is answered at once, `#7341`, or after a search;
-`kavo friend code=` asks for the code of the friend, and takes two searches. Codes of held-out
-people turn up in no training problem and no demonstration, so that a memory of codes is of no use.
+`kavo: kavo code 7341`, `kavo: kavo friend lemu`. Whom a passage is about stands there twice, so
+that `kavo friend` does not find whose friend kavo is. `kavo code=` is answered after a search,
+`#7341`, or by a guess; `kavo friend code=` asks for the code of the friend, and takes two searches.
+Codes of held-out people turn up in no training problem and no demonstration, so that a memory of
+codes is of no use.
 """
 
 from __future__ import annotations
@@ -46,8 +48,10 @@ def friend(name: str) -> str:
 
 def passages() -> list[str]:
     """The corpus: two facts of each person."""
-    facts = [(f"{name} code {code(name)}", f"{name} friend {friend(name)}") for name in NAMES]
-    return [fact for both in facts for fact in both]
+    facts = [(f"code {code(name)}", f"friend {friend(name)}") for name in NAMES]
+    return [
+        f"{name}: {name} {one}" for name, both in zip(NAMES, facts, strict=True) for one in both
+    ]
 
 
 class Lookup:
@@ -55,7 +59,7 @@ class Lookup:
 
     Args:
         seed: fixes the training problems and the demonstrations.
-        tool_share: the share of the demonstrations that search.
+        tool_share: the share of the demonstrations that search; the others guess.
         friend_share: the share of the problems that ask for the code of a friend.
 
     Raises:
@@ -95,12 +99,14 @@ class Lookup:
         draw = generator("lookup", "demonstration", self.seed, index)
         name, asks_friend = self._drawn(draw)
         problem, turns = _problem(name, asks_friend), list[str | Call]()
+        answer = "".join(map(str, draw.choices(range(10), k=CODE_DIGITS)))
         if draw.random() < self.tool_share:
+            answer = problem.answer
             if asks_friend:
                 turns.append(Call("search", {"query": f"{name} friend"}))
             who = friend(name) if asks_friend else name
             turns.append(Call("search", {"query": f"{who} code"}))
-        return problem.prompt, [*turns, f"#{problem.answer}"]
+        return problem.prompt, [*turns, f"#{answer}"]
 
     def _drawn(self, draw: random.Random) -> tuple[str, bool]:
         return draw.choice(KNOWN), draw.random() < self.friend_share

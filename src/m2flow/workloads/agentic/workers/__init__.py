@@ -6,8 +6,9 @@ The columns of a trajectory are listed in `m2flow.workloads.agentic.episodes`.
 from __future__ import annotations
 
 from m2flow.workloads.agentic.workers.caller import Caller
+from m2flow.workloads.agentic.workers.host import AgentHost
 from m2flow.workloads.agentic.workers.judge import Judge, turn_advantage
 from m2flow.workloads.agentic.workers.tool_user import ToolUser
 from m2flow.workloads.agentic.workers.turn_generator import TurnGenerator
 
-__all__ = ["Caller", "Judge", "ToolUser", "TurnGenerator", "turn_advantage"]
+__all__ = ["AgentHost", "Caller", "Judge", "ToolUser", "TurnGenerator", "turn_advantage"]

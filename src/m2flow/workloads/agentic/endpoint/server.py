@@ -1,0 +1,190 @@
+"""The HTTP server: chat completions on loopback, one conversation for each key.
+
+A request waits in a thread of its own until whoever owns the engine has drawn its reply. Nothing
+but loopback reaches it, and nobody without a key.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from m2flow.workloads.agentic.endpoint.conversation import Conversation, RefusedRequest
+
+MAX_BYTES = 16 << 20
+"""Of a request."""
+
+MODEL = "policy"
+"""What the policy is called."""
+
+Draw = Callable[[Conversation, int | None], Any]
+"""Draws a conversation's next turn, of so many tokens at most, and waits for it."""
+
+
+class UnknownKey(Exception):
+    """Somebody asks with a key that was not given out."""
+
+
+class Server:
+    """Serves conversations until it is closed.
+
+    Args:
+        draw: gives the `Completion` of a conversation's next turn.
+        sampling: what requests may say of the sampling, which the recipe has decided.
+    """
+
+    def __init__(self, draw: Draw, sampling: Mapping[str, float]) -> None:
+        self._draw, self._sampling = draw, dict(sampling)
+        self._conversations: dict[str, Conversation] = {}
+        self._busy: set[str] = set()
+        self._lock = threading.Lock()
+        handler = type("Handler", (_Handler,), {"owner": self})
+        self._http = _HTTP(("127.0.0.1", 0), handler)
+        threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def base_url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self._http.server_port}/v1"
+
+    def open(self, conversation: Conversation) -> str:
+        """Serve a conversation; the key that it is asked for by."""
+        key = secrets.token_urlsafe(24)
+        with self._lock:
+            self._conversations[key] = conversation
+        return key
+
+    def forget(self, key: str) -> None:
+        """Serve a conversation no more."""
+        with self._lock:
+            self._conversations.pop(key, None)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._http.shutdown()
+        self._http.server_close()
+
+    def complete(self, key: str, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a request for a chat completion.
+
+        Raises:
+            UnknownKey: nobody has this key.
+            RefusedRequest: it cannot be answered.
+        """
+        limit = self._checked(asked)
+        with self._lock:
+            conversation = self._conversations.get(key)
+            if conversation is None:
+                raise UnknownKey("no conversation has this key")
+            if key in self._busy:
+                raise RefusedRequest("one request at a time: the last one is not answered yet")
+            self._busy.add(key)
+        try:
+            tools = asked.get("tools") or ()
+            message = conversation.extend(asked.get("messages") or (), tools)
+            if message is None:
+                message = conversation.take(self._draw(conversation, limit))
+        finally:
+            with self._lock:
+                self._busy.discard(key)
+        return _completion(conversation, message)
+
+    def _checked(self, asked: Mapping[str, Any]) -> int | None:
+        """The longest reply that a request asks for."""
+        for name, ours in self._sampling.items():
+            theirs = asked.get(name)
+            if theirs is not None and theirs != ours:
+                raise RefusedRequest(
+                    f"{name} is {ours} in the recipe, which training relies on, and not {theirs}"
+                )
+        for name, plain in (("n", 1), ("stream", False), ("stop", None), ("logit_bias", None)):
+            if asked.get(name) not in (None, plain, {}, []):
+                raise RefusedRequest(f"{name} = {asked[name]!r} is not served")
+        limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise RefusedRequest(f"max_tokens must be 1 or more, and is {limit!r}")
+        return limit
+
+
+def _completion(conversation: Conversation, message: Mapping[str, Any]) -> dict[str, Any]:
+    last = conversation.turns[-1]
+    reason = "length" if conversation.reason == "length" else "stop"
+    seen, drawn = len(conversation.prompt_ids) + last.begin, last.end - last.begin
+    return {
+        "id": f"chatcmpl-{conversation.item}-{len(conversation.turns)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
+        "choices": [
+            {
+                "index": 0,
+                "message": dict(message),
+                "finish_reason": "tool_calls" if message.get("tool_calls") else reason,
+                "logprobs": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": seen,
+            "completion_tokens": drawn,
+            "total_tokens": seen + drawn,
+        },
+    }
+
+
+class _HTTP(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024  # agents begin all at once
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: Server
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self._send(200, {"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+        else:
+            self._refuse(404, f"nothing is served at {self.path}")
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        if length > MAX_BYTES:
+            self.close_connection = True
+            return self._refuse(413, f"a request has at most {MAX_BYTES} bytes")
+        body = self.rfile.read(length)
+        if self.path != "/v1/chat/completions":
+            return self._refuse(404, f"nothing is served at {self.path}")
+        key = (self.headers.get("Authorization") or "").removeprefix("Bearer ").strip()
+        try:
+            asked = json.loads(body)
+            if not isinstance(asked, dict):
+                raise RefusedRequest("a request must be a JSON object")
+            self._send(200, self.owner.complete(key, asked))
+        except UnknownKey as error:
+            self._refuse(401, str(error))
+        except (ValueError, RecursionError):
+            self._refuse(400, "the request is no JSON")
+        except RefusedRequest as error:
+            self._refuse(400, str(error))
+        except TimeoutError as error:  # whoever draws has gone
+            self._refuse(503, str(error))
+        return None
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._send(status, {"error": {"message": message, "type": "invalid_request_error"}})
+
+    def _send(self, status: int, content: Mapping[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Requests are no news."""

@@ -1,0 +1,65 @@
+"""What an agentic recipe refuses, in one line, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from m2flow.workloads.agentic.tasks.lookup import HELD_OUT, KNOWN, Lookup, code, friend, passages
+from tests.cli.conftest import run_command
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+CALCULATOR = RECIPES / "agentic-calculator.yaml"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("tools=calculater", r"tools.*is no tool .*did you mean 'calculator'"),
+        ("tools=[]", "tools"),
+        ("tools=search", "cannot use these options: .*corpus"),
+        ("tools=[{tool: search, options: {corpus: nowhere.jsonl}}]", "corpus cannot be read"),
+        ("tools=[{tool: mcp, options: {command: [/no/server]}}]", "mcp"),
+        ("episode.max_turns=0", r"episode\.max_turns"),
+        ("episode.max_tokens=8", r"generation\.max_new_tokens: .*at most episode\.max_tokens = 8"),
+        ("episode.call=['<a>', '</a>']", r"episode\.call: is 4 tokens"),
+        ("episode.call=['', ']']", r"episode\.call"),
+        ("episode.tool_deadline_seconds=0", r"episode\.tool_deadline_seconds"),
+        ("episode.dialect=chat", "cannot write turns of tools"),
+        ("episode.credit=turn", r"episode\.credit: .*turn_reward"),
+        ("algorithm.name=ppo", r"algorithm\.name: trajectories are compared within groups"),
+        ("algorithm.overlong_buffer=2", r"algorithm\.overlong_buffer"),
+        ("turn_reward=nobody:knows", "nobody cannot be imported"),
+        ("data.task=addition", r"data\.task"),
+        ("data.options={tool_share: 2}", r"data\.options\.tool_share: must be a share"),
+        ("episode.max_turn=2", r"episode\.max_turn: unknown key.*max_turns"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(override: str, said: str, tmp_path: Path) -> None:
+    import re
+
+    done = run_command(
+        "train", CALCULATOR, override, "--mode", "eager", "--run-dir", tmp_path / "run"
+    )
+    assert done.code == 2, done.err
+    lines = [line for line in done.err.splitlines() if line.startswith("error")]
+    assert len(lines) == 1, done.err
+    assert re.search(said, lines[0]), lines[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_facts_are_found_and_nobody_knows_them_by_heart() -> None:
+    facts = passages()
+    assert len(facts) == 2 * len({*HELD_OUT, *KNOWN}) == 1200
+    name = HELD_OUT[0]
+    assert f"{name}: {name} code {code(name)}" in facts
+    assert f"{name}: {name} friend {friend(name)}" in facts
+    task: Any = Lookup(seed=3)
+    held_out = {problem.prompt.split()[0] for problem in task.held_out(64)}
+    assert held_out <= set(HELD_OUT)
+    asked = [task.train(n) for n in range(300)] + [task.demonstration(n) for n in range(300)]
+    names = {(one.prompt if hasattr(one, "prompt") else one[0]).split()[0] for one in asked}
+    assert names <= set(KNOWN)
+    assert {friend(name) for name in names} <= set(KNOWN)

@@ -1,0 +1,204 @@
+"""Agents of others, over HTTP: their trajectories are token-exact, and train as those of a loop."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from m2flow.errors import UserError
+from m2flow.flow import Batch, Place
+from m2flow.models.causal_lm import load_model
+from m2flow.runtime.driver.launch import launch
+from m2flow.workloads.agentic.config import AgenticRecipe
+from m2flow.workloads.agentic.experiment import AgenticExperiment
+from m2flow.workloads.reasoning.workers import ModelSource
+from tests.workloads.agentic import some_agents
+from tests.workloads.agentic.test_record import rolled_out
+
+MakeRecipe = Any
+AGENTS = "tests.workloads.agentic.some_agents"
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CHAT: dict[str, Any] = {
+    "generation": {"max_new_tokens": 90},
+    "episode": {"max_turns": 3, "max_tokens": 400, "max_result_tokens": 300},
+    "warmup": {"steps": 120, "samples_per_step": 16, "learning_rate": 1e-2},
+}
+
+
+@pytest.fixture(scope="module")
+def chat_recipe(tiny_recipe: MakeRecipe, chat_folder: Path) -> AgenticRecipe:
+    """A recipe on a model with a chat template."""
+    recipe: AgenticRecipe = tiny_recipe(model={"path": str(chat_folder)}, **CHAT)
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def talks(chat_recipe: AgenticRecipe, tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    """A model that has seen calls of the calculator in that template."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return AgenticExperiment(chat_recipe).prepare(tmp_path_factory.mktemp("talks"))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def with_agent(recipe: AgenticRecipe, name: str, **agent: Any) -> AgenticRecipe:
+    data = recipe.model_dump() | {"agent": {"function": f"{AGENTS}:{name}", **agent}}
+    return AgenticRecipe.model_validate(data)
+
+
+def hosted(experiment: Any, batch: Batch, seen: dict[int, list[list[int]]]) -> Batch:
+    """All trajectories of a batch, as agents make them; `seen` is told what the engine saw."""
+    generator = experiment.flow().generator
+    generator.load(Place())
+    submit = generator.engine.submit
+
+    def spy(requests: list[Any]) -> None:
+        for request in requests:
+            seen[request.id].append(list(request.prompt_ids))
+        submit(requests)
+
+    generator.engine.submit = spy
+    return Batch.concat([some for some in generator.host(batch) if len(some)])
+
+
+def check_record(episodes: Batch, seen: dict[int, list[list[int]]], model: Any) -> None:
+    """Each turn's context is what stands before it, and what was drawn is as likely as is said."""
+    for row, item in enumerate(episodes.ids):
+        prompt, ids, mask, logprobs = (
+            episodes[name][row].tolist()
+            for name in ("prompt_ids", "completion_ids", "loss_mask", "behaviour_logprobs")
+        )
+        turns = episodes["turns"][row]
+        assert seen[item] == [prompt + ids[: turn.begin] for turn in turns]
+        drawn = {place for turn in turns for place in range(turn.begin, turn.end)}
+        assert [place in drawn for place in range(len(ids))] == mask
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
+        plain = [float(logits[len(prompt) - 1 + t, token]) for t, token in enumerate(ids)]
+        wanted = [p if mine else 0.0 for p, mine in zip(plain, mask, strict=True)]
+        assert logprobs == pytest.approx(wanted, abs=1e-3)
+
+
+def test_the_record_is_what_the_model_saw_over_random_dialogues(
+    chat_recipe: AgenticRecipe, chat_folder: Path
+) -> None:
+    recipe = with_agent(chat_recipe, "wander")
+    recipe = recipe.model_copy(update={"prompts_per_step": 32})
+    source = ModelSource(str(chat_folder))
+    experiment = AgenticExperiment(recipe, source)
+    seen: dict[int, list[list[int]]] = defaultdict(list)
+    episodes = hosted(experiment, experiment.batch(0), seen)
+    assert sorted(episodes.ids) == list(range(128))
+    assert not any(episodes["tool_failure"]), {*episodes["tool_failure"]}
+    assert sum(len(turns) > 1 for turns in episodes["turns"]) > 40
+    check_record(episodes, seen, load_model(chat_folder, torch.float32))
+
+
+@pytest.mark.parametrize("agent", ["by_hand", "with_client"])
+def test_trajectories_are_those_of_the_loop(
+    agent: str, chat_recipe: AgenticRecipe, talks: ModelSource
+) -> None:
+    if agent == "with_client":
+        pytest.importorskip("openai", reason="needs the extra agents")
+    inside = AgenticExperiment(chat_recipe, talks)
+    batch = inside.batch(0)
+    loop = rolled_out(inside, batch, defaultdict(list))
+    outside = AgenticExperiment(with_agent(chat_recipe, agent), talks)
+    seen: dict[int, list[list[int]]] = defaultdict(list)
+    found = hosted(outside, outside.batch(0).with_columns(prompt_ids=batch["prompt_ids"]), seen)
+    assert sorted(found.ids) == sorted(loop.ids)
+    names = ("prompt_ids", "completion_ids", "loss_mask")
+    equal = with_calls = 0
+    for item in loop.ids:
+        one, other = loop.take([item]), found.take([item])
+        if any(turn.errors > len(turn.tools) for turn in one["turns"][0]):
+            continue  # a call that cannot be read is no call to others, and ends their loop
+        for name in names:
+            assert one[name][0].tolist() == other[name][0].tolist(), (item, name, one["turns"][0])
+        logprobs = other["behaviour_logprobs"][0].tolist()
+        assert one["behaviour_logprobs"][0].tolist() == pytest.approx(logprobs, abs=1e-5)
+        assert one["finish_reason"] == other["finish_reason"]
+        assert [t.tools for t in one["turns"][0]] == [t.tools for t in other["turns"][0]]
+        equal += 1
+        with_calls += len(one["turns"][0]) > 1
+    assert equal >= 12
+    assert with_calls >= 4
+
+
+def test_a_framework_makes_trajectories_that_train(
+    chat_recipe: AgenticRecipe, talks: ModelSource
+) -> None:
+    pytest.importorskip("agents", reason="needs the extra agents")
+    recipe = with_agent(chat_recipe, "with_framework")
+    experiment = AgenticExperiment(recipe, talks)
+    seen: dict[int, list[list[int]]] = defaultdict(list)
+    episodes = hosted(experiment, experiment.batch(0), seen)
+    assert not any(episodes["tool_failure"]), episodes["tool_failure"]
+    check_record(episodes, seen, load_model(talks.path, torch.float32))
+    assert any(turn.tools == ("calculator",) for turns in episodes["turns"] for turn in turns)
+    with launch(experiment.flow(), items_per_step=4, mode="eager") as run:
+        before = run.worker_call("learner", "parameters")
+        result = run.step(experiment.batch(0))
+        after = run.worker_call("learner", "parameters")
+    figures = experiment.metrics(result)
+    assert figures["turns/mean"] > 1
+    assert figures["tools/calls"] > 0
+    assert result.output["failure"] == [""] * 16
+    if figures["reward/std"] > 0:
+        assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_is_not_served_is_refused(chat_recipe: AgenticRecipe, chat_folder: Path) -> None:
+    recipe = with_agent(chat_recipe, "rude").model_copy(update={"samples_per_prompt": 1})
+    experiment = AgenticExperiment(recipe, ModelSource(str(chat_folder)))
+    batch = experiment.batch(0).select([0])
+    hosted(experiment, batch, defaultdict(list))
+    told = some_agents.SEEN.pop(batch["prompt"][0])
+    assert [status for status, _ in told] == [401, 404, *[400] * 6, 200, 400, 400, 400]
+    for status, content in told:
+        assert status == 200 or content["error"]["message"]
+    assert "each trajectory is one conversation" in told[9][1]["error"]["message"]
+
+
+def test_an_agent_that_fails_costs_its_trajectory(
+    chat_recipe: AgenticRecipe, talks: ModelSource
+) -> None:
+    recipe = with_agent(chat_recipe, "troubled", deadline_seconds=3.0)
+    some_agents.SEEN.pop("troubled", None)
+    experiment = AgenticExperiment(recipe, talks)
+    with launch(experiment.flow(), items_per_step=4, mode="eager") as run:
+        result = run.step(experiment.batch(0))
+    failures = [why for why in result.output["failure"] if why]
+    assert len(failures) == 3, failures
+    told = " | ".join(sorted(failures))
+    assert "did not end within 3 s" in told
+    assert "asked nothing of the policy" in told
+    assert "RuntimeError: no idea" in told
+    assert experiment.metrics(result)["reward/failed_share"] == 3 / 16
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        ("no_module:f", r"agent\.function: cannot be imported"),
+        (f"{AGENTS}:nobody", r"agent\.function: cannot be imported"),
+        (f"{AGENTS}:BOX", r"agent\.function: is no function"),
+        ("solve", r"agent\.function: cannot be imported"),
+    ],
+)
+def test_a_wrong_agent_is_refused(agent: str, said: str, chat_recipe: AgenticRecipe) -> None:
+    data = chat_recipe.model_dump() | {"agent": agent}
+    with pytest.raises(UserError, match=said):
+        AgenticExperiment(AgenticRecipe.model_validate(data))
+
+
+def test_an_agent_needs_a_chat_template(tiny_recipe: MakeRecipe) -> None:
+    with pytest.raises(UserError, match="cannot write turns of tools"):
+        AgenticExperiment(tiny_recipe(agent=f"{AGENTS}:by_hand"))

@@ -1,0 +1,120 @@
+"""A dead tool, a hanging tool and an oversized answer cost one trajectory, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from m2flow.flow import Batch, Place
+from m2flow.generation.records import Completion
+from m2flow.runtime.driver.launch import launch
+from m2flow.workloads.agentic.config import ToolPart
+from m2flow.workloads.agentic.dialect import CUT
+from m2flow.workloads.agentic.episodes import begin_episodes, with_turns
+from m2flow.workloads.agentic.experiment import AgenticExperiment
+from m2flow.workloads.agentic.workers import ToolUser
+from m2flow.workloads.reasoning.workers import ModelSource
+
+MakeRecipe = Any
+pytestmark = pytest.mark.usefixtures("one_thread")
+SERVER = Path(__file__).parents[2] / "tools" / "mcp_server.py"
+
+
+def shaky(formula: str) -> str:
+    """Compute a formula; by its last digit raise, hang, or say too much."""
+    from m2flow.tools.calculator import calculate
+
+    match formula.strip()[-1:]:
+        case "7":
+            raise OSError("no disk")
+        case "8":
+            time.sleep(20)
+        case "9":
+            return "9" * 10_000_000
+    return calculate(formula)
+
+
+SHAKY_SERVER = ToolPart(
+    tool="mcp",
+    options={
+        "command": [sys.executable, str(SERVER)],
+        "env": {"PYTHONPATH": os.pathsep.join(sys.path)},
+        "only": ["shaky"],
+    },
+)
+
+
+def test_the_run_goes_on_without_them(tiny_recipe: MakeRecipe, warmed: ModelSource) -> None:
+    recipe = tiny_recipe(
+        tools=f"{__name__}:shaky",
+        prompts_per_step=12,
+        samples_per_prompt=4,
+        minibatches=1,
+        episode={"tool_deadline_seconds": 0.5, "max_result_tokens": 20, "tool_concurrency": 16},
+    )
+    experiment = AgenticExperiment(recipe, warmed)
+    with launch(experiment.flow(), items_per_step=12, mode="eager") as run:
+        results = [run.step(experiment.batch(step)) for step in range(2)]
+    failed = finished = cut = 0
+    for result in results:
+        output, figures = result.output, experiment.metrics(result)
+        assert len(output) == 48
+        for reason, failure, turns in zip(
+            output["finish_reason"], output["failure"], output["turns"], strict=True
+        ):
+            assert (reason == "tool") == bool(failure)
+            if failure:
+                failed += 1
+                assert failure.startswith("tool shaky: "), failure
+                assert turns[-1]["text"].rstrip("]").rstrip()[-1:] in ("7", "8")
+            finished += reason == "stop"
+            cut += any(CUT in turn["result"] for turn in turns)
+        assert figures["tools/failed_share"] == sum(map(bool, output["failure"])) / 48
+        assert figures["train/grad_norm"] >= 0
+        assert all("shaky" in alarm for alarm in experiment.alarms(result) if "tool" in alarm)
+    assert cut >= 1
+    assert finished >= 20
+    assert 2 <= failed < 48
+
+
+def test_real_processes_that_die_or_hang_cost_their_trajectories(
+    tiny_recipe: MakeRecipe, warmed: ModelSource
+) -> None:
+    pytest.importorskip("mcp", reason="needs the extra mcp")
+    calls = ["[2*7]", "[2*8]", "[2*9]", "[2*6]", "[2/0]", "#12"]
+    episode = tiny_recipe().episode.model_copy(update={"tool_deadline_seconds": 5.0})
+    user = ToolUser(warmed, episode, ["shaky"], [SHAKY_SERVER])
+    user.load(Place())
+    tokenizer = warmed.tokenizer()
+    drawn = [
+        Completion(
+            item,
+            torch.tensor(ids := tokenizer(text)["input_ids"]),
+            torch.full((len(ids),), -1.0),
+            (0, 0),
+            "stop",
+        )
+        for item, text in enumerate(calls)
+    ]
+    prompts = Batch({"seed": list(range(6))})
+    episodes = begin_episodes(prompts, samples_per_prompt=1, greedy=False)
+    found = user.call(with_turns(episodes, drawn))
+    user.close()
+    died, hung, *others = found["tool_failure"]
+    assert died.startswith("tool shaky: ")
+    assert hung.startswith("tool shaky: no answer in time")
+    assert others == [""] * 4
+    assert found["finish_reason"] == ["tool", "tool", "stop", "stop", "stop", "stop"]
+    assert found["done"].tolist() == [True, True, False, False, False, True]
+    texts = [tokenizer.decode(row) for row in found["completion_ids"].rows()]
+    assert texts[2].startswith("[2*9]{99999")
+    assert texts[2].endswith(f"{CUT}}}")
+    assert texts[3] == "[2*6]{12}"
+    assert texts[4].startswith("[2/0]{")
+    assert [turns[0].errors for turns in found["turns"]][4] == 1

@@ -1,0 +1,64 @@
+"""The loop of turns and tools is planned as any cycle: priced for a cluster, measured on lanes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from m2flow.workloads.agentic.workload import WORKLOAD
+from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.common.workload import NOTHING_ASSUMED, Assumed
+from tests.cli.conftest import run_command
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "mode"),
+    [
+        ("qwen2.5-3b-grpo-search", "1x2xH100", "collocated"),
+        pytest.param("qwen2.5-3b-grpo-search", "1x8xH100", "auto", marks=SLOW),
+        pytest.param("agentic-search", "1x2xCPU", "auto", marks=SLOW),
+    ],
+)
+def test_a_recipe_is_planned_for_a_cluster(name: str, cluster: str, mode: str) -> None:
+    words = [RECIPES / f"{name}.yaml", "prompts_per_step=8", "--cluster", cluster, "--mode", mode]
+    done = run_command("plan", *words, "--json")
+    assert done.code == 0, done.err
+    assert '"generator.turn"' in done.out
+    assert '"tools.call"' in done.out
+
+
+def test_more_turns_and_longer_answers_cost_more() -> None:
+    from m2flow.plan.profile.analytic import analytic_profile
+    from m2flow.plan.profile.clusters import parse_cluster
+
+    cluster = parse_cluster("1x8xH100")
+
+    def turns_and_seconds(*changes: str, assumed: Assumed = NOTHING_ASSUMED) -> tuple[float, float]:
+        recipe = read_recipe(RECIPES / "qwen2.5-3b-grpo-search.yaml", list(changes))
+        graph = WORKLOAD.flow(recipe).trace()  # type: ignore[arg-type]
+        pricer = WORKLOAD.prices(recipe, graph, assumed)  # type: ignore[arg-type]
+        profile = analytic_profile(graph, cluster, pricer, recipe.items_per_step)
+        found = profile.stages["generator.turn"]
+        assert found.turns is not None
+        return found.turns.mean, float(found.costs[0].call(64))
+
+    turns, seconds = turns_and_seconds()
+    assert turns == pytest.approx(2.5)
+    assert turns_and_seconds("episode.max_turns=8")[0] > turns
+    assert turns_and_seconds("generation.max_new_tokens=1024")[1] > 1.5 * seconds
+    longer = Assumed(model="Qwen2.5-7B")
+    assert turns_and_seconds(assumed=longer)[1] > seconds
+
+
+def test_what_an_agent_takes_is_in_no_data_sheet(tmp_path: Path) -> None:
+    recipe = tmp_path / "agent.yaml"
+    recipe.write_text("workload: agentic\nagent: some:agent\nmodel: {path: Qwen2.5-3B}\n")
+    done = run_command("plan", recipe, "--cluster", "1x1xH100")
+    assert done.code == 2
+    assert "measure it: m2flow profile RECIPE" in done.err
