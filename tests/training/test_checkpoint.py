@@ -54,6 +54,19 @@ def put(root: Path, step: int, value: float | None = None, keep: int | None = No
     return save(root, step, Weights(value), None, state, keep)
 
 
+def test_a_part_that_a_lost_writer_has_begun_is_written_anew(tmp_path: Path) -> None:
+    """It ended in FileExistsError where a lane was killed while it saved."""
+    folder = checkpoint.begin(tmp_path, 3)
+    state = {"exp_avg/w": torch.zeros(3), "num_steps": torch.tensor(3)}
+    checkpoint.write_part(folder, Weights(1.0), None, {**state, "exp_avg/w": torch.ones(3)})
+    (folder / "model" / "half of a shard").touch()
+    checkpoint.write_part(folder, Weights(3.0), None, state)
+    final = checkpoint.commit(tmp_path, 3)
+    assert (final / "model" / "weights").read_text() == "3.0"
+    assert not (final / "model" / "half of a shard").exists()
+    assert not load_trainer_state(final)["exp_avg/w"].any()
+
+
 def value_at(path: Path) -> float:
     """The value saved, the same in every part."""
     values = {

@@ -33,7 +33,8 @@ _STEP = re.compile(r"step_(\d{6,})")
 def write_part(folder: Path, model: Any, tokenizer: Any, trainer_state: dict[str, Tensor]) -> None:
     """Write a model and its trainer's state, as `model/` and `trainer/`, into a folder.
 
-    That of a further model lies in a folder of its own within the one that `begin` gave.
+    That of a further model lies in a folder of its own within the one that `begin` gave. What a
+    writer that was lost has left of the part is replaced.
 
     Args:
         folder: where to.
@@ -43,10 +44,12 @@ def write_part(folder: Path, model: Any, tokenizer: Any, trainer_state: dict[str
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
+    for name in ("model", "trainer"):
+        _remove(folder / name)
     model.save_pretrained(str(folder / "model"))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder / "model"))
-    (folder / "trainer").mkdir(parents=True)
+    (folder / "trainer").mkdir()
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in trainer_state.items()}
     save_file(tensors, folder / "trainer" / "state.safetensors")
 
