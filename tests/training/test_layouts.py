@@ -48,7 +48,11 @@ SHARES = [
 """For each optimizer step the folds, and for each fold the rows of each lane of one gang of four:
 on two lanes the second also takes those of the others."""
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"dense": make_model, "mixture": make_mixture}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "dense": make_model,
+    "mixture": make_mixture,
+    "narrow": lambda: make_model(torch.bfloat16),
+}
 
 Run = tuple[list[dict[str, float]], list[dict[int, Tensor]], dict[str, Tensor], dict[str, Tensor]]
 
@@ -141,6 +145,28 @@ def test_a_layout_makes_the_steps_of_one_lane(
             assert names == expected.keys()
             for name in expected:
                 torch.testing.assert_close(here[name], expected[name], rtol=near, atol=near)
+
+
+@pytest.mark.parametrize(
+    ("layout", "replicas"),
+    [("cp2", PAIR), pytest.param("tp2.fsdp2", FOUR, marks=pytest.mark.slow)],
+)
+def test_layouts_in_bfloat16_move_the_masters_alike(
+    lanes: LaneProcesses, layout: str, replicas: Any
+) -> None:
+    """Sums in another order round otherwise, and small gradients then change their sign."""
+    before = torch.cat([weight.flatten() for weight in MODELS["narrow"]().float().parameters()])
+
+    def moved(state: dict[str, Tensor]) -> Tensor:
+        masters = [x.flatten() for name, x in state.items() if name.startswith("master/")]
+        return torch.cat(masters) - before
+
+    *_, expected = run(None, None, "narrow", False)
+    found = [one for one in lanes(on_lanes, layout, replicas, "narrow", False) if one is not None]
+    for *_, state in found:
+        assert torch.cosine_similarity(moved(state), moved(expected), dim=0) > 0.95
+        for name in expected:
+            assert state[name].equal(found[0][3][name]), name
 
 
 def dealt_on(groups: LaneGroups, layout: str, replicas: Any) -> Any:
