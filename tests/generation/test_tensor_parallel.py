@@ -19,7 +19,7 @@ from tests.generation.small_models import CONFIGS, CONTEXT, VOCAB_SIZE, drain, s
 from tests.training.lane_processes import LaneProcesses
 
 LANES = (0, 1)
-DIVISIBLE = sorted(CONFIGS.keys() - {"qwen2-untied-one-kv-head"})
+DIVISIBLE = [*sorted(CONFIGS.keys() - {"qwen2-untied-one-kv-head"}), "gemma2", "gemma3"]
 Drawn = dict[int, tuple[list[int], list[float], tuple[int, int], str]]
 
 

@@ -46,6 +46,10 @@ def check_supported(config: Mapping[str, Any]) -> str | None:
     Raises:
         UserError: names the key of the configuration, and what would do.
     """
+    if config.get("model_type") is None:
+        raise UserError(
+            "config.json names no architecture", key="model_type", expected="a field model_type"
+        )
     if config.get("use_bidirectional_attention"):
         raise UserError(
             "tokens attend to those that come after them, so none can be drawn before the others",
