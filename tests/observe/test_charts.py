@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -95,3 +96,12 @@ def test_durations_and_shares_read_naturally() -> None:
     assert [seconds(value) for value in values] == written
     assert [clock(value) for value in (7, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
     assert [percent(share) for share in (0.0, 0.004, 0.5, 1.0)] == ["0 %", "0.4 %", "50 %", "100 %"]
+
+
+def test_a_long_run_has_a_band_from_the_least_to_the_largest_value() -> None:
+    values = [(float(step), float(step % 2)) for step in range(1000)]
+    drawn = line_chart([Series("a", values)], label="a")
+    (band,) = re.findall(r'class="band"[^>]* d="M([^"]*)Z"', drawn)
+    heights = {point.split()[1] for point in band.split("L")}
+    assert len(heights) == 2, "the means lie between 0 and 1, the band reaches both"
+    assert 'class="band"' not in line_chart([Series("a", values[:100])], label="a")

@@ -15,7 +15,7 @@ import pytest
 from m2flow.errors import UserError
 from m2flow.observe.dashboard import Dashboard
 from m2flow.observe.dashboard.curves import curves_of
-from m2flow.observe.dashboard.following import FollowedRun, differing_keys, runs_in
+from m2flow.observe.dashboard.following import FollowedRun, differing_keys, runs_in, told_apart
 from m2flow.observe.run_directory import RunDirectory
 from tests.observe.conftest import write_fake_run
 
@@ -154,6 +154,13 @@ def test_differing_keys_are_those_that_differ() -> None:
     one, two = {"seed": "0", "model.layers": "4"}, {"seed": "1", "model.layers": "4", "extra": "x"}
     assert differing_keys([one, two]) == {"seed": ["0", "1"], "extra": ["–", "x"]}
     assert differing_keys([one]) == {}
+
+
+def test_runs_of_one_name_are_told_apart() -> None:
+    assert told_apart([Path("/a/x"), Path("/b/x"), Path("/b/y")]) == ["a/x", "b/x", "b/y"]
+    assert told_apart([Path("/a/x"), Path("/b/y")]) == ["x", "y"]
+    assert told_apart([Path("/a/x"), Path("/a/x")]) == ["x", "x"]
+    assert told_apart([]) == []
 
 
 def test_without_a_name_the_newest_runs_are_shown(

@@ -59,6 +59,22 @@ def test_it_draws_all_runs_and_what_differs(opened: Watched) -> None:
     assert page.locator("article[data-key]:visible h3").all_inner_texts() == ["reward/mean"]
 
 
+def test_the_timeline_gets_wider_without_a_script(opened: Watched) -> None:
+    page = opened.page
+    page.get_by_label("4 ×", exact=True).check()
+    wide = page.locator(".zoom4 svg").bounding_box()["width"]
+    assert wide > 3.5 * page.locator(".zoom4").bounding_box()["width"]
+    assert not page.locator(".zoom1").is_visible()
+
+
+def test_a_run_can_be_hidden(opened: Watched) -> None:
+    page = opened.page
+    latest = page.locator("[data-key='reward/mean'] .latest")
+    assert "·" in latest.inner_text()
+    page.get_by_role("checkbox", name="second").uncheck()
+    assert "·" not in latest.inner_text()
+
+
 def test_it_follows_a_run(opened: Watched, runs: list[Path]) -> None:
     RunDirectory(runs[0]).append_metrics(601, {"reward/mean": 0.123, "new/figure": 1.0})
     opened.page.get_by_text("step 601 of 900").wait_for()

@@ -69,13 +69,13 @@ class FollowedRun:
         )
 
     def described(self) -> dict[str, object]:
-        """Name, state and length of the run, for the page."""
+        """How far the run is, for the page."""
         facts = _document(self.directory.run)
         last, planned = max(self.rows, default=0), facts.get("steps")
         of = f" of {planned:,}" if isinstance(planned, int) else ""
         finished = facts.get("finished") is not None
         state = f"finished, {last:,} steps" if finished else f"step {last:,}{of}"
-        return {"name": self.directory.path.name, "state": state, "finished": finished}
+        return {"state": state, "finished": finished}
 
     def configuration(self) -> dict[str, str]:
         """Each key of the resolved recipe, dotted, with its value as text."""
@@ -87,6 +87,17 @@ def differing_keys(configurations: Sequence[Mapping[str, str]]) -> dict[str, lis
     keys = dict.fromkeys(key for one in configurations for key in one)
     rows = {key: [one.get(key, "–") for one in configurations] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def told_apart(paths: Sequence[Path]) -> list[str]:
+    """The folders' names, with as many parents as it takes for no two to be alike."""
+    for depth in range(1, max((len(path.parts) for path in paths), default=1) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            break
+    else:
+        names = [str(path) for path in paths]
+    return names
 
 
 def runs_in(folder: Path, most: int) -> list[Path]:

@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 from m2flow.errors import UserError
 from m2flow.observe.charts import CHART_CSS
 from m2flow.observe.dashboard.curves import curves_of
-from m2flow.observe.dashboard.following import FollowedRun, differing_keys
+from m2flow.observe.dashboard.following import FollowedRun, differing_keys, told_apart
 from m2flow.observe.gantt import GANTT_CSS
 from m2flow.observe.jsonl import encode
 from m2flow.observe.page import PAGE_CSS
@@ -63,6 +63,7 @@ class Dashboard:
 
     def __init__(self, run_dirs: Sequence[Path | str], port: int = 0) -> None:
         self.runs = [FollowedRun(path) for path in run_dirs]
+        self._names = told_apart([run.directory.path.resolve() for run in self.runs])
         try:
             self._server = _Server(("127.0.0.1", port), _Handler)
         except OSError as error:
@@ -106,7 +107,10 @@ class Dashboard:
         for run in self.runs:
             run.refresh()
         return {
-            "runs": [run.described() for run in self.runs],
+            "runs": [
+                {"name": name, **run.described()}
+                for name, run in zip(self._names, self.runs, strict=True)
+            ],
             "differing": differing_keys([run.configuration() for run in self.runs]),
             **curves_of([run.rows for run in self.runs], points, low, high),
         }

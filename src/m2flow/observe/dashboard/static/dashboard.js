@@ -3,7 +3,7 @@
 
 const $ = (id) => document.getElementById(id);
 const charts = new Map(); // key -> {card, plot, shape, spoken}
-const hidden = new Set(); // names of runs that are not shown
+const hidden = new Set(); // numbers of runs that are not shown
 let data = null, zoom = null, busy = false, again = false, nextDetails = 0, detailsTimer = 0;
 
 const make = (tag, name, text) => {
@@ -17,7 +17,7 @@ const shade = (run) => colour("--series-" + (run % 8));
 const short = (value) => value === null || value === undefined ? "–"
   : Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3) ? value.toExponential(2)
   : String(+value.toPrecision(4));
-const shown = (curve) => !hidden.has(data.runs[curve.run].name);
+const shown = (curve) => !hidden.has(curve.run);
 
 async function refresh() {
   if (busy) { again = true; return; }
@@ -43,15 +43,15 @@ function drawRuns() {
   $("runs").replaceChildren(...data.runs.map((run, number) => {
     const label = make("label"), box = make("input"), swatch = make("i");
     box.type = "checkbox";
-    box.checked = !hidden.has(run.name);
-    box.dataset.run = run.name;
+    box.checked = !hidden.has(number);
+    box.dataset.run = number;
     box.addEventListener("change", () => {
-      box.checked ? hidden.delete(run.name) : hidden.add(run.name);
+      box.checked ? hidden.delete(number) : hidden.add(number);
       drawCharts();
     });
     swatch.style.background = `var(--series-${number % 8})`;
     label.append(box, swatch, make("span", "", run.name), make("small", "", run.state));
-    if (kept === run.name) queueMicrotask(() => box.focus());
+    if (kept === String(number)) queueMicrotask(() => box.focus());
     return label;
   }));
   if ($("which").options.length !== data.runs.length)
