@@ -63,7 +63,7 @@ Refused = Callable[..., str]
         ("logger=[tensorboard]", ["logger", "jsonl is missing", "add jsonl"]),
         ("logger=jsonl", ["logger", "'jsonl'", "tuple"]),
         ("logger=[jsnl]", ["logger.0", "did you mean 'jsonl'?"]),
-        ("workload=agentic", ["workload", "'agentic'", "reasoning"]),
+        ("workload=chess", ["workload", "'chess'", "reasoning"]),
         ("samples_per_prompt=1", ["samples_per_prompt", "grpo", "got 1", "at least 2"]),
         (
             "minibatches=3",

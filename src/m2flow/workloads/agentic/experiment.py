@@ -104,7 +104,10 @@ class AgenticExperiment(ReasoningExperiment):
     # --- the figures ------------------------------------------------------------------------------
 
     def metrics(self, result: StepResult) -> dict[str, float]:
-        return super().metrics(result) | turn_figures(result.output)
+        reasons = result.output["finish_reason"]
+        truncated = reasons.count("length") / len(reasons)
+        figures = super().metrics(result) | turn_figures(result.output)
+        return figures | {"length/truncated_share": truncated}
 
     def evaluation(self, result: StepResult) -> dict[str, float]:
         figures = turn_figures(result.output)
