@@ -18,14 +18,22 @@ def check_packs(config: Mapping[str, Any]) -> None:
     """Refuse a causal language model whose attention cannot be replaced, and so no rows packed.
 
     Args:
-        config: the content of a `config.json`, which `check_causal_lm` has passed.
+        config: the content of a `config.json`.
 
     Raises:
         UserError: names the model type.
     """
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-    kind = config["model_type"]
+    kind = config.get("model_type")
+    known = kind in CONFIG_MAPPING and CONFIG_MAPPING[kind] in MODEL_FOR_CAUSAL_LM_MAPPING
+    if not known:
+        raise UserError(
+            "transformers has no causal language model of this type, so it is not trained",
+            key="model_type",
+            value=kind,
+            expected="a model that AutoModelForCausalLM knows",
+        )
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]
     if not model._supports_attention_backend:
         raise UserError(

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GPT2Config
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+)
 
 from m2flow.errors import UserError
 from m2flow.flow import Place
@@ -21,6 +27,7 @@ from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.evaluation import examine
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 from m2flow.workloads.reasoning.flow import recipe_flow
+from m2flow.workloads.reasoning.supported import check_model
 from m2flow.workloads.reasoning.workers import Generator, ModelSource
 
 ALONE = parse_lanes("cpu:1")
@@ -136,3 +143,15 @@ def test_a_stop_that_is_no_string_is_refused(stop: Any) -> None:
 def test_one_stop_string_needs_no_list() -> None:
     recipe = ReasoningRecipe.model_validate({"generation": {"stop": "\n\n"}})
     assert recipe.generation.stop == ("\n\n",)
+
+
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+def test_a_model_that_is_not_packed_is_refused_whoever_generates(
+    engine: str, tmp_path: Path
+) -> None:
+    """Rows of a pack would attend to each other: log-probabilities were off by 4."""
+    BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    recipe = recipe_of(tmp_path, generation={"engine": engine})
+    with pytest.raises(UserError, match="cannot be packed") as caught:
+        check_model(recipe)
+    assert (caught.value.key, caught.value.value) == ("model.path", str(tmp_path))

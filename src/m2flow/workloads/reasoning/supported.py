@@ -6,7 +6,10 @@ Nothing here imports torch for a model that the native engine computes itself.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 from m2flow.errors import UserError
 from m2flow.generation.causal_lms import check_packs
@@ -19,10 +22,10 @@ BYTE_VOCABULARY = 384
 
 
 def check_model(recipe: ReasoningRecipe, model: str | None = None) -> None:
-    """Refuse a model that is not trained, or that the native engine does not compute.
+    """Refuse a model that is not trained in packs, or that the native engine does not compute.
 
-    Other engines know best what they compute. Says once where transformers' own forward pass is
-    run. A model that is not here is not judged: the run itself refuses it.
+    Other engines know best what they generate with. Says once where transformers' own forward pass
+    is run. A model that is not here is not judged: the run itself refuses it.
 
     Args:
         recipe: its model is judged.
@@ -31,33 +34,40 @@ def check_model(recipe: ReasoningRecipe, model: str | None = None) -> None:
     Raises:
         UserError: names the model and what of it is not computed.
     """
-    if recipe.generation.engine != "native":
-        return
     key, source = ("model.path", recipe.model.path) if model is None else ("--model", model)
-    if source is not None:
-        check_generation(source, key, trained=True)
+    if source is None:
+        return
+    if recipe.generation.engine == "native":
+        check_generation(source, key)
+    with _named(source, key) as config:
+        if config is not None and not_fused(config) is not None:
+            check_packs(config)
 
 
-def check_generation(source: str, key: str, *, trained: bool = False) -> None:
-    """Refuse a model that the native engine does not compute, or which is to be trained and is not.
+def check_generation(source: str, key: str) -> None:
+    """Refuse a model that the native engine does not compute.
 
     Args:
         source: a `config.json`, its folder or a known name.
         key: what has named it.
-        trained: whether it is to be trained.
     """
+    with _named(source, key) as config:
+        if config is not None and (notice := check_supported(config)) is not None:
+            _say(f"{source}: {notice}")
+
+
+@contextmanager
+def _named(source: str, key: str) -> Iterator[Mapping[str, Any] | None]:
+    """A model's configuration, if it is there; what is refused within names the model."""
     try:
         config, _ = config_of(source)
     except UserError:  # whoever needs the model says what is wrong with it
+        yield None
         return
     try:
-        notice = check_supported(config)
-        if trained and notice is not None:
-            check_packs(config)
+        yield config
     except UserError as error:
         raise UserError(str(error), key=key, value=source) from None
-    if notice is not None:
-        _say(f"{source}: {notice}")
 
 
 @cache
