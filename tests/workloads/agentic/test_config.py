@@ -29,6 +29,7 @@ CALCULATOR = RECIPES / "agentic-calculator.yaml"
         ("episode.tool_deadline_seconds=0", r"episode\.tool_deadline_seconds"),
         ("episode.dialect=chat", "cannot write turns of tools"),
         ("episode.credit=turn", r"episode\.credit: .*turn_reward"),
+        ("agent=my:agent", r"warmup\.steps: demonstrations are of m2flow's own tools"),
         ("algorithm.name=ppo", r"algorithm\.name: trajectories are compared within groups"),
         ("algorithm.overlong_buffer=2", r"algorithm\.overlong_buffer"),
         ("turn_reward=nobody:knows", "nobody cannot be imported"),

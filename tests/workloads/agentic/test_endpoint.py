@@ -49,7 +49,10 @@ def talks(chat_recipe: AgenticRecipe, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def with_agent(recipe: AgenticRecipe, name: str, **agent: Any) -> AgenticRecipe:
-    data = recipe.model_dump() | {"agent": {"function": f"{AGENTS}:{name}", **agent}}
+    data = recipe.model_dump() | {
+        "agent": {"function": f"{AGENTS}:{name}", **agent},
+        "warmup": {"steps": 0},
+    }
     return AgenticRecipe.model_validate(data)
 
 
@@ -194,11 +197,11 @@ def test_an_agent_that_fails_costs_its_trajectory(
     ],
 )
 def test_a_wrong_agent_is_refused(agent: str, said: str, chat_recipe: AgenticRecipe) -> None:
-    data = chat_recipe.model_dump() | {"agent": agent}
+    data = chat_recipe.model_dump() | {"agent": agent, "warmup": {"steps": 0}}
     with pytest.raises(UserError, match=said):
         AgenticExperiment(AgenticRecipe.model_validate(data))
 
 
 def test_an_agent_needs_a_chat_template(tiny_recipe: MakeRecipe) -> None:
     with pytest.raises(UserError, match="cannot write turns of tools"):
-        AgenticExperiment(tiny_recipe(agent=f"{AGENTS}:by_hand"))
+        AgenticExperiment(tiny_recipe(agent=f"{AGENTS}:by_hand", warmup={"steps": 0}))

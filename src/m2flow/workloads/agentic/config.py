@@ -149,6 +149,13 @@ class AgenticRecipe(reasoning.ReasoningRecipe):
                 value="reward",
                 expected="loss",
             )
+        if self.agent is not None and self.warmup.steps:
+            raise UserError(
+                "demonstrations are of m2flow's own tools, and an agent has others",
+                key="warmup.steps",
+                value=self.warmup.steps,
+                expected="0 where there is an agent",
+            )
         if episode.credit == "turn" and self.turn_reward is None:
             raise UserError(
                 "without rewards of turns each turn's credit is the trajectory's",
