@@ -84,11 +84,13 @@ class Started:
 
 
 @pytest.fixture(autouse=True)
-def hang_ups_are_heard() -> Iterator[None]:
-    """Also where the tests themselves run under `nohup`."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def signals_are_heard() -> Iterator[None]:
+    """Also where the tests themselves run under `nohup`, or behind the `&` of a script."""
+    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGHUP, before)
+    signal.signal(signal.SIGHUP, hang_up)
+    signal.signal(signal.SIGINT, interrupt)
 
 
 @pytest.fixture

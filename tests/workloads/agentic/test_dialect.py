@@ -104,19 +104,22 @@ def test_an_answer_cannot_become_a_special_token() -> None:
     assert 256 not in ids
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "episode", "said"),
-    [
-        (BYTES, EpisodeSection(call=("<s>", "</s>")), "is 4 tokens of the model's tokenizer"),
-        (BYTES, EpisodeSection(dialect="chat"), "cannot write turns of tools"),
-    ],
-)
-def test_what_a_tokenizer_cannot_write_is_refused(
-    tokenizer: Any, episode: EpisodeSection, said: str
-) -> None:
-    with pytest.raises(UserError, match=said) as refused:
-        dialect_of(tokenizer, episode, ["calculator"])
+def test_a_template_that_is_not_there_is_refused() -> None:
+    with pytest.raises(UserError, match="cannot write turns of tools") as refused:
+        dialect_of(BYTES, EpisodeSection(dialect="chat"), ["calculator"])
     assert "\n" not in str(refused.value)
+
+
+def test_a_call_may_be_closed_by_several_tokens() -> None:
+    tags = dialect_of(BYTES, EpisodeSection(call=("<s>", "</s>")), ["calculator"])
+    assert (tags.stop_ids, tags.closing_strings) == ((), ("</s>",))
+    turn = tags.turn_ids(Call("calculator", "1+2"))
+    assert BYTES.decode(turn) == "<s>1+2</s>"
+    assert tags.calls(turn) == [Call("calculator", "1+2")]
+    assert tags.calls(turn[:-1]) == []
+    assert tags.calls(ids_of("<s>1</s> and what its last token brought along")) == [
+        Call("calculator", "1")
+    ]
 
 
 SILENT = (

@@ -106,3 +106,23 @@ def test_trajectories_end_by_their_limits(tiny_recipe: MakeRecipe, warmed: Model
             assert len(turns) <= recipe.episode.max_turns
             assert len(episodes["completion_ids"][row]) <= recipe.episode.max_tokens
             assert bool(episodes["loss_mask"][row][-1]), "what nobody reads is not kept"
+
+
+def test_a_turn_ends_where_several_tokens_close_a_call(
+    tiny_recipe: MakeRecipe, warmed: ModelSource
+) -> None:
+    """The model has learned to write `]`; only a call that ends in `2]` is one here."""
+    recipe = tiny_recipe(prompts_per_step=64, samples_per_prompt=8, episode={"call": ("[", "2]")})
+    experiment = AgenticExperiment(recipe, warmed)
+    episodes = rolled_out(experiment, experiment.batch(0), defaultdict(list))
+    tokenizer, closed = warmed.tokenizer(), 0
+    for row in range(len(episodes)):
+        ids = episodes["completion_ids"][row].tolist()
+        for turn in episodes["turns"][row]:
+            text = tokenizer.decode(ids[turn.begin : turn.end], skip_special_tokens=True)
+            if "2]" in text:
+                assert text.index("2]") == len(text) - 2
+                closed += turn.tools == ("calculator",)
+            else:
+                assert not turn.tools
+    assert closed > 3

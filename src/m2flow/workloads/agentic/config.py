@@ -73,8 +73,8 @@ class EpisodeSection(Section):
 
     In the dialect `chat` a call is JSON in `<tool_call>` tags, and answers are turns of the chat
     template of the model's tokenizer. In `tags` a call stands between the two texts of `call`, and
-    its answer between those of `result`, within one text; the closing text of a call must be one
-    token. `auto` is `chat` where the tokenizer has a template.
+    its answer between those of `result`, within one text. `auto` is `chat` where the tokenizer has
+    a template.
 
     With `credit: turn` a turn is credited with what follows it, instead of the whole trajectory.
     """

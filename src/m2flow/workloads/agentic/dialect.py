@@ -26,9 +26,11 @@ class Dialect(Protocol):
 
     Attributes:
         stop_ids: tokens that end a turn, beside the model's own.
+        closing_strings: texts that end a turn, in the token that completes one.
     """
 
     stop_ids: tuple[int, ...]
+    closing_strings: tuple[str, ...]
 
     def calls(self, ids: Sequence[int]) -> list[Call | Answer]:
         """The calls in a turn; in the place of one that is no call, what is wrong with it.
@@ -61,24 +63,6 @@ def dialect_of(tokenizer: Any, episode: EpisodeSection, tools: Sequence[str]) ->
     if name == "chat":
         return ChatDialect(tokenizer, episode.max_result_tokens)
     return TagDialect(tokenizer, episode, tools)
-
-
-def closing_ids(tokenizer: Any, closing: str) -> tuple[int, ...]:
-    """Tokens at which a turn ends because a call is complete.
-
-    Raises:
-        UserError: the text is not one token.
-    """
-    ids = tokenizer.encode(closing, add_special_tokens=False)
-    if len(ids) != 1:
-        raise UserError(
-            f"is {len(ids)} tokens of the model's tokenizer, and a turn ends with one",
-            key="episode.call",
-            value=closing,
-            expected="a closing text of one token",
-            hint="set episode.dialect to chat, or choose another text",
-        )
-    return tuple(ids)
 
 
 @dataclass(frozen=True)
@@ -115,12 +99,20 @@ class TagDialect:
         self._open, self._close = episode.call
         self._result = episode.result
         self._writer = _Writer(tokenizer, episode.max_result_tokens)
-        self.stop_ids = closing_ids(tokenizer, self._close)
+        close = tuple(tokenizer.encode(self._close, add_special_tokens=False))
+        # A token may be a special one, which is no text; several may end in the midst of another.
+        self.stop_ids: tuple[int, ...] = close if len(close) == 1 else ()
+        self.closing_strings: tuple[str, ...] = () if self.stop_ids else (self._close,)
 
     def calls(self, ids: Sequence[int]) -> list[Call | Answer]:
-        if not ids or ids[-1] not in self.stop_ids:
-            return []
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        if self.stop_ids:
+            closed = bool(ids) and ids[-1] in self.stop_ids
+        else:
+            text, close, _ = text.partition(self._close)
+            closed = bool(close)
+        if not closed:
+            return []
         _, opened, inner = text.rpartition(self._open)
         if not opened:
             return [Answer(f"a call begins with {self._open}", error=True)]
@@ -145,7 +137,9 @@ class TagDialect:
         values = turn.arguments
         argument = values if isinstance(values, str) else " ".join(map(str, values.values()))
         named = argument if len(self._tools) == 1 else f"{turn.tool} {argument}"
-        return self._writer.literal(f"{self._open}{named}") + list(self.stop_ids)
+        if self.stop_ids:
+            return [*self._writer.literal(f"{self._open}{named}"), *self.stop_ids]
+        return self._writer.literal(f"{self._open}{named}{self._close}")
 
 
 class ChatDialect:
@@ -159,6 +153,7 @@ class ChatDialect:
     """
 
     stop_ids: tuple[int, ...] = ()
+    closing_strings: tuple[str, ...] = ()
     _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
     def __init__(self, tokenizer: Any, max_result_tokens: int) -> None:

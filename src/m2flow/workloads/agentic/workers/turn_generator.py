@@ -41,11 +41,14 @@ class TurnGenerator(Generator):
         return [ONE_LANE]
 
     def load(self, place: Place) -> None:
-        super().load(place)
         from m2flow.workloads.agentic.dialect import dialect_of
 
-        dialect = dialect_of(self.model.tokenizer(), self.episode, self.tools)
-        self._stop_ids = (*self._stop_ids, *dialect.stop_ids)
+        self._dialect = dialect_of(self.model.tokenizer(), self.episode, self.tools)
+        super().load(place)
+        self._stop_ids = (*self._stop_ids, *self._dialect.stop_ids)
+
+    def stop_strings(self) -> tuple[str, ...]:
+        return (*self.stop, *self._dialect.closing_strings)
 
     @stage
     def turn(self, episodes: Batch) -> Batch:
@@ -77,6 +80,7 @@ class TurnGenerator(Generator):
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
+            stop_strings=self.stop_strings(),
         )
 
     def _drawn(self, requests: list[Any]) -> list[Completion]:

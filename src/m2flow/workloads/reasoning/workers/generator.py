@@ -94,7 +94,7 @@ class Generator(Worker):
         from m2flow.generation.native import NativeEngine
         from m2flow.generation.tensor_parallel import TensorParallel
 
-        self._stop_ids = self.model.stop_ids()
+        self._stop_ids, stops = self.model.stop_ids(), bool(self.stop_strings())
         dtype = dtype_on(self.dtype, place.device)
         cache_bytes = _cache_bytes(self.cache_gb, place.device)
         if self.engine_name == "vllm":
@@ -108,7 +108,7 @@ class Generator(Worker):
                 dtype=dtype,
                 device=place.device,
                 cache_bytes=cache_bytes,
-                stop_strings=bool(self.stop),
+                stop_strings=stops,
             )
             return
         model = self.model.load(place.device, stays=False)
@@ -120,9 +120,13 @@ class Generator(Worker):
             spill=place.spill,
             parallel=TensorParallel.of(place.gang),
             cache_bytes=cache_bytes,
-            text_of=_text_of(self.model.tokenizer()) if self.stop else None,
+            text_of=_text_of(self.model.tokenizer()) if stops else None,
         )
         self.engine.install(model.state_dict(), place.version)
+
+    def stop_strings(self) -> tuple[str, ...]:
+        """Strings that end an answer."""
+        return self.stop
 
     @stage(streaming=True, expands="samples_per_prompt")
     def generate(
@@ -145,7 +149,7 @@ class Generator(Worker):
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
-            stop_strings=self.stop,
+            stop_strings=self.stop_strings(),
         )
         call = _Call(self.engine, params, samples_per_prompt or self.samples_per_prompt)
         try:
