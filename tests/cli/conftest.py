@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -86,6 +87,16 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("tiny.yaml").write_text(TINY)
     return Path("tiny.yaml")
+
+
+@pytest.fixture
+def signals_are_heard() -> Iterator[None]:
+    """Also where the tests themselves run under `nohup`, or behind the `&` of a script."""
+    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGHUP, hang_up)
+    signal.signal(signal.SIGINT, interrupt)
 
 
 @pytest.fixture

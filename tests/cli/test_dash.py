@@ -9,11 +9,14 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from m2flow.observe.run_directory import RunDirectory
 
 COMMAND = [sys.executable, "-m", "m2flow", "dash"]
 
 
+@pytest.mark.usefixtures("signals_are_heard")
 def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
     RunDirectory.create(tmp_path / "runs" / "only", "r").append_metrics(1, {"reward/mean": 0.5})
     with subprocess.Popen(COMMAND, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:

@@ -23,6 +23,7 @@ from m2flow.workloads.common.stopping import Stopping
 from tests.cli.test_resume import figures
 
 M2flow = Callable[..., Any]
+pytestmark = pytest.mark.usefixtures("signals_are_heard")
 
 STEPS = 400
 """More than a run gets to."""
@@ -81,16 +82,6 @@ class Started:
 
     def quiet(self) -> bool:
         return not self.left_behind()
-
-
-@pytest.fixture(autouse=True)
-def signals_are_heard() -> Iterator[None]:
-    """Also where the tests themselves run under `nohup`, or behind the `&` of a script."""
-    hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGHUP, hang_up)
-    signal.signal(signal.SIGINT, interrupt)
 
 
 @pytest.fixture
