@@ -135,7 +135,7 @@ def profile() -> Profile:
     said: list[str] = []
     with LanePool([LaneSpec(0), LaneSpec(1)]) as pool:
         found = profile_flow(
-            make_flow, BATCHES, lanes=pool, budget_seconds=60, key=KEY, note=said.append
+            make_flow, BATCHES, lanes=pool, budget_seconds=25, key=KEY, note=said.append
         )
     assert said
     return found
