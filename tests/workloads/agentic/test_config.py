@@ -24,7 +24,6 @@ CALCULATOR = RECIPES / "agentic-calculator.yaml"
         ("tools=[{tool: mcp, options: {command: [/no/server]}}]", "mcp"),
         ("episode.max_turns=0", r"episode\.max_turns"),
         ("episode.max_tokens=8", r"generation\.max_new_tokens: .*at most episode\.max_tokens = 8"),
-        ("episode.call=['<a>', '</a>']", r"episode\.call: is 4 tokens"),
         ("episode.call=['', ']']", r"episode\.call"),
         ("episode.tool_deadline_seconds=0", r"episode\.tool_deadline_seconds"),
         ("episode.dialect=chat", "cannot write turns of tools"),
