@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.examples.conftest import ROOT
-
-NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
+NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "notebook.ipynb"
 
 
 def cells() -> list[str]:
