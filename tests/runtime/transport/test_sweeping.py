@@ -59,6 +59,7 @@ def test_what_is_closed_removes_nothing(tmp_path: Path) -> None:
     sweeper = Sweeper()
     sweeper.add(str(tmp_path))
     sweeper.close()
+    sweeper.close()
     assert sweeper._shell.returncode == 0
     assert tmp_path.exists()
 

@@ -101,11 +101,12 @@ class Sweeper:
         self._say("".join(f"{pattern}\n" for pattern in patterns))
 
     def close(self) -> None:
-        """Nothing is left: the shell ends and removes nothing."""
-        self._say("done\n")
-        with suppress(OSError):
-            assert self._shell.stdin is not None
-            self._shell.stdin.close()
+        """Nothing is left: the shell ends and removes nothing. A second call does nothing."""
+        assert self._shell.stdin is not None
+        if not self._shell.stdin.closed:
+            self._say("done\n")
+            with suppress(OSError):
+                self._shell.stdin.close()
         self._shell.wait()
 
     def _say(self, words: str) -> None:
