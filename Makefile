@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart quickstart-embodied dev test test-vllm lint format docs examples screenshots bench-quick doctor clean distclean
+.PHONY: help quickstart quickstart-embodied dev test test-vllm test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -36,7 +36,13 @@ VLLM_PYTHON ?= $(VENV)-vllm/bin/python
 
 test-vllm: $(if $(filter $(VENV)-vllm/%,$(VLLM_PYTHON)),$(VENV)-vllm/.installed) ## the tests of vLLM with vLLM itself (VLLM_PYTHON=... or 3.5 GB are installed)
 	PYTHONPATH=src $(VLLM_PYTHON) -m pytest -m "vllm or not slow" \
-	  tests/generation/test_vllm_engine.py tests/workloads/reasoning/test_vllm.py $(ARGS)
+	  tests/generation/test_external_engines.py tests/workloads/reasoning/test_external_engines.py $(ARGS)
+
+# The interpreter of TRL: by default that of the environment which benchmarks/peers_trl.py makes.
+test-trl: $(VENV)/.installed-dev ## our losses beside TRL's own (M2FLOW_TRL_PYTHON=... or its environment is made)
+	@test -n "$(M2FLOW_TRL_PYTHON)" || (cd benchmarks && $(abspath $(BIN))/python -c \
+	  "from harness import CACHE; from peers.environment import trl_python; trl_python(CACHE / 'trl')")
+	$(BIN)/python -m pytest -m slow tests/peers $(ARGS)
 
 docs: $(VENV)/.installed-dev ## the documentation as a site in build/site; a warning is an error
 	$(BIN)/python -m pip install --quiet -e '.[docs]' -c constraints.txt
@@ -59,6 +65,11 @@ bench-quick: $(VENV)/.installed-dev ## every benchmark in its short version; fai
 examples: $(VENV)/.installed-dev ## every example on two seeds, against the result that it states (minutes)
 	$(BIN)/python -m pytest -m "" tests/examples $(ARGS)
 
+audit: $(VENV)/.installed-dev $(VENV)-audit/.installed ## known advisories against constraints.txt; what in the sources makes objects of what it reads
+	$(BIN)/ruff check --select S102,S301,S302,S307,S506 src
+	$(BIN)/python -m pytest -q tests/test_audit.py
+	$(VENV)-audit/bin/python .ci/audit.py constraints.txt
+
 screenshots: $(VENV)/.installed-dev ## the pictures of the live page in docs/images (needs Chromium)
 	$(BIN)/python -m pip install --quiet -e '.[browser]' -c constraints.txt
 	rm -rf runs/shown-first runs/shown-second
@@ -74,7 +85,7 @@ clean: ## remove caches and build output
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove the environment
-	rm -rf $(VENV) $(VENV)-vllm
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-audit
 
 # pip writes to a log, so that what is left on the terminal is what a person needs.
 # $(1): the extras, as in [dev]; $(2): what is being installed, in words.
@@ -102,6 +113,11 @@ $(VENV)/.installed: $(INPUTS) | $(VENV)/.created
 $(VENV)/.installed-dev: $(INPUTS) | $(VENV)/.created
 	$(call install,[dev$(comma)gym],m2flow with its tools for development)
 	@touch $(VENV)/.installed $@
+
+$(VENV)-audit/.installed:
+	@$(PYTHON) -m venv $(VENV)-audit
+	@$(VENV)-audit/bin/python -m pip install --no-input --disable-pip-version-check --quiet 'pip-audit>=2.9,<3'
+	@touch $@
 
 # vLLM's import fails beside those three as pip chooses them, and m2flow's language models need none.
 $(VENV)-vllm/.installed: $(INPUTS)

@@ -42,12 +42,32 @@ MEANING = {
     "workers that do not fit there together make way for each other",
     "layouts": "name of the layout of each worker that is divided over several lanes, by worker: "
     "`fsdpN`, `tpN`, `tpN.fsdpM`, `cpN` and, where it has experts, `epN` divide a `learner`, "
-    "`critic` or `reference` over lanes, `tpN` the heads of a "
-    "`generator`; N must divide the number of the worker's lanes, and for `tpN` that of key-value "
-    "heads. An eager run has none",
+    "`critic` or `reference` over lanes, `fsdpN` a `reward_model`, `tpN` the heads of a "
+    "`generator` or `judge`; N must divide the number of the worker's lanes, and for `tpN` that of "
+    "key-value heads. An eager run has none",
     "reward": "what scores answers: a function by its dotted path, `my_module:my_function`, or "
     "one of `addition`, `code`, `format`, `gym`, `math`; or a list of tables with `function` and "
-    "`weight`, whose weighted rewards add up. None: the task's own",
+    "`weight`, whose weighted rewards add up. None: the task's own; `[]` where models alone judge",
+    "reward_model.path": "a folder for `AutoModelForSequenceClassification` whose score joins the "
+    "reward ([how](../how-to/own-reward.md)); `null` for none",
+    "reward_model.weight": "factor of its score",
+    "reward_model.label": "of a head with several labels, the one whose probability is the score",
+    "reward_model.dtype": "what it computes in; `auto`: bfloat16 on accelerators, float32 on CPUs",
+    "reward_model.tokens_per_microbatch": "tokens that it reads at a time, padding included",
+    "judge.path": "the folder of a causal language model that judges answers in words "
+    "([how](../how-to/own-reward.md)); `null` for none",
+    "judge.weight": "factor of its score, which is from 0 to 1",
+    "judge.template": "what it is asked, with `{answer}`, and `{question}`, `{gold}` (the right "
+    "answer) and `{highest}` where wanted; `null`: to compare with the right answer",
+    "judge.pattern": "a regular expression: the first group of its last match in what the judge "
+    "writes is the score",
+    "judge.highest": "the best score that it may give; the score is divided by it",
+    "judge.max_new_tokens": "longest judgement",
+    "judge.temperature": "of its sampling; 0 is greedy",
+    "judge.chat_options": "variables of its chat template, such as `enable_thinking: false`",
+    "judge.max_running": "judgements drawn together by a replica at most",
+    "judge.dtype": "what it computes in; `auto`: bfloat16 on accelerators, float32 on CPUs",
+    "judge.cache_gb": "as `generation.cache_gb`, for the judge",
     "prompts_per_step": "prompts of a step",
     "samples_per_prompt": "answers drawn for each prompt: a group",
     "minibatches": "optimizer steps in a training step; samples are assigned by their index",
@@ -56,6 +76,8 @@ MEANING = {
     "lane_restarts": "how often a lane whose process has ended is started again; 0: the run ends",
     "spare_lanes": "processes that wait on each machine, with their imports done, to be a lane of "
     "cores that is lost; a lane of a GPU is started afresh",
+    "journal_gb": "10**9 bytes of finished rollouts that are kept on disk until a checkpoint holds "
+    "their step, so that `--resume` does not make them again; 0 for none",
     "max_skipped_updates": "optimizer steps in a row that are left out because a loss or gradient "
     "is not finite; one more ends the run",
     "grace_seconds": "longest that a step may take to its end after SIGTERM, SIGHUP or Ctrl-C",
@@ -95,6 +117,9 @@ MEANING = {
     "the model's tokenizer; `null`: where the tokenizer has one",
     "data.system_prompt": "what stands before that turn; `null`: what the template puts there",
     "data.chat_options": "variables of the chat template, such as `enable_thinking: false`",
+    "data.curriculum": "`jsonl`: prefer problems that the policy solves now and then: those whose "
+    "rate of success so far is in `band` (`[0.2, 0.8]`), and those never asked, weigh 1, others "
+    "`outside` (0.1); `null`: each problem once an epoch",
     "data.options": "settings of the task itself (`addition`: `min_digits`, `max_digits`, "
     "`equal_lengths`, `thinking_share`; `jsonl`: `held_out_rows`), or of the data set (`gym`)",
     "warmup.steps": "supervised steps on the task's demonstrations before reinforcement",
@@ -119,6 +144,8 @@ MEANING = {
     "of the step (training then waits for all of its answers), or nothing",
     "algorithm.equal_groups": "whether groups whose rewards are all the same count for anything "
     "(DAPO drops them)",
+    "algorithm.further_draws": "how often another prompt is asked in place of one whose group says "
+    "nothing, with `equal_groups: drop`; `null`: 3 for `dapo`, 0 for others",
     "algorithm.truncated": "an answer that was cut off ends there, is not trained on, or (`ppo`) "
     "is worth what the critic expects behind it",
     "algorithm.overlong_buffer": "so many tokens before the longest answer a penalty begins, which "
@@ -178,7 +205,7 @@ EMBODIED = {
     "rollouts_per_step": "rollouts of a step, each in an environment of its own",
     "environment.name": "the simulator: `family:task` (`gymnasium`, `libero`, `maniskill`, "
     "`metaworld`, `table`), or a class of your own, `my_module:MyEnvironment`",
-    "environment.options": "the environment's own settings, such as `pixels`",
+    "environment.options": "the environment's own settings, such as `pixels` and `motion`",
     "environment.processes": "processes of each lane in which simulators run, so that a crash or a "
     "hang costs an episode; 0 for the lane's own; none: one a core for heavy simulators",
     "policy.kind": "an actor-critic on states or on pictures, or a vision-language-action model",

@@ -341,6 +341,16 @@ SMALL_RUNS = {
         "ppo_quickstart",
         {"steps": 1, "prompts_per_step": 2, "warmup.steps": 2, "evaluation.problems": 2},
     ),
+    "reasoning, drawn again": (
+        "quickstart",
+        {
+            "steps": 1,
+            "prompts_per_step": 2,
+            "warmup.steps": 2,
+            "evaluation.problems": 0,
+            "algorithm.name": "dapo",
+        },
+    ),
     "embodied": (
         "quickstart-embodied",
         {
@@ -391,7 +401,7 @@ def test_metrics_reference_names_what_runs_write(kind: str, tmp_path: Path) -> N
     )
     written = {key for row in read_metrics(run_dir) for key in row}
     assert len(written) > 20
-    named = {re.sub(r"^(seconds/)(?!step$)[\w.]+$", r"\1<stage>", key) for key in written}
+    named = {re.sub(r"^(seconds/)(?!step$)[\w.#]+$", r"\1<stage>", key) for key in written}
     named = {re.sub(r"^publish/\w+/", "publish/<worker>/", key) for key in named}
     page = (PROJECT / "docs" / "reference" / "metrics.md").read_text()
     missing = {name for name in named if f"`{name}`" not in page}

@@ -10,7 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2flow.algorithms.sampling import derive_seed, likeliest, sample_tokens, uniform
+from m2flow.algorithms.sampling import (
+    _INCREMENT,
+    _finalise_tensor,
+    _shift_right,
+    _signed,
+    derive_seed,
+    likeliest,
+    sample_tokens,
+    uniform,
+)
 
 int64s = st.integers(-(2**63), 2**63 - 1)
 
@@ -204,3 +213,12 @@ def test_greedy_draws_ignore_them() -> None:
     found = sample_tokens(logits_BV, torch.zeros(1).long(), torch.zeros(1).long(), 0.0, top_k=1)
     assert int(found[0]) == 1
     assert float(found[1]) == pytest.approx(float(logits_BV.log_softmax(-1)[0, 1]))
+
+
+@given(st.lists(int64s, min_size=1, max_size=5), st.integers(0, 1 << 40))
+def test_uniform_is_the_same_by_torch_alone(seeds: list[int], position: int) -> None:
+    """As it is computed on an accelerator; here on the CPU."""
+    seed_B = torch.tensor(seeds)
+    state = seed_B + (torch.tensor(position) + 1) * _signed(_INCREMENT)
+    drawn_B = _shift_right(_finalise_tensor(state), 11).to(torch.float64) * 2.0**-53
+    assert torch.equal(drawn_B, uniform(seed_B, torch.tensor(position)))

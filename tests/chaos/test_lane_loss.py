@@ -24,7 +24,8 @@ import m2flow
 from m2flow import Batch, Flow, Stream, Worker, stage
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import RunFailed
-from m2flow.runtime.driver import pool as pool_module
+from m2flow.runtime.driver import processes as processes_module
+from m2flow.runtime.driver.journal import Journal
 from m2flow.runtime.driver.launch import Run
 from m2flow.runtime.driver.placing import nodes_for
 from m2flow.runtime.driver.pool import LanePool
@@ -291,12 +292,32 @@ def test_steps_that_overlap_are_taken_again_in_order(pool: LanePool, tmp_path: P
     assert (tmp_path / "0").exists()
 
 
+def test_rollouts_of_a_lost_step_are_not_made_again(
+    pool: LanePool, tmp_path: Path, undisturbed: list[Any]
+) -> None:
+    """They were kept on disk; the next run on these lanes keeps nothing there."""
+    folder = tmp_path / "journal"
+    with start(APART, Death("score", 1, str(tmp_path)), pool) as run:
+        run.keep_rollouts(Journal(folder, 1 << 20))
+        found = seen(run)
+    assert found.figures == undisturbed
+    assert [loss.lane for loss in run.losses] == [1]
+    recalled = {step.step: step.recalled for step in found.steps if step.recalled}
+    assert recalled == {1: ITEMS * SAMPLES}
+    for file in folder.iterdir():
+        file.unlink()
+    with start(APART, Death(), pool) as run:
+        assert seen(run).figures == undisturbed
+    assert not list(folder.iterdir())
+
+
 def test_a_spare_process_takes_the_place_of_a_lane(
     pool: LanePool, tmp_path: Path, undisturbed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one that comes back is the process that has waited, and another one waits then."""
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "spares", spares := Spares(1, pool._make_spare))
+        processes = pool.processes
+        patch.setattr(processes, "spares", spares := Spares(1, processes.make_spare))
         spares.keep(LANES, nodes_for(LANES))
         (actor,) = spares.actors
         ray.get(actor.warm.remote([]), timeout=60.0)
@@ -306,7 +327,7 @@ def test_a_spare_process_takes_the_place_of_a_lane(
         spares.end()
     assert found.figures == undisturbed
     (loss,) = run.losses
-    assert pool._actors[loss.lane] == actor
+    assert pool.processes.actors[loss.lane] == actor
     assert other != actor
 
 
@@ -315,7 +336,7 @@ def test_a_process_that_ends_before_its_lane_is_up_is_started_again(
 ) -> None:
     """It has said where it can be reached, and is killed before anybody has."""
     victims: list[int] = []
-    connect = pool_module.connect
+    connect = processes_module.connect
 
     def killed_first(address: Any, key: bytes, **options: Any) -> Any:
         if not victims:
@@ -326,7 +347,7 @@ def test_a_process_that_ends_before_its_lane_is_up_is_started_again(
                 time.sleep(0.01)
         return connect(address, key, **options)
 
-    monkeypatch.setattr(pool_module, "connect", killed_first)
+    monkeypatch.setattr(processes_module, "connect", killed_first)
     with start(APART, Death("score", 1, str(tmp_path)), pool) as run:
         found = seen(run)
     assert victims
@@ -349,7 +370,7 @@ def test_processes_that_never_come_up_end_the_run(
     def refused(*_: Any, **__: Any) -> Any:
         raise ConnectionRefusedError("nobody listens")
 
-    monkeypatch.setattr(pool_module, "connect", refused)
+    monkeypatch.setattr(processes_module, "connect", refused)
     run = start(APART, Death("score", 1, str(tmp_path)), pool)
     with run, pytest.raises(RunFailed, match="not come up in 3 tries: nobody listens"):
         seen(run)

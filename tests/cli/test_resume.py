@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+
+from m2flow.observe.run_directory import RunDirectory
 
 Refused = Callable[..., str]
 M2flow = Callable[..., Any]
 
 STEPS = ["steps=4"]
+STATE = "shard-00001-model-00001-of-00001.safetensors"
 
 KILLER = """
 import os, signal, sys
@@ -111,12 +116,12 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def figures(run: Path) -> list[dict[str, Any]]:
-    """What the run's metrics say, less everything that time has a part in."""
+    """What the run's metrics say, less everything that time or an earlier end has a part in."""
     return [
         {
             key: value
             for key, value in row.items()
-            if key != "time"
+            if key not in ("time", "rollouts/recalled")
             and not key.startswith(("seconds/", "throughput/", "eval/seconds"))
             and not key.endswith("/seconds")
         }
@@ -125,7 +130,7 @@ def figures(run: Path) -> list[dict[str, Any]]:
 
 
 def same_weights(run: Path, other: Path) -> None:
-    for name in ("model/model.safetensors", "trainer/state.safetensors"):
+    for name in ("model/model.safetensors", f"trainer/{STATE}"):
         here = load_file(run / "checkpoints" / "latest" / name)
         there = load_file(other / "checkpoints" / "latest" / name)
         assert here.keys() == there.keys()
@@ -176,6 +181,67 @@ def test_killed_and_killed_again(tiny: Path, killed: Path, straight: Path, m2flo
     outcome = m2flow("train", tiny, *STEPS, "--run-dir", "run", "--resume")
     assert outcome.code == 0, outcome.err
     ends_like(Path("run"), straight)
+
+
+TEN = ["steps=10", "evaluation.every=5", "checkpoint.every=5", "model.dtype=float64"]
+
+
+def stopped_after_five(m2flow: M2flow, monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    """Ask a run for its end by a signal, as a scheduler does."""
+    append = RunDirectory.append_metrics
+
+    def told(self: RunDirectory, step: int, metrics: dict[str, float]) -> None:
+        append(self, step, metrics)
+        if step == 5:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "append_metrics", told)
+        outcome = m2flow("train", *words)
+    assert outcome.code == 128 + signal.SIGTERM, outcome.err
+    assert "ended after step 5; saved is step 5" in outcome.err
+
+
+def test_ten_steps_are_five_a_stop_and_five_more(
+    tiny: Path, m2flow: M2flow, monkeypatch: pytest.MonkeyPatch, signals_are_heard: None
+) -> None:
+    """With a schedule over all ten, of which the second half begins where the first one ended."""
+    words = [tiny, *TEN, "optimizer.schedule=cosine", "--run-dir"]
+    assert m2flow("train", *words, "straight").code == 0
+    stopped_after_five(m2flow, monkeypatch, *words, "parts")
+    outcome = m2flow("train", *words, "parts", "--resume")
+    assert outcome.code == 0, outcome.err
+    assert "going on from parts/checkpoints/step_000005" in outcome.out
+    same_weights(Path("parts"), Path("straight"))
+    assert figures(Path("parts")) == figures(Path("straight"))
+    assert [row["step"] for row in rows(Path("parts"))] == list(range(11))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("fsdp2", "tp2"), ("tp2", "cp2"), ("cp2", "fsdp2")])
+def test_five_steps_under_one_layout_and_five_under_another(
+    tiny: Path,
+    m2flow: M2flow,
+    monkeypatch: pytest.MonkeyPatch,
+    signals_are_heard: None,
+    before: str,
+    after: str,
+) -> None:
+    """And the ten of an eager run, which has one lane."""
+    assert m2flow("train", tiny, *TEN, "--run-dir", "straight").code == 0
+    words = [tiny, *TEN, "mode=collocated", "lanes=cpu:2", "--run-dir", "parts"]
+    stopped_after_five(m2flow, monkeypatch, *words, f"layouts.learner={before}")
+    outcome = m2flow("train", *words, f"layouts.learner={after}", "--resume")
+    assert outcome.code == 0, outcome.err
+    parts, straight = (
+        load_file(Path(run) / "checkpoints/latest/model/model.safetensors")
+        for run in ("parts", "straight")
+    )
+    for name, tensor in straight.items():
+        torch.testing.assert_close(parts[name], tensor, rtol=1e-6, atol=1e-6)
+    for here, there in zip(rows(Path("parts"))[1:], rows(Path("straight"))[1:], strict=True):
+        for name in ("reward/mean", "loss/policy", "train/grad_norm", "tokens/generated"):
+            assert here[name] == pytest.approx(there[name], rel=1e-6, abs=1e-6), name
 
 
 def test_the_plan_may_change(tiny: Path, run: Path, m2flow: M2flow) -> None:
@@ -277,8 +343,8 @@ def flip(path: Path) -> None:
     ("break_it", "parts"),
     [
         (lambda at: cut(at / "model/model.safetensors"), ["model.safetensors has", "bytes"]),
-        (lambda at: cut(at / "trainer/state.safetensors"), ["state.safetensors has", "bytes"]),
-        (lambda at: flip(at / "trainer/state.safetensors"), ["state.safetensors is not what"]),
+        (lambda at: cut(at / "trainer" / STATE), [f"{STATE} has", "bytes"]),
+        (lambda at: flip(at / "trainer" / STATE), [f"{STATE} is not what"]),
         (lambda at: (at / "model/config.json").unlink(), ["config.json is missing"]),
         (lambda at: (at / "MANIFEST.json").unlink(), ["MANIFEST.json is missing"]),
         (lambda at: cut(at / "MANIFEST.json"), ["MANIFEST.json cannot be read"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -85,7 +86,7 @@ class Echo:
     carried_out: list[str] = field(default_factory=list)
     _open: list[RunCall | RunFinish] = field(default_factory=list)
 
-    def submit(self, flow: str, step: int, batch: Batch) -> None: ...
+    def submit(self, flow: str, step: int, batch: Batch, recalled: Mapping[int, Batch]) -> None: ...
 
     def carry_out(self, flow: str, command: Command) -> None:
         if isinstance(command, RunCall | RunFinish):

@@ -96,6 +96,74 @@ def test_pictures_in_place_of_the_state():
     assert environments.render([1]).shape == (1, 400, 600, 3)
 
 
+class Stripe(gymnasium.Env):
+    """Draws its count of steps as a shade of grey."""
+
+    render_mode = "rgb_array"
+    action_space = spaces.Discrete(2)
+    observation_space = spaces.Box(0, 1, (1,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 10
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        return np.zeros(1, np.float32), 1.0, False, False, {}
+
+    def render(self):
+        return np.full((60, 40, 3), self.count, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("motion", "wanted"),
+    [
+        (1, [[10, 10, 11], [10, 11, 12], [11, 12, 13]]),
+        (2, [[10, 10, 11], [10, 10, 12], [10, 11, 13], [10, 12, 14], [11, 13, 15]]),
+    ],
+)
+def test_motion_is_three_pictures_some_observations_apart(motion, wanted):
+    def shades(environment):
+        image = environment.observe()["image"]
+        assert image.shape == (8, 8, 3)
+        assert image.dtype == np.uint8
+        assert (image == image[:1, :1]).all()
+        return image[0, 0].tolist()
+
+    environment = GymnasiumEnvironment.of_class("mine:Stripe", Stripe, pixels=8, motion=motion)
+    assert environment.spec.observation("image").shape == (8, 8, 3)
+    environment.reset(0, None)
+    assert shades(environment) == [10, 10, 10]
+    for three in wanted:
+        environment.step(np.zeros(1, np.float32))
+        assert shades(environment) == three
+    environment.reset(1, None)
+    assert shades(environment) == [10, 10, 10]
+    for _ in range(2):
+        environment.step(np.zeros(1, np.float32))
+    assert shades(environment) == [10, 10, 12], "one look at two steps"
+    assert shades(environment) == [10, 10, 12], "looking again changes nothing"
+    for wrong in ({"motion": motion}, {"motion": -1, "pixels": 8}):
+        with pytest.raises(
+            UserError, match=r"environment.motion: is a number of observations between"
+        ):
+            GymnasiumEnvironment.of_class("mine:Stripe", Stripe, **wrong)
+
+
+def test_motion_goes_on_where_an_episode_is_carried_on_elsewhere():
+    pytest.importorskip("pygame")
+    name, options = "gymnasium:CartPole-v1", {"pixels": 24, "motion": 2}
+    first, second = (make_environments(name, 1, **options) for _ in range(2))
+    first.reset(None, [1])
+    for _ in range(4):
+        seen = first.step(torch.ones(1, 2, 1)).observation["image"]
+    assert seen.float().std(-1).max() > 1, "the pole has moved"
+    second.restore(first.state())
+    left, right = (v.step(torch.zeros(1, 1, 1)) for v in (first, second))
+    assert torch.equal(left.observation["image"], right.observation["image"])
+
+
 def test_dictionaries_fall_into_state_image_and_instruction():
     environment = GymnasiumEnvironment.of_class("mine:Everything", Everything)
     spec = environment.spec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import numpy as np
@@ -161,6 +162,14 @@ def test_actions_that_do_not_fit_are_refused(walk, action, message):
     vector.reset(None, [0, 1])
     with pytest.raises(UserError, match=message):
         vector.step(action)
+
+
+def test_what_is_no_number_is_refused_where_actions_have_no_bounds():
+    spec = ActionSpec(1, (-math.inf,), (math.inf,))
+    spec.check(np.array([[[3e38]]], np.float32))
+    for wrong in (math.inf, -math.inf, math.nan):
+        with pytest.raises(UserError, match="an action is not finite"):
+            spec.check(np.array([[[wrong]]], np.float32))
 
 
 def test_a_choice_is_a_whole_number():

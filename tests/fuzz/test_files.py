@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,12 +17,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import save
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
+from m2flow.flow import Batch
+from m2flow.flow.rollouts import Rollouts
 from m2flow.observe.jsonl import cut_after_step, read_rows
 from m2flow.plan import build_plan
 from m2flow.plan.file import plan_from_json, read_plan, to_json
+from m2flow.runtime.lane.frames import frame_bytes, read_frames
 from m2flow.training import checkpoint
 from m2flow.workloads.common.reading import read_recipe, validated
 from m2flow.workloads.reasoning.rows import BadRowError, rows_of
@@ -105,6 +111,43 @@ def check_manifest(folder: Path, data: bytes) -> None:
         assert json.loads(data)["files"].keys() <= json.loads(whole)["files"].keys()
 
 
+def check_journal(folder: Path, data: bytes) -> None:
+    """What is left of two frames is one of them, or both; nothing that was not written."""
+    file = folder / "step_000001-x.rollouts"
+    file.write_bytes(data)
+    for frame in read_frames(file):
+        assert frame.batch["y"].tolist() == list(frame.batch.ids)
+
+
+def check_frame(folder: Path, data: bytes) -> None:
+    """The text of a frame, with a checksum that is right."""
+    crc = zlib.crc32(TENSORS, zlib.crc32(data))
+    header = struct.pack("<4sIQI", b"m2j1", len(data), len(TENSORS), crc)
+    file = folder / "step_000001-x.rollouts"
+    file.write_bytes(header + data + TENSORS + FRAME)
+    *_, last = read_frames(file)
+    assert last.batch.ids == (4, 5)
+
+
+FRAME = frame_bytes(Rollouts(1, "a.b", 0, Batch({"y": torch.tensor([4, 5])}, (4, 5))))
+JOURNAL = frame_bytes(Rollouts(1, "a.b", 0, Batch({"y": torch.tensor([1, 2])}, (1, 2)))) + FRAME
+TENSORS = save({"0": torch.arange(2)})
+TEXT = json.dumps(
+    {
+        "step": 1,
+        "stage": "a.b",
+        "version": 0,
+        "ids": [0, 1],
+        "columns": {
+            "y": {"tensor": "0"},
+            "r": {"ragged": [{"array": "0"}, [1, 1]]},
+            "l": [{"tuple": [1, None]}, {"dict": [["a", {"bytes": "QQ=="}]]}],
+            "x": {"range": [0, 2, 1]},
+            "d": [{"scalar": "0"}, {"data": ["m2flow.engine.messages", "Tick", {"now": 1.0}]}],
+        },
+    }
+).encode()
+
 MANIFEST = json.dumps(
     {"format": 1, "step": 2, "files": {"model/weights": {"bytes": 3, "sha256": "0" * 64}}}
 ).encode()
@@ -115,6 +158,8 @@ KINDS = {
     "rows": (ROWS, check_rows),
     "metrics": (METRICS, check_metrics),
     "manifest": (MANIFEST, check_manifest),
+    "journal": (JOURNAL, check_journal),
+    "frame": (TEXT, check_frame),
 }
 
 
@@ -142,6 +187,11 @@ FOUND = {
     "files that are a list": ("manifest", b'{"files": [1]}'),
     "3,000 brackets in a manifest": ("manifest", b"[" * 3000),
     "a name that no file has": ("manifest", MANIFEST.replace(b"weights", b"w" * 5000)),
+    "a range that no column has": (
+        "frame",
+        TEXT.replace(b"[0, 2, 1]", b"[0, 1" + b"0" * 40 + b", 1]"),
+    ),
+    "3,000 brackets in a frame": ("frame", b"[" * 3000),
     "a name with a null in it": ("manifest", MANIFEST.replace(b"weights", b"w\\u0000")),
 }
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,7 +53,8 @@ def make_pool(opened: ExitStack, *lanes: int) -> tuple[Any, dict[int, Line]]:
     pool._woken, pool._waker = map(opened.enter_context, socket.socketpair())
     pool._selector.register(pool._woken, selectors.EVENT_READ, None)
     pool.lost = {}
-    pool.spoiled, pool._known_end, pool._checked = None, lambda lane, seconds=0.0: None, 0.0
+    pool.spoiled, pool._checked = None, 0.0
+    pool.processes = SimpleNamespace(known_end=lambda lane, seconds=0.0: None)
     ends = {}
     for lane in lanes:
         here, there = map(opened.enter_context, socket.socketpair())

@@ -69,7 +69,7 @@ def carried_out(line: PlayedLine, *, in_pieces: bool) -> list[Any]:
     lane._host = LaneHost(0, {"step": flow.trace()}, {"worker": flow.worker})
     lane._exchange = type("Here", (), {"unwrap": lambda *_: Batch({"x": [1, 2, 3]})})()
     call = RunCall(1, 0, 0, (0,), (((Part(SOURCE, (0, 1, 2), LAUNCHER),),),))
-    lane._execute(Execute("step", call, in_pieces=in_pieces))
+    lane._execute(Execute("step", call, sources=[None], in_pieces=in_pieces))
     return line.said
 
 
@@ -141,7 +141,8 @@ def test_a_call_that_runs_out_of_memory_says_who_held_it(error: Exception, asked
     lane._host = LaneHost(3, {"step": flow.trace()}, dict(flow.workers))
     lane._exchange = type("Here", (), {"unwrap": lambda *_: Batch({"x": [1]})})()
     lane._execute(Execute("step", MoveState("offload", "away", 3)))
-    lane._execute(Execute("step", RunCall(1, 0, 0, (3,), (((Part(SOURCE, (0,), LAUNCHER),),),))))
+    call = RunCall(1, 0, 0, (3,), (((Part(SOURCE, (0,), LAUNCHER),),),))
+    lane._execute(Execute("step", call, sources=[None]))
     (failed,) = [event for event in line.said if isinstance(event, CallFailed)]
     assert type(failed.error) is type(error)
     told = str(failed.error)

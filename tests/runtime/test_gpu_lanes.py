@@ -63,7 +63,7 @@ def _two_gpus() -> Iterator[None]:
 def test_lanes_that_share_a_gpu_see_the_same_one() -> None:
     own = {"renderer": Isolation(None, (("CUDA_VISIBLE_DEVICES", "7"),))}
     with LanePool(GPU_LANES, own) as pool:
-        asked = [pool._actors[lane].visible_gpus.remote() for lane in range(4)]
+        asked = [pool.processes.actors[lane].visible_gpus.remote() for lane in range(4)]
         first, second, *reserved = ray.get(asked, timeout=30)
         assert {first, second} == {"0", "1"}
         assert reserved == [first, "7"], "what its worker says goes first"

@@ -1,16 +1,19 @@
-"""A tiny model in double precision, and rollouts of it with shared and diverging prefixes."""
+"""Tiny models in double precision, and rollouts of one with shared and diverging prefixes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 from torch import Tensor, nn
 
+from m2flow.models.causal_lm import TinySpec, build_tiny
+from m2flow.models.tokenizer import character_tokenizer
 from m2flow.training.rollouts import Rollouts, TokenPairs
-from tests.training.tiny_policy import make_model, make_rollouts
+from tests.training.tiny_policy import make_mixture, make_model, make_rollouts
 
 settings.register_profile("torch", deadline=None)
 settings.load_profile("torch")
@@ -43,3 +46,20 @@ def plain_logprobs() -> Callable[[nn.Module, TokenPairs], Tensor]:
         return torch.stack(found)
 
     return compute
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model folders: one of a dense model, and one of a mixture."""
+    spec = TinySpec(
+        hidden_size=16, num_hidden_layers=2, intermediate_size=24, max_position_embeddings=64
+    )
+    dense = build_tiny(
+        spec, vocab_size=15, eos_token_id=13, pad_token_id=14, seed=0, dtype=torch.float64
+    )
+    found = {}
+    for name, model in (("dense", dense), ("mixture", make_mixture())):
+        found[name] = tmp_path_factory.mktemp(name)
+        model.save_pretrained(found[name])
+        character_tokenizer("0123456789+=#").save_pretrained(found[name])
+    return found

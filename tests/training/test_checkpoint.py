@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -17,7 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from m2flow.errors import UserError
 from m2flow.training import checkpoint
-from m2flow.training.checkpoint import broken_file, load_trainer_state, resume_point
+from m2flow.training.checkpoint import broken_file, resume_point, trainer_folder
+from tests.training.parts import state_in, write_part
+
+STATE = "shard-00001-model-00001-of-00001.safetensors"
+"""The file of a lone lane."""
 
 
 class Weights:
@@ -44,7 +47,7 @@ def save(
     """A checkpoint of one part, as a run writes it."""
     checkpoint.sweep(root)
     folder = checkpoint.begin(root, step)
-    checkpoint.write_part(folder, model, tokenizer, trainer_state)
+    write_part(folder, model, tokenizer, trainer_state)
     return checkpoint.commit(root, step, keep=keep)
 
 
@@ -58,20 +61,20 @@ def test_a_part_that_a_lost_writer_has_begun_is_written_anew(tmp_path: Path) -> 
     """It ended in FileExistsError where a lane was killed while it saved."""
     folder = checkpoint.begin(tmp_path, 3)
     state = {"exp_avg/w": torch.zeros(3), "num_steps": torch.tensor(3)}
-    checkpoint.write_part(folder, Weights(1.0), None, {**state, "exp_avg/w": torch.ones(3)})
+    write_part(folder, Weights(1.0), None, {**state, "exp_avg/w": torch.ones(3)})
     (folder / "model" / "half of a shard").touch()
-    checkpoint.write_part(folder, Weights(3.0), None, state)
+    write_part(folder, Weights(3.0), None, state)
     final = checkpoint.commit(tmp_path, 3)
     assert (final / "model" / "weights").read_text() == "3.0"
     assert not (final / "model" / "half of a shard").exists()
-    assert not load_trainer_state(final)["exp_avg/w"].any()
+    assert not state_in(final)["exp_avg/w"].any()
 
 
 def value_at(path: Path) -> float:
     """The value saved, the same in every part."""
     values = {
         float((path / "model" / "weights").read_text()),
-        float(load_trainer_state(path)["exp_avg/w"][0]),
+        float(state_in(path)["exp_avg/w"][0]),
     }
     assert len(values) == 1
     return values.pop()
@@ -193,7 +196,7 @@ def test_step_that_latest_names_already_stays(tmp_path: Path) -> None:
     ("file", "damage", "found"),
     [
         ("model/weights", "truncate", "0 bytes, 3 were written"),
-        ("trainer/state.safetensors", "delete", "state.safetensors is missing"),
+        (f"trainer/{STATE}", "delete", f"{STATE} is missing"),
         ("MANIFEST.json", "delete", "MANIFEST.json is missing"),
         ("MANIFEST.json", "truncate", "MANIFEST.json cannot be read"),
     ],
@@ -213,12 +216,21 @@ def test_broken_checkpoint_is_named_and_a_whole_one_offered(
     assert f"resume from {tmp_path / 'step_000001'} instead" in str(caught.value)
 
 
-def test_altered_file_of_the_same_size_is_found_on_loading(tmp_path: Path) -> None:
+def test_altered_file_of_the_same_size_is_found_when_a_run_goes_on(tmp_path: Path) -> None:
+    """Once: each lane of a gang once read the whole checkpoint for it."""
     path = put(tmp_path, 1)
     (path / "model" / "weights").write_text("9.0")
     assert "weights is not what was written" in str(broken_file(path))
     with pytest.raises(UserError, match="weights is not what was written"):
-        load_trainer_state(path)
+        resume_point(tmp_path)
+    assert trainer_folder(path) == path / "trainer"
+
+
+def test_a_lane_looks_for_a_file_that_is_cut_or_gone(tmp_path: Path) -> None:
+    path = put(tmp_path, 1)
+    (path / "model" / "weights").write_text("9")
+    with pytest.raises(UserError, match=r"not whole: .*weights has 1 bytes, 3 were written"):
+        trainer_folder(path)
 
 
 def test_latest_that_names_nothing_is_an_error_with_a_way_out(tmp_path: Path) -> None:
@@ -245,7 +257,7 @@ def test_retention_keeps_the_newest_and_what_latest_names(tmp_path: Path) -> Non
 
 def test_retention_spares_the_checkpoint_that_workers_load_from(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
-        checkpoint.write_part(checkpoint.begin(tmp_path, step), Weights(1.0), None, {})
+        write_part(checkpoint.begin(tmp_path, step), Weights(1.0), None, {})
         checkpoint.commit(tmp_path, step, keep=1, in_use=tmp_path / "step_000002")
     assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_000002", "step_000004"]
 
@@ -286,28 +298,20 @@ def test_model_folder_is_one_that_transformers_reads(tmp_path: Path, make_model:
 def test_a_part_that_begins_later_leaves_what_another_part_has_written(tmp_path: Path) -> None:
     """`begin` once swept up every folder that was being written, those of other parts included."""
     state = {"num_steps": torch.tensor(4)}
-    checkpoint.write_part(checkpoint.begin(tmp_path, 4) / "critic", Weights(1.0), None, state)
-    checkpoint.write_part(checkpoint.begin(tmp_path, 4), Weights(2.0), None, state)
+    write_part(checkpoint.begin(tmp_path, 4) / "critic", Weights(1.0), None, state)
+    write_part(checkpoint.begin(tmp_path, 4), Weights(2.0), None, state)
     path = checkpoint.commit(tmp_path, 4)
     assert (path / "critic" / "model" / "weights").read_text() == "1.0"
     assert (path / "model" / "weights").read_text() == "2.0"
 
 
-def test_a_critic_s_state_is_read_without_the_policy_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_part_has_a_state_of_its_own(tmp_path: Path) -> None:
     """It was once the last of two states that were read."""
     for part, value in (("critic", 1.0), ("", 2.0)):
         folder = checkpoint.begin(tmp_path, 4) / part
-        checkpoint.write_part(folder, Weights(value), None, {"x": torch.tensor(value)})
+        write_part(folder, Weights(value), None, {"x": torch.tensor(value)})
     path = checkpoint.commit(tmp_path, 4)
-    read: list[str] = []
-    load_file = safetensors.torch.load_file
-
-    def watched(file: Path) -> dict[str, torch.Tensor]:
-        read.append(Path(file).relative_to(path).as_posix())
-        return load_file(file)
-
-    monkeypatch.setattr(safetensors.torch, "load_file", watched)
-    assert float(checkpoint.load_trainer_state(path, "critic")["x"]) == 1.0
-    assert read == ["critic/trainer/state.safetensors"]
+    assert float(state_in(path, "critic")["x"]) == 1.0
+    assert float(state_in(path)["x"]) == 2.0
+    with pytest.raises(UserError, match="has no reward"):
+        trainer_folder(path, "reward")

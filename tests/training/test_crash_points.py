@@ -22,7 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from m2flow.training import checkpoint
-from m2flow.training.checkpoint import broken_file, load_trainer_state, resume_point
+from m2flow.training.checkpoint import broken_file, resume_point
+from tests.training.parts import state_in, write_part
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -159,7 +160,7 @@ def save(root: Path, step: int, keep: int) -> None:
     folder = checkpoint.begin(root, step)
     for part in (folder / "critic", folder):
         state = {"exp_avg/w": torch.full((3,), float(step))}
-        checkpoint.write_part(part, MODELS[step], None, state)
+        write_part(part, MODELS[step], None, state)
     checkpoint.commit(root, step, keep=keep)
 
 
@@ -171,7 +172,7 @@ def step_at(path: Path) -> int:
         weights = safetensors.torch.load_file(part / "model" / "model.safetensors")
         assert all(bool((tensor == step).all()) for tensor in weights.values())
         name = "" if part == path else "critic"
-        assert bool((load_trainer_state(path, name)["exp_avg/w"] == step).all())
+        assert bool((state_in(path, name)["exp_avg/w"] == step).all())
     return step
 
 

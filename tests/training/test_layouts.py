@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from m2flow.algorithms.ppo import CriticLoss
 from m2flow.flow import Gang, Place
-from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.models.critic import critic_of
-from m2flow.models.tokenizer import character_tokenizer
 from m2flow.runtime.transport.groups import LaneGroups
 from m2flow.runtime.weights.manifest import describe, local_tensor
 from m2flow.training.policy import PolicyTrainer
@@ -244,23 +242,6 @@ def test_a_critic_learns_in_a_layout_as_on_one_lane(
 # A learner, its checkpoints and what it publishes
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Model folders: one of a dense model, and one of a mixture."""
-    spec = TinySpec(
-        hidden_size=16, num_hidden_layers=2, intermediate_size=24, max_position_embeddings=64
-    )
-    dense = build_tiny(
-        spec, vocab_size=15, eos_token_id=13, pad_token_id=14, seed=0, dtype=torch.float64
-    )
-    found = {}
-    for name, model in (("dense", dense), ("mixture", make_mixture())):
-        found[name] = tmp_path_factory.mktemp(name)
-        model.save_pretrained(found[name])
-        character_tokenizer("0123456789+=#").save_pretrained(found[name])
-    return found
-
-
 def learner_of(folder: Path, place: Place, checkpoint: str | None = None) -> Learner:
     """In single precision, in which experts can be computed as grouped products."""
     dtype = "float64" if folder.name.startswith("dense") else "float32"
@@ -336,7 +317,9 @@ def test_a_learner_in_a_layout_goes_on_from_one_lanes_checkpoint_and_back(
         torch.testing.assert_close(together, first[name], rtol=1e-5, atol=1e-6)
 
 
-def test_adapters_are_trained_on_one_lane_or_in_shards() -> None:
+def test_adapters_are_not_trained_by_lanes_that_divide_in_two_ways() -> None:
     recipe = ReasoningRecipe.model_validate({"model": {"lora_rank": 4}})
     names = [one.name for one in Learner(ModelSource(""), recipe).layouts("cpu", 4)]
-    assert names == ["one", "fsdp2", "fsdp3", "fsdp4"]
+    assert names == [
+        *("one", "fsdp2", "fsdp3", "fsdp4", "tp2", "tp3", "tp4", "cp2", "cp3", "cp4"),
+    ]

@@ -99,7 +99,8 @@ def test_what_others_wrote_changes_no_gradient_but_as_context(
         trainer.fold(some)
         losses.append((trainer.finish()["loss"], trainer.logprobs(some)))
     assert losses[0][0] == losses[1][0]
-    assert losses[0][1].equal(losses[1][1])
+    # Up to rounding, which on some machines depends on where the trainer's memory lies.
+    torch.testing.assert_close(losses[0][1], losses[1][1], rtol=0.0, atol=1e-6)
     assert not losses[0][1][~mask_T].any()
 
 

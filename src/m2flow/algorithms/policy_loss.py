@@ -41,7 +41,7 @@ def clipped_policy_loss(
     logprobs_T: Tensor,
     old_logprobs_T: Tensor,
     advantages_T: Tensor,
-    lengths_B: Tensor,
+    lengths_B: Tensor | None = None,
     *,
     weights_T: Tensor | None = None,
     surrogate: Surrogate = "clip",
@@ -67,7 +67,8 @@ def clipped_policy_loss(
         logprobs_T: [T] under the policy that learns; gradients flow through them.
         old_logprobs_T: [T] under the policy that the ratio is taken against.
         advantages_T: [T], constant.
-        lengths_B: [B] int64, the sequences' lengths in tokens; they sum to T.
+        lengths_B: [B] int64, the sequences' lengths in tokens; they sum to T. Read at sequence
+            level alone.
         weights_T: [T], constant: `w`, see `gap_weights`; None for 1.
         surrogate: which of the two.
         clip_low, clip_high: how far below and above 1 the ratio may move.
@@ -83,16 +84,19 @@ def clipped_policy_loss(
     advantages_T = advantages_T.to(dtype)
     exponent_T = log_ratio_T
     if ratio_level == "sequence":
+        assert lengths_B is not None
         own_T = log_ratio_T - log_ratio_T.detach()
         exponent_T = _sequence_mean(log_ratio_T.detach(), lengths_B) + own_T
     ratio_T = exponent_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    bounded_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    bounded_T = ratio_T.detach().clamp(1 - clip_low, 1 + clip_high)
     if surrogate == "cispo":
-        loss_T = -bounded_T.detach() * advantages_T * logprobs_T.to(dtype)
+        loss_T = -bounded_T * advantages_T * logprobs_T.to(dtype)
         clipped_T = bounded_T != ratio_T
     else:
-        free_T, kept_T = -ratio_T * advantages_T, -bounded_T * advantages_T
-        loss_T, clipped_T = torch.maximum(free_T, kept_T), kept_T > free_T
+        cost_T = -advantages_T
+        free_T, kept_T = ratio_T * cost_T, bounded_T * cost_T
+        clipped_T = kept_T > free_T
+        loss_T = torch.where(clipped_T, kept_T, free_T)  # the larger; no gradient of `kept_T`
         if dual_clip is not None:
             ceiling_T = -dual_clip * advantages_T
             capped_T = (advantages_T < 0) & (loss_T > ceiling_T)

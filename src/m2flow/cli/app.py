@@ -257,7 +257,7 @@ def evaluate(
         float, typer.Option(min=0, max=1, help="Draw from those so likely beside the likeliest.")
     ] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
-    engine: Annotated[str, typer.Option(help="native or vllm.")] = "native",
+    engine: Annotated[str, typer.Option(help="native, vllm or sglang.")] = "native",
     stop: Annotated[
         list[str] | None, typer.Option(help="A string that ends an answer; may be said again.")
     ] = None,
@@ -297,8 +297,9 @@ def evaluate(
         raise UserError("is no temperature", key="--temperature", value=temperature)
     if on_bad_row not in ("fail", "skip"):
         raise UserError("is unknown", key="--on-bad-row", value=on_bad_row, expected="fail or skip")
-    if engine not in ("native", "vllm"):
-        raise UserError("is unknown", key="--engine", value=engine, expected="native or vllm")
+    if engine not in ("native", "vllm", "sglang"):
+        expected = "native, vllm or sglang"
+        raise UserError("is unknown", key="--engine", value=engine, expected=expected)
     if stop and not all(stop):
         raise UserError("is empty", key="--stop", expected="a string that ends an answer")
     run = run_of(model) if not data and workload is None else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from m2flow.engine.messages import (
@@ -49,9 +49,13 @@ class Call:
     void: set[int] = field(default_factory=set)
     withdrawn: bool = False
 
-    def take(self, units: Sequence[int], expands: int) -> None:
-        """Owe all outputs of further units."""
+    def take(self, units: Sequence[int], expands: int, without: Collection[int] = ()) -> None:
+        """Owe all outputs of further units, less those that are there."""
         self.left.update(dict.fromkeys(units, (1 << expands) - 1))
+        for item in without:
+            unit, place = divmod(item, expands)
+            if unit in self.left:
+                self.left[unit] &= ~(1 << place)
 
     def hand_on(self, outputs: Sequence[int], expands: int) -> tuple[list[int], list[int]]:
         """Count outputs that have come.

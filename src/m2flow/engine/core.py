@@ -39,6 +39,7 @@ from m2flow.engine.messages import (
     Tick,
 )
 from m2flow.engine.plan import Plan
+from m2flow.engine.recalled import recall, skip_unneeded
 from m2flow.engine.residency import Residency
 from m2flow.engine.scheduler import Scheduler, shares_of
 from m2flow.engine.state import EngineState
@@ -158,10 +159,15 @@ class Engine:
         assert event.step not in self.steps, f"step {event.step} was submitted twice"
         state = StepState(self.graph, event.step, event.num_items, engine.fused)
         self.steps[event.step] = state
+        there = [recall(state, some) for some in event.recalled]
+        if there:
+            skip_unneeded(state)
         items, readers = range(event.num_items), engine.readers[SOURCE]
         self._arrive(state, SOURCE, items, readers, event.lengths)
+        for stream, outside, some in there:
+            self._arrive(state, stream, some.items, outside, some.lengths)
         for node in self.graph.nodes:
-            if node.has_finish:
+            if node.has_finish or there:
                 self._close_window(state, node)
 
     def _arrive(

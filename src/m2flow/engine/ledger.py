@@ -230,6 +230,14 @@ class StageLedger:
             for unit in units:
                 self._lengths.pop(unit, None)
 
+    def skip(self, units: Sequence[int]) -> None:
+        """Units that wait for their first input need not be done: their outputs are there."""
+        for unit in units:
+            assert self._status[unit] == WAITING, f"{self.node.name}: {unit} has begun"
+            self._status[unit] = LEASED
+        self.leased += len(units)
+        self.finish(units)
+
     def _end_lease(self, units: Sequence[int], then: int) -> None:
         status = self._status
         for unit in units:

@@ -113,6 +113,11 @@ class LoopLedger(StageLedger):
         while self.low < self.num_units and self._passed[self.low]:
             self.low += 1
 
+    def skip(self, units: Sequence[int]) -> None:
+        """Items need not go around: they are there as they left the loop."""
+        self.loop.leased += len(units)
+        super().skip(units)
+
     def _withdraw(self, units: Collection[int]) -> None:
         super()._withdraw(units)
         self.loop.ready -= len(units)

@@ -18,12 +18,36 @@ from typing import Literal, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
+class Recalled:
+    """Items of a stage that were made when the step was run before; the launcher holds them.
+
+    Attributes:
+        node: the stage; of items that have left a loop its first member.
+        version: of the weights that made them.
+        items: indices in the item space of the stage's output. Of a unit some may be left out if
+            the stage streams.
+        lengths: as in ItemsProduced.
+    """
+
+    node: int
+    version: int
+    items: tuple[int, ...]
+    lengths: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class StepSubmitted:
-    """The source items 0 ... num_items-1 of a step are there; `lengths` as in ItemsProduced."""
+    """The source items 0 ... num_items-1 of a step are there.
+
+    Attributes:
+        lengths: as in ItemsProduced.
+        recalled: what need not be made, because it is there already.
+    """
 
     step: int
     num_items: int
     lengths: tuple[float, ...] = ()
+    recalled: tuple[Recalled, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +164,8 @@ class Part:
     """Items to read from the output of one stage (or SOURCE).
 
     Attributes:
-        lane: the lane that holds them; LAUNCHER for source items, which come with the command.
-            Where it is the reading lane, they are there already.
+        lane: the lane that holds them; LAUNCHER for source items and recalled ones, which come with
+            the command. Where it is the reading lane, they are there already.
     """
 
     producer: int
@@ -150,7 +174,7 @@ class Part:
 
 
 LAUNCHER = -1
-"""Stands for a lane where the launcher holds the items: those of the step's source."""
+"""Stands for a lane where the launcher holds the items: the step's source, or recalled ones."""
 
 Inputs: TypeAlias = tuple[tuple[Part, ...], ...]
 """For each input stream of a stage, the parts that make up its items, aligned by item."""
@@ -167,6 +191,8 @@ class RunCall:
         fused: the stage is the first member of a loop whose members all stand on this lane: run
             the whole loop there, until each of the items has left it. What leaves it counts as
             made by this first member.
+        without: for a streaming stage, the outputs in the step that are recalled while others of
+            their unit are not: the call need not make them, and hands none of them on.
     """
 
     call: int
@@ -175,6 +201,7 @@ class RunCall:
     lanes: tuple[int, ...]
     inputs: tuple[Inputs, ...]
     fused: bool = False
+    without: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

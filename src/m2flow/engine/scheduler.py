@@ -161,12 +161,13 @@ class Scheduler:
             for lane, share in zip(gang, shares, strict=True)
         )
         fused = node.loop in engine.fused
+        without = state.recalled.get(node.index, ()) if node.streaming else ()
         call = self._start(
-            RunCall(engine.new_call(), node.index, state.step, gang, inputs, fused), state
+            RunCall(engine.new_call(), node.index, state.step, gang, inputs, fused, without), state
         )
         call.units = units
         if node.streaming or node.loop is not None:
-            call.take(units, node.expands)
+            call.take(units, node.expands, without)
         if node.streaming:
             engine.may_have_room(call, node)
         if node.accumulates:
@@ -199,7 +200,7 @@ class Scheduler:
     def _feed(self, call: Call, state: StepState, node: StageNode, units: list[int]) -> None:
         """Give a streaming call more items."""
         engine, ledger, lanes = self._engine, state.ledgers[node.index], call.command.lanes
-        call.take(units, node.expands)
+        call.take(units, node.expands, state.recalled.get(node.index, ()))
         engine.heard_of(call)
         inputs = tuple(state.inputs(node, ledger, units, lane) for lane in lanes)
         command = FeedCall(call.command.call, node.index, state.step, lanes, inputs)

@@ -32,6 +32,7 @@ class StepState:
         settled: workers that have done the step and whose weights are on their way.
         staleness: version lag to the number of items leased with it.
         homes: for each worker (fanout, item) to the lane that holds the state of a sticky item.
+        recalled: by stage the outputs that are recalled while others of their unit are not.
 
     Raises:
         UserError: the number of items cannot be cut into a stage's mini-batches.
@@ -54,6 +55,7 @@ class StepState:
         self.finishing: set[int] = set()
         self.settled: set[str] = set()
         self.staleness: dict[int, int] = {}
+        self.recalled: dict[int, tuple[int, ...]] = {}
         self.homes: dict[str, dict[tuple[int, int], int]] = {w: {} for w in graph.workers}
         firsts = [graph.nodes[loop.members[0]] for loop in graph.loops]
         self.loops = [

@@ -39,10 +39,12 @@ class Environment(ABC):
     """One episode at a time; see the module docstring.
 
     `spec` (with `num_envs=1`) is set by `__init__`, which may leave the simulator itself to the
-    first `reset`.
+    first `reset`. `looks_back` says that an observation depends on when the ones before were made:
+    an episode that is replayed is then observed at the same steps.
     """
 
     spec: EnvironmentSpec
+    looks_back: bool = False
 
     @abstractmethod
     def reset(self, seed: int, initial_state: int | None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,24 +35,28 @@ class GymnasiumEnvironment(Environment):
         task: its id, such as "CartPole-v1".
         pixels: height and width of an "image" that is drawn of it, in place of its own
             observation; 0 for its own observation.
+        motion: if not 0, the three channels of that "image" are three pictures in shades of grey,
+            oldest first, so many observations apart, in place of colours.
         options: keyword arguments of the environment.
     """
 
-    def __init__(self, task: str, pixels: int = 0, **options: Any) -> None:
+    def __init__(self, task: str, pixels: int = 0, motion: int = 0, **options: Any) -> None:
         import gymnasium
 
         # `passive_checker` warns once a step of what the spec already says.
         made = gymnasium.make(task, render_mode="rgb_array", disable_env_checker=True, **options)
-        self._wrap(f"gymnasium:{task}", made, pixels)
+        self._wrap(f"gymnasium:{task}", made, pixels, motion)
 
     @classmethod
-    def of_class(cls, name: str, made_by: Any, pixels: int = 0, **options: Any) -> Environment:
+    def of_class(
+        cls, name: str, made_by: Any, pixels: int = 0, motion: int = 0, **options: Any
+    ) -> Environment:
         """An environment of a class that is not registered with Gymnasium."""
         self = cls.__new__(cls)
         takes_mode = "render_mode" in inspect.signature(made_by).parameters
         if takes_mode and "render_mode" not in options:
             options = {**options, "render_mode": "rgb_array"}
-        self._wrap(name, made_by(**options), pixels)
+        self._wrap(name, made_by(**options), pixels, motion)
         return self
 
     @staticmethod
@@ -61,8 +66,17 @@ class GymnasiumEnvironment(Environment):
 
         return sorted(gymnasium.registry)
 
-    def _wrap(self, name: str, made: Any, pixels: int) -> None:
+    def _wrap(self, name: str, made: Any, pixels: int, motion: int) -> None:
+        if motion < 0 or (motion and not pixels):
+            raise UserError(
+                "is a number of observations between pictures",
+                key="environment.motion",
+                value=motion,
+                expected="at least 0, and environment.pixels above 0 where it is not 0",
+            )
         self._made, self._pixels = made, pixels
+        self._motion, self._span, self.looks_back = motion, 2 * motion + 1, bool(motion)
+        self._shades = deque[Array](maxlen=self._span)
         self._see = _observer(made.observation_space)
         self._space = made.action_space
         self._last: Any = None
@@ -83,6 +97,8 @@ class GymnasiumEnvironment(Environment):
 
     def reset(self, seed: int, initial_state: int | None) -> None:
         self._last, _ = self._made.reset(seed=seed_of(seed, initial_state))
+        self._shades.clear()
+        self._unseen = True
 
     def step(self, action: Array) -> Transition:
         space = self._space
@@ -90,12 +106,21 @@ class GymnasiumEnvironment(Environment):
         if self.spec.action.num_discrete is not None:
             taken = int(space.start) + int(action[0])
         else:
-            taken = np.clip(action.reshape(space.shape), space.low, space.high).astype(space.dtype)
+            low, high = space.low, space.high  # by two calls, which `np.clip` wraps in many
+            taken = np.minimum(np.maximum(action.reshape(space.shape), low), high)
+            taken = taken.astype(space.dtype)
         self._last, reward, terminated, truncated, info = self._made.step(taken)
+        self._unseen = True
         success = bool(info) and any(bool(info.get(key, False)) for key in SUCCESS_KEYS)
         return Transition(float(reward), bool(terminated), bool(truncated), success)
 
     def observe(self) -> Mapping[str, Array]:
+        if self._motion:
+            if self._unseen:
+                self._shades.extend([self._shade()] * (1 if self._shades else self._span))
+                self._unseen = False
+            shown = [self._shades[at] for at in (0, self._motion, -1)]
+            return {"image": np.stack(shown, axis=-1)}
         if self._pixels:
             return {"image": shrink(self.render(), self._pixels, self._pixels)}
         return self._see(self._last)
@@ -115,6 +140,13 @@ class GymnasiumEnvironment(Environment):
             return np.asarray(self._made.render(), np.uint8)
         except DependencyNotInstalled as error:
             raise UserError("cannot draw itself", key=self.spec.name, hint=str(error)) from error
+
+    def _shade(self) -> Array:
+        """What there is to see now, in shades of grey, uint8 [pixels, pixels]."""
+        from PIL import Image
+
+        drawn = Image.fromarray(self.render()).convert("L")
+        return np.asarray(drawn.resize((self._pixels,) * 2, Image.Resampling.BOX))
 
     def close(self) -> None:
         self._made.close()

@@ -206,8 +206,8 @@ def gather(
     found: Observations = {}
     for name, rows in memory.items():
         if adjacent:
-            view = torch.from_numpy(rows[ids[0] : ids[0] + len(ids)])
-            found[name] = view.clone() if copy else view
+            view = rows[ids[0] : ids[0] + len(ids)]
+            found[name] = torch.from_numpy(view.copy() if copy else view)
         else:
             found[name] = torch.from_numpy(rows[list(ids)])
     if instructions is not None:

@@ -165,7 +165,8 @@ def _maker_of_class(
         _check_options(name, found, options)
         return lambda: found(**options)
     if is_gymnasium(found):
-        _check_options(name, found, {key: options[key] for key in options if key != "pixels"})
+        ours = ("pixels", "motion")
+        _check_options(name, found, {key: options[key] for key in options if key not in ours})
         return lambda: GymnasiumEnvironment.of_class(name, found, **options)
     raise UserError(
         "is no environment",

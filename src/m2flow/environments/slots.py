@@ -33,6 +33,7 @@ class Episode:
     Attributes:
         seed, initial_state: as given to `reset`.
         actions: those taken so far, float32 [A] each; empty where the simulator saves its state.
+        observed: the steps after which it was observed, where the environment looks back.
         steps: how many.
         over: it has terminated or was truncated.
         saved: the simulator's own state, in what `state` returns.
@@ -41,6 +42,7 @@ class Episode:
     seed: int
     initial_state: int | None
     actions: list[Array] = field(default_factory=list)
+    observed: list[int] = field(default_factory=list)
     steps: int = 0
     over: bool = False
     saved: Any = None
@@ -169,10 +171,15 @@ class Slots:
             environment = self._environments[slot]
             if self.spec.restores == "saved":
                 environment.restore(episode.saved)
-            for action in episode.actions:
+            observed = set(episode.observed)
+            for step, action in enumerate(episode.actions, start=1):
                 environment.step(action)
+                if step in observed:
+                    environment.observe()
                 self._progress()
-            self._episodes[slot] = replace(episode, actions=list(episode.actions), saved=None)
+            actions, observed_at = list(episode.actions), list(episode.observed)
+            carried_on = replace(episode, actions=actions, observed=observed_at, saved=None)
+            self._episodes[slot] = carried_on
             self._observe(slot)
             self._progress()
 
@@ -246,6 +253,8 @@ class Slots:
                     break
             if not cause:
                 self._observe(slot)
+                if environment.looks_back:
+                    episode.observed.append(episode.steps)
             self._progress()
         except UserError:
             raise
@@ -265,7 +274,7 @@ class Slots:
         """Bool [B]: whether all of the observation that stands in the memory is finite."""
         found = np.ones(len(slots), bool)
         for part in self.spec.observations:
-            if part.dtype == "float32":
+            if part.dtype == "float32" and not np.isfinite(self.memory[part.name]).all():
                 rows = self.memory[part.name][list(slots)]
                 found &= np.isfinite(rows).reshape(len(slots), -1).all(1)
         return found

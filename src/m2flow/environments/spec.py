@@ -50,9 +50,12 @@ def image_spec(name: str, height: int, width: int) -> ObservationSpec:
 
 
 @lru_cache
-def _arrays(*bounds: tuple[float, ...]) -> tuple[np.ndarray[Any, Any], ...]:
-    """Bounds as arrays; asked for at every step."""
-    return tuple(np.array(bound) for bound in bounds)
+def _widened(
+    low: tuple[float, ...], high: tuple[float, ...]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Bounds with their tolerance, finite ones, as arrays; asked for at every step."""
+    most = float(np.finfo(np.float32).max)
+    return np.maximum(low, -most) - TOLERANCE, np.minimum(high, most) + TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class ActionSpec:
             UserError: another shape, figures outside the bounds or not finite, or no choice.
         """
         shape = action_BKA.shape
+        low_A, high_A = _widened(self.low, self.high)
         if len(shape) != 3 or shape[2] != self.size or shape[1] < 1:
             raise UserError(
                 "the policy's actions do not fit the environment",
@@ -89,15 +93,15 @@ class ActionSpec:
                 value=tuple(shape),
                 expected=f"[environments, chunk, {self.size}]",
             )
-        if not np.isfinite(action_BKA).all():
-            raise UserError(
-                "an action is not finite",
-                key="actions",
-                hint="the policy has diverged: lower its learning rate",
-            )
-        low_A, high_A = _arrays(self.low, self.high)
-        outside = (action_BKA < low_A - TOLERANCE) | (action_BKA > high_A + TOLERANCE)
-        if outside.any():
+        inside = (action_BKA >= low_A) & (action_BKA <= high_A)  # not so what is no number
+        if not inside.all():
+            if not np.isfinite(action_BKA).all():
+                raise UserError(
+                    "an action is not finite",
+                    key="actions",
+                    hint="the policy has diverged: lower its learning rate",
+                )
+            outside = ~inside
             figure = int(np.argwhere(outside)[0][2])
             raise UserError(
                 f"figure {figure} of an action is out of bounds",
@@ -106,7 +110,7 @@ class ActionSpec:
                 expected=f"{self.low[figure]} to {self.high[figure]}",
                 hint="squash or clip actions in the policy, or un-normalise them",
             )
-        if self.num_discrete is not None and (action_BKA != np.round(action_BKA)).any():
+        if self.num_discrete is not None and (action_BKA != np.rint(action_BKA)).any():
             raise UserError(
                 "a choice is not a whole number",
                 key="actions",

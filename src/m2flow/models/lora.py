@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from m2flow.errors import UserError
+from m2flow.runtime.weights.manifest import is_dtensor, local_tensor
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Layers of a block that are adapted; a mixture's experts are none of them."""
@@ -68,7 +69,25 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if _ADAPTER in name:
             continue
         if adapted and kind == "weight":
-            layer: Any = model.get_submodule(module)
-            delta = layer.get_delta_weight("default")
+            delta = _delta(model.get_submodule(module), tensor)
             tensor = (tensor.float() + delta.float()).to(tensor.dtype)
         yield (f"{module}.{kind}" if adapted else name), tensor
+
+
+def _delta(layer: Any, weight: Any) -> Tensor:
+    """What an adapter adds to a weight, laid out as that is."""
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    if is_dtensor(a) == is_dtensor(b):
+        delta: Tensor = layer.get_delta_weight("default")
+        return delta
+    product = local_tensor(b).float() @ local_tensor(a).float()  # one divided as the weight is
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        product * layer.scaling["default"],
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )

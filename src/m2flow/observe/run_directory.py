@@ -50,6 +50,7 @@ class RunDirectory:
         self.failure = self.path / "failure.txt"
         self.skipped = self.path / "skipped"
         self.checkpoints = self.path / "checkpoints"
+        self.journal = self.path / "journal"
         self.report = self.path / "report.html"
 
     @classmethod

@@ -1,14 +1,13 @@
 """Checkpoints that are either whole or not there, however the writer dies.
 
-`root/step_NNNNNN/` holds `model/` (Hugging Face layout), `trainer/state.safetensors` and, written
-last, `MANIFEST.json` with size and SHA-256 of every file. All of it is written and fsynced in a
-hidden sibling folder, then renamed; then the link `latest` is replaced. A folder without a
-manifest, or whose files do not match it, is never resumed from.
+`root/step_NNNNNN/` holds `model/` (Hugging Face layout), `trainer/` (`trainer_state.py` beside this
+file) and, written last, `MANIFEST.json` with size and SHA-256 of every file. All of it is written
+and fsynced in a hidden sibling folder, then renamed; then the link `latest` is replaced. A folder
+without a manifest, or whose files do not match it, is never resumed from.
 
-Trainer state is one safetensors file, not a pickle: any tool reads it, it is mapped and not copied,
-and opening it runs no code. Several writers may fill the folder that `begin` gives, each a part of
-it, before one of them calls `commit`. One run writes to a root at a time; before the first part of
-a checkpoint is begun, `sweep` is called once.
+Several writers may fill the folder that `begin` gives, each a part of it, before one of them calls
+`commit`. One run writes to a root at a time; before the first part of a checkpoint is begun,
+`sweep` is called once.
 """
 
 from __future__ import annotations
@@ -21,37 +20,34 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from m2flow.errors import UserError
 
 MANIFEST = "MANIFEST.json"
 LATEST = "latest"
+MODEL, TRAINER = "model", "trainer"
 _STEP = re.compile(r"step_(\d{6,})")
 
 
-def write_part(folder: Path, model: Any, tokenizer: Any, trainer_state: dict[str, Tensor]) -> None:
-    """Write a model and its trainer's state, as `model/` and `trainer/`, into a folder.
+def clear_part(folder: Path) -> None:
+    """Make room for a part of a checkpoint: what a writer that was lost has left of it goes.
 
-    That of a further model lies in a folder of its own within the one that `begin` gave. What a
-    writer that was lost has left of the part is replaced.
+    That of a further model lies in a folder of its own within the one that `begin` gave.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (MODEL, TRAINER):
+        _remove(folder / name)
+
+
+def write_model(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Write a model, as `model/`, into the folder of a part.
 
     Args:
         folder: where to.
         model, tokenizer: as transformers has them, with `save_pretrained`; or no tokenizer.
-        trainer_state: tensors by name.
     """
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("model", "trainer"):
-        _remove(folder / name)
-    model.save_pretrained(str(folder / "model"))
+    model.save_pretrained(str(folder / MODEL))
     if tokenizer is not None:
-        tokenizer.save_pretrained(str(folder / "model"))
-    (folder / "trainer").mkdir()
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in trainer_state.items()}
-    save_file(tensors, folder / "trainer" / "state.safetensors")
+        tokenizer.save_pretrained(str(folder / MODEL))
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -131,35 +127,38 @@ def resume_point(root: Path) -> Path | None:
     )
 
 
-def load_trainer_state(path: Path | str, part: str = "") -> dict[str, Tensor]:
-    """The trainer's tensors of one part of a checkpoint, every checksum of it compared.
+def trainer_folder(path: Path | str, part: str = "") -> Path:
+    """Where the trainer's state of one part of a checkpoint lies.
+
+    All lanes of a trainer ask, so checksums are left to `resume_point`, which is asked once a run.
 
     Args:
         path: the checkpoint.
-        part: folder within it of a further model, such as a critic; no other part is read.
+        part: folder within it of a further model, such as a critic.
 
     Raises:
-        UserError: it is not whole, or it has no such part.
+        UserError: a file is missing or has another size, or there is no such part.
     """
-    from safetensors.torch import load_file
-
     path = Path(path)
-    broken = broken_file(path)
+    broken = broken_file(path, checksums=False)
     if broken is not None:
         raise UserError(f"the checkpoint is not whole: {broken}", key=str(path))
-    file = path / part / "trainer" / "state.safetensors"
-    if not file.is_file():
+    folder = path / part / TRAINER
+    if not folder.is_dir():
         raise UserError(
             f"the checkpoint has no {part}",
             key=str(path),
-            expected=str(file),
+            expected=str(folder),
             hint="it is of a run with another algorithm",
         )
-    return load_file(file)
+    return folder
 
 
-def broken_file(path: Path) -> str | None:
-    """What keeps a folder `.../step_NNNNNN` from being a whole checkpoint; None if it is one."""
+def broken_file(path: Path, *, checksums: bool = True) -> str | None:
+    """What keeps a folder `.../step_NNNNNN` from being a whole checkpoint; None if it is one.
+
+    Without `checksums` files are not read: their sizes are compared.
+    """
     manifest = path / MANIFEST
     if not manifest.is_file():
         return f"{manifest} is missing"
@@ -178,7 +177,7 @@ def broken_file(path: Path) -> str | None:
             return f"{file} is missing"
         if size != num_bytes:
             return f"{file} has {size} bytes, {num_bytes} were written"
-        if _sha256(file) != sha256:
+        if checksums and _sha256(file) != sha256:
             return f"{file} is not what was written"
     return None
 

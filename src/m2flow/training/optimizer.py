@@ -15,7 +15,8 @@ arXiv 1710.03740, section 3.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from m2flow.errors import RunFailed
+from m2flow.runtime.weights.boxes import Box
+from m2flow.runtime.weights.manifest import Shard
 from m2flow.training.schedule import Schedule
 from m2flow.training.sharded import WHOLE, Shards, whole
 
@@ -32,6 +35,9 @@ AllReduce = Callable[[list[Tensor]], None]
 
 MASTER = "master"
 """The quantity of a parameter's state that is its float32 master copy."""
+
+NUM_STEPS = "num_steps"
+_STEP = "step"
 
 
 class NotFinite(RunFailed):
@@ -156,11 +162,10 @@ class SumOptimizer:
             ]
         ).sum()
         self._shards.sum_over_gang([sums, squared_norm])
-        norm = squared_norm.sqrt()
-        divisor = float(sums[denominator])
-        grad_norm = float(norm) / divisor if divisor else 0.0
+        norm, loss, divisor = (float(x) for x in (squared_norm.sqrt(), sums[0], sums[denominator]))
+        grad_norm = norm / divisor if divisor else 0.0
         learning_rate = self._config.learning_rate * self._config.schedule.factor(self.num_steps)
-        finite = bool(torch.isfinite(norm)) and bool(torch.isfinite(sums[0]))
+        finite = math.isfinite(norm) and math.isfinite(loss)
         if divisor and finite:
             scale = 1.0 / divisor
             bound = self._config.max_grad_norm
@@ -175,7 +180,7 @@ class SumOptimizer:
             self._adamw.step()
             self._round()
             self.num_steps += 1
-        found = "" if finite else self._what_is_not_finite(float(sums[0]))
+        found = "" if finite else self._what_is_not_finite(loss)
         self.zero()
         if not finite:
             raise NotFinite(found)
@@ -196,52 +201,77 @@ class SumOptimizer:
         here = [master for master, piece in pairs if master.device == piece.device]
         return sum(2 * one.nbytes for one in here if one not in self._adamw.state)
 
-    def state_items(self) -> Iterator[tuple[str, Tensor]]:
-        """Optimizer state as `<quantity>/<parameter>`, and `num_steps`; whole, on the CPU.
+    def parts(self) -> dict[str, Shard]:
+        """This lane's parts of the optimizer's state, to be written; they share its memory.
 
-        Master copies of 16-bit parameters are the quantity `master`. Collective in the gang: each
-        lane goes through all of it, gathered one by one.
+        Names are `<quantity>/<parameter>`, and `num_steps` for their number, a scalar. Master
+        copies of 16-bit parameters are the quantity `master`.
         """
-        yield "num_steps", torch.tensor(self.num_steps)
-        for (name, parameter), piece, master in self._all():
-            if master is not piece:
-                copy = self._shards.like(master.to(piece.device), parameter)
-                yield f"{MASTER}/{name}", whole(copy)
-            for quantity, value in self._adamw.state[master].items():
-                if quantity != "step":
-                    value = self._shards.like(value.to(piece.device), parameter)
-                yield f"{quantity}/{name}", whole(value)
+        found = {NUM_STEPS: _scalar(self.num_steps)}
+        for name, value, parameter, _ in self._quantities():
+            found[name] = self._shards.placed(value, parameter)
+        return found
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over a copy of what `state_items` gave, for a model with the same parameters.
+    def state_items(self) -> Iterator[tuple[str, Tensor]]:
+        """The same whole, on the CPU. Collective in the gang: it is gathered one by one."""
+        yield NUM_STEPS, torch.tensor(self.num_steps)
+        for name, value, parameter, piece in self._quantities():
+            yield name, whole(self._shards.like(value.to(piece.device), parameter))
+
+    def load(self, names: Iterable[str], fill: Callable[[dict[str, Shard]], None]) -> None:
+        """Go on from state that was saved, of a model with the same parameters. Not collective.
 
         It does not matter how either model is or was divided, or in which of them parameters have
-        16 bits: without master copies in `state` they are made of the parameters as they are now,
-        which the caller has loaded. Not collective.
+        16 bits: without master copies they are made of the parameters as they are now, which the
+        caller has loaded.
+
+        Args:
+            names: those that `parts` had.
+            fill: copies what was saved into parts, which are memory of this optimizer.
         """
-        self.num_steps = int(state["num_steps"])
-        by_name: dict[str, dict[str, Tensor]] = {name: {} for name, _ in self._named}
-        for key, value in state.items():
-            if key != "num_steps":
-                quantity, name = key.split("/", 1)
-                assert name in by_name, f"state of another model: it has no parameter {name}"
-                by_name[name][quantity] = value.detach()
+        num_steps = _scalar(0)
+        parts, by_name = {NUM_STEPS: num_steps}, {name: set[str]() for name, _ in self._named}
+        for key in set(names) - {NUM_STEPS}:
+            quantity, name = key.split("/", 1)
+            assert name in by_name, f"state of another model: it has no parameter {name}"
+            by_name[name].add(quantity)
+        moments: dict[str, dict[str, Tensor]] = {}
+        for (name, parameter), _, master in self._all():
+            saved = sorted(by_name[name] - {_STEP})
+            values = {q: master if q == MASTER else torch.empty_like(master) for q in saved}
+            for quantity, value in values.items():
+                parts[f"{quantity}/{name}"] = self._shards.placed(value, parameter)
+            moments[name] = {q: value for q, value in values.items() if q != MASTER}
+        fill(parts)
+        self.num_steps = int(num_steps.tensor)
         with torch.no_grad():
-            for (name, parameter), piece, master in self._all():
-                quantities = by_name[name]
-                assert all(q == "step" or v.shape == parameter.shape for q, v in quantities.items())
-                given = quantities.pop(MASTER, None)
-                if given is not None:
-                    master.copy_(self._shards.cut(given, parameter))
-                elif master is not piece:
+            for (name, _), piece, master in self._all():
+                if MASTER not in by_name[name] and master is not piece:
                     master.copy_(piece)
-                self._adamw.state[master] = {
-                    quantity: value.to(master.device, copy=True)
-                    if quantity == "step"
-                    else self._shards.cut(value, parameter).to(master.device)
-                    for quantity, value in quantities.items()
-                }
+                self._adamw.state.pop(master, None)
+                if moments[name]:
+                    taken = torch.tensor(float(self.num_steps), device=master.device)
+                    self._adamw.state[master] = {_STEP: taken, **moments[name]}
         self._round()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over a copy of what `state_items` gave; otherwise as `load`."""
+
+        @torch.no_grad()
+        def fill(parts: dict[str, Shard]) -> None:
+            for name, part in parts.items():
+                assert tuple(state[name].shape) == part.global_shape, name
+                part.tensor.copy_(part.box.of(state[name]))
+
+        self.load(state, fill)
+
+    def _quantities(self) -> Iterator[tuple[str, Tensor, nn.Parameter, Tensor]]:
+        """Each tensor of the state here: its name and value, of which parameter, its piece."""
+        for (name, parameter), piece, master in self._all():
+            values = {} if master is piece else {MASTER: master}
+            for quantity, value in (values | self._adamw.state.get(master, {})).items():
+                if quantity != _STEP:  # which is the number of steps
+                    yield f"{quantity}/{name}", value, parameter, piece
 
     def _all(self) -> Iterator[tuple[tuple[str, nn.Parameter], Tensor, Tensor]]:
         """Each parameter with its name, this lane's piece of it, and what is stepped for that."""
@@ -318,6 +348,10 @@ class SumOptimizer:
             f"no step was taken: the summed loss is {loss} and the gradients of {len(names)} of "
             f"{len(self._named)} parameters are not finite" + (f" ({listed})" if names else "")
         )
+
+
+def _scalar(number: int) -> Shard:
+    return Shard(torch.tensor(number), Box.whole(()), ())
 
 
 def _master(piece: Tensor, on_host: bool) -> Tensor:

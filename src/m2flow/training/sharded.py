@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow.worker import Gang
 from m2flow.runtime.transport.groups import sum_over
+from m2flow.runtime.weights.manifest import Shard, describe
 from m2flow.training.context_parallel import Part
 from m2flow.training.division import Division
 from m2flow.training.rollouts import Rows, joined
@@ -280,18 +281,15 @@ class Shards:
             stride=parameter.stride(),
         )
 
-    def cut(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """This lane's piece of a whole tensor that is laid out as a parameter is; a copy."""
-        if not _is_divided(parameter):
-            return whole.to(parameter.device, copy=True)
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    def placed(self, piece: Tensor, parameter: Tensor) -> Shard:
+        """A piece with where it is in the whole, laid out as a parameter is; shares its memory."""
+        box = describe({"": parameter}).held[""].box
+        return Shard(piece.detach(), box, tuple(parameter.shape))
 
-        divided: Any = parameter
-        mesh, placements = divided.device_mesh, divided.placements
-        assert whole.shape == parameter.shape
-        shape, first = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
-        box = tuple(slice(n, n + size) for n, size in zip(first, shape, strict=True))
-        return whole[box].to(mesh.device_type, copy=True)
+    @property
+    def group(self) -> Any:
+        """The process group of the gang's lanes; None for one lane."""
+        return None if self._mesh is None else self._mesh.get_group("shard")
 
 
 WHOLE = Shards(None)
@@ -362,13 +360,6 @@ def _shard_blocks(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
-        raise UserError(
-            "this version cannot shard a model as m2flow needs it",
-            key="torch",
-            value=torch.__version__,
-            expected="2.9 or later for a worker on gangs of lanes",
-        )
     # A critic's numbers are a view; nothing here writes into what a model gives.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     units = [*_blocks(model), model]

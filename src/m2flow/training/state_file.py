@@ -41,6 +41,7 @@ def read(folder: Path, model: nn.Module, optimizer: SumOptimizer, shards: Shards
     tensors = load_file(folder / NAME)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            shards.piece(parameter).copy_(shards.cut(tensors[MODEL + name], parameter))
+            part = shards.placed(shards.piece(parameter), parameter)
+            part.tensor.copy_(part.box.of(tensors[MODEL + name]))
     state = {name[len(TRAINER) :]: x for name, x in tensors.items() if name.startswith(TRAINER)}
     optimizer.load_state_dict(state)

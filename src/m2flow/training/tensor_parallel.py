@@ -3,8 +3,9 @@
 After Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3: a lane has some of the heads and
 of the MLP's channels, and what it makes of them is its term of a sum over the lanes, twice a layer.
 The embedding and the head are divided by rows of the vocabulary. What the plan leaves out, such as
-norms, is on every lane, and computed alike there. Parameters that are divided become DTensors;
-between layers tensors stay plain, so the model's own code runs on this lane's heads.
+norms, is on every lane, and computed alike there. A layer may have an adapter (LoRA by peft).
+Parameters that are divided become DTensors; between layers tensors stay plain, so the model's own
+code runs on this lane's heads.
 """
 
 from __future__ import annotations
@@ -46,7 +47,12 @@ def divide_layers(model: Any, mesh: DeviceMesh) -> set[str]:
 
     body, plan = model.base_model, _plan_of(model)
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-    layers = {name: styles[kind]() for name, kind in plan.items() if kind in styles}
+    layers = {
+        part: styles[kind]()
+        for name, kind in plan.items()
+        if kind in styles
+        for part in _divided_parts(body, name, kind)
+    }
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     parallelize_module(body, mesh, layers, src_data_rank=None)
@@ -76,6 +82,19 @@ def _plan_of(model: Any) -> dict[str, str]:
             hint="the layouts fsdpN divide any model",
         )
     return plan
+
+
+def _divided_parts(body: Any, name: str, kind: str) -> list[str]:
+    """Modules of a layer that are divided as it is: it alone, or of one with an adapter two.
+
+    `W + B A` is divided by rows in `W` and `B`, and by columns in `W` and `A`; the other factor is
+    on every lane, where its gradient is whole.
+    """
+    adapted = any(
+        hasattr(module, "lora_A") for path, module in body.named_modules() if fnmatch(path, name)
+    )
+    factor = "lora_B" if kind == "colwise" else "lora_A"
+    return [f"{name}.base_layer", f"{name}.{factor}.default"] if adapted else [name]
 
 
 def _divide_head(head: Any, mesh: DeviceMesh, tied: nn.Parameter | None) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from m2flow.algorithms.sampling import derive_seed, sample_tokens
 from m2flow.errors import UserError
 from m2flow.models.policies.actor_critic import (
     ActorCritic,
@@ -52,11 +53,15 @@ def test_evaluate_gives_what_act_gave(encoder: str, kind: str, greedy: bool) -> 
     output = model.act(seen, seeds=SEEDS, greedy=greedy)
     again = model.evaluate(seen, output.tokens)
     torch.testing.assert_close(again.logprobs, output.logprobs)
-    torch.testing.assert_close(again.values, output.values)
+    torch.testing.assert_close(again.values, model.values(seen))
+    if encoder == "cnn":
+        torch.testing.assert_close(again.values, output.values)
+    else:
+        assert output.values is None, "a critic of its own judges whole rollouts at once"
     width = 1 if kind == "categorical" else 2
     assert output.actions.shape == output.logprobs.shape == again.entropy.shape == (4, 3, width)
-    assert output.values is not None
-    assert output.values.shape == (4,)
+    assert again.values is not None
+    assert again.values.shape == (4,)
 
 
 @pytest.mark.parametrize(("encoder", "kind"), ALL)
@@ -243,3 +248,16 @@ def test_reinforce_learns_from_pixels() -> None:
         optimiser.step()
     greedy = model.act({"image": image}, seeds=range(64), greedy=True).actions[:, 0, 0]
     assert (greedy == side).all()
+
+
+def test_choices_are_those_that_sample_tokens_draws() -> None:
+    model, seen = policy("mlp", "categorical", chunk=3), observations(200)
+    torch.nn.init.normal_(model.head.logits.weight)
+    seeds = [derive_seed(7, n) for n in range(200)]
+    output = model.act(seen, seeds=seeds)
+    logits_BKN = model.head.logits(model.actor(seen)).view(200, 3, 6)
+    for k in range(3):
+        at_B = torch.full((200,), k)
+        tokens_B, _ = sample_tokens(logits_BKN[:, k].detach(), torch.tensor(seeds), at_B, 1.0)
+        assert torch.equal(output.tokens[:, k, 0], tokens_B)
+    assert len(output.tokens.unique()) == 6

@@ -32,6 +32,20 @@ def ask(endpoint: Endpoint, key: str | None = None, path: str = "", **body: Any)
         return error.code, json.load(error)
 
 
+def ask_for_stream(endpoint: Endpoint, **body: Any) -> list[Any]:
+    """The events of an answer that comes as a stream, the last one without its data."""
+    request = urllib.request.Request(
+        f"{endpoint.base_url}/chat/completions",
+        json.dumps({"model": endpoint.model, "stream": True, **body}).encode(),
+        {"Authorization": f"Bearer {endpoint.key}"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.headers["Content-Type"] == "text/event-stream"
+        *events, end, nothing = answer.read().decode().split("\n\n")
+    assert (end, nothing) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
 def answers(calls: Any) -> list[dict[str, Any]]:
     """What the calculator says to the calls of a message."""
     asked = [Call(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls]
@@ -54,6 +68,32 @@ def by_hand(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
         if not calls:
             return
         messages += [message, *answers(calls)]
+
+
+async def with_streams(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
+    """The loop of tools with the official client, whose answers come as streams."""
+    import openai
+
+    messages: list[Any] = [{"role": "user", "content": problem["prompt"]}]
+    async with openai.AsyncOpenAI(
+        base_url=endpoint.base_url, api_key=endpoint.key, max_retries=0
+    ) as client:
+        while True:
+            tools: Any = BOX.schemas()
+            try:
+                async with client.chat.completions.stream(
+                    model=endpoint.model, messages=messages, tools=tools
+                ) as stream:
+                    answer = await stream.get_final_completion()
+            except openai.BadRequestError:
+                return
+            message = answer.choices[0].message
+            if not message.tool_calls:
+                return
+            told = message.model_dump(exclude_none=True, exclude={"parsed"})
+            for call in told["tool_calls"]:
+                call["function"].pop("parsed_arguments", None)
+            messages += [told, *answers(told["tool_calls"])]
 
 
 async def with_client(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
@@ -125,11 +165,14 @@ def rude(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
     told = SEEN.setdefault(problem["prompt"], [])
     told.append(ask(endpoint, key="guessed", messages=first))
     told.append(ask(endpoint, path="/embeddings", messages=first))
-    for wrong in ({"stream": True}, {"temperature": 0.3}, {"n": 2}, {"max_tokens": 0}, {}):
+    for wrong in ({"stop": ["a"]}, {"temperature": 0.3}, {"n": 2}, {"max_tokens": 0}, {}):
         told.append(ask(endpoint, **wrong))
     told.append(ask(endpoint, messages=[{"role": "user", "content": 3}]))
     status, answer = ask(endpoint, messages=first, temperature=1.0, top_p=1)
     told.append((status, answer))
+    SEEN["stream"] = ask_for_stream(
+        endpoint, messages=first, stream_options={"include_usage": True}
+    )
     reply = answer["choices"][0]["message"]
     told.append(ask(endpoint, messages=[*first, {**reply, "content": "other"}, *first]))
     told.append(ask(endpoint, messages=[*first, reply]))

@@ -31,6 +31,11 @@ CALCULATOR = RECIPES / "agentic-calculator.yaml"
         ("agent=my:agent", r"warmup\.steps: demonstrations are of m2flow's own tools"),
         ("algorithm.name=ppo", r"algorithm\.name: trajectories are compared within groups"),
         ("algorithm.overlong_buffer=2", r"algorithm\.overlong_buffer"),
+        (
+            "algorithm={equal_groups: drop, further_draws: 2}",
+            r"further_draws: is for answers of one",
+        ),
+        ("judge.path=x", r"judge\.path: is for answers of one turn"),
         ("turn_reward=nobody:knows", "nobody cannot be imported"),
         ("data.task=addition", r"data\.task"),
         ("data.options={tool_share: 2}", r"data\.options\.tool_share: must be a share"),

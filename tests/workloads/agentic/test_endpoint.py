@@ -104,11 +104,11 @@ def test_the_record_is_what_the_model_saw_over_random_dialogues(
     check_record(episodes, seen, load_model(chat_folder, torch.float32))
 
 
-@pytest.mark.parametrize("agent", ["by_hand", "with_client"])
+@pytest.mark.parametrize("agent", ["by_hand", "with_client", "with_streams"])
 def test_trajectories_are_those_of_the_loop(
     agent: str, chat_recipe: AgenticRecipe, talks: ModelSource
 ) -> None:
-    if agent == "with_client":
+    if agent != "by_hand":
         pytest.importorskip("openai", reason="needs the extra agents")
     inside = AgenticExperiment(chat_recipe, talks)
     batch = inside.batch(0)
@@ -168,6 +168,12 @@ def test_what_is_not_served_is_refused(chat_recipe: AgenticRecipe, chat_folder: 
     for status, content in told:
         assert status == 200 or content["error"]["message"]
     assert "each trajectory is one conversation" in told[9][1]["error"]["message"]
+    plain = told[8][1]
+    message, end, usage = some_agents.SEEN.pop("stream")
+    assert message["choices"][0]["delta"] == plain["choices"][0]["message"]
+    assert end["choices"][0]["finish_reason"] == plain["choices"][0]["finish_reason"]
+    assert usage["usage"] == plain["usage"]
+    assert {part["object"] for part in (message, end, usage)} == {"chat.completion.chunk"}
 
 
 def test_an_agent_that_fails_costs_its_trajectory(

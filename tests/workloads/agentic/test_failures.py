@@ -97,7 +97,8 @@ def test_real_processes_that_die_or_hang_cost_their_trajectories(
             item,
             torch.tensor(ids := tokenizer(text)["input_ids"]),
             torch.full((len(ids),), -1.0),
-            (0, 0),
+            torch.zeros(len(ids), dtype=torch.int64),
+            0,
             "stop",
         )
         for item, text in enumerate(calls)

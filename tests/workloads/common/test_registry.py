@@ -86,6 +86,9 @@ class CountingExperiment:
     def alarms(self, result):
         return ()
 
+    def note(self, result):
+        assert result.step >= 0
+
     def films(self, result):
         return ()
 

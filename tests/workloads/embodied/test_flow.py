@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 import m2flow
 from m2flow.errors import UserError
+from m2flow.plan import build_plan
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
@@ -91,6 +93,32 @@ def test_every_plan_computes_the_same(pool: Any, changes: dict[str, Any]) -> Non
             assert ours.output["episodes"] == theirs.output["episodes"]
         for name, tensor in weights.items():
             torch.testing.assert_close(tensor, others[name], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, GROUPS], ids=["ppo", "grpo"])
+def test_rollouts_may_run_ahead_of_training(pool: Any, changes: dict[str, Any]) -> None:
+    some = recipe(**changes)
+    experiment = EmbodiedExperiment(some)
+    graph = experiment.flow().trace()
+    apart = build_plan("disaggregated", graph, pool.lanes, some.items_per_step)
+    found = {}
+    for budget in (0, 1):
+        plan = replace(apart, max_staleness=budget)
+        count = some.items_per_step
+        with m2flow.launch(experiment.flow(), items_per_step=count, plan=plan, lanes=pool) as run:
+            found[budget] = list(run.steps(experiment.batch(step) for step in range(12)))
+            if not budget:
+                weights = run.worker_call("learner", "weights")
+    wanted, expected = trained(some, "eager", 12)
+    for ours, theirs in zip(wanted, found[0], strict=True):
+        assert ours.output["episodes"] == theirs.output["episodes"]
+        assert theirs.staleness == 0
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, atol=1e-4, rtol=1e-4)
+    ahead = [one.staleness for one in found[1]]
+    assert 0 < max(ahead) <= 1, "the engine admits a step's rollouts before the last is trained"
+    figures = [experiment.metrics(one) for one in found[1]]
+    assert figures[0]["episodes/return"] < 5.5 < 6.5 < figures[-1]["episodes/return"]
 
 
 @pytest.mark.parametrize("changes", [{}, GROUPS], ids=["ppo", "grpo"])

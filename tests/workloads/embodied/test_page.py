@@ -18,7 +18,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "own-environment.md"
 def test_the_page_leads_to_a_policy_that_finds_the_door(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blocks = dict(re.findall(r"```(python|yaml)\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    found = re.findall(r"```(python|yaml)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    blocks = dict(reversed(found))  # the first of each
     (tmp_path / "corridor.py").write_text(blocks["python"])
     monkeypatch.syspath_prepend(str(tmp_path))
     recipe = read_recipe(yaml.safe_load(blocks["yaml"]))

@@ -66,6 +66,23 @@ def rows(recordings: Recordings, name: str, numbers: Sequence[int] = NUMBERS) ->
     return [row.flatten().tolist() for row in column.rows()]
 
 
+def test_figures_of_16_bits_are_kept_as_they_are() -> None:
+    recordings = begun()
+    drawn = torch.tensor([1.0, -0.333251953125], dtype=torch.bfloat16).view(2, 1, 1)
+    at = recordings.rows_of(NUMBERS)
+    outcome = StepOutcome(
+        {"state": torch.zeros(2, 1), "instruction": ["", ""]},
+        torch.zeros(2, 1),
+        *(torch.zeros(2, dtype=torch.bool) for _ in range(4)),
+        torch.ones(2, dtype=torch.int64),
+        torch.zeros(2, dtype=torch.bool),
+    )
+    recordings.add(at, {"tokens": drawn}, outcome)
+    kept = recordings.take(NUMBERS, [True, True])["turn.tokens"].values
+    assert kept.dtype == torch.bfloat16
+    assert torch.equal(kept, drawn)
+
+
 def test_a_cut_keeps_the_observation_there() -> None:
     recordings = begun()
     turn(recordings, [1.0, 4.0], now=[1.0, 11.0])

@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from m2flow.plan import parse_lanes
 from m2flow.workloads.common import train
+from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.embodied.evaluation import examine
+from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 
 RECIPE: dict[str, Any] = {
     "workload": "embodied",
@@ -40,6 +43,27 @@ def test_four_steps_are_two_a_stop_and_two_more(tmp_path: Path) -> None:
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
+
+
+def test_two_steps_of_the_recipe_from_pixels(tmp_path: Path) -> None:
+    pytest.importorskip("pygame", reason='needs "gymnasium[classic-control]"')
+    small = {
+        "mode": "eager", "steps": 2, "rollouts_per_step": 2, "rollout.horizon": 12,
+        "update.minibatches": 2, "evaluation": {"every": 2, "episodes": 1, "films": 1},
+        "environment.options.max_episode_steps": 12,
+    }  # fmt: skip
+    run = train("ppo-cnn-cartpole", small, run_dir=tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = rows[-1]
+    assert last["environment_steps"] == 24
+    assert 0 < last["eval/return"] <= 12
+    before, after = (
+        EmbodiedExperiment(read_recipe("ppo-cnn-cartpole"))._source.make().state_dict(),
+        weights(run),
+    )
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert "actor.convolutions.0.weight" in moved, "the convolutions learn"
+    assert (run / "films" / "step_000002_0.webp").is_file()
 
 
 def test_a_run_has_figures_and_films(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from m2flow.workloads.reasoning.config import (
     KEYS_OF_ALGORITHMS,
     KEYS_OF_TASKS,
     AlgorithmSection,
+    CurriculumPart,
     DataSection,
     ReasoningRecipe,
 )
@@ -88,7 +89,8 @@ def test_a_truth_value_is_no_number_and_a_number_is_no_truth_value(
         elif isinstance(default, int):
             wrong = [True, "3", 3.5, None]
         elif isinstance(default, float):
-            wrong = [True, "3", float("nan"), float("inf"), -1]
+            wrong = [True, "3", float("nan"), float("inf")]
+            wrong += [-1] if name != "weight" else []  # a penalty weighs less than nothing
         else:
             continue
         for value in wrong:
@@ -136,7 +138,8 @@ def test_a_group_of_one_has_nothing_to_compare() -> None:
 
 @pytest.mark.parametrize("key", KEYS_OF_TASKS)
 def test_every_key_of_the_data_belongs_to_a_task(key: str) -> None:
-    value = {"on_bad_row": "skip", "max_prompt_tokens": 9}.get(key, "x")
+    values = {"on_bad_row": "skip", "max_prompt_tokens": 9, "curriculum": CurriculumPart()}
+    value: Any = values.get(key, "x")
     for task in ("addition", "jsonl", "gym"):
         if task in KEYS_OF_TASKS[key]:
             data = DataSection.model_validate({"task": task, key: value})
@@ -242,7 +245,7 @@ def test_every_setting_of_ppo_is_read() -> None:
 def test_a_key_of_the_other_algorithm_is_refused(key: str) -> None:
     other = next(name for name in ALGORITHMS if name not in KEYS_OF_ALGORITHMS[key])
     default = AlgorithmSection.model_fields[key].default
-    value = "drop" if isinstance(default, str) else 0.5
+    value: Any = "drop" if isinstance(default, str) else 0.5 if default is not None else 2
     error = refusal({"algorithm": {"name": other, key: value}})
     assert (error.key, error.value) == (f"algorithm.{key}", value)
     assert KEYS_OF_ALGORITHMS[key][0] in str(error.hint)

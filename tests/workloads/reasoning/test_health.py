@@ -54,6 +54,14 @@ def test_each_figure_beyond_its_bound_is_said(
     assert re.search(said, hint)
 
 
+def test_a_batch_that_is_not_full_is_said(tiny_recipe: MakeRecipe) -> None:
+    figures = HEALTHY | {"sampling/unfilled_share": 0.25}
+    assert hints(figures, tiny_recipe()) == {}, "nobody asked for more"
+    (hint,) = hints(figures, tiny_recipe(algorithm={"name": "dapo", "further_draws": 2})).values()
+    assert "25% of the groups" in hint
+    assert "after 2 other prompts" in hint
+
+
 def test_a_policy_that_is_right_may_be_sure(tiny_recipe: MakeRecipe) -> None:
     sure = {"train/behaviour_entropy": 0.001, "accuracy/mean": 0.98}
     assert hints(HEALTHY | sure, tiny_recipe()) == {}

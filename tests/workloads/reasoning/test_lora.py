@@ -22,6 +22,7 @@ from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.workers import Learner, ModelSource
 from tests.training.lane_processes import LaneProcesses
 from tests.training.test_sharded import PAIR, place_on, stepped
+from tests.training.tiny_policy import make_mixture
 
 RECIPE = {
     "steps": 8,
@@ -124,8 +125,8 @@ def lanes() -> Iterator[LaneProcesses]:
         yield lanes
 
 
-def steps_of_pair(groups: LaneGroups, folder: Path, root: Path) -> Any:
-    place = place_on(groups, PAIR, root)
+def steps_of_pair(groups: LaneGroups, folder: Path, root: Path, layout: str) -> Any:
+    place = place_on(groups, PAIR, root, layout)
     assert place is not None
     learner = learner_at(folder, place)
     stepped(learner)
@@ -134,16 +135,40 @@ def steps_of_pair(groups: LaneGroups, folder: Path, root: Path) -> Any:
     return saved, stepped(learner)
 
 
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2", "cp2"])
 def test_a_gang_trains_the_same_adapters(
-    lanes: LaneProcesses, folder: Path, tmp_path: Path
+    lanes: LaneProcesses, folder: Path, tmp_path: Path, layout: str
 ) -> None:
     alone = learner_at(folder, Place(spill=tmp_path))
     stepped(alone)
     expected: dict[str, Tensor] = stepped(alone)
-    found = lanes(steps_of_pair, folder, tmp_path)
+    found = lanes(steps_of_pair, folder, tmp_path, layout)
     for _, weights in found:
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
     again = stepped(learner_at(folder, Place(spill=tmp_path), found[0][0]))
     for name, value in expected.items():
         torch.testing.assert_close(again[name], value, rtol=1e-5, atol=1e-6)
+
+
+def steps_of_mixture(groups: LaneGroups, folder: Path, root: Path) -> Any:
+    """On lanes that divide the experts, which have no adapters."""
+    place = place_on(groups, PAIR, root, "ep2")
+    assert place is not None
+    return two_steps(folder, place)
+
+
+def two_steps(folder: Path, place: Place) -> dict[str, Tensor]:
+    recipe = ReasoningRecipe.model_validate({**RECIPE, "model": {"lora_rank": 4}})
+    learner = Learner(ModelSource(str(folder), "float32"), recipe)
+    learner.load(place)
+    stepped(learner)
+    return stepped(learner)
+
+
+def test_experts_are_divided_beside_adapters(lanes: LaneProcesses, tmp_path: Path) -> None:
+    make_mixture().save_pretrained(tmp_path / "mixture")
+    expected = two_steps(tmp_path / "mixture", Place(spill=tmp_path))
+    for weights in lanes(steps_of_mixture, tmp_path / "mixture", tmp_path):
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-5)

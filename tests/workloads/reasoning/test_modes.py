@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-import ray
 import torch
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -27,25 +23,6 @@ from m2flow.workloads.reasoning.workers import ModelSource
 
 STEPS = 3
 GANGS = {"generator": Layout("tp2", 2), "learner": Layout("fsdp2", 2)}
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """One Ray for all runs of this file, in a folder of its own, ended whatever happens."""
-    folder = tempfile.mkdtemp(prefix="m2flow-test-")  # a short path: sockets lie below it
-    try:
-        ray.init(
-            address="local",
-            num_cpus=2,
-            include_dashboard=False,
-            object_store_memory=100_000_000,
-            logging_level=logging.ERROR,
-            _temp_dir=folder,
-        )
-        yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -95,6 +95,11 @@ def test_an_optimizer_on_the_host_leaves_room_and_takes_time() -> None:
     assert of_there.call(64) == of_here.call(64)
 
 
-def test_adapters_are_priced_on_one_lane_and_in_shards() -> None:
-    found = profile("1x8xH100", model={"lora_rank": 8})
-    assert {one.layout for one in found.workers["learner"]} == {"one", "fsdp2", "fsdp4", "fsdp8"}
+def test_adapters_are_priced_in_all_layouts_that_divide_in_one_way() -> None:
+    found = profile("1x8xH100", model={"lora_rank": 8}).workers["learner"]
+    bytes_of = {one.layout: one.state_bytes for one in found}
+    assert bytes_of.keys() == {
+        *("one", "fsdp2", "fsdp4", "fsdp8", "tp2", "tp4", "cp2", "cp4", "cp8"),
+    }
+    assert bytes_of["tp2"] == pytest.approx(bytes_of["one"] / 2, abs=1)
+    assert bytes_of["cp2"] == bytes_of["one"], "each lane has all of it"

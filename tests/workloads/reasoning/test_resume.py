@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from m2flow.engine.plan import Plan
+from m2flow.flow.graph import FlowGraph
+from m2flow.plan import build_plan, parse_lanes
 from m2flow.runtime.driver.launch import launch
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
-from m2flow.workloads.reasoning.flow import recipe_flow
 from m2flow.workloads.reasoning.workers import ModelSource
 
 MakeRecipe = Any
@@ -28,6 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "old log-probabilities": {"training": {"recompute_logprobs": True}, "minibatches": 4},
     "bfloat16": {"model": {"dtype": "bfloat16"}},
     "a critic": {"algorithm": {"name": "ppo"}, "samples_per_prompt": 1, "prompts_per_step": 16},
+    "further draws": {"algorithm": {"name": "dapo"}},
 }
 
 
@@ -38,6 +42,7 @@ class Stretch:
     rewards: list[list[float]]
     metrics: list[dict[str, float]]
     versions: list[int]
+    staleness: list[float | None]
     weights: dict[str, Tensor]
 
 
@@ -48,15 +53,25 @@ def stretch(
     first: int,
     last: int,
     checkpoint: Path | None = None,
+    ahead: bool = False,
 ) -> Stretch:
-    """Steps first to last - 1, saved at the end; everything is made anew, as in a new process."""
+    """Steps first to last - 1, saved at the end; everything is made anew, as in a new process.
+
+    Where generation runs ahead, on a lane of its own, there is a checkpoint at `STOP`, too.
+    """
     experiment = ReasoningExperiment(recipe, model)
-    flow = recipe_flow(recipe, model, experiment.rewards, checkpoint)
-    with launch(
-        flow, items_per_step=recipe.prompts_per_step, first_step=first, lanes="cpu:1"
-    ) as run:
-        results = list(run.steps(experiment.batch(step) for step in range(first, last)))
-        experiment.save(run, folder, last)
+    flow = experiment.flow(checkpoint)
+    num_items = recipe.prompts_per_step
+    plan = one_step_ahead(flow.trace(), num_items) if ahead else None
+    lanes = "cpu:2" if ahead else "cpu:1"
+    pauses = [STOP] if ahead and first < STOP < last else []
+    results = []
+    with launch(flow, items_per_step=num_items, first_step=first, lanes=lanes, plan=plan) as run:
+        for start, end in pairwise([first, *pauses, last]):
+            for result in run.steps(experiment.batch(step) for step in range(start, end)):
+                experiment.note(result)
+                results.append(result)
+            experiment.save(run, folder, end)
         weights = {
             f"{name}/{parameter}": tensor
             for name in ("learner", "critic")
@@ -67,8 +82,18 @@ def stretch(
         rewards=[result.output["reward"] for result in results],
         metrics=[result.metrics for result in results],
         versions=[result.version for result in results],
+        staleness=[result.staleness for result in results],
         weights=weights,
     )
+
+
+def one_step_ahead(graph: FlowGraph, num_items: int) -> Plan:
+    """Answers are drawn in one call a step, beside the training of the step before.
+
+    So all of a step are drawn with weights that are one version old, however long calls take.
+    """
+    plan = build_plan("disaggregated", graph, parse_lanes("cpu:2"), num_items)
+    return replace(plan, stages={}, edges={}, order=(), max_staleness=1)
 
 
 @pytest.fixture(params=VARIANTS)
@@ -93,6 +118,23 @@ def test_stopped_and_resumed(recipe: ReasoningRecipe, warmed: ModelSource, tmp_p
         assert value.equal(after.weights[name]), name
     assert any(not value.equal(before.weights[name]) for name, value in straight.weights.items())
     assert sum(metrics["grad_norm"] > 0 for metrics in straight.metrics) >= 3
+
+
+def test_resumed_with_generation_a_step_ahead(
+    tiny_recipe: MakeRecipe, warmed: ModelSource, cluster: None, tmp_path: Path
+) -> None:
+    """A checkpoint waits for all that is under way, so the step after it begins on new weights."""
+    recipe = tiny_recipe(max_staleness=1, model={"dtype": "float64"})
+    model = ModelSource(warmed.path, "float64")
+    straight = stretch(recipe, model, tmp_path, 0, STEPS, ahead=True)
+    checkpoint = tmp_path / f"step_{STOP:06d}"
+    after = stretch(recipe, model, tmp_path, STOP, STEPS, checkpoint, ahead=True)
+    assert straight.staleness == [0, 1] * 2
+    assert after.staleness == straight.staleness[STOP:]
+    assert after.rewards == straight.rewards[STOP:]
+    assert after.versions == straight.versions[STOP:]
+    for name, value in straight.weights.items():
+        torch.testing.assert_close(after.weights[name], value, rtol=1e-9, atol=1e-9)
 
 
 def test_the_trainer_s_state_matters(

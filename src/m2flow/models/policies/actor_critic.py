@@ -103,6 +103,7 @@ class ReturnScale(RunningStatistics):
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()
         self._head = (head,)  # in a tuple, for it is no part of this module
+        self._seen: tuple[Any, float] = None, 1.0
         self.register_buffer("square", torch.zeros((), dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
@@ -119,17 +120,20 @@ class ReturnScale(RunningStatistics):
         self.count += moments[0]
         self.square += moments[1]
         for parameter in self._head[0].parameters():
-            parameter.mul_((before / self.scale).to(parameter.dtype))
+            parameter.mul_(before / self.scale)
 
     def forward(self, value_B: Tensor) -> Tensor:
         """Values as returns, from shares."""
-        return value_B * self.scale.to(value_B.dtype)
+        return value_B * self.scale
 
     @property
-    def scale(self) -> Tensor:
+    def scale(self) -> float:
         """1 before there was a return."""
-        mean = self.square / self.count.clamp(min=1.0)
-        return torch.where(mean > 0, mean.sqrt(), torch.ones_like(mean))
+        key = self.square.data_ptr(), self.square._version, self.count._version
+        if key != self._seen[0]:  # it is asked for every turn, and changes once a step
+            mean = float(self.square) / max(1.0, float(self.count))
+            self._seen = key, math.sqrt(mean) if mean > 0 else 1.0
+        return self._seen[1]
 
 
 class Encoder(nn.Module):
@@ -161,13 +165,18 @@ class ActorCritic(Policy):
         features_BF = self.actor(observations)
         seed_B = seed_tensor(seeds, features_BF.device)
         tokens, logprobs = self.head.draw_judged(features_BF, seed_B, greedy)
-        values_B = self._values(observations, features_BF)
+        values_B = self._values(features_BF) if self.critic is None else None
         return PolicyOutput(self.head.actions(tokens), tokens, logprobs, values_B)
 
     def evaluate(self, observations: Observations, tokens: Tensor) -> Evaluation:
         features_BF = self.actor(observations)
         logprobs, entropy = self.head.judge(features_BF, tokens)
-        return Evaluation(logprobs, entropy, self._values(observations, features_BF))
+        if self.critic is not None:
+            features_BF = self.critic(observations)
+        return Evaluation(logprobs, entropy, self._values(features_BF))
+
+    def values(self, observations: Observations) -> Tensor:
+        return self._values((self.critic or self.actor)(observations))
 
     def tokens_of(self, actions_BKA: Tensor) -> Tensor:
         return self.head.tokens_of(actions_BKA)
@@ -175,9 +184,7 @@ class ActorCritic(Policy):
     def running_statistics(self) -> list[RunningStatistics]:
         return [module for module in self.modules() if isinstance(module, RunningStatistics)]
 
-    def _values(self, observations: Observations, features_BF: Tensor) -> Tensor:
-        if self.critic is not None:
-            features_BF = self.critic(observations)
+    def _values(self, features_BF: Tensor) -> Tensor:
         return self.returns(self.value(features_BF).squeeze(-1))
 
 

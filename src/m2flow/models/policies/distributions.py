@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from m2flow.algorithms.sampling import sample_tokens
+from m2flow.algorithms.sampling import uniform
 from m2flow.models.policies.protocol import standard_normal
 
 L = TypeVar("L", nn.Linear, nn.Conv2d)
@@ -158,23 +158,20 @@ class CategoricalHead(ActionHead):
         self.logits = orthogonal(nn.Linear(features, chunk * count), 0.01)
 
     def draw(self, features_BF: Tensor, seed_B: Tensor, greedy: bool) -> Tensor:
-        return self._drawn(self._logits(features_BF), seed_B, greedy)
+        return self.draw_judged(features_BF, seed_B, greedy)[0]
 
     def draw_judged(
         self, features_BF: Tensor, seed_B: Tensor, greedy: bool
     ) -> tuple[Tensor, Tensor]:
-        logits_BKN = self._logits(features_BF)
-        tokens = self._drawn(logits_BKN, seed_B, greedy)
-        return tokens, F.log_softmax(logits_BKN.float(), dim=-1).gather(-1, tokens)
-
-    def _drawn(self, logits_BKN: Tensor, seed_B: Tensor, greedy: bool) -> Tensor:
+        logprobs_BKN = F.log_softmax(self._logits(features_BF).float(), dim=-1)
         if greedy:
-            return logits_BKN.argmax(dim=-1, keepdim=True)
-        drawn = [
-            sample_tokens(logits_BKN[:, k], seed_B, torch.full_like(seed_B, k), 1.0)[0]
-            for k in range(self.chunk)
-        ]
-        return torch.stack(drawn, dim=1).unsqueeze(-1)
+            tokens = logprobs_BKN.argmax(dim=-1, keepdim=True)
+        else:  # `sample_tokens` for few choices and all actions of the chunk at once
+            cdf_BKN = logprobs_BKN.exp().cumsum(dim=-1, dtype=torch.float64)
+            drawn_BK = uniform(seed_B[:, None], torch.arange(self.chunk, device=seed_B.device))
+            below_BKN = cdf_BKN <= drawn_BK[..., None] * cdf_BKN[..., -1:]
+            tokens = below_BKN.sum(dim=-1, keepdim=True).clamp_(max=self.count - 1)
+        return tokens, logprobs_BKN.gather(-1, tokens)
 
     def judge(self, features_BF: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         return categorical(self._logits(features_BF).unsqueeze(2), tokens)

@@ -36,7 +36,9 @@ class PolicyOutput:
         actions: [B, K, A], as the environment takes them.
         tokens: [B, K, D], what was drawn; give it to `evaluate`.
         logprobs: float32 [B, K, D].
-        values: float32 [B], the critic's estimate; None where the policy has no critic.
+        values: float32 [B], the critic's estimate; None where the policy has no critic, and where
+            the critic shares nothing with what acts: `Policy.values` then gives those of many
+            observations at once.
     """
 
     actions: Tensor
@@ -72,6 +74,11 @@ class Policy(nn.Module, ABC):
     @abstractmethod
     def evaluate(self, observations: Observations, tokens: Tensor) -> Evaluation:
         """Return log-probabilities and entropies of `tokens` [B, K, D] under the parameters."""
+
+    def values(self, observations: Observations) -> Tensor | None:
+        """Return the critic's estimates, float32 [B]; None where the policy has no critic."""
+        count = len(next(iter(observations.values())))
+        return self.act(observations, seeds=[0] * count, greedy=True).values
 
     def tokens_of(self, actions_BKA: Tensor) -> Tensor:
         """Return the tokens [B, K, D] of an environment's actions, for behaviour cloning."""

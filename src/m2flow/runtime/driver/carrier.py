@@ -1,8 +1,8 @@
 """`RayCarrier`: carries out the engine's commands on the lanes of a pool.
 
-It keeps the source items of the steps in flight, and what lanes are to let go of with their next
-order; its `Publisher` keeps where weights are. Where payloads are the commands say. Payloads go
-from lane to lane; only the source items and the items that a step returns pass through here.
+It keeps the source items of the steps in flight, those that are recalled, and what lanes are to
+let go of with their next order; its `Publisher` keeps where weights are. Where payloads are the
+commands say. Payloads go from lane to lane; only what is kept here and what a step returns do not.
 """
 
 from __future__ import annotations
@@ -36,19 +36,23 @@ from m2flow.engine.messages import (
 )
 from m2flow.engine.plan import Plan, StagePlan
 from m2flow.flow.batch import Batch
-from m2flow.flow.graph import FlowGraph, StageNode
+from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 from m2flow.flow.worker import Worker
+from m2flow.runtime.driver.journal import Journal
 from m2flow.runtime.driver.loading import Moved, load_workers
+from m2flow.runtime.driver.methods import STEP
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.driver.recovery import Files
 from m2flow.runtime.lane.exchange import ItemsKey
 from m2flow.runtime.lane.host import joined_exits, share_of
+from m2flow.runtime.lane.journal import JournalPlace
 from m2flow.runtime.lane.orders import (
     Answer,
     CallMethod,
     DropStep,
     Execute,
     FromLane,
+    KeepRollouts,
     LaneEnded,
     Probe,
     Release,
@@ -96,7 +100,7 @@ class RayCarrier:
         states: Mapping[str, Files] = MappingProxyType({}),
     ) -> None:
         self.pool, self.graphs, self.plan, self._plans = pool, graphs, plan, plans
-        self._sources: dict[tuple[str, int], Batch] = {}
+        self._sources: dict[tuple[str, int], dict[int, Batch]] = {}
         self._released: dict[int, list[Release]] = {lane.id: [] for lane in pool.lanes}
         self._gang_calls: set[int] = set()
         self._collective = {name for name, worker in workers.items() if worker.collective}
@@ -107,8 +111,21 @@ class RayCarrier:
 
     # --- carrier ----------------------------------------------------------------------------------
 
-    def submit(self, flow: str, step: int, batch: Batch) -> None:
-        self._sources[flow, step] = batch
+    def submit(
+        self,
+        flow: str,
+        step: int,
+        batch: Batch,
+        recalled: Mapping[int, Batch] = MappingProxyType({}),
+    ) -> None:
+        self._sources[flow, step] = {SOURCE: batch, **recalled}
+
+    def keep_rollouts(self, journal: Journal) -> None:
+        """Have all lanes keep rollouts on disk."""
+        share = journal.max_bytes // len(self.pool.lanes)
+        order = KeepRollouts(JournalPlace(STEP, str(journal.folder), share))
+        for spec in self.pool.lanes:
+            self.pool.send(spec.id, order)
 
     def carry_out(self, flow: str, command: Command) -> None:
         match command:
@@ -117,12 +134,12 @@ class RayCarrier:
                 if len(lanes) > 1:
                     self._gang_calls.add(command.call)
                 for lane in lanes:
-                    source = self._source(flow, command, lane)
+                    sources = self._held_here(flow, command, lane)
                     in_pieces = command.fused or self._wanted_early(flow, node, lane)
-                    self._send(lane, flow, command, source=source, in_pieces=in_pieces)
+                    self._send(lane, flow, command, sources=sources, in_pieces=in_pieces)
             case FeedCall(lanes=lanes):
                 for lane in lanes:
-                    self._send(lane, flow, command, source=self._source(flow, command, lane))
+                    self._send(lane, flow, command, sources=self._held_here(flow, command, lane))
             case RunFinish(lanes=lanes):
                 if len(lanes) > 1:
                     self._gang_calls.add(command.call)
@@ -150,16 +167,19 @@ class RayCarrier:
         released, self._released[lane] = self._released[lane], []
         self.pool.send(lane, Execute(flow, command, released=released, **more))
 
-    def _source(self, flow: str, command: RunCall | FeedCall, lane: int) -> Any:
-        """The source items that a call reads on a lane, packed; None if it reads none."""
+    def _held_here(self, flow: str, command: RunCall | FeedCall, lane: int) -> list[Any]:
+        """What a call reads on a lane that the launcher holds, packed, part by part."""
         worker = self.graphs[flow].nodes[command.node].worker
         inputs = share_of(command, lane, collective=worker in self._collective)
-        for part in (part for parts in inputs for part in parts):
-            if part.lane == LAUNCHER and part.items:  # of one input only: streams differ
-                batch = self._sources[flow, command.step].take(part.items)
-                same_node = self.pool.is_here(lane)
-                return self.pool.exchange.wrap(batch, lane, same_node=same_node)
-        return None
+        sources, same_node = self._sources[flow, command.step], self.pool.is_here(lane)
+        return [
+            self.pool.exchange.wrap(
+                sources[part.producer].take(part.items), lane, same_node=same_node
+            )
+            for parts in inputs
+            for part in parts
+            if part.lane == LAUNCHER and part.items
+        ]
 
     def _wanted_early(self, flow: str, node: StageNode, lane: int) -> bool:
         """Whether anybody can use a call's first items before its last: another lane, or the
@@ -215,11 +235,13 @@ class RayCarrier:
     def collect(self, flow: str, command: CompleteStep) -> Future[Batch]:
         """The items that the step returned; then every lane lets the step's payloads go."""
         step = command.step
-        del self._sources[flow, step]
+        sources = self._sources.pop((flow, step))
         for lane, released in self._released.items():
             self._released[lane] = [r for r in released if (r.flow, r.step) != (flow, step)]
         pieces = [
-            self.pool.exchange.fetch_later(
+            _there(sources[part.producer].take(part.items))
+            if part.lane == LAUNCHER
+            else self.pool.exchange.fetch_later(
                 part.lane,
                 ItemsKey(flow, step, part.producer, part.items),
                 self.plan.deadline_seconds,
@@ -322,6 +344,13 @@ def _when_all(
     for piece in pieces:
         piece.add_done_callback(one_is_there)
     return joined
+
+
+def _there(batch: Batch) -> Future[Batch]:
+    """A future of what is there."""
+    done: Future[Batch] = Future()
+    done.set_result(batch)
+    return done
 
 
 def _value(answer: Answer) -> Any:

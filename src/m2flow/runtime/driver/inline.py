@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any
 
 from m2flow.engine.messages import (
@@ -30,7 +31,10 @@ from m2flow.errors import PlanError, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import SOURCE, FlowGraph
 from m2flow.flow.worker import Place, Worker
+from m2flow.runtime.driver.journal import Journal
+from m2flow.runtime.driver.methods import STEP
 from m2flow.runtime.lane.host import LaneHost, joined_exits
+from m2flow.runtime.lane.journal import JournalPlace, JournalWriter
 from m2flow.runtime.lane.reports import Published, Report
 
 
@@ -68,6 +72,8 @@ class InlineCarrier:
                 )
         self.graphs = graphs
         self._host = LaneHost(0, graphs, workers)
+        self._host.versions = dict.fromkeys(workers, version)
+        self._journal: JournalWriter | None = None
         limited = {lane.id for lane in plan.lanes if lane.memory_bytes is not None}
         self.state_bytes: dict[str, int] = {}
         self._queue: deque[tuple[str, Command]] = deque()
@@ -82,8 +88,22 @@ class InlineCarrier:
                 if lane in limited:
                     worker.offload()
 
-    def submit(self, flow: str, step: int, batch: Batch) -> None:
-        self._host.store.put(flow, step, SOURCE, batch)
+    def submit(
+        self,
+        flow: str,
+        step: int,
+        batch: Batch,
+        recalled: Mapping[int, Batch] = MappingProxyType({}),
+    ) -> None:
+        for producer, items in {SOURCE: batch, **recalled}.items():
+            self._host.store.put(flow, step, producer, items)
+
+    def keep_rollouts(self, journal: Journal) -> None:
+        """Keep rollouts on disk as they are finished."""
+        if self._journal is None:
+            place = JournalPlace(STEP, str(journal.folder), journal.max_bytes)
+            self._journal = JournalWriter(place)
+            self._host.keep_rollouts(self._journal)
 
     def carry_out(self, flow: str, command: Command) -> None:
         if isinstance(command, ReleaseItems):
@@ -122,6 +142,7 @@ class InlineCarrier:
                 host = self._on(command.lanes[0])
                 weights, num_bytes = host.weights_of(source)
                 host.workers[target].install(weights, version)
+                host.versions[target] = version
                 published = Published(source, num_bytes, time.time() - start)
                 return [host.finished(flow, command, start, published=published)]
             case MoveState():
@@ -176,3 +197,5 @@ class InlineCarrier:
     def close(self) -> None:
         for worker in self._host.workers.values():
             worker.close()
+        if self._journal is not None:
+            self._journal.close()

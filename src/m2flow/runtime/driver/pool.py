@@ -22,19 +22,17 @@ from contextlib import suppress
 from functools import partial
 from glob import escape
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed
 from m2flow.flow.worker import Isolation
 from m2flow.runtime.driver.cluster import RayCluster
-from m2flow.runtime.driver.placing import check_room, gpus_beside, nodes_for, options_of
-from m2flow.runtime.driver.spares import Spares
-from m2flow.runtime.lane.actor import LAUNCHER, VISIBLE, LaneAddress, LaneProcess
+from m2flow.runtime.driver.processes import START_SECONDS, LaneProcesses
+from m2flow.runtime.lane.actor import LAUNCHER, LaneAddress
 from m2flow.runtime.lane.exchange import Exchange, name_of
 from m2flow.runtime.lane.orders import (
     Answer,
@@ -48,22 +46,11 @@ from m2flow.runtime.lane.orders import (
     from_bytes,
     to_bytes,
 )
-from m2flow.runtime.transport.lines import (
-    SILENCE_SECONDS,
-    LauncherLine,
-    LineClosed,
-    connect,
-)
+from m2flow.runtime.transport.lines import SILENCE_SECONDS, LauncherLine, LineClosed
 from m2flow.runtime.transport.measure import pairs_to_measure
 from m2flow.runtime.transport.peering import Location
 from m2flow.runtime.transport.sweeping import FOLDER, sweep
 from m2flow.runtime.transport.table import LinkTable
-
-START_SECONDS = 120.0
-"""Longest that lanes may take to start."""
-
-START_TRIES = 3
-"""How often lanes are started at most when the process of one ends before it is up."""
 
 CLOSE_SECONDS = 5.0
 """Longest that lanes may take to close before they are ended."""
@@ -101,11 +88,10 @@ class LanePool:
 
     Attributes:
         lanes: what was started.
-        addresses: of each lane, by number.
         spoiled: why no run can be started on the lanes any more, or None.
         lost: lanes whose processes have ended: why, and when that was noticed, in seconds since the
             epoch. `restart` brings them back.
-        spares: the processes that wait to be a lane that is lost.
+        processes: of the lanes.
         grouped: whether the lanes have process groups, which none of them can join later.
 
     Raises:
@@ -124,7 +110,6 @@ class LanePool:
         spares: int = 0,
     ) -> None:
         self.lanes, self._link = tuple(lanes), link
-        self.spares = Spares(spares, self._make_spare)
         self._lanes_per_process = lanes_per_process
         self._cluster = cluster or RayCluster(self.lanes)
         self._key = uuid.uuid4().bytes + uuid.uuid4().bytes
@@ -132,15 +117,20 @@ class LanePool:
         self._selector = selectors.DefaultSelector()
         shared = f"{FOLDER}/{escape(self._folder.name)}-*"
         self._cluster.sweeper.add(escape(str(self._folder)), shared)
+        self.processes = LaneProcesses(
+            self.lanes,
+            self._folder,
+            self._key,
+            link=link,
+            isolated=isolated or {},
+            per_process=lanes_per_process,
+            spares=spares,
+        )
         self._lines: dict[int, LauncherLine] = {}
-        self._actors: dict[int, Any] = {}
-        self._serving: dict[int, Any] = {}
-        self.addresses: dict[int, LaneAddress] = {}
         self._holding: set[int] = set()
         self._inbox: deque[tuple[int, FromLane]] = deque()
         self._next_number = 0
         self._checked = time.monotonic()
-        self._isolated = dict(isolated or {})
         self.spoiled: str | None = None
         self.lost: dict[int, tuple[str, float]] = {}
         self.grouped = False
@@ -149,157 +139,35 @@ class LanePool:
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         try:
             self._start(self.lanes)
-            self.spares.keep(self.lanes, nodes_for(self.lanes))
         except BaseException:
             self._end()
             raise
 
     def _start(self, lanes: Sequence[LaneSpec]) -> None:
         """Start processes for lanes that have none, all of them or some."""
-        lines = self._bring_up(lanes)
+        lines = self.processes.bring_up(lanes)
         for number, line in lines.items():
             self._lines[number] = line
             self._selector.register(line, selectors.EVENT_READ, number)
         peers = {lane: address.peer for lane, address in self.addresses.items()}
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not hasattr(self, "exchange"):
-            own = (None, LAUNCHER, self._node, None, self._folder, self._key, self._link)
+            own = (None, LAUNCHER, self.processes.node, None, self._folder, self._key, self._link)
             self.exchange = Exchange(*own)
         self.exchange.introduce(peers)
         for lane in self._lines.keys() - lines.keys():
             self.send(lane, Introduce(peers))
 
-    def _bring_up(self, lanes: Sequence[LaneSpec]) -> dict[int, LauncherLine]:
-        """Start processes until all of these lanes are up; the lines to them, by number."""
-        nodes = nodes_for(self.lanes)
-        beside = gpus_beside(self.lanes)
-        check_room(lanes, nodes, beside)
-        deadline = time.monotonic() + START_SECONDS
-        held: list[LauncherLine] = []  # a lane whose line is closed clears up after the pool
-        lines: dict[int, LauncherLine] = {}
-        for tries_left in reversed(range(START_TRIES)):
-            try:
-                self.addresses |= self._make_ready(lanes, nodes, beside, deadline)
-                self._serve([lane.id for lane in lanes], lines, deadline)
-            except GetTimeoutError:
-                raise RunFailed(f"lanes have not started within {START_SECONDS:g} s") from None
-            except (RayActorError, OSError) as error:
-                if not tries_left:
-                    first_line, *_ = str(error).splitlines()
-                    raise RunFailed(
-                        f"lanes have not come up in {START_TRIES} tries: {first_line}"
-                    ) from error
-                for spec in lanes:
-                    ray.kill(self._actors[spec.id])
-                held += lines.values()
-                lines = {}
-            else:
-                break
-        for line in held:
-            line.close()
-        return lines
-
-    def _make_ready(
-        self,
-        lanes: Sequence[LaneSpec],
-        nodes: Sequence[str],
-        beside: Mapping[int, int],
-        deadline: float,
-    ) -> dict[int, LaneAddress]:
-        """Start processes for lanes; the addresses of the lanes, by number, once all are up."""
-        if self._lanes_per_process == 1:
-            ready = self._start_alone(lanes, nodes, beside)
-        else:
-            ready = self._start_together(nodes)
-        found: list[Any] = ray.get(ready, timeout=max(1.0, deadline - time.monotonic()))
-        if self._lanes_per_process > 1:
-            found = [address for some in found for address in some]
-        return dict(zip((lane.id for lane in lanes), found, strict=True))
-
-    def _serve(
-        self, started: Sequence[int], lines: dict[int, LauncherLine], deadline: float
-    ) -> None:
-        """Have lanes that are up carry out orders; the lines to them are added, by number."""
-        peers = {lane: address.peer for lane, address in self.addresses.items()}
-        self._node = here = ray.get_runtime_context().get_node_id()
-        serving = {
-            actor: actor.serve.remote(peers, START_SECONDS)
-            for actor in dict.fromkeys(self._actors[lane] for lane in started)
-        }
-        self._serving |= {lane: serving[self._actors[lane]] for lane in started}
-        for number in started:
-            address = self.addresses[number]
-            lines[number] = connect(
-                address.line,
-                self._key,
-                same_node=address.node == here,
-                seconds=max(1.0, deadline - time.monotonic()),
-            )
-            if address.node != here:  # on this machine the end of a process closes its line
-                lines[number].on_silence = partial(self._known_end, number)
-
-    def _start_alone(
-        self,
-        lanes: Sequence[LaneSpec],
-        nodes: Sequence[str],
-        beside: Mapping[int, int],
-    ) -> list[Any]:
-        """Start a process for each of some lanes; what will be its address."""
-        isolated = self._isolated
-        for lane in lanes:
-            position = self.lanes.index(lane)
-            spare = self.spares.take(lane, position, nodes[lane.node])
-            options = options_of(lane, nodes[lane.node], isolated, shares_gpu=lane.id in beside)
-            self._actors[lane.id] = spare or self._make(lane, position, options)
-        there = {lane.id for lane in lanes}
-        visible = self._visible_gpus({x: owner for x, owner in beside.items() if x in there})
-        return [self._actors[lane.id].ready.remote(visible.get(lane.id)) for lane in lanes]
-
-    def _make(self, lane: LaneSpec, position: int, options: Mapping[str, Any]) -> Any:
-        """A process for a lane, with Ray's options for it."""
-        one_node = {lane.node for lane in self.lanes} == {0}
-        make = ray.remote(**options)(LaneProcess)
-        return make.remote(lane, position, str(self._folder), self._key, self._link, one_node)
-
-    def _make_spare(self, lane: LaneSpec, node: str) -> Any:
-        options = options_of(lane, node, {}, shares_gpu=False)
-        return self._make(lane, LAUNCHER, {**options, "num_cpus": 0})
-
-    def _start_together(self, nodes: Sequence[str]) -> list[Any]:
-        """Start processes of several lanes; what will be the addresses of each one's."""
-        from m2flow.runtime.lane.shared import SharedProcess
-
-        ready = []
-        for first in range(0, len(self.lanes), self._lanes_per_process):
-            lanes = self.lanes[first : first + self._lanes_per_process]
-            options = options_of(lanes[0], nodes[lanes[0].node], {}, shares_gpu=False)
-            actor = ray.remote(**options)(SharedProcess).remote(
-                [(first + n, lane) for n, lane in enumerate(lanes)], str(self._folder), self._key
-            )
-            self._actors.update({lane.id: actor for lane in lanes})
-            ready.append(actor.ready.remote())
-        return ready
-
-    def _visible_gpus(self, beside: Mapping[int, int]) -> dict[int, str]:
-        """What each lane that shares another's GPU is to see, if its worker does not say."""
-        by_id = {lane.id: lane for lane in self.lanes}
-        asked = {}
-        for lane, owner in beside.items():
-            setup = self._isolated.get(by_id[lane].reserved_for or "")
-            if setup is None or VISIBLE not in dict(setup.environment):
-                asked[lane] = self._actors[owner].visible_gpus.remote()
-        try:
-            return dict(
-                zip(asked, ray.get(list(asked.values()), timeout=START_SECONDS), strict=True)
-            )
-        except GetTimeoutError:
-            raise RunFailed(f"lanes have not started within {START_SECONDS:g} s") from None
+    @property
+    def addresses(self) -> Mapping[int, LaneAddress]:
+        """Of each lane, by number."""
+        return self.processes.addresses
 
     def prepare(self, modules: Sequence[str]) -> None:
         """Have the lanes import what workers will need, as long as there is nothing else to do."""
         for lane in self.lanes:
             self.send(lane.id, Prepare(tuple(modules)))
-        self.spares.warm(modules)
+        self.processes.spares.warm(modules)
 
     # --- talking to lanes -------------------------------------------------------------------------
 
@@ -377,7 +245,7 @@ class LanePool:
         line = self._lines.pop(lane)
         self._selector.unregister(line)
         line.close()
-        ended = LaneEnded(self._known_end(lane, seconds=2.0) or reason)
+        ended = LaneEnded(self.processes.known_end(lane, seconds=2.0) or reason)
         self.spoil(f"lane {lane} was lost: {ended.reason}")
         self.lost[lane] = ended.reason, time.time()
         return ended
@@ -463,8 +331,7 @@ class LanePool:
             RunFailed: a process has not ended, or the new ones have not started, in time.
         """
         assert self.can_restart, "lanes that share a process"
-        for lane in lanes:
-            ray.kill(self._actors[lane])
+        self.processes.kill(lanes)
         deadline = time.monotonic() + END_SECONDS
         while up := [lane for lane in lanes if lane in self._lines]:
             # Their lines stay open until they have ended, or they would clear up after the pool.
@@ -476,25 +343,11 @@ class LanePool:
             if self.is_here(lane):
                 sweep(f"{self._folder.name}-{self.positions([lane])[0]}-")
         self._start([lane for lane in self.lanes if lane.id in lanes])
-        self.spares.keep(self.lanes, nodes_for(self.lanes))
         self.grouped &= len(lanes) < len(self.lanes)
         for lane in lanes:
             self.lost.pop(lane, None)
         if not self.lost:
             self.spoiled = None
-
-    def _known_end(self, lane: int, seconds: float = 0.0) -> str | None:
-        """What Ray knows of a lane's end; None if it knows of none."""
-        try:
-            ray.get(self._serving[lane], timeout=seconds)
-        except GetTimeoutError:
-            return None
-        except RayActorError as error:
-            return str(error).splitlines()[0]
-        except RayError as error:
-            cause = getattr(error, "cause", None)
-            return str(cause or error).splitlines()[0]
-        return "it has ended"
 
     @property
     def folder(self) -> Path:
@@ -508,7 +361,7 @@ class LanePool:
 
     def is_here(self, lane: int) -> bool:
         """Whether a lane is on the launcher's machine."""
-        return bool(self.addresses[lane].node == self._node)
+        return bool(self.addresses[lane].node == self.processes.node)
 
     def same_node(self, first: int, second: int) -> bool:
         return bool(self.addresses[first].node == self.addresses[second].node)
@@ -534,19 +387,14 @@ class LanePool:
         """
         for lane in self._lines:
             self.send(lane, Close())
-        serving = list(dict.fromkeys(self._serving.values()))
-        if serving:
-            ray.wait(serving, num_returns=len(serving), timeout=seconds)
+        self.processes.wait(seconds)
         self._end()
 
     def _end(self) -> None:
-        elsewhere = self._left_behind()
+        elsewhere = self.processes.end()
         for line in self._lines.values():
             line.close()
-        for actor in dict.fromkeys(self._actors.values()):
-            ray.kill(actor)
-        self.spares.end()
-        self._lines, self._actors, self._serving = {}, {}, {}
+        self._lines = {}
         self._selector.close()
         self._woken.close()
         self._waker.close()
@@ -563,19 +411,6 @@ class LanePool:
             ]
             ray.wait(cleared, num_returns=len(cleared), timeout=CLEAR_SECONDS)
         self._cluster.close()
-
-    def _left_behind(self) -> set[str]:
-        """Other machines on which a lane has not ended by itself: its files are still there."""
-        found = set()
-        for lane, serving in self._serving.items():
-            node = self.addresses[lane].node
-            if node == ray.get_runtime_context().get_node_id() or node in found:
-                continue
-            try:
-                ray.get(serving, timeout=0)
-            except (GetTimeoutError, RayError):
-                found.add(node)
-        return found
 
     def __enter__(self) -> Self:
         return self

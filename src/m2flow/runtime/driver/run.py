@@ -17,6 +17,7 @@ from m2flow.engine.residency import Residency
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
+from m2flow.runtime.driver.journal import Journal, Kept, nothing_kept
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
 from m2flow.runtime.driver.recovery import (
     LOST,
@@ -82,6 +83,7 @@ class Run:
         self._methods, self._workers = methods, workers
         self._load_deadline = load_deadline_seconds
         self._pool, self._owns_pool = pool, owns_pool
+        self._journal: Journal | None = None
         self._take_up(plans, carrier, dict.fromkeys(methods.graphs, first_step))
         self._recovery = self._new_recovery(first_step, restarts or Restarts(0), losses)
         self._again: list[Batch] = []
@@ -95,9 +97,34 @@ class Run:
         self._residency = Residency(plans.everything)
         graphs = self._methods.graphs
         self._runners = {
-            name: Runner(name, graphs[name], plan, carrier, next_steps[name], self._residency)
+            name: Runner(
+                name,
+                graphs[name],
+                plan,
+                carrier,
+                next_steps[name],
+                self._residency,
+                recall=self._recalled if name == STEP else nothing_kept,
+            )
             for name, plan in plans.by_method.items()
         }
+        if self._journal is not None:
+            carrier.keep_rollouts(self._journal)
+
+    def keep_rollouts(self, journal: Journal) -> None:
+        """Have lanes keep rollouts as they are finished, and take what is kept of further steps.
+
+        Args:
+            journal: of this run, and of an earlier one with the same flow, seeds and weights, which
+                it goes on with.
+        """
+        self._journal = journal
+        self._carrier.keep_rollouts(journal)
+
+    def _recalled(self, step: int, num_items: int) -> Sequence[Kept]:
+        if self._journal is None:
+            return ()
+        return self._journal.of_step(step, self.graph, num_items, self.plan.max_staleness)
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -159,7 +186,7 @@ class Run:
     def _watched(self, results: Iterator[StepResult]) -> Iterator[StepResult]:
         for result in results:
             disturbed = any(span.name == LOST for span in result.spans)
-            if self.pilot is not None and not disturbed:
+            if self.pilot is not None and not disturbed and not result.recalled:
                 self.pilot.note(result, self.plan)
             self._recovery.gave(result.step)
             yield result

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,6 +21,7 @@ from m2flow.engine.messages import (
     Event,
     FailRun,
     MoveFailed,
+    Recalled,
     RunFinish,
     StepSubmitted,
     Tick,
@@ -32,6 +33,7 @@ from m2flow.engine.steps import check_items
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import SOURCE, FlowGraph
+from m2flow.runtime.driver.journal import Kept, joined, nothing_kept
 from m2flow.runtime.lane.reports import Published, Report, item_lengths
 
 AWAY_SECONDS = 5.0
@@ -41,8 +43,8 @@ AWAY_SECONDS = 5.0
 class Carrier(Protocol):
     """Carries out commands on lanes."""
 
-    def submit(self, flow: str, step: int, batch: Batch) -> None:
-        """Make a step's source items readable for the lanes."""
+    def submit(self, flow: str, step: int, batch: Batch, recalled: Mapping[int, Batch]) -> None:
+        """Make a step's source items readable for the lanes, and by stage what is recalled."""
         ...
 
     def carry_out(self, flow: str, command: Command) -> None:
@@ -85,6 +87,8 @@ class StepResult:
         staleness: mean version lag of the items that ran on published weights, or None.
         published: for each worker that publishes its weights, the bytes and the seconds that this
             took after the step, over all lanes.
+        recalled: rollouts that were there already, when the step was run again.
+        notes: what people should know.
     """
 
     step: int
@@ -96,6 +100,8 @@ class StepResult:
     version: int
     staleness: float | None
     published: dict[str, Published] = field(default_factory=dict)
+    recalled: int = 0
+    notes: tuple[str, ...] = ()
 
     def stage_seconds(self) -> dict[str, float]:
         """Stage name to seconds of lanes spent in it."""
@@ -112,6 +118,7 @@ class _Open:
     started: float
     metrics: list[Mapping[str, float]] = field(default_factory=list)
     published: dict[str, Published] = field(default_factory=dict)
+    recalled: int = 0
 
     def add(self, more: Published) -> None:
         so_far = self.published.get(more.source, Published(more.source, 0, 0.0))
@@ -130,6 +137,7 @@ class Runner:
         first_step: number of the first step.
         residency: shared by the runners of one run; see `Engine`.
         clock: seconds, by which deadlines are judged.
+        recall: what need not be made in a step, by the step's number and its source items.
     """
 
     def __init__(
@@ -141,11 +149,13 @@ class Runner:
         first_step: int = 0,
         residency: Residency | None = None,
         clock: Callable[[], float] = time.monotonic,
+        recall: Callable[[int, int], Sequence[Kept]] = nothing_kept,
     ) -> None:
         self.name, self.graph, self.plan, self.carrier = name, graph, plan, carrier
         self.engine = Engine(graph, plan, first_step, residency)
         self.next_step = first_step
         self._clock, self._attended = clock, clock()
+        self._recall, self._notes = recall, list[str]()
         self._open: dict[int, _Open] = {}
         self._spans: list[Span] = []
         self._last_end = 0.0
@@ -256,12 +266,22 @@ class Runner:
             check_items(self.graph, len(batch))
         except UserError as error:
             raise _Refused(error) from error
-        self.carrier.submit(self.name, step, batch)
+        kept = self._recall(step, len(batch))
+        self.carrier.submit(self.name, step, batch, joined(kept))
         self.next_step += 1
         self._open[step] = _Open(batch, self._begun or time.time())
+        self._open[step].recalled = sum(len(one.batch) for one in kept)
         self._begun = None
         self._handle(Tick(self._clock(), judge=False))
-        self._handle(StepSubmitted(step, len(batch), lengths))
+        self._handle(StepSubmitted(step, len(batch), lengths, self._recalled(kept)))
+
+    def _recalled(self, kept: Sequence[Kept]) -> tuple[Recalled, ...]:
+        return tuple(
+            Recalled(
+                one.node, one.version, one.batch.ids, item_lengths(self.graph, one.node, one.batch)
+            )
+            for one in kept
+        )
 
     def _advance(self) -> None:
         """Hear what the lanes have to say, and judge their silence.
@@ -274,6 +294,8 @@ class Runner:
         self._attended = now = self._clock()
         for report in reports:
             self._spans += report.spans
+            if report.note:
+                self._notes.append(report.note)
             if self._open and (report.metrics is not None or report.published is not None):
                 step = next(iter(self._open)) if len(self._open) == 1 else self._step_of(report)
                 if report.metrics is not None:
@@ -319,7 +341,10 @@ class Runner:
             version=command.version,
             staleness=lag / items if items else None,
             published=opened.published,
+            recalled=opened.recalled,
+            notes=tuple(self._notes),
         )
+        self._notes = []
         self._collecting.append((result, self.carrier.collect(self.name, command)))
 
     def _take_result(self) -> StepResult:

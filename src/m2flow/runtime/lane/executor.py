@@ -42,6 +42,7 @@ from m2flow.runtime.lane.context import LaneContext
 from m2flow.runtime.lane.exchange import Exchange, ItemsKey
 from m2flow.runtime.lane.exhausted import name_residents
 from m2flow.runtime.lane.host import LaneHost, share_of
+from m2flow.runtime.lane.journal import JournalPlace, JournalWriter
 from m2flow.runtime.lane.loading import Loader, close_workers, save
 from m2flow.runtime.lane.orders import (
     Answer,
@@ -51,6 +52,7 @@ from m2flow.runtime.lane.orders import (
     Execute,
     GaugeMemory,
     Introduce,
+    KeepRollouts,
     Load,
     Loaded,
     Loading,
@@ -95,6 +97,7 @@ class LaneExecutor:
         self._loader = Loader(context, exchange, lambda *begun: self._say(Loading(*begun)))
         self._deadline_seconds = 600.0
         self._gauge: MemoryGauge | None = None
+        self._journal: JournalWriter | None = None
 
     def run(self) -> None:
         """Carry out orders until `Close` comes, or the launcher is gone (LineClosed)."""
@@ -112,6 +115,8 @@ class LaneExecutor:
                     self._answer(number, partial(self._saved, order))
                 case Probe(number=number, peers=peers):
                     self._answer(number, partial(self._exchange.measure, peers))
+                case KeepRollouts(place=place):
+                    self._keep_rollouts(place)
                 case GaugeMemory(on=on):
                     self._gauge = MemoryGauge(self._context.device) if on else None
                 case Prepare(modules=modules):
@@ -121,6 +126,8 @@ class LaneExecutor:
                     self._exchange.introduce(peers)
                 case Close():
                     self._close_workers()
+                    if self._journal is not None:
+                        self._journal.close()
                     return
 
     def _next_order(self) -> Order:
@@ -154,6 +161,14 @@ class LaneExecutor:
         except BaseException as error:
             raised = cloudpickle.dumps(self._portable(error))
         self._say(Loaded(order.number, state_bytes, raised, time.time()))
+
+    def _keep_rollouts(self, place: JournalPlace) -> None:
+        """Keep rollouts in a journal, until other workers are loaded; one that was kept goes on."""
+        if self._journal is None or self._journal.place != place:
+            if self._journal is not None:
+                self._journal.close()
+            self._journal = JournalWriter(place)
+        self._host.keep_rollouts(self._journal)
 
     def _close_workers(self, keep: Sequence[str] = ()) -> None:
         """Close the workers that are here, but for some."""
@@ -304,6 +319,7 @@ class LaneExecutor:
         except Exception as error:  # a UserError is shown as it is, without the call's name
             error.add_note(f"{command.target} was to install {command.source}'s weights")
             raise
+        self._host.versions[command.target] = command.version
         published = Published(command.source, num_bytes, time.time() - start)
         finished = self._finished(order, command, start, published=published)
         self._report([finished])
@@ -343,11 +359,12 @@ class LaneExecutor:
         num_items = num_bytes = fetched = 0
         producers = set()
         share = share_of(command, self.lane, collective=collective)
+        sources = iter(order.sources)
         for part in (part for parts in share for part in parts if part.items):
             if part.lane == self.lane:
                 continue
             if part.lane == LAUNCHER:
-                batch = self._exchange.unwrap(order.source)
+                batch = self._exchange.unwrap(next(sources))
             else:
                 key = ItemsKey(order.flow, command.step, part.producer, part.items)
                 batch = self._exchange.ask(part.lane, key, self._deadline_seconds)

@@ -7,6 +7,7 @@ placement, of other lanes or of Ray, so the inline driver and the Ray lanes shar
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +31,9 @@ from m2flow.engine.spans import Span, ids_text
 from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph, StageNode
+from m2flow.flow.rollouts import Rollouts, RolloutStage, rollout_stages
 from m2flow.flow.worker import Worker
+from m2flow.runtime.lane.journal import JournalWriter
 from m2flow.runtime.lane.reports import (
     NO_FACTS,
     Published,
@@ -78,6 +81,26 @@ class LaneHost:
         self._spans: list[Span] = []
         self._streams: dict[int, StageStream] = {}
         self._logs: dict[int, Mapping[str, object]] = {}
+        self.versions: dict[str, int] = {}
+        """Of the weights that workers run on, by worker."""
+        self._journal: JournalWriter | None = None
+        self._rollouts: dict[int, RolloutStage] = {}
+
+    def keep_rollouts(self, journal: JournalWriter) -> None:
+        """Have rollouts kept on disk as they are finished."""
+        self._journal = journal
+        graph = self.graphs.get(journal.place.flow)
+        stages = () if graph is None else rollout_stages(graph)
+        self._rollouts = {member: stage for stage in stages for member in stage.members}
+
+    def _keep_for_later(self, flow: str, step: int, node: StageNode, items: Batch) -> None:
+        """Have finished items kept on disk, if they are rollouts."""
+        stage = self._rollouts.get(node.index)
+        if stage is None or self._journal is None or flow != self._journal.place.flow:
+            return
+        version = self.versions.get(stage.worker)
+        if version is not None and len(items):
+            self._journal.add(Rollouts(step, stage.name, version, items))
 
     def call(self, flow: str, command: RunCall) -> Iterator[ItemsProduced | None]:
         """Run a stage on this lane's share of a call; gives what is finished, as it is.
@@ -96,8 +119,12 @@ class LaneHost:
             return self._go_around(flow, command, node, share[0])
         if node.streaming:
             stage = partial(self._function(flow, node), **node.options)
+            without = frozenset(command.without)
+            if without and self._takes_without(flow, node):
+                stage = partial(stage, without=without)
             agree = self._agree.get(node.worker, alone)
-            stream = self._streams[command.call] = StageStream(node, stage, self.clock, agree)
+            stream = StageStream(node, stage, self.clock, agree, without)
+            self._streams[command.call] = stream
             stream.feed(self._gather(flow, command.step, share))  # more may come from now on
             return self._stream(flow, command, node)
         batches = self._gather(flow, command.step, share)
@@ -148,12 +175,14 @@ class LaneHost:
                     if gone:
                         left = batch.take(gone)
                         self.store.put(flow, command.step, first.index, left)
+                        self._keep_for_later(flow, command.step, first, left)
                         lengths = item_lengths(graph, first.index, left)
                         heard = self.clock()
                         yield ItemsProduced(
                             command.call, self.lane, left.ids, left.nbytes, left.ids, lengths
                         )
-                        batch = batch.take(item for item in batch.ids if item not in set(gone))
+                        left_ids = set(gone)
+                        batch = batch.take(item for item in batch.ids if item not in left_ids)
                     if not len(batch):
                         break
                 if not judged and spec.max_turns is None:
@@ -185,7 +214,8 @@ class LaneHost:
         if not spans:
             span = call_span(self.graphs[flow], command, self.lane, start, self.clock(), facts)
             spans = (span,)
-        return Report(CallFinished(command.call, self.lane), spans, metrics, published)
+        note = "" if self._journal is None else self._journal.take_trouble()
+        return Report(CallFinished(command.call, self.lane), spans, metrics, published, note)
 
     def _gather(self, flow: str, step: int, inputs: Inputs) -> list[Batch]:
         return [
@@ -204,6 +234,15 @@ class LaneHost:
             return self.graphs[flow].functions[node.name].function
         stage: Callable[..., Any] = getattr(self.workers[node.worker], node.method)
         return stage
+
+    def _takes_without(self, flow: str, node: StageNode) -> bool:
+        """Whether a stage can be told by `without` which of its outputs are there already."""
+        kind = (
+            self.graphs[flow].functions[node.name]
+            if node.is_function
+            else getattr(type(self.workers[node.worker]), node.method)
+        )
+        return "without" in inspect.signature(kind.function).parameters
 
     def _stream(
         self, flow: str, command: RunCall, node: StageNode
@@ -234,11 +273,14 @@ class LaneHost:
         graph = self.graphs[flow]
         lengths = item_lengths(graph, node.index, output)
         if node.loop is None:
+            self._keep_for_later(flow, command.step, node, output)
             return ItemsProduced(
                 command.call, self.lane, output.ids, output.nbytes, lengths=lengths
             )
         until = graph.loops[node.loop].until
         leaving = _leaving(output, until)
+        if leaving and self._rollouts:
+            self._keep_for_later(flow, command.step, node, output.take(leaving))
         return ItemsProduced(
             command.call, self.lane, output.ids, output.nbytes, leaving, lengths, until in output
         )
@@ -315,7 +357,10 @@ def _leaving(batch: Batch, until: str) -> tuple[int, ...]:
     """Items whose mark is true; none where nothing is marked."""
     if until not in batch:
         return ()
-    return tuple(item for item, done in zip(batch.ids, batch[until], strict=True) if done)
+    marks = batch[until]
+    if not isinstance(marks, list):
+        marks = marks.tolist()  # the rows of a tensor are tensors, which take long to make
+    return tuple(item for item, done in zip(batch.ids, marks, strict=True) if done)
 
 
 def _named(node: StageNode, given: Batch, output: object) -> Batch:
@@ -330,6 +375,8 @@ def _named(node: StageNode, given: Batch, output: object) -> Batch:
             hint="build one with batch.with_columns(...)",
         )
     n = node.expands
+    if n == 1 and output.ids == given.ids:
+        return output
     expected = [item * n + k for item in given.ids for k in range(n)]
     if len(output) != len(expected):
         raise UserError(

@@ -69,6 +69,7 @@ class Loader:
                 if self.limited:
                     workers[name].offload()
                     host.away.add(name)
+        host.versions = dict.fromkeys(workers, order.version)
         return host
 
     def _loaded(self, placed: Placed, order: Load, host: LaneHost) -> Worker:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, get_args
 
 from m2flow.engine.messages import Event, LaneCommand, Part
 from m2flow.engine.spans import Span
+from m2flow.runtime.lane.journal import JournalPlace
 from m2flow.runtime.lane.reports import Published, Report
 from m2flow.runtime.transport.peering import PeerAddress
 from m2flow.runtime.weights.exports import Export, Sends
@@ -112,7 +113,7 @@ class Execute:
     Attributes:
         flow: name of the traced method.
         command: what to do.
-        source: the source items that it reads, packed; None if it reads none.
+        sources: what it reads that the launcher holds, packed: one for each such part, in order.
         released: payloads to let go of before: no stage will read them.
         in_pieces: report what a streaming call has finished at once, not at its end.
         sends: for an export, how it is to be laid out.
@@ -121,7 +122,7 @@ class Execute:
 
     flow: str
     command: LaneCommand
-    source: Any = None
+    sources: Sequence[Any] = ()
     released: Sequence[Release] = ()
     in_pieces: bool = True
     sends: Sends | None = None
@@ -144,6 +145,13 @@ class DropStep:
 
     flow: str
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRollouts:
+    """Keep rollouts on disk as they are finished, from now on."""
+
+    place: JournalPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +213,7 @@ Order: TypeAlias = (
     | Execute
     | DropStep
     | CallMethod
+    | KeepRollouts
     | Probe
     | GaugeMemory
     | Prepare

@@ -47,6 +47,7 @@ class Report:
         spans: what a lane did meanwhile.
         metrics: what a `finish` returned (by the first lane of its gang).
         published: what an export or an install of weights has taken.
+        note: what people should know, once.
         at: when the report was made, in seconds since the epoch.
     """
 
@@ -54,6 +55,7 @@ class Report:
     spans: tuple[Span, ...] = ()
     metrics: Mapping[str, float] | None = None
     published: Published | None = None
+    note: str = ""
     at: float = field(default_factory=time.time, compare=False)
 
 

@@ -77,6 +77,7 @@ class StageStream:
         stage: makes a generator of what a call begins with; the stage with its options.
         clock: seconds.
         agree: with the other lanes of the gang.
+        without: outputs that are there already: whoever makes them makes them for nobody.
 
     Attributes:
         log: what was taken in and handed on, and when.
@@ -88,8 +89,10 @@ class StageStream:
         stage: Callable[..., object],
         clock: Callable[[], float],
         agree: Agree = alone,
+        without: frozenset[int] = frozenset(),
     ) -> None:
         self.node, self.log = node, StreamLog(clock())
+        self._without = without
         self._stage, self._clock, self._agree = stage, clock, agree
         self._received: deque[Sequence[Batch]] = deque()
         self._inbox: deque[Sequence[Batch]] = deque()
@@ -153,6 +156,8 @@ class StageStream:
                 value=type(output).__name__,
                 hint="yield an empty one, batch.select([]), to ask for more items",
             )
+        if self._without and not self._without.isdisjoint(output.ids):
+            output = output.take(item for item in output.ids if item not in self._without)
         unknown = set(output.ids) - self._owed
         if unknown or len(set(output.ids)) != len(output):
             raise UserError(
@@ -175,5 +180,6 @@ class StageStream:
         self._inbox.clear()
         self.log.take(self._clock(), batches[0])
         n = self.node.expands
-        self._owed.update(item * n + k for item in batches[0].ids for k in range(n))
+        made = (item * n + k for item in batches[0].ids for k in range(n))
+        self._owed.update(item for item in made if item not in self._without)
         return batches

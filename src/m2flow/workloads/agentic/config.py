@@ -13,7 +13,8 @@ from m2flow.errors import UserError
 from m2flow.tools.registry import check_name
 from m2flow.workloads.common.recipe import Count, Options, Positive, Section
 from m2flow.workloads.reasoning import config as reasoning
-from m2flow.workloads.reasoning.config import OF_GROUPS, Rewards
+from m2flow.workloads.reasoning.config import OF_GROUPS
+from m2flow.workloads.reasoning.reward_sections import Rewards
 
 
 class ToolPart(Section):
@@ -115,6 +116,11 @@ class AgenticRecipe(reasoning.ReasoningRecipe):
     episode: EpisodeSection = EpisodeSection()
 
     @property
+    def further_draws(self) -> int:
+        """Groups of trajectories are drawn once."""
+        return 0
+
+    @property
     def step_size(self) -> str:
         return f"{self.prompts_per_step} x {self.samples_per_prompt} trajectories"
 
@@ -134,6 +140,28 @@ class AgenticRecipe(reasoning.ReasoningRecipe):
                 key="algorithm.name",
                 value=self.algorithm.name,
                 expected=f"one of {', '.join(OF_GROUPS)}",
+            )
+        for name, section in (("reward_model", self.reward_model), ("judge", self.judge)):
+            if section.path is not None:
+                raise UserError(
+                    "is for answers of one turn",
+                    key=f"{name}.path",
+                    value=section.path,
+                    hint="ask the model in a function of yours that reward names",
+                )
+        if self.algorithm.further_draws:
+            raise UserError(
+                "is for answers of one turn",
+                key="algorithm.further_draws",
+                value=self.algorithm.further_draws,
+                expected="0",
+            )
+        if self.data.curriculum is not None:
+            raise UserError(
+                "is for answers of one turn",
+                key="data.curriculum",
+                value=self.data.curriculum.model_dump(),
+                hint="take it out",
             )
         if self.algorithm.overlong_buffer:
             raise UserError(

@@ -163,7 +163,7 @@ _Loader.add_implicit_resolver(
 
 def _parsed(text: str, key: str) -> Any:
     try:
-        return yaml.load(text, _Loader)
+        return yaml.load(text, _Loader)  # noqa: S506 - a safe loader that refuses doubled keys
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""

@@ -119,6 +119,7 @@ class Recipe(Section):
     lane_restarts: Natural = 3
     spare_lanes: Natural = 0
     grace_seconds: Positive = 20.0
+    journal_gb: NonNegative = 2.0
     max_skipped_updates: Natural = 3
     evaluation: EvaluationSection = EvaluationSection()
     checkpoint: CheckpointSection = CheckpointSection()

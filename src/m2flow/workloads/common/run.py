@@ -19,6 +19,7 @@ from m2flow.observe.progress import Progress
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.observe.timeline import Timeline
 from m2flow.plan.file import to_json
+from m2flow.runtime.driver.journal import Journal
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.training.checkpoint import step_of, sweep
 from m2flow.training.skipping import SKIPPED
@@ -77,6 +78,7 @@ class Training:
         self._changes = 0
         self._losses = 0
         self._alarms: set[str] = set()
+        self._journal: Journal | None = None
         self._stopping = stopping
         self._done = self._saved = self.first_step
 
@@ -131,6 +133,8 @@ class Training:
         self._prepare()
         self._train()
         directory = self._begun()
+        if self._journal is not None:
+            self._journal.remove()
         directory.write_run(finished=time.time())
         from m2flow.observe.report import write_report
 
@@ -190,6 +194,7 @@ class Training:
             run.may_heal = lambda: self._stopping.asked is None
             directory = self._begun()
             self._write_plan(run)
+            self._keep_rollouts(run)
             resumed_step = self._last_kept_step if self.resumed else None
             log = MetricsLog(directory, recipe.logger, resumed_step, self.progress)
             try:
@@ -199,6 +204,20 @@ class Training:
                     self._close(log)
                 raise
             self._close(log)
+
+    def _keep_rollouts(self, run: Run) -> None:
+        """Have rollouts kept until a checkpoint holds their step; use those that were kept."""
+        if not self.recipe.journal_gb:
+            return
+        self._journal = Journal(self._begun().journal, int(1e9 * self.recipe.journal_gb))
+        self._journal.forget_before(self.first_step)
+        steps = self._journal.steps()
+        if steps and steps[0] > self.first_step:  # of a future that is abandoned
+            self._journal.remove()
+        elif steps:
+            words = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+            self.progress.note(f"rollouts of step {words} are there: they are not made again")
+        run.keep_rollouts(self._journal)
 
     def _close(self, log: MetricsLog) -> None:
         log.close()
@@ -225,6 +244,7 @@ class Training:
             )
             for result in run.steps(self._batches(done, pause)):
                 self._done = done = result.step + 1
+                self.experiment.note(result)
                 figures = self._figures(run, result, done)
                 self._explain_publishing(run)
                 if done < pause:
@@ -249,7 +269,7 @@ class Training:
 
     def _figures(self, run: Run, result: StepResult, step: int) -> dict[str, float]:
         """The figures of a step that is done; its rollouts and spans are kept here."""
-        for alarm in self.experiment.alarms(result):
+        for alarm in (*self.experiment.alarms(result), *result.notes):
             if alarm not in self._alarms:
                 self._alarms.add(alarm)
                 self.progress.note(f"step {step}: {alarm}")
@@ -257,6 +277,8 @@ class Training:
         if (tokens := figures.get("tokens/generated")) is not None:
             figures["throughput/tokens_per_s"] = tokens / result.seconds
         figures |= self._against_plan(run, result) | self._lanes_lost(run)
+        if result.recalled:
+            figures["rollouts/recalled"] = float(result.recalled)
         rows = self.experiment.samples(result, self.recipe.samples_logged_per_step)
         self._begun().append_samples(step, rows)
         self._keep_skipped(step, result, figures)
@@ -332,6 +354,8 @@ class Training:
             sweep(checkpoints)
             raise
         self._saved = step
+        if self._journal is not None:
+            self._journal.forget_before(step)
         self.timeline.write(self._begun().timeline)
 
 

@@ -126,7 +126,16 @@ class Experiment(Protocol):
         """The flow with its workers, none of them loaded; they go on from a checkpoint if given."""
 
     def batch(self, step: int) -> Batch:
-        """Source items of a step, counted from 0: a function of recipe and step alone."""
+        """Source items of a step, counted from 0: a function of recipe and step alone.
+
+        Or of the results that `note` was told too; steps are then asked for in their order, and
+        with staleness up to `2 * max_staleness` results may still be missing, so that items may
+        follow from results that are further back alone. Whatever they follow from is saved with a
+        checkpoint.
+        """
+
+    def note(self, result: StepResult) -> None:
+        """A step is done; called for each, in order."""
 
     def held_out(self) -> Batch | None:
         """Items of the flow's `evaluate` method; None for no evaluation."""

@@ -104,6 +104,9 @@ class EmbodiedExperiment:
             }
         )
 
+    def note(self, result: StepResult) -> None:
+        """Starts follow from the step alone."""
+
     def _state(self, number: int, count: int, evaluated: bool) -> int:
         """The initial state of a start; -1 where states have no numbers, and the seed decides.
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from m2flow.errors import UserError
+from m2flow.generation.supported import EXTERNAL
 from m2flow.workloads.common import recipe as common
 from m2flow.workloads.common.recipe import (
     Count,
@@ -20,6 +21,12 @@ from m2flow.workloads.common.recipe import (
     Positive,
     Section,
     Share,
+)
+from m2flow.workloads.reasoning.reward_sections import (
+    JudgeSection,
+    RewardModelSection,
+    Rewards,
+    check_models,
 )
 
 Dtype = Literal["auto", "float32", "float64", "bfloat16"]
@@ -56,8 +63,31 @@ KEYS_OF_TASKS = {
     "max_prompt_tokens": ("jsonl",),
     "template": ("jsonl", "gym"),
     "dataset": ("gym",),
+    "curriculum": ("jsonl",),
 }
 """Keys of `data` to the tasks that read them; `options` are the task's or data set's own."""
+
+
+class CurriculumPart(Section):
+    """A preference for problems that the policy solves now and then.
+
+    A problem's rate of success runs along, the last measurement with half of the weight. Rates
+    within `band`, and problems never asked, weigh 1 in the choice; others weigh `outside`.
+    """
+
+    band: tuple[Share, Share] = (0.2, 0.8)
+    outside: Annotated[float, Field(gt=0, le=1, strict=True)] = 0.1
+
+    @model_validator(mode="after")
+    def _is_a_band(self) -> CurriculumPart:
+        if self.band[0] > self.band[1]:
+            raise UserError(
+                "begins above its end",
+                key="data.curriculum.band",
+                value=list(self.band),
+                expected="two rates of success, such as [0.2, 0.8]",
+            )
+        return self
 
 
 class DataSection(Section):
@@ -83,6 +113,7 @@ class DataSection(Section):
     system_prompt: str | None = None
     chat_options: Options = Field(default_factory=dict)
     options: Options = Field(default_factory=dict)
+    curriculum: CurriculumPart | None = None
 
     @model_validator(mode="after")
     def _keys_belong_to_the_task(self) -> DataSection:
@@ -117,7 +148,7 @@ class GenerationSection(Section):
     to what was drawn from are off then, unless `training.recompute_logprobs` sets them right.
 
     Keys and values take `cache_gb` on each lane at most (10**9 bytes; null: half of the memory of
-    an accelerator, and on CPUs what they need, or 2**30 bytes with vLLM).
+    an accelerator, and on CPUs what they need, or 2**30 bytes with the engine of another package).
     """
 
     max_new_tokens: Count = 24
@@ -126,13 +157,13 @@ class GenerationSection(Section):
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
     min_p: Share = 0.0
     max_running: Count = 256
-    engine: Literal["native", "vllm"] = "native"
+    engine: Literal["native", "vllm", "sglang"] = "native"
     dtype: Dtype | None = None
     cache_gb: Positive | None = None
     stop: Strings = ()
 
     @model_validator(mode="after")
-    def _vllm_does_it(self) -> GenerationSection:
+    def _engine_does_it(self) -> GenerationSection:
         if self.engine == "vllm" and self.temperature < VLLM_LEAST_TEMPERATURE:
             raise UserError(
                 f"vLLM draws at {VLLM_LEAST_TEMPERATURE} where less is asked",
@@ -140,33 +171,16 @@ class GenerationSection(Section):
                 value=self.temperature,
                 expected=f"at least {VLLM_LEAST_TEMPERATURE}, or generation.engine: native",
             )
+        for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+            if self.engine == "sglang" and getattr(self, key) != off:
+                raise UserError(
+                    "SGLang records log-probabilities before it takes tokens away, so they would "
+                    "not be of what is drawn from",
+                    key=f"generation.{key}",
+                    value=getattr(self, key),
+                    expected=f"{off}, or generation.engine: native or vllm",
+                )
         return self
-
-
-class RewardPart(Section):
-    """A reward function by its dotted path or short name, and its weight in the sum.
-
-    A call that takes longer than its deadline fails for its sample alone. Of a coroutine function
-    so many calls wait at a time as `concurrency` says.
-    """
-
-    function: str
-    weight: Annotated[float, Field(strict=True)] = 1.0
-    deadline_seconds: Positive = 60.0
-    concurrency: Count = 64
-
-
-def _listed(value: object) -> object:
-    """A reward that is named alone as a list of parts."""
-    parts = value if isinstance(value, list | tuple) else [value]
-    return (
-        None
-        if value is None
-        else [{"function": part} if isinstance(part, str) else part for part in parts]
-    )
-
-
-Rewards = Annotated[tuple[RewardPart, ...] | None, BeforeValidator(_listed)]
 
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -189,10 +203,15 @@ OF_GROUPS = tuple(name for name in ALGORITHMS if name not in ("ppo", "reinforce+
 
 KEYS_OF_ALGORITHMS = {
     "equal_groups": OF_GROUPS,
+    "further_draws": OF_GROUPS,
     "gamma": ("ppo", "reinforce++"),
     "lam": ("ppo",),
 }
 """Keys of `algorithm` to the algorithms that read them, where not all do."""
+
+FURTHER_DRAWS = {"dapo": 3}
+"""By name how often other prompts are asked in place of those whose groups say nothing, where the
+recipe does not say."""
 
 
 class AlgorithmSection(Section):
@@ -204,6 +223,7 @@ class AlgorithmSection(Section):
     ] = "grpo"  # fmt: skip
     scale: Literal["group", "step", "none"] = "group"
     equal_groups: Literal["keep", "drop"] = "keep"
+    further_draws: Natural | None = None
     truncated: Literal["terminal", "drop", "bootstrap"] = "terminal"
     overlong_buffer: Natural = 0
     surrogate: Literal["clip", "cispo"] = "clip"
@@ -255,6 +275,13 @@ class AlgorithmSection(Section):
                 key="algorithm.scale",
                 value="group",
                 expected="step or none",
+            )
+        if self.further_draws and self.equal_groups == "keep":
+            raise UserError(
+                "other prompts are asked in place of groups that are dropped, and none is",
+                key="algorithm.further_draws",
+                value=self.further_draws,
+                hint="set algorithm.equal_groups to drop",
             )
         if self.truncated == "bootstrap" and not self.has_critic:
             raise UserError(
@@ -330,6 +357,8 @@ class ReasoningRecipe(common.Recipe):
     optimizer: common.OptimizerSection = common.OptimizerSection()
     training: TrainingSection = TrainingSection()
     evaluation: GreedyEvaluationSection = GreedyEvaluationSection()
+    reward_model: RewardModelSection = RewardModelSection()
+    judge: JudgeSection = JudgeSection()
 
     @property
     def items_per_step(self) -> int:
@@ -378,6 +407,40 @@ class ReasoningRecipe(common.Recipe):
             )
         return self
 
+    @property
+    def verifies(self) -> bool:
+        """Whether functions judge answers, and not models alone."""
+        return self.reward != ()
+
+    @property
+    def further_draws(self) -> int:
+        """How often other prompts are asked in place of those whose groups say nothing."""
+        algorithm = self.algorithm
+        if algorithm.further_draws is not None:
+            return algorithm.further_draws
+        drops = algorithm.equal_groups == "drop" and self.verifies
+        return FURTHER_DRAWS.get(algorithm.name, 0) if drops else 0
+
+    @model_validator(mode="after")
+    def _something_judges(self) -> ReasoningRecipe:
+        check_models(self.reward_model, self.judge)
+        if not self.verifies and self.reward_model.path is None and self.judge.path is None:
+            raise UserError(
+                "nothing judges the answers",
+                key="reward",
+                value=[],
+                expected="a function, or reward_model.path or judge.path",
+                hint="take it out for the task's own reward",
+            )
+        if self.further_draws and not self.verifies:
+            raise UserError(
+                "what functions say decides what is drawn again, and there are none",
+                key="algorithm.further_draws",
+                value=self.further_draws,
+                expected="0 where reward names no function",
+            )
+        return self
+
     @model_validator(mode="after")
     def _parts_fit(self) -> ReasoningRecipe:
         if self.model.path == "":
@@ -394,11 +457,10 @@ class ReasoningRecipe(common.Recipe):
                 value=self.algorithm.overlong_buffer,
                 expected=f"at most generation.max_new_tokens = {self.generation.max_new_tokens}",
             )
-        if self.generation.engine == "vllm" and "float64" in (
-            self.generation.dtype or self.model.dtype
-        ):
+        engine = self.generation.engine
+        if engine != "native" and "float64" in (self.generation.dtype or self.model.dtype):
             raise UserError(
-                "vLLM does not compute in it",
+                f"{EXTERNAL[engine][0]} does not compute in it",
                 key="generation.dtype",
                 value="float64",
                 expected="float32 or bfloat16, or generation.engine: native",

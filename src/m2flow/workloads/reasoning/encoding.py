@@ -158,7 +158,7 @@ def encode(
         UserError: a prompt does not fit into the context, or cannot be written in the vocabulary.
     """
     rows = token_rows(problems, tokenizer, context, max_new_tokens, names, chat)
-    return Batch(
+    batch = Batch(
         {
             "prompt_ids": Ragged.from_rows([torch.tensor(ids) for ids in rows]),
             "prompt": [problem.prompt for problem in problems],
@@ -167,6 +167,9 @@ def encode(
             "seed": list(seeds),
         }
     )
+    if not any(problem.before for problem in problems):
+        return batch
+    return batch.with_columns(before=[tuple(problem.before) for problem in problems])
 
 
 def token_rows(

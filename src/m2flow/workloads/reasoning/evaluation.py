@@ -12,7 +12,7 @@ from m2flow.algorithms.confidence import of_shares
 from m2flow.algorithms.sampling import derive_seed
 from m2flow.errors import UserError
 from m2flow.flow import Flow, Stream
-from m2flow.generation.supported import check_vllm_installed
+from m2flow.generation.supported import check_installed
 from m2flow.plan import parse_lanes
 from m2flow.rewards.final_answer import extract_answer
 from m2flow.rewards.number import read_number
@@ -75,9 +75,8 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
 
     if asked.data is None:
         raise UserError("is missing", key="--data", expected="problems as JSON lines")
-    if asked.engine == "vllm":
-        check_vllm_installed()
-    else:
+    check_installed(asked.engine)
+    if asked.engine == "native":
         check_generation(str(model_folder(asked.model)), "MODEL")
     template = DEFAULT_TEMPLATE if asked.template is None else asked.template
     check_template(template, "--template")

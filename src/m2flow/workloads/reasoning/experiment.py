@@ -1,11 +1,13 @@
 """What a reasoning recipe means: its task, its starting model, the batch of any step, its figures.
 
 The batch of a step is a function of recipe and step alone, so that a resumed run needs nothing
-else.
+else. With further draws or a curriculum it follows from the results of earlier steps too, by a
+sampler whose state lies in each checkpoint.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -14,12 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from m2flow.algorithms.sampling import derive_seed
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow import Batch
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_model, load_tokenizer
+from m2flow.models.folder import read_json
 from m2flow.models.tokenizer import byte_tokenizer, character_tokenizer
 from m2flow.rewards.reward import WeightedReward
 from m2flow.runtime.driver.runner import StepResult
@@ -27,7 +28,7 @@ from m2flow.training import checkpoint
 from m2flow.training.rollouts import TokenPairs
 from m2flow.training.supervised import adamw, train_supervised
 from m2flow.workloads.common.workload import RunProgress
-from m2flow.workloads.reasoning.config import KEYS_OF_TASKS, ReasoningRecipe, RewardPart
+from m2flow.workloads.reasoning.config import KEYS_OF_TASKS, ReasoningRecipe
 from m2flow.workloads.reasoning.encoding import (
     SPECIAL_TOKENS,
     Names,
@@ -38,8 +39,17 @@ from m2flow.workloads.reasoning.encoding import (
     prompt_rows,
     token_rows,
 )
+from m2flow.workloads.reasoning.figures import (
+    rounds_of,
+    sample_figures,
+    sample_row,
+    sampling_figures,
+)
 from m2flow.workloads.reasoning.flow import GRPO, PPO, Reinforce, recipe_flow
 from m2flow.workloads.reasoning.health import Check, hints
+from m2flow.workloads.reasoning.judging import check_judging_models
+from m2flow.workloads.reasoning.reward_sections import RewardPart
+from m2flow.workloads.reasoning.sampler import Asked, Curriculum, Sampler
 from m2flow.workloads.reasoning.tasks import (
     TASKS,
     DemonstratedTask,
@@ -52,6 +62,7 @@ from m2flow.workloads.reasoning.tasks import (
 from m2flow.workloads.reasoning.tasks.jsonl import Jsonl
 from m2flow.workloads.reasoning.tasks.mixture import Mixture
 from m2flow.workloads.reasoning.workers import Critic, ModelSource
+from m2flow.workloads.reasoning.workers.further_draws import with_spares
 from m2flow.workloads.reasoning.workers.source import dtype_on
 
 if TYPE_CHECKING:
@@ -62,8 +73,11 @@ _log = logging.getLogger(__name__)
 NOT_OF_TINY = {"path", "dtype", "lora_rank", "lora_alpha"}
 """Keys of `model` that say nothing of the tiny model's shape."""
 
-OF_PROMPTS = {"max_prompt_tokens"}
+OF_PROMPTS = {"max_prompt_tokens", "curriculum"}
 """Keys of `data` that say what is done with a task's problems, and are nothing to the task."""
+
+SAMPLER = "sampler.json"
+"""File of a checkpoint: where the data stood."""
 
 METRIC_NAMES = {"loss": "loss/policy", "critic/loss": "loss/critic"}
 """What the training's losses are called in metrics.jsonl."""
@@ -176,6 +190,7 @@ class ReasoningExperiment:
                 value=recipe.warmup.steps,
                 hint="set it to 0",
             )
+        check_judging_models(recipe)
         self._hinted: set[Check] = set()
         self._held_out = self.task.held_out(recipe.evaluation.problems)
         self._tokenizer: Any = None
@@ -197,6 +212,25 @@ class ReasoningExperiment:
             self._warming = load_model(path, self._dtype)
         self.model = model or ModelSource(path or "", recipe.model.dtype)
         """The model that reinforcement starts from, once it is made."""
+        self._sampler = self._sampler_of(recipe)
+
+    def _sampler_of(self, recipe: ReasoningRecipe) -> Sampler | None:
+        """What chooses the problems of a step; None where they follow from the step alone."""
+        wanted, rows = recipe.data.curriculum, self.task.num_train
+        curriculum = None
+        if wanted is not None:
+            assert rows is not None, "a file has rows"
+            curriculum = Curriculum(rows, *wanted.band, wanted.outside)
+        if curriculum is None and not recipe.further_draws:
+            return None
+        return Sampler(
+            seed=recipe.seed,
+            slots=recipe.prompts_per_step,
+            spares=recipe.further_draws,
+            # So many steps may be in flight, and as many more be done whose results are not told.
+            lag=1 + 2 * recipe.max_staleness,
+            curriculum=curriculum,
+        )
 
     def _chat_options(self, tokenizer: Any) -> Mapping[str, Any]:
         """Variables of the chat template."""
@@ -334,15 +368,40 @@ class ReasoningExperiment:
 
     def flow(self, checkpoint: Path | None = None) -> GRPO | Reinforce | PPO:
         """The flow on the starting model, or on a checkpoint of it."""
+        self.resume_data(checkpoint)
         return recipe_flow(self.recipe, self.model, self.rewards, checkpoint)
+
+    def resume_data(self, checkpoint: Path | None) -> None:
+        """Go on with the problems where a checkpoint was."""
+        if checkpoint is not None and self._sampler is not None:
+            self._sampler.restore(read_json(checkpoint / SAMPLER, "where the data stood"))
 
     def batch(self, step: int) -> Batch:
         """The prompts of a step (counted from 0)."""
+        if self._sampler is not None:
+            return self._sampled(self._sampler.asked(step))
         first = step * self.recipe.prompts_per_step
         indices = range(first, first + self.recipe.prompts_per_step)
         problems = [self.task.train(index) for index in indices]
         seeds = [derive_seed(self.recipe.seed, 1, index) for index in indices]
         return self._encoded(problems, seeds)
+
+    def _sampled(self, slots: Sequence[Sequence[Asked]]) -> Batch:
+        """The prompts that a sampler has chosen, each with those that may take its place."""
+        every = [one for slot in slots for one in slot]
+        problems = [self.task.train(one.number) for one in every]
+        seeds = [derive_seed(self.recipe.seed, 1, one.turn) for one in every]
+        prompts = self._encoded(problems, seeds)
+        numbered = prompts.with_columns(problem=[one.number for one in every])
+        return with_spares(numbered, self.recipe.further_draws)
+
+    def note(self, result: StepResult) -> None:
+        """A step is done; what is asked later may follow from how it went."""
+        if self._sampler is None:
+            return
+        found = rounds_of(result.output, self.recipe.samples_per_prompt)
+        known = [(number, rate) for slot in found for number, rate in slot if rate is not None]
+        self._sampler.note(result.step, [len(slot) for slot in found], known)
 
     def held_out(self) -> Batch | None:
         """The problems of an evaluation; None if there are to be none."""
@@ -366,7 +425,13 @@ class ReasoningExperiment:
 
     def metrics(self, result: StepResult) -> dict[str, float]:
         """The figures of a training step, as metrics.jsonl names them."""
-        figures = sample_figures(result.output, self.recipe.samples_per_prompt)
+        output, group = result.output, self.recipe.samples_per_prompt
+        figures = sample_figures(output, group)
+        if self.recipe.verifies and "verified" in output:  # of functions, whatever models add
+            right = [worth >= 1.0 for worth in output["verified"]]
+            figures["accuracy/mean"] = sum(right) / len(right)
+        if self._sampler is not None:
+            figures |= sampling_figures(output, group) | self._sampler.figures_of(result.step)
         for name, value in result.metrics.items():
             figures[METRIC_NAMES.get(name, name if "/" in name else f"train/{name}")] = value
         return figures
@@ -376,6 +441,7 @@ class ReasoningExperiment:
         rewards, lengths = result.output["reward"], result.output["num_tokens"]
         return {
             "eval/accuracy": sum(reward >= 1.0 for reward in rewards) / len(rewards),
+            "eval/reward": sum(rewards) / len(rewards),
             "eval/length": sum(lengths) / len(lengths),
             "eval/problems": float(len(rewards)),
         }
@@ -419,6 +485,9 @@ class ReasoningExperiment:
     def save(self, run: Run, checkpoints: Path, step: int) -> None:
         """Write a checkpoint of the policy, and of the critic if there is one."""
         checkpoint.sweep(checkpoints)
+        if self._sampler is not None:
+            state = json.dumps(self._sampler.state(step))
+            (checkpoint.begin(checkpoints, step) / SAMPLER).write_text(state)
         for name in run.plan.placements.keys() & {Critic.part}:
             run.worker_call_everywhere(name, "save_part", str(checkpoints), step)
         keep = self.recipe.checkpoint.keep
@@ -430,43 +499,3 @@ def _tiny_spec(recipe: ReasoningRecipe) -> TinySpec:
         return TinySpec(**recipe.model.model_dump(exclude=NOT_OF_TINY))
     except UserError as error:
         raise UserError(f"model.{error}") from error
-
-
-def sample_figures(output: Batch, group_size: int) -> dict[str, float]:
-    """Figures of scored samples whose groups are consecutive."""
-    failed = [bool(why) for why in output["failure"]]
-    every = torch.tensor(output["reward"], dtype=torch.float64)
-    rewards = every[~torch.tensor(failed)]
-    groups = every.view(-1, group_size)
-    truncated = sum(reason != "stop" for reason in output["finish_reason"])
-    tokens = sum(output["num_tokens"])
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std(correction=0)),
-        "accuracy/mean": float((rewards >= 1.0).double().mean()),
-        "reward/zero_variance_share": float(
-            (groups.max(1).values == groups.min(1).values).double().mean()
-        ),
-        "reward/failed_share": sum(failed) / len(output),
-        "samples": float(len(output)),
-        "tokens/generated": float(tokens),
-        "tokens/prompt": float(sum(output["num_prompt_tokens"])),
-        "length/mean": tokens / len(output),
-        "length/truncated_share": truncated / len(output),
-    }
-
-
-def sample_row(output: Batch, row: int) -> dict[str, Any]:
-    """One rollout for samples.jsonl."""
-    values: Mapping[str, Any] = output.row(row)
-    return {
-        "item": output.ids[row],
-        "prompt": values["prompt"],
-        "completion": values["text"],
-        "reward": values["reward"],
-        "answer": values["answer"],
-        "finish_reason": values["finish_reason"],
-        **({"version": values["version"][0]} if "version" in values else {}),
-        **({"advantage": round(values["advantage"], 6)} if "advantage" in values else {}),
-        **({"failure": values["failure"]} if values["failure"] else {}),
-    }

@@ -13,9 +13,11 @@ from m2flow.workloads.reasoning.supported import known_shape
 from m2flow.workloads.reasoning.workers import (
     Critic,
     Generator,
+    JudgeModel,
     Learner,
     ModelSource,
     Reference,
+    RewardModel,
     Verifier,
     gae,
     group_advantage,
@@ -33,13 +35,26 @@ class PolicyGradient(Flow):
     verifier: Verifier
     learner: Learner
     reference: Reference | None = None
+    reward_model: RewardModel | None = None
+    judge: JudgeModel | None = None
+    verifies: bool = True
     recompute_logprobs: bool = False
     kl_in_reward: float = 0.0
     overlong_buffer: int = 0
     scale: str = "group"
 
+    def judged(self, samples: Stream) -> Stream:
+        """Rewards with what the models say that judge too, if there are any."""
+        if self.reward_model is not None:
+            samples = self.reward_model.score(samples)
+        return samples if self.judge is None else self.judge.score(samples)
+
     def shaped(self, samples: Stream, kl: float = 0.0) -> Stream:
-        """Rewards less what an answer's length and (by `kl`) its drift from the reference cost."""
+        """All that an answer has earned, less what its length and (by `kl`) its drift cost.
+
+        Drift is that from the reference.
+        """
+        samples = self.judged(samples)
         if self.kl_in_reward and self.reference is not None:
             samples = self.reference.logprobs(samples)
         if not (self.overlong_buffer or kl):
@@ -61,9 +76,10 @@ class PolicyGradient(Flow):
         self.learner.publish(self.generator)
 
     def evaluate(self, prompts: Stream) -> Stream:
-        """Greedy answers to held-out problems, scored."""
+        """Greedy answers to held-out problems, scored: by functions alone, where there are any."""
         samples = self.generator.generate(prompts, samples_per_prompt=1, temperature=0.0)
-        return outcome(self.verifier.score(samples))
+        samples = self.verifier.score(samples)
+        return outcome(samples if self.verifies else self.judged(samples))
 
 
 class GRPO(PolicyGradient):
@@ -71,10 +87,16 @@ class GRPO(PolicyGradient):
 
     leave_one_out: bool = False
     drop_equal: bool = False
+    further_draws: int = 0
 
     def step(self, prompts: Stream) -> Stream:
         samples = self.generator.generate(prompts)
         samples = self.verifier.score(samples)
+        for draw in range(
+            self.further_draws
+        ):  # of other prompts, where all answers are worth the same
+            samples = self.generator.draw_again(samples, draw=draw)
+            samples = self.verifier.score_again(samples)
         samples = group_advantage(
             self.shaped(samples, self.kl_in_reward),
             group_size=self.generator.samples_per_prompt,
@@ -151,6 +173,9 @@ def recipe_flow(
         # Adapters stand on the model that the run has started from, and come from the state.
         "learner": Learner(model if recipe.model.lora_rank else policy, recipe, state),
         "reference": Reference(model, recipe) if algorithm.kl_coefficient > 0 else None,
+        "reward_model": reward_model_of(recipe),
+        "judge": judge_of(recipe),
+        "verifies": recipe.verifies,
         "recompute_logprobs": recipe.training.recompute_logprobs,
         "kl_in_reward": algorithm.kl_in_reward,
         "overlong_buffer": algorithm.overlong_buffer,
@@ -161,6 +186,7 @@ def recipe_flow(
             **workers,
             leave_one_out=algorithm.name == "rloo",
             drop_equal=algorithm.equal_groups == "drop",
+            further_draws=recipe.further_draws,
         )
     if not algorithm.has_critic:
         return Reinforce(**workers, gamma=algorithm.gamma)
@@ -171,6 +197,16 @@ def recipe_flow(
         gamma=algorithm.gamma,
         lam=algorithm.lam,
     )
+
+
+def reward_model_of(recipe: ReasoningRecipe) -> RewardModel | None:
+    """The classifier that judges answers, if the recipe names one."""
+    return None if recipe.reward_model.path is None else RewardModel(recipe.reward_model)
+
+
+def judge_of(recipe: ReasoningRecipe) -> JudgeModel | None:
+    """The model that judges answers in words, if the recipe names one."""
+    return None if recipe.judge.path is None else JudgeModel(recipe.judge)
 
 
 def saved(

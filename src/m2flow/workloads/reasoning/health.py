@@ -47,6 +47,13 @@ CHECKS = (
         "full one: harder problems would teach more",
     ),
     Check(
+        "sampling/unfilled_share",
+        lambda share, recipe, _: share > 0 and recipe.further_draws > 0,
+        "the batch is not full: {value:.0%} of the groups still have the same reward for all of "
+        "their answers after {recipe.further_draws} other prompts (algorithm.further_draws): allow "
+        "more, or take problems that the policy solves now and then",
+    ),
+    Check(
         "length/truncated_share",
         lambda share, _, __: share >= 0.25,
         "{value:.0%} of the answers are cut off at generation.max_new_tokens = "

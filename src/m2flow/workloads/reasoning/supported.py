@@ -34,6 +34,8 @@ def check_model(recipe: ReasoningRecipe, model: str | None = None) -> None:
     Raises:
         UserError: names the model and what of it is not computed.
     """
+    if recipe.judge.path is not None:
+        check_generation(recipe.judge.path, "judge.path")
     key, source = ("model.path", recipe.model.path) if model is None else ("--model", model)
     if source is None:
         return
@@ -114,6 +116,20 @@ def shape_of(recipe: ReasoningRecipe) -> ModelShape:
         "tie_word_embeddings": True,
     }
     return model_from_config(sizes, "the recipe's tiny model")
+
+
+def judging_shape(path: str, key: str) -> ModelShape:
+    """The shape of a model that judges.
+
+    Raises:
+        UserError: under the name `key`, if nobody knows it.
+    """
+    try:
+        return read_model(path)
+    except UserError as error:
+        raise UserError(
+            f"the sizes of a model that judges are not known: {error}", key=key, value=path
+        ) from None
 
 
 def known_shape(recipe: ReasoningRecipe, model: str | None = None) -> ModelShape | None:

@@ -8,8 +8,8 @@ Each assumption is told, and so is whatever a price has that m2flow cannot do ye
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from m2flow.errors import UserError
@@ -43,7 +43,7 @@ from m2flow.plan.profile.work import (
 )
 from m2flow.training.division import Division
 from m2flow.workloads.reasoning.config import ReasoningRecipe
-from m2flow.workloads.reasoning.supported import is_divided, shape_of
+from m2flow.workloads.reasoning.supported import is_divided, judging_shape, shape_of
 from m2flow.workloads.reasoning.workers.source import by_heads, layout_of
 
 PROMPT_TOKENS = 150
@@ -64,6 +64,12 @@ BYTES_PER_TOKEN = 4
 
 SCORE_SECONDS, ADDITION_SCORE_SECONDS = 1e-3, 20e-6
 """To score one answer by a rule; to compare two sums."""
+
+EQUAL_SHARE = 0.3
+"""Of the groups whose rewards are all the same, so that they are drawn again."""
+
+JUDGE_TEMPLATE_TOKENS = 100
+"""Of what a judge is asked, beside question, right answer and answer."""
 
 CALL_SECONDS = 1e-3
 """Of a call of a stage that computes nothing on the device."""
@@ -100,14 +106,21 @@ def prices(
     """
     shape = shape_of(recipe) if model is None else read_model(model)
     answers, assumed = answers_of(recipe, model, prompt_tokens, answer_tokens)
+    if recipe.further_draws:
+        assumed += (f"{EQUAL_SHARE:.0%} of the groups teach nothing and are drawn again",)
+    judges = judging_works(recipe, answers)
+    if "judge" in judges:
+        written = judges["judge"].answers.lengths.mean
+        assumed += (f"judgements of {written:.0f} tokens in the mean",)
     assumed += (f"{score_seconds(recipe) * 1e3:g} ms to score an answer, on one lane",)
     source = model or recipe.model.path
     divided = source is None or is_divided(str(source))
     if not divided:
         assumed += ("transformers' own forward pass costs what the native engine's would",)
-    return lambda device, lanes: RecipeWork(recipe, shape, answers, device, lanes, divided).work(
-        graph, assumed
-    )
+    divided = divided and recipe.generation.engine == "native"
+    return lambda device, lanes: RecipeWork(
+        recipe, shape, answers, device, lanes, divided, judges
+    ).work(graph, assumed)
 
 
 def answers_of(
@@ -148,6 +161,49 @@ def score_seconds(recipe: ReasoningRecipe) -> float:
 
 
 @dataclass(frozen=True)
+class Judging:
+    """A model that judges.
+
+    Attributes:
+        model: its shape.
+        answers: what it reads of each answer, and writes.
+        max_running: judgements that it draws at a time; 0 for a classifier, which draws none.
+        divided: whether drawing divides it over several lanes.
+    """
+
+    model: ModelShape
+    answers: Answers
+    max_running: int = 0
+    divided: bool = True
+
+
+def judging_works(recipe: ReasoningRecipe, answers: Answers) -> dict[str, Judging]:
+    """Return the models that judge, by the name of their worker.
+
+    A classifier's head is no output layer over a vocabulary, so its work is that of a decoder with
+    a vocabulary of one.
+
+    Raises:
+        UserError: nobody knows the shape of one.
+    """
+    found: dict[str, Judging] = {}
+    judge = recipe.judge
+    if (path := recipe.reward_model.path) is not None:
+        shape = judging_shape(path, "reward_model.path")
+        found["reward_model"] = Judging(replace(shape, tied=True), answers)
+    if judge.path is not None:
+        asked = JUDGE_TEMPLATE_TOKENS + answers.prompt_tokens + answers.lengths.mean
+        lengths = fit_lengths(
+            ANSWER_SHARE * judge.max_new_tokens, judge.max_new_tokens, SHARE_AT_LIMIT
+        )
+        shape = judging_shape(judge.path, "judge.path")
+        found["judge"] = Judging(
+            shape, Answers(asked, lengths), judge.max_running, is_divided(judge.path)
+        )
+    return found
+
+
+@dataclass(frozen=True)
 class RecipeWork:
     """A recipe's sizes, and one kind of lane."""
 
@@ -157,6 +213,7 @@ class RecipeWork:
     device: Device
     lanes: int
     divided: bool = True
+    judges: Mapping[str, Judging] = field(default_factory=dict)
 
     def work(self, graph: FlowGraph, assumed: tuple[str, ...]) -> FlowWork:
         stages = {node.name: self._stage(node) for node in graph.nodes}
@@ -169,41 +226,107 @@ class RecipeWork:
         """Describe one stage, by what its method is called."""
         size = 16 * self.answers.tokens  # ids, log-probabilities, masks
         match node.method:
+            case "score" if node.worker in self.judges:
+                return self._judging(self.judges[node.worker], size)
             case "generate":
-                lengths = Quantiles.of(self.answers.lengths.stratified(4 * QUANTILES), QUANTILES)
-                return StageWork(tuple(map(self._generating, self._heads_divided())), size, lengths)
+                return self._drawing(size, self.recipe.generation.max_running)
+            case "draw_again":
+                share = EQUAL_SHARE ** (1 + node.options["draw"])
+                return StageWork(
+                    tuple(self._again(one, share) for one in self._heads_divided()), size
+                )
             case "logprobs" | "values":
-                return StageWork(tuple(map(self._passing, self._divisions())), size)
+                passing = [self._passing(one, self._at_a_time) for one in self._divisions()]
+                return StageWork(tuple(passing), size)
             case "train":
                 return StageWork(tuple(map(self._training, self._divisions())), size)
-        each = score_seconds(self.recipe) if node.method == "score" else GROUP_SECONDS
+        scores = node.method in ("score", "score_again")
+        each = score_seconds(self.recipe) if scores else GROUP_SECONDS
         return StageWork((LayoutWork(call=lambda n: Work(seconds=CALL_SECONDS + n * each)),))
 
+    def _of(self, judging: Judging) -> RecipeWork:
+        """Return the same of a model that judges, in the policy's place."""
+        return replace(self, model=judging.model, answers=judging.answers, divided=judging.divided)
+
+    def _judging(self, judging: Judging, size: float) -> StageWork:
+        own = self._of(judging)
+        if judging.max_running:
+            return own._drawing(size, judging.max_running)
+        own = replace(own, model=replace(judging.model, vocabulary=1))
+        at_a_time = self.recipe.reward_model.tokens_per_microbatch
+        return StageWork(tuple(own._passing(one, at_a_time) for one in self._in_shards()), size)
+
+    def _judging_state(self, judging: Judging) -> WorkerWork:
+        """Return the weights of a model that judges, in 16 bits."""
+        size = float(judging.model.weight_bytes)
+        if judging.max_running:
+            layouts = list(self._of(judging)._heads_divided())
+        else:
+            layouts = [layout_of(one, None) for one in self._in_shards()]
+        return WorkerWork([(one, size / one.lanes) for one in layouts])
+
+    def _drawing(self, size: float, max_running: int) -> StageWork:
+        lengths = Quantiles.of(self.answers.lengths.stratified(4 * QUANTILES), QUANTILES)
+        layouts = [self._generating(one, max_running) for one in self._heads_divided()]
+        return StageWork(tuple(layouts), size, lengths)
+
+    def _again(self, layout: Layout, share: float) -> LayoutWork:
+        """Describe a call that draws a share of its samples again, until the last has ended."""
+        model, answers, lanes = self.model, self.answers, layout.lanes
+        most = self.recipe.generation.max_running
+
+        def work(samples: int) -> Work:
+            count = samples * share
+            steps = answers.lengths.maximum * max(1.0, count / most)
+            running = max(1.0, count * answers.lengths.mean / steps)
+            step = decoding(model, running, running * answers.tokens / 2, lanes)
+            drawing = replace(
+                step,
+                flops=steps * step.flops,
+                read_bytes=steps * step.read_bytes,
+                sent_bytes=steps * step.sent_bytes,
+                messages=steps * step.messages,
+                seconds=steps * step.seconds,
+            )
+            prompts = answers.prompt_tokens * count / self.recipe.samples_per_prompt
+            return replace(
+                prefill(model, prompts, answers.prompt_tokens / 2, lanes), then=(drawing,)
+            )
+
+        held = answers.longest * model.kv_bytes_on_lane(lanes)
+        return LayoutWork(layout, work, working_bytes=lambda n: min(n * share, most) * held)
+
+    def _in_shards(self) -> Iterator[Division]:
+        yield from (Division(fsdp=n) for n in rising(self.lanes))
+
     def _worker(self, name: str, graph: FlowGraph) -> WorkerWork:
+        if name in self.judges:
+            return self._judging_state(self.judges[name])
         methods = {node.method for node in graph.nodes if node.worker == name}
         size = float(self.model.weight_bytes)
         if "generate" in methods:
             return WorkerWork([(one, size / one.lanes) for one in self._heads_divided()], size)
         if not methods & {"logprobs", "values", "train"}:
             return WorkerWork(())
-        each, beside = WEIGHT_BYTES, 0
+        each, beside = WEIGHT_BYTES, 0.0
         if "train" in methods and (rank := self.recipe.model.lora_rank):
-            beside = TRAINED_BYTES * self.model.adapter_parameters(rank)
+            adapters = self.model.adapter_parameters(rank) / self.model.parameters
+            beside = TRAINED_BYTES * adapters  # divided as what they stand on, or nearly so
         elif "train" in methods:
             each = TRAINED_BYTES - (HOSTED_BYTES if self.recipe.training.optimizer_on_host else 0)
         return WorkerWork(
             [
                 (
                     layout_of(one, self.model),
-                    each * lane_parameters(self.model, one) + beside / one.lanes,
+                    (each + beside) * lane_parameters(self.model, one),
                 )
                 for one in self._divisions()
             ]
         )
 
     def _heads_divided(self) -> Sequence[Layout]:
-        """Return the layouts of generation: tensor-parallel within a machine; vLLM has one lane."""
-        if self.recipe.generation.engine == "vllm" or not self.divided:
+        """Return the layouts of generation: tensor-parallel within a machine, if divided at all."""
+        if not self.divided:
             return [ONE_LANE]
         sizes = [n for n in rising(min(self.lanes, self.device.lanes_per_node)) if n & (n - 1) == 0]
         return [by_heads(n, self.model.kv_heads) for n in sizes]
@@ -212,21 +335,19 @@ class RecipeWork:
         """Yield the layouts of training and passes; those that exchange much, within a machine."""
         near = min(self.lanes, self.device.lanes_per_node)
         some = [2**n for n in range(1, near.bit_length())]
-        yield from (Division(fsdp=n) for n in rising(self.lanes))
-        if self.recipe.model.lora_rank:
-            return
+        yield from self._in_shards()
+        adapts = self.recipe.model.lora_rank > 0
         for tp in () if self.model.experts else some:
             yield Division(tp=tp)
-            if layout_of(Division(tp=tp), self.model).obstacle() is None:
+            if not adapts and layout_of(Division(tp=tp), self.model).obstacle() is None:
                 shards = [2**n for n in range(1, (self.lanes // tp).bit_length())]
                 yield from (Division(tp=tp, fsdp=fsdp) for fsdp in shards)
         yield from (Division(cp=n) for n in some)
         if self.model.experts:
             yield from (Division(ep=n) for n in rising(self.lanes) if n > 1)
 
-    def _generating(self, layout: Layout) -> LayoutWork:
+    def _generating(self, layout: Layout, own: int) -> LayoutWork:
         model, prompt, lanes = self.model, self.answers.prompt_tokens, layout.lanes
-        own = self.recipe.generation.max_running
         rounds = Rounds(
             admit=lambda prompts: prefill(model, prompts * prompt, prompt / 2, lanes),
             round=lambda running, tokens: decoding(model, running, tokens, lanes),
@@ -236,22 +357,26 @@ class RecipeWork:
         )
         return LayoutWork(layout, rounds=rounds)
 
-    def _microbatch(self) -> float:
-        """Return the tokens that a lane computes at a time in the mean."""
-        return max(self.recipe.training.tokens_per_microbatch, self.answers.tokens)
+    @property
+    def _at_a_time(self) -> int:
+        return self.recipe.training.tokens_per_microbatch
 
-    def _packed(self, count: int, division: Division) -> int:
+    def _microbatch(self, size: int) -> float:
+        """Return the tokens that a lane computes at a time in the mean, of at most `size`."""
+        return max(size, self.answers.tokens)
+
+    def _packed(self, count: int, division: Division, size: int) -> int:
         """Return the most tokens of so many answers that a lane computes at a time."""
         longest = math.ceil(self.answers.longest / division.cp)
-        return min(max(self.recipe.training.tokens_per_microbatch, longest), count * longest)
+        return min(max(size, longest), count * longest)
 
-    def _passing(self, division: Division) -> LayoutWork:
+    def _passing(self, division: Division, size: int) -> LayoutWork:
         model = self.model
         return LayoutWork(
             layout_of(division, model),
-            lambda n: forward_pass(model, self.answers, n, division, self._microbatch()),
+            lambda n: forward_pass(model, self.answers, n, division, self._microbatch(size)),
             working_bytes=lambda n: training_bytes(
-                model, division, self._packed(n, division), True
+                model, division, self._packed(n, division, size), True
             ),
         )
 
@@ -261,10 +386,12 @@ class RecipeWork:
         return LayoutWork(
             layout_of(division, model),
             lambda n: training_pass(
-                model, self.answers, n, division, self._microbatch(), recomputes
+                model, self.answers, n, division, self._microbatch(self._at_a_time), recomputes
             ),
             lambda replicas: self._update(division, replicas),
-            lambda n: training_bytes(model, division, self._packed(n, division), recomputes),
+            lambda n: training_bytes(
+                model, division, self._packed(n, division, self._at_a_time), recomputes
+            ),
         )
 
     def _update(self, division: Division, replicas: int) -> Work:

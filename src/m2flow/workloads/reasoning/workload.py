@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from m2flow.flow import Flow
 from m2flow.flow.graph import FlowGraph
-from m2flow.generation.supported import check_vllm_installed
+from m2flow.generation.supported import check_installed
 from m2flow.plan.profile.work import Pricer
 from m2flow.workloads.common.profile_key import digest
 from m2flow.workloads.common.recipe import Recipe
@@ -53,8 +53,7 @@ class Reasoning:
         return flow
 
     def check_here(self, recipe: ReasoningRecipe) -> None:
-        if recipe.generation.engine == "vllm":
-            check_vllm_installed()
+        check_installed(recipe.generation.engine)
 
     def prices(self, recipe: ReasoningRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
         return prices(recipe, graph, assumed.model, assumed.prompt_tokens, assumed.answer_tokens)
@@ -70,6 +69,11 @@ class Reasoning:
         for name, value in recipe.model_dump(mode="json", include=set(SHAPES)).items():
             inner = value.items() if isinstance(value, dict) else ()
             shapes |= {f"{name}.{key}": setting for key, setting in inner} or {name: value}
+        if recipe.further_draws:
+            shapes["further_draws"] = recipe.further_draws
+        for name, section in (("reward_model", recipe.reward_model), ("judge", recipe.judge)):
+            if section.path is not None:  # as a path: what judges has no part in the model's facts
+                shapes[name] = section.model_dump(mode="json")
         facts: dict[str, object] = {"dtype": model.dtype}
         if model.lora_rank:
             facts["lora_rank"] = model.lora_rank

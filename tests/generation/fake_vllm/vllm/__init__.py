@@ -2,7 +2,7 @@
 
 It computes with transformers, a whole forward pass for each token, and has the traps of the real
 one: a tied head is a copy that is replaced by its own name alone, keys and values of prompts
-outlive the weights, seed -1 is no seed. `tests/generation/test_vllm_engine.py` holds both to the
+outlive the weights, seed -1 is no seed. `test_external_engines.py` holds both to the
 same.
 """
 

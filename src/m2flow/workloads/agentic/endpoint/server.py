@@ -10,7 +10,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -102,7 +102,7 @@ class Server:
                 raise RefusedRequest(
                     f"{name} is {ours} in the recipe, which training relies on, and not {theirs}"
                 )
-        for name, plain in (("n", 1), ("stream", False), ("stop", None), ("logit_bias", None)):
+        for name, plain in (("n", 1), ("stop", None), ("logit_bias", None)):
             if asked.get(name) not in (None, plain, {}, []):
                 raise RefusedRequest(f"{name} = {asked[name]!r} is not served")
         limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
@@ -136,6 +136,20 @@ def _completion(conversation: Conversation, message: Mapping[str, Any]) -> dict[
     }
 
 
+def _chunks(completion: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A completion as a stream: its message in one piece, why it ended, and its usage if asked."""
+    (choice,) = completion["choices"]
+    message = dict(choice["message"])
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+    shared = {name: completion[name] for name in ("id", "created", "model")}
+    shared["object"] = "chat.completion.chunk"
+    for delta, reason in ((message, None), ({}, choice["finish_reason"])):
+        yield {**shared, "choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+    if (asked.get("stream_options") or {}).get("include_usage"):
+        yield {**shared, "choices": [], "usage": completion["usage"]}
+
+
 class _HTTP(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 1024  # agents begin all at once
@@ -164,7 +178,13 @@ class _Handler(BaseHTTPRequestHandler):
             asked = json.loads(body)
             if not isinstance(asked, dict):
                 raise RefusedRequest("a request must be a JSON object")
-            self._send(200, self.owner.complete(key, asked))
+            completion = self.owner.complete(key, asked)
+            if asked.get("stream"):
+                told = [*map(json.dumps, _chunks(completion, asked)), "[DONE]"]
+                events = "".join(f"data: {one}\n\n" for one in told)
+                self._send_bytes(200, "text/event-stream", events.encode())
+            else:
+                self._send(200, completion)
         except UnknownKey as error:
             self._refuse(401, str(error))
         except (ValueError, RecursionError):
@@ -179,9 +199,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, {"error": {"message": message, "type": "invalid_request_error"}})
 
     def _send(self, status: int, content: Mapping[str, Any]) -> None:
-        body = json.dumps(content).encode()
+        self._send_bytes(status, "application/json", json.dumps(content).encode())
+
+    def _send_bytes(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

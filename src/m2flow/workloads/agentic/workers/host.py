@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Collection, Sequence
 from collections.abc import Generator as Coroutine
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -58,17 +58,27 @@ class AgentHost(TurnGenerator):
 
     @stage(streaming=True, expands="samples_per_prompt")
     def host(
-        self, prompts: Batch, *, samples_per_prompt: int | None = None, greedy: bool = False
+        self,
+        prompts: Batch,
+        *,
+        samples_per_prompt: int | None = None,
+        greedy: bool = False,
+        without: Collection[int] = (),
     ) -> Coroutine[Batch, Batch | None, None]:
-        """Agents on each prompt; each trajectory when its agent has ended."""
+        """Agents on each prompt; each trajectory when its agent has ended, less those there are."""
         count = samples_per_prompt or self.samples_per_prompt
         hosting = Hosting(self, greedy)
+
+        def begin(some: Batch) -> None:
+            episodes = begin_episodes(some, samples_per_prompt=count, greedy=greedy)
+            hosting.begin(episodes.take(item for item in episodes.ids if item not in without))
+
         try:
-            hosting.begin(begin_episodes(prompts, samples_per_prompt=count, greedy=greedy))
+            begin(prompts)
             while hosting.running:
                 arrived = yield hosting.go_on()
                 if arrived is not None:
-                    hosting.begin(begin_episodes(arrived, samples_per_prompt=count, greedy=greedy))
+                    begin(arrived)
         finally:
             hosting.close()
 

@@ -48,19 +48,29 @@ class Actor(Worker):
 
     @stage
     def look_beyond(self, rollouts: Batch) -> Batch:
-        """Adds `turn.beyond`: where an episode was cut off, what the observation there is worth."""
+        """Adds `turn.beyond`: where an episode was cut off, what the observation there is worth.
+
+        And `turn.values`, where the policy has not said in acting what observations are worth.
+        """
         import torch
 
         cut: Ragged = rollouts[f"{TURN}cut"]
         beyond_T = torch.zeros(len(cut.values))
         if bool(cut.values.any()):
-            observations = self._here(observations_of(rollouts, CUT))
-            count = int(cut.values.sum())
-            with torch.inference_mode():
-                values = self.policy.act(observations, seeds=[0] * count, greedy=True).values
-            assert values is not None, "a policy without a critic"
-            beyond_T[cut.values] = values.cpu()
-        return rollouts.with_columns(**{f"{TURN}beyond": Ragged(beyond_T, cut.lengths)})
+            beyond_T[cut.values] = self._values(rollouts, CUT)
+        found = {f"{TURN}beyond": Ragged(beyond_T, cut.lengths)}
+        if f"{TURN}values" not in rollouts:
+            found[f"{TURN}values"] = Ragged(self._values(rollouts, TURN), cut.lengths)
+        return rollouts.with_columns(**found)
+
+    def _values(self, rollouts: Batch, which: str) -> Any:
+        """What observations of rollouts are worth, float32, one after another."""
+        import torch
+
+        with torch.inference_mode():
+            values = self.policy.values(self._here(observations_of(rollouts, which)))
+        assert values is not None, "a policy without a critic"
+        return values.cpu()
 
     def _here(self, observations: Mapping[str, Any]) -> dict[str, Any]:
         """Observations on the policy's device."""

@@ -137,7 +137,7 @@ class Recordings:
                 places = zip(rows.tolist(), at.tolist(), strict=True)
                 found[name] = [table[row][turn] for row, turn in places]
             else:
-                found[name] = table[where].clone()
+                found[name] = torch.from_numpy(table.numpy()[where].copy())
         return found
 
     def add(self, rows: Any, decided: Mapping[str, Tensor], outcome: StepOutcome) -> Any:
@@ -168,7 +168,7 @@ class Recordings:
         self.see(rows, outcome.observation)
         of["steps"][mine] += steps.numpy()
         of["length"][mine] += steps.numpy()
-        of["reward"][mine] += reward.sum(1).double().numpy()
+        of["reward"][mine] += reward.numpy().sum(1)
         of["success"][mine] = outcome.success.numpy()[good]
         of["success_once"][mine] |= outcome.success_once.numpy()[good]
         over = failed.copy()
@@ -288,7 +288,7 @@ class Recordings:
             if table is not None:
                 wider[: table.shape[0], : table.shape[1]] = table
             self._tables[name] = table = wider
-        table[where] = column
+        _array(table)[where] = _array(column)
 
     def _write_sentences(self, name: str, rows: Any, at: Any, column: Sequence[str]) -> None:
         table = self._tables.setdefault(name, [])
@@ -306,4 +306,9 @@ def _where(rows: Any, at: Any) -> tuple[Any, Any]:
     first, turn = int(rows[0]), int(at[0])
     if (at == turn).all() and (rows == np.arange(first, first + count)).all():
         return slice(first, first + count), turn
-    return torch.from_numpy(rows), torch.from_numpy(at)
+    return rows, at
+
+
+def _array(tensor: Tensor) -> Any:
+    """The memory of a tensor for NumPy, whose calls for a few rows are shorter."""
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,35 @@ def value_targets(samples: Batch) -> ValueTargets:
     from m2flow.training.values import ValueTargets
 
     return ValueTargets(token_pairs(samples), samples["values"].values, samples["returns"].values)
+
+
+def with_score(
+    samples: Batch, name: str, scores: Sequence[float | None], why: Sequence[str], weight: float
+) -> Batch:
+    """Samples whose `reward` has one more part, and the score itself as `NAME_score`.
+
+    What functions alone gave stays as `verified`.
+
+    Args:
+        samples: with `reward` and `failure`; one that has failed stays without a reward.
+        name: who has scored.
+        scores: of each sample; None where there is no score, so that the sample has no reward.
+        why: in words, where there is none.
+        weight: of the score in the reward.
+    """
+    rewards, failures = [], []
+    for reward, failure, score, reason in zip(
+        samples["reward"], samples["failure"], scores, why, strict=True
+    ):
+        failures.append(failure or ("" if score is not None else f"reward {name} {reason}"))
+        rewards.append(0.0 if failures[-1] or score is None else reward + weight * score)
+    columns = {
+        "verified": samples["verified"] if "verified" in samples else samples["reward"],
+        "reward": rewards,
+        "failure": failures,
+        f"{name}_score": list(scores),
+    }
+    return samples.with_columns(**columns)
 
 
 def judged(samples: Batch) -> Tensor:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Generator as Coroutine
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from m2flow.errors import RunFailed
-from m2flow.flow import Batch, Layout, Place, Ragged, Worker, stage
+from m2flow.flow import Batch, Layout, Place, Worker, stage
 from m2flow.flow.worker import ONE_LANE
 from m2flow.workloads.reasoning.supported import is_divided, key_value_heads
+from m2flow.workloads.reasoning.workers.drawing import Drawing
+from m2flow.workloads.reasoning.workers.further_draws import equal_rows, next_prompts, put_back
 from m2flow.workloads.reasoning.workers.source import ModelSource, by_heads, dtype_on
 
 if TYPE_CHECKING:
+    from m2flow.generation.external_engine import ExternalEngine
     from m2flow.generation.native import NativeEngine
-    from m2flow.generation.records import Completion, Request, SamplingParams
-    from m2flow.generation.vllm_engine import VLLMEngine
-
-HANDED_ON = 4
-"""Completions are handed on once they are 1 / HANDED_ON of those that still run: many at a time
-while many run, and one by one in the tail."""
-
-LISTEN_EVERY = 4
-"""Steps of the engine after which the call stops for a moment to hear if anything has come."""
+    from m2flow.generation.records import SamplingParams
 
 
 CACHE_SHARE = 0.5
@@ -42,7 +35,7 @@ class Generator(Worker):
         max_new_tokens, temperature, top_k, top_p, min_p: how they are drawn; greedily all tokens
             count.
         max_running: sequences decoded together at most.
-        engine: native or vllm.
+        engine: native, vllm or sglang.
         dtype: what is computed in; None for the model's.
         cache_gb: 10**9 bytes that keys and values may take on a lane; None for `CACHE_SHARE` of an
             accelerator's memory, or what is needed of a CPU's.
@@ -52,7 +45,7 @@ class Generator(Worker):
 
     collective = True
 
-    engine: NativeEngine | VLLMEngine
+    engine: NativeEngine | ExternalEngine
 
     def __init__(
         self,
@@ -82,9 +75,10 @@ class Generator(Worker):
     def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
         """Tensor parallel over any number of lanes that divides the key-value heads.
 
-        vLLM stands on one lane, and so does a model that transformers' own forward pass computes.
+        An engine of another package stands on one lane, and so does a model that transformers' own
+        forward pass computes.
         """
-        if self.engine_name == "vllm" or not is_divided(self.model.path):
+        if self.engine_name != "native" or not is_divided(self.model.path):
             return [ONE_LANE]
         heads = self.key_value_heads or key_value_heads(self.model.path)
         return [by_heads(size, heads) for size in range(1, lanes + 1)]
@@ -97,11 +91,13 @@ class Generator(Worker):
         self._stop_ids, stops = self.model.stop_ids(), bool(self.stop_strings())
         dtype = dtype_on(self.dtype, place.device)
         cache_bytes = _cache_bytes(self.cache_gb, place.device)
-        if self.engine_name == "vllm":
+        if self.engine_name != "native":
+            from m2flow.generation.sglang_engine import SGLangEngine
             from m2flow.generation.vllm_engine import VLLMEngine
             from m2flow.models.folder import model_folder
 
-            self.engine = VLLMEngine(
+            kinds: dict[str, type[ExternalEngine]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
+            self.engine = kinds[self.engine_name](
                 str(model_folder(self.model.path)),
                 version=place.version,
                 max_running=self.max_running,
@@ -128,6 +124,41 @@ class Generator(Worker):
         """Strings that end an answer."""
         return self.stop
 
+    @stage(unit="group")
+    def draw_again(self, samples: Batch, *, draw: int) -> Batch:
+        """Answers to the next spare prompt in place of each group whose rewards are all the same.
+
+        On a gang the lanes draw all that any of them has, together. Adds `again`: which samples are
+        new, and so not scored.
+
+        Args:
+            samples: scored, in whole groups.
+            draw: how many prompts of a slot were given up before.
+        """
+        size = self.samples_per_prompt
+        rows = equal_rows(samples, size)
+        wanted = samples.select(rows)
+        wanted = next_prompts(wanted, size, draw) if rows else wanted
+        everyone = [some for some in self._of_all_lanes(wanted) if len(some)]
+        if everyone:
+            drawn = self._anew(Batch.concat(everyone))
+            samples = put_back(samples, rows, drawn.take(wanted.ids)) if rows else samples
+        new = set(rows)
+        return samples.with_columns(again=[row in new for row in range(len(samples))])
+
+    def _of_all_lanes(self, samples: Batch) -> list[Batch]:
+        """The samples of each lane of the gang, in order. Collective."""
+        from m2flow.generation.tensor_parallel import TensorParallel
+
+        together = TensorParallel.of(self.place.gang)
+        if together.size == 1:
+            return [samples]
+        import torch.distributed as dist
+
+        told: list[Any] = [None] * together.size
+        dist.all_gather_object(told, samples, group=together.group)
+        return told
+
     @stage(streaming=True, expands="samples_per_prompt")
     def generate(
         self,
@@ -135,27 +166,41 @@ class Generator(Worker):
         *,
         samples_per_prompt: int | None = None,
         temperature: float | None = None,
+        without: Collection[int] = (),
     ) -> Coroutine[Batch, Batch | None, None]:
-        """One prompt in, several samples out, each when it is finished.
+        """One prompt in, several samples out, each when it is finished, less those that are there.
 
         A call that is closed before its end drops what it has begun.
         """
+        params = self.params_at(self.temperature if temperature is None else temperature)
+        count = samples_per_prompt or self.samples_per_prompt
+        call = Drawing(self.engine, params, count, without)
+        try:
+            yield from call.drawn(prompts)
+        finally:
+            self.engine.abort(list(call.running))
+
+    def _anew(self, samples: Batch) -> Batch:
+        """Other answers to some samples, all of them, in no particular order."""
+        call = Drawing(self.engine, self.params_at(self.temperature), self.samples_per_prompt)
+        try:
+            return Batch.concat([piece for piece in call.all_of(samples) if len(piece)])
+        finally:
+            self.engine.abort(list(call.running))
+
+    def params_at(self, temperature: float) -> SamplingParams:
+        """How answers are drawn."""
         from m2flow.generation.records import SamplingParams
 
-        params = SamplingParams(
+        return SamplingParams(
             max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature if temperature is None else temperature,
+            temperature=temperature,
             stop_token_ids=self._stop_ids,
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
             stop_strings=self.stop_strings(),
         )
-        call = _Call(self.engine, params, samples_per_prompt or self.samples_per_prompt)
-        try:
-            yield from call.drawn(prompts)
-        finally:
-            self.engine.abort(list(call.running))
 
     def install(self, weights: Mapping[str, Any], version: int) -> None:
         self.engine.install(weights, version)
@@ -164,10 +209,10 @@ class Generator(Worker):
         return None if self.place.gang.size == 1 else self.engine.weight_boxes()
 
     def close(self) -> None:
-        from m2flow.generation.vllm_engine import VLLMEngine
+        from m2flow.generation.external_engine import ExternalEngine
 
         engine = getattr(self, "engine", None)
-        if isinstance(engine, VLLMEngine):
+        if isinstance(engine, ExternalEngine):
             engine.close()
 
     def offload(self) -> None:
@@ -199,79 +244,3 @@ def _cache_bytes(cache_gb: float | None, device: str) -> int | None:
     import torch
 
     return int(CACHE_SHARE * torch.cuda.get_device_properties(device).total_memory)
-
-
-@dataclass(slots=True)
-class _Call:
-    """The samples that one call draws.
-
-    Attributes:
-        engine: draws them.
-        params: how.
-        count: samples of a prompt.
-        running: sample to the Batch and row that hold its prompt's columns.
-    """
-
-    engine: NativeEngine | VLLMEngine
-    params: SamplingParams
-    count: int
-    running: dict[int, tuple[Batch, int]] = field(default_factory=dict)
-
-    def drawn(self, prompts: Batch) -> Coroutine[Batch, Batch | None, None]:
-        """Draw until nothing runs; takes further prompts at each yield."""
-        self._submit(prompts)
-        nothing = Batch({}, [])
-        finished: list[Completion] = []
-        steps = 0
-        while self.engine.busy:
-            finished += self.engine.step()
-            steps += 1
-            if finished and len(finished) * HANDED_ON >= self.engine.num_running:
-                arrived = yield self._handed_on(finished)
-                finished = []
-            elif steps % LISTEN_EVERY == 0:
-                arrived = yield nothing
-            else:
-                continue
-            if arrived is not None:
-                self._submit(arrived)
-
-    def _submit(self, prompts: Batch) -> None:
-        from m2flow.algorithms.sampling import derive_seed
-        from m2flow.generation.records import Request
-
-        samples = prompts.repeat(self.count)
-        requests: list[Request] = []
-        rows = zip(samples.ids, samples["prompt_ids"].rows(), samples["seed"], strict=True)
-        for row, (item, prompt, seed) in enumerate(rows):
-            own_seed = derive_seed(int(seed), item % self.count)
-            requests.append(Request(item, prompt, own_seed, self.params))
-            self.running[item] = (samples, row)
-        self.engine.submit(requests)
-
-    def _handed_on(self, finished: list[Completion]) -> Batch:
-        """Finished samples as a Batch, with the columns of their prompts."""
-        for done in finished:
-            if not 0 < len(done.token_ids) <= self.params.max_new_tokens:
-                raise RunFailed(
-                    f"the engine gave item {done.id} {len(done.token_ids)} tokens; it was asked "
-                    f"for 1 to {self.params.max_new_tokens} (generation.max_new_tokens)"
-                )
-        rows_of: dict[int, tuple[Batch, list[int], list[Completion]]] = {}
-        for done in finished:
-            batch, row = self.running.pop(done.id)
-            _, rows, some = rows_of.setdefault(id(batch), (batch, [], []))
-            rows.append(row)
-            some.append(done)
-        return Batch.concat(
-            [
-                batch.select(rows).with_columns(
-                    completion_ids=Ragged.from_rows([done.token_ids for done in some]),
-                    behaviour_logprobs=Ragged.from_rows([done.logprobs for done in some]),
-                    finish_reason=[done.finish_reason for done in some],
-                    version=[done.versions for done in some],
-                    token_versions=Ragged.from_rows([done.token_versions for done in some]),
-                )
-                for batch, rows, some in rows_of.values()
-            ]
-        )

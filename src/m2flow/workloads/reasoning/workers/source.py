@@ -48,6 +48,12 @@ class ModelSource:
 
         return _placed(load_critic, self, device, stays=stays)
 
+    def load_classifier(self, device: str, *, stays: bool = True) -> Any:
+        """The sequence classifier there; arguments are those of `load`."""
+        from m2flow.models.classifier import load_classifier
+
+        return _placed(load_classifier, self, device, stays=stays)
+
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: what the generation config says, else the tokenizer.
 

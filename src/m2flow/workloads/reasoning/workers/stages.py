@@ -14,12 +14,19 @@ OUTCOME = (
 """Columns that a step hands back for metrics and samples; token ids stay on the lanes."""
 
 
+MORE_OUTCOME = (
+    "version", "turns", "verified", "reward_model_score", "judge_score", "judge",
+    "problem", "tried",
+)  # fmt: skip
+"""Columns that are handed back where there are such."""
+
+
 @stage
 def outcome(samples: Batch) -> Batch:
     """What is left of a sample when it has been used: figures and text, no token ids.
 
-    Has the columns `OUTCOME`, `version` and `turns` where there are some, and `advantage` where
-    there is one, or one for each token. Of tokens those are counted that the model drew.
+    Has the columns `OUTCOME`, those of `MORE_OUTCOME` that there are, and `advantage` where there
+    is one, or one for each token. Of tokens those are counted that the model drew.
     """
     more: dict[str, Any] = {
         "num_tokens": token_pairs(samples).learned_lengths_B.tolist(),
@@ -27,7 +34,7 @@ def outcome(samples: Batch) -> Batch:
     }
     if "failure" not in samples:  # of a verifier that never fails
         more["failure"] = [""] * len(samples)
-    also = [name for name in ("version", "turns") if name in samples]
+    also = [name for name in MORE_OUTCOME if name in samples]
     left = samples.with_columns(**more).only(*OUTCOME, *also)
     if "advantages" in samples:  # of tokens: their mean
         rows = samples["advantages"].rows()
@@ -90,7 +97,7 @@ def group_advantage(
         advantages_B = leave_one_out_advantages(rewards_B, group_size, judged_B)
     else:
         advantages_B = group_advantages(rewards_B, group_size, normalize_std, judged_B)
-    samples = samples.with_columns(advantage=advantages_B)
+    samples = samples.without("spares").with_columns(advantage=advantages_B)  # no use any more
     if not drop_equal:
         return samples
     return samples.with_columns(dropped=equal_groups(rewards_B, group_size, judged_B))

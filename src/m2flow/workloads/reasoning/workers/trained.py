@@ -7,19 +7,14 @@ collective in a gang: it is called on all lanes of the worker, and the first one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from m2flow.flow import Batch, Place
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.workers.columns import kept_rows
 from m2flow.workloads.reasoning.workers.source import Divided, ModelSource, divided
-
-if TYPE_CHECKING:
-    from m2flow.training.sharded import WholeModel
-
 
 ADAPTER = "adapter/"
 """How names of adapters begin in a trainer's state."""
@@ -68,16 +63,13 @@ class Trained(Divided):
             make_trainer: gives its trainer, from the model and how it is divided.
         """
         from m2flow.runtime.lane.state import MovableState
-        from m2flow.training.checkpoint import load_trainer_state
         from m2flow.training.skipping import Skips
 
         self._skips = Skips(self.recipe.max_skipped_updates)
         self.policy, self.shards = divided(place, load)
         self.trainer = make_trainer(self.policy, self.shards)
         if self.checkpoint is not None:
-            state = load_trainer_state(self.checkpoint, self.part)
-            self._take_adapters(state)
-            self.trainer.optimizer.load_state_dict(state)
+            self._go_on_from(self.checkpoint)
         self.state = MovableState(self.trainer.tensors, place)
 
     def fold(self, samples: Batch, columns: Any) -> None:
@@ -164,41 +156,48 @@ class Trained(Divided):
         from m2flow.training import checkpoint
 
         root = Path(checkpoints)
-        with self._gathered() as gathered:
-            if gathered is not None:
-                model, trainer_state = gathered
-                folder = checkpoint.begin(root, step)
-                checkpoint.write_part(folder, model, self.model.tokenizer(), trainer_state)
-                goes_on = self.checkpoint is not None and step < self.recipe.steps
-                in_use = Path(str(self.checkpoint)) if goes_on else None
-                checkpoint.commit(root, step, keep=keep, in_use=in_use)
+        self._write(root, step)
+        if self.place.rank == 0:
+            goes_on = self.checkpoint is not None and step < self.recipe.steps
+            in_use = Path(str(self.checkpoint)) if goes_on else None
+            checkpoint.commit(root, step, keep=keep, in_use=in_use)
         return str(checkpoint.folder_of(root, step))
 
     def save_part(self, checkpoints: str, step: int) -> None:
         """Write this worker's part of a checkpoint; another worker's `save_checkpoint` ends it."""
-        from m2flow.training import checkpoint
+        self._write(Path(checkpoints), step)
 
-        with self._gathered() as gathered:
-            if gathered is not None:
-                folder = checkpoint.begin(Path(checkpoints), step) / self.part
-                model, trainer_state = gathered
-                checkpoint.write_part(folder, model, None, trainer_state)
+    def _write(self, root: Path, step: int) -> None:
+        """Write trainer state, each lane its parts, and then the model, which the first gathers.
 
-    @contextmanager
-    def _gathered(self) -> Iterator[tuple[WholeModel, dict[str, Any]] | None]:
-        """The whole model and its trainer's state on the worker's first lane; None elsewhere."""
+        Replicas other than the first hold the same, and write nothing.
+        """
+        from m2flow.training import checkpoint, trainer_state
         from m2flow.training.sharded import WholeModel
 
-        place = self.place
-        if place.rank >= place.gang.size:  # other replicas hold the same
-            yield None
+        if self.place.rank >= self.place.gang.size:
             return
-        first = place.rank == 0
+        first = self.place.rank == 0
+        folder = checkpoint.begin(root, step) / self.part
+        if first:
+            checkpoint.clear_part(folder)  # nobody writes before this lane has taken part in a plan
         with self.state.present():
+            parts = self.trainer.optimizer.parts() | self._adapters()
+            trainer_state.write(folder / checkpoint.TRAINER, parts, self.shards.group)
             weights = {name: x for name, x in self._whole_weights() if first}
-            trainer_state = {name: x for name, x in self.trainer.optimizer.state_items() if first}
-            trainer_state |= {name: x for name, x in self._adapters() if first}
-            yield (WholeModel(self.policy, weights), trainer_state) if first else None
+            if first:
+                tokenizer = None if self.part else self.model.tokenizer()
+                checkpoint.write_model(folder, WholeModel(self.policy, weights), tokenizer)
+
+    def _go_on_from(self, folder: str) -> None:
+        """Take over the trainer state of a checkpoint, of which this lane reads its parts."""
+        from m2flow.training import checkpoint
+        from m2flow.training.trainer_state import SavedState
+
+        saved = SavedState(checkpoint.trainer_folder(folder, self.part))
+        adapters = self._adapters()
+        saved.read(adapters)
+        self.trainer.optimizer.load(saved.names - adapters.keys(), saved.read)
 
     def parameters(self) -> dict[str, Any]:
         """Copies of the weights, whole, on the CPU; to be called on every lane of a gang."""
@@ -215,17 +214,10 @@ class Trained(Divided):
             return
         yield from ((name, whole(tensor)) for name, tensor in merged_weights(self.policy))
 
-    def _adapters(self) -> Iterator[tuple[str, Any]]:
-        """What trains of a model that is adapted, for the trainer's state. Collective in a gang."""
-        from m2flow.training.sharded import whole
-
-        for name, parameter in self.policy.named_parameters() if self.adapts else ():
-            if parameter.requires_grad:
-                yield f"{ADAPTER}{name}", whole(parameter)
-
-    def _take_adapters(self, state: dict[str, Any]) -> None:
-        """Take `_adapters` out of a trainer's state and into the model."""
-        for name, parameter in self.policy.named_parameters():
-            saved = state.pop(f"{ADAPTER}{name}", None)
-            if saved is not None:
-                self.shards.piece(parameter.data).copy_(self.shards.cut(saved, parameter))
+    def _adapters(self) -> dict[str, Any]:
+        """This lane's parts of what trains of a model that is adapted, for the trainer's state."""
+        return {
+            f"{ADAPTER}{name}": self.shards.placed(self.shards.piece(parameter), parameter)
+            for name, parameter in (self.policy.named_parameters() if self.adapts else ())
+            if parameter.requires_grad
+        }

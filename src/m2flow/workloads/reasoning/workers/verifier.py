@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from m2flow.flow import Batch, Place, Worker, stage
 from m2flow.rewards.reward import Judged, WeightedReward, weighted_sum
+from m2flow.workloads.reasoning.workers.further_draws import put_back
 from m2flow.workloads.reasoning.workers.source import ModelSource
 
 
@@ -14,8 +15,8 @@ class Verifier(Worker):
 
     Args:
         model: whose tokenizer turns token ids into text.
-        rewards: the functions; none for a verifier that is never loaded, None for a subclass that
-            scores in another way.
+        rewards: the functions; none where models alone judge, None for a subclass that scores in
+            another way.
     """
 
     def __init__(self, model: ModelSource, rewards: Sequence[WeightedReward] | None = ()) -> None:
@@ -24,7 +25,6 @@ class Verifier(Worker):
 
     def load(self, place: Place) -> None:
         super().load(place)
-        assert self.rewards != (), "a verifier needs a reward to score by"
         self.tokenizer = self.model.tokenizer()
         for reward in self.rewards or ():
             reward.load()
@@ -44,3 +44,13 @@ class Verifier(Worker):
         judged = Judged(samples.ids, samples["prompt"], texts, ids, rows)
         scores = weighted_sum(self.rewards, judged)
         return samples.with_columns(text=texts, reward=scores.rewards, failure=scores.failures)
+
+    @stage
+    def score_again(self, samples: Batch) -> Batch:
+        """Scores the samples that are new since they were scored (`again`), which it takes off."""
+        rows = [row for row, again in enumerate(samples["again"]) if again]
+        samples = samples.without("again")
+        if not rows:
+            return samples
+        scored: Batch = self.score(samples.select(rows))
+        return put_back(samples, rows, scored)

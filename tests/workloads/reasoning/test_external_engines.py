@@ -1,4 +1,4 @@
-"""Runs under `generation.engine: vllm`: vLLM itself where it is installed, else its stand-in."""
+"""Runs under `generation.engine` vllm and sglang: themselves where installed, else stand-ins."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from m2flow.workloads.common.start import describe, train
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.evaluation import answered
 
-FAKE = Path(__file__).parents[2] / "generation" / "fake_vllm"
-REAL = importlib.util.find_spec("vllm") is not None
+FAKES = Path(__file__).parents[2] / "generation"
+ENGINES = ("vllm", "sglang")
+REAL = {name for name in ENGINES if importlib.util.find_spec(name) is not None}
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 TINY: dict[str, Any] = {
     "workload": "reasoning",
@@ -35,11 +36,13 @@ TINY: dict[str, Any] = {
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not REAL:
-        monkeypatch.syspath_prepend(str(FAKE))
-        paths = [str(FAKE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine is there, or its stand-in."""
+    fakes = [str(FAKES / f"fake_{name}") for name in ENGINES if name not in REAL]
+    for fake in fakes:
+        monkeypatch.syspath_prepend(fake)
+    paths = [*fakes, *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
 def changed(**keys: Any) -> dict[str, Any]:
@@ -50,15 +53,17 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.usefixtures("vllm")
-def test_what_vllm_draws_is_what_the_learner_computes(tmp_path: Path) -> None:
-    steps = [m for m in metrics_of(train(TINY, run_dir=tmp_path / "run")) if m["step"] > 0]
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_an_engine_draws_is_what_the_learner_computes(engine: str, tmp_path: Path) -> None:
+    run = train(changed(engine=engine), run_dir=tmp_path / "run")
+    steps = [m for m in metrics_of(run) if m["step"] > 0]
     assert [step["version"] for step in steps] == [1, 2, 3]
     for step in steps:  # with the weights of the version that was published before
         assert step["train/engine_gap"] < 1e-5
 
 
-@pytest.mark.usefixtures("vllm")
+@pytest.mark.usefixtures("installed")
 def test_it_examines_as_the_native_engine_does(tmp_path: Path) -> None:
     """Greedily, with a model that has learned to end its answers and gets some right."""
     learned = {
@@ -102,10 +107,12 @@ def test_without_vllm_nothing_is_started(monkeypatch: pytest.MonkeyPatch, tmp_pa
     [
         ({"temperature": 0.001}, r"generation\.temperature: vLLM draws at 0\.01"),
         ({"dtype": "float64"}, r"generation\.dtype: vLLM does not compute in it"),
-        ({"engine": "sglang"}, r"generation\.engine"),
+        ({"engine": "sglang", "top_p": 0.9}, r"generation\.top_p: SGLang records"),
+        ({"engine": "sglang", "dtype": "float64"}, r"generation\.dtype: SGLang does not"),
+        ({"engine": "hf"}, r"generation\.engine"),
     ],
 )
-def test_what_vllm_does_not_do_is_refused(keys: dict[str, Any], words: str) -> None:
+def test_what_an_engine_does_not_do_is_refused(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         ReasoningRecipe.model_validate(changed(**keys))
 

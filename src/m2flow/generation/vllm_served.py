@@ -1,70 +1,20 @@
-"""The process in which vLLM runs: `python -m m2flow.generation.vllm_process FD FOLDER...`.
-
-It has a connection to its owner on an open descriptor, does what it is told, and steps vLLM while
-there are requests. A thread listens: so neither side waits for the other to read, and when the
-connection closes, because the owner has let go or is dead, this process removes the folders and
-ends at once, whatever vLLM is doing. What is said on the connection:
-
-  to it     ("start", settings, version)  ("submit", requests)  ("abort", ids)
-            ("install", file, version)  ("sleep",)  ("wake",)
-  from it   ("done",) for each of start, install, sleep and wake   ("finished", completions)
-            ("failed", text), after which it ends: an update that fails leaves some weights new and
-            some old, and nothing may be drawn with them
-
-A request is (id, token ids, sampling parameters by vLLM's names); a completion (id, token ids,
-log-probabilities, the version that drew each token, "stop" or "length").
-"""
+"""vLLM in the process that `external_process` runs: a step of vLLM between two orders."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-import threading
-import traceback
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
 from typing import Any
 
-
-def main(descriptor: int, folders: Sequence[str]) -> None:
-    """Serve until the owner is gone; then remove the folders."""
-    connection, orders = Connection(descriptor), SimpleQueue[tuple[Any, ...]]()
-    listener = threading.Thread(target=_listen, args=(connection, orders, folders), daemon=True)
-    listener.start()
-    try:
-        _Served(connection, orders).serve()
-    except ConnectionError:
-        listener.join()  # it ends this process
-    except BaseException as error:
-        traceback.print_exc()
-        connection.send(("failed", f"{type(error).__name__}: {error}"))
-        _end(1)
+from m2flow.generation.external_process import Orders
 
 
-def _listen(
-    connection: Connection, orders: SimpleQueue[tuple[Any, ...]], folders: Sequence[str]
-) -> None:
-    """Queue orders as they come, until the owner is gone; then end."""
-    try:
-        while True:
-            orders.put(connection.recv())
-    except (EOFError, ConnectionError):
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        _end(0)
-
-
-def _end(code: int) -> None:
-    """End without the interpreter's own end, which takes torch and vLLM ten seconds."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def serve(connection: Connection, orders: Orders) -> None:
+    """Start vLLM as the first order says, then do what is asked until the owner is gone."""
+    _Served(connection, orders).serve()
 
 
 class _Served:
-    def __init__(self, connection: Connection, orders: SimpleQueue[tuple[Any, ...]]) -> None:
+    def __init__(self, connection: Connection, orders: Orders) -> None:
         self._connection, self._orders = connection, orders
         _, settings, version = orders.get()
         self._tied: bool = settings.pop("tied_embeddings")
@@ -138,7 +88,3 @@ class _Served:
             int(span.version) for span in drawn.weight_versions for _ in range(span.start, span.end)
         ]
         return int(output.request_id), ids, logprobs, versions, drawn.finish_reason
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])

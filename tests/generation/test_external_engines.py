@@ -1,7 +1,8 @@
-"""vLLM's process behind the native engine's calls.
+"""Engines of other packages in their processes, behind the native engine's calls.
 
 The same tests run against the real vLLM where it is installed (`make test-vllm`), and else against
-a stand-in that computes by transformers.
+a stand-in that computes by transformers. SGLang is built for GPUs alone: where it is not installed,
+its stand-in follows the calls and the traps that its code has.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ import pytest
 import torch
 
 from m2flow.errors import RunFailed, UserError
+from m2flow.generation.external_engine import ExternalEngine
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Completion, Request, SamplingParams
+from m2flow.generation.sglang_engine import SGLangEngine
 from m2flow.generation.vllm_engine import BATCHED_TOKENS, VLLMEngine
 from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.models.tokenizer import character_tokenizer
 
-FAKE = Path(__file__).with_name("fake_vllm")
-REAL = importlib.util.find_spec("vllm") is not None
+KINDS: dict[str, type[ExternalEngine]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
+REAL = {name for name in KINDS if importlib.util.find_spec(name) is not None}
 TOLERANCE = 1e-5
 """Of log-probabilities in float32; found: 4e-6."""
 TOKENIZER = character_tokenizer("0123456789+=#abc")
@@ -51,21 +54,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> VLLMEngine:
-    if not REAL:
-        monkeypatch.syspath_prepend(str(FAKE))
-        paths = [str(FAKE), *filter(None, [os.environ.get("PYTHONPATH")])]
+def install_stand_in(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process and those that it starts find the package, if it is not installed."""
+    if kind not in REAL:
+        fake = str(Path(__file__).with_name(f"fake_{kind}"))
+        monkeypatch.syspath_prepend(fake)
+        paths = [fake, *filter(None, [os.environ.get("PYTHONPATH")])]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    return VLLMEngine(
-        str(folder), version=0, cache_bytes=1 << 27, start_seconds=250, stop_strings=True
+
+
+def started(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **how: Any) -> ExternalEngine:
+    install_stand_in(kind, monkeypatch)
+    return KINDS[kind](
+        str(folder), version=0, cache_bytes=1 << 27, start_seconds=250, stop_strings=True, **how
     )
 
 
+@pytest.fixture(params=KINDS, scope="module")
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def shared(folder: Path) -> Iterator[VLLMEngine]:
+def shared(kind: str, folder: Path) -> Iterator[ExternalEngine]:
     """One engine for all tests that leave it as it was: with the weights of seed 0."""
     with pytest.MonkeyPatch.context() as patch:
-        engine = started(folder, patch)
+        engine = started(kind, folder, patch)
         try:
             yield engine
         finally:
@@ -73,7 +87,7 @@ def shared(folder: Path) -> Iterator[VLLMEngine]:
 
 
 @pytest.fixture
-def engine(shared: VLLMEngine) -> Iterator[VLLMEngine]:
+def engine(shared: ExternalEngine) -> Iterator[ExternalEngine]:
     assert not shared.busy
     shared.install(model_of(0).state_dict(), 0)
     yield shared
@@ -85,7 +99,7 @@ def requests(count: int = 12, new: int = 12, first: int = 0, **how: Any) -> list
     return [Request(first + i, [1 + i % 7, 5, 2], i - 6, params) for i in range(count)]
 
 
-def drained(engine: VLLMEngine | NativeEngine, asked: list[Request]) -> dict[int, Completion]:
+def drained(engine: ExternalEngine | NativeEngine, asked: list[Request]) -> dict[int, Completion]:
     engine.submit(asked)
     found: dict[int, Completion] = {}
     deadline = time.monotonic() + 100
@@ -125,7 +139,7 @@ def native() -> NativeEngine:
     return engine
 
 
-def test_greedy_tokens_are_those_of_the_native_engine(engine: VLLMEngine) -> None:
+def test_greedy_tokens_are_those_of_the_native_engine(engine: ExternalEngine) -> None:
     found, expected = (drained(one, requests(temperature=0.0)) for one in (engine, native()))
     assert tokens(found) == tokens(expected)
     for number, done in found.items():
@@ -136,7 +150,7 @@ def test_greedy_tokens_are_those_of_the_native_engine(engine: VLLMEngine) -> Non
         assert done.versions == (0, 0)
 
 
-def test_stop_strings_end_at_the_token_where_the_native_engine_ends(engine: VLLMEngine) -> None:
+def test_stop_strings_end_at_the_token_where_the_native_engine_ends(engine: ExternalEngine) -> None:
     """Strings of two tokens and of one, taken from what is drawn without them."""
     free = drained(engine, requests(temperature=0.0, stop_token_ids=()))
     text = text_of(free[0].token_ids.tolist())
@@ -152,13 +166,13 @@ def test_stop_strings_end_at_the_token_where_the_native_engine_ends(engine: VLLM
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probabilities_are_those_of_a_forward_pass(
-    engine: VLLMEngine, temperature: float
+    engine: ExternalEngine, temperature: float
 ) -> None:
     asked = requests(temperature=temperature)
     assert gap(model_of(0), asked, drained(engine, asked)) < TOLERANCE
 
 
-def test_the_same_seed_draws_the_same_tokens_and_another_others(engine: VLLMEngine) -> None:
+def test_the_same_seed_draws_the_same_tokens_and_another_others(engine: ExternalEngine) -> None:
     asked = requests(24, first=100)
     assert {one.seed for one in asked} >= {-1, -2, 0}, "vLLM takes -1 for no seed"
     first = tokens(drained(engine, asked))
@@ -169,7 +183,7 @@ def test_the_same_seed_draws_the_same_tokens_and_another_others(engine: VLLMEngi
     assert len({tuple(ids) for ids in tokens(drained(engine, of_one_prompt)).values()}) > 8
 
 
-def test_answers_end_at_stop_tokens_and_at_their_length(engine: VLLMEngine) -> None:
+def test_answers_end_at_stop_tokens_and_at_their_length(engine: ExternalEngine) -> None:
     ended = drained(engine, requests(24, new=40, stop_token_ids=(3, 7)))
     assert {done.finish_reason for done in ended.values()} == {"stop", "length"} or all(
         done.finish_reason == "stop" for done in ended.values()
@@ -182,16 +196,21 @@ def test_answers_end_at_stop_tokens_and_at_their_length(engine: VLLMEngine) -> N
         assert (len(done.token_ids), done.finish_reason) == (9, "length")
 
 
-def test_top_k_top_p_and_min_p_leave_the_likeliest(engine: VLLMEngine) -> None:
-    assert all(
-        done.logprobs.abs().max() == 0 for done in drained(engine, requests(top_k=1)).values()
-    )
+def test_top_k_top_p_and_min_p_leave_the_likeliest(engine: ExternalEngine) -> None:
+    """SGLang draws from them too, but records what the log-probabilities were before."""
+    exact = isinstance(engine, VLLMEngine)
+    greedy, asked = drained(engine, requests(temperature=0.0)), requests(top_k=1)
+    found = drained(engine, asked)
+    assert tokens(found) == tokens(greedy)
+    assert exact == all(done.logprobs.abs().max() == 0 for done in found.values())
+    assert exact or gap(model_of(0), asked, found) < TOLERANCE
     for how in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.4}):
         asked = requests(stop_token_ids=(), new=1, count=24, **how)
         expected = drained(native(), asked)
         of_native = {(one.prompt_ids[0], int(expected[one.id].token_ids)): one.id for one in asked}
         found = drained(engine, asked)
-        for one in asked:  # of tokens that both have drawn
+        assert exact or gap(model_of(0), asked, found) < TOLERANCE
+        for one in asked if exact else ():  # of tokens that both have drawn
             done = found[one.id]
             if other := of_native.get((one.prompt_ids[0], int(done.token_ids))):
                 torch.testing.assert_close(
@@ -199,7 +218,7 @@ def test_top_k_top_p_and_min_p_leave_the_likeliest(engine: VLLMEngine) -> None:
                 )
 
 
-def test_new_weights_are_installed_under_requests_that_go_on(engine: VLLMEngine) -> None:
+def test_new_weights_are_installed_under_requests_that_go_on(engine: ExternalEngine) -> None:
     pid, new = engine._process.pid, model_of(1)
     asked = [Request(50, LONG, 0, SamplingParams(3, 1.0))]
     before = drained(engine, asked)
@@ -225,7 +244,7 @@ def test_new_weights_are_installed_under_requests_that_go_on(engine: VLLMEngine)
     assert gap(new, [last], {1: end}) < TOLERANCE, "its own old keys and values are gone too"
 
 
-def test_prompts_that_are_long_together(engine: VLLMEngine) -> None:
+def test_prompts_that_are_long_together(engine: ExternalEngine) -> None:
     """vLLM 0.32 cuts one of them, and on a CPU fails at its seed, unless it is told not to."""
     params = SamplingParams(2, 1.0)
     asked = [Request(i, [i % 18, *LONG], i, params) for i in range(12)]
@@ -233,17 +252,20 @@ def test_prompts_that_are_long_together(engine: VLLMEngine) -> None:
     assert gap(model_of(0), asked, drained(engine, asked)) < TOLERANCE
 
 
-def test_what_is_dropped_does_not_come_back(engine: VLLMEngine) -> None:
+def test_what_is_dropped_does_not_come_back(engine: ExternalEngine) -> None:
     engine.submit(requests(3, new=200, stop_token_ids=()))
     engine.abort([0, 2, 77])
     assert engine.num_running == 1
     again = drained(engine, requests(1, new=4, stop_token_ids=()))
     assert again.keys() == {0, 1}
+    engine.submit(requests(30, new=6, stop_token_ids=()))
+    engine.abort(range(5))
+    assert drained(engine, []).keys() == set(range(5, 30)), "whatever they are called there"
     assert len(again[0].token_ids) == 4, "of the request that was made last under this number"
 
 
-def test_a_request_that_cannot_be_answered_is_refused_before_vllm_sees_it(
-    engine: VLLMEngine,
+def test_a_request_that_cannot_be_answered_is_refused_before_the_engine_sees_it(
+    engine: ExternalEngine,
 ) -> None:
     good = Request(0, [1], 0, SamplingParams(2))
     for prompt, new, words in (
@@ -256,7 +278,7 @@ def test_a_request_that_cannot_be_answered_is_refused_before_vllm_sees_it(
     assert drained(engine, [good]).keys() == {0}
 
 
-def test_sleeping_on_a_cpu_changes_nothing(engine: VLLMEngine) -> None:
+def test_sleeping_on_a_cpu_changes_nothing(engine: ExternalEngine) -> None:
     engine.sleep()
     engine.wake()
     assert drained(engine, requests(1)).keys() == {0}
@@ -266,13 +288,13 @@ def test_sleeping_on_a_cpu_changes_nothing(engine: VLLMEngine) -> None:
 def test_its_end_is_an_error_of_one_line_within_seconds(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = started(folder, monkeypatch)
+    engine = started("vllm", folder, monkeypatch)
     try:
         engine.submit(requests(4, new=1000, stop_token_ids=()))
         engine.step()
         os.kill(engine._process.pid, signal.SIGKILL)
         start = time.monotonic()
-        with pytest.raises(RunFailed, match=r"^vLLM's process was ended by SIGKILL[^\n]*$"):
+        with pytest.raises(RunFailed, match=r"^\w+'s process was ended by SIGKILL[^\n]*$"):
             drained(engine, [])
         assert time.monotonic() - start < 10
         engine.abort([0])  # as a call does whose engine has failed: its error shall stay the first
@@ -284,14 +306,30 @@ def test_its_end_is_an_error_of_one_line_within_seconds(
 
 
 def test_an_update_that_fails_ends_it_and_says_why(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = started(folder, monkeypatch)
+    engine = started(kind, folder, monkeypatch)
     weights = model_of(0).state_dict()
     weights["model.norm.weight"] = torch.ones(5)
     try:
         with pytest.raises(RunFailed, match=r"has ended \(exit code 1\)\. \w+: .*\n(.|\n)*5\b"):
             engine.install(weights, 1)
+    finally:
+        engine.close()
+
+
+def test_asleep_on_an_accelerator_it_keeps_its_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in computes on a CPU whatever it is told, and forgets what SGLang would."""
+    if "sglang" in REAL:
+        pytest.skip("needs the stand-in")
+    engine = started("sglang", folder, monkeypatch, device="cuda:0")
+    try:
+        before = tokens(drained(engine, requests(3)))
+        engine.sleep()
+        engine.wake()
+        assert tokens(drained(engine, requests(3))) == before
     finally:
         engine.close()
 
@@ -308,9 +346,7 @@ time.sleep(600)
 
 
 def test_it_ends_with_its_owner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not REAL:
-        paths = [str(FAKE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    install_stand_in("vllm", monkeypatch)
     command = [sys.executable, "-c", OWNER, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
@@ -335,9 +371,11 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def test_without_vllm_it_says_how_to_get_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_without_the_package_it_says_how_to_get_it(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(
-        UserError, match=r"generation\.engine: vLLM is not installed.*m2flow\[vllm\]"
-    ):
-        VLLMEngine(str(folder), version=0)
+    words = rf"generation\.engine: {KINDS[name].label} is not installed.*m2flow\[{name}\]"
+    with pytest.raises(UserError, match=words):
+        KINDS[name](str(folder), version=0)

@@ -1,0 +1,264 @@
+"""The quick start for a long time, with a fault a minute: does anything grow, is anything left?
+
+A whole command, `m2flow train` on two lanes, that would never end. Once a minute the process of a
+lane, as a seed says, is killed (SIGKILL). Every few seconds the launcher and all processes that
+stem from it are counted, with their memory (proportional set size), their open files, and the run's
+files in shared memory. In the end SIGTERM ends the run with a checkpoint, and what is left is
+counted.
+
+Growth is the most of the last third of the samples over the most of the second third; the first
+third is for warming up. The most, because a lane that has just come back holds nothing yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import psutil
+from harness import ROOT, Target, arguments, conclude, table
+from starting_point import quickstart
+
+from m2flow.observe.jsonl import read_rows
+
+MINUTES, QUICK_MINUTES = 30.0, 3.0
+FAULT_SECONDS = 60.0
+SAMPLE_SECONDS = 5.0
+END_SECONDS = 90.0
+SHARED = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The run at a moment.
+
+    Attributes:
+        seconds: since the first step.
+        steps: that are done.
+        restarts: of lanes.
+        processes: of the run, the launcher included.
+        launcher_mb, all_mb: proportional set size, 10**6 bytes.
+        launcher_handles, all_handles: open files.
+        segments, segments_mb: files in shared memory.
+    """
+
+    seconds: float
+    steps: int
+    restarts: int
+    processes: int
+    launcher_mb: float
+    all_mb: float
+    launcher_handles: int
+    all_handles: int
+    segments: int
+    segments_mb: float
+
+
+class Soaked:
+    """A run in a temporary folder of its own, which tells what belongs to it."""
+
+    def __init__(self, folder: Path, command: Sequence[str]) -> None:
+        self.mark, self.temporary = uuid.uuid4().hex, folder / "t"
+        self.temporary.mkdir()
+        environment = os.environ | {"TMPDIR": str(self.temporary), "M2FLOW_MARK": self.mark}
+        self.errors = (folder / "errors").open("w+")
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=self.errors
+        )
+        self.metrics = folder / "run" / "metrics.jsonl"
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for row in read_rows(self.metrics).rows if row["step"]]
+
+    def check(self) -> None:
+        """Raise if the run has ended."""
+        if self.process.poll() is not None:
+            self.errors.seek(0)
+            raise RuntimeError(f"ended with {self.process.returncode}: {self.errors.read()}")
+
+    def family(self) -> list[psutil.Process]:
+        launcher = psutil.Process(self.process.pid)
+        return [launcher, *launcher.children(recursive=True)]
+
+    def kill_a_lane(self, drawn: random.Random) -> bool:
+        """Whether there was one."""
+        lanes = []
+        for one in self.family():
+            with suppress(psutil.Error):
+                if "ray::LaneProcess.serve" in " ".join(one.cmdline()):
+                    lanes.append(one)
+        if lanes:
+            with suppress(psutil.Error):
+                drawn.choice(sorted(lanes, key=lambda one: one.pid)).kill()
+        return bool(lanes)
+
+    def sample(self, begun: float) -> Sample:
+        memory, handles = [], []
+        for one in self.family():
+            with suppress(psutil.Error):
+                found = one.memory_full_info().pss / 1e6, one.num_fds()
+                memory.append(found[0])
+                handles.append(found[1])
+        last = self.rows()[-1]
+        segments = self.segments()
+        return Sample(
+            time.monotonic() - begun,
+            int(last["step"]),
+            int(last["lanes/restarts"]),
+            len(memory),
+            memory[0],
+            sum(memory),
+            handles[0],
+            sum(handles),
+            len(segments),
+            sum(segments.values()) / 1e6,
+        )
+
+    def segments(self) -> dict[Path, int]:
+        """The run's files in shared memory, with their bytes."""
+        pools = [path.name for path in self.temporary.glob("m2flow-*")]
+        found: dict[Path, int] = {}
+        for path in SHARED.glob("m2flow-*"):
+            if any(path.name.startswith(pool) for pool in pools):
+                with suppress(FileNotFoundError):
+                    found[path] = path.stat().st_size
+        return found
+
+    def left_behind(self) -> list[str]:
+        """Processes of the run, its temporary files and its shared memory."""
+        found = [str(path) for path in (*self.temporary.iterdir(), *self.segments())]
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if self.mark.encode() in (process / "environ").read_bytes():
+                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        return found
+
+
+def main() -> None:
+    options = _options()
+    _, _, source = quickstart()
+    folder = Path(tempfile.mkdtemp(prefix="m2k-"))  # short: Ray's sockets lie there
+    try:
+        run = Soaked(folder, _command(source.path, folder / "run", options))
+        try:
+            samples, faults = _soak(run, options)
+            code, left = _end(run)
+        finally:
+            run.process.kill()
+            run.process.wait()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    _report(samples)
+    print(f"{faults} lanes were killed; exit code {code}; left behind: {left or 'nothing'}")
+    results = {"samples": [asdict(one) for one in samples], "faults": faults, "left": left}
+    conclude("soak", results, _targets(samples, faults, code, left), options)
+
+
+def _options() -> argparse.Namespace:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, help=f"how long; {MINUTES:g} if it is not said")
+    parser.add_argument("--mode", default="disaggregated", help="of the run")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    options = parser.parse_args()
+    options.minutes = options.minutes or (QUICK_MINUTES if options.quick else MINUTES)
+    return options
+
+
+def _command(model: str | Path, folder: Path, options: argparse.Namespace) -> list[str]:
+    return [
+        *(sys.executable, "-m", "m2flow", "train", str(ROOT / "recipes" / "quickstart.yaml")),
+        *("--mode", options.mode, "--run-dir", str(folder), "lanes=cpu:2", f"model.path={model}"),
+        *("warmup.steps=0", "steps=1000000", "lane_restarts=1000000", "evaluation.every=100"),
+    ]
+
+
+def _soak(run: Soaked, options: argparse.Namespace) -> tuple[list[Sample], int]:
+    """Samples, and how many lanes were killed."""
+    deadline = time.monotonic() + 300
+    while not run.rows():
+        run.check()
+        if time.monotonic() > deadline:
+            raise RuntimeError("no step within 300 s")
+        time.sleep(0.2)
+    begun, drawn = time.monotonic(), random.Random(options.seed)
+    until = begun + 60 * options.minutes
+    samples: list[Sample] = []
+    faults, next_fault = 0, begun + FAULT_SECONDS * drawn.uniform(0.2, 0.8)
+    while (now := time.monotonic()) < until:
+        run.check()
+        if now >= next_fault and run.kill_a_lane(drawn):
+            faults += 1
+            next_fault = begun + FAULT_SECONDS * (faults + drawn.uniform(0.2, 0.8))
+        samples.append(run.sample(begun))
+        time.sleep(SAMPLE_SECONDS)
+    return samples, faults
+
+
+def _end(run: Soaked) -> tuple[int, list[str]]:
+    """End the run as a scheduler does; its exit code, and what is left after a while."""
+    run.process.send_signal(signal.SIGTERM)
+    code = run.process.wait(END_SECONDS)
+    deadline = time.monotonic() + END_SECONDS
+    while (left := run.left_behind()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return code, left
+
+
+def _report(samples: Sequence[Sample]) -> None:
+    names = [one.name for one in fields(Sample)]
+    every = max(1, len(samples) // 30)
+    table(
+        [name.replace("_", " ") for name in names],
+        [
+            [
+                round(value, 1) if isinstance(value, float) else value
+                for value in asdict(one).values()
+            ]
+            for one in samples[::every]
+        ],
+    )
+
+
+def _growth(samples: Sequence[Sample], name: str) -> float:
+    third = len(samples) // 3
+    before, after = samples[third : 2 * third], samples[2 * third :]
+    return max(getattr(one, name) for one in after) / max(getattr(one, name) for one in before)
+
+
+def _targets(
+    samples: Sequence[Sample], faults: int, code: int, left: Sequence[str]
+) -> list[Target]:
+    grown = {
+        "memory of the launcher": ("launcher_mb", 1.05),
+        "memory of all": ("all_mb", 1.1),
+        "handles of the launcher": ("launcher_handles", 1.05),
+        "handles of all": ("all_handles", 1.1),
+        "processes": ("processes", 1.1),
+        "files in shared memory": ("segments", 1.1),
+    }
+    return [
+        *(
+            Target(f"growth, {what}", _growth(samples, name), bound, at_most=True)
+            for what, (name, bound) in grown.items()
+        ),
+        Target("faults less restarts", faults - samples[-1].restarts, 1, at_most=True),
+        Target("ended by SIGTERM with a checkpoint", float(code == 128 + signal.SIGTERM), 1),
+        Target("left behind", len(left), 0, at_most=True),
+    ]
+
+
+if __name__ == "__main__":
+    main()

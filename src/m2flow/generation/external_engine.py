@@ -1,0 +1,334 @@
+"""An engine of another package in a process of its own, behind the calls of the native engine.
+
+Such an engine brings process groups, threads and allocators of its own along, and may crash; beside
+the lane it disturbs nobody, its end is an error within a second, and it ends with its owner.
+Weights travel through a file in shared memory and are installed between steps: requests that are
+running go on, their keys and values computed again with the new ones.
+
+What a request draws depends on its prompt, its seed and the weights as with the native engine, but
+the draws are others, and rounding may depend on what else is running.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from m2flow.errors import RunFailed
+from m2flow.generation.records import Completion, Request
+from m2flow.generation.supported import check_installed
+
+SHARED_MEMORY = Path("/dev/shm")
+
+WAIT_SECONDS = 0.05
+"""Longest that `step` waits for an answer to be finished."""
+
+LAST_LINES = 15
+"""Of the engine's log, in the message that it has failed."""
+
+CACHE_BYTES = 1 << 30
+"""For keys and values on a CPU where nothing is said: an engine takes it at the start."""
+
+SEEDS = (1 << 63) - 1
+"""Seeds have 63 bits: vLLM takes -1 for none, SGLang a signed number of 64 bits."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """What an engine is started with.
+
+    Attributes:
+        folder: the model, in Hugging Face layout.
+        config: of its text model, from transformers.
+        max_running: sequences decoded together at most.
+        dtype: of weights, keys and values, as "float32".
+        device: "cpu" or "cuda:0".
+        cache_bytes: for keys and values; None for what the engine takes by itself.
+        reads_text: whether requests may have stop strings.
+    """
+
+    folder: str
+    config: Any
+    max_running: int
+    dtype: str
+    device: str
+    cache_bytes: int | None
+    reads_text: bool
+
+
+class ExternalEngine(ABC):
+    """Generation on one lane by an engine of another package.
+
+    Args:
+        folder: the model, in Hugging Face layout.
+        version: of its weights.
+        max_running: sequences decoded together at most.
+        dtype: of weights, keys and values.
+        device: "cpu" or "cuda:0".
+        cache_bytes: for keys and values; None for `CACHE_BYTES` on a CPU, and on an accelerator
+            for what the engine takes by itself.
+        start_seconds: longest that it may take to load the model; weights may take as long to be
+            installed.
+        stop_strings: whether requests may have some; then it reads the model's tokenizer.
+
+    Raises:
+        UserError: the package is not installed.
+        RunFailed: the engine has ended, or does not answer.
+    """
+
+    package: ClassVar[str]
+    """The module to import; `external_process` serves it by `m2flow.generation.PACKAGE_served`."""
+
+    label: ClassVar[str]
+    """Its name in messages."""
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        version: int,
+        max_running: int = 256,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        cache_bytes: int | None = None,
+        start_seconds: float = 1800.0,
+        stop_strings: bool = False,
+    ) -> None:
+        check_installed(self.package)
+        from transformers import AutoConfig
+
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        self._vocab_size, self._context = config.vocab_size, config.max_position_embeddings
+        self.version, self._reads_text = version, stop_strings
+        self._seconds = start_seconds
+        self._submitted = 0
+        self._numbers: dict[int, int] = {}  # of live requests, to the engine's names for them
+        self._live: dict[int, int] = {}  # and back; a name is never used again
+        self._finished: list[tuple[int, list[int], list[float], list[int], str]] = []
+        if device == "cpu" and cache_bytes is None:
+            cache_bytes = CACHE_BYTES
+        files = Path(folder).glob("*.safetensors")
+        self._state_bytes = (cache_bytes or 0) + sum(file.stat().st_size for file in files)
+        dtype_name = str(dtype).removeprefix("torch.")
+        settings = self._settings(
+            Started(folder, config, max_running, dtype_name, device, cache_bytes, stop_strings)
+        )
+        places = [Path(tempfile.gettempdir()), *([SHARED_MEMORY] if SHARED_MEMORY.is_dir() else [])]
+        prefix = f"m2flow-{self.package}-"
+        self._folders = [Path(tempfile.mkdtemp(prefix=prefix, dir=place)) for place in places]
+        self._log = self._folders[0] / "log"
+        self._connection, there = Pipe()
+        module = "m2flow.generation.external_process"
+        words = [module, self.package, there.fileno(), *self._folders]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *map(str, words)],
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**self._environment(device), "TMPDIR": str(self._folders[0])},
+            )
+        there.close()
+        try:
+            self._ask("start", settings, version)
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def _settings(self, started: Started) -> dict[str, Any]:
+        """The engine's own settings, for the process that serves it."""
+
+    def _environment(self, device: str) -> dict[str, str]:
+        """Environment variables of its process."""
+        return dict(os.environ)
+
+    @abstractmethod
+    def _sampling(self, request: Request) -> dict[str, Any]:
+        """How a request is drawn, by the engine's names."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is running or waiting."""
+        return bool(self._live)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are not finished."""
+        return len(self._live)
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Queue requests; all of them or, if one is wrong, none.
+
+        Raises:
+            UserError: a prompt is empty, holds an id outside the vocabulary, or is too long for
+                the context with its `max_new_tokens`.
+            RunFailed: the engine has ended.
+        """
+        requests = list(requests)
+        sent: list[tuple[int, list[int], dict[str, Any]]] = []
+        for request in requests:
+            assert request.id not in self._numbers, f"request {request.id} is already here"
+            ids, stops = request.prompt_ids, request.params.stop_strings
+            prompt = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+            request.check(prompt, vocab_size=self._vocab_size, context=self._context)
+            assert self._reads_text or not stops, f"{self.label} was started without text"
+            sent.append((self._submitted + len(sent), prompt, self._sampling(request)))
+        for request, (number, *_) in zip(requests, sent, strict=True):
+            self._numbers[request.id], self._live[number] = number, request.id
+        self._submitted += len(sent)
+        self._send("submit", sent)
+
+    def step(self) -> list[Completion]:
+        """What has been finished meanwhile; waits a moment for the first.
+
+        Raises:
+            RunFailed: the engine has ended.
+        """
+        if not self._finished:
+            self._receive(WAIT_SECONDS)
+        while self._connection.poll(0):
+            self._receive(0)
+        completions = []
+        for number, ids, logprobs, versions, reason in self._finished:
+            if number not in self._live:  # aborted meanwhile
+                continue
+            request = self._live.pop(number)
+            del self._numbers[request]
+            completions.append(
+                Completion(
+                    id=request,
+                    token_ids=torch.tensor(ids, dtype=torch.int64),
+                    logprobs=torch.tensor(logprobs, dtype=torch.float32),
+                    token_versions=torch.tensor(versions, dtype=torch.int64),
+                    current_version=self.version,
+                    finish_reason="stop" if reason == "stop" else "length",
+                )
+            )
+        self._finished = []
+        return completions
+
+    def abort(self, ids: Iterable[int]) -> list[Completion]:
+        """Drop requests, unless the engine has ended; what they had drawn is not given back."""
+        gone = [self._numbers.pop(number) for number in ids if number in self._numbers]
+        for number in gone:
+            del self._live[number]
+        if gone and self._process.poll() is None:
+            self._send("abort", gone)
+        return []
+
+    def install(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Replace all weights, between two of the engine's steps; running requests go on with them.
+
+        Raises:
+            RunFailed: the engine has ended, which it does where an update fails.
+        """
+        from safetensors.torch import save_file
+
+        kept = {name: x.detach().cpu().contiguous() for name, x in weights.items()}
+        if _tied(weights):  # a file of tensors holds none twice
+            kept.pop("lm_head.weight")
+        file = self._folders[-1] / "weights.safetensors"
+        try:
+            save_file(kept, file)
+            self._ask("install", str(file), version)
+        finally:
+            file.unlink(missing_ok=True)
+        self.version = version
+
+    def weight_boxes(self) -> Mapping[str, Any] | None:
+        """None: all weights are taken whole."""
+        return None
+
+    def sleep(self) -> None:
+        """Give back the accelerator's memory; on a CPU all of it is kept."""
+        assert not self._live, f"{self.label} drops what is running when it goes to sleep"
+        self._ask("sleep")
+
+    def wake(self) -> None:
+        """Take it back."""
+        self._ask("wake")
+
+    def state_bytes(self) -> int:
+        """Bytes of weights and of the room for keys and values."""
+        return self._state_bytes
+
+    def close(self) -> None:
+        """End the engine's process, and remove its files."""
+        self._connection.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(10)
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _send(self, *order: Any) -> None:
+        try:
+            self._connection.send(order)
+        except ConnectionError:
+            raise self._ended() from None
+
+    def _ask(self, *order: Any) -> None:
+        """Send an order and wait until it is done; answers that come before are kept."""
+        self._send(*order)
+        deadline = time.monotonic() + self._seconds
+        while not self._receive(1.0):
+            if time.monotonic() > deadline:
+                raise RunFailed(
+                    f"{self.label} has not done {order[0]!r} within {self._seconds:g} s"
+                )
+
+    def _receive(self, seconds: float) -> bool:
+        """Take in what the engine says within some seconds, if anything; whether it was "done"."""
+        try:
+            if not self._connection.poll(seconds):
+                if self._process.poll() is not None:
+                    raise self._ended()
+                return False
+            kind, *said = self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise self._ended() from None
+        if kind == "failed":
+            raise self._ended(said[0])
+        if kind == "finished":
+            self._finished += said[0]
+        return kind == "done"
+
+    def _ended(self, why: str = "") -> RunFailed:
+        """The error that the engine's process is gone; with its log, if it failed by itself."""
+        try:
+            code: int | None = self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            code = None
+        if code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT):
+            return RunFailed(
+                f"{self.label}'s process was ended by {signal.Signals(-code).name}: somebody "
+                "stopped it, or the machine ran out of memory"
+            )
+        lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        log = "".join(f"\n  {line}" for line in lines)
+        what = f"{self.label}'s process has ended (exit code {code}). {why}"
+        return RunFailed(what.rstrip() + log)
+
+
+def _tied(weights: Mapping[str, Tensor]) -> bool:
+    """Whether the head lies in the embedding's memory."""
+    head, embedding = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
+    return head is not None and embedding is not None and head.data_ptr() == embedding.data_ptr()

@@ -1,0 +1,114 @@
+"""The samples that one call of an engine draws, from their prompts to what is handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Generator as Coroutine
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from m2flow.errors import RunFailed
+from m2flow.flow import Batch, Ragged
+
+if TYPE_CHECKING:
+    from m2flow.generation.external_engine import ExternalEngine
+    from m2flow.generation.native import NativeEngine
+    from m2flow.generation.records import Completion, Request, SamplingParams
+
+HANDED_ON = 4
+"""Completions are handed on once they are 1 / HANDED_ON of those that still run: many at a time
+while many run, and one by one in the tail."""
+
+LISTEN_EVERY = 4
+"""Steps of the engine after which the call stops for a moment to hear if anything has come."""
+
+
+@dataclass(slots=True)
+class Drawing:
+    """The samples that one call draws.
+
+    Attributes:
+        engine: draws them.
+        params: how.
+        count: samples of a prompt.
+        without: samples that need not be drawn.
+        running: sample to the Batch and row that hold its prompt's columns.
+    """
+
+    engine: NativeEngine | ExternalEngine
+    params: SamplingParams
+    count: int
+    without: Collection[int] = ()
+    running: dict[int, tuple[Batch, int]] = field(default_factory=dict)
+
+    def drawn(self, prompts: Batch) -> Coroutine[Batch, Batch | None, None]:
+        """Draw until nothing runs; takes further prompts at each yield."""
+        finished = list(self.submit(prompts))
+        nothing = Batch({}, [])
+        steps = 0
+        while self.engine.busy or finished:
+            if self.engine.busy:
+                finished += self.engine.step()
+            steps += 1
+            if finished and len(finished) * HANDED_ON >= self.engine.num_running:
+                arrived = yield self.handed_on(finished)
+                finished = []
+            elif steps % LISTEN_EVERY == 0:
+                arrived = yield nothing
+            else:
+                continue
+            if arrived is not None:
+                finished += self.submit(arrived)
+
+    def all_of(self, samples: Batch) -> Iterator[Batch]:
+        """Draw samples in place of what they have, until nothing runs."""
+        self._submit_samples(samples)
+        while self.engine.busy:
+            if finished := self.engine.step():
+                yield self.handed_on(finished)
+
+    def submit(self, prompts: Batch) -> Sequence[Completion]:
+        """Have the samples of some prompts drawn; those that are at their end before they begin."""
+        self._submit_samples(prompts.repeat(self.count))
+        return ()
+
+    def _submit_samples(self, samples: Batch) -> None:
+        from m2flow.algorithms.sampling import derive_seed
+        from m2flow.generation.records import Request
+
+        requests: list[Request] = []
+        rows = zip(samples.ids, samples["prompt_ids"].rows(), samples["seed"], strict=True)
+        for row, (item, prompt, seed) in enumerate(rows):
+            if item in self.without:
+                continue
+            own_seed = derive_seed(int(seed), item % self.count)
+            requests.append(Request(item, prompt, own_seed, self.params))
+            self.running[item] = (samples, row)
+        self.engine.submit(requests)
+
+    def handed_on(self, finished: list[Completion]) -> Batch:
+        """Finished samples as a Batch, with the columns of their prompts."""
+        for done in finished:
+            if not 0 < len(done.token_ids) <= self.params.max_new_tokens:
+                raise RunFailed(
+                    f"the engine gave item {done.id} {len(done.token_ids)} tokens; it was asked "
+                    f"for 1 to {self.params.max_new_tokens} (generation.max_new_tokens)"
+                )
+        rows_of: dict[int, tuple[Batch, list[int], list[Completion]]] = {}
+        for done in finished:
+            batch, row = self.running.pop(done.id)
+            _, rows, some = rows_of.setdefault(id(batch), (batch, [], []))
+            rows.append(row)
+            some.append(done)
+        return Batch.concat(
+            [
+                batch.select(rows).with_columns(
+                    completion_ids=Ragged.from_rows([done.token_ids for done in some]),
+                    behaviour_logprobs=Ragged.from_rows([done.logprobs for done in some]),
+                    finish_reason=[done.finish_reason for done in some],
+                    version=[done.versions for done in some],
+                    token_versions=Ragged.from_rows([done.token_versions for done in some]),
+                )
+                for batch, rows, some in rows_of.values()
+            ]
+        )

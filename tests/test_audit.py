@@ -1,0 +1,131 @@
+"""No code makes objects of what lies on a disk, and `make audit` says what it has found, or not."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+PROJECT = Path(__file__).parents[1]
+SOURCES = sorted((PROJECT / "src").rglob("*.py"))
+
+
+def unsafe_loads(source: str) -> Iterator[int]:
+    """Lines on which `torch.load` is called, or handed on, without `weights_only=True`."""
+    tree = ast.parse(source)
+    safe = {
+        id(node.func)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        for word in node.keywords
+        if word.arg == "weights_only"
+        and isinstance(word.value, ast.Constant)
+        and word.value.value is True
+    }
+    for node in ast.walk(tree):
+        named = isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load"
+        imported = isinstance(node, ast.ImportFrom) and node.module == "torch"
+        if (named and id(node) not in safe) or (
+            imported and any(one.name == "load" for one in node.names)
+        ):
+            yield node.lineno
+
+
+def test_torch_loads_weights_only() -> None:
+    found = [f"{path}:{line}" for path in SOURCES for line in unsafe_loads(path.read_text())]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "torch.load(f, weights_only=safe)",
+        "from torch import load",
+        "read = torch.load",
+    ],
+)
+def test_what_would_load_more_is_found(source: str) -> None:
+    assert list(unsafe_loads(source)) == [1]
+    assert list(unsafe_loads("torch.load(f, weights_only=True)")) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        ("import pickle\n\npickle.load(open('x'))\n", "S301"),
+        ("import pickle\n\npickle.loads(b'')\n", "S301"),
+        ("import marshal\n\nmarshal.loads(b'')\n", "S302"),
+        ("eval('1')\n", "S307"),
+        ("exec('1')\n", "S102"),
+        ("import yaml\n\nyaml.load('1', yaml.Loader)\n", "S506"),
+    ],
+)
+def test_lint_refuses_what_runs_what_it_reads(source: str, code: str) -> None:
+    words = ["check", "--output-format", "concise", "--stdin-filename", "src/m2flow/observe/new.py"]
+    ruff = [sys.executable, "-m", "ruff", *words]
+    ran = subprocess.run(
+        ruff, check=False, cwd=PROJECT, input=source, capture_output=True, text=True
+    )
+    assert f" {code} " in ran.stdout
+
+
+# --- make audit ---------------------------------------------------------------------------------
+
+STAND_IN = """
+import sys
+
+content = {content!r}
+if content is None:
+    sys.exit("ERROR: no route to host")
+open(sys.argv[sys.argv.index("--output") + 1], "w").write(content)
+"""
+
+KNOWN = """{"dependencies": [
+  {"name": "safe", "version": "1.0", "vulns": []},
+  {"name": "odd", "skip_reason": "not found"},
+  {"name": "old", "version": "2.0", "vulns": [{"id": "X-1", "fix_versions": ["2.1", "3.0"]}]}
+]}"""
+
+
+def audit() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("audit", PROJECT / ".ci" / "audit.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+FINE = '{"dependencies": [{"name": "a", "version": "1", "vulns": []}]}'
+UNKNOWN = '{"dependencies": [{"name": "a", "skip_reason": "x"}, {"name": "b", "skip_reason": "x"}]}'
+NOTHING = "audit: nothing was compared, the advisories cannot be had: "
+FOUND = """old 2.0: X-1; mended in 2.1 or 3.0
+audit: 2 packages compared, 1 advisories; not known to the service: odd
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "said"),
+    [
+        (KNOWN, 1, FOUND),
+        (FINE, 0, "audit: 1 packages compared, 0 advisories\n"),
+        (None, 2, f"{NOTHING}ERROR: no route to host\n"),
+        (UNKNOWN, 2, f"{NOTHING}the service knows none of 2 packages\n"),
+        ("half", 2, f"{NOTHING}exit code 0\n"),
+    ],
+)
+def test_an_audit_says_what_it_has_found(
+    content: str | None, code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "pip_audit.py"
+    program.write_text(STAND_IN.format(content=content))
+    assert audit().main("constraints.txt", (sys.executable, str(program))) == code
+    assert capsys.readouterr().out == said

@@ -1,0 +1,137 @@
+"""What PPO learns of rollouts, against a slow computation: one turn at a time, torch's own
+distributions, nothing computed beforehand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributions import Categorical, Normal
+
+from m2flow.flow import Batch, Ragged
+from m2flow.models.policies.actor_critic import mlp_actor_critic
+from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.embodied.learning import PolicyUpdate
+
+CHUNK, SCALE = 3, 2.5
+LENGTHS = [4, 1, 3]
+
+
+def policy(actions: str) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        bounds: dict[str, Any] = {"count": 4} if actions == "categorical" else {
+            "low": [-1.0] * 2, "high": [1.0] * 2,
+        }  # fmt: skip
+        made = mlp_actor_critic(4, actions=actions, chunk=CHUNK, hidden=(8,), **bounds)
+        for head in (*made.head.children(), made.value):
+            torch.nn.init.normal_(head.weight, std=0.3)
+    made.returns.square.fill_(SCALE**2)
+    made.returns.count.fill_(1.0)
+    return made
+
+
+def rollouts(actions: str, *, whole: bool) -> Batch:
+    """Turns that are carried out to the end, or broken off here and there."""
+    random, count = torch.Generator().manual_seed(0), sum(LENGTHS)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random)
+
+    steps = torch.full((count,), CHUNK)
+    if not whole:
+        steps[[0, 3, 4]] = torch.tensor([1, 2, 1])
+    state = noise(count, 4)
+    tokens = noise(count, CHUNK, 2)
+    if actions == "categorical":
+        tokens = torch.randint(4, (count, CHUNK, 1), generator=random)
+    with torch.no_grad():
+        near = policy(actions).evaluate({"state": state}, tokens)
+    columns = {
+        "steps": steps,
+        "observation.state": state,
+        "tokens": tokens,
+        "logprobs": near.logprobs + 0.2 * noise(*near.logprobs.shape),
+        "values": near.values + noise(count),
+        "return": (SCALE * noise(count)).double(),
+        "advantage": noise(count).double(),
+    }
+    return Batch({f"turn.{name}": Ragged(column, LENGTHS) for name, column in columns.items()})
+
+
+def slow_loss(model: Any, batch: Batch, level: str, actions: str) -> torch.Tensor:
+    """Policy and entropy by what the level counts, the value by turns."""
+    parts, values = [], []
+    for turn in range(sum(LENGTHS)):
+        state = batch["turn.observation.state"].values[turn : turn + 1]
+        features = model.actor({"state": state})
+        taken = int(batch["turn.steps"].values[turn])
+        drawn, before = (batch[f"turn.{name}"].values[turn] for name in ("tokens", "logprobs"))
+        new, entropy = [], []
+        for step in range(taken):
+            if actions == "categorical":
+                logits = model.head.logits(features).view(CHUNK, 4)[step]
+                chance: Any = Categorical(logits=logits)
+                new.append(chance.log_prob(drawn[step, 0])[None])
+                entropy.append(chance.entropy()[None])
+            else:
+                mean = model.head.mean(features).view(CHUNK, 2)[step]
+                chance = Normal(mean, model.head.log_std[step].exp())
+                new.append(chance.log_prob(drawn[step]))
+                entropy.append(chance.entropy())
+        columns = [torch.stack(new), before[:taken], torch.stack(entropy)]
+        if level != "token":
+            columns = [column.sum(-1) for column in columns]
+        if level == "chunk":
+            columns = [column.sum() for column in columns]
+        ratio = (columns[0] - columns[1]).exp().flatten()
+        advantage = float(batch["turn.advantage"].values[turn])
+        loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        parts.append(loss - 0.03 * columns[2].flatten())
+        value = model.value(model.critic({"state": state})).view(())
+        old, wanted = (float(batch[f"turn.{x}"].values[turn]) / SCALE for x in ("values", "return"))
+        kept = old + (value - old).clamp(-0.1, 0.1)
+        values.append(torch.maximum((value - wanted) ** 2, (kept - wanted) ** 2) / 2)
+    return torch.cat(parts).mean() + 0.7 * torch.stack(values).mean()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("level", ["token", "action", "chunk"])
+@pytest.mark.parametrize("actions", ["gaussian", "categorical"])
+def test_the_gradient_is_that_of_a_slow_computation(actions: str, level: str, whole: bool) -> None:
+    algorithm = {
+        "level": level, "entropy_coefficient": 0.03, "value_clip": 0.1, "value_coefficient": 0.7,
+        "normalize_advantage": False,
+    }  # fmt: skip
+    recipe: Any = read_recipe(
+        {
+            "workload": "embodied", "rollouts_per_step": len(LENGTHS),
+            "environment": {"name": "table:red"}, "policy": {"chunk": CHUNK},
+            "rollout": {"horizon": 12}, "algorithm": algorithm,
+            "update": {"epochs": 1, "minibatches": 1, "turns_per_microbatch": 8},
+            "optimizer": {"max_grad_norm": None},
+        }
+    )  # fmt: skip
+    batch, model, slow = rollouts(actions, whole=whole), policy(actions), policy(actions)
+    loss = slow_loss(slow, batch, level, actions)
+    loss.backward()
+    update = PolicyUpdate(model, recipe)
+    found: dict[str, torch.Tensor] = {}
+    taken = update.optimizer.step
+
+    def step(sums: torch.Tensor, denominator: int, all_reduce: Any) -> Any:
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            found[name] = parameter.grad / sums[denominator]
+        return taken(sums, denominator, all_reduce)
+
+    update.optimizer.step = step  # type: ignore[method-assign]
+    figures = update.run(batch, None)
+    for name, parameter in slow.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    assert figures["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    returns, values = (batch[f"turn.{x}"].values.double().numpy() for x in ("return", "values"))
+    explained = 1 - np.var(returns - values) / np.var(returns)
+    assert figures["explained_variance"] == pytest.approx(explained, rel=1e-6)

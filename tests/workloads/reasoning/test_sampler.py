@@ -1,0 +1,196 @@
+"""Which problems are asked: none is left out or asked twice, also by a run that goes on."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count, islice
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from m2flow.errors import UserError
+from m2flow.workloads.reasoning.sampler import MEMORY, Curriculum, Sampler
+from m2flow.workloads.reasoning.tasks.problem import generator
+
+SLOTS, SPARES = 3, 2
+
+
+def make(lag: int = 1, curriculum: Curriculum | None = None, seed: int = 0) -> Sampler:
+    return Sampler(seed=seed, slots=SLOTS, spares=SPARES, lag=lag, curriculum=curriculum)
+
+
+def through_json(sampler: Sampler, step: int, lag: int, **more: Any) -> Sampler:
+    """Another sampler that goes on from the first one's state, as a resumed run has it."""
+    other = make(lag, **more)
+    other.restore(json.loads(json.dumps(sampler.state(step))))
+    return other
+
+
+Counts = list[tuple[int, int, int]]
+"""Of each step and slot how many problems were asked."""
+
+counts = st.lists(st.tuples(*[st.integers(1, 1 + SPARES)] * SLOTS), min_size=1, max_size=12)
+
+
+def run(sampler: Sampler, steps: Sequence[Sequence[int]], first: int = 0) -> list[list[list[int]]]:
+    """Steps one after another; the numbers that each slot of each step was handed."""
+    handed = []
+    for step, counted in enumerate(steps, first):
+        slots = sampler.asked(step)
+        handed.append([[one.number for one in slot] for slot in slots])
+        sampler.note(step, counted, [])
+    return handed
+
+
+@given(counts)
+def test_no_problem_is_left_out_or_asked_twice(steps: Counts) -> None:
+    """Those that were handed out and not asked wait, the lowest number first, for the next step."""
+    sampler = make()
+    asked: list[int] = []
+    for slots, counted in zip(run(sampler, steps), steps, strict=True):
+        in_order = [slot[place] for place in range(1 + SPARES) for slot in slots]
+        assert in_order == sorted(in_order), "firsts before the spares that come after them"
+        asked += [
+            number for slot, count in zip(slots, counted, strict=True) for number in slot[:count]
+        ]
+    assert max(Counter(asked).values()) == 1
+    following = sorted(one.number for slot in sampler.asked(len(steps)) for one in slot)
+    never_asked = (number for number in count() if number not in asked)
+    assert following == list(islice(never_asked, SLOTS * (1 + SPARES)))
+
+
+@given(counts, st.integers(1, 4), st.data())
+def test_a_run_that_goes_on_asks_the_same(steps: Counts, lag: int, data: st.DataObject) -> None:
+    stop = data.draw(st.integers(0, len(steps)))
+    straight = run(make(lag), steps)
+    before = make(lag)
+    first = run(before, steps[:stop])
+    after = run(through_json(before, stop, lag), steps[stop:], stop)
+    assert first + after == straight
+
+
+@given(counts, st.integers(0, 2), st.data())
+def test_when_results_are_told_changes_nothing(
+    steps: Counts, staleness: int, data: st.DataObject
+) -> None:
+    """With staleness K, 2 K steps more may have been begun than there are results of."""
+    lag = 1 + 2 * staleness
+    in_time = run(make(lag), steps)
+    sampler, told, late = make(lag), 0, []
+    for step in range(len(steps)):
+        due = max(told, step - lag + 1)
+        until = data.draw(st.integers(due, step), label=f"told before step {step}")
+        for earlier in range(told, until):
+            sampler.note(earlier, steps[earlier], [])
+        told = until
+        late.append([[one.number for one in slot] for slot in sampler.asked(step)])
+        if told == step:  # where a checkpoint may be
+            assert make(lag).restore(json.loads(json.dumps(sampler.state(step)))) is None
+    assert late == in_time
+
+
+@given(counts, st.data())
+def test_a_checkpoint_amid_steps_in_flight(steps: Counts, data: st.DataObject) -> None:
+    """Steps after the checkpoint's have been begun; those that go on from it do not know."""
+    lag, ahead = 3, 1
+    straight = run(make(lag), steps)
+    stop = data.draw(st.integers(0, len(steps)))
+    sampler = make(lag)
+    for step in range(min(stop + ahead, len(steps))):
+        sampler.asked(step)
+        if step >= ahead:
+            sampler.note(step - ahead, steps[step - ahead], [])
+    for step in range(max(0, min(stop + ahead, len(steps)) - ahead), stop):
+        sampler.note(step, steps[step], [])
+    assert run(through_json(sampler, stop, lag), steps[stop:], stop) == straight[stop:]
+
+
+def test_batches_may_be_taken_without_results() -> None:
+    """As a profile does: each problem is then taken for asked."""
+    sampler = make()
+    numbers = [one.number for step in range(3) for slot in sampler.asked(step) for one in slot]
+    assert sorted(numbers) == list(range(3 * SLOTS * (1 + SPARES)))
+
+
+@pytest.mark.parametrize("state", [{}, {"applied": "x"}, {"applied": 0, "next": 1, "returned": 3}])
+def test_a_state_that_says_nothing(state: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"^sampler\.json: does not say where the data stood"):
+        make().restore(state)
+
+
+# A curriculum
+
+ROWS = 90
+BAND = Curriculum(ROWS, 0.2, 0.8, 0.1)
+
+
+def true_rate(number: int) -> float:
+    """A third of the problems is always solved, a third never, and a third every other time."""
+    return (1.0, 0.5, 0.0)[number % 3]
+
+
+def simulated(sampler: Sampler, steps: range, group: int = 8) -> list[list[int]]:
+    """The problems of each step; answers are right as often as chance, seeded, has it."""
+    asked = []
+    for step in steps:
+        slots = sampler.asked(step)
+        numbers = [slot[0].number for slot in slots]
+        random = generator("answers", step)
+        rates = [
+            (number, sum(random.random() < true_rate(number) for _ in range(group)) / group)
+            for number in numbers
+        ]
+        sampler.note(step, [1] * SLOTS, rates)
+        asked.append(numbers)
+    return asked
+
+
+def test_problems_of_middling_difficulty_are_asked_more_often() -> None:
+    """A weight of 0.1 beside 1: of as many known problems of each kind 10 in 12."""
+    asked = simulated(make(curriculum=BAND), range(600))
+    once_all_are_known = Counter(number % 3 for step in asked[150:] for number in step)
+    easy, middling, hard = (once_all_are_known[kind] for kind in range(3))
+    assert middling > 5 * easy
+    assert middling > 5 * hard
+    assert min(easy, hard) > 0, "they are asked again now and then: a policy gets better"
+    first = [number for step in asked[:20] for number in step]
+    assert len(set(first)) > 45, "what was never asked is asked like what is in the band"
+
+
+def test_a_curriculum_goes_on_as_it_was() -> None:
+    straight = simulated(make(curriculum=BAND), range(40))
+    before = make(curriculum=BAND)
+    first = simulated(before, range(25))
+    after = simulated(through_json(before, 25, 1, curriculum=BAND), range(25, 40))
+    assert first + after == straight
+    forgetful = simulated(make(curriculum=BAND), range(25, 26))
+    assert forgetful != straight[25:26], "or the state would prove little"
+
+
+def test_rates_run_along_and_no_problem_is_asked_twice_in_a_step() -> None:
+    sampler = make(curriculum=Curriculum(9, 0.2, 0.8, 0.1))
+    for step in range(3):
+        slots = sampler.asked(step)
+        assert len({one.number for slot in slots for one in slot}) == 9
+        sampler.note(step, [1, 1, 1], [(4, 1.0 if step else 0.0)])
+    sampler.asked(3)
+    assert sampler.state(3)["rates"] == {4: 0.75}, f"half of the weight: {MEMORY}"
+    assert sampler.figures_of(3) == {
+        "sampling/known_share": pytest.approx(1 / 3 if 4 in firsts_of(sampler, 3) else 0.0),
+        "sampling/in_band_share": pytest.approx(1 / 3 if 4 in firsts_of(sampler, 3) else 0.0),
+    }
+
+
+def firsts_of(sampler: Sampler, step: int) -> list[int]:
+    return [slot[0].number for slot in sampler._handed[step]]
+
+
+def test_what_is_drawn_again_later_is_drawn_anew() -> None:
+    """A problem that comes back does not bring its seed along."""
+    sampler = make(curriculum=Curriculum(9, 0.2, 0.8, 0.1))
+    turns = [one.turn for step in range(4) for slot in sampler.asked(step) for one in slot]
+    assert sorted(turns) == list(range(36))
