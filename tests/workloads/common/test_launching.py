@@ -51,5 +51,7 @@ def test_what_the_recipe_says_of_lanes_reaches_the_launch(monkeypatch: pytest.Mo
     )
     monkeypatch.setattr(launching, "launch", lambda flow, **settings: settings)
     plan: Any = "plan"
-    settings: Any = launched(experiment, plan, None, Quiet())
+    settings: Any = launched(
+        experiment, plan, None, Quiet(), checkpoint=None, first_step=0, also={}
+    )
     assert {name: settings[name] for name in said} == said
