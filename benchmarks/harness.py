@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import subprocess
@@ -97,6 +98,15 @@ def _cell(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
+def _plain(value: Any) -> Any:
+    """What JSON can say: None in the place of what is no number, or infinite."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def conclude(
     name: str,
     results: Mapping[str, Any],
@@ -114,9 +124,10 @@ def conclude(
             "machine": machine(),
             "commit": commit(),
             "quick": options.quick,
-            "results": results,
-            "targets": [{**asdict(target), "holds": target.holds} for target in targets],
-        }
+            "results": _plain(results),
+            "targets": [_plain({**asdict(target), "holds": target.holds}) for target in targets],
+        },
+        allow_nan=False,
     )
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)

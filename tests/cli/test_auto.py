@@ -61,4 +61,6 @@ def test_a_recipe_that_names_no_mode(tiny: Path, m2flow: Callable[..., Any]) -> 
     again = m2flow("train", tiny, "steps=12", *few, "--run-dir", "second", "--resume")
     assert again.code == 0, again.err
     assert [row["reward/mean"] for row in rows("second")] == pytest.approx(expected)
-    assert m2flow("plan", tiny).code == 0, "the stored profile is the planner's as well"
+    told = m2flow("plan", tiny, "--explain")
+    assert told.code == 0, "the stored profile is the planner's as well"
+    assert "tried in real steps:" in told.out, "and the race of the run that it was learned in"

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from m2flow.engine.messages import CallFailed, CallFinished, ItemsProduced, LaneLost
+from m2flow.runtime.driver import pool as pool_module
 from m2flow.runtime.driver.carrier import first_cause_first
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.lane.orders import LaneEnded, Reports, to_bytes
 from m2flow.runtime.lane.reports import Report
+from m2flow.runtime.transport import lines
 from m2flow.runtime.transport.lines import LauncherLine, Line
 
 
@@ -78,6 +80,21 @@ def test_nothing_that_was_said_is_dropped_when_a_lane_goes(pool_of: PoolOf) -> N
     assert [lane for lane, message in said if isinstance(message, LaneEnded)] == [0]
     assert pool.receive(0.0) == [], "an end is told once"
     assert "lane 0 was lost" in pool.spoiled
+
+
+def test_a_lane_that_is_silent_and_gone_has_ended(
+    pool_of: PoolOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine closes no line; whoever knows of its end is asked, and what it says is told."""
+    pool, _ = pool_of(0)
+    monkeypatch.setattr(pool_module, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(lines, "SILENCE_SECONDS", 0.0)
+    assert pool.receive(0.0) == []
+    pool._lines[0].on_silence = lambda: "the actor died: its machine is gone"
+    ((lane, ended),) = pool.receive(0.0)
+    assert lane == 0
+    assert isinstance(ended, LaneEnded)
+    assert "its machine is gone" in str(ended)
 
 
 def test_whoever_has_fetched_something_wakes_the_control_loop(pool_of: PoolOf) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +47,30 @@ def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], S
         return made
 
     return patched
+
+
+def test_a_cluster_of_ones_own_asks_for_a_token(
+    starts: Callable[[int], Starts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before Ray starts, and known to Ray, which reads its settings when it is imported."""
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # what is set in the test is taken back behind it
+        monkeypatch.delenv(name)
+    made, told = starts(0), list[tuple[str | None, int, int]]()
+
+    def read(_: str) -> None:
+        secret = os.environ.get("RAY_AUTH_TOKEN", "")
+        told.append((os.environ.get("RAY_AUTH_MODE"), len(secret), len(made.folders)))
+
+    loader = SimpleNamespace(reset_cache=lambda: None)
+    raylet = ray._raylet  # type: ignore[attr-defined]
+    monkeypatch.setattr(raylet, "Config", SimpleNamespace(initialize=read))
+    monkeypatch.setattr(
+        raylet, "AuthenticationTokenLoader", SimpleNamespace(instance=lambda: loader)
+    )
+    RayCluster(()).close()
+    assert told == [("token", 64, 0)]
+    assert len(made.folders) == 1
 
 
 def test_a_start_that_times_out_is_tried_again(starts: Callable[[int], Starts]) -> None:

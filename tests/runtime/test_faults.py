@@ -204,6 +204,13 @@ def test_a_worker_that_cannot_load_ends_the_lanes_at_once(tmp_path: Path) -> Non
 # --- losses ---------------------------------------------------------------------------------------
 
 
+def test_a_worker_may_take_as_long_to_load_as_is_said(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"no progress with loading for 2 s: lane 1 \(reader\)"):
+        start(reader="slow load", folder=tmp_path, load_deadline_seconds=2.0)
+    (process,) = tmp_path.iterdir()
+    wait_for(lambda: not alive(int(process.name)), 30)
+
+
 def test_a_lane_that_is_lost_while_another_waits_for_it_is_on_top(tmp_path: Path) -> None:
     """Whoever asks it for a payload misses it first; that is not what is said."""
     with start(folder=tmp_path) as run:

@@ -1,8 +1,8 @@
 """Context switching: whose state is on a lane, and what must make way for whom.
 
 A lane with no memory limit keeps everything resident. On a lane with one, nothing is resident at
-the start (whoever loads a worker there offloads it again), and at every moment the states that are
-resident and what the call at hand works with take no more than the limit. The worker that was used
+the start (a driver that loads a worker there offloads it again), and at every moment the states
+that are resident and what the call at hand works with take no more than the limit. The worker that was used
 longest ago makes way first; one without state never does. The moves are commands to a lane that
 carries out its commands in order, so nothing waits for them and no lock exists.
 
@@ -45,7 +45,7 @@ class Residency:
                 in as well.
 
         Raises:
-            PlanError: they do not fit there, whoever makes way.
+            PlanError: they do not fit there, even with every other state away.
         """
         limit = self._limit[lane]
         if limit is None:

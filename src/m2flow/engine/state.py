@@ -90,7 +90,7 @@ class EngineState:
         }
         self.length_columns = {stream: graph.length_column(stream) for stream in streams}
 
-    # --- who is to be looked at ---------------------------------------------------------------
+    # --- stages that may have something to start ----------------------------------------------
 
     def wake(self, step: int, node: int) -> None:
         """A stage may have something to start in this step."""

@@ -1,4 +1,4 @@
-"""Whose turn it is: stages that share a state see it change in one order, under every plan.
+"""The order of stages that share a state: they see it change in one order, under every plan.
 
 A worker *learns* if a stage of it accumulates, or if it publishes weights: what its stages read
 changes while the run goes on. Two rules give them what they would read in the eager run:

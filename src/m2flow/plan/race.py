@@ -3,7 +3,7 @@
 Every plan trains the same weights, so a step under a plan that loses costs only its slowness. In
 each round every entrant runs some steps; the slower half drops out, and the survivors run twice as
 many in the next round. An entrant that is clearly slower drops out after a single step. The race
-reads no clock: whoever runs the steps notes their seconds.
+reads no clock: the run that takes the steps notes their seconds.
 
 Steps differ: one with longer answers takes longer under any plan. So what an entrant was seen to
 take is weighed against its prediction by how much steps vary and how far predictions are off, as
@@ -54,13 +54,35 @@ class Entrant:
         return statistics.median(self.measured) if self.measured else self.predicted
 
 
+@dataclass(frozen=True)
+class Tried:
+    """What is kept of an entrant.
+
+    Attributes:
+        plan: its name.
+        predicted: seconds of a step.
+        measured: seconds of each step under it.
+        verdict: what came of it, as `Entrant` says; empty while it races.
+    """
+
+    plan: str
+    predicted: float
+    measured: tuple[float, ...]
+    verdict: str
+
+
+def tried(entrants: Sequence[Entrant]) -> tuple[Tried, ...]:
+    """What is kept of a race."""
+    return tuple(Tried(x.name, x.predicted, tuple(x.measured), x.verdict) for x in entrants)
+
+
 class Race:
     """A race between plans, one step at a time.
 
     Args:
         entrants: at least one, those predicted to be fastest first. Entrants whose workers stand
             in the same places run one after the other, so that few workers move.
-        most_steps: steps after which the race ends, whoever leads.
+        most_steps: steps after which the race ends and the leader wins.
         error: relative error of the predictions against each other.
     """
 

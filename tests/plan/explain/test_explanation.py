@@ -16,7 +16,7 @@ from m2flow.plan.explain.bottleneck import bottleneck
 from m2flow.plan.explain.differences import differences, title
 from m2flow.plan.file import from_json, to_json
 from m2flow.plan.prediction import Candidate, Decision
-from m2flow.plan.race import Entrant
+from m2flow.plan.race import Entrant, tried
 from m2flow.plan.units import Bytes
 from tests.plan.explain.cases import GEN, TRAIN, lanes, plan_of, predicted, profile, span
 from tests.plan.small_graphs import TALKING
@@ -121,16 +121,21 @@ def test_the_words_set_memory_at_its_peak() -> None:
 
 def test_the_race_is_told_plan_by_plan(decision: Decision) -> None:
     plan = decision.chosen.plan
-    race = [
-        Entrant("collocated", plan, 0.5, 0.0, [0.52, 0.54, 0.53]),
-        Entrant("hybrid", plan, 0.6, verdict="out of memory on lane 1"),
-    ]
-    told = summary(explained(decision, TALKING, race=race))
-    start = told.index("tried in real steps:")
-    assert told[start + 1 : start + 3] == [
-        "  collocated: 530 ms a step in 3 steps, 500 ms predicted; racing",
-        "  hybrid: no step, 600 ms predicted; out of memory on lane 1",
-    ]
+    race = tried(
+        [
+            Entrant("collocated", plan, 0.5, 0.0, [0.52, 0.54, 0.53]),
+            Entrant("hybrid", plan, 0.6, verdict="out of memory on lane 1"),
+        ]
+    )
+    later = replace(decision, profile=replace(decision.profile, race=race))
+    for why in (explained(decision, TALKING, race=race), explained(later, TALKING)):
+        told = summary(why)
+        start = told.index("tried in real steps:")
+        assert told[start + 1 : start + 3] == [
+            "  collocated: 530 ms a step in 3 steps, 500 ms predicted; racing",
+            "  hybrid: no step, 600 ms predicted; out of memory on lane 1",
+        ]
+    assert "tried in real steps:" not in summary(explained(later, TALKING, race=()))
 
 
 def test_what_was_ruled_out_is_told(decision: Decision) -> None:

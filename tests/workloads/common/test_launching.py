@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from m2flow.engine.plan import LaneSpec
+from m2flow.observe.progress import Quiet
 from m2flow.runtime.driver.pilot import Pilot
-from m2flow.workloads.common import read_recipe
-from m2flow.workloads.common.launching import computed_profile
+from m2flow.workloads.common import launching, read_recipe
+from m2flow.workloads.common.launching import computed_profile, launched
 from m2flow.workloads.common.planning import flow_of
 
 RECIPE = read_recipe(Path(__file__).parents[3] / "recipes" / "quickstart.yaml", ())
@@ -39,3 +42,16 @@ def test_accelerators_without_figures_and_cores_are_not_guessed_at(
     called(monkeypatch, "NVIDIA GeForce RTX 3060")
     assert computed_profile(RECIPE, GRAPH, GPUS) is None
     assert computed_profile(RECIPE, GRAPH, [LaneSpec(0, cores=(0,))]) is None
+
+
+def test_what_the_recipe_says_of_lanes_reaches_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"load_deadline_seconds": 9.0, "lane_restarts": 5}
+    experiment: Any = SimpleNamespace(
+        recipe=RECIPE.model_copy(update=said), flow=lambda checkpoint: "flow"
+    )
+    monkeypatch.setattr(launching, "launch", lambda flow, **settings: settings)
+    plan: Any = "plan"
+    settings: Any = launched(
+        experiment, plan, None, Quiet(), checkpoint=None, first_step=0, also={}
+    )
+    assert {name: settings[name] for name in said} == said

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from m2flow.engine.plan import Plan
+from m2flow.flow import Place
 from m2flow.flow.graph import FlowGraph
 from m2flow.plan import build_plan, parse_lanes
 from m2flow.runtime.driver.launch import launch
 from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.training import trainer_state
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
-from m2flow.workloads.reasoning.workers import ModelSource
+from m2flow.workloads.reasoning.flow import saved
+from m2flow.workloads.reasoning.workers import Critic, ModelSource
 
 MakeRecipe = Any
 
@@ -118,6 +121,24 @@ def test_stopped_and_resumed(recipe: ReasoningRecipe, warmed: ModelSource, tmp_p
         assert value.equal(after.weights[name]), name
     assert any(not value.equal(before.weights[name]) for name, value in straight.weights.items())
     assert sum(metrics["grad_norm"] > 0 for metrics in straight.metrics) >= 3
+
+
+def test_a_critic_reads_no_state_but_its_own(
+    tiny_recipe: MakeRecipe, warmed: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tiny_recipe(**VARIANTS["a critic"])
+    stretch(recipe, warmed, tmp_path, 0, 1)
+    checkpoint, opened = tmp_path / "step_000001", []
+
+    class Watched(trainer_state.SavedState):
+        def __init__(self, folder: Path) -> None:
+            opened.append(folder)
+            super().__init__(folder)
+
+    monkeypatch.setattr(trainer_state, "SavedState", Watched)
+    model = saved(recipe, warmed, checkpoint, Critic.part)
+    Critic(model, recipe, str(checkpoint)).load(Place())
+    assert opened == [checkpoint / Critic.part / "trainer"]
 
 
 def test_resumed_with_generation_a_step_ahead(

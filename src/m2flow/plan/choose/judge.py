@@ -102,7 +102,7 @@ def sized(plan: Plan, graph: FlowGraph, profile: Profile, num_items: int) -> Pla
             cost = profile.cost(
                 node.name, spot.layout, len(gang), kind_of[gang[0]], stage.max_running
             )
-        except UserError:  # whoever simulates the plan will refuse it, and say why
+        except UserError:  # the simulation of the plan will refuse it, and say why
             continue
         items = min(stage.chunk or units, units) * unit_items(node, num_items)
         size = cost.working_bytes(Items(items))

@@ -162,7 +162,7 @@ def _deals(
 
 
 def _by_work(work: Sequence[float], least: Sequence[int], lanes: int) -> list[int]:
-    """Lanes in proportion to work, one by one to whoever has most work a lane."""
+    """Lanes in proportion to work, one by one to the group that has the most work a lane."""
     deal = list(least)
     for _ in range(lanes - sum(deal)):
         neediest = max(range(len(deal)), key=lambda n: work[n] / deal[n])

@@ -16,7 +16,7 @@ from m2flow.plan.explain.differences import differences, title, where
 from m2flow.plan.explain.flips import Flip
 from m2flow.plan.gantt import Gantt, folded, lay_out
 from m2flow.plan.prediction import Candidate, Decision, Prediction
-from m2flow.plan.race import Entrant
+from m2flow.plan.race import Tried
 from m2flow.plan.sizes import bytes_text
 
 RUNNERS_UP = 3
@@ -26,23 +26,6 @@ COLUMNS = 240
 """Columns of time of the chart of the predicted step."""
 
 NOTHING = Gantt(0.0, 0.0, ())
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A plan that was tried in real steps of the run.
-
-    Attributes:
-        plan: its name.
-        predicted: seconds of a step.
-        measured: seconds of each step under it.
-        verdict: what came of it, as `m2flow.plan.race.Entrant` says; empty while it races.
-    """
-
-    plan: str
-    predicted: float
-    measured: tuple[float, ...]
-    verdict: str
 
 
 @dataclass(frozen=True)
@@ -128,7 +111,7 @@ def explained(
     graph: FlowGraph,
     *,
     flips: Sequence[Flip] | None = None,
-    race: Sequence[Entrant] = (),
+    race: Sequence[Tried] | None = None,
     assumptions: Sequence[str] = (),
 ) -> Explanation:
     """Explain a decision; nothing is simulated.
@@ -137,7 +120,7 @@ def explained(
         decision: the choice.
         graph: its flow.
         flips: what `m2flow.plan.explain.flips` has found; None: it was not asked.
-        race: plans that were tried in real steps.
+        race: plans that were tried in real steps; None: those of the run that the profile is of.
         assumptions: values that were assumed, beside those that the profile names.
     """
     chosen, profile = decision.chosen, decision.profile
@@ -158,9 +141,7 @@ def explained(
         ruled_out=decision.ruled_out,
         flips=None if flips is None else tuple(flips),
         frontier=tuple(_alternative(one, decision) for one in decision.frontier) if ahead else (),
-        race=tuple(
-            Tried(one.name, one.predicted, tuple(one.measured), one.verdict) for one in race
-        ),
+        race=profile.race if race is None else tuple(race),
         profile=Origin(profile.source, profile.key),
         assumptions=tuple(dict.fromkeys((*profile.assumptions, *assumptions))),
         timeline=_timeline(chosen),

@@ -22,6 +22,7 @@ from statistics import fmean
 
 from m2flow.errors import UserError, suggestion
 from m2flow.flow.worker import ONE_LANE
+from m2flow.plan.race import Tried
 from m2flow.plan.units import Bytes, BytesPerSecond, Items, Seconds, add, transfer
 
 KEY_PARTS = ("model", "shapes", "hardware", "versions")
@@ -331,6 +332,7 @@ class Profile:
         key: what it depends on: for each of KEY_PARTS, names and values.
         source: "measured" or "analytic".
         assumptions: what the prices take for granted, to be told beside the plan.
+        race: the plans that were tried in the run that it was learned in.
     """
 
     stages: Mapping[str, StageProfile]
@@ -342,6 +344,7 @@ class Profile:
     key: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     source: str = "measured"
     assumptions: tuple[str, ...] = ()
+    race: tuple[Tried, ...] = ()
 
     def __post_init__(self) -> None:
         for place in self.links:

@@ -20,7 +20,7 @@ from m2flow.runtime.transport.sweeping import Sweeper, check_shared_memory
 
 
 def require_token() -> None:
-    """Have the clusters that this process starts refuse whoever does not know a secret.
+    """Have the clusters that this process starts refuse connections without the secret token.
 
     What the user has set counts. The secret stays the same as long as the process lives. Ray reads
     the mode and the secret once, when it is imported or first used, so it is told to read again.

@@ -30,7 +30,7 @@ from m2flow.plan.prediction import Candidate, Decision, Prediction
 from m2flow.plan.profile import Profile
 from m2flow.plan.profile.evidence import Evidence
 from m2flow.plan.profile.learning import fitted
-from m2flow.plan.race import WON, Entrant, Race
+from m2flow.plan.race import WON, Entrant, Race, tried
 from m2flow.plan.units import Seconds
 from m2flow.plan.watching import PATIENCE, TOLERANCE, Watch, pays
 from m2flow.runtime.driver.auto import GUESSES, nowhere
@@ -277,6 +277,8 @@ class Pilot:
 
     def _learn(self) -> Profile:
         profile = fitted(self._evidence, self.profile)
+        if self.race is not None:
+            profile = replace(profile, race=tried(self.race.entrants))
         self._keep(profile)
         return profile
 

@@ -52,7 +52,7 @@ class Carrier(Protocol):
         ...
 
     def wait(self, seconds: float) -> list[Report]:
-        """What has happened; waits for the first report, but no longer than this."""
+        """Return the reports that have come; wait for the first, but no longer than `seconds`."""
         ...
 
     def collect(self, flow: str, command: CompleteStep) -> Future[Batch]:
@@ -286,7 +286,8 @@ class Runner:
     def _advance(self) -> None:
         """Hear what the lanes have to say, and judge their silence.
 
-        Whoever was not attended to for long may have spoken meanwhile: it is judged the next time.
+        Lanes that were not listened to for long may have reported meanwhile: they are judged the
+        next time.
         """
         begin = self._clock()
         attentive = begin - self._attended < AWAY_SECONDS

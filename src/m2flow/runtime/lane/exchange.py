@@ -1,7 +1,7 @@
 """`Exchange`: a lane's dealings in payloads: what it holds for others, what it gets from them.
 
-Items are asked for by whoever reads them and travel straight from the lane that holds them, by the
-way that fits. Published weights are laid out and taken over by the two halves of
+Items are asked for by the lane that reads them and travel straight from the lane that holds them,
+by the way that fits. Published weights are laid out and taken over by the two halves of
 `m2flow.runtime.weights`. The launcher has an exchange too, to read results; it serves nothing.
 """
 

@@ -77,7 +77,7 @@ class StageStream:
         stage: makes a generator of what a call begins with; the stage with its options.
         clock: seconds.
         agree: with the other lanes of the gang.
-        without: outputs that are there already: whoever makes them makes them for nobody.
+        without: outputs that are there already: a stage that makes them again does so in vain.
 
     Attributes:
         log: what was taken in and handed on, and when.

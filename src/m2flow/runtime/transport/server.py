@@ -1,4 +1,4 @@
-"""`PayloadServer`: hands payloads out to whoever asks, by the link that fits.
+"""`PayloadServer`: hands payloads out to the lanes that ask, by the link that fits.
 
 The answering side picks the link, because it knows the size and where the elements lie: `shared` (a
 handle into its pool, on one node) or `stream` (raw buffers over the socket, in one piece with the

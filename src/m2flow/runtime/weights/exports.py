@@ -32,7 +32,7 @@ class Export:
         source, version: whose weights they are, and which.
         lane: which lane.
         method: which way.
-        manifest: hash of the lane's TensorManifest; whoever does not know that one asks for it.
+        manifest: hash of the lane's TensorManifest; a reader without that manifest asks for it.
         num_bytes: size of what lies there.
         handle: in shared memory of the node; None for those who are to ask.
         reader: which of the handle's readers the addressee is.

@@ -2,7 +2,7 @@
 
 The first of them that asks has it brought, the others wait for that; it is kept until a later
 version comes. It is asked from the threads of the payload server too, so that nobody waits for the
-lane. What could not be brought is forgotten: whoever asks next has it brought again.
+lane. What could not be brought is forgotten: the next request has it brought again.
 """
 
 from __future__ import annotations

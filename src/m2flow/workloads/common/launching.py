@@ -19,6 +19,7 @@ from m2flow.plan.profile import Profile
 from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import Cluster, Machines
 from m2flow.plan.profile.hardware import device_called
+from m2flow.plan.race import tried
 from m2flow.runtime.driver.auto import GUESSES, Auto
 from m2flow.runtime.driver.launch import launch
 from m2flow.runtime.profiling.stored import cached, keep, stored_at
@@ -117,5 +118,5 @@ def write_decision(directory: RunDirectory, graph: FlowGraph, pilot: Pilot) -> N
 def explanation(pilot: Pilot, graph: FlowGraph) -> Explanation:
     """Explain the pilot's last decision, with the race that followed."""
     assert pilot.decision is not None
-    race = () if pilot.race is None else pilot.race.entrants
+    race = () if pilot.race is None else tried(pilot.race.entrants)
     return explained(pilot.decision, graph, race=race)

@@ -69,7 +69,7 @@ class Host:
         self.address = ChannelAddress(name, this_machine(), endpoint, secret, max_items, max_bytes)
 
     def stop(self) -> None:
-        """Whoever waits loses the connection."""
+        """Close the connections of all requests that wait."""
         self._listener.hang_up()
 
     def _serve(self, connection: socket.socket) -> None:

@@ -1,6 +1,6 @@
 """What a channel holds and who waits for it: a state machine without clock, threads or sockets.
 
-A request that ends gets its outcome, whoever's doing it is. The rules:
+A request that ends gets its outcome, whichever process ended it. The rules:
 
 * Items of a key leave in the order in which they came. Bounds count what is stored, over all keys.
 * Who waits is served in order: getters within their key, putters over all keys. An item whose
