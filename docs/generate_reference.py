@@ -208,6 +208,8 @@ EMBODIED = {
     "environment.options": "the environment's own settings, such as `pixels` and `motion`",
     "environment.processes": "processes of each lane in which simulators run, so that a crash or a "
     "hang costs an episode; 0 for the lane's own; none: one a core for heavy simulators",
+    "environment.python": "interpreter of those processes, where the simulator is installed in a "
+    "virtual environment of its own; none for the run's",
     "policy.kind": "an actor-critic on states or on pictures, or a vision-language-action model",
     "policy.chunk": "actions decided at once",
     "policy.hidden": "`mlp`: widths of its layers",
@@ -225,6 +227,8 @@ EMBODIED = {
     "policy.dtype": "of a checkpoint's weights",
     "policy.lora_rank": "train only adapters of this rank; 0 trains everything",
     "policy.proprioception": "`openvla-oft`: the policy reads the robot's state too",
+    "policy.head": "`openvla-oft`: actions from bins, or by the checkpoint's L1 regression head, "
+    "which can be evaluated and not trained",
     "policy.noise": "`pi0`: what makes denoising steps Gaussian, the stochastic equation or a "
     "network",
     "policy.noise_level": "`pi0`: factor of the standard deviation in `sde`",

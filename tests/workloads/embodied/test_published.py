@@ -48,13 +48,17 @@ def refused(changes: dict[str, Any]) -> str:
     return line
 
 
-def checkpoint(folder: Path, actions: int = 2, end: float = 1.0) -> str:
+def checkpoint(folder: Path, actions: int = 2, end: float = 1.0, regresses: bool = False) -> str:
     """A small OpenVLA in the published layout, with one data set's statistics."""
     from m2flow.models.policies.vla.checkpoint import save_policy
+    from m2flow.models.policies.vla.heads import L1Head
     from m2flow.models.policies.vla.tiny import tiny_openvla
 
     action = {"q01": [-end] * actions, "q99": [end] * actions, "mask": [True] * actions}
-    save_policy(tiny_openvla(["reach the red ball"], {"action": action}), folder)
+    policy: Any = tiny_openvla(["reach the red ball"], {"action": action}, parallel=regresses)
+    if regresses:
+        policy.l1_head = L1Head(policy.model.embedding_size, actions)
+    save_policy(policy, folder)
     return str(folder)
 
 
@@ -114,6 +118,27 @@ def test_a_published_model_is_evaluated_by_a_recipe(tmp_path: Path) -> None:
     assert figures["length"] <= 2
     with pytest.raises(UserError, match="or a published model and --data RECIPE"):
         examine(Examination(tmp_path, None))
+
+
+@needs_vla
+def test_a_regression_head_is_evaluated_and_not_trained(tmp_path: Path) -> None:
+    """Its actions are the head's, which are those of no bin; training is refused beforehand."""
+    folder = checkpoint(tmp_path / "model", regresses=True)
+    data = TABLE | {"policy": TABLE["policy"] | {"head": "l1"}, "rollout": {"horizon": 2}}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(data))
+    lanes = parse_lanes("cpu:1")
+    figures = examine(Examination(Path(folder), recipe, limit=2, lanes=lanes))
+    assert figures["length"] <= 2
+    policy = EmbodiedExperiment(read_recipe(data, {"model": folder})).flow().actor.source.make()
+    state = {"image": torch.zeros(1, 32, 32, 3, dtype=torch.uint8)}
+    seen = state | {"instruction": ["reach the red ball"]}
+    decided = policy.act(seen, seeds=[0], greedy=True)
+    assert torch.equal(decided.actions, policy.scale(decided.tokens))
+    with pytest.raises(UserError, match=r"policy.head.*cannot be trained.*m2flow eval"):
+        train(data, {"model": folder}, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert "a tiny model has no regression head" in refused({"policy.head": "l1"})
 
 
 # --- what is refused ----------------------------------------------------------------------------

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +13,10 @@ import torch
 
 import m2flow
 from m2flow.engine.plan import LaneSpec
+from m2flow.errors import UserError
 from m2flow.flow import Batch, Place
 from m2flow.plan import with_memory
+from m2flow.workloads.common import train
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied.config import EnvironmentSection
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
@@ -103,9 +108,49 @@ def test_simulators_in_processes_give_their_memory_back() -> None:
         simulator.close()
 
 
-def alive(pid: int) -> bool:
-    from pathlib import Path
+def test_simulators_may_have_an_interpreter_of_their_own(tmp_path: Path) -> None:
+    """A module that this interpreter has not: it is found by the other one alone."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "only_there.py").write_text(ONLY_THERE)
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nPYTHONPATH={tmp_path / "elsewhere"} exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    recipe = {
+        "workload": "embodied",
+        "mode": "eager",
+        "steps": 1,
+        "rollouts_per_step": 2,
+        "environment": {"name": "only_there:Reach", "python": str(python)},
+        "rollout": {"horizon": 4},
+        "update": {"epochs": 1, "minibatches": 1},
+        "evaluation": {"episodes": 0},
+    }
+    run = train(recipe, run_dir=tmp_path / "run")
+    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["environment_steps"] == 8
+    for changes, line in (
+        ({"environment.python": "/nowhere/python"}, "environment.python: is no program"),
+        ({"environment.processes": 0}, "environment.processes: another interpreter runs"),
+        ({"warmup.steps": 3}, "warmup.steps: demonstrations are shown where the run is"),
+        ({"environment.name": "only_there:Reech"}, "only_there has no such class"),
+    ):
+        with pytest.raises(UserError, match=line):
+            EmbodiedExperiment(read_recipe(recipe, changes))
 
+
+ONLY_THERE = """
+from m2flow.environments.table import TableEnvironment
+
+
+class Reach(TableEnvironment):
+    def __init__(self):
+        super().__init__("reach")
+"""
+
+
+def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 

@@ -188,10 +188,10 @@ class Workload(Protocol):
         """
 
     def check_here(self, recipe: Any) -> None:
-        """Refuse a recipe for which this environment lacks a package.
+        """Refuse a recipe that cannot be trained here: a package is missing, or it only evaluates.
 
         Raises:
-            UserError: names the command that installs it.
+            UserError: names the command that installs it, or the key.
         """
 
     def prices(self, recipe: Any, graph: FlowGraph, assumed: Assumed) -> Pricer:

@@ -29,12 +29,26 @@ class EnvironmentSection(Section):
     """The simulator: `name` is "family:task" or "module:Class", `options` are its own.
 
     `processes` simulators run in so many processes of each lane; None for one a core where the
-    simulator is a heavy one, 0 for none: it then runs in the lane's own process.
+    simulator is a heavy one, 0 for none: it then runs in the lane's own process. `python` is their
+    interpreter, where the simulator's packages clash with m2flow's.
     """
 
     name: str
     options: Options = Field(default_factory=dict)
     processes: Natural | None = None
+    python: str | None = None
+
+    @model_validator(mode="after")
+    def _another_interpreter_has_processes(self) -> EnvironmentSection:
+        if self.python is not None and self.processes == 0:
+            raise UserError(
+                "another interpreter runs in processes of its own",
+                key="environment.processes",
+                value=0,
+                expected="at least 1",
+                hint="take it out for one a core",
+            )
+        return self
 
 
 KEYS_OF_POLICIES = {
@@ -50,6 +64,7 @@ KEYS_OF_POLICIES = {
     "dtype": ("openvla", "openvla-oft", "pi0"),
     "lora_rank": ("openvla", "openvla-oft", "pi0"),
     "proprioception": ("openvla-oft",),
+    "head": ("openvla-oft",),
     "noise": ("pi0",),
     "noise_level": ("pi0",),
     "denoising_steps": ("pi0",),
@@ -66,8 +81,9 @@ TINY = "tiny"
 class PolicySection(Section):
     """What acts: a small actor-critic, or a vision-language-action model.
 
-    Of the latter `statistics` and `dtype` speak of a published checkpoint: a tiny model has a scale
-    of its own, in float32. With `lora_rank` only adapters of that rank are trained.
+    Of the latter `statistics`, `dtype` and `head` speak of a published checkpoint: a tiny model has
+    a scale of its own, in float32, and no regression head, which is for evaluation alone. With
+    `lora_rank` only adapters of that rank are trained.
     """
 
     kind: Literal["mlp", "cnn", "openvla", "openvla-oft", "pi0"] = "mlp"
@@ -84,6 +100,7 @@ class PolicySection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     lora_rank: Natural = 0
     proprioception: Flag = False
+    head: Literal["discrete", "l1"] = "discrete"
     noise: Literal["sde", "network"] = "sde"
     noise_level: Positive = 0.5
     denoising_steps: Count | None = None

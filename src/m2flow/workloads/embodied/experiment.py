@@ -6,6 +6,7 @@ else.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from m2flow.algorithms.sampling import derive_seed
-from m2flow.environments import rendering
+from m2flow.environments import make_environments, rendering
 from m2flow.environments.registry import maker, variables_of
+from m2flow.environments.spec import EnvironmentSpec
+from m2flow.errors import UserError
 from m2flow.flow import Batch
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.training import checkpoint
@@ -46,19 +49,12 @@ class EmbodiedExperiment:
 
     def __init__(self, recipe: EmbodiedRecipe) -> None:
         self.recipe = recipe
-        simulated = recipe.environment.name, recipe.environment.options
-        # Refuses where nothing can draw. MuJoCo reads them when it is imported, by the maker.
-        rendering.use_here(variables_of(*simulated), required=False)
-        environment = maker(*simulated)()
-        self.spec = environment.spec
+        self.spec = spec_of(recipe)
         critic = recipe.algorithm.name == "ppo"
         self._source = PolicySource(
             recipe.policy, self.spec, recipe.seed, critic=critic, model=recipe.model
         )
         self._source.make()  # refuses what does not fit; not kept, since it may be large
-        if self.makes_model:
-            expert_of(recipe, environment)
-        environment.close()
         self._start: Path | None = None
 
     @property
@@ -180,6 +176,45 @@ class EmbodiedExperiment:
         checkpoint.sweep(checkpoints)
         keep = self.recipe.checkpoint.keep
         run.worker_call("learner", "save_checkpoint", str(checkpoints), step, keep)
+
+
+def spec_of(recipe: EmbodiedRecipe) -> EnvironmentSpec:
+    """What the recipe's environment takes and gives, from one that is made for it.
+
+    Raises:
+        UserError: there is no such environment, nothing can draw its pictures, or there is no
+            expert for the demonstrations.
+    """
+    section = recipe.environment
+    if section.python is not None:
+        return _spec_elsewhere(recipe, section.python)
+    simulated = section.name, section.options
+    # Refuses where nothing can draw. MuJoCo reads them when it is imported, by the maker.
+    rendering.use_here(variables_of(*simulated), required=False)
+    environment = maker(*simulated)()
+    if recipe.warmup.steps:
+        expert_of(recipe, environment)
+    environment.close()
+    return environment.spec
+
+
+def _spec_elsewhere(recipe: EmbodiedRecipe, python: str) -> EnvironmentSpec:
+    """The spec of an environment that another interpreter makes."""
+    if shutil.which(python) is None:
+        raise UserError(
+            "is no program", key="environment.python", value=python, expected="an interpreter"
+        )
+    if recipe.warmup.steps:
+        raise UserError(
+            "demonstrations are shown where the run is, which has not the simulator",
+            key="warmup.steps",
+            value=recipe.warmup.steps,
+            expected="0 beside environment.python",
+        )
+    section = recipe.environment
+    elsewhere = make_environments(section.name, 1, processes=1, python=python, **section.options)
+    elsewhere.close()
+    return elsewhere.spec
 
 
 def episode_figures(output: Batch) -> dict[str, float]:

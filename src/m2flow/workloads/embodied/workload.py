@@ -41,6 +41,14 @@ class Embodied:
 
     def check_here(self, recipe: EmbodiedRecipe) -> None:
         """Environments say themselves what they lack, when they are made."""
+        if recipe.policy.head == "l1":
+            raise UserError(
+                "the regression head gives one action and no distribution: it cannot be trained",
+                key="policy.head",
+                value="l1",
+                expected="discrete",
+                hint="l1 is for m2flow eval",
+            )
 
     def prices(self, recipe: EmbodiedRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
         raise UserError(

@@ -87,6 +87,13 @@ def _openvla(
     )
     parallel, dtype = section.kind == "openvla-oft", getattr(torch, section.dtype)
     policy: VLAPolicy
+    if folder is None and section.head == "l1":
+        raise UserError(
+            "a tiny model has no regression head",
+            key="policy.head",
+            value=section.head,
+            expected="discrete, or model=FOLDER of a checkpoint that has one",
+        )
     if folder is None:
         state = spec.observation("state").shape[0] if section.proprioception else None
         policy = tiny_openvla(
@@ -100,7 +107,11 @@ def _openvla(
         )
     elif parallel:
         policy = load_openvla_oft(
-            folder, options, proprioception=section.proprioception, dtype=dtype
+            folder,
+            options,
+            head=section.head,
+            proprioception=section.proprioception,
+            dtype=dtype,
         )
     else:
         policy = load_openvla(folder, options, dtype)

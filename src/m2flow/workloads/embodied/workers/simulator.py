@@ -63,6 +63,7 @@ class Simulator(Worker):
             self.environment.name,
             count,
             processes=min(count, self._processes()),
+            python=self.environment.python,
             **self.environment.options,
         )
 
@@ -71,7 +72,8 @@ class Simulator(Worker):
             return self.environment.processes
         family = self.environment.name.partition(":")[0]
         light = family in LIGHT or family not in FAMILIES
-        return 0 if light else self.place.num_threads
+        here = light and self.environment.python is None
+        return 0 if here else self.place.num_threads
 
     @stage(sticky=True)
     def begin(self, rollouts: Batch) -> Batch:
