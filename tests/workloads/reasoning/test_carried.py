@@ -215,7 +215,9 @@ def test_a_run_that_goes_on_carries_the_same_over(tmp_path: Path) -> None:
     train(words, run_dir=parts, resume=True, progress=Quiet())
     assert rollouts_of(parts) == rollouts_of(straight)
     figures = [row for row in read_metrics(straight) if row["step"] > 0]
-    assert 0 < figures[0]["sampling/carried_share"] < 1
+    shares = [row["sampling/carried_share"] for row in figures]
+    assert max(shares) > 0
+    assert min(shares) < 1
     assert "sampling/unfilled_share" not in figures[0]
     page = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text()
     assert "`sampling/carried_share`" in page
