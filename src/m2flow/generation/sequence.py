@@ -44,9 +44,11 @@ class RunningSequence:
         """Of the weights that drew the tokens, up to the last `mark`."""
         strings = request.params.stop_strings
         assert text_of is not None or not strings, "an engine without text finds no stop strings"
-        self._stop_strings = StopStrings(strings, text_of) if strings and text_of else None
-        for token in self.tokens if self._stop_strings else ():
-            self._stop_strings.completed_by(token)
+        self._stop_strings: StopStrings | None = None
+        if strings and text_of is not None:
+            self._stop_strings = watched = StopStrings(strings, text_of)
+            for token in self.tokens:
+                watched.completed_by(token)
 
     @property
     def length(self) -> int:

@@ -172,8 +172,8 @@ class Sampler:
         """Turns of the problems whose answers go on in this step or a later one; all steps before
         it are done."""
         began = self._before.get(step, self._now)
-        told = (one for at, one in self._told.items() if began.applied < at < step)
-        return [turn for some in (began, *told) for _, turn in some.carried]
+        told = [one.carried for at, one in self._told.items() if began.applied < at < step]
+        return [turn for carried in (began.carried, *told) for _, turn in carried]
 
     def state(self, step: int) -> dict[str, Any]:
         """What a sampler needs that begins with a step, all before which are done. Plain data."""

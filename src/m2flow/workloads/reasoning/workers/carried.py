@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from m2flow.errors import UserError
 from m2flow.flow import Batch
@@ -119,8 +119,8 @@ def read(file: Path) -> dict[int, tuple[BegunAnswer, ...]]:
         answers: dict[int, tuple[BegunAnswer, ...]] = {}
         for number, turn in enumerate(found[TURNS]):
             mine = slice(ends[number], ends[number + 1])
-            tokens: list[Any] = [found[name][mine] for name in (TOKENS, LOGPROBS, VERSIONS)]
-            answer = BegunAnswer(*tokens, REASONS[found[ENDS][number]])
+            ids, logprobs, versions = (found[name][mine] for name in (TOKENS, LOGPROBS, VERSIONS))
+            answer = BegunAnswer(ids, logprobs, versions, REASONS[found[ENDS][number]])
             answers[turn] = (*answers.get(turn, ()), answer)
         return answers
     except (OSError, SafetensorError, LookupError) as error:
