@@ -137,6 +137,9 @@ MEANING = {
     "generation.cache_gb": "memory for keys and values on each lane, in 10^9 bytes; requests that "
     "find no room wait, and what they had drawn is computed again. `null`: half of the memory of "
     "an accelerator, and what they need on CPUs",
+    "generation.tokens_per_step": "most that a step draws of an answer; one that has not ended by "
+    "then goes on in the next step, and its group is trained on when all of its answers have "
+    "ended; `null`: all of it",
     "generation.stop": "strings of which any ends an answer with the token that completes it",
     "algorithm.name": "what is learned from a step; it sets the keys of `algorithm` that are not "
     "said ([table](../explanation/algorithms.md))",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from m2flow.errors import M2FlowError, UserError
 from m2flow.generation import prefixes
 from m2flow.generation.native import NativeEngine
-from m2flow.generation.records import Completion, Request, SamplingParams
+from m2flow.generation.records import Begun, Completion, Request, SamplingParams
 from tests.generation.small_models import CONTEXT, VOCAB_SIZE, drain, forward_logprobs, small_model
 
 MODEL = small_model()
@@ -447,3 +447,26 @@ def test_long_tails_change_nothing() -> None:
     engine.submit(POOL)
     for completion in drain(engine).values():
         assert_same(completion, ALONE[completion.id])
+
+
+@pytest.mark.parametrize("cells", [None, 3 * 32], ids=["room for all", "little room"])
+def test_a_completion_that_has_begun_goes_on_as_it_would_have(cells: int | None) -> None:
+    """Whatever of it was there: the rest is drawn as before, and what was there stays as it is."""
+    limits: dict[str, Any] = {} if cells is None else {"cache_bytes": cells * CELL_BYTES}
+    engine = engine_with(version=7, **limits)
+    begun = {one.id: len(ALONE[one.id].token_ids) * (one.id % 4) // 4 for one in POOL}
+
+    def of(one: Request) -> Begun:
+        there, count = ALONE[one.id], begun[one.id]
+        logprobs = there.logprobs[:count].tolist()
+        return Begun(there.token_ids[:count].tolist(), logprobs, [3] * count)
+
+    engine.submit([Request(one.id, one.prompt_ids, one.seed, one.params, of(one)) for one in POOL])
+    for id_, completion in drain(engine).items():
+        count, there = begun[id_], ALONE[id_]
+        assert completion.token_ids.equal(there.token_ids)
+        assert completion.logprobs[:count].equal(there.logprobs[:count])
+        assert completion.logprobs.allclose(there.logprobs, atol=1e-9)
+        assert completion.finish_reason == there.finish_reason
+        assert completion.token_versions[:count].eq(3).all()
+        assert completion.token_versions[count:].eq(7).all()

@@ -167,6 +167,9 @@ class ExternalEngine(ABC):
         """Whether any request is running or waiting."""
         return bool(self._live)
 
+    logprob_dtype = torch.float32
+    """Of the log-probabilities of completions."""
+
     @property
     def num_running(self) -> int:
         """Requests that are not finished."""

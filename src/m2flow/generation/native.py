@@ -106,6 +106,11 @@ class NativeEngine:
         return bool(self._live)
 
     @property
+    def logprob_dtype(self) -> torch.dtype:
+        """Of the log-probabilities of completions."""
+        return self._decoder.logprob_dtype
+
+    @property
     def num_running(self) -> int:
         """Requests that hold a slot."""
         return len(self._running)

@@ -71,6 +71,19 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """What was drawn of a completion before: it counts as drawn, and the rest follows.
+
+    Attributes:
+        token_ids, logprobs, versions: of each token, as in `Completion`.
+    """
+
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    versions: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One completion to be drawn.
 
@@ -81,12 +94,15 @@ class Request:
         id: unique among the requests that the engine holds.
         prompt_ids: int64 [P], or a sequence of Python integers; not empty.
         seed: int64; token t of the completion is drawn with `uniform(seed, t)`.
+        begun: its first tokens, where they were drawn earlier; fewer than its limit. Their keys and
+            values are computed again.
     """
 
     id: int
     prompt_ids: Sequence[int] | Tensor
     seed: int
     params: SamplingParams
+    begun: Begun = Begun()
 
     def check(self, prompt: Sequence[int], *, vocab_size: int, context: int) -> None:
         """Refuse a request that a model cannot answer.

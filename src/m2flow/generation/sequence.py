@@ -34,16 +34,21 @@ class RunningSequence:
         self.number = -1
         """In order of submission, which the engine counts."""
         self.prompt: tuple[int, ...] = tuple(ids.tolist() if isinstance(ids, Tensor) else ids)
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
+        self.tokens = list(request.begun.token_ids)
+        self.logprobs = list(request.begun.logprobs)
         self.stopped = False
         self._limit = request.params.max_new_tokens
+        assert len(self.tokens) < self._limit, "a completion that has begun is not at its end"
         self._stop = frozenset(request.params.stop_token_ids)
-        self.versions: list[int] = []
+        self.versions = list(request.begun.versions)
         """Of the weights that drew the tokens, up to the last `mark`."""
         strings = request.params.stop_strings
         assert text_of is not None or not strings, "an engine without text finds no stop strings"
-        self._stop_strings = StopStrings(strings, text_of) if strings and text_of else None
+        self._stop_strings: StopStrings | None = None
+        if strings and text_of is not None:
+            self._stop_strings = watched = StopStrings(strings, text_of)
+            for token in self.tokens:
+                watched.completed_by(token)
 
     @property
     def length(self) -> int:

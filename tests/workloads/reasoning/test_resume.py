@@ -35,6 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"model": {"dtype": "bfloat16"}},
     "a critic": {"algorithm": {"name": "ppo"}, "samples_per_prompt": 1, "prompts_per_step": 16},
     "further draws": {"algorithm": {"name": "dapo"}},
+    "answers that go on": {"generation": {"max_new_tokens": 6, "tokens_per_step": 4}},
 }
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.errors import UserError
-from m2flow.workloads.reasoning.sampler import MEMORY, Curriculum, Sampler
+from m2flow.workloads.reasoning.sampler import MEMORY, Asked, Curriculum, Sampler
 from m2flow.workloads.reasoning.tasks.problem import generator
 
 SLOTS, SPARES = 3, 2
@@ -107,6 +107,46 @@ def test_a_checkpoint_amid_steps_in_flight(steps: Counts, data: st.DataObject) -
     for step in range(max(0, min(stop + ahead, len(steps)) - ahead), stop):
         sampler.note(step, steps[step], [])
     assert run(through_json(sampler, stop, lag), steps[stop:], stop) == straight[stop:]
+
+
+@given(st.lists(st.sets(st.integers(0, SLOTS - 1)), min_size=1, max_size=12), st.data())
+def test_what_is_carried_over_comes_first_and_comes_back(
+    steps: list[set[int]], data: st.DataObject
+) -> None:
+    """Asked until it has ended, with the turn that it had; and so by a run that goes on."""
+    lag, stop = data.draw(st.integers(1, 3)), data.draw(st.integers(0, len(steps)))
+
+    def go(sampler: Sampler, first: int, last: int) -> list[list[Asked]]:
+        found = []
+        for step in range(first, last):
+            found.append([slot[0] for slot in sampler.asked(step)])
+            last_asked = sampler.note(step, [1] * SLOTS, [], steps[step])
+            assert last_asked == found[-1]
+        return found
+
+    def without_spares() -> Sampler:
+        return Sampler(seed=0, slots=SLOTS, spares=0, lag=lag)
+
+    straight = go(without_spares(), 0, len(steps))
+    before = without_spares()
+    first = go(before, 0, stop)
+    waiting = [
+        first[at][slot].turn for at in range(max(0, stop - lag), stop) for slot in sorted(steps[at])
+    ]
+    assert before.carried(stop) == waiting
+    after = without_spares()
+    after.restore(json.loads(json.dumps(before.state(stop))))
+    assert first + go(after, stop, len(steps)) == straight
+    for at, slots in enumerate(straight):
+        told = sorted(steps[at - lag]) if at >= lag else []
+        assert slots[: len(told)] == [straight[at - lag][slot] for slot in told]
+    ended = [
+        one.number
+        for slots, carried in zip(straight, steps, strict=True)
+        for slot, one in enumerate(slots)
+        if slot not in carried
+    ]
+    assert len(ended) == len(set(ended))
 
 
 def test_batches_may_be_taken_without_results() -> None:

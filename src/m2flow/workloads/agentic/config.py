@@ -156,6 +156,13 @@ class AgenticRecipe(reasoning.ReasoningRecipe):
                 value=self.algorithm.further_draws,
                 expected="0",
             )
+        if self.generation.tokens_per_step is not None:
+            raise UserError(
+                "is for answers of one turn",
+                key="generation.tokens_per_step",
+                value=self.generation.tokens_per_step,
+                hint="take it out",
+            )
         if self.data.curriculum is not None:
             raise UserError(
                 "is for answers of one turn",

@@ -149,9 +149,13 @@ class GenerationSection(Section):
 
     Keys and values take `cache_gb` on each lane at most (10**9 bytes; null: half of the memory of
     an accelerator, and on CPUs what they need, or 2**30 bytes with the engine of another package).
+
+    With `tokens_per_step` an answer that has not ended after so many tokens of a step goes on in a
+    later one, on the weights of then; its group is trained on when all of its answers have ended.
     """
 
     max_new_tokens: Count = 24
+    tokens_per_step: Count | None = None
     temperature: Positive = 1.0
     top_k: Natural = 0
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
@@ -420,6 +424,44 @@ class ReasoningRecipe(common.Recipe):
             return algorithm.further_draws
         drops = algorithm.equal_groups == "drop" and self.verifies
         return FURTHER_DRAWS.get(algorithm.name, 0) if drops else 0
+
+    @model_validator(mode="after")
+    def _answers_may_be_carried_over(self) -> ReasoningRecipe:
+        tokens, generation = self.generation.tokens_per_step, self.generation
+        if tokens is None:
+            return self
+        reasons = (
+            (
+                tokens >= generation.max_new_tokens,
+                "every answer ends in its step",
+                f"less than generation.max_new_tokens = {generation.max_new_tokens}",
+            ),
+            (
+                generation.engine != "native",
+                "the engine of another package begins every answer anew",
+                "generation.engine: native",
+            ),
+            (
+                self.algorithm.name not in OF_GROUPS,
+                "a group waits for its last answer",
+                f"algorithm.name: one of {', '.join(OF_GROUPS)}",
+            ),
+            (
+                self.further_draws > 0,
+                "other prompts are asked once all answers have ended",
+                "algorithm.further_draws: 0",
+            ),
+            (
+                self.data.curriculum is not None,
+                "rates of success are of answers that have ended",
+                "no data.curriculum",
+            ),
+        )
+        for holds, why, wanted in reasons:
+            if holds:
+                key = "generation.tokens_per_step"
+                raise UserError(why, key=key, value=tokens, expected=wanted)
+        return self
 
     @model_validator(mode="after")
     def _something_judges(self) -> ReasoningRecipe:

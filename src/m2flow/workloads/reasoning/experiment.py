@@ -61,7 +61,8 @@ from m2flow.workloads.reasoning.tasks import (
 )
 from m2flow.workloads.reasoning.tasks.jsonl import Jsonl
 from m2flow.workloads.reasoning.tasks.mixture import Mixture
-from m2flow.workloads.reasoning.workers import Critic, ModelSource
+from m2flow.workloads.reasoning.workers import Critic, ModelSource, carried
+from m2flow.workloads.reasoning.workers.carried import BEGUN, BegunAnswer, ended_groups
 from m2flow.workloads.reasoning.workers.further_draws import with_spares
 from m2flow.workloads.reasoning.workers.source import dtype_on
 
@@ -78,6 +79,9 @@ OF_PROMPTS = {"max_prompt_tokens", "curriculum"}
 
 SAMPLER = "sampler.json"
 """File of a checkpoint: where the data stood."""
+
+CARRIED = "carried.safetensors"
+"""File of a checkpoint: answers that go on, where there are such."""
 
 METRIC_NAMES = {"loss": "loss/policy", "critic/loss": "loss/critic"}
 """What the training's losses are called in metrics.jsonl."""
@@ -213,6 +217,7 @@ class ReasoningExperiment:
         self.model = model or ModelSource(path or "", recipe.model.dtype)
         """The model that reinforcement starts from, once it is made."""
         self._sampler = self._sampler_of(recipe)
+        self._begun: dict[int, tuple[BegunAnswer, ...]] = {}  # by the turn of their problem
 
     def _sampler_of(self, recipe: ReasoningRecipe) -> Sampler | None:
         """What chooses the problems of a step; None where they follow from the step alone."""
@@ -221,7 +226,8 @@ class ReasoningExperiment:
         if wanted is not None:
             assert rows is not None, "a file has rows"
             curriculum = Curriculum(rows, *wanted.band, wanted.outside)
-        if curriculum is None and not recipe.further_draws:
+        carries = recipe.generation.tokens_per_step is not None
+        if curriculum is None and not recipe.further_draws and not carries:
             return None
         return Sampler(
             seed=recipe.seed,
@@ -374,7 +380,10 @@ class ReasoningExperiment:
     def resume_data(self, checkpoint: Path | None) -> None:
         """Go on with the problems where a checkpoint was."""
         if checkpoint is not None and self._sampler is not None:
-            self._sampler.restore(read_json(checkpoint / SAMPLER, "where the data stood"))
+            state = read_json(checkpoint / SAMPLER, "where the data stood")
+            self._sampler.restore(state)
+            going_on = self._sampler.carried(state["step"])
+            self._begun = carried.read(checkpoint / CARRIED) if going_on else {}
 
     def batch(self, step: int) -> Batch:
         """The prompts of a step (counted from 0)."""
@@ -393,15 +402,31 @@ class ReasoningExperiment:
         seeds = [derive_seed(self.recipe.seed, 1, one.turn) for one in every]
         prompts = self._encoded(problems, seeds)
         numbered = prompts.with_columns(problem=[one.number for one in every])
+        if self.recipe.generation.tokens_per_step is not None:
+            there = [self._begun.get(one.turn, ()) for one in every]
+            numbered = numbered.with_columns(**{BEGUN: there})
         return with_spares(numbered, self.recipe.further_draws)
 
     def note(self, result: StepResult) -> None:
         """A step is done; what is asked later may follow from how it went."""
         if self._sampler is None:
             return
-        found = rounds_of(result.output, self.recipe.samples_per_prompt)
+        output, group = result.output, self.recipe.samples_per_prompt
+        found = rounds_of(output, group)
         known = [(number, rate) for slot in found for number, rate in slot if rate is not None]
-        self._sampler.note(result.step, [len(slot) for slot in found], known)
+        begun: Sequence[BegunAnswer | None] = (
+            output[BEGUN] if BEGUN in output else [None] * len(output)
+        )
+        of_slots = [
+            tuple(one for one in begun[first : first + group] if one is not None)
+            for first in range(0, len(output), group)
+        ]
+        going_on = [slot for slot, answers in enumerate(of_slots) if answers]
+        last = self._sampler.note(result.step, [len(slot) for slot in found], known, going_on)
+        for asked, answers in zip(last, of_slots, strict=True):
+            self._begun.pop(asked.turn, None)
+            if answers:
+                self._begun[asked.turn] = answers
 
     def held_out(self) -> Batch | None:
         """The problems of an evaluation; None if there are to be none."""
@@ -425,12 +450,17 @@ class ReasoningExperiment:
 
     def metrics(self, result: StepResult) -> dict[str, float]:
         """The figures of a training step, as metrics.jsonl names them."""
-        output, group = result.output, self.recipe.samples_per_prompt
+        group = self.recipe.samples_per_prompt
+        output = ended_groups(result.output)
         figures = sample_figures(output, group)
         if self.recipe.verifies and "verified" in output:  # of functions, whatever models add
             right = [worth >= 1.0 for worth in output["verified"]]
             figures["accuracy/mean"] = sum(right) / len(right)
-        if self._sampler is not None:
+        if BEGUN in output:
+            begun = result.output[BEGUN]
+            going_on = sum(one is not None for one in begun)
+            figures["sampling/carried_share"] = going_on / len(begun)
+        elif self._sampler is not None:
             figures |= sampling_figures(output, group) | self._sampler.figures_of(result.step)
         for name, value in result.metrics.items():
             figures[METRIC_NAMES.get(name, name if "/" in name else f"train/{name}")] = value
@@ -487,7 +517,10 @@ class ReasoningExperiment:
         checkpoint.sweep(checkpoints)
         if self._sampler is not None:
             state = json.dumps(self._sampler.state(step))
-            (checkpoint.begin(checkpoints, step) / SAMPLER).write_text(state)
+            folder = checkpoint.begin(checkpoints, step)
+            (folder / SAMPLER).write_text(state)
+            if turns := self._sampler.carried(step):
+                carried.write(folder / CARRIED, {turn: self._begun[turn] for turn in turns})
         for name in run.plan.placements.keys() & {Critic.part}:
             run.worker_call_everywhere(name, "save_part", str(checkpoints), step)
         keep = self.recipe.checkpoint.keep

@@ -103,6 +103,7 @@ class GRPO(PolicyGradient):
             leave_one_out=self.leave_one_out,
             normalize_std=self.scale == "group",
             drop_equal=self.drop_equal,
+            carries_over=self.generator.tokens_per_step is not None,
         )
         return self.learner.train(self.prepared(samples))
 
@@ -168,6 +169,7 @@ def recipe_flow(
             cache_gb=recipe.generation.cache_gb,
             key_value_heads=None if shape is None else shape.kv_heads,
             stop=recipe.generation.stop,
+            tokens_per_step=recipe.generation.tokens_per_step,
         ),
         "verifier": Verifier(model, rewards),
         # Adapters stand on the model that the run has started from, and come from the state.

@@ -1,9 +1,10 @@
 """Which problems a step asks, where that follows from how earlier steps went.
 
-Two things make it so. A step may hold spare problems, asked in place of those whose answers are all
-worth the same; a spare that was not asked is the first to be handed out again, so that no problem
-of the walk is left out and none is asked twice. And a curriculum prefers the problems that the
-policy solves now and then, by the rate at which it has solved each so far.
+Three things make it so. A step may hold spare problems, asked in place of those whose answers are
+all worth the same; a spare that was not asked is the first to be handed out again, so that no
+problem of the walk is left out and none is asked twice. Answers that have not ended in their step
+are carried over, and their problems are the first of a later step. And a curriculum prefers the
+problems that the policy solves now and then, by the rate at which it has solved each so far.
 
 Steps may overlap: the problems of a step follow from the results of the steps at least `lag` before
 it and from no other, so that they do not depend on which of them happens to end first. The state is
@@ -14,7 +15,7 @@ library only: this knows neither texts nor tensors.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -65,10 +66,12 @@ class Told:
     Attributes:
         unasked: spares that were not asked.
         rates: numbers of problems, each with the share of its answers that were right.
+        carried: number and turn of problems whose answers go on in a later step.
     """
 
     unasked: list[int] = field(default_factory=list)
     rates: list[tuple[int, float]] = field(default_factory=list)
+    carried: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -80,12 +83,14 @@ class _State:
         next: the next problem of the walk, or turn of a curriculum.
         returned: problems that were handed out and not asked, the lowest first.
         rates: of success, by problem.
+        carried: number and turn of problems that are asked again before any other.
     """
 
     applied: int = -1
     next: int = 0
     returned: list[int] = field(default_factory=list)
     rates: dict[int, float] = field(default_factory=dict)
+    carried: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Sampler:
@@ -129,13 +134,23 @@ class Sampler:
         """What a curriculum knew of the problems that a step asked, until the next is done."""
         return self._figures.get(step, {})
 
-    def note(self, step: int, num_asked: Sequence[int], rates: Sequence[tuple[int, float]]) -> None:
+    def note(
+        self,
+        step: int,
+        num_asked: Sequence[int],
+        rates: Sequence[tuple[int, float]],
+        carried: Collection[int] = (),
+    ) -> list[Asked]:
         """Take in how a step went.
 
         Args:
             step: its number; steps come in order.
             num_asked: of each slot's problems, how many were asked.
             rates: numbers of problems, each with the share of its answers that were right.
+            carried: slots whose answers go on in a later step.
+
+        Returns:
+            the problem that each slot asked last.
         """
         self._listening = True
         self._before = {at: state for at, state in self._before.items() if at > step}
@@ -146,9 +161,19 @@ class Sampler:
             for slot, count in zip(handed, num_asked, strict=True)
             for one in slot[count:]
         ]
-        self._told[step] = Told(unasked, list(rates))
+        last = [slot[count - 1] for slot, count in zip(handed, num_asked, strict=True)]
+        again = [(last[slot].number, last[slot].turn) for slot in sorted(carried)]
+        self._told[step] = Told(unasked, list(rates), again)
         oldest = min((state.applied for state in self._before.values()), default=self._now.applied)
         self._told = {at: told for at, told in self._told.items() if at > oldest}
+        return last
+
+    def carried(self, step: int) -> list[int]:
+        """Turns of the problems whose answers go on in this step or a later one; all steps before
+        it are done."""
+        began = self._before.get(step, self._now)
+        told = [one.carried for at, one in self._told.items() if began.applied < at < step]
+        return [turn for carried in (began.carried, *told) for _, turn in carried]
 
     def state(self, step: int) -> dict[str, Any]:
         """What a sampler needs that begins with a step, all before which are done. Plain data."""
@@ -166,11 +191,13 @@ class Sampler:
             self._now = _State(
                 int(state["applied"]), int(state["next"]), list(map(int, state["returned"])),
                 {int(number): float(rate) for number, rate in state["rates"].items()},
+                _pairs(state["carried"]),
             )  # fmt: skip
             self._told = {
                 int(at): Told(
                     list(map(int, told["unasked"])),
                     [(int(number), float(rate)) for number, rate in told["rates"]],
+                    _pairs(told["carried"]),
                 )
                 for at, told in state["told"].items()
             }
@@ -186,6 +213,7 @@ class Sampler:
         told = self._told.get(step, Told())
         now = self._now
         now.applied = step
+        now.carried += told.carried
         if self.curriculum is None:
             now.returned = sorted([*now.returned, *told.unasked])
         for number, rate in told.rates if self.curriculum is not None else ():
@@ -193,11 +221,15 @@ class Sampler:
             now.rates[number] = rate if before is None else MEMORY * before + (1 - MEMORY) * rate
 
     def _walked(self, count: int) -> list[Asked]:
-        """The next problems: those that came back, and then those that never were out."""
+        """The next problems: those whose answers go on, those that came back, and then those that
+        never were out."""
         now = self._now
+        going_on, now.carried = now.carried[:count], now.carried[count:]
+        count -= len(going_on)
         again, now.returned = now.returned[:count], now.returned[count:]
         first, now.next = now.next, now.next + count - len(again)
-        return [Asked(number, number) for number in (*again, *range(first, now.next))]
+        new = [Asked(number, number) for number in (*again, *range(first, now.next))]
+        return [*(Asked(*one) for one in going_on), *new]
 
     def _chosen(self, step: int, count: int) -> list[Asked]:
         """Problems by weight, without asking one twice unless there are too few.
@@ -224,3 +256,8 @@ class Sampler:
         }
         first, now.next = now.next, now.next + count
         return [Asked(number, first + place) for place, number in enumerate(numbers)]
+
+
+def _pairs(found: Iterable[Sequence[Any]]) -> list[tuple[int, int]]:
+    """Number and turn of each, as they were before they went through JSON."""
+    return [(int(number), int(turn)) for number, turn in found]

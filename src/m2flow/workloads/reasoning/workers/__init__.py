@@ -3,11 +3,12 @@
 Columns of an item, as they come into being:
   prompt_ids (Ragged int64), prompt, answer, metadata, seed     from the data
   before                                                        from data that are conversations
+  begun                                                         of answers that were carried over
   completion_ids, behaviour_logprobs (Ragged), finish_reason, version   Generator
   text, reward, failure                                         Verifier
   reward_model_score; judge_score, judge                        RewardModel, JudgeModel
   shaped (float64)                                              shape_reward
-  advantage (float64), dropped (bool)                           group_advantage
+  advantage (float64), dropped (bool), carried                  group_advantage
   values (Ragged), beyond                                       Critic
   advantages, returns (Ragged float64)                          gae, reward_to_go, whiten
   old_logprobs, reference_logprobs (Ragged)                     Learner, Reference

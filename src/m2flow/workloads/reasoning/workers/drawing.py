@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from collections.abc import Generator as Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from m2flow.errors import RunFailed
 from m2flow.flow import Batch, Ragged
+from m2flow.workloads.reasoning.workers.carried import BEGUN, OPEN, BegunAnswer
 
 if TYPE_CHECKING:
     from m2flow.generation.external_engine import ExternalEngine
@@ -32,6 +33,8 @@ class Drawing:
         params: how.
         count: samples of a prompt.
         without: samples that need not be drawn.
+        tokens_per_step: most that is drawn of an answer to prompts that say what is there of their
+            answers (`BEGUN`); None for all of it.
         running: sample to the Batch and row that hold its prompt's columns.
     """
 
@@ -39,6 +42,7 @@ class Drawing:
     params: SamplingParams
     count: int
     without: Collection[int] = ()
+    tokens_per_step: int | None = None
     running: dict[int, tuple[Batch, int]] = field(default_factory=dict)
 
     def drawn(self, prompts: Batch) -> Coroutine[Batch, Batch | None, None]:
@@ -69,22 +73,58 @@ class Drawing:
 
     def submit(self, prompts: Batch) -> Sequence[Completion]:
         """Have the samples of some prompts drawn; those that are at their end before they begin."""
-        self._submit_samples(prompts.repeat(self.count))
-        return ()
+        return self._submit_samples(prompts.repeat(self.count))
 
-    def _submit_samples(self, samples: Batch) -> None:
+    def _submit_samples(self, samples: Batch) -> Sequence[Completion]:
         from m2flow.algorithms.sampling import derive_seed
-        from m2flow.generation.records import Request
+        from m2flow.generation.records import Begun, Request
 
+        carries = BEGUN in samples
+        there: Sequence[Sequence[BegunAnswer]] = samples[BEGUN] if carries else [()] * len(samples)
+        samples = samples.without(BEGUN) if carries else samples
         requests: list[Request] = []
+        ended: list[Completion] = []
         rows = zip(samples.ids, samples["prompt_ids"].rows(), samples["seed"], strict=True)
         for row, (item, prompt, seed) in enumerate(rows):
             if item in self.without:
                 continue
-            own_seed = derive_seed(int(seed), item % self.count)
-            requests.append(Request(item, prompt, own_seed, self.params))
             self.running[item] = (samples, row)
+            params, begun = self.params, Begun()
+            if there[row]:
+                answer = there[row][item % self.count]
+                if answer.finish_reason != OPEN:
+                    ended.append(self._ended(item, answer))
+                    continue
+                begun = Begun(answer.token_ids, answer.logprobs, answer.versions)
+            if carries and self.tokens_per_step is not None:
+                most = len(begun.token_ids) + self.tokens_per_step
+                params = replace(params, max_new_tokens=min(most, params.max_new_tokens))
+            own_seed = derive_seed(int(seed), item % self.count)
+            requests.append(Request(item, prompt, own_seed, params, begun))
         self.engine.submit(requests)
+        return ended
+
+    def _ended(self, item: int, answer: BegunAnswer) -> Completion:
+        """An answer that ended in an earlier step, as it was handed on then."""
+        import torch
+
+        from m2flow.generation.records import Completion
+
+        return Completion(
+            item,
+            torch.tensor(answer.token_ids, dtype=torch.int64),
+            torch.tensor(answer.logprobs, dtype=self.engine.logprob_dtype),
+            torch.tensor(answer.versions, dtype=torch.int64),
+            self.engine.version,
+            "stop" if answer.finish_reason == "stop" else "length",
+        )
+
+    def _finish_reason(self, done: Completion) -> str:
+        """Why an answer has ended, or that it goes on in a later step."""
+        most = self.params.max_new_tokens
+        if self.tokens_per_step is None or done.finish_reason == "stop":
+            return done.finish_reason
+        return OPEN if len(done.token_ids) < most else done.finish_reason
 
     def handed_on(self, finished: list[Completion]) -> Batch:
         """Finished samples as a Batch, with the columns of their prompts."""
@@ -105,7 +145,7 @@ class Drawing:
                 batch.select(rows).with_columns(
                     completion_ids=Ragged.from_rows([done.token_ids for done in some]),
                     behaviour_logprobs=Ragged.from_rows([done.logprobs for done in some]),
-                    finish_reason=[done.finish_reason for done in some],
+                    finish_reason=[self._finish_reason(done) for done in some],
                     version=[done.versions for done in some],
                     token_versions=Ragged.from_rows([done.token_versions for done in some]),
                 )

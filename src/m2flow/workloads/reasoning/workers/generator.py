@@ -41,6 +41,8 @@ class Generator(Worker):
             accelerator's memory, or what is needed of a CPU's.
         key_value_heads: of the model, which layouts divide; None for what the model's folder says.
         stop: strings that end an answer, beside the model's end tokens.
+        tokens_per_step: most that a step draws of an answer; what has not ended then is carried
+            over. None for all of it.
     """
 
     collective = True
@@ -63,7 +65,9 @@ class Generator(Worker):
         cache_gb: float | None = None,
         key_value_heads: int | None = None,
         stop: Sequence[str] = (),
+        tokens_per_step: int | None = None,
     ) -> None:
+        self.tokens_per_step = tokens_per_step
         self.model, self.key_value_heads, self.stop = model, key_value_heads, tuple(stop)
         self.samples_per_prompt = samples_per_prompt
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
@@ -174,7 +178,7 @@ class Generator(Worker):
         """
         params = self.params_at(self.temperature if temperature is None else temperature)
         count = samples_per_prompt or self.samples_per_prompt
-        call = Drawing(self.engine, params, count, without)
+        call = Drawing(self.engine, params, count, without, self.tokens_per_step)
         try:
             yield from call.drawn(prompts)
         finally:

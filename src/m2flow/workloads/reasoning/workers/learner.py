@@ -62,7 +62,8 @@ class Learner(Trained):
         """
         figures, first = super()._step(), self._steps == 0
         self._steps = (self._steps + 1) % (self.minibatches * self.recipe.algorithm.epochs)
-        if first and not self.recipe.max_staleness and "logprob_gap" in figures:
+        fresh = not self.recipe.max_staleness and self.recipe.generation.tokens_per_step is None
+        if first and fresh and "logprob_gap" in figures:
             figures["engine_gap"] = figures["logprob_gap"]
             figures["engine_kl"] = figures["behaviour_kl"]
         return figures

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from m2flow.flow import Batch, Ragged, stage
+from m2flow.workloads.reasoning.workers.carried import BEGUN, begun_answers, carried_groups
 from m2flow.workloads.reasoning.workers.columns import judged, lengths_of, token_pairs
 
 OUTCOME = (
@@ -26,7 +27,8 @@ def outcome(samples: Batch) -> Batch:
     """What is left of a sample when it has been used: figures and text, no token ids.
 
     Has the columns `OUTCOME`, those of `MORE_OUTCOME` that there are, and `advantage` where there
-    is one, or one for each token. Of tokens those are counted that the model drew.
+    is one, or one for each token. Of tokens those are counted that the model drew. A sample that is
+    carried over keeps its tokens (`BEGUN`).
     """
     more: dict[str, Any] = {
         "num_tokens": token_pairs(samples).learned_lengths_B.tolist(),
@@ -35,6 +37,9 @@ def outcome(samples: Batch) -> Batch:
     if "failure" not in samples:  # of a verifier that never fails
         more["failure"] = [""] * len(samples)
     also = [name for name in MORE_OUTCOME if name in samples]
+    if "carried" in samples:
+        more[BEGUN] = begun_answers(samples)
+        also.append(BEGUN)
     left = samples.with_columns(**more).only(*OUTCOME, *also)
     if "advantages" in samples:  # of tokens: their mean
         rows = samples["advantages"].rows()
@@ -76,6 +81,7 @@ def group_advantage(
     leave_one_out: bool = False,
     normalize_std: bool = True,
     drop_equal: bool = False,
+    carries_over: bool = False,
 ) -> Batch:
     """Adds `advantage`: the reward against the others of its group that could be judged.
 
@@ -85,7 +91,11 @@ def group_advantage(
         leave_one_out: against the mean of the others, without itself, and nothing is divided.
         normalize_std: whether to divide by the group's deviation.
         drop_equal: nothing is trained on groups whose rewards are all the same (`dropped`).
+        carries_over: nothing is trained on groups with an answer that goes on in a later step
+            (`dropped`, `carried`).
     """
+    import torch
+
     from m2flow.algorithms.advantages import (
         equal_groups,
         group_advantages,
@@ -98,9 +108,14 @@ def group_advantage(
     else:
         advantages_B = group_advantages(rewards_B, group_size, normalize_std, judged_B)
     samples = samples.without("spares").with_columns(advantage=advantages_B)  # no use any more
-    if not drop_equal:
-        return samples
-    return samples.with_columns(dropped=equal_groups(rewards_B, group_size, judged_B))
+    dropped_B = torch.zeros(len(samples), dtype=torch.bool)
+    if drop_equal:
+        dropped_B = equal_groups(rewards_B, group_size, judged_B)
+    if carries_over:
+        carried = carried_groups(samples, group_size)
+        dropped_B = dropped_B | torch.tensor(carried, dtype=torch.bool)
+        samples = samples.with_columns(carried=carried)
+    return samples.with_columns(dropped=dropped_B) if drop_equal or carries_over else samples
 
 
 def _rewards(samples: Batch) -> Any:
@@ -179,7 +194,10 @@ def whiten(samples: Batch) -> Batch:
         advantages_T = samples["advantages"].values
     else:
         advantages_T = torch.repeat_interleave(samples["advantage"], lengths_B)
-    judged_T = torch.repeat_interleave(judged(samples), lengths_B)
+    judged_B = judged(samples)
+    if "carried" in samples:
+        judged_B &= ~torch.tensor(samples["carried"], dtype=torch.bool)
+    judged_T = torch.repeat_interleave(judged_B, lengths_B)
     if "loss_mask" in samples:
         judged_T &= samples["loss_mask"].values
     white_T = torch.zeros_like(advantages_T)

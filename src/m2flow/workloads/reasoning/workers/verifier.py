@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from m2flow.flow import Batch, Place, Worker, stage
 from m2flow.rewards.reward import Judged, WeightedReward, weighted_sum
+from m2flow.workloads.reasoning.workers.carried import OPEN
 from m2flow.workloads.reasoning.workers.further_draws import put_back
 from m2flow.workloads.reasoning.workers.source import ModelSource
 
@@ -31,19 +32,31 @@ class Verifier(Worker):
 
     @stage
     def score(self, samples: Batch) -> Batch:
-        """Adds `text`, `reward`, and `failure`: why a sample has none, "" where it has one."""
+        """Adds `text`, `reward`, and `failure`: why a sample has none, "" where it has one.
+
+        An answer that goes on in a later step is not scored; its reward is 0.
+        """
         ids = [row.tolist() for row in samples["completion_ids"]]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        rows = [
-            {**metadata, "answer": answer, "finished": reason == "stop"}
-            for answer, reason, metadata in zip(
-                samples["answer"], samples["finish_reason"], samples["metadata"], strict=True
-            )
-        ]
+        prompts, answers = samples["prompt"], samples["answer"]
+        reasons, metadata = samples["finish_reason"], samples["metadata"]
+        ended = [row for row, reason in enumerate(reasons) if reason != OPEN]
+        judged = Judged(
+            [samples.ids[row] for row in ended],
+            [prompts[row] for row in ended],
+            [texts[row] for row in ended],
+            [ids[row] for row in ended],
+            [
+                {**metadata[row], "answer": answers[row], "finished": reasons[row] == "stop"}
+                for row in ended
+            ],
+        )
         assert self.rewards is not None, "a subclass scores"
-        judged = Judged(samples.ids, samples["prompt"], texts, ids, rows)
         scores = weighted_sum(self.rewards, judged)
-        return samples.with_columns(text=texts, reward=scores.rewards, failure=scores.failures)
+        rewards, failures = [0.0] * len(samples), [""] * len(samples)
+        for row, reward, failure in zip(ended, scores.rewards, scores.failures, strict=True):
+            rewards[row], failures[row] = reward, failure
+        return samples.with_columns(text=texts, reward=rewards, failure=failures)
 
     @stage
     def score_again(self, samples: Batch) -> Batch:
