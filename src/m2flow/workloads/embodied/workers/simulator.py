@@ -63,6 +63,7 @@ class Simulator(Worker):
             self.environment.name,
             count,
             processes=min(count, self._processes()),
+            copy=False,  # the recordings copy what they are shown
             **self.environment.options,
         )
 
