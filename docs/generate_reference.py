@@ -125,7 +125,7 @@ MEANING = {
     "warmup.steps": "supervised steps on the task's demonstrations before reinforcement",
     "warmup.samples_per_step": "demonstrations of a supervised step",
     "warmup.learning_rate": "peak of the warm-up's own schedule",
-    "generation.max_new_tokens": "longest answer",
+    "generation.max_new_tokens": "longest answer; 4096 where `model.path` is set",
     "generation.temperature": "of the sampling; the trainer uses the same",
     "generation.top_k": "draw from so many of the likeliest tokens; 0 for all",
     "generation.top_p": "draw from the fewest tokens that together have at least this probability",
@@ -166,8 +166,8 @@ MEANING = {
     "algorithm.kl_coefficient": "weight of the KL against the starting model; above 0 a "
     "reference worker joins the flow",
     "algorithm.kl_in": "whether the KL is a term of the loss, or taken off the reward",
-    "algorithm.kl_estimator": "how the KL of the loss is estimated; `k1` does nothing there, and "
-    "is what a reward takes",
+    "algorithm.kl_estimator": "how the KL is estimated; `null`: k3 in the loss, where `k1` does "
+    "nothing, and k1 in the reward, where the others are biased",
     "algorithm.entropy_coefficient": "weight of an entropy bonus",
     "algorithm.gap_level": "with `training.recompute_logprobs`: tokens that an older policy, or "
     "another engine, drew are weighed one by one, or by their whole sequence",
@@ -177,13 +177,15 @@ MEANING = {
     "critic.warmup_steps": "`ppo`: steps at the start in which the critic alone learns",
     "critic.value_clip": "`ppo`: how far a value may move in a step before its gradient stops; "
     "`null` for no bound",
-    "optimizer.learning_rate": "peak learning rate of AdamW",
+    "optimizer.learning_rate": "peak learning rate of AdamW; of reasoning and agentic runs 1e-6 "
+    "where `model.path` is set",
     "optimizer.betas": "AdamW's two decay rates",
     "optimizer.weight_decay": "AdamW's weight decay",
     "optimizer.max_grad_norm": "gradients are scaled down to this norm; `null` for no bound",
     "optimizer.schedule": "of the learning rate, over all optimizer steps of the run",
     "optimizer.warmup_steps": "optimizer steps over which the learning rate rises",
-    "training.tokens_per_microbatch": "tokens computed at a time; bounds memory",
+    "training.tokens_per_microbatch": "tokens computed at a time; bounds memory; 16384 where "
+    "`model.path` is set",
     "training.sharing": "what a micro-batch computes once: prefixes, prompts, or nothing",
     "training.drop_zero_advantage": "skip the forward pass of samples that have no gradient; their "
     "tokens count all the same",
@@ -257,6 +259,7 @@ EMBODIED = {
     "algorithm.value_clip": "`ppo`: how far a value may move in a step before its gradient stops, "
     "in shares of the returns' root mean square; `null` for no bound",
     "algorithm.value_coefficient": "`ppo`: weight of the critic's loss",
+    "algorithm.value_warmup_steps": "`ppo`: steps at the start in which the critic alone learns",
     "algorithm.entropy_coefficient": "`ppo`, `grpo`: weight of an entropy bonus",
     "algorithm.normalize_advantage": "`ppo`: bring advantages to mean 0 and deviation 1 over all "
     "turns of the step",
@@ -299,7 +302,7 @@ AGENTIC = {
     "data.options": "settings of the task itself (`arithmetic`: `min_digits`, `max_digits`, "
     "`tool_share`; `lookup`: `tool_share`, `friend_share`; `jsonl`: `held_out_rows`), or of the "
     "data set (`gym`)",
-    "generation.max_new_tokens": "longest turn",
+    "generation.max_new_tokens": "longest turn; 1024 where `model.path` is set",
     "episode.max_turns": "turns of the model in a trajectory",
     "episode.max_tokens": "all tokens of a trajectory behind its prompt, those of tools included",
     "episode.max_result_tokens": "longest answer of a tool; a longer one is cut and marked",

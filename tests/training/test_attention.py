@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from m2flow.errors import UserError
-from m2flow.training import attention
+from m2flow.training import attention, varlen
 from m2flow.training.attention import packed_attention, packed_attention_on
 from m2flow.training.forward import token_logprobs
 from m2flow.training.packing import Sharing, pack
@@ -34,20 +34,56 @@ def gradients(model: nn.Module, logprobs_T: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad((logprobs_T * weights_T).sum(), list(model.parameters())))
 
 
-@pytest.mark.parametrize("fused", [False, True])
+def slow_varlen(
+    query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_ends: Tensor,
+    most_queries: int, most_keys: int, *, scale: float, window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """What torch says of `varlen_attn`, sequence by sequence; the last query sees all keys."""
+    assert window_size[1] == 0
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    answers = []
+    for one in range(len(query_ends) - 1):
+        asking = query[query_ends[one] : query_ends[one + 1]]
+        answering = slice(int(key_ends[one]), int(key_ends[one + 1]))
+        groups = query.shape[1] // key.shape[1]
+        keys, values = (x[answering].repeat_interleave(groups, 1) for x in (key, value))
+        assert len(asking) <= most_queries
+        assert len(keys) <= most_keys
+        own = torch.arange(len(asking))[:, None] + len(keys) - len(asking)
+        ahead = torch.arange(len(keys)) - own
+        seen = ahead <= 0
+        if window_size[0] >= 0:
+            seen &= ahead >= -window_size[0]
+        scores = torch.einsum("qhd,khd->hqk", asking, keys) * scale
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        answers.append(torch.einsum("hqk,khd->qhd", weights, values))
+    return torch.cat(answers)
+
+
+@pytest.fixture(params=["blocks", "large blocks", "one kernel"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By which of its ways attention goes."""
+    if request.param == "large blocks":
+        monkeypatch.setattr(attention, "MAX_MATERIALISED_PAIRS", 0)
+    if request.param == "one kernel":
+        monkeypatch.setattr(varlen, "_kernel", lambda: slow_varlen)
+        monkeypatch.setattr(
+            varlen, "reason_against", lambda query, value, softcap: softcap and "capped"
+        )
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("sharing", SHARINGS)
 @pytest.mark.parametrize("budget", [20, 10_000])
 def test_agrees_with_one_row_at_a_time(
     make_model: MakeModel,
     make_rollouts: Callable[..., Rollouts],
     plain_logprobs: PlainLogprobs,
-    monkeypatch: pytest.MonkeyPatch,
     sharing: Sharing,
     budget: int,
-    fused: bool,
 ) -> None:
-    if fused:
-        monkeypatch.setattr(attention, "MAX_MATERIALISED_PAIRS", 0)
     model = make_model()
     for pairs in (make_rollouts().pairs, LONG):
         expected = plain_logprobs(model, pairs)
@@ -80,18 +116,14 @@ def test_model_attends_as_before_outside_and_after_an_error(make_model: MakeMode
     assert torch.equal(model(input_ids=ids).logits, before)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_windows_and_capped_scores_agree_with_one_row_at_a_time(
     name: str,
     make_rollouts: Callable[..., Rollouts],
     plain_logprobs: PlainLogprobs,
-    monkeypatch: pytest.MonkeyPatch,
-    fused: bool,
 ) -> None:
     """Windows of 5 to 7 nodes of a path, over prefixes that rows share."""
-    if fused:
-        monkeypatch.setattr(attention, "MAX_MATERIALISED_PAIRS", 0)
     model, pairs = small_model(name), make_rollouts().pairs
     # transformers has the softmax of Gemma 2 in float32
     tolerance = 1e-5 if name == "gemma2" else 1e-10
@@ -109,3 +141,18 @@ def test_other_kinds_of_attention_are_refused_and_not_ignored(options: dict[str,
     heads = torch.zeros(1, 1, 2, 4)
     with pytest.raises(UserError, match="a model with causal attention"):
         packed_attention(nn.Module(), heads, heads, heads, None, pack_layout=only.layout, **options)
+
+
+def test_the_kernel_says_what_it_cannot_do() -> None:
+    """On CUDA each of these goes the slow way, and says so once."""
+    heads = torch.zeros(1, 4, 2, 64, dtype=torch.bfloat16)
+    assert varlen.reason_against(heads, heads) == "it runs on CUDA"
+
+    class OnCuda(Tensor):
+        is_cuda = True
+
+    here = heads.as_subclass(OnCuda)
+    assert varlen.reason_against(here, here) is None
+    assert "not cap" in str(varlen.reason_against(here, here, 30.0))
+    assert "bfloat16" in str(varlen.reason_against(here.float(), here))
+    assert "one width" in str(varlen.reason_against(here, here[..., :32]))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from m2flow.errors import UserError
 from m2flow.training.attention import PackLayout
+from m2flow.training.context_parallel import Part
 from m2flow.training.packing import Pack, Sharing, pack
 from m2flow.training.rollouts import TokenPairs
 
@@ -22,21 +23,36 @@ PAIRS = st.lists(
 ).map(lambda rows: TokenPairs.from_rows([p for p, _ in rows], [c for _, c in rows]))
 
 
+def visible_along_paths(layout: PackLayout) -> dict[int, list[int]]:
+    """The same as `visible_keys`, as a kernel has it that takes rows one after another."""
+    paths = layout.paths
+    keys = paths.key_nodes.split(paths.key_ends.diff().tolist())
+    found: dict[int, list[int]] = {}
+    for path, count in zip(keys, paths.query_ends.diff().tolist(), strict=True):
+        assert count <= paths.most_queries
+        assert len(path) <= paths.most_keys
+        for place in range(len(path) - count, len(path)):
+            found[len(found)] = path[: place + 1].tolist()
+    return found
+
+
 def visible_keys(layout: PackLayout) -> dict[int, list[int]]:
     """For each node, the nodes it attends to; fails where a node asks other than once."""
+    blocks = layout.blocks
     answers: list[tuple[int, list[int]]] = []
     first_query = first_key = 0
-    for bias in layout.biases:
+    for bias in blocks.biases:
         num_rows, num_queries, num_keys = bias.shape
         for row in range(num_rows):
-            keys = layout.key_nodes[first_key : first_key + num_keys]
+            keys = blocks.key_nodes[first_key : first_key + num_keys]
             for query in range(num_queries):
-                asking = int(layout.query_nodes[first_query])
+                asking = int(blocks.query_nodes[first_query])
                 answers.append((asking, keys[bias[row, query] == 0].tolist()))
                 first_query += 1
             first_key += num_keys
-    taken = [answers[slot] for slot in layout.slot_N.tolist()]
+    taken = [answers[slot] for slot in blocks.slot_N.tolist()]
     assert [asking for asking, _ in taken] == list(range(len(taken)))
+    assert dict(taken) == visible_along_paths(layout)
     return dict(taken)
 
 
@@ -113,7 +129,7 @@ def test_prompt_is_computed_again_where_a_group_is_cut() -> None:
 def test_long_rows_ask_in_segments_and_still_see_all_ancestors() -> None:
     pairs = TokenPairs.from_rows([[1, 2]] * 2, [[3] * 300, [4] * 150])
     (only,) = pack(pairs, 10_000, "prompt")
-    assert len(only.layout.biases) > 2
+    assert len(only.layout.blocks.biases) > 2
     assert paths(only) == [[1, 2] + [3] * 299, [1, 2] + [4] * 149]
 
 
@@ -121,7 +137,7 @@ def test_long_rows_ask_in_segments_and_still_see_all_ancestors() -> None:
 def test_packing_is_deterministic(pairs: TokenPairs, budget: int) -> None:
     for once, again in zip(pack(pairs, budget), pack(pairs, budget), strict=True):
         assert torch.equal(once.input_ids_N, again.input_ids_N)
-        assert torch.equal(once.layout.query_nodes, again.layout.query_nodes)
+        assert torch.equal(once.layout.blocks.query_nodes, again.layout.blocks.query_nodes)
 
 
 def test_nothing_to_pack() -> None:
@@ -137,3 +153,12 @@ def test_budget_of_nothing_is_refused() -> None:
 def test_empty_prompt_is_refused_by_row() -> None:
     with pytest.raises(UserError, match="prompt 1"):
         TokenPairs.from_rows([[1], []], [[1], [1]])
+
+
+@given(pairs=PAIRS.filter(lambda pairs: len(pairs.completion_ids_T)), size=st.integers(1, 3))
+def test_parts_of_a_pack_see_the_same_in_blocks_and_along_paths(
+    pairs: TokenPairs, size: int
+) -> None:
+    for rank in range(size):
+        for some in pack(pairs, 40, "prefix", Part(rank, size)):
+            assert len(visible_keys(some.layout)) == len(some.input_ids_N)

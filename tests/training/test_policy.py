@@ -263,11 +263,25 @@ def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(
     make_model: MakeModel, make_rollouts: MakeRollouts
 ) -> None:
     trainer, rollouts = PolicyTrainer(make_model(), GRPOLoss(), CONFIG), make_rollouts()
-    trainer.fold(replace(rollouts, old_logprobs_T=trainer.logprobs(rollouts)))
+    own_T = trainer.logprobs(rollouts)
+    trainer.fold(replace(rollouts, behaviour_logprobs_T=own_T, old_logprobs_T=own_T))
     figures = trainer.finish()
     assert figures["ratio"] == pytest.approx(1)
     assert figures["clip_fraction"] == 0
     assert figures["behaviour_kl"] == pytest.approx(0, abs=1e-12)
+
+
+def test_the_gap_is_that_to_the_policy_that_drew(
+    make_model: MakeModel, make_rollouts: MakeRollouts
+) -> None:
+    """Also where the ratio is taken against log-probabilities that were computed again."""
+    trainer, rollouts = PolicyTrainer(make_model(), GRPOLoss(), CONFIG), make_rollouts()
+    own_T = trainer.logprobs(rollouts)
+    trainer.fold(replace(rollouts, behaviour_logprobs_T=own_T - 0.25, old_logprobs_T=own_T))
+    figures = trainer.finish()
+    assert figures["ratio"] == pytest.approx(1)
+    assert figures["logprob_gap"] == pytest.approx(0.25)
+    assert figures["behaviour_kl"] == pytest.approx(math.exp(0.25) - 1 - 0.25)
 
 
 def test_resumed_trainer_goes_on_as_if_it_had_not_stopped(

@@ -139,14 +139,17 @@ class GRPOLoss:
             ratio_level=self.ratio_level,
         )
         loss_T = policy.loss_T
+        drift_T = policy.log_ratio_T  # from the policy that drew the tokens
+        if behaviour_logprobs_T is not None:
+            drift_T = (logprobs_T.detach() - behaviour_logprobs_T).to(drift_T.dtype)
         # KL(behaviour || policy): its tokens are the behaviour policy's, hence the swapped sides.
-        behaviour_kl_T = kl_per_token(-policy.log_ratio_T, torch.zeros_like(policy.log_ratio_T))
+        behaviour_kl_T = kl_per_token(-drift_T, torch.zeros_like(drift_T))
         sums = {
             "clip_fraction": token_sum(policy.clipped_T),
             "ratio": token_sum(policy.ratio_T),
             "ratio_outliers": token_sum(policy.log_ratio_T.abs() > OUTLIER),
             "behaviour_kl": token_sum(behaviour_kl_T),
-            "logprob_gap": token_sum(policy.log_ratio_T.abs()),
+            "logprob_gap": token_sum(drift_T.abs()),
         }
         if self.needs_reference:
             assert reference_logprobs_T is not None

@@ -1,10 +1,10 @@
 """How a pack attends: every node to its ancestors, in an untouched transformers model.
 
-The model's linear layers run on the flat nodes of a pack. For attention alone, queries, keys and
-values are gathered into padded blocks of similar size: some of a row's own nodes ask, the path
-down to them answers, and each node asks exactly once. The function is registered with
-transformers under `IMPLEMENTATION`; the layout travels as a keyword argument through the model's
-forward.
+The model's linear layers run on the flat nodes of a pack. For attention alone keys and values are
+gathered, path after path: a row's own nodes ask, the path down to them answers, and each node asks
+exactly once. On CUDA one kernel takes all rows as they are (`varlen`); elsewhere they stand in
+padded blocks of similar size. The function is registered with transformers under `IMPLEMENTATION`;
+the layout travels as a keyword argument through the model's forward.
 
 Shapes: N nodes; blocks of R segments with Q asking and K answering nodes, both padded; H query
 heads, J key-value heads, G = H / J, D head dimension, F = heads x D.
@@ -14,13 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from m2flow.errors import UserError
+from m2flow.training import varlen
 from m2flow.training.context_parallel import Part
 
 IMPLEMENTATION = "m2flow_packed"
@@ -40,7 +43,97 @@ the scores are capped."""
 
 
 @dataclass(frozen=True)
+class Paths:
+    """Rows one after another, for a kernel that takes them with their lengths.
+
+    Of each row the own nodes ask, which are all nodes of the pack in their order.
+
+    Attributes:
+        key_nodes: int64, the answering nodes: of each row the path down to its last node.
+        query_ends, key_ends: int32 [rows + 1], where the queries and keys of each row end.
+        most_queries, most_keys: of a row.
+    """
+
+    key_nodes: Tensor
+    query_ends: Tensor
+    key_ends: Tensor
+    most_queries: int
+    most_keys: int
+
+    @classmethod
+    def build(cls, path_nodes: Tensor, lengths: Tensor, shared: Tensor, part: Part | None) -> Paths:
+        """As `PackLayout.build`."""
+        num_nodes = int((lengths - shared).sum())
+        windows = [(0, num_nodes)] if part is None else part.windows(num_nodes)
+        offsets = (lengths.cumsum(0) - lengths).tolist()
+        num_queries, num_keys, keys = [], [], []
+        for window in windows:  # a lane's nodes are numbered window after window
+            for row, begin, end in _asking(shared.tolist(), lengths.tolist(), window):
+                num_queries.append(end - begin)
+                num_keys.append(end)
+                keys.append(path_nodes[offsets[row] : offsets[row] + end])
+        key_nodes = torch.cat(keys)
+        if part is not None:
+            key_nodes = part.gathered_places(num_nodes)[key_nodes]
+        return cls(key_nodes, _ends(num_queries), _ends(num_keys), max(num_queries), max(num_keys))
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Paths:
+        """The same on a device."""
+        names = ("key_nodes", "query_ends", "key_ends")
+        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names}
+        return replace(self, **moved)
+
+
+def _ends(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+@dataclass(frozen=True)
 class PackLayout:
+    """Which nodes of a pack each node attends to.
+
+    Attributes:
+        path_nodes, lengths, shared, part: as for `build`.
+        paths: the same for a kernel, on the device.
+        device: where the pack is computed.
+    """
+
+    path_nodes: Tensor
+    lengths: Tensor
+    shared: Tensor
+    part: Part | None
+    paths: Paths
+    device: torch.device
+
+    @classmethod
+    def build(
+        cls, path_nodes: Tensor, lengths: Tensor, shared: Tensor, part: Part | None = None
+    ) -> PackLayout:
+        """Lay out paths given one after another.
+
+        Args:
+            path_nodes: int64 nodes of each path, root first. Past the `shared` leading ones they
+                are the row's own: all rows' own nodes, in order, number the pack 0, 1, 2, ...
+            lengths: nodes of each path.
+            shared: how many leading nodes of it belong to earlier rows.
+            part: what is here of the pack; None for all of it.
+        """
+        paths = Paths.build(path_nodes, lengths, shared, part)
+        return cls(path_nodes, lengths, shared, part, paths, path_nodes.device)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The same in padded blocks; made when it is asked for."""
+        made = Blocks.build(self.path_nodes, self.lengths, self.shared, self.part)
+        return made.to(self.device)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> PackLayout:
+        """The layout on a device."""
+        return replace(self, paths=self.paths.to(device, non_blocking), device=device)
+
+
+@dataclass(frozen=True)
+class Blocks:
     """Where the blocks' queries and keys come from, and where the answers go; indices are int64.
 
     Padding repeats the last node, so every query sees some key and no row of the softmax is empty.
@@ -49,9 +142,8 @@ class PackLayout:
         query_nodes: the asking nodes of all blocks, one block after another.
         key_nodes: the answering ones, likewise.
         biases: for each block [R, Q, K] float32: 0 where a query sees a key, else minus infinity.
-        slot_N: where in the blocks' answers that of each node lies.
-        part: where the pack is divided over lanes, the part that is here: N are its nodes then, and
-            keys are numbered as they are gathered.
+        slot_N: where in the blocks' answers that of each node lies. Where the pack is divided over
+            lanes N are the nodes that are here, and keys are numbered as they are gathered.
         windows: biases of layers that see so many nodes of a path and no more, made when asked.
     """
 
@@ -59,7 +151,6 @@ class PackLayout:
     key_nodes: Tensor
     biases: tuple[Tensor, ...]
     slot_N: Tensor
-    part: Part | None = None
     windows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     def within(self, window: int | None) -> tuple[Tensor, ...]:
@@ -77,17 +168,9 @@ class PackLayout:
 
     @classmethod
     def build(
-        cls, path_nodes: Tensor, lengths: Tensor, shared: Tensor, part: Part | None = None
-    ) -> PackLayout:
-        """Lay out paths given one after another.
-
-        Args:
-            path_nodes: int64 nodes of each path, root first. Past the `shared` leading ones they
-                are the row's own: all rows' own nodes, in order, number the pack 0, 1, 2, ...
-            lengths: nodes of each path.
-            shared: how many leading nodes of it belong to earlier rows.
-            part: what is here of the pack; None for all of it.
-        """
+        cls, path_nodes: Tensor, lengths: Tensor, shared: Tensor, part: Part | None
+    ) -> Blocks:
+        """As `PackLayout.build`."""
         own = lengths - shared
         num_nodes = int(own.sum())
         windows = [(0, num_nodes)] if part is None else part.windows(num_nodes)
@@ -119,17 +202,13 @@ class PackLayout:
             number_N[here] = torch.arange(len(here))
             query_nodes, slot_N = number_N[query_nodes], slot_N[here]
             key_nodes = part.gathered_places(num_nodes)[key_nodes]
-        return cls(query_nodes, key_nodes, tuple(biases), slot_N, part)
+        return cls(query_nodes, key_nodes, tuple(biases), slot_N)
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> PackLayout:
-        """The layout on a device."""
-        return PackLayout(
-            self.query_nodes.to(device, non_blocking=non_blocking),
-            self.key_nodes.to(device, non_blocking=non_blocking),
-            tuple(bias.to(device, non_blocking=non_blocking) for bias in self.biases),
-            self.slot_N.to(device, non_blocking=non_blocking),
-            self.part,
-        )
+    def to(self, device: torch.device) -> Blocks:
+        """The same on a device."""
+        biases = tuple(bias.to(device) for bias in self.biases)
+        asking, answering = self.query_nodes.to(device), self.key_nodes.to(device)
+        return Blocks(asking, answering, biases, self.slot_N.to(device))
 
 
 Segment = tuple[int, int, int]  # row, and the depths [begin, end) of its own nodes that ask
@@ -143,14 +222,24 @@ def _segments(
     Those nodes ask that are in one of the windows [first, end) of the pack's nodes.
     """
     segments: list[Segment] = []
+    for window in windows:
+        for row, begin, end in _asking(shared, lengths, window):
+            own = lengths[row] - shared[row]
+            size = max(MIN_SEGMENT, -(-own // MAX_SEGMENTS_PER_ROW))
+            segments += [(row, first, min(first + size, end)) for first in range(begin, end, size)]
+    return segments
+
+
+def _asking(
+    shared: Sequence[int], lengths: Sequence[int], window: tuple[int, int]
+) -> Iterator[Segment]:
+    """Of each row the own nodes that are among those [first, end) of the pack, where there are."""
     first_own = 0
     for row, (depth, length) in enumerate(zip(shared, lengths, strict=True)):
-        size = max(MIN_SEGMENT, -(-(length - depth) // MAX_SEGMENTS_PER_ROW))
-        for lo, hi in windows:
-            begin, end = (min(max(depth, depth + n - first_own), length) for n in (lo, hi))
-            segments += [(row, first, min(first + size, end)) for first in range(begin, end, size)]
+        begin, end = (min(max(depth, depth + n - first_own), length) for n in window)
+        if begin < end:
+            yield row, begin, end
         first_own += length - depth
-    return segments
 
 
 def _blocks(segments: list[Segment]) -> Iterator[list[Segment]]:
@@ -206,17 +295,35 @@ def packed_attention(
     _refuse_unsupported(dropout, kwargs)
     H, D = query.shape[1], query.shape[3]
     scaling = D**-0.5 if scaling is None else scaling
-    # One gather for all blocks: its backward is one scatter, and not one the size of N a block.
-    biases = pack_layout.within(sliding_window)
-    num_queries = [bias.shape[0] * bias.shape[1] for bias in biases]
-    num_keys = [bias.shape[0] * bias.shape[2] for bias in biases]
-    query_SF = (_nodes_first(query) * scaling).index_select(0, pack_layout.query_nodes)
     key_NF, value_NF = _nodes_first(key), _nodes_first(value)
     if pack_layout.part is not None:
         both = pack_layout.part.gather(torch.cat([key_NF, value_NF], 1))
         key_NF, value_NF = both.split([key_NF.shape[1], value_NF.shape[1]], 1)
-    key_SF = key_NF.index_select(0, pack_layout.key_nodes)
-    value_SF = value_NF.index_select(0, pack_layout.key_nodes)
+    against = varlen.reason_against(query, value, softcap)
+    if against is None:
+        paths, J = pack_layout.paths, key.shape[1]
+        answer_NHD = varlen.attend(
+            query[0].transpose(0, 1).contiguous(),
+            key_NF.index_select(0, paths.key_nodes).view(-1, J, D),
+            value_NF.index_select(0, paths.key_nodes).view(-1, J, D),
+            paths.query_ends,
+            paths.key_ends,
+            paths.most_queries,
+            paths.most_keys,
+            scale=scaling,
+            window=sliding_window,
+        )
+        return answer_NHD[None], None
+    if query.is_cuda:
+        varlen.warn_once(against)
+    # One gather for all blocks: its backward is one scatter, and not one the size of N a block.
+    blocks = pack_layout.blocks
+    biases = blocks.within(sliding_window)
+    num_queries = [bias.shape[0] * bias.shape[1] for bias in biases]
+    num_keys = [bias.shape[0] * bias.shape[2] for bias in biases]
+    query_SF = (_nodes_first(query) * scaling).index_select(0, blocks.query_nodes)
+    key_SF = key_NF.index_select(0, blocks.key_nodes)
+    value_SF = value_NF.index_select(0, blocks.key_nodes)
     answers = [
         _attend(*block, H, D, softcap)
         for block in zip(
@@ -227,7 +334,7 @@ def packed_attention(
             strict=True,
         )
     ]
-    answer_NF = torch.cat(answers).index_select(0, pack_layout.slot_N)
+    answer_NF = torch.cat(answers).index_select(0, blocks.slot_N)
     return answer_NF.view(1, len(answer_NF), H, -1), None
 
 
@@ -251,13 +358,16 @@ def _attend(
     key_RKJD = key_SF.view(R, K, J, D)
     value_RKJD = value_SF.view(R, K, J, -1)  # values may be narrower than keys
     if Q * K > MAX_MATERIALISED_PAIRS and softcap is None:
+        if H != J and query_SF.is_cuda:  # kernels with a mask have a key head for each query head
+            key_RKJD = key_RKJD.repeat_interleave(H // J, dim=2)
+            value_RKJD = value_RKJD.repeat_interleave(H // J, dim=2)
         answer_RHQD = nn.functional.scaled_dot_product_attention(
             query_RQJGD.view(R, Q, H, D).transpose(1, 2),
             key_RKJD.transpose(1, 2),
             value_RKJD.transpose(1, 2),
             attn_mask=bias_RQK[:, None].to(query_SF.dtype),
             scale=1.0,
-            enable_gqa=H != J,
+            enable_gqa=key_RKJD.shape[2] != H,
         )
     else:
         # Query heads that share a key head stand in one matrix (X = G Q rows): no key is repeated.

@@ -17,6 +17,15 @@ from m2flow.workloads.embodied.learning import PolicyUpdate
 
 CHUNK, SCALE = 3, 2.5
 LENGTHS = [4, 1, 3]
+RECIPE: dict[str, Any] = {
+    "workload": "embodied",
+    "rollouts_per_step": len(LENGTHS),
+    "environment": {"name": "table:red"},
+    "policy": {"chunk": CHUNK},
+    "rollout": {"horizon": 12},
+    "update": {"epochs": 1, "minibatches": 1, "turns_per_microbatch": 8},
+    "optimizer": {"max_grad_norm": None},
+}
 
 
 def policy(actions: str) -> Any:
@@ -105,15 +114,7 @@ def test_the_gradient_is_that_of_a_slow_computation(actions: str, level: str, wh
         "level": level, "entropy_coefficient": 0.03, "value_clip": 0.1, "value_coefficient": 0.7,
         "normalize_advantage": False,
     }  # fmt: skip
-    recipe: Any = read_recipe(
-        {
-            "workload": "embodied", "rollouts_per_step": len(LENGTHS),
-            "environment": {"name": "table:red"}, "policy": {"chunk": CHUNK},
-            "rollout": {"horizon": 12}, "algorithm": algorithm,
-            "update": {"epochs": 1, "minibatches": 1, "turns_per_microbatch": 8},
-            "optimizer": {"max_grad_norm": None},
-        }
-    )  # fmt: skip
+    recipe: Any = read_recipe({**RECIPE, "algorithm": algorithm})
     batch, model, slow = rollouts(actions, whole=whole), policy(actions), policy(actions)
     loss = slow_loss(slow, batch, level, actions)
     loss.backward()
@@ -135,3 +136,33 @@ def test_the_gradient_is_that_of_a_slow_computation(actions: str, level: str, wh
     returns, values = (batch[f"turn.{x}"].values.double().numpy() for x in ("return", "values"))
     explained = 1 - np.var(returns - values) / np.var(returns)
     assert figures["explained_variance"] == pytest.approx(explained, rel=1e-6)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared body"])
+def test_at_first_the_critic_alone_learns(shared: bool) -> None:
+    """What an action's probability depends on stands still, whatever it shares with the critic."""
+    algorithm = {"name": "ppo", "value_warmup_steps": 2, "entropy_coefficient": 0.1}
+    recipe: Any = read_recipe({**RECIPE, "algorithm": algorithm})
+    model = policy("gaussian")
+    if shared:
+        model.critic = None
+    critic = {id(parameter) for parameter in model.critic_parameters()}
+    update = PolicyUpdate(model, recipe)
+
+    def changed() -> set[bool]:
+        """Of the parameters that a step has changed whether they are the critic's."""
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        figures = update.run(rollouts("gaussian", whole=True), None)
+        assert figures["grad_norm"] > 0
+        pairs = zip(before, model.parameters(), strict=True)
+        return {id(now) in critic for old, now in pairs if not old.equal(now)}
+
+    assert [changed() for _ in range(3)] == [{True}, {True}, {True, False}]
+
+
+def test_mini_batches_without_a_turn_have_no_ratio() -> None:
+    """Figures of nothing are left out of the means: they would read 0."""
+    recipe: Any = read_recipe({**RECIPE, "update": {"epochs": 1, "minibatches": 64}})
+    figures = PolicyUpdate(policy("gaussian"), recipe).run(rollouts("gaussian", whole=True), None)
+    assert figures["ratio"] > 0.5
+    assert figures["entropy"] > 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from m2flow.algorithms.ppo import CriticLoss
 from m2flow.errors import UserError
+from m2flow.workloads.agentic.config import AgenticRecipe
 from m2flow.workloads.reasoning.config import (
     ALGORITHMS,
     KEYS_OF_ALGORITHMS,
@@ -187,6 +189,33 @@ def test_every_setting_of_the_algorithm_reaches_the_loss() -> None:
     others = {"scale", "truncated", "overlong_buffer", "epochs", "kl_in", *KEYS_OF_ALGORITHMS}
     known = {"name", *settings, *others}
     assert recipe.algorithm.model_dump().keys() == known, "or this test is too short"
+
+
+def test_a_model_that_is_there_has_defaults_of_its_own(tmp_path: Path) -> None:
+    """Answers, learning rate and micro-batches of real models, unless something else is said."""
+    said = {"generation": {"top_k": 7}, "optimizer": {"learning_rate": 3e-6}}
+    recipe = ReasoningRecipe.model_validate({"model": {"path": str(tmp_path)}, **said})
+    assert (recipe.generation.max_new_tokens, recipe.generation.top_k) == (4096, 7)
+    assert (recipe.optimizer.learning_rate, recipe.training.tokens_per_microbatch) == (3e-6, 16384)
+    assert ReasoningRecipe.model_validate(recipe.model_dump()) == recipe
+    tiny = ReasoningRecipe.model_validate(said)
+    assert (tiny.generation.max_new_tokens, tiny.training.tokens_per_microbatch) == (24, 2048)
+    agentic = AgenticRecipe.model_validate({"model": {"path": str(tmp_path)}})
+    assert (agentic.generation.max_new_tokens, agentic.episode.max_tokens) == (1024, 8192)
+    assert agentic.optimizer.learning_rate == 1e-6
+
+
+def test_the_estimator_of_the_kl_follows_from_where_it_is() -> None:
+    def algorithm(**words: Any) -> AlgorithmSection:
+        return AlgorithmSection.model_validate({"kl_coefficient": 0.1, **words})
+
+    assert algorithm().kl_estimator_in_loss == "k3"
+    assert algorithm(kl_estimator="k2").kl_estimator_in_loss == "k2"
+    assert algorithm(kl_in="reward", kl_estimator="k1").kl_in_reward == 0.1
+    words = {"kl_in": "reward", "kl_coefficient": 0.1}
+    for wrong in ("k2", "k3"):
+        error = refusal({"algorithm": {**words, "kl_estimator": wrong}})
+        assert str(error).startswith("algorithm.kl_estimator: in a reward the gradient of k1")
 
 
 def test_a_kl_in_the_reward_is_none_in_the_loss() -> None:

@@ -14,7 +14,7 @@ tokens, raw actions, or all points of a noise path).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,6 +62,10 @@ class Evaluation:
     values: Tensor | None
 
 
+CRITIC_PARTS = ("critic", "value", "value_head")
+"""Modules of policies that belong to the critic alone."""
+
+
 class Policy(nn.Module, ABC):
     """A network that acts and that can judge its actions."""
 
@@ -85,6 +89,13 @@ class Policy(nn.Module, ABC):
         raise UserError(
             f"{type(self).__name__} does not learn from actions alone", key="warmup.steps"
         )
+
+    def critic_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters of the critic's own, on which no action's probability depends."""
+        for name in CRITIC_PARTS:
+            part = getattr(self, name, None)
+            if isinstance(part, nn.Module):
+                yield from part.parameters()
 
     def running_statistics(self) -> list[RunningStatistics]:
         """Running statistics that a trainer keeps up to date, in a fixed order."""

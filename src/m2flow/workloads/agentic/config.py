@@ -5,7 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -100,12 +100,22 @@ class DataSection(reasoning.DataSection):
     task: Literal["arithmetic", "lookup", "jsonl", "gym"] = "arithmetic"  # type: ignore[assignment]
 
 
+PRETRAINED: dict[str, dict[str, Any]] = {
+    **reasoning.PRETRAINED,
+    "generation": {"max_new_tokens": 1024},
+    "episode": {"max_tokens": 8192, "max_result_tokens": 1024},
+}
+"""What is not said of a run that starts from a model's folder."""
+
+
 class AgenticRecipe(reasoning.ReasoningRecipe):
     """A whole run.
 
     `reward` judges what the model wrote last; the functions of `turn_reward` judge each turn. With
     `agent` a function of yours makes the trajectories, with tools of its own.
     """
+
+    pretrained: ClassVar[dict[str, dict[str, Any]]] = PRETRAINED
 
     workload: Literal["agentic"] = "agentic"  # type: ignore[assignment]
     name: str = "agentic"

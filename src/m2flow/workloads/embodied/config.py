@@ -144,6 +144,7 @@ KEYS_OF_ALGORITHMS = {
     "lam": ("ppo",),
     "value_clip": ("ppo",),
     "value_coefficient": ("ppo",),
+    "value_warmup_steps": ("ppo",),
     "normalize_advantage": ("ppo",),
     "group_size": ("grpo",),
     "normalize_std": ("grpo",),
@@ -160,7 +161,8 @@ KEYS_OF_ALGORITHMS = {
 class AlgorithmSection(Section):
     """PPO with the policy's own value head, GRPO over rollouts that begin alike, or SAC.
 
-    Of GRPO's groups those are dropped whose share of successes is outside `success_bounds`.
+    Of GRPO's groups those are dropped whose share of successes is outside `success_bounds`. In the
+    first `value_warmup_steps` steps of PPO the critic alone learns, and the policy stands still.
     """
 
     name: Literal["ppo", "grpo", "sac"] = "ppo"
@@ -171,6 +173,7 @@ class AlgorithmSection(Section):
     lam: Share = 0.95
     value_clip: Positive | None = None
     value_coefficient: NonNegative = 0.5
+    value_warmup_steps: Natural = 0
     entropy_coefficient: NonNegative = 0.0
     normalize_advantage: Flag = True
     group_size: Count = 8

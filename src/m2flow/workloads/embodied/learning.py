@@ -166,22 +166,39 @@ class PolicyUpdate:
         )
 
     def _step(self, sums: Tensor, all_reduce: AllReduce | None) -> dict[str, float]:
+        """One optimizer step; its figures, of which a mini-batch without a turn has few."""
+        if self._critic_alone:
+            self._let_the_policy_stand()
         step = self.optimizer.step(sums, SUMS.index("denominator"), all_reduce)
         totals = dict(zip(SUMS, step.sums.tolist(), strict=True))
-        count, turns = max(totals["counted"], 1.0), max(totals["turns"], 1.0)
-        found = {
-            "loss": totals["loss"] / (totals["denominator"] or 1.0),
+        count, turns = totals["counted"], totals["turns"]
+        found = {"grad_norm": step.grad_norm, "learning_rate": step.learning_rate}
+        if not count:
+            return found
+        found |= {
+            "loss": totals["loss"] / totals["denominator"],
             "policy_loss": totals["policy"] / count,
             "entropy": totals["entropy"] / count,
             "ratio": totals["ratio"] / count,
             "clip_fraction": totals["clipped"] / count,
             "kl": totals["kl"] / count,
-            "grad_norm": step.grad_norm,
-            "learning_rate": step.learning_rate,
         }
         if self.recipe.algorithm.name == "ppo":
             found["value_loss"] = totals["value"] / turns
         return found
+
+    @property
+    def _critic_alone(self) -> bool:
+        """Whether the run is in the steps in which the critic alone learns."""
+        update, warmup = self.recipe.update, self.recipe.algorithm.value_warmup_steps
+        return self.optimizer.num_steps < warmup * update.epochs * update.minibatches
+
+    def _let_the_policy_stand(self) -> None:
+        """Drop the gradient of all that an action's probability depends on."""
+        critic = {id(parameter) for parameter in self.policy.critic_parameters()}
+        for parameter in self.policy.parameters():
+            if parameter.grad is not None and id(parameter) not in critic:
+                parameter.grad.zero_()
 
     def _scale(self) -> float:
         """What returns are divided by in the loss: a critic learns shares of it."""

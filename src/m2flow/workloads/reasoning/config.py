@@ -5,7 +5,7 @@ Sizes are named for what they count. Nothing here imports torch.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -243,7 +243,7 @@ class AlgorithmSection(Section):
     lam: Share = 0.95
     kl_coefficient: NonNegative = 0.0
     kl_in: Literal["loss", "reward"] = "loss"
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
     entropy_coefficient: NonNegative = 0.0
     gap_level: Literal["token", "sequence"] = "token"
     gap_rule: Literal["truncate", "mask"] = "truncate"
@@ -257,6 +257,11 @@ class AlgorithmSection(Section):
     def kl_in_loss(self) -> float:
         """Weight of the KL term of the loss."""
         return self.kl_coefficient if self.kl_in == "loss" else 0.0
+
+    @property
+    def kl_estimator_in_loss(self) -> Literal["k1", "k2", "k3"]:
+        """The estimator of the loss's KL term: k3, unless it is said."""
+        return self.kl_estimator or "k3"
 
     @property
     def kl_in_reward(self) -> float:
@@ -301,6 +306,13 @@ class AlgorithmSection(Section):
                 value="k1",
                 expected="k2 or k3, or algorithm.kl_in: reward",
             )
+        if self.kl_in_reward and self.kl_estimator in ("k2", "k3"):
+            raise UserError(
+                "in a reward the gradient of k1 is that of the KL, and of the others it is not",
+                key="algorithm.kl_estimator",
+                value=self.kl_estimator,
+                expected="k1, or algorithm.kl_in: loss",
+            )
         return self
 
 
@@ -343,8 +355,22 @@ class GreedyEvaluationSection(common.EvaluationSection):
     problems: Natural = 512
 
 
+PRETRAINED: dict[str, dict[str, Any]] = {
+    "generation": {"max_new_tokens": 4096},
+    "optimizer": {"learning_rate": 1e-6},
+    "training": {"tokens_per_microbatch": 16384},
+}
+"""What is not said of a run that starts from a model's folder: sizes of real models and answers."""
+
+
 class ReasoningRecipe(common.Recipe):
-    """A whole run."""
+    """A whole run.
+
+    Where `model.path` names a model, `pretrained` takes the place of the defaults, which are those
+    of the tiny one.
+    """
+
+    pretrained: ClassVar[dict[str, dict[str, Any]]] = PRETRAINED
 
     workload: Literal["reasoning"] = "reasoning"
     name: str = "reasoning"
@@ -392,6 +418,21 @@ class ReasoningRecipe(common.Recipe):
     @property
     def samples_per_minibatch(self) -> int:
         return self.samples_per_step // self.minibatches
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_a_pretrained_model_needs(cls, data: Any) -> Any:
+        """Keys that are not said are those of `pretrained` where there is a model."""
+        model = data.get("model") if isinstance(data, dict) else None
+        if not isinstance(model, dict) or model.get("path") is None:
+            return data
+        said = {name: data.get(name, {}) for name in cls.pretrained}
+        fitting = {
+            name: cls.pretrained[name] | section
+            for name, section in said.items()
+            if isinstance(section, dict)
+        }
+        return data | fitting
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> ReasoningRecipe:

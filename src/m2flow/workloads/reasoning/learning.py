@@ -15,10 +15,12 @@ from m2flow.workloads.reasoning.config import ReasoningRecipe
 def loss_of(recipe: ReasoningRecipe) -> GRPOLoss:
     """The policy's loss that `algorithm` describes; PPO's is GRPO's, on other advantages."""
     algorithm = recipe.algorithm
-    names = {field.name for field in fields(GRPOLoss)} - {"kl_coefficient", "token_budget"}
+    derived = {"kl_coefficient", "kl_estimator", "token_budget"}
+    names = {field.name for field in fields(GRPOLoss)} - derived
     return GRPOLoss(
         **{name: getattr(algorithm, name) for name in names},
         kl_coefficient=algorithm.kl_in_loss,
+        kl_estimator=algorithm.kl_estimator_in_loss,
         token_budget=recipe.generation.max_new_tokens,
     )
 

@@ -64,6 +64,7 @@ class Simulator(Worker):
             count,
             processes=min(count, self._processes()),
             python=self.environment.python,
+            copy=False,  # the recordings copy what they are shown
             **self.environment.options,
         )
 
