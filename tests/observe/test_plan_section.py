@@ -11,11 +11,11 @@ from m2flow.observe.record import read_run
 from m2flow.observe.report import write_report
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.plan.explain import Alternative, Explanation, Flip
-from m2flow.plan.race import Tried
 from m2flow.plan.explain.bottleneck import Bottleneck
 from m2flow.plan.file import to_json
 from m2flow.plan.gantt import Gantt, Row
 from m2flow.plan.prediction import Prediction
+from m2flow.plan.race import Tried
 from m2flow.plan.units import Seconds
 from m2flow.simulation.time_account import Piece
 from tests.observe.test_report import check, words

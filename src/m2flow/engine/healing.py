@@ -5,7 +5,8 @@ workers had folded in since the last mini-batch, and the states of sticky items.
 withdrawn (also from the lanes of a gang that are still there), their units are pending again, and
 a stage that still waits for an item that no lane holds has it made again: the stage that made it
 takes its inputs again, and if these are gone as well, those that made them do, back to inputs that
-exist. Source items always do. What is made again besides, because it is of the same unit, is dropped.
+exist. Source items always do. What is made again besides, because it is of the same unit, is
+dropped.
 
 Not everything can be made again: a stage whose worker has changed in the step since (a mini-batch
 is over, weights went out) would not make the same. Then the step cannot be saved (`RunFailed`).

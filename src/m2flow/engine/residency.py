@@ -2,9 +2,9 @@
 
 A lane with no memory limit keeps everything resident. On a lane with one, nothing is resident at
 the start (a driver that loads a worker there offloads it again), and at every moment the states
-that are resident and what the call at hand works with take no more than the limit. The worker that was used
-longest ago makes way first; one without state never does. The moves are commands to a lane that
-carries out its commands in order, so nothing waits for them and no lock exists.
+that are resident and what the call at hand works with take no more than the limit. The worker that
+was used longest ago makes way first; one without state never does. The moves are commands to a lane
+that carries out its commands in order, so nothing waits for them and no lock exists.
 
 One `Residency` tells of one run: engines whose steps alternate on the same lanes share it.
 """

@@ -17,8 +17,8 @@ from m2flow.flow import Place
 from m2flow.flow.graph import FlowGraph
 from m2flow.plan import build_plan, parse_lanes
 from m2flow.runtime.driver.launch import launch
-from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.training import trainer_state
+from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 from m2flow.workloads.reasoning.flow import saved
 from m2flow.workloads.reasoning.workers import Critic, ModelSource
