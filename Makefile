@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart quickstart-embodied dev test test-vllm test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
+.PHONY: help quickstart quickstart-embodied dev test test-browser chromium test-loggers test-vllm test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -30,6 +30,21 @@ dev: $(VENV)/.installed-dev ## install with the tools for development
 
 test: lint ## lint, then the tests (ARGS="-m slow" for the slow ones)
 	$(BIN)/python -m pytest $(ARGS)
+
+# pip brings the client and axe; the browser is the system's, or Debian's where we may install it.
+test-browser: chromium $(VENV)/.installed-dev ## report and live page in a headless Chromium (installed if it is not there and we may)
+	$(BIN)/python -m pip install --quiet -e '.[browser]' -c constraints.txt
+	M2FLOW_NEEDS_BROWSER=1 $(BIN)/python -m pytest tests/observe/test_report_browser.py \
+	  tests/observe/test_dashboard_browser.py $(ARGS)
+
+chromium:
+	@command -v chromium chromium-browser google-chrome chrome >/dev/null || \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
+	  { echo "needs a browser: apt-get install chromium"; exit 1; }
+
+test-loggers: $(VENV)/.installed-dev ## TensorBoard, Weights & Biases, MLflow, trackio and SwanLab, offline (installs their packages)
+	$(BIN)/python -m pip install --quiet -e '.[dash,wandb,mlflow,trackio,swanlab]' -c constraints.txt
+	$(BIN)/python -m pytest tests/observe/test_loggers.py tests/observe/test_metrics_log.py $(ARGS)
 
 # The environment in which vLLM is: by default one of its own for the CPU build.
 VLLM_PYTHON ?= $(VENV)-vllm/bin/python
@@ -70,12 +85,16 @@ audit: $(VENV)/.installed-dev $(VENV)-audit/.installed ## known advisories again
 	$(BIN)/python -m pytest -q tests/test_audit.py
 	$(VENV)-audit/bin/python .ci/audit.py constraints.txt
 
-screenshots: $(VENV)/.installed-dev ## the pictures of the live page in docs/images (needs Chromium)
+screenshots: chromium $(VENV)/.installed-dev ## the pictures in docs/images, from runs made for them
 	$(BIN)/python -m pip install --quiet -e '.[browser]' -c constraints.txt
-	rm -rf runs/shown-first runs/shown-second
+	rm -rf runs/shown-*
 	$(BIN)/m2flow train quickstart steps=60 --run-dir runs/shown-first
 	$(BIN)/m2flow train quickstart steps=60 seed=1 optimizer.learning_rate=3e-4 --run-dir runs/shown-second
 	$(BIN)/python docs/make_screenshots.py runs/shown-first runs/shown-second
+	for mode in collocated disaggregated; do \
+	  $(BIN)/m2flow train quickstart steps=10 lanes=cpu:2 --mode $$mode --run-dir runs/shown-$$mode && \
+	  $(BIN)/python docs/draw_timeline.py runs/shown-$$mode docs/images/timeline-$$mode.svg --steps 9 10 || exit 1; \
+	done
 
 doctor: $(VENV)/.installed ## what this machine has, and what is missing
 	$(BIN)/m2flow doctor

@@ -51,7 +51,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     if not lines:
         return ""
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
-    return f"<table><tr>{names}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table><tr>{names}</tr>{body}</table></div>'
 
 
 # --- what was expected, why, and what came of it --------------------------------------------------
@@ -133,7 +134,8 @@ def _pictures(record: RunRecord) -> str:
     charts += [(f"measured, step {step.step}", "measured", chart_of([step])) for step in steps]
     halves = "".join(
         f"<div><h3>{escape(name)}</h3>"
-        f"{gantt_svg(chart, colours=colours, width=720, ident=ident)}</div>"
+        f'<div class="scroll">{gantt_svg(chart, colours=colours, width=720, ident=ident)}</div>'
+        "</div>"
         for name, ident, chart in charts
     )
     return f'<div class="card"><div class="pair">{halves}</div>{_terms(decision, steps)}</div>'
