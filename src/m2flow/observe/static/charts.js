@@ -22,12 +22,12 @@ const FORMS = {
   },
   percent: (value) => digits(100 * value, 3) + " %",
   seconds: (value) => {
-    const size = Math.abs(value), minutes = Math.floor(size / 60);
+    const size = Math.abs(value), whole = Math.round(size), minutes = Math.floor(whole / 60);
     if (size === 0) return "0 s";
     if (size < 1e-3) return digits(1e6 * value, 3) + " µs";
     if (size < 1) return digits(1e3 * value, 3) + " ms";
     if (size < 100) return digits(value, 3) + " s";
-    return minutes < 60 ? `${minutes} min ${Math.round(size - 60 * minutes)} s`
+    return minutes < 60 ? `${minutes} min ${whole % 60} s`
       : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
   },
 };
@@ -224,7 +224,7 @@ class Timeline {
     this.chart = JSON.parse(root.querySelector("script").textContent);
     this.zoom = new Zoom(this.chart.seconds / 5000, () => this.plot.setData(this.plot.data));
     this.zoom.last = this.chart.seconds;
-    this.zoom.range = range || null;
+    this.zoom.range = range && range[1] <= this.chart.seconds ? range : null;
     this.tools = make("div", "tools");
     this.place = make("div", "plot lanes");
     this.spoken = make("p", "note", HINT);
@@ -355,6 +355,8 @@ function hatched(ctx, ratio) {
 function reachable(root) {
   for (const one of root.querySelectorAll(".scroll, pre"))
     if (one.scrollWidth > one.clientWidth || one.scrollHeight > one.clientHeight) one.tabIndex = 0;
+  for (const fold of root.querySelectorAll("details"))
+    fold.addEventListener("toggle", () => reachable(fold));
 }
 
 // Calls back when the width of the window or the colour scheme has changed.

@@ -94,7 +94,8 @@ function newChart(chart) {
 // The report's parts take longer to make the longer the run: they are asked for less often then.
 async function refreshDetails(now) {
   clearTimeout(detailsTimer);
-  const wait = nextDetails - performance.now();
+  const used = $("details").contains(document.activeElement); // it would lose the focus
+  const wait = used ? 1000 : nextDetails - performance.now();
   if (!now && wait > 0) { detailsTimer = setTimeout(() => refreshDetails(false), wait); return; }
   nextDetails = Infinity;
   const began = performance.now(), number = $("which").value || 0;
