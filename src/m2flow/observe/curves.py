@@ -21,6 +21,7 @@ from m2flow.observe.theme import series_colour
 DRAWN, ZOOMED, ZOOMED_OTHERS = 200, 1000, 40_000
 """The most values of a curve in a drawing, of a curve in the zoom, and of all but the leading ones
 there together."""
+EXPECTED = "plan/predicted_seconds"
 FORMS = {"number": number, "percent": percent, "seconds": seconds}
 
 
@@ -78,7 +79,6 @@ def _specs(record: RunRecord) -> tuple[list[Spec], list[Spec]]:
     """The leading charts, and one for every figure that is in none of them."""
     held_out, sampled = record.first_key(EVALUATION), record.first_key(ACCURACY)
     loss = record.first_key(LOSS)
-    expected = "plan/predicted_seconds"
     leading = [
         Spec("Reward", [("reward/mean", "reward", 0)]),
         Spec("Accuracy", [(held_out, "held out", 1), (sampled, "in training", 6)], "percent", 0, 1),
@@ -87,7 +87,7 @@ def _specs(record: RunRecord) -> tuple[list[Spec], list[Spec]]:
         Spec("Response length", [("length/mean", "tokens", 4)], low=0),
         Spec(
             "Seconds per step",
-            [("seconds/step", "measured", 5), (expected, "predicted", 7)],
+            [("seconds/step", "measured", 5), (EXPECTED, "predicted", 7)],
             "seconds",
             0,
         ),
@@ -109,11 +109,14 @@ def _thinned(record: RunRecord, points: int) -> tuple[list[int], dict[str, Curve
 
 
 def _lines(spec: Spec, curves: Mapping[str, Curve]) -> list[Line]:
-    return [
-        Line(name, curves[key], series_colour(colour), dashed=name == "predicted")
-        for key, name, colour in spec.keys
-        if key is not None and key in curves
-    ]
+    lines = []
+    for key, name, colour in spec.keys:
+        if key is not None and key in curves:
+            curve, dashed = curves[key], key == EXPECTED
+            if dashed:  # it is told, not measured: its steps are no noise
+                curve = Curve(run=0, mean=curve["mean"], trend=[], low=[], high=[])
+            lines.append(Line(name, curve, series_colour(colour), dashed))
+    return lines
 
 
 def _grid(cards: Sequence[str]) -> str:

@@ -66,6 +66,8 @@ font-variant-numeric:tabular-nums}}
 margin:0 2px 8px}}
 .charts .latest{{font-size:13.5px;font-weight:600;font-variant-numeric:tabular-nums;
 text-align:right}}
+.charts .pointed h3{{overflow:hidden;white-space:nowrap;text-overflow:ellipsis}}
+.charts .pointed .latest{{white-space:nowrap}}
 .charts .latest span{{color:var(--faint);font-weight:500}}
 .legend{{display:flex;flex-wrap:wrap;gap:2px 14px;margin:4px 2px 0;font-size:12px;
 color:var(--muted)}}
@@ -114,6 +116,7 @@ align-items:baseline}}
 .sample pre{{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;max-height:260px;overflow-y:auto;
 line-height:1.5}}
 .sample pre.prompt{{color:var(--muted)}}
+.cards{{display:grid;grid-template-columns:minmax(0,1fr);gap:14px}}
 .plan{{display:grid;grid-template-columns:repeat(auto-fit,minmax(280px,1fr));gap:14px 36px;
 align-items:start}}
 .plan pre{{white-space:pre-wrap;margin:0;grid-column:1/-1;color:var(--muted)}}
@@ -139,7 +142,9 @@ body{{background:#fff;font-size:12px}}main{{padding:0;max-width:none}}
 .card,.finding,tr{{break-inside:avoid}}.heading,h3{{break-after:avoid}}section{{margin-top:22px}}
 .tools,.plot,.timeline>.legend,details:not([open]){{display:none}}
 .sample pre{{max-height:none}}
-.scroll{{overflow:visible}}.scroll svg{{min-width:0!important}}.scroll table{{font-size:10px}}}}
+.scroll{{overflow:visible}}.scroll svg{{min-width:0!important}}
+.scroll table,td small{{font-size:10px}}
+th,td{{padding:4px 6px}}th{{font-size:10px}}td.bar{{min-width:60px}}}}
 """
 
 

@@ -29,7 +29,7 @@ def plan_section(record: RunRecord) -> str:
     if not record.plan:
         return ""
     cards = [_outcome(record), _race(record.decision), _pictures(record), _tables(record.plan)]
-    body = f'<div style="display:grid;gap:14px">{"".join(cards)}</div>{_whole(record)}'
+    body = f'<div class="cards">{"".join(cards)}</div>{_whole(record)}'
     return section("Plan", body, _note(record.plan))
 
 
@@ -64,7 +64,7 @@ def _outcome(record: RunRecord) -> str:
             return ""
         text = "The mode was fixed by the user: no other plan was considered, and none predicted."
         return f'<p class="note">{text}</p>'
-    figures = _table(("plan", "a step", ""), _figures(record, record.decision))
+    figures = _table(("plan", "a step", "remark"), _figures(record, record.decision))
     why = "".join(f"<li>{escape(line)}</li>" for line in _reasons(record.decision))
     return (
         f'<div class="card"><div class="pair"><div>{figures}</div>'

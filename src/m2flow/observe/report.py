@@ -220,7 +220,7 @@ def _curves(record: RunRecord) -> str:
         return section("Curves", '<div class="card empty">No figures have been recorded yet.</div>')
     rest = f"<details><summary>All other figures</summary>{more}</details>" if more else ""
     data = json_block(chart_data(record), ident="curves")
-    note = "bands: from the 10th to the 90th percentile of neighbouring steps"
+    note = "over steps; bands reach from the 10th to the 90th percentile of neighbouring steps"
     return section("Curves", data + cards + rest, note)
 
 

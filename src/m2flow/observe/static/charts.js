@@ -17,8 +17,9 @@ const FORMS = {
     const size = Math.abs(value);
     for (const [limit, unit, by] of [[1e9, "G", 1e9], [1e6, "M", 1e6], [1e4, "k", 1e3]])
       if (size >= limit) return digits(value / by, 3) + unit;
-    return size && size < 1e-3 ? value.toExponential(1)
-      : size >= 1000 ? String(Math.round(value)) : digits(value, 3);
+    if (size >= 1000)
+      return value % 100 ? Math.round(value).toLocaleString("en-US") : digits(value / 1e3, 3) + "k";
+    return size && size < 1e-3 ? value.toExponential(1) : digits(value, 3);
   },
   percent: (value) => digits(100 * value, 3) + " %",
   seconds: (value) => {
@@ -109,7 +110,9 @@ class Zoom {
   }
 
   // uPlot's settings for dragging over a picture.
-  get cursor() { return { drag: { x: true, y: false, setScale: false } }; }
+  get cursor() {
+    return { y: false, points: { show: false }, drag: { x: true, y: false, setScale: false } };
+  }
 
   selected(plot) {
     const { left, width } = plot.select;
@@ -177,12 +180,12 @@ class Chart {
       width, height: 190, series, bands,
       scales: { x: this.zoom.scale, y: { range: { min: bound(low), max: bound(high) } } },
       axes: [
-        { ...axisStyle(), values: (_, ticks) =>
+        { ...axisStyle(), size: 30, values: (_, ticks) =>
           ticks.map((tick) => tick % 1 ? "" : FORMS.number(tick)) },
-        { ...axisStyle(), size: 58, values: (_, ticks) => ticks.map((tick) => write(form, tick)) },
+        { ...axisStyle(), size: 54, values: (_, ticks) => ticks.map((tick) => write(form, tick)) },
       ],
       legend: { show: false },
-      cursor: { ...this.zoom.cursor, sync: { key: "steps" }, points: { show: false } },
+      cursor: { ...this.zoom.cursor, sync: { key: "steps" } },
       hooks: {
         setSelect: [(plot) => this.zoom.selected(plot)],
         setCursor: [(plot) => this.say(plot.cursor.idx)],
@@ -192,8 +195,9 @@ class Chart {
 
   // The values at a place of the axis, or the first and the last one.
   say(at) {
-    const { form, curves } = this.spec;
-    if (at === null || at === undefined) {
+    const { form, curves } = this.spec, off = at === null || at === undefined;
+    this.spoken.parentElement.classList.toggle("pointed", !off);
+    if (off) {
       const ends = (values) => {
         const known = values.filter((value) => value !== null);
         return [known[0], known[known.length - 1]].map((value) => write(form, value));
@@ -202,14 +206,11 @@ class Chart {
         : curves.map((curve) => ends(curve.mean)[1]).join(" · ");
       return;
     }
-    const reach = Math.ceil(this.x.length / 20); // of a figure that few steps have: the next one
-    const near = (values) => {
-      for (let off = 0; off <= reach; off++)
-        for (const place of [at - off, at + off])
-          if (values[place] !== null && values[place] !== undefined) return values[place];
-      return null;
+    const known = (values) => { // of a figure that not every step has: the one before
+      const ended = values.slice(at).every((value) => value === null);
+      return ended ? null : values.slice(0, at + 1).findLast((value) => value !== null);
     };
-    const told = curves.map((curve) => write(form, near(curve.mean)));
+    const told = curves.map((curve) => write(form, known(curve.mean)));
     if (curves.length === 1 && curves[0].trend.length && curves[0].low[at] !== null)
       told[0] += ` (${write(form, curves[0].low[at])} to ${write(form, curves[0].high[at])})`;
     this.spoken.textContent = `step ${this.x[at]}: ${told.join(" · ")}`;
@@ -254,15 +255,15 @@ class Timeline {
     const { rows, seconds } = this.chart, count = rows.length;
     const middle = rows.map((_, row) => count - row - 0.5);
     this.plot = new uPlot({
-      width: this.place.clientWidth || 800, height: 76 + count * (count > 16 ? 18 : 34),
+      width: this.place.clientWidth || 800, height: 56 + count * (count > 16 ? 18 : 34),
       series: [{}, {}], legend: { show: false }, padding: [26, 12, 0, 0],
       scales: { x: this.zoom.scale, y: { range: [0, count] } },
       axes: [
-        { ...axisStyle(), values: (plot, ticks) => ticks.map((tick) => write("seconds", tick)) },
+        { ...axisStyle(), size: 30, values: (plot, ticks) => ticks.map((tick) => write("seconds", tick)) },
         { ...axisStyle(), size: 100, splits: middle, grid: { show: false },
           values: () => rows.map((row) => row.name) },
       ],
-      cursor: { ...this.zoom.cursor, y: false, points: { show: false } },
+      cursor: this.zoom.cursor,
       hooks: {
         draw: [(plot) => this.paint(plot)],
         setSelect: [(plot) => this.zoom.selected(plot)],

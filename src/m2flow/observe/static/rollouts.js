@@ -5,7 +5,7 @@ if (document.getElementById("rollouts")) (() => {
   const rows = JSON.parse(document.getElementById("rollouts").textContent);
   const [text, why, sort, list, count] =
     ["find", "why", "sort", "found", "count"].map((id) => document.getElementById(id));
-  const SHOWN = 40;
+  const SHOWN = 10;
   let shown = SHOWN;
   for (const one of [...new Set(rows.map((row) => row.why))].sort())
     why.append(new Option(one, one));
