@@ -24,7 +24,7 @@ OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 
 def main() -> None:
-    """Take each picture in light colours and in dark ones."""
+    """Take a picture of the live page in light colours and one in dark ones, and one of the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dirs", type=Path, nargs="+")
     run_dirs = parser.parse_args().run_dirs
@@ -38,16 +38,16 @@ def main() -> None:
             page.goto(dashboard.url)
             page.locator("body[data-ready=yes][data-details=yes]").wait_for()
             keep(page.screenshot(), f"dashboard-{scheme}")
-            page.set_viewport_size({"width": 1180, "height": 1500})
-            page.goto(write_report(run_dirs[0]).resolve().as_uri())
-            page.locator("body[data-ready=yes]").wait_for()
-            keep(page.screenshot(), f"report-{scheme}")
+        page = browser.new_page(viewport={"width": 1180, "height": 1500}, color_scheme="light")
+        page.goto(write_report(run_dirs[0]).resolve().as_uri())
+        page.locator("body[data-ready=yes]").wait_for()
+        keep(page.screenshot(), "report-light")
         browser.close()
 
 
 def keep(picture: bytes, name: str) -> None:
     """Write a picture in few colours."""
-    small = Image.open(io.BytesIO(picture)).convert("RGB").quantize(64)
+    small = Image.open(io.BytesIO(picture)).convert("RGB").quantize(128)
     small.save(IMAGES / f"{name}.png", optimize=True)
 
 

@@ -100,13 +100,15 @@ class Zoom {
       ["+", "Zoom in", () => this.by(0.5)], ["−", "Zoom out", () => this.by(2)],
       ["Show all", "", () => this.to(null)],
     ];
+    const group = make("span");
     for (const [text, name, act] of acts) {
       const button = make("button", "", text);
       button.type = "button";
       if (name) button.setAttribute("aria-label", name);
       button.addEventListener("click", act);
-      place.append(button);
+      group.append(button);
     }
+    place.append(group);
   }
 
   // uPlot's settings for dragging over a picture.
