@@ -24,7 +24,7 @@ OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 
 def main() -> None:
-    """Take a picture of the live page in light colours and one in dark ones, and one of the report."""
+    """Take pictures of the live page in light and in dark colours, and one of the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dirs", type=Path, nargs="+")
     run_dirs = parser.parse_args().run_dirs
