@@ -42,9 +42,8 @@ chromium:
 	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
 	  { echo "needs a browser: apt-get install chromium"; exit 1; }
 
-test-loggers: $(VENV)/.installed-dev ## TensorBoard, Weights & Biases, MLflow, trackio and SwanLab, offline (installs their packages)
-	$(BIN)/python -m pip install --quiet -e '.[dash,wandb,mlflow,trackio,swanlab]' -c constraints.txt
-	$(BIN)/python -m pytest tests/observe/test_loggers.py tests/observe/test_metrics_log.py $(ARGS)
+test-loggers: $(VENV)-loggers/.installed ## TensorBoard, Weights & Biases, MLflow, trackio and SwanLab, offline (installs their packages)
+	$(VENV)-loggers/bin/python -m pytest tests/observe/test_loggers.py tests/observe/test_metrics_log.py $(ARGS)
 
 # The environment in which vLLM is: by default one of its own for the CPU build.
 VLLM_PYTHON ?= $(VENV)-vllm/bin/python
@@ -104,7 +103,7 @@ clean: ## remove caches and build output
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove the environment
-	rm -rf $(VENV) $(VENV)-vllm $(VENV)-audit
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-audit $(VENV)-loggers
 
 # pip writes to a log, so that what is left on the terminal is what a person needs.
 # $(1): the extras, as in [dev]; $(2): what is being installed, in words.
@@ -137,6 +136,16 @@ $(VENV)-audit/.installed:
 	@$(PYTHON) -m venv $(VENV)-audit
 	@$(VENV)-audit/bin/python -m pip install --no-input --disable-pip-version-check --quiet 'pip-audit>=2.9,<3'
 	@touch $@
+
+# On top of the packages of $(VENV), which stay as they are: MLflow does not fit constraints.txt.
+$(VENV)-loggers/.installed: $(INPUTS) | $(VENV)/.installed-dev
+	$(BIN)/python -m venv $(VENV)-loggers
+	$(BIN)/python -c "$(SITE)" >"$$($(VENV)-loggers/bin/python -c "$(SITE)")/development.pth"
+	$(VENV)-loggers/bin/python -m pip install --no-input --disable-pip-version-check --quiet \
+	  -e '.[dash,wandb,mlflow,trackio,swanlab]'
+	@touch $@
+
+SITE := import sysconfig; print(sysconfig.get_path('purelib'))
 
 # vLLM's import fails beside those three as pip chooses them, and m2flow's language models need none.
 $(VENV)-vllm/.installed: $(INPUTS)
