@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -56,6 +57,13 @@ def test_a_step_without_a_value_is_passed_over() -> None:
     svg = line_chart(x, [drawn], label="Loss")
     (path,) = re.findall(r'class="curve"[^>]* d="M([^"]*)"', svg)
     assert path.count("L") == svg.count("<circle") - 1 == 2
+
+
+def test_a_lone_value_is_a_dot() -> None:
+    x, drawn = line({1: 1.0})
+    assert line_chart(x, [replace(drawn, dashed=True)], label="a").count("<circle") == 1
+    x, drawn = line({1: 1.0, 2: 2.0})
+    assert line_chart(x, [replace(drawn, dashed=True)], label="a").count("<circle") == 0
 
 
 def test_a_long_run_makes_a_small_chart() -> None:

@@ -155,6 +155,17 @@ def test_the_script_has_the_values_of_each_drawing(
     assert [curve["name"] for curve in seconds["curves"]] == ["measured", "predicted"]
 
 
+def test_no_figure_is_left_out_and_none_is_drawn_twice(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", "r")
+    for step in (1, 2):
+        figures = {"reward/mean": 0.5, "throughput/steps_per_s": 90.0, "train/odd": step * 1.0}
+        run.append_metrics(step, {**figures, "seconds/step": 1.0, "success/mean": 0.1})
+    checker = check(write_report(run.path))
+    titles = [chart["title"] for chart in json.loads(checker.data["curves"])["charts"]]
+    leading = ["Reward", "Accuracy", "Environment steps per second", "Seconds per step"]
+    assert titles == [*leading, "train/odd"]
+
+
 def test_the_script_has_every_piece_of_the_timeline(
     tmp_path: Path, fake_run: Callable[..., Path]
 ) -> None:

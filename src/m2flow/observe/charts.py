@@ -20,7 +20,7 @@ from m2flow.observe.formatting import number
 WIDTH, HEIGHT = 400, 190
 LEFT, RIGHT, TOP, BOTTOM = 44, 12, 10, 24
 DOTS = 60
-"""A curve without a trend has visible points if it has no more than these."""
+"""A curve without a trend has visible points if it has no more than these; a dashed one, one."""
 
 CHART_CSS = """
 .chart{display:block;width:100%;height:auto;overflow:visible}
@@ -163,7 +163,7 @@ def _line(x: Sequence[int], line: Line, frame: Scale) -> Iterator[str]:
         yield _path(points, line.colour, "curve raw")
         points = _points(x, curve["trend"], frame)
     yield _path(points, line.colour, name)
-    if not curve["trend"] and not line.dashed and len(points) <= DOTS:
+    if not curve["trend"] and len(points) <= (1 if line.dashed else DOTS):
         for left, top in points:
             yield (
                 f'<circle cx="{left:.1f}" cy="{top:.1f}" r="3" fill="{line.colour}" '

@@ -84,6 +84,7 @@ def _specs(record: RunRecord) -> tuple[list[Spec], list[Spec]]:
         Spec("Accuracy", [(held_out, "held out", 1), (sampled, "in training", 6)], "percent", 0, 1),
         Spec("Loss", [(loss, "loss", 3)]),
         Spec("Tokens per second", [("throughput/tokens_per_s", "tokens/s", 2)], low=0),
+        Spec("Environment steps per second", [("throughput/steps_per_s", "steps/s", 2)], low=0),
         Spec("Response length", [("length/mean", "tokens", 4)], low=0),
         Spec(
             "Seconds per step",

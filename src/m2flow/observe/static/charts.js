@@ -158,8 +158,8 @@ class Chart {
         bands.push({ series: [at, at + 1], fill: stroke + "2b" });
       }
       columns.push(curve.trend.length ? curve.trend : curve.mean);
-      const few = !curve.trend.length && !curve.dashed &&
-        curve.mean.filter((value) => value !== null).length <= 60;
+      const few = !curve.trend.length &&
+        curve.mean.filter((value) => value !== null).length <= (curve.dashed ? 1 : 60);
       series.push({ ...thin, stroke, width: curve.dashed ? 1.5 : 2,
         dash: curve.dashed ? [5, 4] : undefined, points: { show: few, size: 6, fill: stroke } });
     }
