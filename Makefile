@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help quickstart quickstart-embodied dev test test-vllm test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
+.PHONY: help quickstart quickstart-embodied dev test test-browser chromium test-loggers test-vllm test-trl lint format docs examples screenshots bench-quick audit doctor clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -30,6 +30,20 @@ dev: $(VENV)/.installed-dev ## install with the tools for development
 
 test: lint ## lint, then the tests (ARGS="-m slow" for the slow ones)
 	$(BIN)/python -m pytest $(ARGS)
+
+# pip brings the client and axe; the browser is the system's, or Debian's where we may install it.
+test-browser: chromium $(VENV)/.installed-dev ## report and live page in a headless Chromium (installed if it is not there and we may)
+	$(BIN)/python -m pip install --quiet -e '.[browser]' -c constraints.txt
+	M2FLOW_NEEDS_BROWSER=1 $(BIN)/python -m pytest tests/observe/test_report_browser.py \
+	  tests/observe/test_dashboard_browser.py $(ARGS)
+
+chromium:
+	@command -v chromium chromium-browser google-chrome chrome >/dev/null || \
+	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
+	  { echo "needs a browser: apt-get install chromium"; exit 1; }
+
+test-loggers: $(VENV)-loggers/.installed ## TensorBoard, Weights & Biases, MLflow, trackio and SwanLab, offline (installs their packages)
+	$(VENV)-loggers/bin/python -m pytest tests/observe/test_loggers.py tests/observe/test_metrics_log.py $(ARGS)
 
 # The environment in which vLLM is: by default one of its own for the CPU build.
 VLLM_PYTHON ?= $(VENV)-vllm/bin/python
@@ -70,12 +84,16 @@ audit: $(VENV)/.installed-dev $(VENV)-audit/.installed ## known advisories again
 	$(BIN)/python -m pytest -q tests/test_audit.py
 	$(VENV)-audit/bin/python .ci/audit.py constraints.txt
 
-screenshots: $(VENV)/.installed-dev ## the pictures of the live page in docs/images (needs Chromium)
+screenshots: chromium $(VENV)/.installed-dev ## the pictures in docs/images, from runs made for them
 	$(BIN)/python -m pip install --quiet -e '.[browser]' -c constraints.txt
-	rm -rf runs/shown-first runs/shown-second
+	rm -rf runs/shown-*
 	$(BIN)/m2flow train quickstart steps=60 --run-dir runs/shown-first
 	$(BIN)/m2flow train quickstart steps=60 seed=1 optimizer.learning_rate=3e-4 --run-dir runs/shown-second
 	$(BIN)/python docs/make_screenshots.py runs/shown-first runs/shown-second
+	for mode in collocated disaggregated; do \
+	  $(BIN)/m2flow train quickstart steps=10 lanes=cpu:2 --mode $$mode --run-dir runs/shown-$$mode && \
+	  $(BIN)/python docs/draw_timeline.py runs/shown-$$mode docs/images/timeline-$$mode.svg --steps 9 10 || exit 1; \
+	done
 
 doctor: $(VENV)/.installed ## what this machine has, and what is missing
 	$(BIN)/m2flow doctor
@@ -85,7 +103,7 @@ clean: ## remove caches and build output
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## clean, and remove the environment
-	rm -rf $(VENV) $(VENV)-vllm $(VENV)-audit
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-audit $(VENV)-loggers
 
 # pip writes to a log, so that what is left on the terminal is what a person needs.
 # $(1): the extras, as in [dev]; $(2): what is being installed, in words.
@@ -118,6 +136,16 @@ $(VENV)-audit/.installed:
 	@$(PYTHON) -m venv $(VENV)-audit
 	@$(VENV)-audit/bin/python -m pip install --no-input --disable-pip-version-check --quiet 'pip-audit>=2.9,<3'
 	@touch $@
+
+# On top of the packages of $(VENV), which stay as they are: MLflow does not fit constraints.txt.
+$(VENV)-loggers/.installed: $(INPUTS) | $(VENV)/.installed-dev
+	$(BIN)/python -m venv $(VENV)-loggers
+	$(BIN)/python -c "$(SITE)" >"$$($(VENV)-loggers/bin/python -c "$(SITE)")/development.pth"
+	$(VENV)-loggers/bin/python -m pip install --no-input --disable-pip-version-check --quiet \
+	  -e '.[dash,wandb,mlflow,trackio,swanlab]'
+	@touch $@
+
+SITE := import sysconfig; print(sysconfig.get_path('purelib'))
 
 # vLLM's import fails beside those three as pip chooses them, and m2flow's language models need none.
 $(VENV)-vllm/.installed: $(INPUTS)

@@ -117,8 +117,9 @@ def test_the_wheel_holds_the_package_and_the_recipes(built: dict[str, Path]) -> 
         for path in (PROJECT / folder).iterdir()
         if path.is_file()
     }
-    static = source / "m2flow" / "observe" / "dashboard" / "static"
-    names = "index.html dashboard.js dashboard.css uPlot.iife.min.js uPlot.min.css uPlot.LICENSE"
+    static = source / "m2flow" / "observe" / "static"
+    names = "index.html charts.js report.js rollouts.js dashboard.js dashboard.css "
+    names += "uPlot.iife.min.js uPlot.min.css uPlot.LICENSE"
     page = {str((static / name).relative_to(source)) for name in names.split()}
     assert held == here | shipped | page | {"m2flow/py.typed"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import shlex
 import shutil
 import subprocess
@@ -128,6 +129,50 @@ def test_room_in_shared_memory_and_on_disk(
         assert finding.status == status
         assert (finding.fix is not None) == (status == "warn")
         assert f"{free_gib}.0 GiB free" in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("limits", "status", "fix"),
+    [
+        ((65536, 65536), "ok", None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), "ok", None),
+        ((1024, 1_048_576), "warn", "ulimit -n 4096"),
+        ((1024, resource.RLIM_INFINITY), "warn", "ulimit -n 4096"),
+        ((1024, 1024), "warn", "docker run --ulimit nofile=4096, "),
+    ],
+)
+def test_few_open_files_are_worth_a_warning(
+    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], status: str, fix: str | None
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
+    (finding,) = doctor.check_open_files()
+    assert finding.status == status
+    assert (finding.fix or "").startswith(fix or "")
+
+
+@pytest.mark.parametrize(
+    ("range_", "status", "says"),
+    [
+        ("32768\t60999\n", "ok", "28,232 to choose from"),
+        ("", "ok", "28,232 to choose from"),
+        ("60000\t60099", "warn", "a run wants 1,000"),
+    ],
+)
+def test_ports(tmp_path: Path, range_: str, status: str, says: str) -> None:
+    proc = write(tmp_path, {"sys/net/ipv4/ip_local_port_range": range_})
+    (finding,) = doctor.check_ports(proc)
+    assert finding.status == status
+    assert says in finding.detail
+    assert (finding.fix is not None) == (status == "warn")
+
+
+def test_a_machine_that_does_not_reach_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **named: object) -> None:
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(doctor.socket, "create_connection", fail)
+    (finding,) = doctor.check_ports()
+    assert (finding.status, finding.fix) == ("missing", "ip link set lo up")
 
 
 def test_a_machine_without_dev_shm(tmp_path: Path) -> None:
@@ -264,6 +309,14 @@ def test_gpus(
     (finding,) = doctor.check_gpu()
     assert finding.status == status
     assert says in finding.detail
+
+
+def test_the_driver_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35.03  Release Build"
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(cuda="13.0", gpus=1))
+    proc = write(tmp_path, {"driver/nvidia/version": line})
+    (finding,) = doctor.check_gpu(proc)
+    assert "; driver 560.35.03; CUDA 13.0" in finding.detail
 
 
 def test_a_check_that_fails_becomes_a_finding() -> None:

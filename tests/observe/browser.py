@@ -1,11 +1,17 @@
-"""A headless Chromium that notes what a page says and asks for; skips where there is none."""
+"""A headless Chromium that notes what a page says and asks for; skips where there is none.
+
+With `M2FLOW_NEEDS_BROWSER=1` in the environment (`make test-browser`) it fails instead.
+"""
 
 from __future__ import annotations
 
+import importlib
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +46,10 @@ class Watched:
 def opened_browser() -> Iterator[Any]:
     """Playwright's browser on the system's Chromium."""
     reason = "needs a browser: pip install 'm2flow[browser]', apt-get install chromium"
-    playwright = pytest.importorskip("playwright.sync_api", reason=reason)
     path = next(filter(None, map(shutil.which, NAMES)), None)
-    if path is None:
-        pytest.skip(reason)
+    if path is None or find_spec("playwright") is None:
+        (pytest.fail if os.environ.get("M2FLOW_NEEDS_BROWSER") else pytest.skip)(reason)
+    playwright = importlib.import_module("playwright.sync_api")
     with playwright.sync_playwright() as made:
         browser = made.chromium.launch(executable_path=path, args=OPTIONS)
         try:

@@ -157,6 +157,7 @@ def _fake_step(timeline: Timeline, step: int, begin: float, draw: random.Random)
     ends = []
     for lane in (0, 1):
         record(spans, lane, "group_advantage", "wait", advantage - 0.01, start)
+        record(spans, lane, "payload", "transfer", start - 0.003, start, bytes=4096)
         record(spans, lane, "learner", "switch", start, start + 0.009, bytes=12_600_000)
         now = start + 0.009
         done = now + draw.uniform(0.050, 0.058)

@@ -1,15 +1,18 @@
-"""Charts: round ticks that enclose the data, gaps, thinning, smoothing without lag."""
+"""Charts: round ticks that enclose the data, what is drawn of a curve, how numbers are written."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2flow.observe.charts import MAX_POINTS, Series, line_chart, round_ticks, smooth, thin
+from m2flow.observe.charts import Line, line_chart, round_ticks
+from m2flow.observe.curve_data import TREND_FROM, curves_of
 from m2flow.observe.formatting import clock, number, percent, seconds
 
 finite = st.floats(-1e9, 1e9, allow_nan=False)
@@ -35,38 +38,46 @@ def test_step_ticks_are_whole_and_inside(low: int, length: int) -> None:
     assert low <= ticks[0] <= ticks[-1] <= low + max(1, length)
 
 
-@given(values=st.lists(finite, min_size=1, max_size=60), reach=st.integers(1, 12))
-def test_smoothing_keeps_a_straight_line(values: list[float], reach: int) -> None:
-    assert len(smooth(values, reach)) == len(values)
-    line = [3.0 - 0.5 * index for index in range(len(values))]
-    assert smooth(line, reach) == pytest.approx(line)
+def line(values: Mapping[int, float | None], name: str = "x") -> tuple[list[int], Line]:
+    """A curve of at most 200 values over its axis, as the report draws it."""
+    told = curves_of([{step: {"a": value} for step, value in values.items()}], 200)
+    return told["x"], Line(name, told["charts"][0]["curves"][0], "red")
 
 
-def test_thinning_keeps_means_and_the_last_step() -> None:
-    points = [(float(step), float(step % 2)) for step in range(1, 10_001)]
-    thinned = thin(points)
-    assert len(thinned) <= MAX_POINTS
-    assert thinned[-1][0] == 10_000
-    assert {round(y, 1) for _, y in thinned} == {0.5}
-
-
-def test_a_value_that_is_missing_leaves_a_gap() -> None:
-    series = Series("loss", [(1, 1.0), (2, 2.0), (3, None), (4, 3.0), (5, 1.0)])
-    svg = line_chart([series], label="Loss")
-    assert svg.count('class="curve"') == 2
-    ET.fromstring(svg)
-
-
-@pytest.mark.parametrize("points", [[(0, 0.0)], [(5, -3.0), (6, -3.0)], [(1, 1e-12), (2, 1e12)]])
-def test_odd_ranges_are_drawn(points: list[tuple[float, float | None]]) -> None:
-    svg = line_chart([Series("<x>", points)], label="a & b")
+@pytest.mark.parametrize("values", [{0: 0.0}, {5: -3.0, 6: -3.0}, {1: 1e-12, 2: 1e12}])
+def test_odd_ranges_are_drawn(values: dict[int, float | None]) -> None:
+    x, drawn = line(values, "<x>")
+    svg = line_chart(x, [drawn], label="a & b")
     ET.fromstring(svg)
     assert "nan" not in svg
 
 
+def test_a_step_without_a_value_is_passed_over() -> None:
+    x, drawn = line({1: 1.0, 2: 2.0, 3: None, 4: 3.0})
+    svg = line_chart(x, [drawn], label="Loss")
+    (path,) = re.findall(r'class="curve"[^>]* d="M([^"]*)"', svg)
+    assert path.count("L") == svg.count("<circle") - 1 == 2
+
+
+def test_a_lone_value_is_a_dot() -> None:
+    x, drawn = line({1: 1.0})
+    assert line_chart(x, [replace(drawn, dashed=True)], label="a").count("<circle") == 1
+    x, drawn = line({1: 1.0, 2: 2.0})
+    assert line_chart(x, [replace(drawn, dashed=True)], label="a").count("<circle") == 0
+
+
 def test_a_long_run_makes_a_small_chart() -> None:
-    points: list[tuple[float, float | None]] = [(step, step**0.5) for step in range(100_000)]
-    assert len(line_chart([Series("x", points)], label="x")) < 60_000
+    x, drawn = line({step: step**0.5 for step in range(100_000)})
+    assert len(line_chart(x, [drawn], label="x")) < 20_000
+
+
+def test_values_trend_and_spread_are_drawn() -> None:
+    x, drawn = line({step: float(step % 2) for step in range(1000)})
+    svg = line_chart(x, [drawn], label="a")
+    assert re.findall(r'<path class="([^"]*)"', svg) == ["band", "curve raw", "curve"]
+    x, drawn = line({step: float(step % 2) for step in range(TREND_FROM - 1)})
+    svg = line_chart(x, [drawn], label="a")
+    assert re.findall(r'<path class="([^"]*)"', svg) == ["curve"]
 
 
 @pytest.mark.parametrize(
@@ -96,12 +107,3 @@ def test_durations_and_shares_read_naturally() -> None:
     assert [seconds(value) for value in values] == written
     assert [clock(value) for value in (7, 754, 3723)] == ["0:07", "12:34", "1:02:03"]
     assert [percent(share) for share in (0.0, 0.004, 0.5, 1.0)] == ["0 %", "0.4 %", "50 %", "100 %"]
-
-
-def test_a_long_run_has_a_band_from_the_least_to_the_largest_value() -> None:
-    values = [(float(step), float(step % 2)) for step in range(1000)]
-    drawn = line_chart([Series("a", values)], label="a")
-    (band,) = re.findall(r'class="band"[^>]* d="M([^"]*)Z"', drawn)
-    heights = {point.split()[1] for point in band.split("L")}
-    assert len(heights) == 2, "the means lie between 0 and 1, the band reaches both"
-    assert 'class="band"' not in line_chart([Series("a", values[:100])], label="a")

@@ -59,12 +59,14 @@ def test_it_draws_all_runs_and_what_differs(opened: Watched) -> None:
     assert page.locator("article[data-key]:visible h3").all_inner_texts() == ["reward/mean"]
 
 
-def test_the_timeline_gets_wider_without_a_script(opened: Watched) -> None:
+def test_the_timeline_is_that_of_the_report(opened: Watched) -> None:
     page = opened.page
-    page.get_by_label("4 ×", exact=True).check()
-    wide = page.locator(".zoom4 svg").bounding_box()["width"]
-    assert wide > 3.5 * page.locator(".zoom4").bounding_box()["width"]
-    assert not page.locator(".zoom1").is_visible()
+    assert page.locator(".timeline canvas").is_visible()
+    assert not page.locator(".timeline svg.gantt").is_visible()
+    page.locator(".timeline").get_by_role("button", name="Zoom in").click()
+    box = page.locator(".lanes .u-over").bounding_box()
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 0.25 * box["height"])
+    assert page.locator(".timeline .note").inner_text().startswith("lane 0: ")
 
 
 def test_a_run_can_be_hidden(opened: Watched) -> None:
@@ -109,6 +111,14 @@ def test_axe_finds_nothing(browser: Any, runs: list[Path], scheme: str) -> None:
         watched.page.goto(dashboard.url)
         watched.page.locator(READY).wait_for()
         assert watched.violations() == []
+
+
+def test_a_phone_scrolls_down_alone(browser: Any, runs: list[Path]) -> None:
+    viewport = {"width": 390, "height": 844}
+    with Dashboard(runs) as dashboard, watched_page(browser, viewport=viewport) as watched:
+        watched.page.goto(dashboard.url)
+        watched.page.locator(READY).wait_for()
+        assert watched.page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
 def test_the_report_of_a_run_is_there_too(opened: Watched) -> None:

@@ -6,6 +6,8 @@ import base64
 import hashlib
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,11 +18,14 @@ import pytest
 
 from m2flow.errors import UserError
 from m2flow.observe.health import findings
+from m2flow.observe.lane_time import pictured_steps
+from m2flow.observe.page import STATIC, script
 from m2flow.observe.record import RunRecord, read_run
 from m2flow.observe.report import write_report
-from m2flow.observe.rollout_browser import MAX_CHARACTERS, MAX_ROLLOUTS, SCRIPT
+from m2flow.observe.rollout_browser import MAX_CHARACTERS, MAX_ROLLOUTS
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.observe.step_bars import MAX_BARS
+from m2flow.simulation.time_account import where_the_time_went
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 LOADING = {"src", "srcset", "data", "action", "poster", "xlink:href", "formaction", "background"}
@@ -34,9 +39,12 @@ class Checker(HTMLParser):
         self.open: list[str] = []
         self.attributes: list[tuple[str, str, str | None]] = []
         self.text: list[str] = []
-        self.scripts: list[str] = []
+        self.data: dict[str, str] = {}
+        self.script = ""
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
         self.attributes += [(tag, name, value) for name, value in [("", ""), *attrs]]
         if tag not in VOID:
             self.open.append(tag)
@@ -49,23 +57,29 @@ class Checker(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        inside = self.open[-1:] == ["script"]
-        (self.scripts if inside else self.text).append(data)
+        if self.open[-1:] != ["script"]:
+            self.text.append(data)
+        elif self.elements[-1][1].get("type") == "application/json":
+            name = self.elements[-1][1].get("id") or "timeline"
+            self.data[name] = self.data.get(name, "") + data
+        else:
+            self.script += data
 
 
 def check(path: Path) -> Checker:
-    """Parse a report; it must be well-formed, load nothing, and run our own script alone."""
+    """Parse a report; it must be well-formed, load nothing, and run our own script alone.
+
+    What axe would say without a browser, too: ids are unique, and everything has a name.
+    """
     html = path.read_text("utf-8")
     checker = Checker()
     checker.feed(html)
     checker.close()
     assert checker.open == []
     assert not {tag for tag, _, _ in checker.attributes} & {"iframe", "object", "link"}
-    if checker.scripts:
-        data, script = checker.scripts
-        assert isinstance(json.loads(data), list)
-        assert script == SCRIPT
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    assert checker.script == script()
+    assert all(json.loads(data) for data in checker.data.values())
+    digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
     policies = [v for tag, name, v in checker.attributes if (tag, name) == ("meta", "content")]
     rules = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
     assert f"{rules}script-src 'sha256-{digest}'" in policies
@@ -73,8 +87,15 @@ def check(path: Path) -> Checker:
         assert name not in LOADING, f"<{tag} {name}={value!r}>"
         assert not name.startswith("on")
     assert not re.search(r"@import|url\((?!#)", html)
-    without_namespaces = re.sub(r'xmlns="[^"]*"', "", html)
+    without_namespaces = re.sub(r'xmlns="[^"]*"', "", html.replace(script(), ""))
     assert not re.search(r"https?://|//[a-z]+\.", without_namespaces)
+    ids = [str(value) for _, name, value in checker.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    for number, (tag, attributes) in enumerate(checker.elements):
+        named = attributes.get("aria-label") or attributes.get("alt")
+        within_a_label = ("label", {}) in checker.elements[number - 1 : number]
+        if tag in ("img", "svg", "input", "select") or "tabindex" in attributes:
+            assert named or within_a_label, (tag, attributes)
     return checker
 
 
@@ -116,6 +137,67 @@ def test_the_timeline_is_written_as_a_picture_of_its_own(
     assert ET.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
     assert "grpo_addition, mode hybrid" in svg
     assert "prefers-color-scheme:dark" in svg
+
+
+def test_the_script_has_the_values_of_each_drawing(
+    tmp_path: Path, fake_run: Callable[..., Path]
+) -> None:
+    checker = check(write_report(fake_run(tmp_path / "run")))
+    told = json.loads(checker.data["curves"])
+    drawn = [value for _, name, value in checker.attributes if name == "data-chart"]
+    assert [chart["title"] for chart in told["charts"]] == drawn
+    for chart in told["charts"]:
+        for curve in chart["curves"]:
+            assert len(curve["mean"]) == len(told["axes"][chart["axis"]])
+    seconds = next(chart for chart in told["charts"] if chart["title"] == "Seconds per step")
+    measured = [row["seconds/step"] for row in read_run(tmp_path / "run").metrics[1:]]
+    assert seconds["curves"][0]["mean"][1:] == pytest.approx(measured, rel=1e-5)
+    assert [curve["name"] for curve in seconds["curves"]] == ["measured", "predicted"]
+
+
+def test_no_figure_is_left_out_and_none_is_drawn_twice(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run", "r")
+    for step in (1, 2):
+        figures = {"reward/mean": 0.5, "throughput/steps_per_s": 90.0, "train/odd": step * 1.0}
+        run.append_metrics(step, {**figures, "seconds/step": 1.0, "success/mean": 0.1})
+    checker = check(write_report(run.path))
+    titles = [chart["title"] for chart in json.loads(checker.data["curves"])["charts"]]
+    leading = ["Reward", "Accuracy", "Environment steps per second", "Seconds per step"]
+    assert titles == [*leading, "train/odd"]
+
+
+def test_the_script_has_every_piece_of_the_timeline(
+    tmp_path: Path, fake_run: Callable[..., Path]
+) -> None:
+    """Its seconds by stage, switch, transfer and wait are those that the account says."""
+    told = json.loads(check(write_report(fake_run(tmp_path / "run"))).data["timeline"])
+    steps = pictured_steps(read_run(tmp_path / "run").trace)
+    spans = [span for step in steps for span in step.spans]
+    expected, _ = where_the_time_went(spans, (steps[0].start, steps[-1].end))
+    account = {**expected.stages, "switching": expected.switching, "links": expected.transfer}
+    account |= {"publishing": expected.publishing, "waiting": expected.waiting}
+    spent: dict[str, float] = {}
+    for _, seconds, term in told["rows"][0]["pieces"]:
+        name = told["terms"][term]["name"].partition(":")[0]
+        spent[name] = spent.get(name, 0.0) + seconds
+    assert spent.keys() >= {"generator.generate", "learner.train", "switching", "links", "waiting"}
+    assert spent == pytest.approx({name: account[name] for name in spent}, abs=1e-4)
+    assert sum(spent.values()) == pytest.approx(sum(account.values()), abs=1e-4)
+    colours = {term["name"]: term["colour"] for term in told["terms"]}
+    hues = {name: colour[: len("var(--series-0")] for name, colour in colours.items()}
+    assert hues["learner.train"] == hues["learner.logprobs"] != hues["generator.generate"]
+    assert colours["learner.train"] != colours["learner.logprobs"]
+    assert [words.split()[0] for words, _ in told["legend"]][-1] == "idle"
+
+
+@pytest.mark.parametrize("name", ["charts.js", "report.js", "rollouts.js", "dashboard.js"])
+def test_the_scripts_are_javascript(name: str) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("needs node")
+    words = [node, "--check", STATIC / name]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_empty_directory_gives_a_page(tmp_path: Path) -> None:
@@ -183,7 +265,7 @@ def test_a_very_long_completion_is_cut_and_says_so(tmp_path: Path) -> None:
     run.append_samples(1, [{"prompt": "p", "completion": "x" * 50_000, "reward": 0.0}])
     path = write_report(run.path)
     assert "38,000 more characters" in words(check(path))
-    assert path.stat().st_size < 60_000
+    assert path.stat().st_size < 60_000 + len(script())
 
 
 def test_rollouts_of_the_first_and_last_step_stand_side_by_side(tmp_path: Path) -> None:
@@ -206,7 +288,7 @@ def test_rollouts_of_the_first_and_last_step_stand_side_by_side(tmp_path: Path) 
 
 def browsed(run: RunDirectory) -> list[dict[str, Any]]:
     """The rollouts that the page's browser has."""
-    found: list[dict[str, Any]] = json.loads(check(write_report(run.path)).scripts[0])
+    found: list[dict[str, Any]] = json.loads(check(write_report(run.path)).data["rollouts"])
     return found
 
 

@@ -11,8 +11,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
+import resource
 import shlex
 import shutil
+import socket
 import sys
 import tempfile
 import tomllib
@@ -33,6 +36,8 @@ from m2flow.plan.machine import CGROUP, PROC, read_text, usable_cores, usable_me
 Status = Literal["ok", "warn", "missing", "optional"]
 
 GIB = 2**30
+OPEN_FILES, PORTS = 4096, 1000
+"""The fewest that a process should be allowed, and the fewest that a machine should have free."""
 SHM = Path("/dev/shm")
 SOURCE_TREE = Path(__file__).parents[3]
 MODULE_NAMES = {"pyyaml": "yaml", "pillow": "PIL"}  # where pip's name is not Python's
@@ -115,6 +120,8 @@ def diagnose() -> list[Check]:
         "memory": check_memory,
         "shared memory": check_shared_memory,
         "disk": check_disk,
+        "open files": check_open_files,
+        "ports": check_ports,
         "bfloat16 on CPU": check_cpu_bfloat16,
         "packages": check_packages,
         "GPU": check_gpu,
@@ -208,6 +215,38 @@ def check_disk(places: Sequence[Path] | None = None) -> list[Check]:
     return [Check("disk", "ok", detail)]
 
 
+def check_open_files() -> list[Check]:
+    """How many files and sockets a process may have open: each of Ray's processes has hundreds."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft == unlimited or soft >= OPEN_FILES:
+        shown = "no limit" if soft == unlimited else f"{soft:,} for a process"
+        return [Check("open files", "ok", shown)]
+    detail = f"{soft:,} for a process: long runs of many lanes want {OPEN_FILES:,}"
+    fix = f"ulimit -n {OPEN_FILES}"
+    if hard != unlimited and hard < OPEN_FILES:
+        fix = f"docker run --ulimit nofile={OPEN_FILES}, or nofile in /etc/security/limits.conf"
+    return [Check("open files", "warn", detail, fix)]
+
+
+def check_ports(proc: Path = PROC) -> list[Check]:
+    """Whether processes of this machine reach each other, and how many ports they have for it."""
+    first, last = 32768, 60999  # Linux's own
+    if found := read_text(proc / "sys/net/ipv4/ip_local_port_range").split():
+        first, last = map(int, found)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        detail = f"no connection within this machine, which Ray needs: {_one_line(error)}"
+        return [Check("ports", "missing", detail, "ip link set lo up")]
+    detail = f"{last - first + 1:,} to choose from ({first} to {last}); loopback answers"
+    if last - first < PORTS:
+        fix = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
+        return [Check("ports", "warn", f"{detail}: a run wants {PORTS:,}", fix)]
+    return [Check("ports", "ok", detail)]
+
+
 def check_cpu_bfloat16(proc: Path = PROC) -> list[Check]:
     """Whether this CPU multiplies bfloat16 in hardware; where it does not, bfloat16 is emulated."""
     flags = set(read_text(proc / "cpuinfo").split())
@@ -268,7 +307,7 @@ def check_package(requirement: Requirement) -> Check:
     return Check(name, "ok", version)
 
 
-def check_gpu() -> list[Check]:
+def check_gpu(proc: Path = PROC) -> list[Check]:
     """The GPUs that torch can use, or why it cannot use those that are there."""
     import torch
 
@@ -278,6 +317,8 @@ def check_gpu() -> list[Check]:
     if usable:
         gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         listed = ", ".join(f"{gpu.name} ({_gib(gpu.total_memory)})" for gpu in gpus)
+        driver = re.search(r"\d+\.\d[\d.]*", read_text(proc / "driver/nvidia/version"))
+        listed += f"; driver {driver[0]}" if driver else ""
         return [Check("GPU", "ok", f"{listed}; CUDA {torch.version.cuda}")]
     if shutil.which("nvidia-smi") is None:
         return [Check("GPU", "ok", "none: lanes are sets of CPU cores")]

@@ -1,4 +1,4 @@
-"""A Gantt chart as SVG: a line for each row, one colour per stage, idleness hatched.
+"""A Gantt chart as SVG: a line for each row, a hue per worker, idleness hatched.
 
 Promises: what is drawn is the partition of time that the account of lanes sums up, and the shares
 written beside it are the same sums; a row of very many pieces is drawn in columns of half a pixel
@@ -64,7 +64,7 @@ def gantt_svg(
     if colours is None:
         colours = stage_colours(appearing_stages(chart))
     shown = chart.rows[:MAX_ROWS]
-    entries = _legend_entries(chart, colours, f"url(#{ident}-idle)")
+    entries = [(words, fill or f"url(#{ident}-idle)") for words, fill in legend(chart, colours)]
     column = 35 + 6.9 * max(len(text) for text, _ in entries)
     a_line = max(1, int((width - LABEL_WIDTH) / column))
     canvas = Canvas(chart, width, len(shown), title is not None, math.ceil(len(entries) / a_line))
@@ -145,6 +145,17 @@ class Canvas:
         return LABEL_WIDTH + (moment - self.chart.start) * self.pixels_per_second
 
 
+def told(piece: Piece) -> str:
+    """What a piece is, in words."""
+    return piece.name if piece.kind in WORK else f"{piece.term}: {piece.name}"
+
+
+def busy(row: Row, chart: Gantt) -> str:
+    """The share of a row's time that stages take."""
+    working = sum(piece.seconds for piece in row.pieces if piece.kind in WORK)
+    return percent(working / chart.seconds if chart.seconds > 0 else 0.0)
+
+
 def _pieces(row: Row, canvas: Canvas) -> Sequence[Piece]:
     """What is drawn of a row: its pieces, or columns that hold the same shares."""
     if len(row.pieces) <= MAX_PIECES:
@@ -153,8 +164,11 @@ def _pieces(row: Row, canvas: Canvas) -> Sequence[Piece]:
     return joined(in_columns(row.pieces, canvas.chart, columns), canvas.chart)
 
 
-def _legend_entries(chart: Gantt, colours: Mapping[str, str], idle: str) -> list[tuple[str, str]]:
-    """(words, fill) of each colour: its name, and its share of all lanes' time."""
+def legend(chart: Gantt, colours: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(words, colour) of all that the chart holds, with its share of all lanes' time.
+
+    Idleness comes last, and has no colour.
+    """
     total = chart.seconds * sum(len(row.lanes) for row in chart.rows)
     spent = dict.fromkeys((*colours, *TERM_OF.values()), 0.0)
     for row in chart.rows:
@@ -164,7 +178,7 @@ def _legend_entries(chart: Gantt, colours: Mapping[str, str], idle: str) -> list
     names = short_names(colours)
     shown = [(names.get(term, term), fill, spent[term]) for term, fill in fills.items()]
     shown = [entry for entry in shown if entry[2] > 0]
-    shown.append(("idle", idle, max(0.0, total - sum(spent.values()))))
+    shown.append(("idle", "", max(0.0, total - sum(spent.values()))))
     return [
         (name + (f" {percent(amount / total)}" if total > 0 else ""), fill)
         for name, fill, amount in shown
@@ -212,9 +226,8 @@ def _row(
         if wide < HOVER_FROM:
             yield f'<rect {box} fill="{fill}"/>'
             continue
-        what = piece.name if piece.kind in WORK else f"{piece.term}: {piece.name}"
         begin = seconds(piece.start - canvas.chart.start)
-        hover = f"{what}\n{lanes}\n{seconds(piece.seconds)}, from {begin}"
+        hover = f"{told(piece)}\n{lanes}\n{seconds(piece.seconds)}, from {begin}"
         yield (
             f'<rect class="piece" {box} rx="1.5" fill="{fill}">'
             f"<title>{escape(hover)}</title></rect>"
@@ -222,9 +235,7 @@ def _row(
         label = piece.name.rpartition(".")[2]
         if piece.kind in WORK and canvas.bar >= 20 and wide > 7 * len(label) + 12:
             yield _text(left + wide / 2, middle, label, name="inside", anchor="middle")
-    working = sum(piece.seconds for piece in row.pieces if piece.kind in WORK)
-    busy = percent(working / canvas.chart.seconds if canvas.chart.seconds > 0 else 0.0)
-    yield _text(canvas.right + 12, middle, f"{busy} busy")
+    yield _text(canvas.right + 12, middle, f"{busy(row, canvas.chart)} busy")
 
 
 def _step_marks(steps: Sequence[tuple[int, float, float]], canvas: Canvas) -> Iterator[str]:

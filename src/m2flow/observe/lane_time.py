@@ -8,12 +8,20 @@ from html import escape
 from operator import add
 
 from m2flow.observe.formatting import number, percent, seconds
-from m2flow.observe.gantt import WIDTH, appearing_stages, gantt_svg, short_names
+from m2flow.observe.gantt import (
+    MAX_ROWS,
+    appearing_stages,
+    busy,
+    gantt_svg,
+    legend,
+    short_names,
+    told,
+)
 from m2flow.observe.page import legend_entry
 from m2flow.observe.theme import stage_colours
 from m2flow.observe.trace import StepSpans, Trace
-from m2flow.plan.gantt import Gantt, lay_out
-from m2flow.simulation.time_account import TERM_OF, LaneTime, where_the_time_went
+from m2flow.plan.gantt import Gantt, lane_names, lay_out
+from m2flow.simulation.time_account import TERM_OF, WORK, LaneTime, where_the_time_went
 
 MAX_LANES = 64
 FILLS = {term: f"var(--{kind})" for kind, term in TERM_OF.items()}
@@ -41,10 +49,8 @@ def stage_palette(trace: Trace, names: Sequence[str] = ()) -> dict[str, str]:
     return stage_colours([*stages, *(name for one in trace.totals for name in one.stages), *names])
 
 
-def timeline_svg(
-    trace: Trace, *, title: str | None = None, standalone: bool = False, times: int = 1
-) -> str:
-    """The picture of the last steps, so many times as wide; empty if nothing was recorded."""
+def timeline_svg(trace: Trace, *, title: str | None = None, standalone: bool = False) -> str:
+    """The picture of the last steps; empty if nothing was recorded."""
     steps = pictured_steps(trace)
     if not steps:
         return ""
@@ -52,11 +58,55 @@ def timeline_svg(
         chart_of(steps),
         steps=[(step.step, step.start, step.end) for step in steps],
         colours=stage_palette(trace),
-        width=WIDTH * times,
         title=title,
         standalone=standalone,
-        ident="timeline" if standalone else f"lanes{times}",
+        ident="timeline" if standalone else "lanes",
     )
+
+
+def timeline_data(trace: Trace) -> dict[str, object]:
+    """The same picture for `static/charts.js`, which draws it with a zoom."""
+    steps = pictured_steps(trace)
+    chart, colours = chart_of(steps), stage_palette(trace)
+    names = short_names(colours)
+    rows = chart.rows[:MAX_ROWS]
+    kinds = {(piece.kind, piece.name): piece for row in rows for piece in row.pieces}
+    places = {kind: place for place, kind in enumerate(kinds)}
+    return {
+        "seconds": chart.seconds,
+        "legend": legend(chart, colours),
+        "terms": [
+            {
+                "name": told(piece),
+                "colour": colours.get(piece.term) or f"var(--{piece.kind})",
+                "inside": names.get(piece.name, piece.name) if piece.kind in WORK else "",
+            }
+            for piece in kinds.values()
+        ],
+        "steps": [
+            [
+                f"step {step.step}, {seconds(step.end - step.start)}",
+                step.start - chart.start,
+                step.end - chart.start,
+            ]
+            for step in steps
+        ],
+        "rows": [
+            {
+                "name": f"{lane_names(row.lanes)} · {busy(row, chart)}",
+                "lanes": lane_names(row.lanes),
+                "pieces": [
+                    [
+                        round(piece.start - chart.start, 6),
+                        round(piece.seconds, 6),
+                        places[piece.kind, piece.name],
+                    ]
+                    for piece in row.pieces
+                ],
+            }
+            for row in rows
+        ],
+    }
 
 
 def time_table(trace: Trace) -> str:

@@ -1,8 +1,9 @@
-"""The frame of the report: its style and the HTML around its sections.
+"""The frame of the report: its style, its script and the HTML around its sections.
 
 Promises: one self-contained document. A content security policy in its head forbids every fetch,
-and every script but the one that searches rollouts, which it knows by its hash; so even markup that
-slipped through escaping could neither run nor call home.
+and every script but the one that draws charts and searches rollouts, which it knows by its hash; so
+even markup that slipped through escaping could neither run nor call home. Without scripts, and on
+paper, drawings stand where the charts are.
 """
 
 from __future__ import annotations
@@ -10,18 +11,17 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable
+from functools import cache
 from html import escape
+from pathlib import Path
 
 from m2flow.observe.charts import CHART_CSS
 from m2flow.observe.gantt import GANTT_CSS
-from m2flow.observe.rollout_browser import BROWSER_CSS, SCRIPT
+from m2flow.observe.jsonl import encode
 from m2flow.observe.theme import MONO, SANS, variables
 
-SCRIPT_HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
-    f"script-src 'sha256-{SCRIPT_HASH}'"
-)
+STATIC = Path(__file__).parent / "static"
+SCRIPTS = ("uPlot.iife.min.js", "charts.js", "report.js", "rollouts.js")
 
 PAGE_CSS = f"""
 *{{box-sizing:border-box}}
@@ -61,23 +61,33 @@ font-variant-numeric:tabular-nums}}
 .tile .from{{color:var(--muted);font-weight:500}}
 .tile .more{{color:var(--muted);font-size:12.5px}}
 .charts{{display:grid;grid-template-columns:repeat(3,minmax(0,1fr));gap:14px}}
-.charts .card{{padding:13px 14px 10px}}
+.charts .card{{padding:13px 14px 10px;min-width:0}}
 .charts header{{display:flex;justify-content:space-between;align-items:baseline;gap:10px;
 margin:0 2px 8px}}
 .charts .latest{{font-size:13.5px;font-weight:600;font-variant-numeric:tabular-nums;
-white-space:nowrap}}
+text-align:right}}
+.charts .pointed h3{{overflow:hidden;white-space:nowrap;text-overflow:ellipsis}}
+.charts .pointed .latest{{white-space:nowrap}}
 .charts .latest span{{color:var(--faint);font-weight:500}}
 .legend{{display:flex;flex-wrap:wrap;gap:2px 14px;margin:4px 2px 0;font-size:12px;
 color:var(--muted)}}
 .legend i{{display:inline-block;width:12px;height:3px;border-radius:2px;margin-right:6px;
 vertical-align:middle}}
 .legend i.box{{width:11px;height:11px;border-radius:3px}}
+.legend i.idle{{border:1px solid var(--hatch);
+background:repeating-linear-gradient(135deg,var(--hatch) 0 2px,var(--track) 2px 5px)}}
 .scroll{{overflow-x:auto;-webkit-overflow-scrolling:touch}}
-.scroll .gantt,.scroll .bars{{min-width:860px}}
-.zoomable .scroll{{display:none;margin-top:10px}}
-.zoomable input{{margin:0 5px 0 14px;vertical-align:-1px}}.zoomable label{{font-size:13.5px}}
-#zoom1:checked~.zoom1,#zoom4:checked~.zoom4,#zoom16:checked~.zoom16{{display:block}}
-.zoom4 .gantt{{width:400%;max-width:none}}.zoom16 .gantt{{width:1600%;max-width:none}}
+.scroll .gantt,.scroll .bars{{min-width:860px}}.pair .scroll .gantt{{min-width:500px}}
+.tools{{display:flex;flex-wrap:wrap;gap:8px 12px;align-items:center;margin-bottom:12px;
+font-size:13.5px;color:var(--muted)}}
+.tools input,.tools select,.tools button{{font:inherit;color:var(--ink);background:var(--surface);
+border:1px solid var(--muted);border-radius:8px;padding:5px 10px;max-width:100%}}
+.tools button{{cursor:pointer;margin-right:4px}}.tools label{{max-width:100%}}
+.tools input[type=search]{{flex:0 1 300px;min-width:0}}
+.plot{{height:190px}}.plot.lanes{{height:auto}}
+.u-select{{background:var(--ink);opacity:.1}}
+:focus-visible{{outline:3px solid var(--series-0);outline-offset:2px;border-radius:4px}}
+@media screen{{.live .drawn{{display:none}}}}
 table{{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}}
 th{{text-align:right;font-weight:550;color:var(--muted);font-size:12.5px;white-space:nowrap;
 padding:6px 10px;border-bottom:1px solid var(--line);vertical-align:bottom}}
@@ -96,7 +106,7 @@ td.bar{{width:22%;min-width:150px;padding-right:2px}}
 .finding b{{font-weight:650}}
 .finding p{{color:var(--ink);font-size:14px}}
 .pair{{display:grid;grid-template-columns:1fr 1fr;gap:18px;align-items:start}}
-.pair>div>h3{{color:var(--muted);margin:0 0 10px 2px}}
+.pair>div{{min-width:0}}.pair>div>h3{{color:var(--muted);margin:0 0 10px 2px}}
 .sample{{margin-bottom:12px;padding:13px 15px}}
 .sample header{{display:flex;flex-wrap:wrap;gap:6px 10px;align-items:center;margin-bottom:9px;
 font-size:12.5px;color:var(--muted)}}
@@ -106,6 +116,7 @@ align-items:baseline}}
 .sample pre{{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;max-height:260px;overflow-y:auto;
 line-height:1.5}}
 .sample pre.prompt{{color:var(--muted)}}
+.cards{{display:grid;grid-template-columns:minmax(0,1fr);gap:14px}}
 .plan{{display:grid;grid-template-columns:repeat(auto-fit,minmax(280px,1fr));gap:14px 36px;
 align-items:start}}
 .plan pre{{white-space:pre-wrap;margin:0;grid-column:1/-1;color:var(--muted)}}
@@ -125,8 +136,15 @@ main{{padding:22px 14px 40px}}h1{{font-size:25px}}section{{margin-top:32px}}
 .tiles{{grid-template-columns:repeat(2,minmax(0,1fr));gap:10px}}
 .tile{{padding:12px 13px}}.tile .figure{{font-size:19px}}.finding{{display:block}}
 .finding .pill{{margin:0 0 6px}}}}
-@media print{{body{{background:#fff}}main{{padding:0}}.card{{break-inside:avoid}}
-.sample pre{{max-height:none}}.scroll{{overflow:visible}}.scroll svg{{min-width:0!important}}}}
+@media print{{
+@page{{margin:14mm}}*{{print-color-adjust:exact;-webkit-print-color-adjust:exact}}
+body{{background:#fff;font-size:12px}}main{{padding:0;max-width:none}}
+.card,.finding,tr{{break-inside:avoid}}.heading,h3{{break-after:avoid}}section{{margin-top:22px}}
+.tools,.plot,.timeline>.legend,details:not([open]){{display:none}}
+.sample pre{{max-height:none}}
+.scroll{{overflow:visible}}.scroll svg{{min-width:0!important}}
+.scroll table,td small{{font-size:10px}}
+th,td{{padding:4px 6px}}th{{font-size:10px}}td.bar{{min-width:60px}}}}
 """
 
 
@@ -137,16 +155,52 @@ def page(title: str, sections: Iterable[str]) -> str:
         title: plain text.
         sections: those that are empty leave no trace.
     """
-    style = variables(":root") + CHART_CSS + GANTT_CSS + PAGE_CSS + BROWSER_CSS
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(_policy())}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{escape(title)}</title>\n<style>{style()}{_file('uPlot.min.css')}</style>\n"
+        "</head>\n<body>\n<main>\n"
         + "\n".join(section for section in sections if section)
-        + "\n</main>\n</body>\n</html>\n"
+        + f"\n</main>\n<script>{script()}</script>\n</body>\n</html>\n"
     )
+
+
+def style() -> str:
+    """The style sheet of every page: colours, drawings, sections."""
+    return variables(":root") + CHART_CSS + GANTT_CSS + PAGE_CSS
+
+
+@cache
+def script() -> str:
+    """The report's script: uPlot with its licence, and ours."""
+    return "\n".join([f"/*\n{_file('uPlot.LICENSE')}*/", *map(_file, SCRIPTS)])
+
+
+@cache
+def _policy() -> str:
+    digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
+    return (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+        f"script-src 'sha256-{digest}'"
+    )
+
+
+@cache
+def _file(name: str) -> str:
+    return (STATIC / name).read_text("utf-8")
+
+
+def json_block(data: object, *, ident: str = "") -> str:
+    """Data for the script, within the page; it can end no element.
+
+    Args:
+        ident: the element's id, of which a page has one.
+    """
+    text = encode(data).decode("utf-8").replace("<", "\\u003c")
+    identity = f' id="{ident}"' if ident else ""
+    return f'<script type="application/json"{identity}>{text}</script>'
 
 
 def section(title: str, body: str, note: str = "") -> str:

@@ -29,7 +29,7 @@ def plan_section(record: RunRecord) -> str:
     if not record.plan:
         return ""
     cards = [_outcome(record), _race(record.decision), _pictures(record), _tables(record.plan)]
-    body = f'<div style="display:grid;gap:14px">{"".join(cards)}</div>{_whole(record)}'
+    body = f'<div class="cards">{"".join(cards)}</div>{_whole(record)}'
     return section("Plan", body, _note(record.plan))
 
 
@@ -51,7 +51,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     if not lines:
         return ""
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
-    return f"<table><tr>{names}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="scroll"><table><tr>{names}</tr>{body}</table></div>'
 
 
 # --- what was expected, why, and what came of it --------------------------------------------------
@@ -63,7 +64,7 @@ def _outcome(record: RunRecord) -> str:
             return ""
         text = "The mode was fixed by the user: no other plan was considered, and none predicted."
         return f'<p class="note">{text}</p>'
-    figures = _table(("plan", "a step", ""), _figures(record, record.decision))
+    figures = _table(("plan", "a step", "remark"), _figures(record, record.decision))
     why = "".join(f"<li>{escape(line)}</li>" for line in _reasons(record.decision))
     return (
         f'<div class="card"><div class="pair"><div>{figures}</div>'
@@ -133,7 +134,8 @@ def _pictures(record: RunRecord) -> str:
     charts += [(f"measured, step {step.step}", "measured", chart_of([step])) for step in steps]
     halves = "".join(
         f"<div><h3>{escape(name)}</h3>"
-        f"{gantt_svg(chart, colours=colours, width=720, ident=ident)}</div>"
+        f'<div class="scroll">{gantt_svg(chart, colours=colours, width=720, ident=ident)}</div>'
+        "</div>"
         for name, ident, chart in charts
     )
     return f'<div class="card"><div class="pair">{halves}</div>{_terms(decision, steps)}</div>'

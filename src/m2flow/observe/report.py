@@ -15,20 +15,23 @@ from html import escape
 from pathlib import Path
 from statistics import fmean, median
 
-from m2flow.observe.curves import curve_cards, more_cards
+from m2flow.observe.curves import chart_data, curve_cards
 from m2flow.observe.formatting import number, percent, seconds
 from m2flow.observe.health import CHECKED, findings
 from m2flow.observe.jsonl import write_atomically
-from m2flow.observe.lane_time import pictured_steps, time_note, time_table, timeline_svg
-from m2flow.observe.page import page, pill, section
+from m2flow.observe.lane_time import (
+    pictured_steps,
+    time_note,
+    time_table,
+    timeline_data,
+    timeline_svg,
+)
+from m2flow.observe.page import json_block, page, pill, section
 from m2flow.observe.plan_section import plan_section
 from m2flow.observe.record import ACCURACY, EVALUATION, RunRecord, as_number, read_run
 from m2flow.observe.rollout_browser import rollout_browser
 from m2flow.observe.rollouts import rollout_columns
 from m2flow.observe.step_bars import step_bars
-
-ZOOMS = (1, 4, 16)
-"""How many times as wide the timeline can be seen."""
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -67,7 +70,7 @@ def render_report(record: RunRecord) -> str:
 
 
 def details(record: RunRecord) -> list[str]:
-    """The report's sections, without its curves and without what needs a script."""
+    """The report's sections, without its curves and its browser of rollouts."""
     parts = [*_overview(record), *_times(record), *_rollouts(record), *_rest(record)]
     return [part for part in parts if part]
 
@@ -212,12 +215,13 @@ def _health(record: RunRecord) -> str:
 
 
 def _curves(record: RunRecord) -> str:
-    cards = curve_cards(record)
-    if not cards:
+    cards, more = curve_cards(record)
+    if not cards and not more:
         return section("Curves", '<div class="card empty">No figures have been recorded yet.</div>')
-    more = more_cards(record)
     rest = f"<details><summary>All other figures</summary>{more}</details>" if more else ""
-    return section("Curves", cards + rest, "point at a curve to read its values")
+    data = json_block(chart_data(record), ident="curves")
+    note = "over steps; bands reach from the 10th to the 90th percentile of neighbouring steps"
+    return section("Curves", data + cards + rest, note)
 
 
 def _picture_title(record: RunRecord) -> str:
@@ -230,21 +234,13 @@ def _timeline(record: RunRecord) -> str:
     if not picture:
         return ""
     steps = [str(step.step) for step in pictured_steps(record.trace)]
-    note = f"step{'s' if len(steps) > 1 else ''} {' and '.join(steps)}; every span of the steps "
-    note += f"kept is in {record.directory.timeline.name}, which Perfetto opens"
-    shown = [picture, *(timeline_svg(record.trace, times=times) for times in ZOOMS[1:])]
-    # Radio buttons and a style sheet: it works without scripts, in the live page too.
-    choices = "".join(
-        f'<input type="radio" name="zoom" id="zoom{n}"{" checked" if n == 1 else ""}>'
-        f'<label for="zoom{n}">{n} ×</label>'
-        for n in ZOOMS
+    note = f"step{'s' if len(steps) > 1 else ''} {' and '.join(steps)}, beside each lane its share "
+    note += f"of time in stages; every span kept is in {record.directory.timeline.name}, which "
+    note += "Perfetto opens"
+    body = (
+        '<div class="card timeline"><div class="scroll drawn" tabindex="0" role="region" '
+        f'aria-label="timeline">{picture}</div>{json_block(timeline_data(record.trace))}</div>'
     )
-    pictures = "".join(
-        f'<div class="scroll zoom{n}" tabindex="0" role="region" aria-label="timeline, {n} times">'
-        f"{svg}</div>"
-        for n, svg in zip(ZOOMS, shown, strict=True)
-    )
-    body = f'<div class="card zoomable"><span class="note">zoom</span>{choices}{pictures}</div>'
     return section("Timeline", body, note)
 
 

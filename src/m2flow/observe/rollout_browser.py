@@ -10,83 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from m2flow.observe.jsonl import encode
+from m2flow.observe.page import json_block
 from m2flow.observe.record import as_number
 
 MAX_ROLLOUTS, MAX_CHARACTERS = 1000, 1500
 
-BROWSER_CSS = """
-.browse{display:flex;flex-wrap:wrap;gap:8px 14px;align-items:center;margin-bottom:12px;
-font-size:13.5px;color:var(--muted)}
-.browse input,.browse select{font:inherit;color:var(--ink);background:var(--surface);
-border:1px solid var(--line);border-radius:8px;padding:5px 9px;max-width:100%}
-.browse input[type=search]{flex:1 1 220px}
-@media print{.browse{display:none}}
-"""
-
-SCRIPT = r"""
-(() => {
-  const rows = JSON.parse(document.getElementById("rollouts").textContent);
-  const [text, why, sort, list, count] =
-    ["find", "why", "sort", "found", "count"].map((id) => document.getElementById(id));
-  const SHOWN = 40;
-  let shown = SHOWN;
-  for (const one of [...new Set(rows.map((row) => row.why))].sort())
-    why.append(new Option(one, one));
-  const make = (tag, name, content) => {
-    const made = document.createElement(tag);
-    if (name) made.className = name;
-    made.textContent = content;
-    return made;
-  };
-  const card = (row) => {
-    const made = make("article", "card sample", ""), head = make("header", "", "");
-    const tone = row.reward === null ? "plain" : row.reward > 0.5 ? "good" : "bad";
-    head.append(make("span", "pill plain", "step " + row.step));
-    head.append(make("span", "pill " + tone,
-      row.reward === null ? "no reward" : "reward " + +row.reward.toPrecision(4)));
-    if (row.turns.length) head.append(make("span", "", row.turns.length + " turns, " +
-      row.turns.reduce((sum, turn) => sum + turn.tools.length, 0) + " calls"));
-    for (const [name, value] of [["advantage", row.advantage], ["version", row.version]])
-      if (value !== null) head.append(make("span", "", name + " " + +value.toPrecision(4)));
-    if (row.why) head.append(make("span", "", row.why));
-    if (row.answer !== null) head.append(make("span", "", "expected " + row.answer));
-    const body = make("div", "text", "");
-    body.append(make("span", "label", "prompt"), make("pre", "prompt", row.prompt));
-    if (row.turns.length < 2)
-      body.append(make("span", "label", "completion"), make("pre", "", row.completion));
-    else row.turns.forEach((turn, number) => {
-      body.append(make("span", "label", "turn " + (number + 1)), make("pre", "", turn.text));
-      if (turn.result) body.append(
-        make("span", "label", "answer of " + (turn.tools.join(", ") || "nobody")),
-        make("pre", "prompt", turn.result));
-    });
-    made.append(head, body);
-    return made;
-  };
-  const show = () => {
-    const wanted = text.value.toLowerCase(), [key, sign] = sort.value.split(" ");
-    const found = rows.filter((row) => (!why.value || row.why === why.value) &&
-      (row.prompt + "\n" + row.completion).toLowerCase().includes(wanted));
-    const value = (row) => ["length", "turns"].includes(key) ?
-      row[key === "length" ? "completion" : key].length : row[key];
-    found.sort((a, b) => (value(a) === null) - (value(b) === null) || sign * (value(a) - value(b)));
-    list.replaceChildren(...found.slice(0, shown).map(card));
-    count.textContent = found.length + " of " + rows.length;
-    if (found.length > shown) {
-      const more = make("button", "pill plain", "show more");
-      more.addEventListener("click", () => { shown += SHOWN; show(); });
-      list.append(more);
-    }
-  };
-  for (const one of [text, why, sort])
-    one.addEventListener("input", () => { shown = SHOWN; show(); });
-  document.getElementById("browser").hidden = false;
-  show();
-})();
-"""
-
-_FORM = """<div id="browser" hidden><div class="browse">
+_FORM = """<div id="browser" hidden><div class="tools">
 <input id="find" type="search" placeholder="text in prompt or completion" aria-label="find text">
 <label>ended by <select id="why"><option value="">anything</option></select></label>
 <label>sort by <select id="sort">
@@ -102,17 +31,11 @@ _FORM = """<div id="browser" hidden><div class="browse">
 
 
 def rollout_browser(samples: Sequence[Mapping[str, Any]]) -> str:
-    """The form, the data and the script; empty without rollouts."""
+    """The form and the data for `static/rollouts.js`; empty without rollouts."""
     if not samples:
         return ""
     every = -(-len(samples) // MAX_ROLLOUTS)
-    data = encode([_row(sample) for sample in samples[::every]]).decode("utf-8")
-    # Within a script's element `<` alone can end it.
-    data = data.replace("<", "\\u003c")
-    return (
-        f'{_FORM}<script type="application/json" id="rollouts">{data}</script>'
-        f"<script>{SCRIPT}</script>"
-    )
+    return _FORM + json_block([_row(sample) for sample in samples[::every]], ident="rollouts")
 
 
 def _row(sample: Mapping[str, Any]) -> dict[str, object]:

@@ -14,7 +14,6 @@ from typing import Any
 
 from m2flow.errors import UserError
 from m2flow.observe.jsonl import parse_line
-from m2flow.observe.record import as_number
 from m2flow.observe.run_directory import MARKS, RunDirectory, read_document
 
 
@@ -110,14 +109,6 @@ def runs_in(folder: Path, most: int) -> list[Path]:
         if path.is_dir() and any((path / name).exists() for name in MARKS)
     ]
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)[:most]
-
-
-def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The finite figures of a row but its step and time."""
-    for key, value in row.items():
-        number = as_number(value)
-        if number is not None and key not in ("step", "time"):
-            yield key, number
 
 
 def _document(path: Path) -> Mapping[str, Any]:

@@ -18,19 +18,16 @@ from typing import Self
 from urllib.parse import parse_qs, urlsplit
 
 from m2flow.errors import UserError
-from m2flow.observe.charts import CHART_CSS
-from m2flow.observe.dashboard.curves import curves_of
+from m2flow.observe.curve_data import curves_of
 from m2flow.observe.dashboard.following import FollowedRun, differing_keys, told_apart
-from m2flow.observe.gantt import GANTT_CSS
 from m2flow.observe.jsonl import encode
-from m2flow.observe.page import PAGE_CSS
+from m2flow.observe.page import STATIC, style
 from m2flow.observe.record import read_run
 from m2flow.observe.report import details, render_report
-from m2flow.observe.theme import variables
 
-STATIC = Path(__file__).parent / "static"
 FILES = {
     "": ("index.html", "text/html"),
+    "charts.js": ("charts.js", "text/javascript"),
     "dashboard.js": ("dashboard.js", "text/javascript"),
     "dashboard.css": ("dashboard.css", "text/css"),
     "uplot.js": ("uPlot.iife.min.js", "text/javascript"),
@@ -143,8 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
             file, kind = FILES[name]
             self._send((STATIC / file).read_bytes(), kind)
         elif name == "report.css":
-            style = variables(":root") + CHART_CSS + GANTT_CSS + PAGE_CSS
-            self._send(style.encode(), "text/css")
+            self._send(style().encode(), "text/css")
         elif name == "events":
             self._events()
         elif name == "data":
