@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from m2flow.observe.report import write_report
-from m2flow.plan.explain import Tried
+from m2flow.plan.race import Tried
 from tests.observe.browser import Watched, opened_browser, watched_page
 from tests.observe.conftest import write_fake_run
 from tests.observe.test_plan_section import DECISION, decided
