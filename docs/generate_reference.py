@@ -137,6 +137,9 @@ MEANING = {
     "generation.cache_gb": "memory for keys and values on each lane, in 10^9 bytes; requests that "
     "find no room wait, and what they had drawn is computed again. `null`: half of the memory of "
     "an accelerator, and what they need on CPUs",
+    "generation.captured_decode": "on accelerators: record the native engine's decode steps as CUDA "
+    "graphs, and replay them ([engines](../how-to/engines.md)); CPUs, gangs, models with experts and "
+    "transformers' own forward pass go without",
     "generation.stop": "strings of which any ends an answer with the token that completes it",
     "algorithm.name": "what is learned from a step; it sets the keys of `algorithm` that are not "
     "said ([table](../explanation/algorithms.md))",

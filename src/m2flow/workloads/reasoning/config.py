@@ -149,6 +149,9 @@ class GenerationSection(Section):
 
     Keys and values take `cache_gb` on each lane at most (10**9 bytes; null: half of the memory of
     an accelerator, and on CPUs what they need, or 2**30 bytes with the engine of another package).
+
+    With `captured_decode` the native engine records its decode steps on an accelerator as CUDA
+    graphs, and replays them.
     """
 
     max_new_tokens: Count = 24
@@ -160,6 +163,7 @@ class GenerationSection(Section):
     engine: Literal["native", "vllm", "sglang"] = "native"
     dtype: Dtype | None = None
     cache_gb: Positive | None = None
+    captured_decode: Flag = True
     stop: Strings = ()
 
     @model_validator(mode="after")

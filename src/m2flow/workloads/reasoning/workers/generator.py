@@ -14,6 +14,7 @@ from m2flow.workloads.reasoning.workers.further_draws import equal_rows, next_pr
 from m2flow.workloads.reasoning.workers.source import ModelSource, by_heads, dtype_on
 
 if TYPE_CHECKING:
+    from m2flow.generation.captured import Capture
     from m2flow.generation.external_engine import ExternalEngine
     from m2flow.generation.native import NativeEngine
     from m2flow.generation.records import SamplingParams
@@ -39,6 +40,7 @@ class Generator(Worker):
         dtype: what is computed in; None for the model's.
         cache_gb: 10**9 bytes that keys and values may take on a lane; None for `CACHE_SHARE` of an
             accelerator's memory, or what is needed of a CPU's.
+        captured_decode: whether the native engine records its decode steps on an accelerator.
         key_value_heads: of the model, which layouts divide; None for what the model's folder says.
         stop: strings that end an answer, beside the model's end tokens.
     """
@@ -61,6 +63,7 @@ class Generator(Worker):
         engine: str = "native",
         dtype: str | None = None,
         cache_gb: float | None = None,
+        captured_decode: bool = True,
         key_value_heads: int | None = None,
         stop: Sequence[str] = (),
     ) -> None:
@@ -71,6 +74,7 @@ class Generator(Worker):
         self.max_running = max_running
         self.engine_name = engine
         self.dtype, self.cache_gb = dtype or model.dtype, cache_gb
+        self.captured_decode = captured_decode
 
     def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
         """Tensor parallel over any number of lanes that divides the key-value heads.
@@ -116,6 +120,7 @@ class Generator(Worker):
             spill=place.spill,
             parallel=TensorParallel.of(place.gang),
             cache_bytes=cache_bytes,
+            capture=_capture(place.device) if self.captured_decode else None,
             text_of=_text_of(self.model.tokenizer()) if stops else None,
         )
         self.engine.install(model.state_dict(), place.version)
@@ -233,6 +238,17 @@ def _text_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
         return text
 
     return text_of
+
+
+def _capture(device: str) -> Capture | None:
+    """What records decode steps; None on a CPU, where launching them costs nothing."""
+    if device == "cpu":
+        return None
+    import torch
+
+    from m2flow.generation.captured import CudaCapture
+
+    return CudaCapture(torch.device(device))
 
 
 def _cache_bytes(cache_gb: float | None, device: str) -> int | None:
