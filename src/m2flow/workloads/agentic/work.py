@@ -32,6 +32,7 @@ from m2flow.workloads.reasoning.supported import shape_of
 from m2flow.workloads.reasoning.work import (
     CALL_SECONDS,
     GROUP_SECONDS,
+    KEYS_AND_VALUES,
     SHARE_AT_LIMIT,
     RecipeWork,
     answers_of,
@@ -127,7 +128,8 @@ def _with_turns(work: FlowWork, base: RecipeWork, graph: FlowGraph, turns: Turns
     """The work of a reasoning flow with that of the loop's stages."""
     stages = {node.name: _stage(work.stages[node.name], node, base, turns) for node in graph.nodes}
     size = float(base.model.weight_bytes)
-    workers = {**work.workers, "generator": WorkerWork([(ONE_LANE, size)], size)}
+    generator = WorkerWork([(ONE_LANE, {"weights": size})], size)
+    workers = {**work.workers, "generator": generator}
     return replace(work, stages=stages, workers=workers)
 
 
@@ -137,11 +139,11 @@ def _stage(found: StageWork, node: StageNode, base: RecipeWork, turns: Turns) ->
         case "turn":
             drawing = LayoutWork(
                 call=lambda n: _turn(base, turns, n),
-                working_bytes=lambda n: (
-                    min(n, base.recipe.generation.max_running)
+                working_bytes=lambda n: {
+                    KEYS_AND_VALUES: min(n, base.recipe.generation.max_running)
                     * base.answers.longest
                     * base.model.kv_bytes_on_lane(1)
-                ),
+                },
             )
             return StageWork((drawing,), size, turns=_spread(turns.most))
         case "call":

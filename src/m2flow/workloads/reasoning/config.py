@@ -34,6 +34,11 @@ Dtype = Literal["auto", "float32", "float64", "bfloat16"]
 bfloat16 the optimizer keeps float32 weights, gradients and moments."""
 
 
+CACHE_SHARE = 0.5
+"""Of an accelerator's memory, for keys and values where the recipe does not say; or what the
+weights leave of the share that a lane may take, if that is less."""
+
+
 class ModelSection(Section):
     """The policy: a folder in Hugging Face layout, or a tiny Qwen2 built on the spot.
 
