@@ -35,7 +35,7 @@ def memory_lines(recipe: Recipe, graph: FlowGraph, plan: Plan) -> list[str]:
         prices = workload_of(recipe).prices(recipe, graph, NOTHING_ASSUMED)
         profile = analytic_profile(graph, cluster, prices, recipe.items_per_step)
     except UserError as error:
-        return [f"memory: not known, as {str(error).splitlines()[0]}"]
+        return [f"memory: not known: {str(error).removeprefix(f'{error.key}: ')}"]
     works = {kind: prices(device, cluster.lanes_of(kind)) for kind, device in cluster.kinds.items()}
     plan = sized(plan, graph, profile, recipe.items_per_step)
     return in_lines(accounts(plan, graph, works, profile, recipe.items_per_step))
