@@ -87,14 +87,3 @@ def test_log_probabilities_in_bfloat16_are_those_of_plain_steps() -> None:
 def drain_greedy(engine: NativeEngine) -> dict[int, Completion]:
     engine.submit([Request(i, [i + 1, 5], i, SamplingParams(30, 0.0)) for i in range(9)])
     return drain(engine)
-
-
-def test_a_sleeping_engine_holds_no_memory_of_graphs() -> None:
-    engine = engine_of(small_model(), torch.float32, True)
-    engine.submit(requests()[:3])
-    for _ in range(20):
-        engine.step()
-    assert engine.captured is not None
-    assert engine.captured.recorded
-    engine.sleep()
-    assert torch.cuda.memory_allocated(DEVICE) < 1 << 20

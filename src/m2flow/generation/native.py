@@ -57,7 +57,8 @@ class NativeEngine:
         parallel: which part of the decoder is here; by default all.
         cache_bytes: what keys and values may take on this device; None for what is needed. Where
             running requests would need more, those that came last wait, and what they had drawn is
-            computed again when there is room.
+            computed again when there is room. It is taken at once, and given back with the last
+            request.
         prefill_tokens: of prompts, computed in a step at most; None for `prefixes.MAX_TOKENS`. A
             longer prompt takes several steps, in which running requests go on.
         text_of: the text of tokens, where requests may have stop strings.
@@ -211,10 +212,7 @@ class NativeEngine:
         """
         if not self._state.is_resident:
             return
-        if not self._running:  # then nobody reads the slots again
-            self._cache.free()
-        if self.captured is not None:  # what comes back lies elsewhere
-            self.captured.drop()
+        self._rest()
         self._state.offload()
 
     def wake(self) -> None:
@@ -318,7 +316,16 @@ class NativeEngine:
         del self._live[sequence.request.id]
         self._prefixes.release(sequence)
         sequence.mark(self.version)
+        if not self._live and self._cache.max_cells is not None:
+            self._rest()  # a budget is taken at once, and others on the lane have calls, too
         return sequence.completion(reason, self._decoder.logprob_dtype, self.version)
+
+    def _rest(self) -> None:
+        """Give back what only running requests need."""
+        if not self._running:  # then nobody reads the slots again
+            self._cache.free()
+        if self.captured is not None:  # what comes back lies elsewhere
+            self.captured.drop()
 
 
 def _is_recordable(config: Any, parallel: TensorParallel, notice: str | None) -> bool:

@@ -6,12 +6,13 @@ takes beside it. So their sums are the plan's `state_bytes` and `working_bytes`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
+from m2flow.flow.worker import Layout
 from m2flow.plan.chunks import call_items
 from m2flow.plan.memory import needs
 from m2flow.plan.profile import Profile
@@ -106,7 +107,7 @@ def accounts(
         profile: made of the same; it knows what streaming stages hold.
         num_items: source items of a step.
     """
-    alike: dict[tuple[object, ...], list[LaneSpec]] = {}
+    alike: dict[tuple[str, int | None, tuple[str, ...]], list[LaneSpec]] = {}
     for lane in plan.lanes:
         here = tuple(
             sorted(name for name, spot in plan.placements.items() if lane.id in spot.lanes)
@@ -115,7 +116,6 @@ def accounts(
     found = []
     for (_, _, here), lanes in alike.items():
         first, work = lanes[0], works[lanes[0].kind]
-        assert isinstance(here, tuple)
         holdings = tuple(
             _holding(worker, plan, graph, work, profile, num_items, first.kind) for worker in here
         )
@@ -155,11 +155,9 @@ def _holding(
     )
 
 
-def _of_layout(states: object, spot: Placement) -> Held:
+def _of_layout(states: Sequence[tuple[Layout, Held]], spot: Placement) -> Held:
     """What a worker declares for the layout that it has."""
-    assert isinstance(states, list | tuple)
     size = len(spot.replicas[0])
-    held: Held
     for layout, held in states:
         if (layout.name, layout.lanes) == (spot.layout, size):
             return held
@@ -194,7 +192,7 @@ def _call(
     return found
 
 
-def _declared(layouts: tuple[LayoutWork, ...], spot: Placement) -> LayoutWork | None:
+def _declared(layouts: Sequence[LayoutWork], spot: Placement) -> LayoutWork | None:
     size = len(spot.replicas[0])
     fitting = (x for x in layouts if (x.layout.name, x.layout.lanes) == (spot.layout, size))
     return next(fitting, None)
