@@ -75,8 +75,8 @@ def parse_lanes(
     return tuple(lanes)
 
 
-def with_memory(lanes: Sequence[LaneSpec], memory_bytes: int) -> tuple[LaneSpec, ...]:
-    """The same lanes, on each of which so much memory may be taken by states and calls."""
+def with_memory(lanes: Sequence[LaneSpec], memory_bytes: int | None) -> tuple[LaneSpec, ...]:
+    """The same lanes, on each of which states and calls may take so much memory; None: any."""
     return tuple(replace(lane, memory_bytes=memory_bytes) for lane in lanes)
 
 
