@@ -139,11 +139,7 @@ def _stage(found: StageWork, node: StageNode, base: RecipeWork, turns: Turns) ->
         case "turn":
             drawing = LayoutWork(
                 call=lambda n: _turn(base, turns, n),
-                working_bytes=lambda n: {
-                    KEYS_AND_VALUES: min(n, base.recipe.generation.max_running)
-                    * base.answers.longest
-                    * base.model.kv_bytes_on_lane(1)
-                },
+                working_bytes=lambda n: {KEYS_AND_VALUES: _cache_bytes(base, n)},
             )
             return StageWork((drawing,), size, turns=_spread(turns.most))
         case "call":
@@ -154,6 +150,15 @@ def _stage(found: StageWork, node: StageNode, base: RecipeWork, turns: Turns) ->
 
             return StageWork((LayoutWork(call=lambda n: Work(seconds=seconds(n))),), size)
     return found
+
+
+def _cache_bytes(base: RecipeWork, count: int) -> float:
+    """Bytes of keys and values of so many trajectories; an engine with a budget takes all of it."""
+    reserved = base.reserved(base.recipe.generation.cache_gb)
+    if reserved is not None:
+        return min(reserved, base.device.usable_bytes - base.model.weight_bytes)
+    running = min(count, base.recipe.generation.max_running)
+    return running * base.answers.longest * base.model.kv_bytes_on_lane(1)
 
 
 def _turn(base: RecipeWork, turns: Turns, count: int) -> Work:

@@ -391,7 +391,7 @@ class RecipeWork:
         """Return the bytes of a token's keys and values on each of so many lanes."""
         return self.model.kv_bytes_on_lane(lanes) * self._drawn_number / WEIGHT_BYTES
 
-    def _reserved(self, cache_gb: float | None) -> float | None:
+    def reserved(self, cache_gb: float | None) -> float | None:
         """Return what an engine takes for keys and values at once; None for what it needs."""
         if cache_gb is not None:
             return 1e9 * cache_gb
@@ -406,9 +406,12 @@ class RecipeWork:
             unit_bytes=self._token_bytes(lanes),
             limits=(*(limit for limit in RUNNING if limit < own), own),
             what=KEYS_AND_VALUES,
-            reserved_bytes=self._reserved(cache_gb),
+            reserved_bytes=self.reserved(cache_gb),
         )
-        beside = drawing_parts(model, own, PREFILL_TOKENS, lanes, self._drawn_number)
+        recipe = self.recipe
+        read = min(PREFILL_TOKENS, math.ceil(recipe.prompts_per_step * prompt))
+        running = min(own, recipe.samples_per_step)
+        beside = drawing_parts(model, running, read, lanes, self._drawn_number)
         return LayoutWork(layout, working_bytes=lambda _prompts: beside, rounds=rounds)
 
     @property
