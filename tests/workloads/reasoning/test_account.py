@@ -25,6 +25,7 @@ from m2flow.workloads.reasoning.work import PREFILL_TOKENS, prices
 
 PARAMETERS = 7_615_616_512
 SHARDS = Layout("fsdp8", 8)
+TURNS = "more than the limit: states make way for each other"
 
 
 def account_of(
@@ -117,8 +118,7 @@ def test_the_account_in_lines() -> None:
         "weights 15.2 GB",
         "keys and values 40 GB while generator.generate runs",
         "moments 7.62 GB",
-        "all states and the largest call 74.7 GB more than the limit: "
-        "states make way for each other",
+        f"all states and the largest call 74.7 GB {TURNS}",
         "needed at once at most 57.6 GB for generator (80% of the limit)",
         "host memory of a machine 259 GB",
     ):
