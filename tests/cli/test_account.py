@@ -21,7 +21,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_dry_run_names_every_gigabyte(folder: Path, m2flow: M2flow) -> None:
+def test_a_dry_run_names_every_gigabyte(
+    folder: Path, m2flow: M2flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = "m2flow.workloads.common.accounting.usable_memory"
+    monkeypatch.setattr(where, lambda: (20 * 10**9, 24 * 10**9))
     words = ("lanes=cpu:1", f"model.path={folder}", "--dry-run")
     outcome = m2flow("train", "qwen2.5-7b-grpo-math", *words)
     assert outcome.code == 0, outcome.err
@@ -30,6 +34,10 @@ def test_a_dry_run_names_every_gigabyte(folder: Path, m2flow: M2flow) -> None:
     told = [" ".join(line.split()) for line in outcome.out.splitlines()]
     for row in ("weights 30.5 GB", "moments 60.9 GB"):
         assert row in told
+    assert told[-1].startswith("together ")
+    assert told[-1].endswith(" GB, and this machine has 24 GB")
+    monkeypatch.setattr(where, lambda: (10**12, 10**12))
+    assert "this machine has" not in m2flow("train", "qwen2.5-7b-grpo-math", *words).out
     limited = m2flow("train", "qwen2.5-7b-grpo-math", *words, "lane_memory=20GB")
     assert limited.code == 0
     assert "memory: not known: generator.generate of" in limited.out

@@ -9,11 +9,13 @@ from dataclasses import replace
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
-from m2flow.plan.account import accounts, in_lines
+from m2flow.plan.account import LaneAccount, accounts, in_lines
 from m2flow.plan.choose.judge import sized
+from m2flow.plan.machine import usable_memory
 from m2flow.plan.profile.analytic import analytic_profile
 from m2flow.plan.profile.clusters import Cluster, Machines
 from m2flow.plan.profile.hardware import DEVICES, USABLE_MEMORY, Device, device_named
+from m2flow.plan.sizes import bytes_text
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.registry import workload_of
 from m2flow.workloads.common.workload import NOTHING_ASSUMED
@@ -38,7 +40,17 @@ def memory_lines(recipe: Recipe, graph: FlowGraph, plan: Plan) -> list[str]:
         return [f"memory: not known: {str(error).removeprefix(f'{error.key}: ')}"]
     works = {kind: prices(device, cluster.lanes_of(kind)) for kind, device in cluster.kinds.items()}
     plan = sized(plan, graph, profile, recipe.items_per_step)
-    return in_lines(accounts(plan, graph, works, profile, recipe.items_per_step))
+    found = accounts(plan, graph, works, profile, recipe.items_per_step)
+    return [*in_lines(found), *_beyond_machine(found)]
+
+
+def _beyond_machine(found: Sequence[LaneAccount]) -> list[str]:
+    """A line where this machine has less memory than its lanes take of it."""
+    cores = sum(one.neighbours * one.most_bytes for one in found if one.kind == "cpu")
+    needed, (_, there) = cores + sum(one.host_bytes for one in found), usable_memory()
+    if needed <= there:
+        return []
+    return [f"  together {bytes_text(needed)}, and this machine has {bytes_text(there)}"]
 
 
 def _cluster_of(lanes: Sequence[LaneSpec]) -> Cluster:
