@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from m2flow.generation.captured import Step
 
-WAITING = ("_local_scalar_dense", "nonzero", "item", "bincount", "_to_copy")
-"""Operations whose result the host waits for, or that move data between host and device."""
+WAITING = ("_local_scalar_dense", "nonzero", "bincount")
+"""Operations whose result, or the size of it, the host waits for."""
 
 
 class _Recording(TorchDispatchMode):
@@ -29,7 +29,7 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
         moves = name == "_to_copy" and kwargs.get("device") is not None
-        if name in WAITING and (name != "_to_copy" or moves):
+        if name in WAITING or moves:
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         result = func(*args, **kwargs)
         self.calls.append((func, args, kwargs, result))
