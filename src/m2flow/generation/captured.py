@@ -81,6 +81,8 @@ class CudaCapture:
                     graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
                 ):
                     result = step()
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
                 raise M2FlowError(
                     f"a decode step cannot be recorded as a CUDA graph: {error}; "
