@@ -71,11 +71,11 @@ def test_replayed_steps_draw_what_plain_ones_draw(name: str) -> None:
         found.append(drain(engine))
     assert_same(found[1], found[0])
     assert engine.captured is not None
-    assert engine.captured.replayed > 30
+    assert engine.captured.replayed >= 20
     assert engine.captured.recorded < engine.captured.replayed
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     events=st.dictionaries(st.integers(1, 40), st.sampled_from(("nap", "weights", "abort"))),
     max_running=st.integers(1, 20),
@@ -89,7 +89,7 @@ def test_whatever_happens_between_steps(events: dict[int, str], max_running: int
     assert_same(replayed, plain)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=10)
 @given(naps=st.sets(st.integers(1, 40), max_size=3), cells=st.integers(CONTEXT, 6 * CONTEXT))
 def test_slots_of_the_padding_count_where_room_is_short(naps: set[int], cells: int) -> None:
     plain, replayed = (
@@ -180,8 +180,8 @@ def test_padding_is_an_eighth_at_most() -> None:
     assert all(count <= size < 1.125 * count + 1 for count, size in enumerate(sizes, start=1))
     assert all(padded_count(size) == size for size in sizes)
     assert len(set(sizes[:256])) == 48
-    assert padded_columns(1) == 64
-    assert padded_columns(64 * 17) == 64 * 18
+    assert padded_columns(1) == captured.COLUMN_STEP == 8
+    assert padded_columns(8 * 17) == 8 * 18
 
 
 class Counting:
