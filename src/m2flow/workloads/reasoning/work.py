@@ -230,6 +230,8 @@ class RecipeWork:
         workers = {worker: self._worker(worker, graph) for worker in graph.workers}
         if self.device.kind == "gpu":
             assumed += (DECODING if self._captures else _not_yet(DECODING),)
+            if self._captures and self.recipe.generation.engine == "native" and self.lanes > 1:
+                assumed += (_not_yet("captured graphs of gangs"),)
         return FlowWork(stages, workers, self.model.name, assumed)
 
     @property
