@@ -66,8 +66,8 @@ def test_replayed_steps_draw_what_plain_ones_draw(name: str) -> None:
     """Rows and columns are padded, layers with windows leave columns out, scores are capped."""
     found = []
     for capture in (None, Tape()):
-        engine = engine_of(MODELS[name], capture, max_running=11)
-        engine.submit(requests(14, top_p=0.9))
+        engine = engine_of(MODELS[name], capture, max_running=23)
+        engine.submit(requests(27, top_p=0.9))
         found.append(drain(engine))
     assert_same(found[1], found[0])
     assert engine.captured is not None
@@ -78,7 +78,7 @@ def test_replayed_steps_draw_what_plain_ones_draw(name: str) -> None:
 @settings(deadline=None, max_examples=12)
 @given(
     events=st.dictionaries(st.integers(1, 40), st.sampled_from(("nap", "weights", "abort"))),
-    max_running=st.integers(1, 20),
+    max_running=st.integers(1, 24),
 )
 def test_whatever_happens_between_steps(events: dict[int, str], max_running: int) -> None:
     """Naps that move all memory, weights of another version, aborted requests."""
@@ -102,8 +102,8 @@ def test_slots_of_the_padding_count_where_room_is_short(naps: set[int], cells: i
 
 
 def carried_out(engine: NativeEngine, events: dict[int, str]) -> dict[int, Completion]:
-    """What sixteen requests draw while this happens before steps; the budget is kept."""
-    engine.submit(requests(16))
+    """What 21 requests draw while this happens before steps; the budget is kept."""
+    engine.submit(requests(21))
     done: dict[int, Completion] = {}
     for step in range(2000):
         match events.get(step):
@@ -113,7 +113,7 @@ def carried_out(engine: NativeEngine, events: dict[int, str]) -> dict[int, Compl
             case "weights":
                 engine.install((OTHER if engine.version == 0 else MODEL).state_dict(), step)
             case "abort":
-                done |= {one.id: one for one in engine.abort([step % 16])}
+                done |= {one.id: one for one in engine.abort([step % 21])}
         done |= {one.id: one for one in engine.step()}
         held, cells = engine._cache.tensors()[0].untyped_storage().nbytes(), engine._cache.max_cells
         assert cells is None or held <= cells * CELL_BYTES
@@ -137,6 +137,16 @@ def test_steps_are_recorded_again_after_a_nap_and_give_their_memory_back() -> No
     for _ in range(4):
         engine.step()
     assert engine.captured.recorded == before + 1
+
+
+def test_rows_are_padded_into_slots_that_nobody_has() -> None:
+    engine = engine_of(MODEL, Tape())
+    engine.submit([Request(i, [1, 2, 3], 5, SamplingParams(40)) for i in range(19)])
+    for _ in range(6):
+        engine.step()
+    assert engine.captured is not None
+    assert [size.rows for size in engine.captured._kept] == [20]
+    assert engine._cache.rows == 20
 
 
 def test_new_weights_need_no_new_recording() -> None:
