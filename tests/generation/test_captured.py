@@ -149,6 +149,21 @@ def test_rows_are_padded_into_slots_that_nobody_has() -> None:
     assert engine._cache.rows == 20
 
 
+def test_padding_does_not_write_where_rows_before_it_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that ended far along lie behind rows in a cache of few columns."""
+    monkeypatch.setattr("m2flow.generation.kv_cache._ROUND_COLUMNS", 8)
+    found = []
+    for capture in (None, Tape()):
+        engine = engine_of(MODEL, capture)
+        engine.submit([Request(i, [1, 2, 3], i, SamplingParams(40)) for i in range(20)])
+        drain(engine)
+        engine.sleep()  # nothing runs, so the slots are given back
+        engine.wake()
+        engine.submit([Request(i, [4, 5], i, SamplingParams(5)) for i in range(17)])
+        found.append(drain(engine))
+    assert_same(found[1], found[0])
+
+
 def test_new_weights_need_no_new_recording() -> None:
     engine = engine_of(MODEL, Tape())
     engine.submit([Request(0, [1, 2, 3], 5, SamplingParams(12))])
