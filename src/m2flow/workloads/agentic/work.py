@@ -128,7 +128,7 @@ def _with_turns(work: FlowWork, base: RecipeWork, graph: FlowGraph, turns: Turns
     """The work of a reasoning flow with that of the loop's stages."""
     stages = {node.name: _stage(work.stages[node.name], node, base, turns) for node in graph.nodes}
     size = float(base.model.weight_bytes)
-    generator = WorkerWork([(ONE_LANE, {"weights": size})], size)
+    generator = WorkerWork([(ONE_LANE, {"weights": base.drawn_weight_bytes})], size)
     workers = {**work.workers, "generator": generator}
     return replace(work, stages=stages, workers=workers)
 
@@ -156,9 +156,9 @@ def _cache_bytes(base: RecipeWork, count: int) -> float:
     """Bytes of keys and values of so many trajectories; an engine with a budget takes all of it."""
     reserved = base.reserved(base.recipe.generation.cache_gb)
     if reserved is not None:
-        return min(reserved, base.device.usable_bytes - base.model.weight_bytes)
+        return min(reserved, base.device.usable_bytes - base.drawn_weight_bytes)
     running = min(count, base.recipe.generation.max_running)
-    return running * base.answers.longest * base.model.kv_bytes_on_lane(1)
+    return running * base.answers.longest * base.token_bytes(1)
 
 
 def _turn(base: RecipeWork, turns: Turns, count: int) -> Work:

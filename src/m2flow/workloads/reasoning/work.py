@@ -250,6 +250,11 @@ class RecipeWork:
         return self._number(self.recipe.generation.dtype or self.recipe.model.dtype)
 
     @property
+    def drawn_weight_bytes(self) -> float:
+        """Return the bytes of the weights that generation computes with."""
+        return float(self.model.parameters * self._drawn_number)
+
+    @property
     def _trained_number(self) -> int:
         return self._number(self.recipe.model.dtype)
 
@@ -325,7 +330,7 @@ class RecipeWork:
                 prefill(model, prompts, answers.prompt_tokens / 2, lanes), then=(drawing,)
             )
 
-        held = answers.longest * self._token_bytes(lanes)
+        held = answers.longest * self.token_bytes(lanes)
 
         def working(samples: int) -> Held:
             return {KEYS_AND_VALUES: min(samples * share, most) * held}
@@ -340,7 +345,7 @@ class RecipeWork:
             return self._judging_state(self.judges[name])
         methods = {node.method for node in graph.nodes if node.worker == name}
         if "generate" in methods:
-            size = float(self.model.parameters * self._drawn_number)
+            size = self.drawn_weight_bytes
             states = [(one, {"weights": size / one.lanes}) for one in self._heads_divided()]
             return WorkerWork(states, float(self.model.weight_bytes))
         if not methods & {"logprobs", "values", "train"}:
@@ -389,7 +394,7 @@ class RecipeWork:
         if self.model.experts:
             yield from (Division(ep=n) for n in rising(self.lanes) if n > 1)
 
-    def _token_bytes(self, lanes: int) -> float:
+    def token_bytes(self, lanes: int) -> float:
         """Return the bytes of a token's keys and values on each of so many lanes."""
         return self.model.kv_bytes_on_lane(lanes) * self._drawn_number / WEIGHT_BYTES
 
@@ -405,7 +410,7 @@ class RecipeWork:
             admit=lambda prompts: prefill(model, prompts * prompt, prompt / 2, lanes),
             round=lambda running, tokens: decoding(model, running, tokens, lanes),
             start=prompt,
-            unit_bytes=self._token_bytes(lanes),
+            unit_bytes=self.token_bytes(lanes),
             limits=(*(limit for limit in RUNNING if limit < own), own),
             what=KEYS_AND_VALUES,
             reserved_bytes=self.reserved(cache_gb),
