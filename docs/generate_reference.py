@@ -39,7 +39,8 @@ MEANING = {
     "lanes": "`cpu:N` (the cores shared evenly by N lanes), `gpu:N`, or `auto`: all GPUs, else "
     "a lane for each core; `MxKIND:N`, such as `2xcpu:1`, on each of M machines",
     "lane_memory": "memory that states and calls may take on a lane, such as `200MB` or `1.5GiB`; "
-    "workers that do not fit there together make way for each other",
+    "workers that do not fit there together make way for each other; `null`: 90 % of a GPU's "
+    "memory, and no limit on CPU lanes",
     "layouts": "name of the layout of each worker that is divided over several lanes, by worker: "
     "`fsdpN`, `tpN`, `tpN.fsdpM`, `cpN` and, where it has experts, `epN` divide a `learner`, "
     "`critic` or `reference` over lanes, `fsdpN` a `reward_model`, `tpN` the heads of a "
@@ -140,6 +141,9 @@ MEANING = {
     "generation.tokens_per_step": "most that a step draws of an answer; one that has not ended by "
     "then goes on in the next step, and its group is trained on when all of its answers have "
     "ended; `null`: all of it",
+    "generation.captured_decode": "on accelerators: record the native engine's decode steps as "
+    "CUDA graphs, and replay them ([engines](../how-to/engines.md)); CPUs, gangs, models with "
+    "experts and transformers' own forward pass go without",
     "generation.stop": "strings of which any ends an answer with the token that completes it",
     "algorithm.name": "what is learned from a step; it sets the keys of `algorithm` that are not "
     "said ([table](../explanation/algorithms.md))",

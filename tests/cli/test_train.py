@@ -56,6 +56,7 @@ def test_the_configuration_holds_every_default(finished: Path) -> None:
         "max_running": 256,
         "dtype": None,
         "cache_gb": None,
+        "captured_decode": True,
         "engine": "native",
         "top_k": 0,
         "top_p": 1.0,

@@ -165,6 +165,20 @@ def test_requests_wait_where_keys_and_values_have_no_room() -> None:
     assert_empty(tight)
 
 
+def test_a_budget_is_given_back_with_the_last_request() -> None:
+    """Plans count it for the calls of the generator alone: a learner works in the same memory."""
+    engine = engine_with(cache_bytes=200 * CELL_BYTES)
+    empty = engine.state_bytes()
+    for last in ("drawn", "aborted"):
+        engine.submit([request(i, new=9) for i in range(3)])
+        engine.step()
+        assert engine.state_bytes() >= empty + 200 * CELL_BYTES
+        drain(engine) if last == "drawn" else engine.abort([0, 1, 2])
+        assert engine.state_bytes() == empty
+    engine.submit([POOL[4]])
+    assert_same(drain(engine)[4], ALONE[4])
+
+
 def test_those_that_came_last_are_put_off() -> None:
     engine = engine_with(cache_bytes=2 * 40 * CELL_BYTES)
     engine.submit([request(i, [i, 5], new=38) for i in range(4)])

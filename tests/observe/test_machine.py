@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from m2flow.observe.machine import describe_machine
+from m2flow.plan import machine
 
 
 def test_gpus_are_named_as_the_driver_names_them(
@@ -19,5 +20,6 @@ def test_gpus_are_named_as_the_driver_names_them(
     driver.write_text("#!/bin/sh\necho NVIDIA H200\necho NVIDIA H200\n")
     driver.chmod(0o755)
     assert describe_machine().endswith(" · 2 x NVIDIA H200")
+    machine._asked.cache_clear()
     driver.write_text("#!/bin/sh\nexit 9\n")
     assert describe_machine().endswith("no accelerator")

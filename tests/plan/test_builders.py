@@ -255,6 +255,12 @@ def test_eager_stays_on_this_machine_and_adds_its_limits_up() -> None:
     assert build_plan("eager", GRPO, mixed, 8).lanes[0].memory_bytes is None
 
 
+def test_eager_takes_one_accelerator_and_its_limit() -> None:
+    lanes = parse_lanes("gpu:2", (0, 1), 2, (80, 80))
+    (lane,) = build_plan("eager", GRPO, lanes, 8).lanes
+    assert lane == LaneSpec(0, "gpu", (0, 1), gpu=0, memory_bytes=72)
+
+
 def test_explain_names_machines_limits_and_processes() -> None:
     lanes = with_memory(parse_lanes("2xcpu:1", cores=(0,), num_gpus=0), 1000)
     plan = build_plan("collocated", GRPO, lanes, 8, isolated={"score"})

@@ -47,6 +47,64 @@ def test_auto_takes_the_accelerators_or_else_the_cores() -> None:
     assert parse_lanes("auto", (0, 1), 0) == parse_lanes("cpu:2", (0, 1), 0)
 
 
+def test_a_lane_of_an_accelerator_may_take_its_share_of_the_memory() -> None:
+    sizes = (80_000_000_000, 24_000_000_000)
+    lanes = parse_lanes("gpu:2", (0, 1), 2, sizes)
+    assert [lane.memory_bytes for lane in lanes] == [72_000_000_000, 21_600_000_000]
+    several = parse_lanes("2xgpu:1", (0, 1), 2, sizes)
+    assert [lane.memory_bytes for lane in several] == [72_000_000_000, 72_000_000_000]
+    assert [lane.memory_bytes for lane in parse_lanes("gpu:2", (0, 1), 2)] == [None, None]
+    assert parse_lanes("cpu:1", (0, 1), 2, sizes)[0].memory_bytes is None
+    assert {lane.memory_bytes for lane in with_memory(lanes, 7)} == {7}, "unless it is said"
+
+
+SMI = """#!/bin/sh
+case "$1" in
+  *index,uuid,memory.total*) printf '0, GPU-aa11, 81559\n1, GPU-bb22, 24564\n' ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "sizes"),
+    [
+        (None, (81559 << 20, 24564 << 20)),
+        ("1", (24564 << 20,)),
+        ("1,0", (24564 << 20, 81559 << 20)),
+        ("GPU-bb", (24564 << 20,)),
+        ("MIG-77", ()),  # a part of one: its memory is another
+        ("", ()),
+    ],
+)
+def test_the_driver_tells_how_much_memory_there_is(
+    chosen: str | None, sizes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lanes may take once was nobody's limit, and nothing ever made way on an accelerator."""
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text(SMI)
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert machine.gpu_memory() == sizes
+    if sizes:
+        monkeypatch.setattr(lanes_module, "visible_gpus", lambda: len(sizes))
+        lane = parse_lanes(f"gpu:{len(sizes)}", (0, 1))[0]
+        assert lane.memory_bytes == int(0.9 * sizes[0])
+
+
+def test_a_driver_that_does_not_say_sets_no_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.gpu_memory() == ()
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho '0, GPU-aa11, [N/A]'\n")
+    driver.chmod(0o755)
+    assert machine.gpu_memory() == ()
+
+
 def test_lanes_of_several_machines() -> None:
     assert parse_lanes("2xcpu:2", (4, 7, 9), 0) == (
         LaneSpec(0, cores=(4, 9)),

@@ -11,6 +11,7 @@ from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import ONE_LANE, Layout
 from m2flow.plan import build_plan, isolated_workers, read_plan, validate
+from m2flow.plan.account import LaneAccount, accounts
 from m2flow.plan.choose import check_fits, choose
 from m2flow.plan.choose.judge import shape
 from m2flow.plan.prediction import Candidate, Decision
@@ -93,6 +94,14 @@ class Planning:
             decision = self._of_mode(decision, self.recipe.mode)
         plan = replace(decision.chosen.plan, deadline_seconds=self.recipe.deadline_seconds)
         return replace(decision, chosen=replace(decision.chosen, plan=plan))
+
+    def account(self, decision: Decision) -> list[LaneAccount]:
+        """Who holds how much on each kind of lane; nothing where that was not computed."""
+        if self.cluster is None or self.prices is None or self.asked.profile_file is not None:
+            return []
+        kinds, plan = self.cluster.kinds.items(), decision.chosen.plan
+        works = {kind: self.prices(device, self.cluster.lanes_of(kind)) for kind, device in kinds}
+        return accounts(plan, self.graph, works, decision.profile, decision.num_items)
 
     def _own_plan(self) -> Plan | None:
         if self.asked.plan_file is None:

@@ -95,6 +95,7 @@ def _print_fixed(recipe: Recipe, plan_file: Path | None, explain: bool, as_json:
 
 def _print_decision(asked: Question, explain: bool, as_json: bool) -> None:
     from m2flow.cli.deciding import Planning
+    from m2flow.plan.account import in_lines
     from m2flow.plan.explain import explained, flips, in_words, summary
 
     planning = Planning(asked)
@@ -109,4 +110,5 @@ def _print_decision(asked: Question, explain: bool, as_json: bool) -> None:
         out = sys.stderr if as_json else sys.stdout
         width = shutil.get_terminal_size((100, 24)).columns
         lines = in_words(why, width) if explain else summary(why)
+        lines += ["", *in_lines(planning.account(decision))] if explain else []
         print("\n".join(lines), file=out)

@@ -129,7 +129,7 @@ class Decoder:
 
         hidden_NE = self._layers(ids_N.to(self.device), position_N, attend)
         last_U = torch.tensor([row * width + length - 1 for row, length in enumerate(lengths)])
-        return Prefilled(kv_LUKPW, self._logits(hidden_NE[last_U.to(self.device)]))
+        return Prefilled(kv_LUKPW, self.logits(hidden_NE[last_U.to(self.device)]))
 
     def room(self, prompts: int, tokens: int) -> Tensor:
         """Room for the keys and values of so many prompts of so many tokens, kv_LUKPW."""
@@ -152,6 +152,15 @@ class Decoder:
         Returns:
             logits_BV in float32, or float64 for float64 weights.
         """
+        return self.logits(self.advance(token_N, position_N, num_running, cache))[:num_running]
+
+    def advance(
+        self, token_N: Tensor, position_N: Tensor, num_running: int, cache: CacheView
+    ) -> Tensor:
+        """What `decode` does without the logits: hidden_NE after the last layer.
+
+        Nothing of it waits for the device, unless the model has experts.
+        """
         a = self.architecture
         num_rows, num_heads = token_N.shape[0], num_running * a.kv_heads
 
@@ -168,8 +177,7 @@ class Decoder:
             )
             return out_YGD.view(num_rows, -1)
 
-        hidden_NE = self._layers(token_N, position_N, attend)
-        return self._logits(hidden_NE)[:num_running]
+        return self._layers(token_N, position_N, attend)
 
     def _layers(self, ids_N: Tensor, position_N: Tensor, attend: Attend) -> Tensor:
         a = self.architecture
@@ -237,7 +245,8 @@ class Decoder:
         hidden_NE = self._parallel.sum(linear(part_NI, weight_EI))
         return hidden_NE if bias_E is None else hidden_NE.add_(bias_E)
 
-    def _logits(self, hidden_NE: Tensor) -> Tensor:
+    def logits(self, hidden_NE: Tensor) -> Tensor:
+        """Logits after each row, in float32 or wider."""
         normed_NE = rms_norm(hidden_NE, self.weights.norm, self.architecture.norm_epsilon)
         logits_NV = capped(linear(normed_NE, self.weights.head), self.architecture.logit_cap)
         return logits_NV if logits_NV.dtype is torch.float64 else logits_NV.float()

@@ -12,7 +12,7 @@ row, C columns, W = 2 D the key and the value of a head side by side, U prompts,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ class KVCache:
         architecture: the decoder's sizes.
         dtype, device: of keys and values.
         budget: bytes that they may take; None for what is needed.
+        padded: how many slots there are to be for a number of rows.
+
+    Attributes:
+        layout: number of the present layout: where a slot lies is the same while it is.
     """
 
     def __init__(
@@ -38,8 +42,10 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         budget: int | None = None,
+        padded: Callable[[int], int] = int,
     ) -> None:
         self._architecture, self._dtype, self._device = architecture, dtype, device
+        self._padded, self.layout = padded, 0
         a = architecture
         cell_bytes = 2 * a.layers * a.kv_heads * a.head_dim * dtype.itemsize
         self.max_cells = None if budget is None else budget // cell_bytes
@@ -54,9 +60,14 @@ class KVCache:
         self._memory = torch.empty(0, dtype=self._dtype, device=self._device)
         self._shape(0, 0)
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether rows do not see all columns in some layer."""
+        return any(window is not None for window in self._architecture.windows)
+
     def fits(self, rows: int, columns: int) -> bool:
-        """Whether so many slots of so many columns are within the budget."""
-        return self.max_cells is None or rows * columns <= self.max_cells
+        """Whether slots for so many rows, of so many columns, are within the budget."""
+        return self.max_cells is None or self._padded(rows) * columns <= self.max_cells
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All that takes memory."""
@@ -75,6 +86,7 @@ class KVCache:
         if rows <= self.rows and columns <= self.columns:
             return
         assert self.fits(rows, columns), f"{rows} x {columns} of {self.max_cells} cells"
+        rows = self._padded(rows)
         new_columns = self.columns
         if columns > self.columns:
             grown = -(-max(columns, 2 * self.columns) // _ROUND_COLUMNS) * _ROUND_COLUMNS
@@ -141,6 +153,7 @@ class KVCache:
             self._memory = torch.empty(size_in_all, dtype=self._dtype, device=self._device)
         self._kv_LRKCW = self._memory[:size].view(shape)
         self.rows, self.columns = rows, columns
+        self.layout += 1
         self._first_index_X = torch.arange(rows * a.kv_heads, device=self._device) * columns
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from m2flow.errors import M2FlowError, UserError
 from m2flow.flow.worker import Place
+from m2flow.generation.captured import Capture, CapturedSteps, Size, padded_count
 from m2flow.generation.decoder import Decoder
 from m2flow.generation.kv_cache import KVCache
 from m2flow.generation.own_forward import OwnForward, OwnSlots
@@ -55,10 +57,13 @@ class NativeEngine:
         parallel: which part of the decoder is here; by default all.
         cache_bytes: what keys and values may take on this device; None for what is needed. Where
             running requests would need more, those that came last wait, and what they had drawn is
-            computed again when there is room.
+            computed again when there is room. It is taken at once, and given back with the last
+            request.
         prefill_tokens: of prompts, computed in a step at most; None for `prefixes.MAX_TOKENS`. A
             longer prompt takes several steps, in which running requests go on.
         text_of: the text of tokens, where requests may have stop strings.
+        capture: records decode steps, where they can be; None: they run plainly. Steps of several
+            lanes, of models with experts and of transformers' own forward pass always do.
 
     Raises:
         UserError: the architecture is not computed here, or does not divide over so many lanes.
@@ -76,6 +81,7 @@ class NativeEngine:
         cache_bytes: int | None = None,
         prefill_tokens: int | None = None,
         text_of: TextOf | None = None,
+        capture: Capture | None = None,
     ) -> None:
         self._text_of = text_of
         self.device = torch.device(device)
@@ -83,9 +89,18 @@ class NativeEngine:
         self.version = -1
         self.notice = check_supported(config.to_dict())
         """That transformers' own forward pass is run, and why; None where it is not."""
+        records = capture is not None and _is_recordable(config, parallel, self.notice)
         self._decoder, self._cache = _computing(
-            config, dtype, self.device, parallel, cache_bytes, fused=self.notice is None
+            config,
+            dtype,
+            self.device,
+            parallel,
+            cache_bytes,
+            fused=self.notice is None,
+            padded=padded_count if records else int,
         )
+        self.captured = CapturedSteps(capture) if capture is not None and records else None
+        """The recorded decode steps; None where none is recorded."""
         self._running = RunningBatch(
             self._cache,
             max_running=max_running,
@@ -150,9 +165,7 @@ class NativeEngine:
         with torch.inference_mode():
             self._preempt()
             if self._running:
-                token_N, position_N, view = self._running.decode_inputs()
-                logits_BV = self._decoder.decode(token_N, position_N, len(self._running), view)
-                ended += self._draw(logits_BV, first=0)
+                ended += self._draw(self._decode(), first=0)
             if self._waiting:
                 ended += self._admit()
         return [self._complete(s, "stop" if s.stopped else "length") for s in ended]
@@ -204,8 +217,7 @@ class NativeEngine:
         """
         if not self._state.is_resident:
             return
-        if not self._running:  # then nobody reads the slots again
-            self._cache.free()
+        self._rest()
         self._state.offload()
 
     def wake(self) -> None:
@@ -276,6 +288,24 @@ class NativeEngine:
         self._running.add(admitted)
         return self._draw(logits_BV, first)
 
+    def _decode(self) -> Tensor:
+        """Logits of the next token of every running row, logits_BV."""
+        running, decoder = self._running, self._decoder
+        if self.captured is None:
+            token_N, position_N, view = running.decode_inputs()
+            return decoder.decode(token_N, position_N, len(running), view)
+        assert isinstance(decoder, Decoder)
+        assert isinstance(self._cache, KVCache)
+        size = running.pad()
+        hidden_NE = self.captured.run(size, self._cache.layout, partial(self._advance, size))
+        return decoder.logits(hidden_NE[: len(running)])
+
+    def _advance(self, size: Size) -> Tensor:
+        """The decode step that is recorded for a size."""
+        assert isinstance(self._decoder, Decoder)
+        token_N, position_N, view = self._running.padded_inputs(size)
+        return self._decoder.advance(token_N, position_N, size.rows, view)
+
     def _draw(self, logits_BV: Tensor, first: int) -> list[RunningSequence]:
         """The next token of the rows from `first` on; take out and return those that ended."""
         tokens, logprobs = self._running.draw(logits_BV, first)
@@ -291,7 +321,22 @@ class NativeEngine:
         del self._live[sequence.request.id]
         self._prefixes.release(sequence)
         sequence.mark(self.version)
+        if not self._live and self._cache.max_cells is not None:
+            self._rest()  # a budget is taken at once, and others on the lane have calls, too
         return sequence.completion(reason, self._decoder.logprob_dtype, self.version)
+
+    def _rest(self) -> None:
+        """Give back what only running requests need."""
+        if not self._running:  # then nobody reads the slots again
+            self._cache.free()
+        if self.captured is not None:  # what comes back lies elsewhere
+            self.captured.drop()
+
+
+def _is_recordable(config: Any, parallel: TensorParallel, notice: str | None) -> bool:
+    """Whether decode steps can be recorded: the host sizes the products of experts, and what
+    transformers' own forward pass does is not known."""
+    return notice is None and parallel.size == 1 and not getattr(config, "num_experts", 0)
 
 
 def _computing(
@@ -302,11 +347,14 @@ def _computing(
     budget: int | None,
     *,
     fused: bool,
+    padded: Callable[[int], int],
 ) -> tuple[Decoder | OwnForward, KVCache | OwnSlots]:
     """What computes a model's tokens, and what holds its keys and values."""
     if fused:
         decoder = Decoder(config, dtype=dtype, device=device, parallel=parallel)
-        return decoder, KVCache(decoder.architecture, dtype=dtype, device=device, budget=budget)
+        return decoder, KVCache(
+            decoder.architecture, dtype=dtype, device=device, budget=budget, padded=padded
+        )
     if parallel.size > 1:
         raise UserError(
             "transformers' own forward pass is not divided over lanes",

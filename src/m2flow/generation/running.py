@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from m2flow.algorithms.sampling import sample_tokens
+from m2flow.generation.captured import COLUMN_STEP, Size, padded_columns, padded_count
 from m2flow.generation.kernels import padded_rows
 from m2flow.generation.kv_cache import KVCache
 from m2flow.generation.own_forward import OwnSlots
@@ -47,7 +48,7 @@ class RunningBatch:
         self.sequences: list[RunningSequence] = []
         self._parallel = parallel
         self._cache, self._device = cache, device
-        shape = (4, padded_rows(max_running))
+        shape = (4, max(padded_rows(max_running), padded_count(max_running)))
         self._state = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def __len__(self) -> int:
@@ -94,6 +95,28 @@ class RunningBatch:
         shortest = min(sequence.length for sequence in self.sequences)
         view = self._cache.view(position_N.narrow(0, 0, len(self)), longest, shortest)
         return token_N, position_N, view
+
+    def pad(self) -> Size:
+        """Have the inputs of one decode step for a recorded size, and return that size.
+
+        What is computed beside the running rows is the first row once more, into slots that nobody
+        has.
+        """
+        assert isinstance(self._cache, KVCache)
+        running, longest = len(self), self.longest
+        self._cache.ensure(running, longest, keep=running)
+        rows, passed = padded_count(running), 0
+        if self._cache.has_windows:
+            shortest = min(sequence.length for sequence in self.sequences)
+            passed = shortest // COLUMN_STEP * COLUMN_STEP
+        if rows > running:
+            self._state[: _POSITION + 1, running:rows] = self._state[: _POSITION + 1, :1]
+        return Size(rows, min(padded_columns(longest), self._cache.columns), passed)
+
+    def padded_inputs(self, size: Size) -> tuple[Tensor, Tensor, Any]:
+        """The same as `decode_inputs` for a size that `pad` has made; at fixed addresses."""
+        token_N, position_N = self._state[: _POSITION + 1, : size.rows]
+        return token_N, position_N, self._cache.view(position_N, size.columns, size.passed)
 
     def draw(self, logits_BV: Tensor, first: int = 0) -> tuple[list[int], list[float]]:
         """Samples the next token of the rows from `first` on; it is what they feed next.

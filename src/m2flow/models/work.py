@@ -24,13 +24,29 @@ FORWARD_AND_BACKWARD = 3.0
 RECOMPUTED_FORWARD = 1.0
 """Forward passes besides, where activations are computed again (Chen et al. 2016)."""
 
-TRAINED_BYTES = 18
-"""Of a trained parameter: a 16-bit weight, and weight, gradient and two moments in single
-precision; single precision throughout needs 16."""
+MASTERS, MOMENTS = "float32 weights", "moments"
 
-HOSTED_BYTES = 12
-"""Of these, what goes to host memory with the optimizer: the weight in single precision and the
-moments."""
+HOSTED = (MASTERS, MOMENTS)
+"""What goes to host memory with the optimizer."""
+
+
+def trained_bytes(number_bytes: int = WEIGHT_BYTES) -> dict[str, int]:
+    """Return the bytes of a trained parameter by what they are for.
+
+    Args:
+        number_bytes: of a number that is computed with. Beside 16 bits weight, gradient and the two
+            moments of Adam are in single precision; else all of them have as many.
+    """
+    wide = max(4, number_bytes)
+    beside = {"gradients": wide, MOMENTS: 2 * wide}
+    return {"weights": number_bytes, **({MASTERS: wide} if number_bytes < wide else {}), **beside}
+
+
+TRAINED_BYTES = sum(trained_bytes().values())
+"""Of a trained parameter in 16 bits: 18."""
+
+HOSTED_BYTES = sum(trained_bytes()[what] for what in HOSTED)
+"""Of these, what goes to host memory with the optimizer: 12."""
 
 HOST_STEP_BYTES = 34
 """Of a parameter whose optimizer is in host memory, what an update moves there and back (a gradient
@@ -54,6 +70,15 @@ GRADIENT_BYTES = 4
 LOGIT_BYTES = 12
 """Of a token and a row of the vocabulary: 16-bit logits, their single-precision copy, and the
 gradients of both."""
+
+LAYER_HIDDEN, LAYER_CHANNELS = 6, 3
+"""Numbers that a layer's forward pass holds for a token: widths of the residual stream (itself,
+normalised; queries, keys and values, and their copy; what attention and the MLP make) and of the
+feed-forward block (both its inputs, and their product)."""
+
+DRAWN_LOGIT_BYTES = 28
+"""Of a request and a row of the vocabulary: logits in single precision, and in double precision
+they, their probabilities and those summed up."""
 
 LOGITS_AT_A_TIME = 1 << 26
 """Logits that a trainer has in memory at most; those of further tokens follow."""
@@ -283,15 +308,45 @@ def training_bytes(
     Args:
         microbatch: tokens that the lane computes at a time.
     """
+    return sum(training_parts(model, division, microbatch, recomputes).values())
+
+
+def training_parts(
+    model: ModelShape,
+    division: Division,
+    microbatch: int,
+    recomputes: bool,
+    number_bytes: int = WEIGHT_BYTES,
+) -> dict[str, float]:
+    """Return the same by what the bytes are for; arguments as of `training_bytes`."""
     wide, tp, cp = microbatch * model.hidden, division.tp, division.cp
+    width = number_bytes / WEIGHT_BYTES
     layer = UNDIVIDED_BYTES + (ACTIVATION_BYTES - UNDIVIDED_BYTES) / tp
     kept, layers_kept = layer * model.layers, model.layers
     if recomputes:
         kept, layers_kept = 2 * model.layers + layer, 1
-    gathered = 0.0
+    found = {"activations": width * kept * wide}
     if division.fsdp > 1:
-        gathered = 2 * WEIGHT_BYTES * model.parameters / tp / model.layers
+        found["gathered weights"] = 2 * number_bytes * model.parameters / tp / model.layers
     if cp > 1:
-        gathered += cp * microbatch * model.kv_bytes_per_token * layers_kept / model.layers
+        of_lanes = cp * microbatch * model.kv_bytes_per_token * layers_kept / model.layers
+        found["gathered keys and values"] = width * of_lanes
     logits = min(microbatch * model.vocabulary, LOGITS_AT_A_TIME)
-    return kept * wide + gathered + LOGIT_BYTES * logits
+    return {**found, "logits": float(LOGIT_BYTES * logits)}
+
+
+def drawing_parts(
+    model: ModelShape, running: int, prompt_tokens: int, lanes: int, number_bytes: int
+) -> dict[str, float]:
+    """Return the bytes of each lane that generation takes beside weights, keys and values.
+
+    Args:
+        running: requests that decode together.
+        prompt_tokens: that are computed together.
+    """
+    channels = model.experts_per_token * model.expert_intermediate or model.intermediate
+    wide = LAYER_HIDDEN * model.hidden + LAYER_CHANNELS * channels / lanes
+    return {
+        "activations": float(number_bytes * max(running, prompt_tokens) * wide),
+        "logits": float(DRAWN_LOGIT_BYTES * running * model.vocabulary),
+    }

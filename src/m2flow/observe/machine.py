@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import platform
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from m2flow.plan.machine import usable_cores, usable_memory
+from m2flow.plan.machine import asked_of_driver, usable_cores, usable_memory
 
 PACKAGES = ("torch", "ray", "transformers", "numpy")
 """Those whose version may change what a run does or how fast it is."""
@@ -31,19 +29,10 @@ def package_versions() -> Mapping[str, str]:
 def describe_machine() -> str:
     """Cores that this process may use, processor, memory, and the GPUs by name."""
     _, memory = usable_memory()
-    names = gpu_names()
+    names = asked_of_driver("name")
     gpus = ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))
     parts = [f"{usable_cores():g} cores", processor_name(), f"{memory / 2**30:.0f} GiB"]
     return " · ".join([*(part for part in parts if part), gpus or "no accelerator"])
-
-
-def gpu_names() -> list[str]:
-    """The GPUs that the NVIDIA driver lists, without a CUDA context in this process."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    ran = subprocess.run(query, capture_output=True, text=True, check=False)
-    return ran.stdout.splitlines() if ran.returncode == 0 else []
 
 
 def processor_name() -> str:

@@ -27,14 +27,18 @@ Builder = Callable[[FlowGraph, Sequence[LaneSpec], int, Mapping[str, Layout]], P
 
 
 def eager(graph: FlowGraph, lanes: Sequence[LaneSpec], *_: object) -> Plan:
-    """Everything on one lane of this machine, each stage in one call after the other."""
+    """Everything on one lane of this machine, each stage in one call after the other.
+
+    Limits of lanes that are cores add up; of several accelerators the first one is used.
+    """
     here = [lane for lane in lanes if lane.node == lanes[0].node]
     limits = [lane.memory_bytes for lane in here if lane.memory_bytes is not None]
+    limit = sum(limits) if len(limits) == len(here) else None
     lane = replace(
         here[0],
         id=0,
         cores=tuple(core for lane in here for core in lane.cores),
-        memory_bytes=sum(limits) if len(limits) == len(here) else None,
+        memory_bytes=limit if here[0].gpu is None else here[0].memory_bytes,
     )
     return Plan("eager", (lane,), {worker: Placement(((0,),)) for worker in placed(graph)})
 

@@ -28,6 +28,12 @@ def window_units(node: StageNode, num_items: int) -> int:
     return num_items * node.fanout // unit_items(node, num_items) // node.minibatches
 
 
+def call_items(node: StageNode, stage: StagePlan, num_items: int) -> int:
+    """Items of the largest call of a stage, in a step of `num_items` source items."""
+    units = window_units(node, num_items)
+    return min(stage.chunk or units, units) * unit_items(node, num_items)
+
+
 def cut(node: StageNode, num_items: int, calls: int) -> StagePlan:
     """Chunks with which a window of the stage takes so many calls."""
     return StagePlan(chunk=max(1, -(-window_units(node, num_items) // calls)))

@@ -8,11 +8,15 @@ from dataclasses import replace
 
 from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import PlanError, UserError
-from m2flow.plan.machine import available_cores, visible_gpus
+from m2flow.plan.machine import available_cores, gpu_memory, visible_gpus
+from m2flow.plan.profile.hardware import USABLE_MEMORY
 
 
 def parse_lanes(
-    text: str, cores: Sequence[int] | None = None, num_gpus: int | None = None
+    text: str,
+    cores: Sequence[int] | None = None,
+    num_gpus: int | None = None,
+    memory: Sequence[int] | None = None,
 ) -> tuple[LaneSpec, ...]:
     """Lanes of this machine, or of several that are alike.
 
@@ -23,16 +27,21 @@ def parse_lanes(
             is the first.
         cores: cores that may be used here; by default those of this process.
         num_gpus: accelerators that may be used here; by default those that are visible.
+        memory: bytes of each of them; by default what the driver tells of those that are visible.
 
     Returns:
         Lanes numbered over all machines, those of node 0 first. What the other machines have is
         not known here: their cores are numbered from 0, as many as this machine has, and at least
-        one for each lane.
+        one for each lane. A lane of an accelerator may take `USABLE_MEMORY` of its memory, where
+        that is known: of all of it, whoever else holds some now, so that a plan does not depend on
+        the moment. A lane of cores has no limit: its state would make way to a disk.
 
     Raises:
         UserError: the text does not parse, or asks for more than this machine has.
     """
     cores = available_cores() if cores is None else tuple(cores)
+    if memory is None:
+        memory = gpu_memory() if num_gpus is None else ()
     num_gpus = visible_gpus() if num_gpus is None else num_gpus
     text = text.strip()
     if text == "auto":
@@ -55,17 +64,19 @@ def parse_lanes(
             expected=f"at most {kind}:{there}" if there else f"no {kind} lane, as there is none",
             hint="`m2flow doctor` shows what this machine has",
         )
+    limits = [int(size * USABLE_MEMORY) for size in memory] if kind == "gpu" else []
     lanes: list[LaneSpec] = []
     for node in range(nodes):
         numbers = cores if node == 0 else tuple(range(max(count, len(cores))))
         for n in range(count):
             gpu = n if kind == "gpu" else None
-            lanes.append(LaneSpec(len(lanes), kind, numbers[n::count], gpu, node=node))
+            limit = limits[n] if n < len(limits) else None
+            lanes.append(LaneSpec(len(lanes), kind, numbers[n::count], gpu, limit, node))
     return tuple(lanes)
 
 
-def with_memory(lanes: Sequence[LaneSpec], memory_bytes: int) -> tuple[LaneSpec, ...]:
-    """The same lanes, on each of which so much memory may be taken by states and calls."""
+def with_memory(lanes: Sequence[LaneSpec], memory_bytes: int | None) -> tuple[LaneSpec, ...]:
+    """The same lanes, on each of which states and calls may take so much memory; None: any."""
     return tuple(replace(lane, memory_bytes=memory_bytes) for lane in lanes)
 
 

@@ -7,7 +7,10 @@ and 2, the nearest and all that hold it.
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
@@ -72,6 +75,52 @@ def visible_gpus() -> int:
     if chosen is not None:
         return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
     return len([device for device in Path("/dev").glob("nvidia*") if device.name[6:].isdigit()])
+
+
+def gpu_memory() -> tuple[int, ...]:
+    """Bytes of memory of each accelerator that this process may use, in their order.
+
+    Empty where the driver does not tell, or where a part of one (MIG) is to be used, of which it
+    tells something else.
+    """
+    rows = [row.split(", ") for row in asked_of_driver("index,uuid,memory.total")]
+    try:
+        sizes = {name: int(size) << 20 for *names, size in rows for name in names}
+    except ValueError:  # a driver that does not know says so in words
+        return ()
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [row[0] for row in rows] if chosen is None else chosen.split(",")
+    found = [_size_of(name.strip(), sizes) for name in names]
+    return tuple(size for size in found if size) if all(found) else ()
+
+
+def _size_of(name: str, sizes: dict[str, int]) -> int:
+    """Of an accelerator by its number or the beginning of its UUID; 0 if none is meant."""
+    return next((sizes[one] for one in sizes if one == name or _begins(one, name)), 0)
+
+
+def _begins(uuid: str, name: str) -> bool:
+    return name.startswith("GPU-") and uuid.startswith(name)
+
+
+def asked_of_driver(fields: str) -> tuple[str, ...]:
+    """A line for each accelerator of the machine, without a CUDA context in this process.
+
+    Args:
+        fields: what `nvidia-smi --query-gpu` is asked, separated by commas.
+
+    Returns:
+        Values separated by ", ", sizes in MiB; empty where there is no driver.
+    """
+    tool = shutil.which("nvidia-smi")
+    return () if tool is None else _asked(tool, fields)
+
+
+@cache
+def _asked(tool: str, fields: str) -> tuple[str, ...]:
+    query = [tool, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    ran = subprocess.run(query, capture_output=True, text=True, check=False)
+    return tuple(ran.stdout.splitlines()) if ran.returncode == 0 else ()
 
 
 def read_text(path: Path) -> str:

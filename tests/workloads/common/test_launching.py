@@ -10,9 +10,14 @@ import pytest
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.observe.progress import Quiet
+from m2flow.plan import build_plan, with_memory
 from m2flow.runtime.driver.pilot import Pilot
 from m2flow.workloads.common import launching, read_recipe
-from m2flow.workloads.common.launching import computed_profile, launched
+from m2flow.workloads.common.launching import (
+    computed_profile,
+    launched,
+    with_working_memory,
+)
 from m2flow.workloads.common.planning import flow_of
 
 RECIPE = read_recipe(Path(__file__).parents[3] / "recipes" / "quickstart.yaml", ())
@@ -34,6 +39,20 @@ def test_a_run_on_known_accelerators_begins_with_a_computed_choice(
     pilot = Pilot(GRAPH, GPUS, RECIPE.items_per_step, known=profile, num_steps=RECIPE.steps)
     assert pilot.decision is not None
     assert pilot.plan.predicted_seconds == pilot.decision.chosen.prediction.seconds
+
+
+def test_a_fixed_plan_counts_what_calls_take_of_accelerators_with_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With states alone a generator and a learner would seem to fit beside each other's calls."""
+    called(monkeypatch, "NVIDIA H200")
+    limited = build_plan("collocated", GRAPH, with_memory(GPUS, 10**11), RECIPE.items_per_step)
+    found = with_working_memory(RECIPE, GRAPH, limited).placements
+    assert found["generator"].working_bytes > 60e9
+    assert found["learner"].working_bytes > 0
+    assert {spot.state_bytes for spot in found.values()} == {0}, "these the workers tell"
+    free = build_plan("collocated", GRAPH, GPUS, RECIPE.items_per_step)
+    assert with_working_memory(RECIPE, GRAPH, free) is free
 
 
 def test_accelerators_without_figures_and_cores_are_not_guessed_at(

@@ -19,6 +19,7 @@ PACKAGE = '''
 from pathlib import Path
 
 from m2flow import Batch, Flow, Place, Stream, Worker, stage
+from m2flow.errors import UserError
 from m2flow.workloads.common import Recipe
 
 
@@ -110,7 +111,7 @@ class CountingWorkload:
         pass
 
     def prices(self, recipe, graph, assumed):
-        raise AssertionError("not asked")
+        raise UserError("nobody knows what counting takes")
 
     def profile_key(self, recipe):
         return {"model": {}, "shapes": {"numbers": recipe.numbers_per_step}}
@@ -166,6 +167,7 @@ def test_a_third_party_s_workload_is_trained(tmp_path: Path, site: Path) -> None
     assert (tmp_path / "run" / "report.html").is_file()
     dry = m2flow(tmp_path, site, "train", "counting.yaml", "--dry-run")
     assert "adder.double" in dry.stdout
+    assert "memory: not known: nobody knows what counting takes" in dry.stdout
     assert "items_total: 12" in dry.stdout
     wrong = m2flow(tmp_path, site, "plan", "counting.yaml", "numbers_per_stepp=3")
     assert wrong.returncode == 2

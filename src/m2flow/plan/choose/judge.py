@@ -13,7 +13,7 @@ from math import inf
 from m2flow.engine.plan import Plan, StagePlan
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow.graph import FlowGraph
-from m2flow.plan.chunks import unit_items, window_units
+from m2flow.plan.chunks import call_items
 from m2flow.plan.memory import with_sizes
 from m2flow.plan.prediction import Candidate
 from m2flow.plan.profile import Profile
@@ -97,14 +97,13 @@ def sized(plan: Plan, graph: FlowGraph, profile: Profile, num_items: int) -> Pla
             states[worker] = state.state_bytes
     for node in graph.nodes:
         spot, stage = plan.placements[node.worker], plan.stages.get(node.name, StagePlan())
-        gang, units = spot.replicas[0], window_units(node, num_items)
+        gang = spot.replicas[0]
         try:
             cost = profile.cost(
                 node.name, spot.layout, len(gang), kind_of[gang[0]], stage.max_running
             )
         except UserError:  # the simulation of the plan will refuse it, and say why
             continue
-        items = min(stage.chunk or units, units) * unit_items(node, num_items)
-        size = cost.working_bytes(Items(items))
+        size = cost.working_bytes(Items(call_items(node, stage, num_items)))
         working[node.worker] = max(working.get(node.worker, 0), size)
     return with_sizes(plan, states, working)

@@ -40,6 +40,7 @@ from m2flow.plan.profile.work import (
     WorkerWork,
     curve,
     rising,
+    total,
 )
 from m2flow.plan.units import Bytes, BytesPerSecond, Seconds
 
@@ -118,7 +119,8 @@ class _Kind:
             if one.rounds is None or work.lengths is None:
                 yield cost
             else:
-                room = self._room(node, one)
+                room, reserved = self._room(node, one), one.rounds.reserved_bytes
+                room = room if reserved is None else min(room, reserved)
                 streaming = Streaming(
                     one.rounds, work.lengths, node.expands, most, self.device, room
                 )
@@ -143,8 +145,8 @@ class _Kind:
     def _room(self, node: StageNode, one: LayoutWork) -> float:
         """Return the bytes of each lane that the state and the smallest call leave."""
         states = self.work.workers.get(node.worker, NO_STATE).states
-        state = next((size for layout, size in states if layout == one.layout), 0.0)
-        return self.device.usable_bytes - state - one.working_bytes(1)
+        state = next((total(held) for layout, held in states if layout == one.layout), 0.0)
+        return self.device.usable_bytes - state - total(one.working_bytes(1))
 
     def _cost(self, one: LayoutWork, most: int) -> StageCost:
         calls, finish = rising(most), one.finish
@@ -157,14 +159,15 @@ class _Kind:
                 lambda replicas: finish(replicas).on(self.device),
                 rising(self.lanes // one.layout.lanes),
             ),
-            working=curve(one.working_bytes, calls),
+            working=curve(lambda items: total(one.working_bytes(items)), calls),
             kind=self.name,
             layout=one.layout.name,
         )
 
     def workers(self, name: str) -> Iterator[WorkerCost]:
         """Price the moves of a worker's state on each layout that is possible and fits."""
-        for layout, size in self.work.workers.get(name, NO_STATE).states:
+        for layout, held in self.work.workers.get(name, NO_STATE).states:
+            size = total(held)
             fits = layout.lanes <= self.lanes and size <= self.device.usable_bytes
             if fits and layout.obstacle() is None:
                 moved = Seconds(self.device.host_copy_seconds(size))

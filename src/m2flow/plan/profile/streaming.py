@@ -89,7 +89,7 @@ class Streaming:
         expands: output items of an input item.
         most: input items that are priced, at most.
         device: of each lane.
-        room: bytes of each lane for the units that items hold.
+        room: bytes of each lane for the units that items hold, no more than are reserved.
     """
 
     rounds: Rounds
@@ -122,6 +122,8 @@ class Streaming:
 
         def working(items: int) -> float:
             beside = cost.working.at(items) if cost.working else 0.0
+            if self.rounds.reserved_bytes is not None:
+                return beside + self.room
             return beside + min(items * self.expands, limit) * self._bytes_of_one()
 
         return replace(

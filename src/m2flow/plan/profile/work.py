@@ -71,6 +71,20 @@ class Work:
 
 NO_WORK = Work()
 
+Held: TypeAlias = float | Mapping[str, float]
+"""Bytes of memory, or bytes by what they are for."""
+
+
+def total(held: Held) -> float:
+    """Return all of the bytes."""
+    return float(sum(held.values())) if isinstance(held, Mapping) else held
+
+
+def by_purpose(held: Held, otherwise: str) -> dict[str, float]:
+    """Return the bytes by what they are for; `otherwise` where that is not said, nothing if 0."""
+    found = held if isinstance(held, Mapping) else {otherwise: held}
+    return {what: size for what, size in found.items() if size}
+
 
 @dataclass(frozen=True)
 class Rounds:
@@ -81,6 +95,9 @@ class Rounds:
         round: work of a round, by the output items at work and the units that they hold together.
         start: units that each output item holds when it begins, such as its prompt's tokens.
         unit_bytes: memory of each lane that a unit holds.
+        what: units hold it for.
+        reserved_bytes: memory of each lane that is taken for units at once, however many there are,
+            or all that the lane has left if that is less; None for what they hold.
         limits: numbers of output items that a replica may work on at once, to be offered to the
             planner. The largest is the stage's own limit.
     """
@@ -90,6 +107,8 @@ class Rounds:
     start: float
     unit_bytes: float
     limits: tuple[int, ...]
+    what: str = "items at work"
+    reserved_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +127,7 @@ class LayoutWork:
     layout: Layout = ONE_LANE
     call: Callable[[int], Work] = lambda _items: NO_WORK
     finish: Callable[[int], Work] | None = None
-    working_bytes: Callable[[int], float] = lambda _items: 0.0
+    working_bytes: Callable[[int], Held] = lambda _items: 0.0
     rounds: Rounds | None = None
 
 
@@ -138,10 +157,13 @@ class WorkerWork:
     Attributes:
         states: layouts, and the bytes on each lane of a replica that is laid out so.
         weight_bytes: of a whole copy of the weights that are published to the worker.
+        hosted: layouts, and the bytes that each lane of a replica has in host memory, whether the
+            state is on the lane or away.
     """
 
-    states: Sequence[tuple[Layout, float]]
+    states: Sequence[tuple[Layout, Held]]
     weight_bytes: float = 0.0
+    hosted: Sequence[tuple[Layout, Held]] = ()
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from m2flow.workloads.reasoning.workers import Learner, ModelSource, Reference, 
 
 DRAWING = (
     "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "max_running", "engine", "cache_gb",
-    "stop",
+    "captured_decode", "stop",
 )  # fmt: skip
 """Keys of `generation` that the generator takes as they are."""
 

@@ -32,6 +32,7 @@ from m2flow.workloads.reasoning.supported import shape_of
 from m2flow.workloads.reasoning.work import (
     CALL_SECONDS,
     GROUP_SECONDS,
+    KEYS_AND_VALUES,
     SHARE_AT_LIMIT,
     RecipeWork,
     answers_of,
@@ -127,7 +128,8 @@ def _with_turns(work: FlowWork, base: RecipeWork, graph: FlowGraph, turns: Turns
     """The work of a reasoning flow with that of the loop's stages."""
     stages = {node.name: _stage(work.stages[node.name], node, base, turns) for node in graph.nodes}
     size = float(base.model.weight_bytes)
-    workers = {**work.workers, "generator": WorkerWork([(ONE_LANE, size)], size)}
+    generator = WorkerWork([(ONE_LANE, {"weights": base.drawn_weight_bytes})], size)
+    workers = {**work.workers, "generator": generator}
     return replace(work, stages=stages, workers=workers)
 
 
@@ -137,11 +139,7 @@ def _stage(found: StageWork, node: StageNode, base: RecipeWork, turns: Turns) ->
         case "turn":
             drawing = LayoutWork(
                 call=lambda n: _turn(base, turns, n),
-                working_bytes=lambda n: (
-                    min(n, base.recipe.generation.max_running)
-                    * base.answers.longest
-                    * base.model.kv_bytes_on_lane(1)
-                ),
+                working_bytes=lambda n: {KEYS_AND_VALUES: _cache_bytes(base, n)},
             )
             return StageWork((drawing,), size, turns=_spread(turns.most))
         case "call":
@@ -152,6 +150,15 @@ def _stage(found: StageWork, node: StageNode, base: RecipeWork, turns: Turns) ->
 
             return StageWork((LayoutWork(call=lambda n: Work(seconds=seconds(n))),), size)
     return found
+
+
+def _cache_bytes(base: RecipeWork, count: int) -> float:
+    """Bytes of keys and values of so many trajectories; an engine with a budget takes all of it."""
+    reserved = base.reserved(base.recipe.generation.cache_gb)
+    if reserved is not None:
+        return min(reserved, base.device.usable_bytes - base.drawn_weight_bytes)
+    running = min(count, base.recipe.generation.max_running)
+    return running * base.answers.longest * base.token_bytes(1)
 
 
 def _turn(base: RecipeWork, turns: Turns, count: int) -> Work:

@@ -13,6 +13,8 @@ from m2flow.engine.plan import LaneSpec, Plan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
 from m2flow.observe.run_directory import RunDirectory
+from m2flow.plan import with_sizes
+from m2flow.plan.choose.judge import sized
 from m2flow.plan.explain import Explanation, explained
 from m2flow.plan.file import to_json
 from m2flow.plan.profile import Profile
@@ -67,7 +69,7 @@ def launched(
         lane_restarts=recipe.lane_restarts,
     )
     if plan is not None:
-        return start(plan=plan)
+        return start(plan=with_working_memory(recipe, flow.trace(), plan))
     assert pool is not None, "a plan is chosen for lanes"
     free = [lane for lane in pool.lanes if lane.reserved_for is None]
     key = profile_key(recipe, free)
@@ -91,6 +93,21 @@ def launched(
             keep=lambda profile: keep(replace(profile, key=key)),
         ),
     )
+
+
+def with_working_memory(recipe: Recipe, graph: FlowGraph, plan: Plan) -> Plan:
+    """The plan with what calls take of accelerators with a limit, where it says nothing itself.
+
+    Without it states alone would count against the limit. Computed, where that can be.
+    """
+    unsaid = {name for name, spot in plan.placements.items() if not spot.working_bytes}
+    if not unsaid or any(lane.gpu is None or lane.memory_bytes is None for lane in plan.lanes):
+        return plan
+    profile = computed_profile(recipe, graph, plan.lanes)
+    if profile is None:
+        return plan
+    spots = sized(plan, graph, profile, recipe.items_per_step).placements
+    return with_sizes(plan, {}, {name: spots[name].working_bytes for name in unsaid})
 
 
 def computed_profile(recipe: Recipe, graph: FlowGraph, lanes: Sequence[LaneSpec]) -> Profile | None:

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from m2flow.engine.plan import LaneSpec
+from m2flow.errors import UserError
 from m2flow.observe.loggers import check_services
 from m2flow.observe.metrics_log import tensorboard
 from m2flow.observe.progress import Progress, TrainProgress
 from m2flow.plan import describe_plan
+from m2flow.runtime.driver.auto import GUESSES
+from m2flow.workloads.common.accounting import memory_lines
 from m2flow.workloads.common.planning import (
     check_runnable,
     flow_of,
@@ -137,7 +140,18 @@ def describe(recipe: Recipe, plan_file: Path | None = None) -> list[str]:
         check_layouts(recipe)
         graph = flow_of(recipe).trace()
         words = ["plan: auto: the first steps are measured, and the best plan is found by trying"]
+        words += _memory_of_guess(recipe)
     else:
         graph, plan = planned(recipe, plan_file)
         words = describe_plan(plan, graph, recipe.items_per_step)
+        words += memory_lines(recipe, graph, plan)
     return [*lines, "flow:", *(f"  {line}" for line in graph.describe()), *words]
+
+
+def _memory_of_guess(recipe: Recipe) -> list[str]:
+    """The memory account of the plan that a run begins with where nothing is known."""
+    try:
+        graph, plan = planned(recipe.model_copy(update={"mode": GUESSES[0]}))
+    except UserError:  # such a run begins with the next guess
+        return []
+    return [f"  as it begins, {GUESSES[0]}:", *memory_lines(recipe, graph, plan)]

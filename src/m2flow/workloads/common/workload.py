@@ -197,6 +197,9 @@ class Workload(Protocol):
     def prices(self, recipe: Any, graph: FlowGraph, assumed: Assumed) -> Pricer:
         """What the stages of the recipe's flow ask of each kind of lane.
 
+        Asked for plans of clusters, for the memory account of a dry run, and by runs on
+        accelerators.
+
         Raises:
             UserError: the model's sizes are not known, or an assumption cannot hold.
         """

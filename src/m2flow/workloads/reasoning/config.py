@@ -34,6 +34,11 @@ Dtype = Literal["auto", "float32", "float64", "bfloat16"]
 bfloat16 the optimizer keeps float32 weights, gradients and moments."""
 
 
+CACHE_SHARE = 0.5
+"""Of an accelerator's memory, for keys and values where the recipe does not say; or what the
+weights leave of the share that a lane may take, if that is less."""
+
+
 class ModelSection(Section):
     """The policy: a folder in Hugging Face layout, or a tiny Qwen2 built on the spot.
 
@@ -152,6 +157,9 @@ class GenerationSection(Section):
 
     With `tokens_per_step` an answer that has not ended after so many tokens of a step goes on in a
     later one, on the weights of then; its group is trained on when all of its answers have ended.
+
+    With `captured_decode` the native engine records its decode steps on an accelerator as CUDA
+    graphs, and replays them.
     """
 
     max_new_tokens: Count = 24
@@ -164,6 +172,7 @@ class GenerationSection(Section):
     engine: Literal["native", "vllm", "sglang"] = "native"
     dtype: Dtype | None = None
     cache_gb: Positive | None = None
+    captured_decode: Flag = True
     stop: Strings = ()
 
     @model_validator(mode="after")

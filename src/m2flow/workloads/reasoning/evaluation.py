@@ -13,7 +13,7 @@ from m2flow.algorithms.sampling import derive_seed
 from m2flow.errors import UserError
 from m2flow.flow import Flow, Stream
 from m2flow.generation.supported import check_installed
-from m2flow.plan import parse_lanes
+from m2flow.plan import parse_lanes, with_memory
 from m2flow.rewards.final_answer import extract_answer
 from m2flow.rewards.number import read_number
 from m2flow.rewards.reward import WeightedReward
@@ -88,7 +88,8 @@ def answered(asked: Examination) -> tuple[list[list[float]], dict[str, float]]:
     samples, max_new_tokens, lanes = (
         asked.samples,
         asked.max_new_tokens,
-        asked.lanes or parse_lanes("auto"),
+        # Without a limit: the one model that has a state makes way for nobody.
+        with_memory(asked.lanes or parse_lanes("auto"), None),
     )
     tokenizer, context = source.tokenizer(), context_of(source.path)
     seeds = [derive_seed(asked.seed, 2, index) for index in range(len(problems))]

@@ -167,6 +167,7 @@ def recipe_flow(
             engine=recipe.generation.engine,
             dtype=recipe.generation.dtype,
             cache_gb=recipe.generation.cache_gb,
+            captured_decode=recipe.generation.captured_decode,
             key_value_heads=None if shape is None else shape.kv_heads,
             stop=recipe.generation.stop,
             tokens_per_step=recipe.generation.tokens_per_step,

@@ -19,13 +19,15 @@ from m2flow.models.lengths import Answers, fit_lengths
 from m2flow.models.shape import WEIGHT_BYTES, ModelShape, read_model
 from m2flow.models.work import (
     HOST_STEP_BYTES,
-    HOSTED_BYTES,
+    HOSTED,
     TRAINED_BYTES,
     decoding,
+    drawing_parts,
     forward_pass,
     lane_parameters,
     prefill,
-    training_bytes,
+    trained_bytes,
+    training_parts,
     training_pass,
     update,
 )
@@ -33,6 +35,7 @@ from m2flow.plan.profile import Quantiles
 from m2flow.plan.profile.hardware import Device
 from m2flow.plan.profile.work import (
     FlowWork,
+    Held,
     LayoutWork,
     Pricer,
     Rounds,
@@ -42,7 +45,7 @@ from m2flow.plan.profile.work import (
     rising,
 )
 from m2flow.training.division import Division
-from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.config import CACHE_SHARE, ReasoningRecipe
 from m2flow.workloads.reasoning.supported import is_divided, judging_shape, shape_of
 from m2flow.workloads.reasoning.workers.source import by_heads, layout_of
 
@@ -77,6 +80,8 @@ CALL_SECONDS = 1e-3
 GROUP_SECONDS = 2e-6
 """Of an advantage, for each sample."""
 
+KEYS_AND_VALUES = "keys and values"
+
 RUNNING = (64, 128)
 """Limits on running requests that are offered beside the recipe's own, where they are lower."""
 
@@ -84,6 +89,11 @@ QUANTILES = 129
 """Of answer lengths; the last of them still tells cut answers from long ones."""
 
 DECODING = "decoding steps of captured graphs (1.5 ms beside memory and arithmetic)"
+
+NUMBER_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+PREFILL_TOKENS = 8192
+"""Of prompts, that the native engine computes together at most."""
 
 
 def prices(
@@ -219,8 +229,34 @@ class RecipeWork:
         stages = {node.name: self._stage(node) for node in graph.nodes}
         workers = {worker: self._worker(worker, graph) for worker in graph.workers}
         if self.device.kind == "gpu":
-            assumed += (_not_yet(DECODING),)
+            assumed += (DECODING if self._captures else _not_yet(DECODING),)
+            if self._captures and self.recipe.generation.engine == "native" and self.lanes > 1:
+                assumed += (_not_yet("captured graphs of gangs"),)
         return FlowWork(stages, workers, self.model.name, assumed)
+
+    @property
+    def _captures(self) -> bool:
+        """Whether generation replays its decode steps on this device."""
+        own = self.recipe.generation.engine == "native"
+        can = self.divided and not self.model.experts and self.recipe.generation.captured_decode
+        return can or not own
+
+    def _number(self, dtype: str) -> int:
+        """Return the bytes of a number that is computed with."""
+        return NUMBER_BYTES.get(dtype, 2 if self.device.kind == "gpu" else 4)
+
+    @property
+    def _drawn_number(self) -> int:
+        return self._number(self.recipe.generation.dtype or self.recipe.model.dtype)
+
+    @property
+    def drawn_weight_bytes(self) -> float:
+        """Return the bytes of the weights that generation computes with."""
+        return float(self.model.parameters * self._drawn_number)
+
+    @property
+    def _trained_number(self) -> int:
+        return self._number(self.recipe.model.dtype)
 
     def _stage(self, node: StageNode) -> StageWork:
         """Describe one stage, by what its method is called."""
@@ -229,7 +265,8 @@ class RecipeWork:
             case "score" if node.worker in self.judges:
                 return self._judging(self.judges[node.worker], size)
             case "generate":
-                return self._drawing(size, self.recipe.generation.max_running)
+                section = self.recipe.generation
+                return self._drawing(size, section.max_running, section.cache_gb)
             case "draw_again":
                 share = EQUAL_SHARE ** (1 + node.options["draw"])
                 return StageWork(
@@ -251,7 +288,7 @@ class RecipeWork:
     def _judging(self, judging: Judging, size: float) -> StageWork:
         own = self._of(judging)
         if judging.max_running:
-            return own._drawing(size, judging.max_running)
+            return own._drawing(size, judging.max_running, self.recipe.judge.cache_gb)
         own = replace(own, model=replace(judging.model, vocabulary=1))
         at_a_time = self.recipe.reward_model.tokens_per_microbatch
         return StageWork(tuple(own._passing(one, at_a_time) for one in self._in_shards()), size)
@@ -263,11 +300,11 @@ class RecipeWork:
             layouts = list(self._of(judging)._heads_divided())
         else:
             layouts = [layout_of(one, None) for one in self._in_shards()]
-        return WorkerWork([(one, size / one.lanes) for one in layouts])
+        return WorkerWork([(one, {"weights": size / one.lanes}) for one in layouts])
 
-    def _drawing(self, size: float, max_running: int) -> StageWork:
+    def _drawing(self, size: float, max_running: int, cache_gb: float | None) -> StageWork:
         lengths = Quantiles.of(self.answers.lengths.stratified(4 * QUANTILES), QUANTILES)
-        layouts = [self._generating(one, max_running) for one in self._heads_divided()]
+        layouts = [self._generating(one, max_running, cache_gb) for one in self._heads_divided()]
         return StageWork(tuple(layouts), size, lengths)
 
     def _again(self, layout: Layout, share: float) -> LayoutWork:
@@ -293,8 +330,12 @@ class RecipeWork:
                 prefill(model, prompts, answers.prompt_tokens / 2, lanes), then=(drawing,)
             )
 
-        held = answers.longest * model.kv_bytes_on_lane(lanes)
-        return LayoutWork(layout, work, working_bytes=lambda n: min(n * share, most) * held)
+        held = answers.longest * self.token_bytes(lanes)
+
+        def working(samples: int) -> Held:
+            return {KEYS_AND_VALUES: min(samples * share, most) * held}
+
+        return LayoutWork(layout, work, working_bytes=working)
 
     def _in_shards(self) -> Iterator[Division]:
         yield from (Division(fsdp=n) for n in rising(self.lanes))
@@ -303,26 +344,33 @@ class RecipeWork:
         if name in self.judges:
             return self._judging_state(self.judges[name])
         methods = {node.method for node in graph.nodes if node.worker == name}
-        size = float(self.model.weight_bytes)
         if "generate" in methods:
-            return WorkerWork([(one, size / one.lanes) for one in self._heads_divided()], size)
+            size = self.drawn_weight_bytes
+            states = [(one, {"weights": size / one.lanes}) for one in self._heads_divided()]
+            return WorkerWork(states, float(self.model.weight_bytes))
         if not methods & {"logprobs", "values", "train"}:
             return WorkerWork(())
-        each, beside = WEIGHT_BYTES, 0.0
+        each: Mapping[str, float] = {"weights": self._trained_number}
+        hosted: Mapping[str, float] = {}
         if "train" in methods and (rank := self.recipe.model.lora_rank):
             adapters = self.model.adapter_parameters(rank) / self.model.parameters
-            beside = TRAINED_BYTES * adapters  # divided as what they stand on, or nearly so
+            # Divided as what they stand on, or nearly so.
+            each = {**each, "adapters and their optimizer": TRAINED_BYTES * adapters}
         elif "train" in methods:
-            each = TRAINED_BYTES - (HOSTED_BYTES if self.recipe.training.optimizer_on_host else 0)
+            each = trained_bytes(self._trained_number)
+            if self.recipe.training.optimizer_on_host:
+                hosted = {what: each[what] for what in HOSTED if what in each}
+                each = {what: size for what, size in each.items() if what not in hosted}
+        divisions = list(self._divisions())
         return WorkerWork(
-            [
-                (
-                    layout_of(one, self.model),
-                    (each + beside) * lane_parameters(self.model, one),
-                )
-                for one in self._divisions()
-            ]
+            [(layout_of(one, self.model), self._times(each, one)) for one in divisions],
+            hosted=[(layout_of(one, self.model), self._times(hosted, one)) for one in divisions],
         )
+
+    def _times(self, each: Mapping[str, float], division: Division) -> Held:
+        """Return the bytes of a lane's parameters, from those of one."""
+        count = lane_parameters(self.model, division)
+        return {what: size * count for what, size in each.items()}
 
     def _heads_divided(self) -> Sequence[Layout]:
         """Return the layouts of generation: tensor-parallel within a machine, if divided at all."""
@@ -346,16 +394,32 @@ class RecipeWork:
         if self.model.experts:
             yield from (Division(ep=n) for n in rising(self.lanes) if n > 1)
 
-    def _generating(self, layout: Layout, own: int) -> LayoutWork:
+    def token_bytes(self, lanes: int) -> float:
+        """Return the bytes of a token's keys and values on each of so many lanes."""
+        return self.model.kv_bytes_on_lane(lanes) * self._drawn_number / WEIGHT_BYTES
+
+    def reserved(self, cache_gb: float | None) -> float | None:
+        """Return what an engine takes for keys and values at once; None for what it needs."""
+        if cache_gb is not None:
+            return 1e9 * cache_gb
+        return CACHE_SHARE * self.device.memory_bytes if self.device.kind == "gpu" else None
+
+    def _generating(self, layout: Layout, own: int, cache_gb: float | None) -> LayoutWork:
         model, prompt, lanes = self.model, self.answers.prompt_tokens, layout.lanes
         rounds = Rounds(
             admit=lambda prompts: prefill(model, prompts * prompt, prompt / 2, lanes),
             round=lambda running, tokens: decoding(model, running, tokens, lanes),
             start=prompt,
-            unit_bytes=model.kv_bytes_on_lane(lanes),
+            unit_bytes=self.token_bytes(lanes),
             limits=(*(limit for limit in RUNNING if limit < own), own),
+            what=KEYS_AND_VALUES,
+            reserved_bytes=self.reserved(cache_gb),
         )
-        return LayoutWork(layout, rounds=rounds)
+        recipe = self.recipe
+        read = min(PREFILL_TOKENS, math.ceil(recipe.prompts_per_step * prompt))
+        running = min(own, recipe.samples_per_step)
+        beside = drawing_parts(model, running, read, lanes, self._drawn_number)
+        return LayoutWork(layout, working_bytes=lambda _prompts: beside, rounds=rounds)
 
     @property
     def _at_a_time(self) -> int:
@@ -375,8 +439,8 @@ class RecipeWork:
         return LayoutWork(
             layout_of(division, model),
             lambda n: forward_pass(model, self.answers, n, division, self._microbatch(size)),
-            working_bytes=lambda n: training_bytes(
-                model, division, self._packed(n, division, size), True
+            working_bytes=lambda n: training_parts(
+                model, division, self._packed(n, division, size), True, self._trained_number
             ),
         )
 
@@ -389,8 +453,12 @@ class RecipeWork:
                 model, self.answers, n, division, self._microbatch(self._at_a_time), recomputes
             ),
             lambda replicas: self._update(division, replicas),
-            lambda n: training_bytes(
-                model, division, self._packed(n, division, self._at_a_time), recomputes
+            lambda n: training_parts(
+                model,
+                division,
+                self._packed(n, division, self._at_a_time),
+                recomputes,
+                self._trained_number,
             ),
         )
 

@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from m2flow.flow import Batch, Layout, Place, Worker, stage
 from m2flow.flow.worker import ONE_LANE
+from m2flow.plan.profile.hardware import USABLE_MEMORY
+from m2flow.workloads.reasoning.config import CACHE_SHARE
 from m2flow.workloads.reasoning.supported import is_divided, key_value_heads
 from m2flow.workloads.reasoning.workers.drawing import Drawing
 from m2flow.workloads.reasoning.workers.further_draws import equal_rows, next_prompts, put_back
 from m2flow.workloads.reasoning.workers.source import ModelSource, by_heads, dtype_on
 
 if TYPE_CHECKING:
+    from m2flow.generation.captured import Capture
     from m2flow.generation.external_engine import ExternalEngine
     from m2flow.generation.native import NativeEngine
     from m2flow.generation.records import SamplingParams
-
-
-CACHE_SHARE = 0.5
-"""Of an accelerator's memory, for keys and values where the recipe does not say."""
 
 
 class Generator(Worker):
@@ -38,7 +37,8 @@ class Generator(Worker):
         engine: native, vllm or sglang.
         dtype: what is computed in; None for the model's.
         cache_gb: 10**9 bytes that keys and values may take on a lane; None for `CACHE_SHARE` of an
-            accelerator's memory, or what is needed of a CPU's.
+            accelerator's memory, or what weights leave of it, or what is needed of a CPU's.
+        captured_decode: whether the native engine records its decode steps on an accelerator.
         key_value_heads: of the model, which layouts divide; None for what the model's folder says.
         stop: strings that end an answer, beside the model's end tokens.
         tokens_per_step: most that a step draws of an answer; what has not ended then is carried
@@ -63,6 +63,7 @@ class Generator(Worker):
         engine: str = "native",
         dtype: str | None = None,
         cache_gb: float | None = None,
+        captured_decode: bool = True,
         key_value_heads: int | None = None,
         stop: Sequence[str] = (),
         tokens_per_step: int | None = None,
@@ -75,6 +76,7 @@ class Generator(Worker):
         self.max_running = max_running
         self.engine_name = engine
         self.dtype, self.cache_gb = dtype or model.dtype, cache_gb
+        self.captured_decode = captured_decode
 
     def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
         """Tensor parallel over any number of lanes that divides the key-value heads.
@@ -94,7 +96,6 @@ class Generator(Worker):
 
         self._stop_ids, stops = self.model.stop_ids(), bool(self.stop_strings())
         dtype = dtype_on(self.dtype, place.device)
-        cache_bytes = _cache_bytes(self.cache_gb, place.device)
         if self.engine_name != "native":
             from m2flow.generation.sglang_engine import SGLangEngine
             from m2flow.generation.vllm_engine import VLLMEngine
@@ -107,11 +108,13 @@ class Generator(Worker):
                 max_running=self.max_running,
                 dtype=dtype,
                 device=place.device,
-                cache_bytes=cache_bytes,
+                cache_bytes=_cache_bytes(self.cache_gb, place.device),
                 stop_strings=stops,
             )
             return
         model = self.model.load(place.device, stays=False)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        weight_bytes = count * dtype.itemsize // place.gang.size
         self.engine = NativeEngine(
             model.config,
             max_running=self.max_running,
@@ -119,7 +122,8 @@ class Generator(Worker):
             device=place.device,
             spill=place.spill,
             parallel=TensorParallel.of(place.gang),
-            cache_bytes=cache_bytes,
+            cache_bytes=_cache_bytes(self.cache_gb, place.device, weight_bytes),
+            capture=_capture(place.device) if self.captured_decode else None,
             text_of=_text_of(self.model.tokenizer()) if stops else None,
         )
         self.engine.install(model.state_dict(), place.version)
@@ -239,12 +243,24 @@ def _text_of(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     return text_of
 
 
-def _cache_bytes(cache_gb: float | None, device: str) -> int | None:
-    """What keys and values may take on a device."""
+def _capture(device: str) -> Capture | None:
+    """What records decode steps; None on a CPU, where launching them costs nothing."""
+    if device == "cpu":
+        return None
+    import torch
+
+    from m2flow.generation.captured import CudaCapture
+
+    return CudaCapture(torch.device(device))
+
+
+def _cache_bytes(cache_gb: float | None, device: str, weight_bytes: int = 0) -> int | None:
+    """What keys and values may take on a device, beside so many bytes of weights."""
     if cache_gb is not None:
         return int(1e9 * cache_gb)
     if device == "cpu":
         return None
     import torch
 
-    return int(CACHE_SHARE * torch.cuda.get_device_properties(device).total_memory)
+    there = torch.cuda.get_device_properties(device).total_memory
+    return max(0, int(min(CACHE_SHARE * there, USABLE_MEMORY * there - weight_bytes)))

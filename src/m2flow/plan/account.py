@@ -1,0 +1,242 @@
+"""The memory account: on each kind of lane, who holds how many bytes, and what for.
+
+The figures are those that plans are priced with: of a worker's state, and of what its largest call
+takes beside it. So their sums are the plan's `state_bytes` and `working_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
+from m2flow.errors import UserError
+from m2flow.flow.graph import FlowGraph, StageNode
+from m2flow.flow.worker import Layout
+from m2flow.plan.chunks import call_items
+from m2flow.plan.memory import needs
+from m2flow.plan.profile import Profile
+from m2flow.plan.profile.work import FlowWork, Held, LayoutWork, WorkerWork, by_purpose
+from m2flow.plan.sizes import bytes_text
+from m2flow.plan.units import Items
+
+STATE, CALL = "state", "working memory"
+"""What bytes are for where a workload does not say."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A worker's memory on a lane.
+
+    Attributes:
+        worker: whose.
+        state: bytes of its state, by what they are for.
+        stage: whose call takes the most beside it; empty if none takes any.
+        call: bytes of that call, by what they are for.
+        hosted: bytes in host memory, by what they are for.
+    """
+
+    worker: str
+    state: Mapping[str, float]
+    stage: str
+    call: Mapping[str, float]
+    hosted: Mapping[str, float]
+
+    @property
+    def state_bytes(self) -> float:
+        return sum(self.state.values())
+
+    @property
+    def call_bytes(self) -> float:
+        return sum(self.call.values())
+
+
+@dataclass(frozen=True)
+class LaneAccount:
+    """Lanes that hold the same.
+
+    Attributes:
+        lanes: their numbers.
+        kind: of lanes.
+        limit: bytes that may be taken on each; None for no limit.
+        holdings: of the workers that stand there.
+        at_once: bytes of what a single command needs together, at most, and who needs them.
+        neighbours: lanes of the same machine that hold the same, this one included.
+    """
+
+    lanes: tuple[int, ...]
+    kind: str
+    limit: int | None
+    holdings: tuple[Holding, ...]
+    at_once: tuple[float, str]
+    neighbours: int
+
+    @property
+    def states_bytes(self) -> float:
+        """Of all states together."""
+        return sum(one.state_bytes for one in self.holdings)
+
+    @property
+    def most_bytes(self) -> float:
+        """Of all states, and of the largest call."""
+        return self.states_bytes + max((one.call_bytes for one in self.holdings), default=0.0)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether states must make way for each other."""
+        return self.limit is not None and self.most_bytes > self.limit
+
+    @property
+    def host_bytes(self) -> float:
+        """In the host memory of a machine, by these lanes: what is there anyway, and room for all
+        states of accelerators with a limit. (Those of cores make way to a disk.)"""
+        away = self.states_bytes if self.limit is not None and self.kind != "cpu" else 0.0
+        hosted = sum(size for one in self.holdings for size in one.hosted.values())
+        return self.neighbours * (away + hosted)
+
+
+def accounts(
+    plan: Plan, graph: FlowGraph, works: Mapping[str, FlowWork], profile: Profile, num_items: int
+) -> list[LaneAccount]:
+    """The account of a plan whose sizes are those of the profile.
+
+    Args:
+        plan: who stands where.
+        graph: its flow.
+        works: by kind of lane what the workload declares.
+        profile: made of the same; it knows what streaming stages hold.
+        num_items: source items of a step.
+    """
+    alike: dict[tuple[str, int | None, tuple[str, ...]], list[LaneSpec]] = {}
+    for lane in plan.lanes:
+        here = tuple(
+            sorted(name for name, spot in plan.placements.items() if lane.id in spot.lanes)
+        )
+        alike.setdefault((lane.kind, lane.memory_bytes, here), []).append(lane)
+    found = []
+    for (_, _, here), lanes in alike.items():
+        first, work = lanes[0], works[lanes[0].kind]
+        holdings = tuple(
+            _holding(worker, plan, graph, work, profile, num_items, first.kind) for worker in here
+        )
+        numbers = tuple(lane.id for lane in lanes)
+        neighbours = max(sum(x.node == lane.node for x in lanes) for lane in lanes)
+        at_once = _at_once(first.id, plan, graph)
+        holding = tuple(one for one in holdings if one.state or one.call or one.hosted)
+        found.append(
+            LaneAccount(numbers, first.kind, first.memory_bytes, holding, at_once, neighbours)
+        )
+    return [account for account in found if account.holdings]
+
+
+def _holding(
+    worker: str,
+    plan: Plan,
+    graph: FlowGraph,
+    work: FlowWork,
+    profile: Profile,
+    num_items: int,
+    kind: str,
+) -> Holding:
+    spot = plan.placements[worker]
+    own = work.workers.get(worker, WorkerWork(()))
+    calls = {
+        node.name: _call(node, spot, plan, work, profile, num_items, kind)
+        for node in graph.nodes
+        if node.worker == worker
+    }
+    stage = max(calls, key=lambda name: sum(calls[name].values()), default="")
+    return Holding(
+        worker,
+        by_purpose(_of_layout(own.states, spot), STATE),
+        stage,
+        calls.get(stage, {}),
+        by_purpose(_of_layout(own.hosted, spot), STATE),
+    )
+
+
+def _of_layout(states: Sequence[tuple[Layout, Held]], spot: Placement) -> Held:
+    """What a worker declares for the layout that it has."""
+    size = len(spot.replicas[0])
+    for layout, held in states:
+        if (layout.name, layout.lanes) == (spot.layout, size):
+            return held
+    return 0.0
+
+
+def _call(
+    node: StageNode,
+    spot: Placement,
+    plan: Plan,
+    work: FlowWork,
+    profile: Profile,
+    num_items: int,
+    kind: str,
+) -> dict[str, float]:
+    """What the largest call of a stage takes, by what it is for."""
+    declared = work.stages.get(node.name)
+    one = None if declared is None else _declared(declared.layouts, spot)
+    if one is None:
+        return {}
+    stage = plan.stages.get(node.name, StagePlan())
+    items = call_items(node, stage, num_items)
+    found = by_purpose(one.working_bytes(items), CALL)
+    if one.rounds is not None:
+        size = len(spot.replicas[0])
+        try:
+            cost = profile.cost(node.name, spot.layout, size, kind, stage.max_running)
+        except UserError:  # it does not fit there, and whoever runs the plan will refuse it
+            return found
+        held = cost.working_bytes(Items(items)) - sum(found.values())
+        found = {one.rounds.what: max(0.0, held), **found}
+    return found
+
+
+def _declared(layouts: Sequence[LayoutWork], spot: Placement) -> LayoutWork | None:
+    size = len(spot.replicas[0])
+    fitting = (x for x in layouts if (x.layout.name, x.layout.lanes) == (spot.layout, size))
+    return next(fitting, None)
+
+
+def _at_once(lane: int, plan: Plan, graph: FlowGraph) -> tuple[float, str]:
+    here = [need for need in needs(plan, graph) if need.lane == lane]
+    most = max(here, key=lambda need: need.num_bytes, default=None)
+    return (0.0, "") if most is None else (most.num_bytes, " and ".join(most.workers))
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+def in_lines(found: list[LaneAccount]) -> list[str]:
+    """A table for each kind of lane."""
+    return [line for account in found for line in _table(account)]
+
+
+def _table(account: LaneAccount) -> Iterator[str]:
+    first, last, count = account.lanes[0], account.lanes[-1], len(account.lanes)
+    one = f"{account.kind} lane {first}"
+    which = one if count == 1 else f"each of {count} {account.kind} lanes ({first} to {last})"
+    may = "no limit" if account.limit is None else f"at most {bytes_text(account.limit)}"
+    yield f"memory of {which}, {may}:"
+    rows = list(_rows(account))
+    width = max(len(name) for name, *_ in rows)
+    for name, size, note in rows:
+        yield f"  {name:<{width}}  {bytes_text(size):>8}{f'  {note}' if note else ''}"
+
+
+def _rows(account: LaneAccount) -> Iterator[tuple[str, float, str]]:
+    for one in account.holdings:
+        yield one.worker, one.state_bytes + one.call_bytes, ""
+        for what, size in one.state.items():
+            yield f"  {what}", size, ""
+        for what, size in one.call.items():
+            yield f"  {what}", size, f"while {one.stage} runs"
+        for what, size in one.hosted.items():
+            yield f"  {what}", size, "in host memory, not counted here"
+    turns = "more than the limit: states make way for each other" if account.takes_turns else ""
+    yield "all states and the largest call", account.most_bytes, turns
+    needed, who = account.at_once
+    share = f" ({needed / account.limit:.0%} of the limit)" if account.limit else ""
+    yield "needed at once at most", needed, f"for {who}{share}"
+    if account.host_bytes:
+        yield "host memory of a machine", account.host_bytes, ""

@@ -1,0 +1,257 @@
+"""Recorded decode steps: the same answers as plain ones, whatever happens in between.
+
+A `Tape` stands in for CUDA graphs; `tests/gpu/test_captured.py` holds the graphs themselves.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from m2flow.generation import captured
+from m2flow.generation.captured import CapturedSteps, Size, Step, padded_columns, padded_count
+from m2flow.generation.native import NativeEngine
+from m2flow.generation.records import Completion, Request, SamplingParams
+from m2flow.generation.tensor_parallel import TensorParallel
+from tests.generation.small_models import CONTEXT, VOCAB_SIZE, drain, small_model
+from tests.generation.tape import Tape
+
+FAMILIES = (
+    "qwen2", "qwen2-untied-one-kv-head", "llama-biases-scaled-rope", "qwen3", "mistral-window",
+    "qwen2-windows", "gemma2", "gemma3",
+)  # fmt: skip
+MODELS = {name: small_model(name) for name in FAMILIES}
+MODEL, OTHER = MODELS["qwen2"], small_model(seed=1)
+CELL_BYTES = 2 * 2 * 2 * 8 * 8
+"""Key and value of a token in 2 layers of 2 heads of 8 channels, float64."""
+
+
+@pytest.fixture(autouse=True)
+def _recorded_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers here are short: sizes are recorded at their second step, and columns come closer."""
+    monkeypatch.setattr(captured, "PLAIN_STEPS", 1)
+    monkeypatch.setattr(captured, "COLUMN_STEP", 8)
+    monkeypatch.setattr("m2flow.generation.running.COLUMN_STEP", 8)
+
+
+def engine_of(model: Any, capture: Tape | None, **limits: Any) -> NativeEngine:
+    engine = NativeEngine(model.config, dtype=torch.float64, capture=capture, **limits)
+    engine.install(model.state_dict(), 0)
+    return engine
+
+
+def requests(count: int, **drawn: Any) -> list[Request]:
+    rng = random.Random(3)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 3, 9)))] for _ in range(4)]
+    params = [SamplingParams(rng.choice((3, 9, CONTEXT - 10)), **drawn) for _ in range(count)]
+    return [Request(i, prompts[i % 4], 70 + i, one) for i, one in enumerate(params)]
+
+
+def assert_same(found: dict[int, Completion], expected: dict[int, Completion]) -> None:
+    assert found.keys() == expected.keys()
+    for number, done in found.items():
+        assert done.token_ids.tolist() == expected[number].token_ids.tolist()
+        assert done.token_versions.tolist() == expected[number].token_versions.tolist()
+        torch.testing.assert_close(done.logprobs, expected[number].logprobs, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_replayed_steps_draw_what_plain_ones_draw(name: str) -> None:
+    """Rows and columns are padded, layers with windows leave columns out, scores are capped."""
+    found = []
+    for capture in (None, Tape()):
+        engine = engine_of(MODELS[name], capture, max_running=23)
+        engine.submit(requests(27, top_p=0.9))
+        found.append(drain(engine))
+    assert_same(found[1], found[0])
+    assert engine.captured is not None
+    assert engine.captured.replayed >= 20
+    assert engine.captured.recorded < engine.captured.replayed
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    events=st.dictionaries(st.integers(1, 40), st.sampled_from(("nap", "weights", "abort"))),
+    max_running=st.integers(1, 24),
+)
+def test_whatever_happens_between_steps(events: dict[int, str], max_running: int) -> None:
+    """Naps that move all memory, weights of another version, aborted requests."""
+    plain, replayed = (
+        carried_out(engine_of(MODEL, capture, max_running=max_running), events)
+        for capture in (None, Tape())
+    )
+    assert_same(replayed, plain)
+
+
+@settings(deadline=None, max_examples=10)
+@given(naps=st.sets(st.integers(1, 40), max_size=3), cells=st.integers(CONTEXT, 6 * CONTEXT))
+def test_slots_of_the_padding_count_where_room_is_short(naps: set[int], cells: int) -> None:
+    plain, replayed = (
+        carried_out(
+            engine_of(MODEL, capture, cache_bytes=cells * CELL_BYTES), dict.fromkeys(naps, "nap")
+        )
+        for capture in (None, Tape())
+    )
+    assert_same(replayed, plain)
+
+
+def carried_out(engine: NativeEngine, events: dict[int, str]) -> dict[int, Completion]:
+    """What 21 requests draw while this happens before steps; the budget is kept."""
+    engine.submit(requests(21))
+    done: dict[int, Completion] = {}
+    for step in range(2000):
+        match events.get(step):
+            case "nap":
+                engine.sleep()
+                engine.wake()
+            case "weights":
+                engine.install((OTHER if engine.version == 0 else MODEL).state_dict(), step)
+            case "abort":
+                done |= {one.id: one for one in engine.abort([step % 21])}
+        done |= {one.id: one for one in engine.step()}
+        held, cells = engine._cache.tensors()[0].untyped_storage().nbytes(), engine._cache.max_cells
+        assert cells is None or held <= cells * CELL_BYTES
+        if not engine.busy:
+            return done
+    raise AssertionError("the engine does not come to an end")
+
+
+def test_steps_are_recorded_again_after_a_nap_and_give_their_memory_back() -> None:
+    tape = Tape()
+    engine = engine_of(MODEL, tape)
+    engine.submit([Request(0, [1, 2, 3], 5, SamplingParams(40))])
+    for _ in range(6):
+        engine.step()
+    assert engine.captured is not None
+    before, forgotten = engine.captured.recorded, tape.forgotten
+    assert before == 1
+    engine.sleep()
+    assert tape.forgotten == forgotten + 1
+    engine.wake()
+    for _ in range(4):
+        engine.step()
+    assert engine.captured.recorded == before + 1
+
+
+def test_rows_are_padded_into_slots_that_nobody_has() -> None:
+    engine = engine_of(MODEL, Tape())
+    engine.submit([Request(i, [1, 2, 3], 5, SamplingParams(40)) for i in range(19)])
+    for _ in range(6):
+        engine.step()
+    assert engine.captured is not None
+    assert [size.rows for size in engine.captured._kept] == [20]
+    assert engine._cache.rows == 20
+
+
+def test_padding_does_not_write_where_rows_before_it_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that ended far along lie behind rows in a cache of few columns."""
+    monkeypatch.setattr("m2flow.generation.kv_cache._ROUND_COLUMNS", 8)
+    found = []
+    for capture in (None, Tape()):
+        engine = engine_of(MODEL, capture)
+        engine.submit([Request(i, [1, 2, 3], i, SamplingParams(40)) for i in range(20)])
+        drain(engine)
+        engine.sleep()  # nothing runs, so the slots are given back
+        engine.wake()
+        engine.submit([Request(i, [4, 5], i, SamplingParams(5)) for i in range(17)])
+        found.append(drain(engine))
+    assert_same(found[1], found[0])
+
+
+def test_new_weights_need_no_new_recording() -> None:
+    engine = engine_of(MODEL, Tape())
+    engine.submit([Request(0, [1, 2, 3], 5, SamplingParams(12))])
+    for _ in range(5):
+        engine.step()
+    assert engine.captured is not None
+    recorded = engine.captured.recorded
+    engine.install(OTHER.state_dict(), 1)
+    plain = engine_of(MODEL, None)
+    plain.submit([Request(0, [1, 2, 3], 5, SamplingParams(12))])
+    for _ in range(5):
+        plain.step()
+    plain.install(OTHER.state_dict(), 1)
+    assert_same(drain(engine), drain(plain))
+    assert engine.captured.recorded <= recorded + 1, "a further one for further columns"
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gangs"])
+def test_what_cannot_be_recorded_runs_plainly(name: str) -> None:
+    gang = TensorParallel(0, 2) if name == "gangs" else TensorParallel()
+    model = MODEL if name == "gangs" else small_model(name)
+    engine = NativeEngine(model.config, dtype=torch.float64, parallel=gang, capture=Tape())
+    assert engine.captured is None
+
+
+def test_a_step_that_waits_for_the_device_is_refused() -> None:
+    """The tape is as strict as a graph: a size that the host reads would be frozen."""
+    value = torch.ones(3)
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        Tape().record(lambda: value * int(value.sum()))
+
+
+# --- sizes, and what is kept ----------------------------------------------------------------------
+
+
+def test_padding_is_an_eighth_at_most() -> None:
+    sizes = [padded_count(count) for count in range(1, 5000)]
+    assert sizes == sorted(sizes)
+    assert all(count <= size < 1.125 * count + 1 for count, size in enumerate(sizes, start=1))
+    assert all(padded_count(size) == size for size in sizes)
+    assert len(set(sizes[:256])) == 48
+    assert padded_columns(1) == captured.COLUMN_STEP == 8
+    assert padded_columns(8 * 17) == 8 * 18
+
+
+class Counting:
+    """Records by keeping; a step gives its size."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def record(self, step: Step) -> Step:
+        self.recorded += 1
+        return step
+
+    def forget(self) -> None:
+        """Nothing is kept here."""
+
+
+def ran(steps: CapturedSteps, rows: int, layout: int = 0) -> int:
+    def step() -> Tensor:
+        return torch.tensor(rows)
+
+    return int(steps.run(Size(rows, 64), layout, step))
+
+
+def test_a_size_is_recorded_when_it_has_run_plainly_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(captured, "PLAIN_STEPS", 3)
+    counting = Counting()
+    steps = CapturedSteps(counting)
+    for _ in range(3):
+        assert ran(steps, 4) == 4
+        assert ran(steps, 5) == 5
+    assert (steps.recorded, steps.replayed) == (0, 0)
+    for _ in range(5):
+        ran(steps, 4)
+    assert (steps.recorded, steps.replayed) == (1, 5)
+    ran(steps, 4, layout=1)
+    assert (steps.recorded, steps.replayed) == (1, 5), "other addresses: from the beginning"
+
+
+def test_the_size_that_was_used_longest_ago_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "MOST_RECORDED", 2)
+    steps = CapturedSteps(Counting())
+    for rows in (1, 1, 2, 2, 1, 3, 3, 1):
+        ran(steps, rows)
+    assert steps.recorded == 3
+    assert ran(steps, 2) == 2
+    assert steps.recorded == 3, "it was dropped, and runs plainly again"
