@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -15,6 +15,9 @@ from m2flow.flow.worker import Isolation
 
 ROOM_SECONDS = 3.0
 """Longest that the cluster may take to know that the lanes of an earlier run have ended."""
+
+AGAIN_SECONDS = 60.0
+"""The same of a lane that was lost: Ray may have to find out first that its machine is gone."""
 
 
 def nodes_for(lanes: Sequence[LaneSpec]) -> list[str]:
@@ -98,13 +101,21 @@ def options_of(
     return options
 
 
-def check_room(lanes: Sequence[LaneSpec], nodes: Sequence[str], beside: Mapping[int, int]) -> None:
+def check_room(
+    lanes: Sequence[LaneSpec],
+    nodes: Sequence[str],
+    beside: Mapping[int, int],
+    seconds: float,
+    meanwhile: Callable[[], None],
+) -> None:
     """Refuse lanes that the cluster has no room for: Ray would wait for it without a word.
 
-    What the lanes of a run that has just ended held comes back a moment later.
+    What the lanes of a run that has just ended held comes back a moment later: it is waited for
+    no longer than `seconds`, and `meanwhile` is called before each look.
     """
-    deadline = time.monotonic() + ROOM_SECONDS
+    deadline = time.monotonic() + seconds
     while True:
+        meanwhile()
         lacking = lacks(lanes, nodes, beside)
         if lacking is None:
             return

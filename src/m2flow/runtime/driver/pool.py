@@ -383,9 +383,12 @@ class LanePool:
         """
         lines = self.processes.take_in()
         back = {lane: self.missing.pop(lane) for lane in lines}
-        there = {lane.id for lane in self.lanes} | back.keys()
-        self.lanes = tuple(lane for lane in self.processes.lanes if lane.id in there)
-        self._attach(lines)
+        if back:
+            there = {lane.id for lane in self.lanes} | back.keys()
+            self.lanes = tuple(lane for lane in self.processes.lanes if lane.id in there)
+            self._attach(lines)
+        if not self.lost and self.lanes:
+            self.spoiled = None
         return back
 
     @property

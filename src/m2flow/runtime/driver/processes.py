@@ -15,6 +15,8 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed
 from m2flow.flow.worker import Isolation
 from m2flow.runtime.driver.placing import (
+    AGAIN_SECONDS,
+    ROOM_SECONDS,
     check_room,
     gpus_beside,
     lacks,
@@ -86,15 +88,15 @@ class LaneProcesses:
             UserError: the cluster has no room for them.
             RunFailed: they did not start in time, or ended again and again.
         """
-        beside, deadline = gpus_beside(self.lanes), time.monotonic() + START_SECONDS
+        seconds = AGAIN_SECONDS if self._nodes else ROOM_SECONDS
+        nodes, beside = self._machines(), gpus_beside(self.lanes)
+        check_room(lanes, nodes, beside, seconds, lambda: self._check_machines(lanes))
+        deadline = time.monotonic() + START_SECONDS
         for tries_left in reversed(range(START_TRIES)):
-            nodes = self._machines()
-            if gone := self.without_machine([lane.id for lane in lanes]):
-                raise RunFailed(f"the machine of lane {min(gone)} is gone")
-            check_room(lanes, nodes, beside)
+            self._check_machines(lanes)
             lines: dict[int, LauncherLine] = {}
             try:
-                self.addresses |= self._make_ready(lanes, nodes, beside, deadline)
+                self.addresses |= self._make_ready(lanes, self._nodes, beside, deadline)
                 self._serve([lane.id for lane in lanes], lines, deadline)
                 break
             except (RayError, OSError) as error:
@@ -120,6 +122,10 @@ class LaneProcesses:
         """Ray's ids of the machines of the lanes."""
         self._nodes = nodes_left(self.lanes, self._nodes) if self._nodes else nodes_for(self.lanes)
         return self._nodes
+
+    def _check_machines(self, lanes: Sequence[LaneSpec]) -> None:
+        if gone := self.without_machine([lane.id for lane in lanes]):
+            raise RunFailed(f"the machine of lane {min(gone)} is gone")
 
     def without_machine(self, lanes: Collection[int]) -> set[int]:
         """Those of some lanes whose machine is gone, as Ray says, with none in its place."""

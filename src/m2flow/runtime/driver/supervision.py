@@ -103,11 +103,7 @@ class Supervision:
                 culprits = lost or down
                 if self._elastic is None or not culprits <= pool.lost.keys():
                     raise
-                gone = pool.processes.without_machine(culprits)
-                for lane in gone:
-                    self._begun[lane] -= 1
-                why = str(error).splitlines()[0]
-                self._give_up({x: NO_MACHINE if x in gone else why for x in culprits}, error)
+                self._give_up(dict.fromkeys(culprits, str(error).splitlines()[0]), error)
 
     def _down(self) -> set[int]:
         """Lanes that are to be started again."""
@@ -125,6 +121,8 @@ class Supervision:
         if not lanes:
             return
         self._given_up |= lanes
+        for lane in self._pool.processes.without_machine(lanes):
+            self._without_machine(lane)
         self._pool.give_up(lanes.keys())
         self._next_look = self._clock() + LOOK_SECONDS
         if not self._pool.lanes:
@@ -134,6 +132,12 @@ class Supervision:
                 f"lane {lane} was lost: {self._first.get(lane, error)}\n{why}; no lane is left, so "
                 "the run cannot go on; `--resume` goes on from the last checkpoint"
             ) from error
+
+    def _without_machine(self, lane: int) -> None:
+        """A lane was given up because its machine is gone: no start of it counts."""
+        if self._given_up[lane] != NO_MACHINE:
+            self._given_up[lane] = NO_MACHINE
+            self._begun[lane] = max(0, self._begun[lane] - 1)
 
     def losses(
         self, lost: Iterable[tuple[int, str, float]], plan: Plan, steps: int
@@ -172,6 +176,8 @@ class Supervision:
             return False
         if self._clock() >= self._next_look:
             self._next_look = self._clock() + LOOK_SECONDS
+            for lane in pool.processes.without_machine(pool.missing):
+                self._without_machine(lane)
             for lane in pool.missing.keys() - pool.processes.awaited:
                 free = self._given_up[lane] == NO_MACHINE
                 if (free or self._begun[lane] < self._most) and pool.call_back(lane):
