@@ -103,20 +103,18 @@ def options_of(
 
 def check_room(
     lanes: Sequence[LaneSpec],
-    nodes: Sequence[str],
+    nodes: Callable[[], Sequence[str]],
     beside: Mapping[int, int],
     seconds: float,
-    meanwhile: Callable[[], None],
 ) -> None:
     """Refuse lanes that the cluster has no room for: Ray would wait for it without a word.
 
     What the lanes of a run that has just ended held comes back a moment later: it is waited for
-    no longer than `seconds`, and `meanwhile` is called before each look.
+    no longer than `seconds`. `nodes` says at each look what the machines are.
     """
     deadline = time.monotonic() + seconds
     while True:
-        meanwhile()
-        lacking = lacks(lanes, nodes, beside)
+        lacking = lacks(lanes, nodes(), beside)
         if lacking is None:
             return
         if time.monotonic() > deadline:

@@ -89,14 +89,14 @@ class LaneProcesses:
             RunFailed: they did not start in time, or ended again and again.
         """
         seconds = AGAIN_SECONDS if self._nodes else ROOM_SECONDS
-        nodes, beside = self._machines(), gpus_beside(self.lanes)
-        check_room(lanes, nodes, beside, seconds, lambda: self._check_machines(lanes))
+        beside = gpus_beside(self.lanes)
+        check_room(lanes, lambda: self._machines_of(lanes), beside, seconds)
         deadline = time.monotonic() + START_SECONDS
         for tries_left in reversed(range(START_TRIES)):
-            self._check_machines(lanes)
+            nodes = self._machines_of(lanes)
             lines: dict[int, LauncherLine] = {}
             try:
-                self.addresses |= self._make_ready(lanes, self._nodes, beside, deadline)
+                self.addresses |= self._make_ready(lanes, nodes, beside, deadline)
                 self._serve([lane.id for lane in lanes], lines, deadline)
                 break
             except (RayError, OSError) as error:
@@ -123,9 +123,11 @@ class LaneProcesses:
         self._nodes = nodes_left(self.lanes, self._nodes) if self._nodes else nodes_for(self.lanes)
         return self._nodes
 
-    def _check_machines(self, lanes: Sequence[LaneSpec]) -> None:
+    def _machines_of(self, lanes: Sequence[LaneSpec]) -> list[str]:
+        """Ray's ids of the machines of all lanes, those of some lanes still there."""
         if gone := self.without_machine([lane.id for lane in lanes]):
             raise RunFailed(f"the machine of lane {min(gone)} is gone")
+        return self._nodes
 
     def without_machine(self, lanes: Collection[int]) -> set[int]:
         """Those of some lanes whose machine is gone, as Ray says, with none in its place."""
