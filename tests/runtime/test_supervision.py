@@ -126,7 +126,6 @@ class Pool:
         self.all_positions = tuple(range(len(LANES)))
         self.calls: list[tuple[str, set[int]]] = []
         self.refusals: list[str] = []
-        self.spoilt = ""
 
     def lose(self, *lanes: int) -> RunFailed:
         self.lost |= dict.fromkeys(lanes, ("killed", 0.0))
@@ -153,9 +152,6 @@ class Pool:
             return False
         self.processes.awaited.add(lane)
         return True
-
-    def spoil(self, reason: str) -> None:
-        self.spoilt = reason
 
 
 class Clock:
@@ -242,4 +238,3 @@ def test_no_lane_is_left() -> None:
     with pytest.raises(RunFailed, match=r"^lane 0 was lost: killed\n.*; no lane is left") as caught:
         watch.count(pool.lose(0, 1, 2, 3))
     assert "(`lane_restarts`)" in str(caught.value)
-    assert pool.spoilt

@@ -127,7 +127,6 @@ class Supervision:
         self._next_look = self._clock() + LOOK_SECONDS
         if not self._pool.lanes:
             (lane, why), *_ = lanes.items()
-            self._pool.spoil("no lane is left")
             raise RunFailed(
                 f"lane {lane} was lost: {self._first.get(lane, error)}\n{why}; no lane is left, so "
                 "the run cannot go on; `--resume` goes on from the last checkpoint"
