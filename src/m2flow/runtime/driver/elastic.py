@@ -95,11 +95,11 @@ class ElasticPlan:
         methods, layouts = self._methods, dict(self._layouts)
         if all(lane.reserved_for is not None for lane in lanes):
             raise UserError("all that are left are reserved for a worker", key="lanes")
-        while True:
+        graph, num_items = methods.graphs[STEP], methods.num_items[STEP]
+        plan: Plan | None = None
+        while plan is None:
             try:
-                graph, num_items = methods.graphs[STEP], methods.num_items[STEP]
                 plan = build_plan(mode, graph, lanes, num_items, methods.isolated, layouts)
-                break
             except UserError as error:
                 worker = (error.key or "").removeprefix("layouts.")
                 if worker not in layouts or layouts[worker].lanes == 1:

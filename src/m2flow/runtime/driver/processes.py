@@ -92,9 +92,9 @@ class LaneProcesses:
         beside = gpus_beside(self.lanes)
         check_room(lanes, lambda: self._machines_of(lanes), beside, seconds)
         deadline = time.monotonic() + START_SECONDS
+        lines: dict[int, LauncherLine] = {}
         for tries_left in reversed(range(START_TRIES)):
             nodes = self._machines_of(lanes)
-            lines: dict[int, LauncherLine] = {}
             try:
                 self.addresses |= self._make_ready(lanes, nodes, beside, deadline)
                 self._serve([lane.id for lane in lanes], lines, deadline)
@@ -102,6 +102,7 @@ class LaneProcesses:
             except (RayError, OSError) as error:
                 self.kill([lane.id for lane in lanes])
                 self._held += lines.values()
+                lines = {}
                 if isinstance(error, GetTimeoutError):
                     raise RunFailed(f"lanes have not started within {START_SECONDS:g} s") from None
                 if not isinstance(error, RayActorError | ActorUnschedulableError | OSError):
