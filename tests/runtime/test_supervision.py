@@ -237,4 +237,4 @@ def test_no_lane_is_left() -> None:
     watch = supervision(pool, restarts=0)
     with pytest.raises(RunFailed, match=r"^lane 0 was lost: killed\n.*; no lane is left") as caught:
         watch.count(pool.lose(0, 1, 2, 3))
-    assert "(`lane_restarts`)" in str(caught.value)
+    assert "(`lane_restarts: 0`)" in str(caught.value)

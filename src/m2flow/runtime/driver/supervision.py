@@ -77,15 +77,18 @@ class Supervision:
             if self._begun[lane] < self._most:
                 self._begun[lane] += 1
                 continue
-            hopeless[lane] = (
-                f"it was started again {self._most} times, which is the most (`lane_restarts`)"
-            )
+            hopeless[lane] = self._used_up()
             if self._elastic is None:
                 raise RunFailed(
                     f"lane {lane} was lost: {self._first[lane]}\n{hopeless[lane]}, and lost again: "
                     f"{error}"
                 ) from error
         self._give_up(hopeless, error)
+
+    def _used_up(self) -> str:
+        if not self._most:
+            return "it is not to be started again (`lane_restarts: 0`)"
+        return f"it was started again {self._most} times, which is the most (`lane_restarts`)"
 
     def bring_back(self, busy: Collection[int]) -> None:
         """Start lanes that are lost again, and busy ones; all of them, if they have process groups.

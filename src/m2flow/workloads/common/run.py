@@ -281,7 +281,7 @@ class Training:
         figures = self.experiment.metrics(result) | step_figures(result)
         if (tokens := figures.get("tokens/generated")) is not None:
             figures["throughput/tokens_per_s"] = tokens / result.seconds
-        figures |= self._against_plan(run, result) | self._lanes_lost(run)
+        figures |= self._lanes_lost(run) | self._against_plan(run, result)
         if result.recalled:
             figures["rollouts/recalled"] = float(result.recalled)
         rows = self.experiment.samples(result, self.recipe.samples_logged_per_step)
