@@ -6,22 +6,31 @@ tolerance, whatever lanes they were made on.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import m2flow
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed
+from m2flow.observe.progress import Quiet
+from m2flow.observe.run_directory import read_metrics
+from m2flow.plan import build_plan, to_json
 from m2flow.runtime.driver import supervision
 from m2flow.runtime.driver.journal import Journal
 from m2flow.runtime.driver.launch import Run
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.driver.recovery import BACK, LOST
+from m2flow.workloads.common.planning import flow_of
+from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.common.start import train
 from tests.chaos.test_lane_loss import (
     APART,
     ITEMS,
@@ -33,6 +42,7 @@ from tests.chaos.test_lane_loss import (
     prompts,
     seen,
 )
+from tests.cli.conftest import TINY
 from tests.runtime.local_cluster import local_cluster
 
 LANES = tuple(LaneSpec(number) for number in range(3))
@@ -221,3 +231,79 @@ def test_a_lane_that_comes_back_is_taken_in(
     else:
         assert run.pilot is not None
         assert sum(change.why == "lanes" for change in run.pilot.changes) == 2
+
+
+class Strikes(Quiet):
+    """Kills a lane once, and later waits until it may come back; hears what is said of it."""
+
+    def __init__(self, pools: list[LanePool]) -> None:
+        self.pools, self.said = pools, list[str]()
+
+    def note(self, text: str) -> None:
+        self.said += [text] if text.startswith("lane ") else []
+
+    def update(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        if metrics is None or "lanes/missing" not in metrics:
+            return
+        if step == 4:
+            os.kill(self.pools[0].addresses[1].process_id, signal.SIGKILL)
+        if step == 10:
+            (pool,) = self.pools
+            wait_for(lambda: pool.processes.has_news or not pool.missing)
+
+
+@pytest.mark.slow
+def test_process_groups_of_gangs_are_made_anew_with_every_set_of_lanes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learner divided over three lanes, over two of them, and over three again. In float64 no
+    rounding changes a draw."""
+    monkeypatch.setattr(supervision, "LOOK_SECONDS", 0.0)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    settings = {"steps": 15, "model.dtype": "float64", "elastic": True, "evaluation.every": 100}
+
+    def weights(run: Path) -> dict[str, Any]:
+        found: dict[str, Any] = load_file(run / "checkpoints/latest/model/model.safetensors")
+        return found
+
+    recipe = read_recipe(tmp_path / "tiny.yaml", settings)
+    flow = flow_of(recipe)
+    known = {layout.name: layout for layout in flow.workers["learner"].layouts("cpu", 3)}
+    layouts = {"learner": known["fsdp3"]}
+    items = recipe.items_per_step
+    plan = build_plan("collocated", flow.trace(), LANES, items, layouts=layouts)
+    (tmp_path / "plan.json").write_text(to_json(plan))
+
+    pools: list[LanePool] = []
+    start_lanes, restart = LanePool.__init__, LanePool.restart
+
+    def started(self: LanePool, *given: Any, **options: Any) -> None:
+        start_lanes(self, *given, **options)
+        pools.append(self)
+
+    def refused_once(self: LanePool, some: Any) -> None:
+        monkeypatch.setattr(LanePool, "restart", restart)
+        raise RunFailed("lanes have not come up")
+
+    monkeypatch.setattr(LanePool, "__init__", started)
+    monkeypatch.setattr(LanePool, "restart", refused_once)
+    saw = Strikes(pools)
+    disturbed = train(
+        recipe,
+        plan=tmp_path / "plan.json",
+        run_dir=tmp_path / "run",
+        progress=saw,
+    )
+    straight = train(recipe, {"mode": "eager"}, run_dir=tmp_path / "eager", progress=Quiet())
+    lost, back = saw.said
+    assert "lanes have not come up: on without it after " in lost
+    assert "collocated on 2 lanes" in lost
+    assert "on with it, collocated on 3 lanes" in back
+    missing = [row["lanes/missing"] for row in read_metrics(disturbed) if row["step"]]
+    assert missing[:4] == [0.0] * 4
+    assert missing[4] == 1.0
+    assert missing[-1] == 0.0
+    assert "fsdp3" in (disturbed / "plan.json").read_text()
+    found, wanted = weights(disturbed), weights(straight)
+    for name, tensor in wanted.items():
+        assert found[name].allclose(tensor, rtol=0, atol=1e-9), name
