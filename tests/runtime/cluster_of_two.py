@@ -18,13 +18,16 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 import m2flow
 
@@ -58,6 +61,10 @@ class NoNamespacesError(Exception):
     """This machine does not let us make two separate nodes; the text says what failed."""
 
 
+def _stays(node: int) -> None:
+    raise NotImplementedError(f"node {node} of Ray's test cluster stays as it is")
+
+
 @dataclass(frozen=True)
 class TwoNodes:
     """Two running Ray nodes; the first is the head.
@@ -75,6 +82,21 @@ class TwoNodes:
     apart: bool
     _enter: tuple[Sequence[str], Sequence[str]] = ((), ())
     _environment: Mapping[str, str] = field(default_factory=dict)
+    _begin: Callable[[int], None] = _stays
+
+    def kill_other(self) -> None:
+        """End what runs of Ray on the second node, without a word, as if the machine had gone."""
+        names = [*self._enter[1], "readlink", "/proc/self/ns/net"]
+        namespace = subprocess.run(names, check=True, capture_output=True, text=True).stdout.strip()
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                there = os.readlink(f"/proc/{process.pid}/ns/net") == namespace
+                if there and "ray" in " ".join(process.cmdline()):
+                    process.send_signal(signal.SIGKILL)
+
+    def start_other(self) -> None:
+        """Have a second node join again."""
+        self._begin(1)
 
     def run(
         self,
@@ -167,15 +189,20 @@ def two_nodes(
             return
         address = f"{ADDRESSES[0]}:{PORT}"
         head = ["--head", f"--port={PORT}", "--include-dashboard=false"]
-        for node, where in enumerate((head, [f"--address={address}"])):
+
+        def begin(node: int) -> None:
             log = folder / f"node{node}.log"
             options = [
                 f"--node-ip-address={ADDRESSES[node]}",
                 f"--num-cpus={num_cpus}",
                 f"--temp-dir={folder / f'ray{node}'}",
             ]
+            where = [f"--address={address}"] if node else head
             nodes.append(_start_ray([*enter[node], *RAY, *where, *options], log, environment))
-            _wait_for(nodes[node], log)
+            _wait_for(nodes[-1], log)
+
+        for node in range(2):
+            begin(node)
         yield TwoNodes(
             f"two network namespaces, {megabytes_per_second:g} MB/s and {delay_ms:g} ms one way",
             address,
@@ -183,6 +210,7 @@ def two_nodes(
             True,
             enter,
             environment,
+            begin,
         )
 
 

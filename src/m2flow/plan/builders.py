@@ -132,7 +132,7 @@ def build_plan(
     Args:
         mode: one of BUILDERS.
         graph: what is to be planned.
-        lanes: what there is.
+        lanes: what there is; those that are reserved for a worker are only for it.
         num_items: source items of a step.
         isolated: workers that get lanes of their own (`isolated_workers`).
         layouts: worker to the layout of its replicas; ONE_LANE for those left out. An eager run
@@ -144,7 +144,11 @@ def build_plan(
     if mode not in BUILDERS:
         raise UserError("is not a mode", key="mode", value=mode, hint=suggestion(mode, BUILDERS))
     _check_layouts(graph, layouts)
-    return isolate(BUILDERS[mode](graph, lanes, num_items, layouts), isolated)
+    free = [lane for lane in lanes if lane.reserved_for is None]
+    plan = BUILDERS[mode](graph, free, num_items, layouts)
+    if mode != "eager" and len(free) < len(lanes):
+        plan = replace(plan, lanes=tuple(lanes))
+    return isolate(plan, isolated)
 
 
 def placed(graph: FlowGraph) -> tuple[str, ...]:

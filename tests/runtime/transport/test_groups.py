@@ -14,7 +14,7 @@ import torch.distributed as dist
 from m2flow.errors import RunFailed
 from m2flow.runtime.transport import groups as module
 from m2flow.runtime.transport.groups import LaneGroups, choose_interface, interface_of, lane_sets_of
-from tests.training.lane_processes import LaneProcesses
+from tests.training.lane_processes import LaneProcesses, free_port
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +132,33 @@ def waits_for_two(groups: LaneGroups) -> float:
     with pytest.raises(RuntimeError):
         groups.all_reduce((0, 1))([torch.zeros(1)])
     return time.monotonic() - start
+
+
+def in_worlds(groups: LaneGroups, ports: list[int]) -> list[object]:
+    """What the first and the last lane find alone, and all three once the second has joined."""
+    lane, found = dist.get_rank(), list[object]()
+    if lane == 1:
+        groups.close()  # as a new process, which has joined no world
+    for port, world, keeper in ((ports[0], (0, 2), 2), (ports[1], (0, 1, 2), 1)):
+        if lane not in world:
+            continue
+        groups.init(
+            "127.0.0.1", port, same_node=True, timeout_seconds=30, world=world, keeper=keeper
+        )
+        groups.ensure(lane_sets_of([world]))
+        total = torch.tensor([10**lane])
+        groups.all_reduce(world)([total])
+        mesh = groups.mesh([world])()
+        found.append([int(total), dist.get_rank(), mesh["shard"].size(), mesh.mesh.tolist()])
+    return found
+
+
+def test_a_world_may_lack_lanes_and_take_one_in() -> None:
+    with LaneProcesses(3) as three:
+        first, new, last = three(in_worlds, [free_port(), free_port()])
+    assert first == [[101, 0, 2, [[0, 1]]], [111, 0, 3, [[0, 1, 2]]]]
+    assert last == [[101, 1, 2, [[0, 1]]], [111, 2, 3, [[0, 1, 2]]]]
+    assert new == [[111, 1, 3, [[0, 1, 2]]]]
 
 
 def test_the_interface_that_has_an_address() -> None:

@@ -19,9 +19,9 @@ from m2flow.flow.worker import Layout
 from m2flow.plan import build_plan
 from m2flow.runtime.driver.auto import AUTO, GUESSES, Auto
 from m2flow.runtime.driver.methods import STEP, Methods
-from m2flow.runtime.driver.recovery import LANE_RESTARTS
 from m2flow.runtime.driver.run import Run
 from m2flow.runtime.driver.starting import (
+    LANE_RESTARTS,
     LOAD_SECONDS,
     in_this_process,
     lanes_of,
@@ -52,6 +52,7 @@ def launch(
     auto: Auto = AUTO,
     load_deadline_seconds: float = LOAD_SECONDS,
     lane_restarts: int = LANE_RESTARTS,
+    elastic: bool = False,
 ) -> Run:
     """Start a flow's workers on lanes.
 
@@ -74,8 +75,10 @@ def launch(
         auto: how mode "auto" goes about it.
         load_deadline_seconds: longest that a lane may take to bring one worker up. A lane that goes
             on to its next worker has made progress, and gets as long again.
-        lane_restarts: how often a lane whose process has ended may be started again; with 0 the
-            run ends.
+        lane_restarts: how often a lane whose process has ended may be started again; then, and
+            with 0, the run ends.
+        elastic: the run goes on without a lane that cannot be started again, under a plan for those
+            that are left, and takes it in again when it can be had. The plan must be one of a mode.
 
     Raises:
         UserError: the flow, the mode, the lanes or the plan are wrong. Nothing was started then,
@@ -103,7 +106,15 @@ def launch(
             return in_this_process(methods, plans, flow, first_step, num_threads)
     with lanes_of(lanes, hosts, flow) as pool:
         return on_lanes(
-            methods, plans, flow, first_step, pool, load_deadline_seconds, pilot, lane_restarts
+            methods,
+            plans,
+            flow,
+            first_step,
+            pool,
+            load_deadline_seconds,
+            pilot,
+            lane_restarts,
+            elastic,
         )
 
 

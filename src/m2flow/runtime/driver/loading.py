@@ -85,7 +85,9 @@ def load_workers(
     number = pool.new_number()
     memory = {lane.id: lane.memory_bytes for lane in plan.lanes}
     kept = {name: Batch({"files": [files]}) for name, files in states.items()}
-    pool.grouped |= bool(lane_sets)
+    meeting = _rendezvous(pool, plan) if lane_sets else None
+    if meeting is not None:
+        pool.world = meeting.world
     for lane in pool.lanes:
         placed = {
             name: Placed(
@@ -106,7 +108,7 @@ def load_workers(
             version,
             memory.get(lane.id),
             plan.deadline_seconds,
-            _rendezvous(pool, plan) if lane_sets else None,
+            meeting,
             tuple(sorted(lane_sets)),
             None if moved is None else tuple(set(placed) & moved.kept),
         )
@@ -119,9 +121,18 @@ def _wrapped(pool: LanePool, batch: Batch, lane: int) -> Any:
 
 
 def _rendezvous(pool: LanePool, plan: Plan) -> Rendezvous:
-    first = pool.addresses[pool.lanes[0].id]
-    nodes = {address.node for address in pool.addresses.values()}
-    return Rendezvous(first.host, first.meeting_port, len(nodes) == 1, plan.deadline_seconds)
+    """How all lanes meet. A lane that is new to their world keeps the store: its port is free."""
+    new = [lane for lane in pool.lanes if pool.positions([lane.id])[0] not in pool.world]
+    keeper = (new or pool.lanes)[0].id
+    at, (position,) = pool.addresses[keeper], pool.positions([keeper])
+    return Rendezvous(
+        at.host,
+        at.meeting_port,
+        pool.processes.one_node,
+        plan.deadline_seconds,
+        pool.all_positions,
+        position,
+    )
 
 
 def _loaded(pool: LanePool, number: int, seconds: float) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from m2flow.engine.plan import Plan
 from m2flow.errors import PlanError, UserError
+from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph
 from m2flow.flow.worker import Worker
 from m2flow.plan import companion, validate, with_sizes
@@ -63,6 +64,21 @@ class Methods:
     num_items: Mapping[str, int]
     isolated: frozenset[str] = frozenset()
     collective: frozenset[str] = frozenset()
+
+    def checked(self, batch: Batch) -> Batch:
+        """A batch of the step.
+
+        Raises:
+            UserError: it has another number of items than was planned for.
+        """
+        if len(batch) != self.num_items[STEP]:
+            raise UserError(
+                "the step was planned for another number of items",
+                key="items_per_step",
+                value=len(batch),
+                expected=str(self.num_items[STEP]),
+            )
+        return batch
 
     def planned(self, plan: Plan) -> Plans:
         """A plan of the step, with plans for the other methods that keep its placements.

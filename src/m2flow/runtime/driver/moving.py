@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from m2flow.engine.messages import (
+    AbortCall,
     CallFailed,
     CallFinished,
     ExportWeights,
     InstallWeights,
     LaneLost,
 )
+from m2flow.engine.plan import Placement, Plan
 from m2flow.errors import RunFailed
+from m2flow.flow.graph import FlowGraph
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.driver.recovery import Files
-from m2flow.runtime.driver.runner import Carrier
+from m2flow.runtime.driver.runner import Carrier, Runner
 from m2flow.runtime.lane.exchange import ItemsKey
 from m2flow.runtime.lane.orders import STATES, DropStep, Fetch, Save
 from m2flow.runtime.transport.peering import PeerLost
@@ -67,6 +71,19 @@ def lost_lanes(pool: LanePool, error: RunFailed) -> dict[int, tuple[str, float]]
     return dict(pool.lost)
 
 
+def stopped(pool: LanePool, carrier: Carrier, runners: Mapping[str, Runner]) -> set[int]:
+    """Have the lanes that are up stop what they do; those that do not in time.
+
+    Lanes that have process groups may wait for one that is gone: they are not asked.
+    """
+    if pool.world:
+        return set()
+    for name, runner in runners.items():
+        for number, call in runner.engine.calls.items():
+            carrier.carry_out(name, AbortCall(number, tuple(call.running)))
+    return pool.quiet({lane.id for lane in pool.lanes} - pool.lost.keys())
+
+
 def drop_states(pool: LanePool) -> None:
     """Let go of what `save_state` has kept."""
     for lane in pool.lanes:
@@ -95,3 +112,39 @@ def carry_out_now(
                     raise RunFailed(f"{command} failed on lane {lane}") from error
                 case LaneLost(lane=lane, reason=reason):
                     raise RunFailed(f"lane {lane} was lost: {reason}")
+
+
+def publish(
+    carrier: Carrier,
+    graph: FlowGraph,
+    plan: Plan,
+    placements: Mapping[str, Placement],
+    moved: Collection[str],
+    version: int,
+    bring: Callable[[Sequence[str], str, Sequence[int]], None],
+) -> None:
+    """Bring workers that were moved to the weights on which they are to run.
+
+    Args:
+        carrier: carries the commands out.
+        graph, plan: of the step.
+        placements: of all workers.
+        moved: these workers.
+        version: of the weights.
+        bring: has workers resident on lanes; called with the workers, for what, and the lanes.
+    """
+    edges, seconds = graph.weight_edges, plan.deadline_seconds
+    for source in sorted({edge.source for edge in edges if edge.target in moved}):
+        targets = [edge.target for edge in edges if edge.source == source]
+        spot = placements[source]
+        home = spot.lanes if all(len(gang) == 1 for gang in spot.replicas) else ()
+        takers = [(name, lane) for name in targets for lane in placements[name].lanes]
+        if not {lane for _, lane in takers} <= set(home):
+            bring((source,), "weights", spot.replicas[0])
+            export = ExportWeights(-1, source, version, spot.replicas[0])
+            carry_out_now(carrier, export, seconds)
+        for number, (target, lane) in enumerate(takers):
+            local = lane in home
+            bring((source, target) if local else (target,), "install", (lane,))
+            install = InstallWeights(-2 - number, source, target, version, (lane,), local)
+            carry_out_now(carrier, install, seconds)

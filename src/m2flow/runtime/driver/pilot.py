@@ -73,7 +73,7 @@ class Change:
 
     Attributes:
         before: number of the first step under it.
-        why: "race", "won", or "failed": the plan before could not run.
+        why: "race", "won", "failed": the plan before could not run, or "lanes": they are others.
         mode: of the plan, as people tell it from others.
         was, becomes: seconds of a step before, and as they are expected from now on.
         moved: workers that stand elsewhere now.
@@ -105,6 +105,7 @@ class Pilot:
         decision: the last choice; None before the first.
         race: the last race; None before the first.
         watch: of the plan that has won; None while a plan is guessed or plans race.
+        layouts: as given, or as other lanes can carry them.
         changes: plans that the run has gone over to.
     """
 
@@ -124,7 +125,7 @@ class Pilot:
     ) -> None:
         self._graph, self._lanes, self._num_items = graph, tuple(lanes), num_items
         self._max_staleness, self._isolated = max_staleness, isolated
-        self._layouts = layouts
+        self.layouts = layouts
         self._num_steps, self._deadline, self._keep = num_steps, deadline_seconds, keep
         self._evidence = Evidence(graph)
         self._last: deque[tuple[Plan, StepResult]] = deque(maxlen=PATIENCE)
@@ -142,8 +143,7 @@ class Pilot:
         if known is None:
             self.plan = self._as_run(self._guess())
         else:
-            self.decision = self._choose(known)
-            self.plan = self._as_run(self.decision.chosen.plan)
+            self.plan = self._as_run(self._best(known))
 
     # --- steps as they end ----------------------------------------------------------------------
 
@@ -188,11 +188,14 @@ class Pilot:
             self._settle(self.race)
         return self.race.current.plan
 
-    def gone_over(self, plan: Plan, moved: tuple[str, ...], pause: float) -> Change:
-        """Note that the run has gone over to a plan."""
+    def gone_over(
+        self, plan: Plan, moved: tuple[str, ...], pause: float, lanes: bool = False
+    ) -> Change:
+        """Note that the run has gone over to a plan; `lanes`: because the lanes have changed."""
         was = Seconds(statistics.median(self._seconds[-5:]) if self._seconds else 0.0)
         failed = self._has_failed(self.plan)
         why = "failed" if failed else "race" if self.watch is None else "won"
+        why = "lanes" if lanes else why
         becomes = Seconds(plan.predicted_seconds or was)
         if self.race is not None and not failed:
             becomes = Seconds(self.race.believed(self._entrant(plan)))
@@ -201,6 +204,26 @@ class Pilot:
         self.plan, self._since = plan, 0
         self._uncounted = plan.max_staleness + (1 if moved else 0)
         return change
+
+    def on_lanes(self, lanes: Sequence[LaneSpec], layouts: Mapping[str, Layout]) -> Plan:
+        """Begin anew on other lanes, with what is known of the stages; the plan to begin with.
+
+        Args:
+            lanes, layouts: as for `choose`.
+
+        Raises:
+            UserError: there is no plan for them.
+        """
+        self._lanes, self.layouts = tuple(lanes), layouts
+        self.decision = self.race = self.watch = None
+        self._tried, self._finer = [], False
+        self._last.clear()
+        try:
+            plan = self._guess() if self.profile is None else self._best(self.profile)
+        except UserError:  # what is known may be of gangs that these lanes cannot carry
+            plan = self._guess()
+        self.plan = self._as_run(plan)
+        return self.plan
 
     def instead(self, reason: str, run: Movers) -> Plan | None:
         """The plan under which to take a step again that failed under the present one.
@@ -249,10 +272,9 @@ class Pilot:
     # --- choosing -------------------------------------------------------------------------------
 
     def _guess(self, mode: str = GUESSES[0]) -> Plan:
-        free = [lane for lane in self._lanes if lane.reserved_for is None]
-        plan = build_plan(mode, self._graph, free, self._num_items, self._isolated, self._layouts)
-        known = {lane.id for lane in plan.lanes}
-        return replace(plan, lanes=(*plan.lanes, *(x for x in self._lanes if x.id not in known)))
+        return build_plan(
+            mode, self._graph, self._lanes, self._num_items, self._isolated, self.layouts
+        )
 
     def _choose(self, profile: Profile, beside: Sequence[Plan] = ()) -> Decision:
         self.profile = profile
@@ -263,10 +285,14 @@ class Pilot:
             self._num_items,
             max_staleness=self._max_staleness,
             isolated=self._isolated,
-            layouts=self._layouts,
+            layouts=self.layouts,
             beside=beside,
             effort=EFFORT,
         )
+
+    def _best(self, profile: Profile) -> Plan:
+        self.decision = self._choose(profile)
+        return self.decision.chosen.plan
 
     def _as_known(self) -> bool:
         """Whether the first steps took what the known profile says."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -16,12 +16,14 @@ from m2flow.flow.worker import Isolation
 ROOM_SECONDS = 3.0
 """Longest that the cluster may take to know that the lanes of an earlier run have ended."""
 
+AGAIN_SECONDS = 60.0
+"""The same of a lane that was lost: Ray may have to find out first that its machine is gone."""
+
 
 def nodes_for(lanes: Sequence[LaneSpec]) -> list[str]:
     """Ray's ids of the cluster's machines, that of the launcher first."""
     here = ray.get_runtime_context().get_node_id()
-    alive = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-    nodes = [here, *(node for node in alive if node != here)]
+    nodes = [here, *sorted(machines_there() - {here})]
     wanted = 1 + max(lane.node for lane in lanes)
     if wanted > len(nodes):
         raise UserError(
@@ -32,6 +34,30 @@ def nodes_for(lanes: Sequence[LaneSpec]) -> list[str]:
             hint="join machines with `ray start --address=...`, and set RAY_ADDRESS for m2flow",
         )
     return nodes
+
+
+def machines_there() -> set[str]:
+    """Ray's ids of the machines that it takes to be alive."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def nodes_left(lanes: Sequence[LaneSpec], nodes: Sequence[str]) -> list[str]:
+    """Ray's ids of the machines of lanes, as they are now.
+
+    A machine on which no lane is, such as one that has joined, takes the place of one that has
+    gone. Where there is none, the id stays.
+
+    Args:
+        lanes: all lanes of a pool.
+        nodes: the ids as they were before.
+    """
+    there, found = machines_there(), list(nodes)
+    used = sorted({lane.node for lane in lanes})
+    free = sorted(there - {nodes[number] for number in used})
+    for number in used:
+        if nodes[number] not in there and free:
+            found[number] = free.pop(0)
+    return found
 
 
 def gpus_beside(lanes: Sequence[LaneSpec]) -> dict[int, int]:
@@ -75,14 +101,20 @@ def options_of(
     return options
 
 
-def check_room(lanes: Sequence[LaneSpec], nodes: Sequence[str], beside: Mapping[int, int]) -> None:
+def check_room(
+    lanes: Sequence[LaneSpec],
+    nodes: Callable[[], Sequence[str]],
+    beside: Mapping[int, int],
+    seconds: float,
+) -> None:
     """Refuse lanes that the cluster has no room for: Ray would wait for it without a word.
 
-    What the lanes of a run that has just ended held comes back a moment later.
+    What the lanes of a run that has just ended held comes back a moment later: it is waited for
+    no longer than `seconds`. `nodes` says at each look what the machines are.
     """
-    deadline = time.monotonic() + ROOM_SECONDS
+    deadline = time.monotonic() + seconds
     while True:
-        lacking = _lacking(lanes, nodes, beside)
+        lacking = lacks(lanes, nodes(), beside)
         if lacking is None:
             return
         if time.monotonic() > deadline:
@@ -95,7 +127,7 @@ def check_room(lanes: Sequence[LaneSpec], nodes: Sequence[str], beside: Mapping[
         time.sleep(0.05)
 
 
-def _lacking(
+def lacks(
     lanes: Sequence[LaneSpec], nodes: Sequence[str], beside: Mapping[int, int]
 ) -> tuple[str, float, float] | None:
     """A resource of which there is too little: its name, what is needed, what is free."""

@@ -87,12 +87,14 @@ class LanePool:
             cores to be lost whose place they take.
 
     Attributes:
-        lanes: what was started.
+        lanes: what was started, less those that were given up.
         spoiled: why no run can be started on the lanes any more, or None.
         lost: lanes whose processes have ended: why, and when that was noticed, in seconds since the
             epoch. `restart` brings them back.
+        missing: the same of lanes that were given up. `call_back` and `take_in` bring them back.
         processes: of the lanes.
-        grouped: whether the lanes have process groups, which none of them can join later.
+        world: positions of the lanes that have joined process groups; none of them can join again
+            in the same process.
 
     Raises:
         UserError: the cluster has no room for the lanes.
@@ -133,19 +135,19 @@ class LanePool:
         self._checked = time.monotonic()
         self.spoiled: str | None = None
         self.lost: dict[int, tuple[str, float]] = {}
-        self.grouped = False
+        self.missing: dict[int, tuple[str, float]] = {}
+        self.world: tuple[int, ...] = ()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
         try:
-            self._start(self.lanes)
+            self._attach(self.processes.bring_up(self.lanes))
         except BaseException:
             self._end()
             raise
 
-    def _start(self, lanes: Sequence[LaneSpec]) -> None:
-        """Start processes for lanes that have none, all of them or some."""
-        lines = self.processes.bring_up(lanes)
+    def _attach(self, lines: Mapping[int, LauncherLine]) -> None:
+        """Take the lines to lanes that have come up; all lanes hear where these are."""
         for number, line in lines.items():
             self._lines[number] = line
             self._selector.register(line, selectors.EVENT_READ, number)
@@ -255,9 +257,14 @@ class LanePool:
         self.spoiled = self.spoiled or reason
 
     def positions(self, lanes: Sequence[int]) -> tuple[int, ...]:
-        """The ranks of lanes in the world of all lanes of the pool."""
-        order = [lane.id for lane in self.lanes]
+        """The positions of lanes among all with which the pool was started."""
+        order = [lane.id for lane in self.processes.lanes]
         return tuple(order.index(lane) for lane in lanes)
+
+    @property
+    def all_positions(self) -> tuple[int, ...]:
+        """The positions of the lanes that there are."""
+        return self.positions([lane.id for lane in self.lanes])
 
     def new_number(self) -> int:
         """A number by which an answer is known."""
@@ -338,16 +345,51 @@ class LanePool:
             if time.monotonic() > deadline:
                 raise RunFailed(f"the processes of lanes {up} have not ended in {END_SECONDS:g} s")
             self.receive(0.1)
-        for lane in lanes:
-            self.exchange.forget(lane)
-            if self.is_here(lane):
-                sweep(f"{self._folder.name}-{self.positions([lane])[0]}-")
-        self._start([lane for lane in self.lanes if lane.id in lanes])
-        self.grouped &= len(lanes) < len(self.lanes)
+        self._clear_after(lanes)
+        self._attach(self.processes.bring_up([lane for lane in self.lanes if lane.id in lanes]))
+        if len(lanes) == len(self.lanes):
+            self.world = ()
         for lane in lanes:
             self.lost.pop(lane, None)
         if not self.lost:
             self.spoiled = None
+
+    def _clear_after(self, lanes: Collection[int]) -> None:
+        """Remove what lanes that have ended have left, and what was meant for them."""
+        for lane in lanes:
+            self.exchange.forget(lane)
+            if self.is_here(lane):
+                sweep(f"{self._folder.name}-{self.positions([lane])[0]}-")
+
+    def give_up(self, lanes: Collection[int]) -> None:
+        """Go on without lanes that are lost."""
+        self._clear_after(lanes)
+        for lane in lanes:
+            self.missing[lane] = self.lost.pop(lane)
+            self.processes.give_up(lane)
+        self.lanes = tuple(lane for lane in self.lanes if lane.id not in lanes)
+        if not self.lost:
+            self.spoiled = None
+
+    def call_back(self, lane: int) -> bool:
+        """Start a process for a lane that was given up, and wait for nothing; False if it cannot be
+        done now."""
+        return self.processes.call_back(self.processes.lanes[self.positions([lane])[0]])
+
+    def take_in(self) -> dict[int, tuple[str, float]]:
+        """Have lanes again that were called back and are up; as `missing` had them.
+
+        Nothing is on them then. To be called while no step runs.
+        """
+        lines = self.processes.take_in()
+        back = {lane: self.missing.pop(lane) for lane in lines}
+        if back:
+            there = {lane.id for lane in self.lanes} | back.keys()
+            self.lanes = tuple(lane for lane in self.processes.lanes if lane.id in there)
+            self._attach(lines)
+        if not self.lost and self.lanes:
+            self.spoiled = None
+        return back
 
     @property
     def folder(self) -> Path:

@@ -9,12 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayError
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import RunFailed
 from m2flow.flow.worker import Isolation
-from m2flow.runtime.driver.placing import check_room, gpus_beside, nodes_for, options_of
+from m2flow.runtime.driver.placing import (
+    AGAIN_SECONDS,
+    ROOM_SECONDS,
+    check_room,
+    gpus_beside,
+    lacks,
+    machines_there,
+    nodes_for,
+    nodes_left,
+    options_of,
+)
 from m2flow.runtime.driver.spares import Spares
 from m2flow.runtime.lane.actor import LAUNCHER, VISIBLE, LaneAddress, LaneProcess
 from m2flow.runtime.transport.lines import LauncherLine, connect
@@ -24,6 +34,9 @@ START_SECONDS = 120.0
 
 START_TRIES = 3
 """How often lanes are started at most when the process of one ends before it is up."""
+
+MEET_SECONDS = 5.0
+"""Longest that a lane may take to answer which has come up while a run goes on."""
 
 
 class LaneProcesses:
@@ -36,6 +49,7 @@ class LaneProcesses:
         link, isolated, per_process, spares: as of `LanePool`.
 
     Attributes:
+        lanes: all lanes of the pool, those among them that it has given up.
         node: Ray's id of the launcher's machine.
         actors: of each lane, by number.
         addresses: of each lane, by number.
@@ -53,13 +67,17 @@ class LaneProcesses:
         per_process: int,
         spares: int,
     ) -> None:
-        self._lanes, self._folder, self._key, self._link = tuple(lanes), str(folder), key, link
+        self.lanes, self._folder, self._key, self._link = tuple(lanes), str(folder), key, link
         self._isolated, self._per_process = dict(isolated), per_process
         self.node: str = ray.get_runtime_context().get_node_id()
         self.spares = Spares(spares, self.make_spare)
         self.actors: dict[int, Any] = {}
         self.addresses: dict[int, LaneAddress] = {}
         self._serving: dict[int, Any] = {}
+        self._nodes: list[str] = []
+        self._awaited: dict[int, tuple[Any, float]] = {}
+        self._held: list[LauncherLine] = []  # a lane whose line is closed clears up after the pool
+        self._left_files: set[str] = set()
 
     # --- starting ---------------------------------------------------------------------------------
 
@@ -70,32 +88,57 @@ class LaneProcesses:
             UserError: the cluster has no room for them.
             RunFailed: they did not start in time, or ended again and again.
         """
-        nodes, beside = nodes_for(self._lanes), gpus_beside(self._lanes)
-        check_room(lanes, nodes, beside)
+        seconds = AGAIN_SECONDS if self._nodes else ROOM_SECONDS
+        beside = gpus_beside(self.lanes)
+        check_room(lanes, lambda: self._machines_of(lanes), beside, seconds)
         deadline = time.monotonic() + START_SECONDS
-        held: list[LauncherLine] = []  # a lane whose line is closed clears up after the pool
         lines: dict[int, LauncherLine] = {}
         for tries_left in reversed(range(START_TRIES)):
+            nodes = self._machines_of(lanes)
             try:
                 self.addresses |= self._make_ready(lanes, nodes, beside, deadline)
                 self._serve([lane.id for lane in lanes], lines, deadline)
-            except GetTimeoutError:
-                raise RunFailed(f"lanes have not started within {START_SECONDS:g} s") from None
-            except (RayActorError, OSError) as error:
+                break
+            except (RayError, OSError) as error:
+                self.kill([lane.id for lane in lanes])
+                self._held += lines.values()
+                lines = {}
+                if isinstance(error, GetTimeoutError):
+                    raise RunFailed(f"lanes have not started within {START_SECONDS:g} s") from None
+                if not isinstance(error, RayActorError | ActorUnschedulableError | OSError):
+                    raise
                 if not tries_left:
                     first_line, *_ = str(error).splitlines()
                     raise RunFailed(
                         f"lanes have not come up in {START_TRIES} tries: {first_line}"
                     ) from error
-                self.kill([spec.id for spec in lanes])
-                held += lines.values()
-                lines = {}
-            else:
-                break
-        for line in held:
-            line.close()
-        self.spares.keep(self._lanes, nodes)
+        self._keep_spares()
         return lines
+
+    def _keep_spares(self) -> None:
+        gone = self.without_machine([lane.id for lane in self.lanes])
+        self.spares.keep([lane for lane in self.lanes if lane.id not in gone], self._nodes)
+
+    def _machines(self) -> list[str]:
+        """Ray's ids of the machines of the lanes."""
+        self._nodes = nodes_left(self.lanes, self._nodes) if self._nodes else nodes_for(self.lanes)
+        return self._nodes
+
+    def _machines_of(self, lanes: Sequence[LaneSpec]) -> list[str]:
+        """Ray's ids of the machines of all lanes, those of some lanes still there."""
+        if gone := self.without_machine([lane.id for lane in lanes]):
+            raise RunFailed(f"the machine of lane {min(gone)} is gone")
+        return self._nodes
+
+    def without_machine(self, lanes: Collection[int]) -> set[int]:
+        """Those of some lanes whose machine is gone, as Ray says, with none in its place."""
+        nodes, there = self._machines(), machines_there()
+        return {x.id for x in self.lanes if x.id in lanes and nodes[x.node] not in there}
+
+    @property
+    def one_node(self) -> bool:
+        """Whether launcher and lanes are all on one machine."""
+        return {lane.node for lane in self.lanes} == {0}
 
     def _make_ready(
         self,
@@ -140,7 +183,7 @@ class LaneProcesses:
     ) -> list[Any]:
         """Start a process for each of some lanes; what will be its address."""
         for lane in lanes:
-            position = self._lanes.index(lane)
+            position = self.lanes.index(lane)
             spare = self.spares.take(lane, position, nodes[lane.node])
             shares_gpu = lane.id in beside
             options = options_of(lane, nodes[lane.node], self._isolated, shares_gpu=shares_gpu)
@@ -151,9 +194,8 @@ class LaneProcesses:
 
     def _make(self, lane: LaneSpec, position: int, options: Mapping[str, Any]) -> Any:
         """A process for a lane, with Ray's options for it."""
-        one_node = {lane.node for lane in self._lanes} == {0}
         make = ray.remote(**options)(LaneProcess)
-        return make.remote(lane, position, self._folder, self._key, self._link, one_node)
+        return make.remote(lane, position, self._folder, self._key, self._link, self.one_node)
 
     def make_spare(self, lane: LaneSpec, node: str) -> Any:
         """A process that can be a lane later; `node` is Ray's id of its machine."""
@@ -165,8 +207,8 @@ class LaneProcesses:
         from m2flow.runtime.lane.shared import SharedProcess
 
         ready = []
-        for first in range(0, len(self._lanes), self._per_process):
-            lanes = self._lanes[first : first + self._per_process]
+        for first in range(0, len(self.lanes), self._per_process):
+            lanes = self.lanes[first : first + self._per_process]
             options = options_of(lanes[0], nodes[lanes[0].node], {}, shares_gpu=False)
             actor = ray.remote(**options)(SharedProcess).remote(
                 [(first + n, lane) for n, lane in enumerate(lanes)], self._folder, self._key
@@ -177,7 +219,7 @@ class LaneProcesses:
 
     def _visible_gpus(self, beside: Mapping[int, int]) -> dict[int, str]:
         """What each lane that shares another's GPU is to see, if its worker does not say."""
-        by_id = {lane.id: lane for lane in self._lanes}
+        by_id = {lane.id: lane for lane in self.lanes}
         asked = {}
         for lane, owner in beside.items():
             setup = self._isolated.get(by_id[lane].reserved_for or "")
@@ -186,11 +228,69 @@ class LaneProcesses:
         found = ray.get(list(asked.values()), timeout=START_SECONDS)
         return dict(zip(asked, found, strict=True))
 
+    # --- lanes that are given up, and come back ---------------------------------------------------
+
+    def give_up(self, lane: int) -> None:
+        """Know no process of a lane any more."""
+        self.kill([lane])
+        for known in (self.actors, self._serving, self._awaited):
+            known.pop(lane, None)
+        address = self.addresses.pop(lane, None)
+        if address is not None and address.node != self.node:
+            self._left_files.add(address.node)
+
+    def call_back(self, lane: LaneSpec) -> bool:
+        """Start a process for a lane that was given up, and wait for nothing.
+
+        Returns:
+            False if that is not possible now: its machine is gone, or has no room.
+        """
+        beside = gpus_beside(self.lanes)
+        owner = beside.get(lane.id)
+        if self.without_machine([lane.id]) or lacks([lane], self._nodes, beside):
+            return False
+        if owner is not None and owner not in self.addresses:
+            return False
+        (ready,) = self._start_alone([lane], self._nodes, beside)
+        self._awaited[lane.id] = ready, time.monotonic() + START_SECONDS
+        return True
+
+    @property
+    def awaited(self) -> Collection[int]:
+        """Lanes that were called back."""
+        return self._awaited.keys()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a lane that was called back is up, or will not be."""
+        if not self._awaited:
+            return False
+        done, _ = ray.wait([ready for ready, _ in self._awaited.values()], timeout=0)
+        return bool(done) or min(at for _, at in self._awaited.values()) < time.monotonic()
+
+    def take_in(self) -> dict[int, LauncherLine]:
+        """The lines to lanes that were called back and are up, by number; others stay given up."""
+        lines: dict[int, LauncherLine] = {}
+        for lane, (ready, latest) in list(self._awaited.items()):
+            if not ray.wait([ready], timeout=0)[0]:
+                if time.monotonic() > latest:
+                    self.give_up(lane)
+                continue
+            del self._awaited[lane]
+            try:
+                self.addresses[lane] = ray.get(ready)
+                self._serve([lane], lines, time.monotonic() + MEET_SECONDS)
+            except (RayError, OSError):
+                self.give_up(lane)
+        if lines:
+            self._keep_spares()
+        return lines
+
     # --- the end ----------------------------------------------------------------------------------
 
     def kill(self, lanes: Collection[int]) -> None:
         """End the processes of lanes; nobody waits for it."""
-        for lane in lanes:
+        for lane in self.actors.keys() & set(lanes):
             ray.kill(self.actors[lane])
 
     def known_end(self, lane: int, seconds: float = 0.0) -> str | None:
@@ -222,8 +322,10 @@ class LaneProcesses:
         for actor in dict.fromkeys(self.actors.values()):
             ray.kill(actor)
         self.spares.end()
-        self.actors, self._serving = {}, {}
-        return elsewhere
+        self.actors, self._serving, self._awaited = {}, {}, {}
+        for line in self._held:
+            line.close()
+        return elsewhere | self._left_files
 
     def _has_left(self, lane: int) -> bool:
         """Whether a lane has ended by itself, and has removed its files."""

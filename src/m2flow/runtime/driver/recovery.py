@@ -1,4 +1,4 @@
-"""`Recovery`: what a run goes back to when lanes are lost, and how often it may.
+"""`Recovery`: what a run goes back to when lanes are lost.
 
 A run goes back to its last *snapshot*, which is what the workers have saved between two steps, and
 takes the steps since then again. Items' seeds make them the same steps. The launcher keeps the
@@ -12,7 +12,6 @@ Knows no lanes' processes and no plan: `Run` starts lanes, and has workers save 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,17 +20,14 @@ from m2flow.engine.spans import Span
 from m2flow.errors import RunFailed
 from m2flow.flow.batch import Batch
 
-LANE_RESTARTS = 3
-"""How often each lane may be started again in a run, unless it is said otherwise."""
-
 SHARE = 0.02
 """The most that snapshots may take of a run's time."""
 
 BYTES_PER_SECOND = 5e8
 """How fast the first snapshot is expected to be."""
 
-LOST = "lane lost"
-"""Name of the span of a lane that was down."""
+LOST, BACK = "lane lost", "lane back"
+"""Names of the spans of a lane that was down, and of one that is taken in again."""
 
 COPIES = 3
 """How often a state is in host memory while it is saved, carried here and kept."""
@@ -42,14 +38,16 @@ Files = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class LaneLoss:
-    """A lane that was lost and is back.
+    """A lane that was lost, and is back or given up.
 
     Attributes:
         lane: which.
         reason: why, as far as it is known.
         at: when it was noticed, in seconds since the epoch.
-        seconds: from then until its workers were up again.
+        seconds: from then until its workers were up again, there or elsewhere.
         steps: how many steps that were done are taken again.
+        given_up: why it was not started again; "" where it is back.
+        left: where it is not: on what the run goes on.
     """
 
     lane: int
@@ -57,14 +55,46 @@ class LaneLoss:
     at: float
     seconds: float
     steps: int
+    given_up: str = ""
+    left: str = ""
 
     def __str__(self) -> str:
         again = f"; {self.steps} steps that were done are taken again" if self.steps else ""
-        return f"lane {self.lane} was lost ({self.reason}); back after {self.seconds:.1f} s{again}"
+        lost, after = f"lane {self.lane} was lost ({self.reason})", f"after {self.seconds:.1f} s"
+        if self.given_up:
+            return f"{lost}; {self.given_up}: on without it {after}, {self.left}{again}"
+        return f"{lost}; back {after}{again}"
 
     def span(self) -> Span:
         """The time without the lane, for the timeline."""
         return Span(self.lane, LOST, "wait", self.at, self.at + self.seconds, {"why": self.reason})
+
+
+@dataclass(frozen=True, slots=True)
+class LaneReturn:
+    """A lane that was given up, and is taken in again.
+
+    Attributes:
+        lane: which.
+        lost_at: when its loss was noticed, in seconds since the epoch.
+        at: when the run paused to take it in.
+        seconds: of the pause.
+        left: on what the run goes on.
+    """
+
+    lane: int
+    lost_at: float
+    at: float
+    seconds: float
+    left: str
+
+    def __str__(self) -> str:
+        away, pause = self.at - self.lost_at, f"pause {self.seconds:.2f} s"
+        return f"lane {self.lane} is back after {away:.0f} s: on with it, {self.left} ({pause})"
+
+    def span(self) -> Span:
+        """The pause, for the timeline."""
+        return Span(self.lane, BACK, "wait", self.at, self.at + self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,34 +110,6 @@ class Snapshot:
     files: Mapping[str, Files] = field(default_factory=dict)
 
 
-class Restarts:
-    """How often lanes were started again, and how often each may be.
-
-    Args:
-        most: how often each lane may be.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._begun: Counter[int] = Counter()
-        self._first: dict[int, str] = {}
-
-    def count(self, lost: Mapping[int, str], error: BaseException) -> None:
-        """Lanes that were lost, each with the reason, are to be started again.
-
-        Raises:
-            RunFailed: one of them is lost again and again; `error` is how this was heard of.
-        """
-        for lane, reason in lost.items():
-            self._first.setdefault(lane, reason)
-            if self._begun[lane] >= self.most:
-                raise RunFailed(
-                    f"lane {lane} was lost: {self._first[lane]}\nit was started again {self.most} "
-                    f"times, which is the most (`lane_restarts`), and lost again: {error}"
-                ) from error
-        self._begun.update(list(lost))  # of a mapping it would add the values
-
-
 class Recovery:
     """The books of one run.
 
@@ -117,12 +119,14 @@ class Recovery:
             that they have learnt from.
         num_bytes: about how much a snapshot holds.
         free_bytes: host memory that is free.
-        restarts: of lanes; with none allowed nothing is kept.
+        heals: whether a run may go on after a loss at all; if not, nothing is kept.
         losses: lanes that were lost while the workers were brought up.
         clock: seconds.
 
     Attributes:
-        losses: the lanes that were lost and are back, in order of time.
+        heals: the same.
+        losses: the lanes that were lost, in order of time.
+        returns: lanes that were given up, and were taken in again.
     """
 
     def __init__(
@@ -131,14 +135,15 @@ class Recovery:
         unsaved: Sequence[str],
         num_bytes: int,
         free_bytes: int,
-        restarts: Restarts,
+        heals: bool,
         losses: Sequence[LaneLoss] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.losses = list(losses)
+        self.heals, self.losses = heals, list(losses)
+        self.returns: list[LaneReturn] = []
         self._snapshot: Snapshot | None = Snapshot(first_step)
         self._batches: list[Batch] = []
-        self._restarts, self._clock = restarts, clock
+        self._clock = clock
         self._taken_at, self._seconds = clock(), num_bytes / BYTES_PER_SECOND
         self._why_not: str | None = None
         if unsaved:
@@ -150,9 +155,9 @@ class Recovery:
         """The step whose result is to be given next."""
 
     @property
-    def heals(self) -> bool:
-        """Whether lanes may be started again at all."""
-        return self._restarts.most > 0
+    def saves(self) -> bool:
+        """Whether the workers' states can be saved."""
+        return self._why_not is None
 
     # --- while nothing is lost --------------------------------------------------------------------
 
@@ -189,17 +194,12 @@ class Recovery:
 
     # --- when lanes are lost ----------------------------------------------------------------------
 
-    def back_to(self, lost: Mapping[int, str], error: BaseException) -> Snapshot:
-        """What to go back to now that lanes are lost.
-
-        Args:
-            lost: lane to the reason.
-            error: how the loss was heard of.
+    def back_to(self, error: BaseException) -> Snapshot:
+        """What to go back to now that lanes are lost; `error` is how this was heard of.
 
         Raises:
-            RunFailed: there is no way back, or a lane is lost again and again.
+            RunFailed: there is no way back.
         """
-        self._restarts.count(lost, error)
         if self._snapshot is None:
             raise RunFailed(
                 f"{error}\nthe only copy of what was learnt was lost with it: {self._why_not}; "

@@ -11,21 +11,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import psutil
 
-from m2flow.engine.messages import AbortCall, ExportWeights, InstallWeights
 from m2flow.engine.plan import Plan
 from m2flow.engine.residency import Residency
-from m2flow.errors import RunFailed, UserError
+from m2flow.errors import PlanError, RunFailed, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
 from m2flow.runtime.driver.journal import Journal, Kept, nothing_kept
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
-from m2flow.runtime.driver.recovery import (
-    LOST,
-    LaneLoss,
-    Recovery,
-    Restarts,
-    Snapshot,
-)
+from m2flow.runtime.driver.recovery import BACK, LOST, LaneLoss, LaneReturn, Recovery, Snapshot
 from m2flow.runtime.driver.runner import Runner, StepResult
 from m2flow.runtime.lane.exhausted import is_exhaustion
 from m2flow.runtime.lane.state_files import saves
@@ -33,6 +26,7 @@ from m2flow.runtime.lane.state_files import saves
 if TYPE_CHECKING:  # a run in one process does without Ray
     from m2flow.runtime.driver.pilot import Pilot
     from m2flow.runtime.driver.pool import LanePool
+    from m2flow.runtime.driver.supervision import Supervision
     from m2flow.runtime.lane.orders import Fetch
 
 T = TypeVar("T")
@@ -75,7 +69,7 @@ class Run:
         load_seconds: float = 0.0,
         load_deadline_seconds: float = 0.0,
         pilot: Pilot | None = None,
-        restarts: Restarts | None = None,
+        supervision: Supervision | None = None,
         losses: Sequence[LaneLoss] = (),
     ) -> None:
         self.graph = methods.graphs[STEP]
@@ -83,9 +77,10 @@ class Run:
         self._methods, self._workers = methods, workers
         self._load_deadline = load_deadline_seconds
         self._pool, self._owns_pool = pool, owns_pool
+        self._supervision = supervision
         self._journal: Journal | None = None
         self._take_up(plans, carrier, dict.fromkeys(methods.graphs, first_step))
-        self._recovery = self._new_recovery(first_step, restarts or Restarts(0), losses)
+        self._recovery = self._new_recovery(first_step, losses)
         self._again: list[Batch] = []
         self.may_heal: Callable[[], bool] = lambda: True
         gc.freeze()  # what is there stays: to go through all of torch would stop the control loop
@@ -150,32 +145,33 @@ class Run:
                     if runner is not self._runners[STEP]:
                         break  # a lane was lost while nobody asked for steps
             except RunFailed as error:
-                self._account_for(error)
+                if self._pool is not None:
+                    from m2flow.runtime.driver.stalled import explain
+
+                    explain(error, self._pool)
                 self._again = self._taken_back(error)
                 continue
             if runner is self._runners[STEP] and not self._lasting(self._between_steps):
                 return
 
-    def _account_for(self, error: RunFailed) -> None:
-        """Add the lanes' stacks and logs to a failure that is a stall."""
-        if self._pool is not None and isinstance(error.__cause__, TimeoutError):
-            from m2flow.runtime.driver.stalled import accounts
-
-            for account in accounts(self._pool):
-                error.__cause__.add_note(account)
-
     def _until_a_pause(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Batches, as long as nothing is to be done between two steps."""
-        while not (self._recovery.is_due or (self.pilot and self.pilot.wants_to_look)):
+        while not (
+            self._recovery.is_due
+            or (self.pilot and self.pilot.wants_to_look)
+            or self._lanes_come_back
+        ):
             batch = next(batches, None)
             if batch is None:
                 return
-            self._recovery.feed(self._checked(batch))
+            self._recovery.feed(self._methods.checked(batch))
             yield batch
 
     def _between_steps(self) -> bool:
-        """Look at the plan, or take a snapshot; False where nothing was to be done."""
-        if self.pilot is not None and self.pilot.wants_to_look:
+        """Take lanes in, look at the plan, or take a snapshot; False if nothing was to be done."""
+        if self._lanes_come_back:
+            self._take_in()
+        elif self.pilot is not None and self.pilot.wants_to_look:
             self._look(self.pilot)
         elif self._recovery.is_due:
             self._keep_snapshot()
@@ -185,7 +181,7 @@ class Run:
 
     def _watched(self, results: Iterator[StepResult]) -> Iterator[StepResult]:
         for result in results:
-            disturbed = any(span.name == LOST for span in result.spans)
+            disturbed = any(span.name in (LOST, BACK) for span in result.spans)
             if self.pilot is not None and not disturbed and not result.recalled:
                 self.pilot.note(result, self.plan)
             self._recovery.gave(result.step)
@@ -229,16 +225,6 @@ class Run:
         self.pilot.gone_over(plan, done.moved, done.seconds)
         self._recovery.forget_open()
         return batches
-
-    def _checked(self, batch: Batch) -> Batch:
-        if len(batch) != self._methods.num_items[STEP]:
-            raise UserError(
-                "the step was planned for another number of items",
-                key="items_per_step",
-                value=len(batch),
-                expected=str(self._methods.num_items[STEP]),
-            )
-        return batch
 
     def run_method(self, name: str, batch: Batch) -> StepResult:
         """Run another traced method of the flow, such as "evaluate", between steps.
@@ -356,12 +342,15 @@ class Run:
         return Replanned(moved, time.perf_counter() - start)
 
     def movers(self, plan: Plan) -> tuple[str, ...]:
-        """Workers that a plan of the step would have stand elsewhere."""
-        here = self._placements
+        """Workers that a plan would have stand elsewhere, or in other process groups."""
+        here, pool = self._placements, self._pool
+        grouped = pool is not None and pool.world not in ((), pool.all_positions)
         return tuple(
             worker
             for worker, spot in self._methods.planned(plan).everything.placements.items()
-            if worker not in here or here[worker].replicas != spot.replicas
+            if worker not in here
+            or here[worker].replicas != spot.replicas
+            or (grouped and len(spot.lanes) > 1)
         )
 
     def pause_seconds(self, plan: Plan) -> float:
@@ -398,40 +387,36 @@ class Run:
         """Bring workers that were moved to the weights on which they are to run."""
         from m2flow.runtime.driver import moving
 
-        edges = self.graph.weight_edges
-        for source in sorted({edge.source for edge in edges if edge.target in moved}):
-            targets = [edge.target for edge in edges if edge.source == source]
-            spot = self._placements[source]
-            home = spot.lanes if all(len(gang) == 1 for gang in spot.replicas) else ()
-            takers = [(name, lane) for name in targets for lane in self._placements[name].lanes]
-            seconds = self.plan.deadline_seconds
-            if not {lane for _, lane in takers} <= set(home):
-                self._bring((source,), "weights", spot.replicas[0])
-                export = ExportWeights(-1, source, version, spot.replicas[0])
-                moving.carry_out_now(self._carrier, export, seconds)
-            for number, (target, lane) in enumerate(takers):
-                local = lane in home
-                self._bring((source, target) if local else (target,), "install", (lane,))
-                install = InstallWeights(-2 - number, source, target, version, (lane,), local)
-                moving.carry_out_now(self._carrier, install, seconds)
+        moving.publish(
+            self._carrier, self.graph, self.plan, self._placements, moved, version, self._bring
+        )
 
     # --- lanes that are lost ----------------------------------------------------------------------
 
     @property
     def losses(self) -> tuple[LaneLoss, ...]:
-        """The lanes that were lost and are back, in order of time."""
+        """The lanes that were lost, and are back or given up, in order of time."""
         return tuple(self._recovery.losses)
 
-    def _new_recovery(
-        self, first_step: int, restarts: Restarts, losses: Sequence[LaneLoss]
-    ) -> Recovery:
+    @property
+    def returns(self) -> tuple[LaneReturn, ...]:
+        """The lanes that were given up and are back, in order of time."""
+        return tuple(self._recovery.returns)
+
+    @property
+    def missing(self) -> int:
+        """How many lanes the run goes without."""
+        return 0 if self._pool is None else len(self._pool.missing)
+
+    def _new_recovery(self, first_step: int, losses: Sequence[LaneLoss]) -> Recovery:
         spots = self._placements.items()
         unsaved = [name for name, _ in spots if not self.movable(name)]
         num_bytes = sum(
             spot.state_bytes * len(spot.replicas[0]) for name, spot in spots if self._saves(name)
         )
         free = psutil.virtual_memory().available
-        return Recovery(first_step, unsaved, num_bytes, free, restarts, losses)
+        heals = self._supervision is not None and self._supervision.heals
+        return Recovery(first_step, unsaved, num_bytes, free, heals, losses)
 
     def _keep_snapshot(self) -> None:
         """Have workers save their states, and keep these here."""
@@ -462,7 +447,7 @@ class Run:
                 self._again += self._lanes_back(error)
 
     def _lost(self, error: RunFailed) -> dict[int, tuple[str, float]]:
-        """Lanes that were lost and may be started again."""
+        """Lanes that were lost, and without which, or with which again, the run may go on."""
         if self._pool is None or not self._recovery.heals or not self.may_heal():
             return {}
         from m2flow.runtime.driver import moving
@@ -470,8 +455,8 @@ class Run:
         return moving.lost_lanes(self._pool, error)
 
     def _lanes_back(self, error: RunFailed) -> list[Batch]:
-        """Start lanes again that were lost, go back to the last snapshot, and take the steps since
-        then again.
+        """Start lanes again that were lost, or do without them; go back to the last snapshot, and
+        take the steps since then again.
 
         Returns:
             The batches of the steps whose results were not given, which are left to be taken.
@@ -479,15 +464,18 @@ class Run:
         Raises:
             RunFailed: there is no way back.
         """
+        assert self._supervision is not None
         _, begun = self._runners[STEP].first_open
-        new: list[LaneLoss] = []
+        heard: dict[tuple[int, float], str] = {}
         while lost := self._lost(error):
-            snapshot = self._recovery.back_to({x: why for x, (why, _) in lost.items()}, error)
+            heard |= {(lane, at): why for lane, (why, at) in lost.items()}
+            self._supervision.count(error)
+            snapshot = self._recovery.back_to(error)
             done, others = self._recovery.since_snapshot()
             try:
                 self._go_back(snapshot)
-                now = time.time()
-                new += [LaneLoss(x, why, at, now - at, len(done)) for x, (why, at) in lost.items()]
+                losses = [(lane, why, at) for (lane, at), why in heard.items()]
+                new = self._supervision.losses(losses, self.plan, len(done))
                 for _ in self._runners[STEP].run(done):
                     pass
             except RunFailed as again:
@@ -500,36 +488,67 @@ class Run:
         raise error
 
     def _go_back(self, snapshot: Snapshot) -> None:
-        """Bring all workers up as they were at a snapshot, on lanes that are all there."""
+        """Bring all workers up as they were at a snapshot, on the lanes that there are to be."""
+        from m2flow.runtime.driver import moving
         from m2flow.runtime.driver.carrier import RayCarrier
 
-        pool, plan = self._pool, self.plan
+        pool, supervision, kept = self._pool, self._supervision, self.plan
         assert pool is not None
-        every = {lane.id for lane in pool.lanes}
-        busy: set[int] = set()
-        if not pool.grouped:
-            for name, runner in self._runners.items():
-                for number, call in runner.engine.calls.items():
-                    self._carrier.carry_out(name, AbortCall(number, tuple(call.running)))
-            busy = pool.quiet(every - pool.lost.keys())
-        while gone := busy | pool.lost.keys():
-            pool.restart(every if pool.grouped else gone)
-            busy = set()
-        next_steps = {name: runner.first_open[0] for name, runner in self._runners.items()}
-        carrier = RayCarrier(
-            pool,
-            self._methods.graphs,
-            self._plans.everything,
-            self._workers,
-            self._plans.by_method,
-            snapshot.step,
-            load_seconds=self._load_deadline,
-            states=snapshot.files,
-        )
-        self._take_up(self._plans, carrier, next_steps | {STEP: snapshot.step})
-        self.plan = plan
+        assert supervision is not None
+        supervision.bring_back(moving.stopped(pool, self._carrier, self._runners))
+        plans = self._plans
+        try:
+            if (remade := supervision.remade(plans.everything)) is not None:
+                plans = self._methods.planned(remade)
+            next_steps = {name: runner.first_open[0] for name, runner in self._runners.items()}
+            carrier = RayCarrier(
+                pool,
+                self._methods.graphs,
+                plans.everything,
+                self._workers,
+                plans.by_method,
+                snapshot.step,
+                load_seconds=self._load_deadline,
+                states=snapshot.files,
+            )
+            plans = plans.sized(self._state_bytes | carrier.state_bytes, self._methods.graphs)
+        except PlanError as why:  # it was made here
+            raise RunFailed(f"no plan for the lanes that are left: {why}") from why
+        self._take_up(plans, carrier, next_steps | {STEP: snapshot.step})
+        if remade is None:
+            self.plan = kept
+        elif self.pilot is not None:
+            self.pilot.gone_over(remade, (), 0.0, lanes=True)
         if snapshot.files:
             self._publish_to(tuple(self._placements), snapshot.step)
+
+    @property
+    def _lanes_come_back(self) -> bool:
+        """Whether lanes that were given up may be there again."""
+        return (
+            self._supervision is not None
+            and self._recovery.saves
+            and self.may_heal()
+            and self._supervision.has_news
+        )
+
+    def _take_in(self) -> None:
+        """Go on with lanes that have come back, under a plan for all that there are."""
+        assert self._supervision is not None
+        begun = time.time()
+        back = self._supervision.take_in()
+        try:
+            plan = self._supervision.remade(self._plans.everything)
+        except RunFailed:  # they are too few for a plan, and stay idle
+            return
+        if plan is None:
+            return
+        done = self.replan(plan)
+        if self.pilot is not None:
+            self.pilot.gone_over(plan, done.moved, done.seconds, lanes=True)
+        new = self._supervision.returns(back, self.plan, begun)
+        self._recovery.returns += new
+        self._runners[STEP].go_on(begun, [one.span() for one in new])
 
     # --- the end ----------------------------------------------------------------------------------
 

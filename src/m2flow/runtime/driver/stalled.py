@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from m2flow.errors import RunFailed
 from m2flow.runtime.lane.stacks import SIGNAL, STACKS
 
 if TYPE_CHECKING:
@@ -24,11 +25,18 @@ LINES = 200
 """Of what a lane has printed, the last so many lines are shown."""
 
 
+def explain(error: RunFailed, pool: LanePool) -> None:
+    """Add the lanes' stacks and logs to a failure that is a stall."""
+    if isinstance(error.__cause__, TimeoutError):
+        for account in accounts(pool):
+            error.__cause__.add_note(account)
+
+
 def accounts(pool: LanePool) -> list[str]:
     """An account of each lane of a pool, for people."""
     files = {
-        lane.id: pool.folder / STACKS.format(position)
-        for position, lane in enumerate(pool.lanes)
+        lane.id: pool.folder / STACKS.format(*pool.positions([lane.id]))
+        for lane in pool.lanes
         if pool.is_here(lane.id)
     }
     before = {lane: file.stat().st_size for lane, file in files.items() if file.is_file()}

@@ -15,16 +15,20 @@ from m2flow.flow.worker import Isolation
 from m2flow.plan import isolated_workers, parse_lanes, with_memory
 from m2flow.runtime.driver.inline import InlineCarrier
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
-from m2flow.runtime.driver.recovery import LANE_RESTARTS, LaneLoss, Restarts
+from m2flow.runtime.driver.recovery import LaneLoss
 from m2flow.runtime.driver.run import Run
 
 if TYPE_CHECKING:  # an eager run does without Ray
     from m2flow.runtime.driver.carrier import RayCarrier
     from m2flow.runtime.driver.pilot import Pilot
     from m2flow.runtime.driver.pool import LanePool
+    from m2flow.runtime.driver.supervision import Supervision
 
 LOAD_SECONDS = 1800.0
 """Longest that a lane may take to bring one worker up, unless it is said otherwise."""
+
+LANE_RESTARTS = 3
+"""How often each lane may be started again in a run, unless it is said otherwise."""
 
 
 def methods_of(
@@ -107,9 +111,12 @@ def on_lanes(
     load_deadline_seconds: float,
     pilot: Pilot | None = None,
     lane_restarts: int = LANE_RESTARTS,
+    elastic: bool = False,
 ) -> Run:
     """The run of a plan on the lanes of a pool, which may be its own."""
     from m2flow.runtime.driver.carrier import RayCarrier
+    from m2flow.runtime.driver.elastic import ElasticPlan
+    from m2flow.runtime.driver.supervision import Supervision
 
     pool, owns_pool = lanes
     check_lanes(plans.everything, pool)
@@ -117,7 +124,7 @@ def on_lanes(
         raise RunFailed(f"no run can be started on these lanes any more: {pool.spoiled}")
     workers, start = plans.placed(flow.workers), time.perf_counter()
 
-    def load() -> RayCarrier:
+    def load(plans: Plans) -> RayCarrier:
         return RayCarrier(
             pool,
             methods.graphs,
@@ -128,8 +135,9 @@ def on_lanes(
             load_seconds=load_deadline_seconds,
         )
 
-    restarts = Restarts(lane_restarts if pool.can_restart else 0)
-    carrier, losses = _loaded(pool, load, restarts)
+    plan_for = ElasticPlan(methods, plans, flow.workers, pilot) if elastic else None
+    supervision = Supervision(pool, lane_restarts, plan_for)
+    plans, carrier, losses = _loaded(pool, methods, plans, load, supervision)
     return Run(
         methods,
         plans.sized(carrier.state_bytes, methods.graphs),
@@ -141,28 +149,35 @@ def on_lanes(
         load_seconds=time.perf_counter() - start,
         load_deadline_seconds=load_deadline_seconds,
         pilot=pilot,
-        restarts=restarts,
+        supervision=supervision,
         losses=losses,
     )
 
 
 def _loaded(
-    pool: LanePool, load: Callable[[], RayCarrier], restarts: Restarts
-) -> tuple[RayCarrier, list[LaneLoss]]:
+    pool: LanePool,
+    methods: Methods,
+    plans: Plans,
+    load: Callable[[Plans], RayCarrier],
+    supervision: Supervision,
+) -> tuple[Plans, RayCarrier, list[LaneLoss]]:
     """Load the workers; where lanes are lost meanwhile, start them again, and load once more.
 
     Raises:
         RunFailed: a lane is lost again and again, or something else went wrong.
     """
-    losses: list[LaneLoss] = []
+    heard: dict[tuple[int, float], str] = {}
     while True:
         try:
-            return load(), losses
+            carrier = load(plans)
         except RunFailed as error:
-            lost = dict(pool.lost)
-            if not lost or not restarts.most:
+            if not pool.lost or not supervision.heals:
                 raise
-            restarts.count({lane: why for lane, (why, _) in lost.items()}, error)
-            pool.restart({lane.id for lane in pool.lanes} if pool.grouped else lost)
-            now = time.time()
-            losses += [LaneLoss(lane, why, at, now - at, 0) for lane, (why, at) in lost.items()]
+            heard |= {(lane, at): why for lane, (why, at) in pool.lost.items()}
+            supervision.count(error)
+            supervision.bring_back(())
+            if (remade := supervision.remade(plans.everything)) is not None:
+                plans = methods.planned(remade)
+        else:
+            lost = [(lane, why, at) for (lane, at), why in heard.items()]
+            return plans, carrier, supervision.losses(lost, plans.by_method[STEP], 0)

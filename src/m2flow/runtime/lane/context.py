@@ -44,6 +44,8 @@ class LaneContext:
             same_node=order.meeting.same_node,
             timeout_seconds=order.meeting.timeout_seconds,
             node_address=self.host,
+            world=order.meeting.world,
+            keeper=order.meeting.keeper,
         )
         self.groups.ensure(order.lane_sets)
 

@@ -46,12 +46,14 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where lanes meet for collectives: `host` and `port` of the store that the first one keeps."""
+    """Where lanes meet for collectives; see `LaneGroups.init`."""
 
     host: str
     port: int
     same_node: bool
     timeout_seconds: float
+    world: tuple[int, ...]
+    keeper: int
 
 
 @dataclass(frozen=True, slots=True)

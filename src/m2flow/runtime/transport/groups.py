@@ -1,8 +1,9 @@
 """Process groups between lanes: a world made once, a group for each set of lanes, made on demand.
 
-They live as long as the lane's process. A group is named by its lanes and kept, so another plan
-makes only what it has not seen. Lanes are positions among all lanes, which are the ranks of the
-world. CPU tensors travel by Gloo, those of a GPU by NCCL. Knows neither plans nor workers.
+They live as long as the lane's process, or until a lane joins the world. A group is named by its
+lanes and kept, so another plan makes only what it has not seen. Lanes are positions among all
+lanes; the ranks of the world count those that have joined it. CPU tensors travel by Gloo, those of
+a GPU by NCCL. Knows neither plans nor workers.
 
 PyTorch numbers groups as they are made, so every lane of the world asks for every group in one
 order, also for those it is not in. Only the members of a new group wait for each other.
@@ -75,6 +76,7 @@ class LaneGroups:
         self, lane_index: int, num_lanes: int, listener: socket.socket | None = None
     ) -> None:
         self._lane, self._num_lanes, self._listener = lane_index, num_lanes, listener
+        self._world: Lanes = ()
         self._timeout: datetime.timedelta | None = None
         self._groups: dict[Lanes, Any] = {}
         self._meshes: dict[tuple[tuple[Lanes, ...], str, tuple[str, str]], Any] = {}
@@ -87,17 +89,22 @@ class LaneGroups:
         same_node: bool,
         timeout_seconds: float,
         node_address: str | None = None,
+        world: Lanes | None = None,
+        keeper: int = 0,
     ) -> None:
-        """Join the world. Collective among all lanes the first time.
+        """Join the world. Collective among its lanes the first time, and when it is another one.
 
         Later calls only set the longest that a collective may take from then on; where the lanes
-        meet does not matter any more.
+        meet does not matter any more. Another world takes the place of the one before: its groups
+        are gone, and no worker may hold one of them.
 
         Args:
-            host, port: where the first lane keeps the store.
+            host, port: where one lane keeps the store.
             same_node: all lanes are on one machine.
             timeout_seconds: the longest that a collective may take.
             node_address: this lane's own address; needed where lanes are on several machines.
+            world: the lanes that join; None for all.
+            keeper: the lane that keeps the store; it has not kept one before.
 
         Raises:
             RunFailed: no interface has `node_address`.
@@ -106,14 +113,18 @@ class LaneGroups:
         import torch.distributed as dist
 
         timeout = datetime.timedelta(seconds=timeout_seconds)
+        world = tuple(range(self._num_lanes)) if world is None else tuple(sorted(world))
+        if world != self._world:
+            self.close()
         if self._timeout is None:
             assert same_node or node_address is not None
             choose_interface(None if same_node else node_address)
+            self._world = world
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                store=self._store(host, port, timeout),
-                rank=self._lane,
-                world_size=self._num_lanes,
+                store=self._store(host, port, timeout, kept_here=self._lane == keeper),
+                rank=world.index(self._lane),
+                world_size=len(world),
                 timeout=timeout,
             )
         elif timeout != self._timeout:
@@ -122,15 +133,16 @@ class LaneGroups:
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
         self._timeout = timeout
 
-    def _store(self, host: str, port: int, timeout: datetime.timedelta) -> Any:
-        """The store that the first lane keeps, on the port that it has held since it started."""
+    def _store(self, host: str, port: int, timeout: datetime.timedelta, *, kept_here: bool) -> Any:
+        """The store that one lane keeps, on the port that it has held since it started."""
         from torch._C._distributed_c10d import TCPStore
 
-        first = self._lane == 0
         held: dict[str, Any] = {}
-        if first and self._listener is not None:
+        if kept_here and self._listener is not None:
             held["master_listen_fd"] = self._listener.detach()
-        return TCPStore(host, port, self._num_lanes, is_master=first, timeout=timeout, **held)
+            self._listener = None
+        size = len(self._world)
+        return TCPStore(host, port, size, is_master=kept_here, timeout=timeout, **held)
 
     def ensure(self, lane_sets: Iterable[Lanes]) -> None:
         """Make the groups that are not there yet.
@@ -145,7 +157,10 @@ class LaneGroups:
             members = tuple(sorted(lanes))
             assert len(set(members)) == len(members), f"a lane occurs twice in {lanes}"
             if members not in self._groups:
-                self._groups[members] = dist.new_group(list(members), timeout=self._timeout)
+                self._groups[members] = dist.new_group(self._ranks(members), timeout=self._timeout)
+
+    def _ranks(self, lanes: Lanes) -> list[int]:
+        return [self._world.index(lane) for lane in lanes]
 
     def all_reduce(self, lanes: Lanes) -> Callable[[Sequence[Any]], None]:
         """A function that sums lists of tensors in place over these lanes, one bucket a dtype."""
@@ -211,7 +226,7 @@ class LaneGroups:
         return DeviceMesh.from_group(
             [self.group(column), self.group(row)],
             kind,
-            mesh=torch.tensor(rows, dtype=torch.int),
+            mesh=torch.tensor([self._ranks(lanes) for lanes in rows], dtype=torch.int),
             mesh_dim_names=names,
         )
 
@@ -229,7 +244,7 @@ class LaneGroups:
 
         self._groups.clear()
         self._meshes.clear()
-        self._timeout = None
+        self._timeout, self._world = None, ()
         dist.destroy_process_group()
 
 

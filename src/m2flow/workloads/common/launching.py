@@ -67,6 +67,7 @@ def launched(
         also=also,
         load_deadline_seconds=recipe.load_deadline_seconds,
         lane_restarts=recipe.lane_restarts,
+        elastic=recipe.elastic,
     )
     if plan is not None:
         return start(plan=with_working_memory(recipe, flow.trace(), plan))

@@ -37,7 +37,12 @@ WARMUP = "warmup"
 """Folder in the run directory of the starting model, if it is made here."""
 
 
-WHY = {"race": "trying", "won": "settled on", "failed": "the plan failed; instead"}
+WHY = {
+    "race": "trying",
+    "won": "settled on",
+    "failed": "the plan failed; instead",
+    "lanes": "the lanes are others; now",
+}
 """In words why a run goes over to another plan; see `Change.why`."""
 
 
@@ -76,7 +81,7 @@ class Training:
         self._directory: RunDirectory | None = None
         self._publishing: dict[str, str] = {}
         self._changes = 0
-        self._losses = 0
+        self._losses = self._returns = 0
         self._alarms: set[str] = set()
         self._journal: Journal | None = None
         self._stopping = stopping
@@ -276,7 +281,7 @@ class Training:
         figures = self.experiment.metrics(result) | step_figures(result)
         if (tokens := figures.get("tokens/generated")) is not None:
             figures["throughput/tokens_per_s"] = tokens / result.seconds
-        figures |= self._against_plan(run, result) | self._lanes_lost(run)
+        figures |= self._lanes_lost(run) | self._against_plan(run, result)
         if result.recalled:
             figures["rollouts/recalled"] = float(result.recalled)
         rows = self.experiment.samples(result, self.recipe.samples_logged_per_step)
@@ -287,11 +292,16 @@ class Training:
         return figures
 
     def _lanes_lost(self, run: Run) -> dict[str, float]:
-        """Say which lanes were lost and are back; how often that was so far."""
-        new, self._losses = run.losses[self._losses :], len(run.losses)
-        for loss in new:
-            self.progress.note(str(loss))
-        return {"lanes/restarts": float(self._losses)}
+        """Say which lanes were lost, and which are back; how often that was so far."""
+        lost, self._losses = run.losses[self._losses :], len(run.losses)
+        back, self._returns = run.returns[self._returns :], len(run.returns)
+        for one in (*lost, *back):
+            self.progress.note(str(one))
+        if back or any(loss.given_up for loss in lost):
+            self._write_plan(run)
+        restarts = self._returns + sum(not loss.given_up for loss in run.losses)
+        figures = {"lanes/restarts": float(restarts)}
+        return figures | {"lanes/missing": float(run.missing)} if self.recipe.elastic else figures
 
     def _keep_skipped(self, step: int, result: StepResult, figures: dict[str, float]) -> None:
         """Keep all rollouts of a step of which something could not be learned from."""

@@ -1,0 +1,240 @@
+"""Which lanes are started again, given up and called back, and what plan is made for those left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from m2flow.engine.plan import LaneSpec, Plan
+from m2flow.errors import RunFailed, UserError
+from m2flow.flow.worker import ONE_LANE, Layout
+from m2flow.plan import build_plan
+from m2flow.runtime.driver.elastic import ElasticPlan
+from m2flow.runtime.driver.methods import STEP, Methods
+from m2flow.runtime.driver.supervision import LOOK_SECONDS, NO_MACHINE, Supervision
+from tests.plan.small_graphs import GRPO
+
+LANES = tuple(LaneSpec(number) for number in range(4))
+ITEMS = 8
+
+
+# --- plans for the lanes that are left ------------------------------------------------------------
+
+
+class Sharded:
+    """A worker that knows gangs of any of these numbers of lanes."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes
+
+    def layouts(self, kind: str, lanes: int) -> Sequence[Layout]:
+        assert kind == "cpu"
+        return [ONE_LANE, *(Layout(f"fsdp{n}", n) for n in self.sizes if n <= lanes)]
+
+
+def elastic(plan: Plan, learner: Sharded | None = None, isolated: str = "") -> ElasticPlan:
+    methods = Methods({STEP: GRPO}, {STEP: ITEMS}, frozenset(filter(None, [isolated])))
+    workers = dict.fromkeys(plan.placements, learner or Sharded())
+    return ElasticPlan(methods, methods.planned(plan), cast("Any", workers), None)
+
+
+def made(mode: str, **options: Any) -> Plan:
+    return replace(build_plan(mode, GRPO, LANES, ITEMS, **options), deadline_seconds=7.0)
+
+
+@pytest.mark.parametrize("mode", ["collocated", "disaggregated", "hybrid"])
+def test_the_plan_for_fewer_lanes_is_that_of_the_mode(mode: str) -> None:
+    left = (LANES[0], LANES[2], LANES[3])
+    plan = elastic(replace(made(mode), max_staleness=1)).plan(left)
+    assert plan == replace(
+        build_plan(mode, GRPO, left, ITEMS), max_staleness=1, deadline_seconds=7.0
+    )
+
+
+def test_a_mode_that_needs_more_lanes_gives_way() -> None:
+    assert elastic(made("disaggregated")).plan(LANES[3:]).mode == "collocated"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "left", "size"), [((2, 3, 4), 3, 3), ((2, 4), 3, 1), ((2, 4), 2, 2)]
+)
+def test_a_gang_is_of_as_many_lanes_as_divide_those_left(
+    sizes: tuple[int, ...], left: int, size: int
+) -> None:
+    plan = made("collocated", layouts={"learner": Layout("fsdp4", 4)})
+    spot = elastic(plan, Sharded(*sizes)).plan(LANES[:left]).placements["learner"]
+    assert {len(gang) for gang in spot.replicas} == {size}
+    assert spot.lanes == tuple(range(left))
+    assert spot.layout == (f"fsdp{size}" if size > 1 else "one")
+
+
+def test_a_plan_that_no_builder_makes_is_for_its_lanes_alone() -> None:
+    plan = made("collocated")
+    (name,) = [name for name, stage in plan.stages.items() if name.startswith("learner.train")]
+    changed = replace(plan, stages={**plan.stages, name: replace(plan.stages[name], chunk=1)})
+    for own in (changed, replace(plan, mode="mine")):
+        with pytest.raises(
+            UserError, match="is for all of its lanes, and names those that are los"
+        ):
+            elastic(own).plan(LANES[1:])
+
+
+def test_a_worker_with_a_process_of_its_own_needs_the_lane_beside() -> None:
+    plan = made("collocated", isolated={"score"})
+    first, both = plan.lanes[:4], plan.lanes[4:]
+    remade = elastic(plan, isolated="score").plan((first[1], both[1]))
+    assert remade.placements["score"].lanes == (both[1].id,)
+    assert remade.placements["learner"].lanes == (first[1].id,)
+    with pytest.raises(UserError, match="score: must have a process of its own"):
+        elastic(plan, isolated="score").plan((*first, *both[1:]))
+    with pytest.raises(UserError, match="all that are left are reserved"):
+        elastic(plan, isolated="score").plan(both)
+
+
+# --- which lanes there are ------------------------------------------------------------------------
+
+
+class Processes:
+    """Those of a pool, as far as they are asked."""
+
+    def __init__(self) -> None:
+        self.gone: set[int] = set()
+        self.awaited: set[int] = set()
+        self.up: set[int] = set()
+
+    def without_machine(self, lanes: Any) -> set[int]:
+        return self.gone & set(lanes)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.up)
+
+
+class Pool:
+    """Lanes without processes."""
+
+    can_restart = True
+
+    def __init__(self) -> None:
+        self.lanes, self.processes = LANES, Processes()
+        self.lost: dict[int, tuple[str, float]] = {}
+        self.missing: dict[int, tuple[str, float]] = {}
+        self.world: tuple[int, ...] = ()
+        self.all_positions = tuple(range(len(LANES)))
+        self.calls: list[tuple[str, set[int]]] = []
+        self.refusals: list[str] = []
+
+    def lose(self, *lanes: int) -> RunFailed:
+        self.lost |= dict.fromkeys(lanes, ("killed", 0.0))
+        return RunFailed(f"lane {lanes[0]} was lost: killed")
+
+    def restart(self, lanes: set[int]) -> None:
+        self.calls.append(("restart", set(lanes)))
+        if self.refusals:
+            self.lose(*lanes)
+            raise RunFailed(self.refusals.pop(0))
+        for lane in lanes:
+            self.lost.pop(lane, None)
+        if len(lanes) == len(self.lanes):
+            self.world = ()
+
+    def give_up(self, lanes: Any) -> None:
+        self.missing |= {lane: self.lost.pop(lane) for lane in lanes}
+        self.lanes = tuple(lane for lane in self.lanes if lane.id not in lanes)
+        self.all_positions = tuple(lane.id for lane in self.lanes)
+
+    def call_back(self, lane: int) -> bool:
+        self.calls.append(("call back", {lane}))
+        if lane in self.processes.gone:
+            return False
+        self.processes.awaited.add(lane)
+        return True
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def supervision(pool: Pool, restarts: int = 2, clock: Clock | None = None) -> Supervision:
+    plan = elastic(made("collocated"))
+    return Supervision(cast("Any", pool), restarts, plan, clock or Clock())
+
+
+def test_a_lane_is_started_again_so_often() -> None:
+    pool = Pool()
+    watch = supervision(pool)
+    for _ in range(2):
+        watch.count(pool.lose(1))
+        watch.bring_back(())
+    assert pool.calls == [("restart", {1})] * 2
+    watch.count(pool.lose(1))
+    assert pool.missing.keys() == {1}
+    watch.bring_back(())
+    assert len(pool.calls) == 2, "nothing is left to be started"
+
+
+def test_lanes_with_process_groups_are_all_started_again_without_the_one_that_is_lost() -> None:
+    pool = Pool()
+    pool.world = (0, 1, 2, 3)
+    watch = supervision(pool, restarts=0)
+    watch.count(pool.lose(2))
+    watch.bring_back(())
+    assert pool.calls == [("restart", {0, 1, 3})]
+
+
+def test_the_others_are_started_without_the_lane_that_does_not_come_up() -> None:
+    pool = Pool()
+    pool.world, pool.refusals = (0, 1, 2, 3), ["lanes have not started within 120 s"]
+    watch = supervision(pool)
+    watch.count(pool.lose(2))
+    watch.bring_back(())
+    assert pool.calls == [("restart", {0, 1, 2, 3}), ("restart", {0, 1, 3})]
+    assert pool.missing.keys() == {2}
+
+
+def test_a_lane_is_called_back_now_and_then_and_so_often() -> None:
+    pool, clock = Pool(), Clock()
+    pool.refusals = ["no"]
+    watch = supervision(pool, restarts=3, clock=clock)
+    watch.count(pool.lose(1))
+    watch.bring_back(())
+    pool.calls = []
+    assert not watch.has_news
+    assert not pool.calls, "it was looked for too soon"
+    for _ in range(5):
+        clock.now += LOOK_SECONDS
+        assert not watch.has_news
+        assert not watch.has_news
+        pool.processes.awaited.clear()  # it has ended
+    assert pool.calls == [("call back", {1})] * 2, "the start at once was the first of three"
+
+
+def test_a_machine_that_goes_and_comes_costs_no_restart() -> None:
+    pool, clock = Pool(), Clock()
+    watch = supervision(pool, restarts=0, clock=clock)
+    pool.processes.gone = {1}
+    watch.count(pool.lose(1))
+    (loss,) = watch.losses([(1, "killed", 0.0)], made("collocated"), 0)
+    assert loss.given_up == NO_MACHINE
+    clock.now += LOOK_SECONDS
+    assert not watch.has_news
+    pool.processes.gone = set()
+    clock.now += LOOK_SECONDS
+    assert not watch.has_news, "it has not come up yet"
+    assert pool.calls == [("call back", {1})] * 2
+    pool.processes.up = {1}
+    assert watch.has_news
+
+
+def test_no_lane_is_left() -> None:
+    pool = Pool()
+    watch = supervision(pool, restarts=0)
+    with pytest.raises(RunFailed, match=r"^lane 0 was lost: killed\n.*; no lane is left") as caught:
+        watch.count(pool.lose(0, 1, 2, 3))
+    assert "(`lane_restarts: 0`)" in str(caught.value)
