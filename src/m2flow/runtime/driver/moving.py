@@ -12,7 +12,7 @@ from m2flow.engine.messages import (
     InstallWeights,
     LaneLost,
 )
-from m2flow.errors import RunFailed
+from m2flow.errors import ProcessEnded, RunFailed
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.driver.recovery import Files
 from m2flow.runtime.driver.runner import Carrier
@@ -58,7 +58,14 @@ def carried_here(pool: LanePool, fetch: Fetch, seconds: float) -> Files:
 
 
 def lost_lanes(pool: LanePool, error: RunFailed) -> dict[int, tuple[str, float]]:
-    """The lanes whose loss an error may come from, with why and when; see `LanePool.lost`."""
+    """The lanes whose loss an error may come from, with why and when; see `LanePool.lost`.
+
+    A lane whose worker has lost a process of its own counts as lost: who works with it may wait
+    within a collective, and only the end of its process ends that.
+    """
+    ended = next((x for x in (error, error.__cause__) if isinstance(x, ProcessEnded)), None)
+    if ended is not None and ended.lane is not None:
+        pool.lost.setdefault(ended.lane, (str(ended).splitlines()[0], time.time()))
     deadline = time.monotonic() + LOSS_SECONDS
     while not pool.lost and isinstance(error.__cause__, PeerLost):
         if time.monotonic() > deadline:
