@@ -110,7 +110,7 @@ class Training:
             if not isinstance(error, M2FlowError | Stopped):
                 why = f"{type(error).__name__}: {why}"
             with suppress(CannotWrite):
-                self._directory.write_run(ended=time.time(), why=why)
+                self._directory.note_end(ended=time.time(), why=why)
                 if not isinstance(error, CannotWrite | Stopped):
                     account = "".join(traceback.format_exception(error))
                     write_atomically(self._directory.failure, account.encode("utf-8", "replace"))
