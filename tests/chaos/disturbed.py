@@ -2,7 +2,7 @@
 
 STRIKE is a `Strike` as JSON. The launcher sees every command that it sends, so it knows what its
 lanes are about to do; a moment later it strikes: itself, a lane, Ray's process, an engine's or a
-simulator's, or the disk. Only who is there can be hit: otherwise the next moment of that phase is
+simulator's, or the disk; or it leaves that to whoever waits for the word. Only who is there can be hit: otherwise the next moment of that phase is
 taken. The file `hit` in the working directory says who was, and when.
 """
 
@@ -48,7 +48,7 @@ class Strike:
     """Who is hit, when and how.
 
     Attributes:
-        victim: "lane", "launcher", "disk" or one of `PROGRAMS`.
+        victim: "lane", "launcher", "disk", one of `PROGRAMS`, or "" for nobody.
         phase: one of `PHASES`.
         step: not before this one.
         later: seconds after the command of that phase was sent.
@@ -92,17 +92,17 @@ class Striker:
         Path("hit.part").rename("hit")
         if self.strike.victim == "disk":
             fill(Path("filler"))
-        elif self.strike.how == "kill":
+        elif self.strike.victim and self.strike.how == "kill":
             os.kill(victim, signal.SIGKILL)
-        else:
+        elif self.strike.victim:
             os.kill(victim, signal.SIGSTOP)
             if self.strike.how == "pause":
                 time.sleep(PAUSE_SECONDS)
                 os.kill(victim, signal.SIGCONT)
 
     def victims(self, lanes: tuple[int, ...]) -> list[int]:
-        """Processes that could be hit; the launcher stands for the disk."""
-        if self.strike.victim in ("launcher", "disk"):
+        """Processes that could be hit; the launcher stands for the disk, and for nobody."""
+        if self.strike.victim in ("launcher", "disk", ""):
             return [os.getpid()]
         if self.strike.victim == "lane":
             pool = getattr(self.carrier, "pool", None)
