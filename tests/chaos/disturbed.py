@@ -2,8 +2,9 @@
 
 STRIKE is a `Strike` as JSON. The launcher sees every command that it sends, so it knows what its
 lanes are about to do; a moment later it strikes: itself, a lane, Ray's process, an engine's or a
-simulator's, or the disk; or it leaves that to whoever waits for the word. Only who is there can be hit: otherwise the next moment of that phase is
-taken. The file `hit` in the working directory says who was, and when.
+simulator's, or the disk; or it leaves that to whoever waits for the word. Only who is there can be
+hit: otherwise the next moment of that phase is taken. The file `hit` in the working directory says
+who was, and when.
 """
 
 from __future__ import annotations

@@ -130,7 +130,8 @@ def test_a_cut_for_good_ends_the_run_with_its_cause(
         cluster.cut()
         _, errors = run.communicate(timeout=NOTICED_SECONDS)
         assert run.returncode == 1, errors
-        assert "lane 1 was lost: " in errors.splitlines()[0]
+        (happened,) = (x for x in errors.splitlines() if x.startswith("the run failed: "))
+        assert "lane 1 was lost: " in happened
         account = ending_of(tmp_path / "run")
         assert account.state == "failed"
         assert "lane 1 was lost" in account.lines[0]

@@ -18,10 +18,12 @@ from m2flow.runtime.driver.recovery import Files
 from m2flow.runtime.driver.runner import Carrier
 from m2flow.runtime.lane.exchange import ItemsKey
 from m2flow.runtime.lane.orders import STATES, DropStep, Fetch, Save
+from m2flow.runtime.transport.listening import SILENT_SECONDS
 from m2flow.runtime.transport.peering import PeerLost
 
 LOSS_SECONDS = 1.0
-"""How long to wait for the word that a lane is gone, where a peer has missed it."""
+"""How long to wait for the word that a lane is gone, where a peer has missed it. Of a lane on
+another machine it may come as much later as either side takes to notice."""
 
 
 def save_state(pool: LanePool, worker: str, gang: tuple[int, ...], number: int) -> Fetch:
@@ -66,7 +68,8 @@ def lost_lanes(pool: LanePool, error: RunFailed) -> dict[int, tuple[str, float]]
     ended = next((x for x in (error, error.__cause__) if isinstance(x, ProcessEnded)), None)
     if ended is not None and ended.lane is not None:
         pool.lost.setdefault(ended.lane, (str(ended).splitlines()[0], time.time()))
-    deadline = time.monotonic() + LOSS_SECONDS
+    here = all(pool.is_here(lane.id) for lane in pool.lanes)
+    deadline = time.monotonic() + LOSS_SECONDS + (0 if here else SILENT_SECONDS)
     while not pool.lost and isinstance(error.__cause__, PeerLost):
         if time.monotonic() > deadline:
             break
