@@ -128,9 +128,11 @@ def lives(process: int) -> bool:
 
 def fill(filler: Path) -> None:
     """Take all room that is left on the file system of a file."""
-    with filler.open("wb", buffering=0) as file, suppress(OSError):
-        while True:
-            os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), 4096)
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12):
+            with suppress(OSError):
+                while True:
+                    os.posix_fallocate(file.fileno(), file.seek(0, os.SEEK_END), size)
 
 
 def before(kind: Any, name: str, look: Callable[..., None]) -> None:

@@ -212,7 +212,7 @@ def disturbed(drawn: Drawn, folder: Path, started: list[Started]) -> bool:
     with ExitStack() as ended:
         enter, outside = (), folder
         if drawn.victim == "disk":
-            disk = ended.enter_context(small_disk(folder, "size=6m"))
+            disk = ended.enter_context(small_disk(folder, "size=64m"))
             enter, outside = disk.enter, disk.outside
         recipe = outside / "tiny.yaml"
         recipe.write_text(RECIPES[drawn.workload][0])
@@ -248,7 +248,8 @@ def check_account(folder: Path, victim: str) -> None:
     if not (folder / "run/config.yaml").exists():
         return
     account = ending_of(folder / "run")
-    assert account.state == ("killed" if victim == "launcher" else "failed"), account
+    expected = {"launcher": ("killed",), "ray": ("failed", "killed")}.get(victim, ("failed",))
+    assert account.state in expected, account
     assert any(line.startswith("to go on: m2flow train ") for line in account.lines), account
     if victim == "disk":
         assert "could not be written" in account.lines[0]

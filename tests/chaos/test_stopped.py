@@ -57,9 +57,13 @@ def test_a_lane_ends_the_run_at_its_deadline(started: list[Started]) -> None:
     assert "no answer; its state is T (stopped)" in errors
     assert "Traceback" not in errors.partition("process ")[0]
     wait_until_quiet(started[0])
-    account = ending_of("run")
-    assert account.state == "failed"
-    assert any("raise deadline_seconds if it is slow" in line for line in account.lines)
+    assert ending_of("run").state == "failed"
+    doctor = run_command("doctor", "run")
+    assert doctor.code == 0
+    happened, *then = doctor.out.splitlines()
+    assert "has not finished within its deadline of 12 s" in happened
+    assert any("raise deadline_seconds if it is slow" in line for line in then)
+    assert any(line.startswith("to go on: m2flow train ") for line in then)
     assert "its state is T (stopped)" in Path("run/failure.txt").read_text()
     resumed = [*words, "steps=9", "mode=eager", "lanes=cpu:1", "--run-dir", "run", "--resume"]
     outcome = run_command("train", "tiny.yaml", *resumed)
