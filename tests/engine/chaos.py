@@ -146,7 +146,7 @@ class Toy:
 
     def run(self) -> str | None:
         for _ in range(100_000 if self.slow else 20_000):
-            open_steps = self.submitted - len(self.ended)
+            open_steps, reason = self.submitted - len(self.ended), None
             if not open_steps and self.dice.random() < 0.5:
                 self.saved = self.submitted
             if self.dice.random() < self.wishes.launcher and self.num_launchers < 2:
@@ -157,9 +157,6 @@ class Toy:
                 step, self.submitted = self.submitted, self.submitted + 1
                 there = tuple(self.recalled(step))
                 reason = self.tell(StepSubmitted(step, self.case.num_items, recalled=there))
-                if reason is not None:
-                    return reason
-                continue
             elif len(self.ended) == self.case.num_steps:
                 return None
             else:
@@ -267,6 +264,7 @@ class Toy:
         for event in events:
             if isinstance(event, LaneLost) and not self.engine._is_late(event):
                 self.void(event.lane)
+                self.versions = {key: x for key, x in self.versions.items() if key[2] != event.lane}
         for command in self.engine.handle(Tick(0.0, judge=False), *events):
             match command:
                 case FailRun(message=message):
