@@ -146,7 +146,8 @@ class Toy:
 
     def run(self) -> str | None:
         for _ in range(100_000 if self.slow else 20_000):
-            open_steps, reason = self.submitted - len(self.ended), None
+            open_steps = self.submitted - len(self.ended)
+            reason: str | None = None
             if not open_steps and self.dice.random() < 0.5:
                 self.saved = self.submitted
             if self.dice.random() < self.wishes.launcher and self.num_launchers < 2:
