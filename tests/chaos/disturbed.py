@@ -169,7 +169,7 @@ def watch(striker: Striker) -> None:
                     if name in stages:
                         striker.moment(phase, command.step, command.lanes)
                 pilot = striker.pilot
-                if pilot is not None and pilot.race is not None and pilot.watch is None:
+                if pilot is not None and pilot.changes and pilot.watch is None:
                     striker.moment("race", command.step, command.lanes)
             case RunFinish():
                 striker.moment("training", command.step, command.lanes)

@@ -41,7 +41,7 @@ PHASES = ("generation", "training")
 def linked() -> Iterator[TwoNodes]:
     folder = Path(tempfile.mkdtemp(prefix="m2c-"))  # short: Ray's sockets lie there
     try:
-        with two_nodes(folder, num_cpus=1) as cluster:
+        with two_nodes(folder) as cluster:
             if not cluster.apart:
                 pytest.skip(f"there is no link to cut: {cluster.how}")
             yield cluster

@@ -327,6 +327,21 @@ def test_one_that_hangs_is_given_up(
         engine.close()
 
 
+def test_its_files_lie_where_its_owner_has_said(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray kills engine and lane together: somebody else must be able to find them."""
+    (tmp_path / "m2flow-of-this-test").mkdir()
+    engine = started("vllm", folder, monkeypatch, scratch=tmp_path / "m2flow-of-this-test")
+    try:
+        here, *shared = engine._folders
+        assert here.parent == tmp_path / "m2flow-of-this-test"
+        assert all(path.name.startswith("m2flow-of-this-test-vllm-") for path in shared)
+    finally:
+        engine.close()
+    assert not [left for left in engine._folders if left.exists()]
+
+
 def test_an_update_that_fails_ends_it_and_says_why(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,9 @@ class ExternalEngine(ABC):
         start_seconds: longest that it may take to load the model; weights may take as long to be
             installed.
         stop_strings: whether requests may have some; then it reads the model's tokenizer.
+        scratch: folder for its files; None for the system's temporary one. Who owns the folder
+            removes what is left there, and in shared memory under the folder's name: Ray may kill
+            the engine together with the lane, and then neither of them can.
 
     Raises:
         UserError: the package is not installed.
@@ -111,6 +114,7 @@ class ExternalEngine(ABC):
         cache_bytes: int | None = None,
         start_seconds: float = 1800.0,
         stop_strings: bool = False,
+        scratch: Path | None = None,
     ) -> None:
         check_installed(self.package)
         from transformers import AutoConfig
@@ -133,8 +137,11 @@ class ExternalEngine(ABC):
         settings = self._settings(
             Started(folder, config, max_running, dtype_name, device, cache_bytes, stop_strings)
         )
-        places = [Path(tempfile.gettempdir()), *([SHARED_MEMORY] if SHARED_MEMORY.is_dir() else [])]
-        prefix = f"m2flow-{self.package}-"
+        places = [
+            scratch or Path(tempfile.gettempdir()),
+            *([SHARED_MEMORY] if SHARED_MEMORY.is_dir() else []),
+        ]
+        prefix = f"{'m2flow' if scratch is None else scratch.name}-{self.package}-"
         self._folders = [Path(tempfile.mkdtemp(prefix=prefix, dir=place)) for place in places]
         self._log = self._folders[0] / "log"
         self._connection, there = Pipe()

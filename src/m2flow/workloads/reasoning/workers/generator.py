@@ -105,6 +105,7 @@ class Generator(Worker):
                 device=place.device,
                 cache_bytes=cache_bytes,
                 stop_strings=stops,
+                scratch=place.spill,
             )
             return
         model = self.model.load(place.device, stays=False)
