@@ -174,7 +174,7 @@ class Training:
     def _prepare(self) -> None:
         """Make the starting model, unless the recipe names one or a resumed run has made it."""
         if self.experiment.makes_model:
-            folder = self._begun().path / WARMUP
+            folder = self._begun().path.absolute() / WARMUP  # lanes may work in another folder
             with writing("the starting model", folder):
                 self.experiment.prepare(folder, self.progress)
 
@@ -185,7 +185,7 @@ class Training:
             self.plan,
             None if self.lanes is None else self.lanes.pool(),
             self.progress,
-            checkpoint=self.checkpoint,
+            checkpoint=None if self.checkpoint is None else self.checkpoint.absolute(),
             first_step=self.first_step,
             also={"evaluate": len(held_out)} if held_out is not None else {},
         )
