@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 PHASES = ("generation", "scoring", "training", "publish", "checkpoint", "re-plan", "race")
+"""In the race of mode auto the pilot looks for the next plan; in a re-plan the run goes over to it."""
 
 STAGES = {
     "generation": ("generator.generate", "simulator.begin", "simulator.step", "actor.act"),
@@ -72,7 +73,6 @@ class Striker:
         self.strike, self.dice = strike, random.Random(strike.seed)
         self.armed = True
         self.carrier: Any = None
-        self.pilot: Any = None
 
     def moment(self, phase: str, step: int, lanes: tuple[int, ...] = ()) -> None:
         """A phase of a step is about to be carried out, by some lanes."""
@@ -168,9 +168,6 @@ def watch(striker: Striker) -> None:
                 for phase, stages in STAGES.items():
                     if name in stages:
                         striker.moment(phase, command.step, command.lanes)
-                pilot = striker.pilot
-                if pilot is not None and pilot.changes and pilot.watch is None:
-                    striker.moment("race", command.step, command.lanes)
             case RunFinish():
                 striker.moment("training", command.step, command.lanes)
             case ExportWeights() | InstallWeights():
@@ -182,15 +179,15 @@ def watch(striker: Striker) -> None:
     def replans(run: Run, _plan: Any) -> None:
         striker.moment("re-plan", run.pilot.changes[-1].before if run.pilot.changes else 0)
 
-    def begins(pilot: Pilot, *_: Any, **__: Any) -> None:
-        striker.pilot = pilot
+    def looks(pilot: Pilot, _run: Any) -> None:
+        striker.moment("race", pilot.changes[-1].before if pilot.changes else 0)
 
     for carrier in (RayCarrier, InlineCarrier):
         before(carrier, "carry_out", sent)
     for experiment in (ReasoningExperiment, EmbodiedExperiment):
         before(experiment, "save", saves)
     before(Run, "replan", replans)
-    before(Pilot, "__init__", begins)
+    before(Pilot, "next_plan", looks)
     if striker.strike.how == "halt":  # in this process alone: an eager run's
         processes.Deadlines = partial(Deadlines, step=2.0)  # type: ignore[misc,assignment]
 
