@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 PHASES = ("generation", "scoring", "training", "publish", "checkpoint", "re-plan", "race")
-"""In the race of mode auto the pilot looks for the next plan; in a re-plan the run goes over to it."""
+"""A race is where the pilot looks for the next plan, a re-plan where the run goes over to it."""
 
 STAGES = {
     "generation": ("generator.generate", "simulator.begin", "simulator.step", "actor.act"),
