@@ -1,10 +1,11 @@
-"""The quick start for a long time, with a fault a minute: does anything grow, is anything left?
+"""A quick start for a long time, with a fault a minute: does anything grow, is anything left?
 
-A whole command, `m2flow train` on two lanes, that would never end. Once a minute the process of a
-lane, as a seed says, is killed (SIGKILL). Every few seconds the launcher and all processes that
-stem from it are counted, with their memory (proportional set size), their open files, and the run's
-files in shared memory. In the end SIGTERM ends the run with a checkpoint, and what is left is
-counted.
+A whole command, `m2flow train` on two lanes, that would never end: the quick start, or with
+`--embodied` that of embodied agents, with its simulators in processes. Once a minute the process of
+a lane or of simulators, as a seed says, is killed (SIGKILL). Every few seconds the launcher and all
+processes that stem from it are counted, with their memory (proportional set size), their open
+files, and the run's files in shared memory. In the end SIGTERM ends the run with a checkpoint, and
+what is left is counted.
 
 Growth is the most of the last third of the samples over the most of the second third; the first
 third is for warming up. The most, because a lane that has just come back holds nothing yet.
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -38,6 +40,9 @@ MINUTES, QUICK_MINUTES = 30.0, 3.0
 FAULT_SECONDS = 60.0
 SAMPLE_SECONDS = 5.0
 END_SECONDS = 90.0
+VICTIMS = {"lane": "ray::LaneProcess.serve", "simulator": "m2flow.environments.child"}
+"""Who is killed, by what the command line has."""
+
 SHARED = Path("/dev/shm")
 
 
@@ -93,17 +98,21 @@ class Soaked:
         launcher = psutil.Process(self.process.pid)
         return [launcher, *launcher.children(recursive=True)]
 
-    def kill_a_lane(self, drawn: random.Random) -> bool:
-        """Whether there was one."""
-        lanes = []
+    def kill_one(self, drawn: random.Random) -> str:
+        """Kill a lane or a simulator; which of the two, "" if there was none."""
+        found: dict[str, list[psutil.Process]] = {}
         for one in self.family():
             with suppress(psutil.Error):
-                if "ray::LaneProcess.serve" in " ".join(one.cmdline()):
-                    lanes.append(one)
-        if lanes:
-            with suppress(psutil.Error):
-                drawn.choice(sorted(lanes, key=lambda one: one.pid)).kill()
-        return bool(lanes)
+                line = " ".join(one.cmdline())
+                for kind, words in VICTIMS.items():
+                    if words in line:
+                        found.setdefault(kind, []).append(one)
+        if not found:
+            return ""
+        kind = drawn.choice(sorted(found))
+        with suppress(psutil.Error):
+            drawn.choice(sorted(found[kind], key=lambda one: one.pid)).kill()
+        return kind
 
     def sample(self, begun: float) -> Sample:
         memory, handles = [], []
@@ -149,10 +158,9 @@ class Soaked:
 
 def main() -> None:
     options = _options()
-    _, _, source = quickstart()
     folder = Path(tempfile.mkdtemp(prefix="m2k-"))  # short: Ray's sockets lie there
     try:
-        run = Soaked(folder, _command(source.path, folder / "run", options))
+        run = Soaked(folder, _command(folder / "run", options))
         try:
             samples, faults = _soak(run, options)
             code, left = _end(run)
@@ -162,14 +170,17 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     _report(samples)
-    print(f"{faults} lanes were killed; exit code {code}; left behind: {left or 'nothing'}")
+    killed = " and ".join(f"{count} {kind}s" for kind, count in sorted(faults.items()))
+    print(f"killed: {killed or 'nobody'}; exit code {code}; left behind: {left or 'nothing'}")
     results = {"samples": [asdict(one) for one in samples], "faults": faults, "left": left}
-    conclude("soak", results, _targets(samples, faults, code, left), options)
+    name = "soak_embodied" if options.embodied else "soak"
+    conclude(name, results, _targets(samples, faults["lane"], code, left), options)
 
 
 def _options() -> argparse.Namespace:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, help=f"how long; {MINUTES:g} if it is not said")
+    parser.add_argument("--embodied", action="store_true", help="simulators in processes")
     parser.add_argument("--mode", default="disaggregated", help="of the run")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     options = parser.parse_args()
@@ -177,16 +188,22 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _command(model: str | Path, folder: Path, options: argparse.Namespace) -> list[str]:
+def _command(folder: Path, options: argparse.Namespace) -> list[str]:
+    if options.embodied:
+        recipe = "quickstart-embodied"
+        words = ["environment.processes=2", "evaluation.films=0"]
+    else:
+        recipe, (_, _, source) = "quickstart", quickstart()
+        words = [f"model.path={source.path}", "warmup.steps=0"]
     return [
-        *(sys.executable, "-m", "m2flow", "train", str(ROOT / "recipes" / "quickstart.yaml")),
-        *("--mode", options.mode, "--run-dir", str(folder), "lanes=cpu:2", f"model.path={model}"),
-        *("warmup.steps=0", "steps=1000000", "lane_restarts=1000000", "evaluation.every=100"),
+        *(sys.executable, "-m", "m2flow", "train", str(ROOT / "recipes" / f"{recipe}.yaml")),
+        *("--mode", options.mode, "--run-dir", str(folder), "lanes=cpu:2", *words),
+        *("steps=1000000", "lane_restarts=1000000", "evaluation.every=100"),
     ]
 
 
-def _soak(run: Soaked, options: argparse.Namespace) -> tuple[list[Sample], int]:
-    """Samples, and how many lanes were killed."""
+def _soak(run: Soaked, options: argparse.Namespace) -> tuple[list[Sample], Counter[str]]:
+    """Samples, and how many of which kind were killed."""
     deadline = time.monotonic() + 300
     while not run.rows():
         run.check()
@@ -196,12 +213,12 @@ def _soak(run: Soaked, options: argparse.Namespace) -> tuple[list[Sample], int]:
     begun, drawn = time.monotonic(), random.Random(options.seed)
     until = begun + 60 * options.minutes
     samples: list[Sample] = []
-    faults, next_fault = 0, begun + FAULT_SECONDS * drawn.uniform(0.2, 0.8)
+    faults, next_fault = Counter[str](), begun + FAULT_SECONDS * drawn.uniform(0.2, 0.8)
     while (now := time.monotonic()) < until:
         run.check()
-        if now >= next_fault and run.kill_a_lane(drawn):
-            faults += 1
-            next_fault = begun + FAULT_SECONDS * (faults + drawn.uniform(0.2, 0.8))
+        if now >= next_fault and (kind := run.kill_one(drawn)):
+            faults[kind] += 1
+            next_fault = begun + FAULT_SECONDS * (faults.total() + drawn.uniform(0.2, 0.8))
         samples.append(run.sample(begun))
         time.sleep(SAMPLE_SECONDS)
     return samples, faults
@@ -239,7 +256,7 @@ def _growth(samples: Sequence[Sample], name: str) -> float:
 
 
 def _targets(
-    samples: Sequence[Sample], faults: int, code: int, left: Sequence[str]
+    samples: Sequence[Sample], lanes_killed: int, code: int, left: Sequence[str]
 ) -> list[Target]:
     grown = {
         "memory of the launcher": ("launcher_mb", 1.05),
@@ -254,7 +271,7 @@ def _targets(
             Target(f"growth, {what}", _growth(samples, name), bound, at_most=True)
             for what, (name, bound) in grown.items()
         ),
-        Target("faults less restarts", faults - samples[-1].restarts, 1, at_most=True),
+        Target("faults less restarts", lanes_killed - samples[-1].restarts, 1, at_most=True),
         Target("ended by SIGTERM with a checkpoint", float(code == 128 + signal.SIGTERM), 1),
         Target("left behind", len(left), 0, at_most=True),
     ]

@@ -65,6 +65,18 @@ class RunFailed(M2FlowError):
     """The run stopped; the first cause is chained as `__cause__` where there is one."""
 
 
+class ProcessEnded(RunFailed):
+    """A process that a worker had started is gone, or answers no more; nobody else is to blame.
+
+    A worker that is loaded again starts another one.
+
+    Attributes:
+        lane: on which the worker is; None while that is not known.
+    """
+
+    lane: int | None = None
+
+
 class CannotWrite(RunFailed):
     """The file system takes no more: the message is one line that says what, where, what to do."""
 

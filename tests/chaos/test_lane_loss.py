@@ -23,7 +23,7 @@ import torch
 import m2flow
 from m2flow import Batch, Flow, Stream, Worker, stage
 from m2flow.engine.plan import LaneSpec, Placement, Plan
-from m2flow.errors import RunFailed
+from m2flow.errors import ProcessEnded, RunFailed
 from m2flow.runtime.driver import processes as processes_module
 from m2flow.runtime.driver.journal import Journal
 from m2flow.runtime.driver.launch import Run
@@ -43,12 +43,16 @@ LANES = tuple(LaneSpec(number) for number in range(3))
 
 @dataclass(frozen=True)
 class Death:
-    """When a process kills itself: at a moment in a step, and so many times in all."""
+    """When a process kills itself: at a moment in a step, and so many times in all.
+
+    With `beside` it lives: what is gone is a process that a worker has started.
+    """
 
     moment: str = ""
     version: int = 0
     folder: str = ""
     times: int = 1
+    beside: bool = False
 
     def at(self, moment: str, version: int) -> None:
         if (moment, version) != (self.moment, self.version):
@@ -56,6 +60,8 @@ class Death:
         for number in range(self.times):
             with suppress(FileExistsError):
                 (Path(self.folder) / str(number)).touch(exist_ok=False)  # one process alone can
+                if self.beside:
+                    raise ProcessEnded("the scorer was ended by SIGKILL\nand more")
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -278,6 +284,34 @@ def test_a_run_that_loses_a_lane_gives_what_an_undisturbed_one_gives(
         "asked",
     ):  # then no step was under way, and the next one tells
         assert [span.lane for span in spans] == [loss.lane]
+
+
+@pytest.mark.parametrize(("moment", "version"), [("generate", 1), ("score", 2), ("install", 3)])
+def test_a_process_that_a_worker_has_started_is_gone(
+    moment: str, version: int, pool: LanePool, tmp_path: Path, undisturbed: list[Any]
+) -> None:
+    """The lane of that worker is started again, and says why."""
+    before = {lane: address.process_id for lane, address in pool.addresses.items()}
+    death = Death(moment, version, str(tmp_path), beside=True)
+    with start(APART, death, pool) as run:
+        found = seen(run)
+    assert (tmp_path / "0").exists(), "nobody was killed"
+    assert found.figures == undisturbed
+    (loss,) = run.losses
+    assert loss.lane == (1 if moment == "score" else 0)
+    assert loss.reason == "the scorer was ended by SIGKILL"
+    assert pool.addresses[loss.lane].process_id != before[loss.lane]
+
+
+def test_processes_that_are_gone_again_and_again_end_the_run(
+    pool: LanePool, tmp_path: Path
+) -> None:
+    death = Death("score", 1, str(tmp_path), times=99, beside=True)
+    with start(APART, death, pool, lane_restarts=2) as run, pytest.raises(RunFailed) as caught:
+        seen(run)
+    assert str(caught.value).startswith("lane 1 was lost: the scorer was ended by SIGKILL\n")
+    assert "started again 2 times" in str(caught.value)
+    pool.restart(list(pool.lost))
 
 
 def test_steps_that_overlap_are_taken_again_in_order(pool: LanePool, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 from m2flow.errors import CannotWrite, UserError, writing
 from m2flow.observe.jsonl import append_rows, read_rows
 from m2flow.training import checkpoint
+from tests.cli.test_journal import ends_nearly_like
 from tests.cli.test_resume import ends_like
 
 M2flow = Callable[..., Any]
@@ -28,6 +29,8 @@ MOMENTS = {
     "checkpoint": "the checkpoint of step 4",
     "half a checkpoint": "the checkpoint of step 4",
     "timeline": "timeline.json",
+    "journal": "samples.jsonl",
+    "lanes": "the checkpoint of step 4",
 }
 """By moment at which the disk is full, see `full_disk`, what the line names."""
 
@@ -48,13 +51,15 @@ def full(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, str(program), str(recipe), str(folder), *MOMENTS]
     if subprocess.run(["unshare", "-rm", "true"], check=False, capture_output=True).returncode == 0:
         command = ["unshare", "-rm", *command]
-    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=400)
     assert ran.returncode == 0, ran.stderr
     return folder
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_on_a_full_disk(full: Path, straight: Path, moment: str) -> None:
+    if not (full / f"{moment}.json").exists():
+        pytest.skip("no small disk can be mounted on this machine")
     said = json.loads((full / f"{moment}.json").read_text())
     assert said["code"] == 1
     assert said["err"].count("\n") == 1, said["err"]
@@ -64,7 +69,12 @@ def test_a_run_on_a_full_disk(full: Path, straight: Path, moment: str) -> None:
     assert "go on with --resume" in said["err"]
     assert said["left"] == [], "what was half written takes no room"
     assert said["resumed"] == 0
-    ends_like(full / moment, straight)
+    if moment != "run directory":
+        happened, *then = said["account"]
+        assert f"{MOMENTS[moment]} could not be written" in happened
+        assert any(line.startswith("first: make room") for line in then)
+        assert any(line.startswith("to go on: m2flow train") for line in then)
+    (ends_nearly_like if moment == "lanes" else ends_like)(full / moment, straight)
 
 
 def test_a_row_for_which_there_is_no_room_is_not_torn(

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,16 +38,28 @@ def slowly(prompt, completion, completion_ids, row):
 
 
 class Started:
-    """`m2flow train` in a process group and a temporary folder of its own."""
+    """`m2flow train` in a process group and a temporary folder of its own.
 
-    def __init__(self, recipe: Path, *words: str) -> None:
+    Args:
+        recipe, words: what is trained.
+        program: what Python runs.
+        enter: words before the command, which have it run somewhere else.
+    """
+
+    def __init__(
+        self,
+        recipe: Path,
+        *words: str,
+        program: Sequence[str] = ("-m", "m2flow"),
+        enter: Sequence[str] = (),
+    ) -> None:
         self.mark = uuid.uuid4().hex
         self.temporary = Path(tempfile.mkdtemp(prefix="m2s-"))  # short: Ray's sockets lie there
         environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
         environment |= {"TMPDIR": str(self.temporary), "M2FLOW_MARK": self.mark}
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(Path.cwd() / "inductor")
         environment["PYTHONPATH"] = f"{Path.cwd()}:{environment.get('PYTHONPATH', '')}"
-        command = [sys.executable, "-m", "m2flow", "train", str(recipe), *words]
+        command = [*enter, sys.executable, *program, "train", str(recipe), *words]
         self.process = subprocess.Popen(
             [*command, "--run-dir", "run"],
             env=environment,

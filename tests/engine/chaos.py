@@ -1,14 +1,18 @@
 """Lanes of a toy that hear and say things in any order, twice, late, and that are lost.
 
 An oracle beside the simulation: it knows nothing of time. Each lane has a queue of orders and the
-payloads that it holds; what happens next is drawn. It asserts that every payload is read from a
-lane that holds it, and counts which units were folded into which lane's state.
+payloads that it holds; what happens next is drawn. Lanes are lost alone or with all of their
+machine, at once or with a line that is half open, so that they go on and nobody hears of it; the
+launcher is lost too, and goes on from its last checkpoint with what a slow disk has kept of the
+rollouts. The toy asserts that every payload is read from a lane that holds it, that versions grow
+and none is too old, and counts which units were folded into which lane's state.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +35,7 @@ from m2flow.engine.messages import (
     ItemsProduced,
     LaneLost,
     LaneRestarted,
+    Recalled,
     ReleaseItems,
     RunCall,
     RunFinish,
@@ -38,7 +43,8 @@ from m2flow.engine.messages import (
     Tick,
 )
 from m2flow.flow import SOURCE, StageNode
-from tests.engine.random_cases import Case, SeededCosts
+from m2flow.flow.rollouts import rollout_stages
+from tests.engine.random_cases import Case, SeededCosts, unit_items
 
 UNSAVABLE = "cannot be made again"
 """What a run says that has lost what no stage can make once more."""
@@ -71,16 +77,47 @@ class ToyLane:
     """Output items of the streaming call that are still to be handed on."""
     said: deque[Event] = field(default_factory=deque)
     """What it has said and nobody has heard."""
+    unheard: list[Event] = field(default_factory=list)
+    """What its last process has said on a line that was half open."""
 
 
 @dataclass
 class Wishes:
-    """How often things go wrong, each a chance at every turn."""
+    """How often things go wrong, each a chance at every turn.
+
+    Attributes:
+        twice, late: an event is heard twice, or again much later.
+        lose: a lane is lost.
+        half_open: of those, with a line that is half open.
+        machine: of those, with the other lanes of its machine, which has two.
+        launcher: the launcher is lost, twice at most.
+        slow: share of the lanes that get a turn once in eight only.
+        most_lost: lanes that are lost, at most.
+    """
 
     twice: float = 0.0
     late: float = 0.0
     lose: float = 0.0
+    half_open: float = 0.0
+    machine: float = 0.0
+    launcher: float = 0.0
+    slow: float = 0.0
     most_lost: int = 3
+
+
+ANYTHING = Wishes(
+    twice=0.2, late=0.1, lose=0.03, half_open=0.4, machine=0.3, launcher=0.004, slow=0.3
+)
+SCHEDULES = (
+    Wishes(twice=0.3, late=0.1),
+    Wishes(twice=0.3, late=0.1, lose=0.01),
+    Wishes(twice=0.3, late=0.1, lose=0.1),
+    Wishes(late=0.2, lose=0.05, half_open=0.8),
+    Wishes(lose=0.03, machine=0.8),
+    Wishes(launcher=0.02),
+    ANYTHING,
+)
+"""What may go wrong in many schedules."""
 
 
 class Toy:
@@ -90,20 +127,37 @@ class Toy:
         self.case, self.graph, self.wishes = case, case.graph, wishes
         self.dice = random.Random(seed)
         self.costs: SeededCosts = case.costs()
-        self.engine = Engine(case.graph, case.plan, heal=wishes.lose > 0)
-        self.lanes = {lane.id: ToyLane() for lane in case.plan.lanes}
         self.ended: list[int] = []
+        self.num_lost = self.num_launchers = 0
+        self.saved, self.made = 0, dict[tuple[int, int], set[int]]()
+        """The next step after the last checkpoint, and rollouts by step and stage."""
+        self.slow = {x.id for x in case.plan.lanes if self.dice.random() < wishes.slow}
+        self.rollouts = {one.node: one.members for one in rollout_stages(case.graph)}
+        self._begin(0)
+
+    def _begin(self, first_step: int) -> None:
+        """A launcher starts, and all lanes with it."""
+        self.engine = Engine(self.case.graph, self.case.plan, first_step, heal=self.wishes.lose > 0)
+        self.lanes = {lane.id: ToyLane() for lane in self.case.plan.lanes}
         self.old: list[Event] = []
-        self.num_lost = 0
         self.folds: list[Fold] = []
+        self.versions: dict[tuple[str, str, int], int] = {}
+        self.submitted = first_step
 
     def run(self) -> str | None:
-        submitted = 0
-        for _ in range(20_000):
-            open_steps = submitted - len(self.ended)
-            if submitted < self.case.num_steps and open_steps <= self.case.plan.max_staleness:
-                reason = self.tell(StepSubmitted(submitted, self.case.num_items))
-                submitted += 1
+        for _ in range(100_000 if self.slow else 20_000):
+            open_steps = self.submitted - len(self.ended)
+            reason: str | None = None
+            if not open_steps and self.dice.random() < 0.5:
+                self.saved = self.submitted
+            if self.dice.random() < self.wishes.launcher and self.num_launchers < 2:
+                self.lose_launcher()
+            elif (
+                self.submitted < self.case.num_steps and open_steps <= self.case.plan.max_staleness
+            ):
+                step, self.submitted = self.submitted, self.submitted + 1
+                there = tuple(self.recalled(step))
+                reason = self.tell(StepSubmitted(step, self.case.num_items, recalled=there))
             elif len(self.ended) == self.case.num_steps:
                 return None
             else:
@@ -115,16 +169,21 @@ class Toy:
     def turn(self) -> str | None:
         """Something happens."""
         if self.num_lost < self.wishes.most_lost and self.dice.random() < self.wishes.lose:
-            return self.lose(self.dice.choice(sorted(self.lanes)))
+            self.lose_some(self.dice.choice(sorted(self.lanes)))
+            return None
         if self.old and self.dice.random() < self.wishes.late:
             return self.tell(self.dice.choice(self.old))
         lane = self.dice.choice(sorted(self.lanes))
         toy = self.lanes[lane]
+        if lane in self.slow and self.dice.random() < 7 / 8:
+            return None
         if not toy.up:
             if toy.said:
                 return self.hear(toy.said.popleft())
             toy.up = True
             toy.epoch += 1
+            self.old += toy.unheard
+            toy.unheard.clear()
             again = LaneRestarted(lane, toy.epoch)
             return self.tell(*[again] * self.dice.choice((1, 2)))
         if toy.said and self.dice.random() < 0.5:
@@ -143,23 +202,70 @@ class Toy:
                         return reason
         return self.tell(*[event] * (2 if self.dice.random() < self.wishes.twice else 1))
 
-    def lose(self, lane: int) -> str | None:
-        """A process ends; what it has said before is heard first, and then its end."""
+    def lose_some(self, lane: int) -> None:
+        """A lane is lost, or its machine is, or the line to it is half open."""
+        if self.dice.random() < self.wishes.machine:
+            for other in self.lanes:
+                if other // 2 == lane // 2:
+                    self.lose(other)
+        elif self.dice.random() < self.wishes.half_open:
+            self.lose(lane, self.dice.randint(0, 12))
+        else:
+            self.lose(lane)
+
+    def lose(self, lane: int, half_open: int | None = None) -> None:
+        """A process ends; what it has said before is heard first, and then its end.
+
+        On a line that is half open the last that it has said is not heard, and it goes on for a
+        while.
+        """
         toy = self.lanes[lane]
         if not toy.up:
-            return None
+            return
         self.num_lost += 1
+        if half_open is not None:
+            heard = [toy.said.popleft() for _ in range(self.dice.randint(0, len(toy.said)))]
+            for _ in range(half_open):
+                self.work(lane, toy)
+            toy.unheard = list(toy.said)
+            toy.said = deque(heard)
         toy.up, toy.stream = False, None
         toy.orders.clear()
         toy.held.clear()
         toy.owed.clear()
         toy.said.append(LaneLost(lane, "lost in the toy", toy.epoch))
-        return None
+
+    def lose_launcher(self) -> None:
+        """All is gone but the checkpoint, and what the disk has taken of the rollouts."""
+        self.num_launchers += 1
+        share = self.dice.choice((0.0, 0.3, 0.7, 1.0))
+        self.made = {
+            key: {item for item in sorted(items) if self.dice.random() < share}
+            for key, items in self.made.items()
+            if key[0] >= self.saved
+        }
+        self.ended = [step for step in self.ended if step < self.saved]
+        self._begin(self.saved)
+
+    def recalled(self, step: int) -> list[Recalled]:
+        """What need not be made in a step; whole units, where the stage does not stream."""
+        found = []
+        for index in self.rollouts:
+            node, items = self.graph.nodes[index], self.made.get((step, index), set())
+            if node.loop is None and not node.streaming:
+                size = unit_items(node, self.case.num_items) * node.expands
+                counts = Counter(item // size for item in items)
+                items = {item for item in items if counts[item // size] == size}
+            if items and self.num_launchers:
+                lag = self.dice.randint(0, min(step, self.case.plan.max_staleness))
+                found.append(Recalled(index, step - lag, tuple(sorted(items))))
+        return found
 
     def tell(self, *events: Event) -> str | None:
         for event in events:
             if isinstance(event, LaneLost) and not self.engine._is_late(event):
                 self.void(event.lane)
+                self.versions = {key: x for key, x in self.versions.items() if key[2] != event.lane}
         for command in self.engine.handle(Tick(0.0, judge=False), *events):
             match command:
                 case FailRun(message=message):
@@ -167,7 +273,10 @@ class Toy:
                     return message
                 case CompleteStep():
                     self.complete(command)
-                case InstallWeights(lanes=(lane,)):
+                case InstallWeights(source=source, target=target, lanes=(lane,)):
+                    last = self.versions.get((source, target, lane), 0)
+                    assert command.version >= last, f"{target} goes back to version {last}"
+                    self.versions[source, target, lane] = command.version
                     self.order(lane, command)
                 case (
                     AbortCall()
@@ -281,11 +390,25 @@ class Toy:
                     if not wanted <= holder.held:
                         assert self.num_lost, f"lane {part.lane} does not hold {wanted}"
                         raise Missing(f"lane {part.lane} does not hold {wanted - holder.held}")
-                else:
-                    assert part.producer == SOURCE
+                elif part.producer != SOURCE:
+                    assert self.num_launchers, "nothing is recalled"
+                    assert set(part.items) <= self.recalled_items(order.step, part.producer)
                 toy.held |= wanted
                 items += part.items
         return sorted(items)
+
+    def recalled_items(self, step: int, stream: int) -> set[int]:
+        """Of a stream, or of the loop that it leaves; the launcher has them."""
+        for first, members in self.rollouts.items():
+            if stream in members:
+                return self.made.get((step, first), set())
+        return set()
+
+    def keep(self, step: int, node: StageNode, items: Iterable[int]) -> None:
+        """Rollouts that a lane has made are written; see `lose_launcher`."""
+        for first, members in self.rollouts.items():
+            if node.index in members:
+                self.made.setdefault((step, first), set()).update(items)
 
     def run_call(self, lane: int, toy: ToyLane, command: RunCall) -> None:
         node, step = self.graph.nodes[command.node], command.step
@@ -305,6 +428,7 @@ class Toy:
         if outputs:
             made = ItemsProduced(command.call, lane, tuple(outputs), size, leaving, epoch=toy.epoch)
             toy.said.append(made)
+            self.keep(step, node, outputs if node.loop is None else leaving)
         toy.said.append(CallFinished(command.call, lane, toy.epoch))
 
     def leaves(self, node: StageNode, step: int, item: int) -> bool:
@@ -312,7 +436,9 @@ class Toy:
         return bool(spec.until) and self.dice.random() < 0.4
 
     def owe(self, toy: ToyLane, node: StageNode, items: list[int]) -> None:
-        toy.owed += [i * node.expands + k for i in items for k in range(node.expands)]
+        assert toy.stream is not None
+        outputs = [i * node.expands + k for i in items for k in range(node.expands)]
+        toy.owed += [item for item in outputs if item not in toy.stream.without]
         self.dice.shuffle(toy.owed)
 
     def hand_on(self, lane: int, toy: ToyLane, call: RunCall) -> None:
@@ -322,6 +448,7 @@ class Toy:
         if call.lanes[0] == lane:
             toy.held |= {(call.step, call.node, item) for item in items}
             toy.said.append(ItemsProduced(call.call, lane, tuple(items), count, epoch=toy.epoch))
+            self.keep(call.step, self.graph.nodes[call.node], items)
 
     def finish(self, lane: int, toy: ToyLane, command: RunFinish) -> None:
         """All that was folded in anywhere goes into the mini-batch, once all lanes are there."""
@@ -332,11 +459,17 @@ class Toy:
     def complete(self, command: CompleteStep) -> None:
         """All items of the step are there, each on the lane that is named."""
         step = command.step
+        assert step == len(self.ended), "steps end in order"
+        assert command.version == step + 1
+        assert max(command.staleness, default=0) <= self.case.plan.max_staleness
         self.ended.append(step)
         output = self.graph.nodes[self.graph.output]
         items = []
         for part in command.output:
             items += part.items
+            if part.lane == LAUNCHER:
+                assert set(part.items) <= self.recalled_items(step, part.producer)
+                continue
             held = {(step, part.producer, item) for item in part.items}
             assert held <= self.lanes[part.lane].held or not self.lanes[part.lane].up
         total = self.case.num_items * output.fanout * output.expands

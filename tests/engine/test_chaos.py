@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.chaos import Toy, Wishes, without_memory
+from tests.engine.chaos import ANYTHING, SCHEDULES, Toy, Wishes, without_memory
 from tests.engine.random_cases import Case, cases
 
 ordinary = settings(
@@ -32,9 +32,16 @@ def test_a_step_ends_right_although_lanes_are_lost(case: Case, seed: int) -> Non
     Toy(without_memory(case), wishes, seed).run()
 
 
+@given(cases(), st.integers(0, 2**32))
+@settings(ordinary, max_examples=300)
+def test_a_run_ends_right_whoever_is_lost(case: Case, seed: int) -> None:
+    """Machines, lines that are half open, slow lanes, and the launcher with some rollouts."""
+    Toy(without_memory(case), ANYTHING, seed).run()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@given(cases(max_calls=9, max_steps=4), st.integers(0, 2**32), st.sampled_from([0.0, 0.01, 0.1]))
+@given(cases(max_calls=9, max_steps=4), st.integers(0, 2**32), st.sampled_from(SCHEDULES))
 @settings(ordinary, max_examples=5_000)
-def test_many_schedules_end_right(case: Case, seed: int, lose: float) -> None:
-    Toy(without_memory(case), Wishes(twice=0.3, late=0.1, lose=lose), seed).run()
+def test_many_schedules_end_right(case: Case, seed: int, wishes: Wishes) -> None:
+    Toy(without_memory(case), wishes, seed).run()

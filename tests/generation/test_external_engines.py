@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from m2flow.errors import RunFailed, UserError
+from m2flow.errors import ProcessEnded, RunFailed, UserError
+from m2flow.generation import external_engine, external_process
 from m2flow.generation.external_engine import ExternalEngine
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Completion, Request, SamplingParams
@@ -294,12 +295,48 @@ def test_its_end_is_an_error_of_one_line_within_seconds(
         engine.step()
         os.kill(engine._process.pid, signal.SIGKILL)
         start = time.monotonic()
-        with pytest.raises(RunFailed, match=r"^\w+'s process was ended by SIGKILL[^\n]*$"):
+        with pytest.raises(ProcessEnded, match=r"^\w+'s process was ended by SIGKILL[^\n]*$"):
             drained(engine, [])
         assert time.monotonic() - start < 10
         engine.abort([0])  # as a call does whose engine has failed: its error shall stay the first
         with pytest.raises(RunFailed):
             engine.install({}, 5)
+    finally:
+        engine.close()
+    assert not [left for left in engine._folders if left.exists()]
+
+
+def test_one_that_hangs_is_given_up(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lane said all the time that its call goes on: nobody would ever have noticed."""
+    engine = started(kind, folder, monkeypatch)
+    monkeypatch.setattr(external_engine, "SILENT_SECONDS", 3 * external_process.WORKING_SECONDS)
+    try:
+        engine.submit(requests(1, new=1000, stop_token_ids=()))
+        until = engine._heard + 1.5 * external_engine.SILENT_SECONDS
+        while engine.busy and time.monotonic() < until:
+            engine.step()  # it works, and says so
+        assert engine._process.poll() is None
+        engine.submit(requests(1, first=1, new=1000, stop_token_ids=()))
+        os.kill(engine._process.pid, signal.SIGSTOP)
+        with pytest.raises(ProcessEnded, match="has said nothing for 3 s while it was to draw"):
+            drained(engine, [])
+    finally:
+        engine._process.kill()
+        engine.close()
+
+
+def test_its_files_lie_where_its_owner_has_said(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray kills engine and lane together: somebody else must be able to find them."""
+    (tmp_path / "m2flow-of-this-test").mkdir()
+    engine = started("vllm", folder, monkeypatch, scratch=tmp_path / "m2flow-of-this-test")
+    try:
+        here, *shared = engine._folders
+        assert here.parent == tmp_path / "m2flow-of-this-test"
+        assert all(path.name.startswith("m2flow-of-this-test-vllm-") for path in shared)
     finally:
         engine.close()
     assert not [left for left in engine._folders if left.exists()]

@@ -13,7 +13,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2flow.errors import UserError
+from m2flow.errors import CannotWrite, UserError
+from m2flow.observe import run_directory
 from m2flow.observe.jsonl import append_rows, cut_after_step, encode, json_safe, read_rows
 from m2flow.observe.run_directory import RunDirectory, first_and_last, read_metrics
 
@@ -69,6 +70,27 @@ def test_documents_are_whole_and_leave_nothing_beside_them(tmp_path: Path) -> No
     assert json.loads(run.run.read_text()) == {"recipe": "r", "seed": 1, "finished": 12.5}
     names = {path.name for path in run.path.iterdir()}
     assert names == {"config.yaml", "plan.json", "profile.json", "run.json"}
+
+
+def test_why_a_run_has_ended_is_said_where_there_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The doctor took a run that ended for want of room for one that was killed."""
+
+    def no_room(path: Path, content: bytes) -> None:
+        raise CannotWrite("no room")
+
+    run = RunDirectory.create(tmp_path / "run", "r")
+    run.write_run(recipe="r", publishing=["a long line"] * 9, ended=None)
+    monkeypatch.setattr(run_directory, "write_atomically", no_room)
+    run.note_end(ended=5.0, why="samples.jsonl could not be written")
+    run.note_end(publishing=[])  # shorter: nothing of what was there is left behind
+    found = json.loads(run.run.read_text())
+    assert found["why"] == "samples.jsonl could not be written"
+    before = run.run.read_bytes()
+    with pytest.raises(CannotWrite):
+        run.note_end(why="x" * 100_000)
+    assert run.run.read_bytes() == before
 
 
 def test_a_document_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:

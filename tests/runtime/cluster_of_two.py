@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -80,6 +81,7 @@ class TwoNodes:
     address: str
     addresses: tuple[str, str]
     apart: bool
+    _link: IO[str] | None = None
     _enter: tuple[Sequence[str], Sequence[str]] = ((), ())
     _environment: Mapping[str, str] = field(default_factory=dict)
     _begin: Callable[[int], None] = _stays
@@ -97,6 +99,19 @@ class TwoNodes:
     def start_other(self) -> None:
         """Have a second node join again."""
         self._begin(1)
+
+    def cut(self) -> None:
+        """Have the link lose everything from now on, without a word to either side."""
+        self._tell_link("c")
+
+    def mend(self) -> None:
+        """Have it carry again."""
+        self._tell_link("m")
+
+    def _tell_link(self, word: str) -> None:
+        assert self._link is not None, "there is no link between nodes of one address"
+        self._link.write(word)
+        self._link.flush()
 
     def run(
         self,
@@ -180,13 +195,14 @@ def two_nodes(
         nodes: list[subprocess.Popen[bytes]] = []
         ended.callback(lambda: [node.wait(10) for node in nodes])  # after their namespaces ended
         try:
-            enter = ended.enter_context(namespaces(megabytes_per_second, delay_ms))
+            one, other, link = ended.enter_context(namespaces(megabytes_per_second, delay_ms))
         except NoNamespacesError as error:
             how = f"two nodes of Ray's test cluster on one address, no shaped link: {error}"
             warnings.warn(how, stacklevel=3)
             address, addresses = ended.enter_context(_test_cluster(folder, num_cpus, environment))
-            yield TwoNodes(how, address, addresses, False, ((), ()), environment)
+            yield TwoNodes(how, address, addresses, False, _environment=environment)
             return
+        enter = one, other
         address = f"{ADDRESSES[0]}:{PORT}"
         head = ["--head", f"--port={PORT}", "--include-dashboard=false"]
 
@@ -208,6 +224,7 @@ def two_nodes(
             address,
             ADDRESSES,
             True,
+            link,
             enter,
             environment,
             begin,
@@ -217,8 +234,9 @@ def two_nodes(
 @contextlib.contextmanager
 def namespaces(
     megabytes_per_second: float, delay_ms: float
-) -> Iterator[tuple[list[str], list[str]]]:
-    """Two linked namespaces; gives the words before a command that run it in either."""
+) -> Iterator[tuple[list[str], list[str], IO[str]]]:
+    """Two linked namespaces; gives the words before a command that run it in either, and what the
+    link is told by."""
     as_root = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     command = ["unshare", *as_root, *"--net --mount --pid --mount-proc --kill-child".split()]
     try:
@@ -245,7 +263,7 @@ def namespaces(
             [*outer, "nsenter", "--target", str(holder), "--net", "--mount"]
             for holder in json.loads(ready)
         )
-        yield one, other
+        yield one, other, link.stdin
         if link.poll() is not None:
             raise AssertionError(f"the link broke: {link.stderr.read()}")
     finally:

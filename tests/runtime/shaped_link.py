@@ -4,7 +4,8 @@
         python shaped_link.py MEGABYTES_PER_SECOND DELAY_MS
 
 Makes two namespaces with a network, an address and a /dev/shm of their own each, prints their
-process numbers as one line of JSON, and carries packets between them until standard input ends.
+process numbers as one line of JSON, and carries packets between them until standard input ends. A
+`c` that is read there cuts the link, and what it would carry is lost without a word; `m` mends it.
 Whatever runs in the namespaces ends with this process: it is the first of its process namespace.
 
 The rate is a token bucket set with `tc`, in each direction. The delay, one way, is kept here, since
@@ -80,18 +81,22 @@ def open_tun(name: str) -> int:
 def carry(one: int, other: int, delay: float) -> None:
     """Carry packets both ways, each `delay` seconds late, until standard input ends."""
     waiting: dict[int, deque[tuple[float, bytes]]] = {one: deque(), other: deque()}
-    across = {one: other, other: one}
+    across, whole = {one: other, other: one}, True
     while True:
         if any(waiting.values()):
             time.sleep(GRAIN)
         else:
             select.select([one, other, sys.stdin], [], [])
         if select.select([sys.stdin], [], [], 0)[0]:
-            return  # nothing is ever written to it: this is its end
+            word = os.read(sys.stdin.fileno(), 1)
+            if not word:
+                return
+            whole = word == b"m"
         for end, packets in waiting.items():
             due = time.monotonic() + delay
             while (packet := read_packet(end)) is not None:
-                packets.append((due, packet))
+                if whole:
+                    packets.append((due, packet))
             now = time.monotonic()
             while packets and packets[0][0] <= now:
                 os.write(across[end], packets.popleft()[1])

@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 
 from m2flow.engine.messages import CallFailed, CallFinished, ItemsProduced, LaneLost
+from m2flow.engine.plan import LaneSpec
+from m2flow.runtime.driver import carrier as carrier_module
 from m2flow.runtime.driver import pool as pool_module
-from m2flow.runtime.driver.carrier import first_cause_first
+from m2flow.runtime.driver.carrier import RayCarrier, first_cause_first
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.lane.orders import LaneEnded, Reports, to_bytes
 from m2flow.runtime.lane.reports import Report
 from m2flow.runtime.transport import lines
 from m2flow.runtime.transport.lines import LauncherLine, Line
+from m2flow.runtime.transport.peering import PeerLost
 
 
 def test_of_a_gang_the_lane_that_failed_first_in_time_is_the_cause() -> None:
@@ -101,3 +104,32 @@ def test_whoever_has_fetched_something_wakes_the_control_loop(pool_of: PoolOf) -
     pool, _ = pool_of(0)
     pool.wake()
     assert pool.receive(60.0) == []
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_machine_is_waited_for_that_its_peers_have_missed_first(
+    elsewhere: bool, pool_of: PoolOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link was cut: a lane missed another one seconds before the launcher did."""
+    monkeypatch.setattr(carrier_module, "PEER_SECONDS", 0.0)
+    monkeypatch.setattr(LanePool, "is_here", lambda _, lane: lane == 0 or not elsewhere)
+    pool, ends = pool_of(0, 1)
+    pool.lanes = (LaneSpec(0), LaneSpec(1))
+    pool.exchange = SimpleNamespace(forget=lambda lane: None)
+    carrier: Any = RayCarrier.__new__(RayCarrier)
+    carrier.pool, carrier._gang_calls = pool, set()
+    carrier.plan = SimpleNamespace(placements={})
+    echo = Report(CallFailed(4, 0, PeerLost("gone: timed out")), at=1.0)
+    ends[0].send(to_bytes(Reports([echo])))
+    turns = 0
+
+    def receive(seconds: float) -> Any:
+        nonlocal turns
+        turns += 1
+        if turns == 4:
+            ends[1].close()
+        return LanePool.receive(pool, min(seconds, 0.01))
+
+    monkeypatch.setattr(pool, "receive", receive)
+    heard = [type(report.event) for report in carrier.wait(1.0)]
+    assert heard == ([LaneLost, CallFailed] if elsewhere else [CallFailed])

@@ -172,7 +172,7 @@ def test_quick_start_across_two_nodes_equals_eager(cluster: TwoNodes, tmp_path: 
 
 def test_nothing_outlives_the_nodes() -> None:
     try:
-        with cluster_of_two.namespaces(50, 10) as (enter, _):
+        with cluster_of_two.namespaces(50, 10) as (enter, _, _):
             started = subprocess.Popen(
                 [*enter, "sh", "-c", "(trap '' TERM HUP; sleep 1000) & echo there; wait"],
                 stdout=subprocess.PIPE,

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from m2flow.errors import RunFailed
+from m2flow.errors import ProcessEnded, RunFailed
 from m2flow.generation.records import Completion, Request
 from m2flow.generation.supported import check_installed
 
@@ -36,6 +36,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 WAIT_SECONDS = 0.05
 """Longest that `step` waits for an answer to be finished."""
+
+SILENT_SECONDS = 300.0
+"""So long an engine that draws may say nothing, not even that it works, before it is given up."""
 
 LAST_LINES = 15
 """Of the engine's log, in the message that it has failed."""
@@ -84,10 +87,14 @@ class ExternalEngine(ABC):
         start_seconds: longest that it may take to load the model; weights may take as long to be
             installed.
         stop_strings: whether requests may have some; then it reads the model's tokenizer.
+        scratch: folder for its files; None for the system's temporary one. Who owns the folder
+            removes what is left there, and in shared memory under the folder's name: Ray may kill
+            the engine together with the lane, and then neither of them can.
 
     Raises:
         UserError: the package is not installed.
-        RunFailed: the engine has ended, or does not answer.
+        ProcessEnded: the engine was ended from outside, or does not answer.
+        RunFailed: it has failed.
     """
 
     package: ClassVar[str]
@@ -107,6 +114,7 @@ class ExternalEngine(ABC):
         cache_bytes: int | None = None,
         start_seconds: float = 1800.0,
         stop_strings: bool = False,
+        scratch: Path | None = None,
     ) -> None:
         check_installed(self.package)
         from transformers import AutoConfig
@@ -119,6 +127,8 @@ class ExternalEngine(ABC):
         self._numbers: dict[int, int] = {}  # of live requests, to the engine's names for them
         self._live: dict[int, int] = {}  # and back; a name is never used again
         self._finished: list[tuple[int, list[int], list[float], list[int], str]] = []
+        self._heard = time.monotonic()
+        self._end: RunFailed | None = None
         if device == "cpu" and cache_bytes is None:
             cache_bytes = CACHE_BYTES
         files = Path(folder).glob("*.safetensors")
@@ -127,8 +137,11 @@ class ExternalEngine(ABC):
         settings = self._settings(
             Started(folder, config, max_running, dtype_name, device, cache_bytes, stop_strings)
         )
-        places = [Path(tempfile.gettempdir()), *([SHARED_MEMORY] if SHARED_MEMORY.is_dir() else [])]
-        prefix = f"m2flow-{self.package}-"
+        places = [
+            scratch or Path(tempfile.gettempdir()),
+            *([SHARED_MEMORY] if SHARED_MEMORY.is_dir() else []),
+        ]
+        prefix = f"{'m2flow' if scratch is None else scratch.name}-{self.package}-"
         self._folders = [Path(tempfile.mkdtemp(prefix=prefix, dir=place)) for place in places]
         self._log = self._folders[0] / "log"
         self._connection, there = Pipe()
@@ -192,6 +205,8 @@ class ExternalEngine(ABC):
             request.check(prompt, vocab_size=self._vocab_size, context=self._context)
             assert self._reads_text or not stops, f"{self.label} was started without text"
             sent.append((self._submitted + len(sent), prompt, self._sampling(request)))
+        if not self._live:
+            self._heard = time.monotonic()
         for request, (number, *_) in zip(requests, sent, strict=True):
             self._numbers[request.id], self._live[number] = number, request.id
         self._submitted += len(sent)
@@ -201,12 +216,14 @@ class ExternalEngine(ABC):
         """What has been finished meanwhile; waits a moment for the first.
 
         Raises:
-            RunFailed: the engine has ended.
+            RunFailed: the engine has ended, or has said nothing for `SILENT_SECONDS`.
         """
         if not self._finished:
             self._receive(WAIT_SECONDS)
         while self._connection.poll(0):
             self._receive(0)
+        if self._live and time.monotonic() - self._heard > SILENT_SECONDS:
+            raise self._given_up(f"has said nothing for {SILENT_SECONDS:g} s while it was to draw")
         completions = []
         for number, ids, logprobs, versions, reason in self._finished:
             if number not in self._live:  # aborted meanwhile
@@ -243,6 +260,8 @@ class ExternalEngine(ABC):
         """
         from safetensors.torch import save_file
 
+        if self._end is not None:
+            raise self._ended()
         kept = {name: x.detach().cpu().contiguous() for name, x in weights.items()}
         if _tied(weights):  # a file of tensors holds none twice
             kept.pop("lm_head.weight")
@@ -279,6 +298,9 @@ class ExternalEngine(ABC):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(10)
+        self._remove_files()
+
+    def _remove_files(self) -> None:
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -294,9 +316,7 @@ class ExternalEngine(ABC):
         deadline = time.monotonic() + self._seconds
         while not self._receive(1.0):
             if time.monotonic() > deadline:
-                raise RunFailed(
-                    f"{self.label} has not done {order[0]!r} within {self._seconds:g} s"
-                )
+                raise self._given_up(f"has not done {order[0]!r} within {self._seconds:g} s")
 
     def _receive(self, seconds: float) -> bool:
         """Take in what the engine says within some seconds, if anything; whether it was "done"."""
@@ -308,6 +328,7 @@ class ExternalEngine(ABC):
             kind, *said = self._connection.recv()
         except (EOFError, ConnectionError):
             raise self._ended() from None
+        self._heard = time.monotonic()
         if kind == "failed":
             raise self._ended(said[0])
         if kind == "finished":
@@ -315,20 +336,36 @@ class ExternalEngine(ABC):
         return kind == "done"
 
     def _ended(self, why: str = "") -> RunFailed:
-        """The error that the engine's process is gone; with its log, if it failed by itself."""
+        """The error that the engine's process is gone. Its files go with the first one: who hears
+        of it may be ended as well."""
+        if self._end is None:
+            self._end = self._how_it_ended(why)
+            self._remove_files()
+        return type(self._end)(*self._end.args)
+
+    def _given_up(self, why: str) -> RunFailed:
+        """The error that it does not answer; then it is no more."""
+        self._end = ProcessEnded(f"{self.label}'s process {self._process.pid} {why}")
+        self._process.kill()  # one that is stopped would not notice the end of its owner
+        self._remove_files()
+        return self._ended()
+
+    def _how_it_ended(self, why: str) -> RunFailed:
+        """With the log, if it failed by itself."""
         try:
             code: int | None = self._process.wait(5)
         except subprocess.TimeoutExpired:
             code = None
         if code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT):
-            return RunFailed(
+            return ProcessEnded(
                 f"{self.label}'s process was ended by {signal.Signals(-code).name}: somebody "
                 "stopped it, or the machine ran out of memory"
             )
         lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
         log = "".join(f"\n  {line}" for line in lines)
         what = f"{self.label}'s process has ended (exit code {code}). {why}"
-        return RunFailed(what.rstrip() + log)
+        kind = RunFailed if why else ProcessEnded  # without a word: a fault of native code
+        return kind(what.rstrip() + log)
 
 
 def _tied(weights: Mapping[str, Tensor]) -> bool:

@@ -8,6 +8,7 @@ folders and ends at once, whatever the engine is doing. What is said on the conn
   to it     ("start", settings, version)  ("submit", requests)  ("abort", ids)
             ("install", file, version)  ("sleep",)  ("wake",)
   from it   ("done",) for each of start, install, sleep and wake   ("finished", completions)
+            ("working",) now and then while it draws and nothing is finished
             ("failed", text), after which it ends: an update that fails leaves some weights new and
             some old, and nothing may be drawn with them
 
@@ -29,6 +30,9 @@ from queue import SimpleQueue
 from typing import Any
 
 Orders = SimpleQueue[tuple[Any, ...]]
+
+WORKING_SECONDS = 1.0
+"""After so long without a word an engine that draws says that it works."""
 
 
 def main(package: str, descriptor: int, folders: Sequence[str]) -> None:

@@ -2,7 +2,8 @@
 
 SGLang's own processes end with this one. Weights are installed while its scheduler is paused, with
 running requests taken back into its queue ("retract"): their keys and values are computed again,
-and those of prompts that were kept are dropped.
+and those of prompts that were kept are dropped. That it works is said by this process; SGLang's
+watchdog ends its scheduler, and with it all of them, where that hangs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from m2flow.generation.external_process import Orders
+from m2flow.generation.external_process import WORKING_SECONDS, Orders
 
 
 def serve(connection: Connection, orders: Orders) -> None:
@@ -38,11 +39,18 @@ class _Served:
         waiting = asyncio.get_running_loop().run_in_executor
         try:
             async with asyncio.TaskGroup() as self._requests:
+                self._requests.create_task(self._says_that_it_works())
                 while True:
                     order, *arguments = await waiting(None, self._orders.get)
                     await getattr(self, f"_{order}")(*arguments)
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
+
+    async def _says_that_it_works(self) -> None:
+        while True:
+            await asyncio.sleep(WORKING_SECONDS)
+            if self._manager.rid_to_state:
+                self._connection.send(("working",))
 
     async def _submit(self, requests: list[tuple[int, list[int], dict[str, Any]]]) -> None:
         for request in requests:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from m2flow.generation.external_process import Orders
+from m2flow.generation.external_process import WORKING_SECONDS, Orders
 
 
 def serve(connection: Connection, orders: Orders) -> None:
@@ -28,7 +29,7 @@ class _Served:
 
     def serve(self) -> None:
         """Do what is asked as it comes, and a step of vLLM in between."""
-        engine = self._engine
+        engine, said_at = self._engine, time.monotonic()
         while True:
             while not self._orders.empty() or not engine.has_unfinished_requests():
                 order, *arguments = self._orders.get()
@@ -36,6 +37,11 @@ class _Served:
             finished = [self._record(output) for output in engine.step() if output.finished]
             if finished:
                 self._connection.send(("finished", finished))
+            elif time.monotonic() - said_at > WORKING_SECONDS:
+                self._connection.send(("working",))
+            else:
+                continue
+            said_at = time.monotonic()
 
     def _submit(self, requests: list[tuple[int, list[int], dict[str, Any]]]) -> None:
         from vllm import SamplingParams

@@ -30,7 +30,10 @@ REMEDIES = (
     (r"could not be written", "make room, or allow writing, where the line above says"),
     (r"max_skipped_updates", "lower optimizer.learning_rate; skipped/ has the rollouts"),
     (r"OutOfMemory|MemoryError|out of memory", "lower training.tokens_per_microbatch or lanes"),
-    (r"was lost", "see whether the system killed it for want of memory: `dmesg | grep -i oom`"),
+    (
+        r"was lost|was ended by SIGKILL",
+        "see whether the system killed it for want of memory: `dmesg | grep -i oom`",
+    ),
     (
         r"deadline|within \d+ s",
         "see who waits for whom below; raise deadline_seconds if it is slow",

@@ -9,6 +9,7 @@ not what the columns mean.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -80,6 +81,21 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.unlink(name)
             raise
         synchronise(path.parent)
+
+
+def write_in_place(path: Path, content: bytes) -> None:
+    """Write over a file, which takes no room if it is as large: for a disk that is full.
+
+    Raises:
+        CannotWrite: the room that the file has does not suffice, and it is as it was.
+    """
+    with writing(path.name, path), path.open("r+b", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        if len(content) > 512 * status.st_blocks:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file.write(content.ljust(status.st_size))  # in one call: all of it or nothing
+        file.truncate(len(content))
+        os.fsync(file.fileno())
 
 
 def synchronise(path: Path) -> None:

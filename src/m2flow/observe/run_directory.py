@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from m2flow.errors import UserError, writing
+from m2flow.errors import CannotWrite, UserError, writing
 from m2flow.observe.jsonl import (
     append_rows,
     cut_after_step,
@@ -25,6 +25,7 @@ from m2flow.observe.jsonl import (
     read_rows,
     synchronise,
     write_atomically,
+    write_in_place,
 )
 
 MARKS = ("run.json", "config.yaml", "metrics.jsonl", "samples.jsonl", "plan.json", "checkpoints")
@@ -106,8 +107,18 @@ class RunDirectory:
 
     def write_run(self, **facts: object) -> None:
         """Add facts to `run.json`: recipe, mode, seed, machine, steps, started, finished, ..."""
+        write_atomically(self.run, self._with(facts))
+
+    def note_end(self, **facts: object) -> None:
+        """The same for why a run has ended, which may be a disk that is full."""
+        try:
+            self.write_run(**facts)
+        except CannotWrite:
+            write_in_place(self.run, self._with(facts))
+
+    def _with(self, facts: Mapping[str, object]) -> bytes:
         known = read_document(self.run) or {}
-        write_atomically(self.run, encode({**known, **facts}, indent=2) + b"\n")
+        return encode({**known, **facts}, indent=2) + b"\n"
 
     def write_config(self, config: Mapping[str, object]) -> None:
         """Write the resolved configuration, every default included, in the order given."""

@@ -84,6 +84,53 @@ def test_one_silent_stranger_does_not_block_an_accept(door: Door) -> None:
         one.close()
 
 
+@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.1\r\n", bytes(31)])
+def test_strangers_who_say_half_of_something_hold_up_nobody(door: Door, words: bytes) -> None:
+    """All of them still wait when the launcher has been let in, and has had its answer."""
+    strangers = [socket.create_connection(door.endpoint.tcp) for _ in range(100)]
+    try:
+        for one in strangers:
+            one.sendall(words)
+            one.setblocking(False)
+        here, there = door.connected(same_node=False)
+        here.send(Frame("question", b"?"))
+        assert there.receive().kind == "question"
+        for one in strangers:
+            with pytest.raises(BlockingIOError):
+                one.recv(1)
+    finally:
+        for one in strangers:
+            one.close()
+
+
+def test_strangers_who_babble_without_end_hold_up_nobody(door: Door) -> None:
+    ended = threading.Event()
+
+    def babble() -> None:
+        while not ended.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(door.endpoint.tcp) as one:
+                one.settimeout(SOON)
+                while not ended.is_set():
+                    one.sendall(os.urandom(1 << 12))
+
+    threads = [threading.Thread(target=babble) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            here, there = door.connected(same_node=False)
+            here.send(Frame("question", b"?"))
+            assert there.receive().kind == "question"
+            here.close()
+            there.close()
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    with pytest.raises(queue.Empty):
+        door.came.get(timeout=0.1)
+
+
 def test_a_handshake_that_drips_meets_its_own_deadline() -> None:
     """Each byte comes in time, and the whole does not."""
     here, there = socket.socketpair()

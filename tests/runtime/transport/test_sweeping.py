@@ -8,12 +8,16 @@ import sys
 import time
 from pathlib import Path
 
-from m2flow.runtime.transport.sweeping import Sweeper
+import pytest
+
+from m2flow.runtime.transport import sweeping
+from m2flow.runtime.transport.sweeping import Sweeper, sweep
 
 KILLED = """
 import os, signal, subprocess, sys
 from glob import escape
-from m2flow.runtime.transport.sweeping import Sweeper
+from m2flow.runtime.transport import sweeping
+from m2flow.runtime.transport.sweeping import Sweeper, sweep
 
 sweeper = Sweeper()
 sweeper.add(*map(escape, sys.argv[2:]), escape(sys.argv[1]) + "/pool-*")
@@ -71,3 +75,16 @@ def test_a_shell_that_was_killed_hinders_nobody(tmp_path: Path) -> None:
     sweeper.add(str(tmp_path))
     sweeper.close()
     assert tmp_path.exists()
+
+
+def test_folders_in_shared_memory_are_swept_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that was killed with its lane has left one, with weights in it."""
+    monkeypatch.setattr(sweeping, "FOLDER", tmp_path)
+    (tmp_path / "pool-1-vllm-x").mkdir()
+    (tmp_path / "pool-1-vllm-x" / "weights").touch()
+    for name in ("pool-1-0-a", "pool-2-0-a"):
+        (tmp_path / name).touch()
+    assert sweep("pool-1-") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["pool-2-0-a"]

@@ -59,11 +59,13 @@ from m2flow.runtime.lane.orders import (
     Reports,
 )
 from m2flow.runtime.lane.reports import Report
+from m2flow.runtime.transport.listening import SILENT_SECONDS
 from m2flow.runtime.transport.peering import PeerLost
 from m2flow.runtime.weights.publisher import Publisher
 
 PEER_SECONDS = 1.0
-"""How long to wait for the first cause, when a lane fails as it does when another one has."""
+"""How long to wait for the first cause, when a lane fails as it does when another one has. Where a
+machine is silent its peers may notice sooner than the launcher, by all that either takes."""
 
 
 class RayCarrier:
@@ -198,7 +200,11 @@ class RayCarrier:
         reports = self._taken(self.pool.receive(seconds))
         if any(self._may_be_an_echo(report) for report in reports):
             deadline = time.monotonic() + PEER_SECONDS
+            if self._misses_a_peer_elsewhere(reports):
+                deadline += SILENT_SECONDS
             while (left := deadline - time.monotonic()) > 0:
+                if any(isinstance(report.event, LaneLost) for report in reports):
+                    break
                 reports += self._taken(self.pool.receive(left))
             reports = first_cause_first(reports)
         return reports
@@ -226,6 +232,13 @@ class RayCarrier:
         if not isinstance(event, CallFailed):
             return False
         return isinstance(event.error, PeerLost) or event.call in self._gang_calls
+
+    def _misses_a_peer_elsewhere(self, reports: Sequence[Report]) -> bool:
+        """Whether a peer is missed, which may be on another machine."""
+        if all(self.pool.is_here(lane.id) for lane in self.pool.lanes):
+            return False
+        events = [report.event for report in reports]
+        return any(isinstance(x, CallFailed) and isinstance(x.error, PeerLost) for x in events)
 
     def _end_of(self, lane: int, reason: str) -> str:
         spots = self.plan.placements.items()

@@ -15,17 +15,19 @@ from m2flow.engine.messages import (
     LaneLost,
 )
 from m2flow.engine.plan import Placement, Plan
-from m2flow.errors import RunFailed
+from m2flow.errors import ProcessEnded, RunFailed
 from m2flow.flow.graph import FlowGraph
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.driver.recovery import Files
 from m2flow.runtime.driver.runner import Carrier, Runner
 from m2flow.runtime.lane.exchange import ItemsKey
 from m2flow.runtime.lane.orders import STATES, DropStep, Fetch, Save
+from m2flow.runtime.transport.listening import SILENT_SECONDS
 from m2flow.runtime.transport.peering import PeerLost
 
 LOSS_SECONDS = 1.0
-"""How long to wait for the word that a lane is gone, where a peer has missed it."""
+"""How long to wait for the word that a lane is gone, where a peer has missed it. Of a lane on
+another machine it may come as much later as either side takes to notice."""
 
 
 def save_state(pool: LanePool, worker: str, gang: tuple[int, ...], number: int) -> Fetch:
@@ -62,8 +64,16 @@ def carried_here(pool: LanePool, fetch: Fetch, seconds: float) -> Files:
 
 
 def lost_lanes(pool: LanePool, error: RunFailed) -> dict[int, tuple[str, float]]:
-    """The lanes whose loss an error may come from, with why and when; see `LanePool.lost`."""
-    deadline = time.monotonic() + LOSS_SECONDS
+    """The lanes whose loss an error may come from, with why and when; see `LanePool.lost`.
+
+    A lane whose worker has lost a process of its own counts as lost: who works with it may wait
+    within a collective, and only the end of its process ends that.
+    """
+    ended = next((x for x in (error, error.__cause__) if isinstance(x, ProcessEnded)), None)
+    if ended is not None and ended.lane is not None:
+        pool.lost.setdefault(ended.lane, (str(ended).splitlines()[0], time.time()))
+    here = all(pool.is_here(lane.id) for lane in pool.lanes)
+    deadline = time.monotonic() + LOSS_SECONDS + (0 if here else SILENT_SECONDS)
     while not pool.lost and isinstance(error.__cause__, PeerLost):
         if time.monotonic() > deadline:
             break

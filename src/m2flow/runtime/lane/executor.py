@@ -36,7 +36,7 @@ from m2flow.engine.messages import (
     RunFinish,
 )
 from m2flow.engine.spans import Span
-from m2flow.errors import RunFailed
+from m2flow.errors import ProcessEnded, RunFailed
 from m2flow.flow.graph import FlowGraph
 from m2flow.runtime.lane.context import LaneContext
 from m2flow.runtime.lane.exchange import Exchange, ItemsKey
@@ -405,6 +405,8 @@ class LaneExecutor:
             cloudpickle.loads(cloudpickle.dumps(error))
         except Exception:  # an exception of a library that cannot be pickled: keep its words
             error = RunFailed(f"{type(error).__name__}: {error}")
+        if isinstance(error, ProcessEnded):
+            error.lane = self.lane
         error.add_note(f"On lane {self.lane}:\n{trace}")
         return error
 

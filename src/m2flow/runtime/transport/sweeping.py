@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import subprocess
 import tempfile
 from contextlib import suppress
@@ -68,13 +69,16 @@ def check_shared_memory() -> None:
 
 
 def sweep(prefix: str) -> int:
-    """Unlink what pools with this prefix left in /dev/shm when they were killed; the number.
+    """Remove what pools with this prefix left in /dev/shm when they were killed; the number.
 
     The prefix must not belong to a pool that lives.
     """
     left = list(FOLDER.glob(f"{escape(prefix)}*"))
     for path in left:
-        path.unlink(missing_ok=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
     return len(left)
 
 

@@ -115,7 +115,7 @@ class Training:
             if not isinstance(error, M2FlowError | Stopped):
                 why = f"{type(error).__name__}: {why}"
             with suppress(CannotWrite):
-                self._directory.write_run(ended=time.time(), why=why)
+                self._directory.note_end(ended=time.time(), why=why)
                 if not isinstance(error, CannotWrite | Stopped):
                     account = "".join(traceback.format_exception(error))
                     write_atomically(self._directory.failure, account.encode("utf-8", "replace"))
@@ -179,7 +179,7 @@ class Training:
     def _prepare(self) -> None:
         """Make the starting model, unless the recipe names one or a resumed run has made it."""
         if self.experiment.makes_model:
-            folder = self._begun().path / WARMUP
+            folder = self._begun().path.absolute() / WARMUP  # lanes may work in another folder
             with writing("the starting model", folder):
                 self.experiment.prepare(folder, self.progress)
 
@@ -190,7 +190,7 @@ class Training:
             self.plan,
             None if self.lanes is None else self.lanes.pool(),
             self.progress,
-            checkpoint=self.checkpoint,
+            checkpoint=None if self.checkpoint is None else self.checkpoint.absolute(),
             first_step=self.first_step,
             also={"evaluate": len(held_out)} if held_out is not None else {},
         )

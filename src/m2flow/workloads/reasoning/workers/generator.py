@@ -110,6 +110,7 @@ class Generator(Worker):
                 device=place.device,
                 cache_bytes=_cache_bytes(self.cache_gb, place.device),
                 stop_strings=stops,
+                scratch=place.spill,
             )
             return
         model = self.model.load(place.device, stays=False)

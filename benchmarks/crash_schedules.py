@@ -1,0 +1,114 @@
+"""Ten thousand crash schedules, each from a seed: what is done twice, lost, or stuck, and how soon.
+
+Random flows run under random plans (`tests/engine/random_cases.py`). Each is played once under the
+virtual clock, with drawn delays and ties, and audited: every item once, versions, staleness, memory
+of each lane, back-pressure (`tests/engine/audit.py`). Then it is played again and again against the
+toy of lanes (`tests/engine/chaos.py`), under a seed that draws what goes wrong: events that come
+twice, late and out of order, lanes and whole machines that are lost, lines that are half open, slow
+lanes, and a launcher that is lost and goes on with what a slow disk has kept of the rollouts.
+
+A schedule that breaks a promise ends the benchmark: Hypothesis shrinks the flow, the plan and the
+seed, and prints the shortest case that still breaks it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+
+from harness import ROOT, Target, arguments, conclude, table
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(ROOT))
+
+from tests.engine.audit import audit
+from tests.engine.chaos import SCHEDULES, Toy, without_memory
+from tests.engine.random_cases import Case, cases
+
+SCHEDULES_IN_ALL, QUICK_SCHEDULES = 10_000, 1_000
+EACH = 20
+"""Schedules of one flow under one plan, that of the virtual clock included."""
+
+LIMIT_SECONDS = 180.0
+
+
+class Played:
+    """What was played so far."""
+
+    def __init__(self) -> None:
+        self.schedules, self.steps = 0, 0
+        self.events: Counter[str] = Counter()
+
+    def play(self, case: Case, first: int) -> None:
+        """All schedules of a case; raises where one breaks a promise."""
+        audit(case)
+        self.schedules += 1
+        self.steps += case.num_steps
+        for number in range(1, EACH):
+            wishes = SCHEDULES[number % len(SCHEDULES)]
+            toy = Toy(without_memory(case), wishes, first + number)
+            reason = toy.run()
+            self.schedules += 1
+            self.steps += len(toy.ended)
+            self.events["lanes lost"] += toy.num_lost
+            self.events["launchers lost"] += toy.num_launchers
+            self.events["given up: what was folded in cannot be made again"] += reason is not None
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
+    options = parser.parse_args()
+    wanted = QUICK_SCHEDULES if options.quick else SCHEDULES_IN_ALL
+    played = Played()
+
+    @seed(options.seed)
+    @settings(
+        max_examples=wanted // EACH,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=tuple(HealthCheck),
+        report_multiple_bugs=False,
+        print_blob=True,
+    )
+    @given(cases(), st.integers(0, 2**32))
+    def play(case: Case, first: int) -> None:
+        played.play(case, first)
+
+    start, broken = time.perf_counter(), 0
+    try:
+        play()
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        broken = 1
+        print("\n".join([*getattr(error, "__notes__", []), f"{type(error).__name__}: {error}"]))
+    seconds = time.perf_counter() - start
+    each = seconds / max(1, played.schedules)
+    rows = [["schedules", played.schedules], ["steps", played.steps], ["seconds", seconds]]
+    table(["", "in all"], [*rows, *map(list, sorted(played.events.items()))])
+    conclude(
+        "crash_schedules",
+        {
+            "schedules": played.schedules,
+            "steps": played.steps,
+            "seconds": seconds,
+            "seed": options.seed,
+            **played.events,
+        },
+        [
+            Target("schedules that break a promise", broken, 0, at_most=True),
+            Target("schedules played", played.schedules, wanted),
+            Target(
+                "seconds for ten thousand", each * SCHEDULES_IN_ALL, LIMIT_SECONDS, at_most=True
+            ),
+        ],
+        options,
+    )
+
+
+if __name__ == "__main__":
+    main()
