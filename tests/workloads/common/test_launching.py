@@ -66,10 +66,11 @@ def test_accelerators_without_figures_and_cores_are_not_guessed_at(
 def test_what_the_recipe_says_of_lanes_reaches_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"load_deadline_seconds": 9.0, "lane_restarts": 5}
     experiment: Any = SimpleNamespace(
-        recipe=RECIPE.model_copy(update=said), flow=lambda checkpoint: "flow"
+        recipe=RECIPE.model_copy(update=said), flow=lambda checkpoint: flow_of(RECIPE)
     )
     monkeypatch.setattr(launching, "launch", lambda flow, **settings: settings)
-    plan: Any = "plan"
+    lanes = [LaneSpec(0, cores=(0,))]
+    plan = build_plan("collocated", GRAPH, lanes, RECIPE.items_per_step)
     settings: Any = launched(
         experiment, plan, None, Quiet(), checkpoint=None, first_step=0, also={}
     )
