@@ -10,8 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from m2flow.flow import loop
 from tests.engine.chaos import ANYTHING, SCHEDULES, Toy, Wishes, without_memory
 from tests.engine.random_cases import Case, cases
+from tests.engine.test_engine import graph_of, plan_of
 
 ordinary = settings(
     deadline=None, suppress_health_check=tuple(HealthCheck), report_multiple_bugs=False
@@ -37,6 +39,18 @@ def test_a_step_ends_right_although_lanes_are_lost(case: Case, seed: int) -> Non
 def test_a_run_ends_right_whoever_is_lost(case: Case, seed: int) -> None:
     """Machines, lines that are half open, slow lanes, and the launcher with some rollouts."""
     Toy(without_memory(case), ANYTHING, seed).run()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_weights_of_a_step_that_overtakes_another_one_wait_for_it(seed: int) -> None:
+    """Version 2 was installed, and then version 1: with a source in a loop that runs ahead."""
+    graph = graph_of(
+        lambda a, b, c, x: b.score(loop(c.score, a.score, until="done")(x)),
+        *("a", "b", "c"),
+        publish=[("a", "b")],
+    )
+    plan = plan_of({"a": [0], "b": [0], "c": [1]}, max_staleness=1, fuse_loops=False)
+    assert Toy(Case(graph, plan, 1, 3, seed), Wishes(), seed).run() is None
 
 
 @pytest.mark.slow

@@ -420,13 +420,21 @@ class Engine:
                 self._settle(state, worker)
 
     def _settle(self, state: StepState, worker: str) -> None:
-        """Send a worker's weights out once it, and those who run on them, have done the step."""
+        """Send a worker's weights out once it, and those who run on them, have done the step.
+
+        A step that overtakes another one waits for it: or its weights would be replaced by older.
+        """
+        steps = self.steps.values()
+        if any(one.step < state.step and worker not in one.settled for one in steps):
+            return
         targets = [edge.target for edge in self.graph.weight_edges if edge.source == worker]
         done = all(state.worker_done(one) for one in (worker, *targets))
         if done and worker not in state.settled:
             state.settled.add(worker)
             self._wake_worker(worker)
             self._publish(state, worker, targets)
+            if (overtaken := self.steps.get(state.step + 1)) is not None:
+                self._settle(overtaken, worker)
 
     def _publish(self, state: StepState, source: str, targets: Sequence[str]) -> None:
         lanes = [lane for target in targets for lane in self.plan.placements[target].lanes]
