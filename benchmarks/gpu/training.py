@@ -1,0 +1,161 @@
+"""The packed trainer on a model of 1.5 billion parameters: its share of the device's matrix rate.
+
+Mini-batches of packed answers of 4,096 tokens, random bfloat16 weights, float32 masters. Compared
+is the rate of a bfloat16 product of 8,192 x 8,192 random matrices, measured in the same run.
+Arithmetic is counted as 6 for each parameter and trained token, and 12 for each layer, channel and
+pair of tokens that attend to each other (Kaplan et al. 2020, arXiv 2001.08361, table 1; causal:
+half of the pairs); recomputed activations are no part of it. With `--device cpu` the same on a
+small model.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import Target, arguments, conclude, table
+
+from m2flow.algorithms.grpo import GRPOLoss
+from m2flow.models.shape import PUBLISHED
+from m2flow.training.optimizer import AdamWConfig
+from m2flow.training.policy import PolicyTrainer, PolicyTrainerConfig
+from m2flow.training.rollouts import Rollouts
+
+SHARE = 0.45
+"""Of the matrix rate that is aimed at."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model's configuration, answers and their length, the side of a product, steps."""
+
+    config: dict[str, Any]
+    answers: int
+    tokens: int
+    prompt: int
+    side: int
+    steps: int
+
+
+SMALL = {
+    "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "vocab_size": 256, "tie_word_embeddings": True,
+}  # fmt: skip
+WORK = {
+    "cuda": Work(PUBLISHED["Qwen2.5-1.5B"], 16, 4096, 256, 8192, 5),
+    "cpu": Work(SMALL, 8, 128, 16, 256, 3),
+}
+
+
+def model_of(work: Work, device: str) -> Any:
+    """A model with random weights, on the device."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    positions = work.prompt + work.tokens
+    config = Qwen2Config(**work.config, max_position_embeddings=positions)
+    with torch.device(device):
+        model = Qwen2ForCausalLM(config)
+    return model.to(torch.bfloat16)
+
+
+def rollouts_of(work: Work) -> Rollouts:
+    """Answers to prompts of their own, so that nothing is shared between rows."""
+    random = torch.Generator().manual_seed(0)
+    words = int(work.config["vocab_size"])
+
+    def ids(count: int) -> list[int]:
+        found: list[int] = torch.randint(words, (count,), generator=random).tolist()
+        return found
+
+    prompts = [ids(work.prompt) for _ in range(work.answers)]
+    answers = [ids(work.tokens) for _ in range(work.answers)]
+    logprobs = [[-1.0] * work.tokens] * work.answers
+    advantages = [(-1.0) ** number for number in range(work.answers)]
+    return Rollouts.from_rows(prompts, answers, logprobs, advantages)
+
+
+def synchronise(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def matrix_rate(side: int, device: str) -> float:
+    """Operations a second of a bfloat16 product of random matrices, the median of ten."""
+    one, other = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
+    seconds = []
+    for _ in range(12):
+        synchronise(device)
+        start = time.perf_counter()
+        for _ in range(4):
+            torch.mm(one, other)
+        synchronise(device)
+        seconds.append((time.perf_counter() - start) / 4)
+    return 2 * side**3 / statistics.median(seconds[2:])
+
+
+def operations(work: Work, parameters: int) -> float:
+    """Of a mini-batch; see the module docstring."""
+    length = work.prompt + work.tokens
+    attending = 12 * work.config["num_hidden_layers"] * work.config["hidden_size"] * length**2 / 2
+    return float(work.answers * (6 * parameters * length + attending))
+
+
+def main() -> None:
+    parser = arguments((__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=tuple(WORK))
+    options = parser.parse_args()
+    device = options.device
+    if device == "cuda" and not torch.cuda.is_available():
+        print("this machine has no GPU that PyTorch can use")
+        sys.exit(2)
+    work = WORK[device]
+    rollouts, parameters = rollouts_of(work), 0
+    found: dict[str, dict[str, float]] = {}
+    for name, again in (("activations kept", False), ("computed again", True)):
+        model = model_of(work, device)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        config = PolicyTrainerConfig(
+            optimizer=AdamWConfig(learning_rate=1e-6),
+            tokens_per_microbatch=2 * (work.prompt + work.tokens),
+            sharing="none",
+            gradient_checkpointing=again,
+        )
+        trainer = PolicyTrainer(model, GRPOLoss(), config)
+        seconds = []
+        for _ in range(work.steps + 1):
+            synchronise(device)
+            start = time.perf_counter()
+            trainer.fold(rollouts)
+            trainer.finish()
+            synchronise(device)
+            seconds.append(time.perf_counter() - start)
+        taken, rate = statistics.median(seconds[1:]), matrix_rate(work.side, device)
+        done = operations(work, parameters) / taken
+        found[name] = {
+            "s a mini-batch": taken,
+            "tokens/s": work.answers * work.tokens / taken,
+            "TFLOP/s": done / 1e12,
+            "of the matrix rate": done / rate,
+            "GB at most": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0,
+        }
+        del trainer, model
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    columns = list(found["computed again"])
+    table(["", *columns], [[name, *some.values()] for name, some in found.items()])
+    best = max(some["of the matrix rate"] for some in found.values())
+    targets = [Target("share of the matrix rate", best, SHARE)] if device == "cuda" else []
+    conclude("gpu/training", {"parameters": parameters, **found}, targets, options)
+
+
+if __name__ == "__main__":
+    main()
