@@ -117,7 +117,7 @@ class Recipe(Section):
     deadline_seconds: Positive = 600.0
     load_deadline_seconds: Positive = 1800.0
     lane_restarts: Natural = 3
-    elastic: bool = False
+    elastic: Flag = False
     spare_lanes: Natural = 0
     grace_seconds: Positive = 20.0
     journal_gb: NonNegative = 2.0
