@@ -65,6 +65,13 @@ class RunFailed(M2FlowError):
     """The run stopped; the first cause is chained as `__cause__` where there is one."""
 
 
+class Stalled(TimeoutError):
+    """Nothing was heard of a call for as long as a call may be silent. The cause of a `RunFailed`.
+
+    A stage that raises a TimeoutError of its own has answered, and has not stalled.
+    """
+
+
 class ProcessEnded(RunFailed):
     """A process that a worker had started is gone, or answers no more; nobody else is to blame.
 

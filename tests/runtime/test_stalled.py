@@ -14,7 +14,7 @@ import pytest
 import m2flow
 from m2flow import Batch, Flow, Stream, Worker, stage
 from m2flow.engine.plan import LaneSpec, Placement, Plan
-from m2flow.errors import RunFailed
+from m2flow.errors import RunFailed, Stalled
 from m2flow.runtime.driver import stalled
 from tests.runtime.local_cluster import local_cluster
 
@@ -87,3 +87,15 @@ def test_the_last_lines_that_a_lane_has_printed(tmp_path: Path) -> None:
     assert head == "  the last of worker-abc-77.out:"
     assert lines == [f"    line {n}" for n in range(300, 500)]
     assert list(stalled._printed(None, 77)) == []
+
+
+def test_a_stage_that_says_it_ran_out_of_time_has_not_stalled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its lane has answered and runs on: nobody may write the stacks of threads that run."""
+    monkeypatch.setattr(stalled, "accounts", lambda pool: ["what lanes do"])
+    for cause, told in ((TimeoutError("a judge is late"), 0), (Stalled("no sign of life"), 1)):
+        error = RunFailed("the step failed")
+        error.__cause__ = cause
+        stalled.explain(error, None)  # type: ignore[arg-type]
+        assert len(getattr(cause, "__notes__", ())) == told

@@ -44,7 +44,7 @@ from m2flow.engine.residency import Residency
 from m2flow.engine.scheduler import Scheduler, shares_of
 from m2flow.engine.state import EngineState
 from m2flow.engine.steps import StepState
-from m2flow.errors import RunFailed
+from m2flow.errors import RunFailed, Stalled
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 
 
@@ -482,7 +482,7 @@ class Engine:
         if call.heard + deadline <= event.now:
             name = call_name(self.graph, call.command)
             late = f"{name} has not finished within its deadline of {deadline:g} s"
-            self._fail(late, TimeoutError(late))
+            self._fail(late, Stalled(late))
 
     def _fail(self, message: str, cause: BaseException | None = None) -> None:
         self._state.failed = True

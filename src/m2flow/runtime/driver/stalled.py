@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from m2flow.errors import RunFailed
+from m2flow.errors import RunFailed, Stalled
 from m2flow.runtime.lane.stacks import SIGNAL, STACKS
 
 if TYPE_CHECKING:
@@ -26,8 +26,12 @@ LINES = 200
 
 
 def explain(error: RunFailed, pool: LanePool) -> None:
-    """Add the lanes' stacks and logs to a failure that is a stall."""
-    if isinstance(error.__cause__, TimeoutError):
+    """Add the lanes' stacks and logs to a failure that is a stall.
+
+    Of nothing else: a thread whose stack is written while it runs may crash its process, and lanes
+    that have answered do run.
+    """
+    if isinstance(error.__cause__, Stalled):
         for account in accounts(pool):
             error.__cause__.add_note(account)
 
