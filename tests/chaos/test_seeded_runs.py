@@ -62,8 +62,9 @@ MODEL = "checkpoints/latest/model/model.safetensors"
 OF_THE_PLAN = ("publish/", "lanes/", "train/tokens_computed")
 """Figures that differ between plans, or tell of lost lanes."""
 
-WEIGHTS_APART = 5e-4
-"""Most that a weight may differ: a sixth of what one step of the optimizer moves it by."""
+WEIGHTS_APART = {"native": 1e-4, "vllm": 5e-4}
+"""Most that a weight may differ, by workload. What vLLM computes depends on what else is in its
+batch: runs on one lane and on two that nobody has disturbed differ by 1.1e-4."""
 
 END_SECONDS = 240.0
 
@@ -81,13 +82,11 @@ rollout: {horizon: 24}
 evaluation: {every: 1000, episodes: 4, films: 0}
 """
 
+OFTEN = (f"steps={STEPS}", "checkpoint.every=3", "evaluation.every=1000")
+
 RECIPES = {
-    "native": (TINY, f"steps={STEPS}", "checkpoint.every=3", "evaluation.every=1000"),
-    "vllm": (
-        TINY,
-        *(f"steps={STEPS}", "checkpoint.every=3", "evaluation.every=1000"),
-        *("generation.engine=vllm", "generation.cache_gb=0.125"),
-    ),
+    "native": (TINY, *OFTEN),
+    "vllm": (TINY, *OFTEN, "generation.engine=vllm", "generation.cache_gb=0.125"),
     "embodied": (EMBODIED, "checkpoint.every=3"),
 }
 """By workload its recipe, and what is set beside it."""
@@ -204,7 +203,7 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
     here, there = (load_file(x / MODEL) for x in (folder / "run", straight(drawn.workload)))
     for key, tensor in there.items():
-        assert here[key].allclose(tensor, rtol=0, atol=WEIGHTS_APART), key
+        assert here[key].allclose(tensor, rtol=0, atol=WEIGHTS_APART[drawn.workload]), key
 
 
 def disturbed(drawn: Drawn, folder: Path, started: list[Started]) -> bool:
