@@ -7,14 +7,17 @@ tolerance, whatever lanes they were made on.
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from safetensors.torch import load_file
 
 import m2flow
@@ -28,6 +31,7 @@ from m2flow.runtime.driver.journal import Journal
 from m2flow.runtime.driver.launch import Run
 from m2flow.runtime.driver.pool import LanePool
 from m2flow.runtime.driver.recovery import BACK, LOST
+from m2flow.runtime.lane.orders import Probe
 from m2flow.workloads.common.planning import flow_of
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.start import train
@@ -147,6 +151,26 @@ def test_the_loss_of_the_last_lane_ends_the_run(pool: LanePool, tmp_path: Path) 
     ):
         seen(run)
     assert len(run.losses) == 2, "the third one was not survived"
+
+
+def test_lanes_that_come_back_at_once_know_each_other(pool: LanePool) -> None:
+    for lane in (1, 2):
+        os.kill(pool.addresses[lane].process_id, signal.SIGKILL)
+
+    def both_lost() -> bool:
+        pool.receive(0.1)
+        return pool.lost.keys() == {1, 2}
+
+    wait_for(both_lost)
+    pool.give_up([1, 2])
+    assert pool.call_back(1)
+    assert pool.call_back(2)
+    up = [ready for ready, _ in pool.processes._awaited.values()]
+    ray.wait(up, num_returns=2, timeout=BACK_SECONDS)
+    assert pool.take_in().keys() == {1, 2}
+    for asker, asked in ((1, 2), (2, 1), (0, 2), (1, 0)):
+        answer = pool.ask(asker, partial(Probe, peers=(asked,)))
+        assert not answer.raised, pickle.loads(answer.value)
 
 
 def test_a_run_that_is_not_elastic_ends(pool: LanePool, tmp_path: Path) -> None:

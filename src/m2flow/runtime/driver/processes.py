@@ -271,6 +271,7 @@ class LaneProcesses:
     def take_in(self) -> dict[int, LauncherLine]:
         """The lines to lanes that were called back and are up, by number; others stay given up."""
         lines: dict[int, LauncherLine] = {}
+        up: list[int] = []
         for lane, (ready, latest) in list(self._awaited.items()):
             if not ray.wait([ready], timeout=0)[0]:
                 if time.monotonic() > latest:
@@ -279,6 +280,11 @@ class LaneProcesses:
             del self._awaited[lane]
             try:
                 self.addresses[lane] = ray.get(ready)
+                up.append(lane)
+            except RayError:
+                self.give_up(lane)
+        for lane in up:  # now that the addresses of all of them are known, for each is told of all
+            try:
                 self._serve([lane], lines, time.monotonic() + MEET_SECONDS)
             except (RayError, OSError):
                 self.give_up(lane)
