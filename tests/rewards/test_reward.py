@@ -48,6 +48,13 @@ def shares(prompts, completions, completion_ids, rows):
 def too_few(prompts, completions, completion_ids, rows):
     return [1.0]
 
+@batched
+def none_at_all(prompts, completions, completion_ids, rows):
+    return None
+
+def of_two(completion, answer):
+    return 1.0
+
 def raises(prompt, completion, completion_ids, row):
     return {"5": 1.0}[row["answer"]]
 
@@ -130,6 +137,10 @@ def test_each_is_usable_alone() -> None:
         ("rewards_that_break:fn", ["cannot be imported", "no_such_package"]),
         ("rewards_of_a_user:field", ["has no field", "did you mean 'fields'?"]),
         ("rewards_of_a_user:number", ["is no function that can be called", "def reward("]),
+        (
+            "rewards_of_a_user:of_two",
+            ["of_two(completion, answer) does not take four arguments", "def reward("],
+        ),
     ],
 )
 def test_what_cannot_be_a_reward_is_refused(folder: str, function: str, parts: list[str]) -> None:
@@ -154,6 +165,11 @@ def test_what_cannot_be_a_reward_is_refused(folder: str, function: str, parts: l
         ),
         ("words", [0.0] * 2, ["rewards_of_a_user:words gave 'good', no number"] * 2),
         ("too_few", [0.0] * 2, ["rewards_of_a_user:too_few gave 1 rewards for 2 samples"] * 2),
+        (
+            "none_at_all",
+            [0.0] * 2,
+            ["rewards_of_a_user:none_at_all gave None, no list of rewards"] * 2,
+        ),
         ("hangs", [1.0, 0.0], ["", "rewards_of_a_user:hangs gave nothing within 0.5 s"]),
         ("later", [1.0, 0.0], ["", "rewards_of_a_user:later gave nothing within 0.5 s"]),
     ],

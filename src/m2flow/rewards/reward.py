@@ -66,6 +66,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 Function: TypeAlias = "str | Reward | BatchReward"
 
 
+_SIGNATURE = "def reward(prompt, completion, completion_ids, row) -> float"
+
+
 def batched(function: F) -> F:
     """Mark a reward function that takes lists and returns a list; see `BatchReward`."""
     function.batched = True  # type: ignore[attr-defined]
@@ -144,7 +147,12 @@ class WeightedReward:
         if not callable(function):
             raise self._refused(
                 f"{attribute} is no function that can be called and returns a number",
-                expected="def reward(prompt, completion, completion_ids, row) -> float",
+                expected=_SIGNATURE,
+            )
+        if not _takes_four(function):
+            raise self._refused(
+                f"{attribute}{inspect.signature(function)} does not take four arguments",
+                expected=_SIGNATURE,
             )
         getattr(function, "prepare", _nothing)()
         return cast("Reward | BatchReward", function)
@@ -153,6 +161,19 @@ class WeightedReward:
         self, message: str, *, expected: str | None = None, hint: str | None = None
     ) -> UserError:
         return UserError(message, key="reward", value=self.name, expected=expected, hint=hint)
+
+
+def _takes_four(function: Callable[..., Any]) -> bool:
+    """Whether a reward's four arguments fit a function; true where Python cannot tell."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtins do not tell
+        return True
+    try:
+        signature.bind("prompt", "completion", (), {})
+    except TypeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -223,10 +244,14 @@ def _values(part: WeightedReward, judged: Judged) -> list[Any]:
         (found,) = _called(function, [columns], part.deadline_seconds)
         if isinstance(found, Failure):
             return [found] * len(rows)
-        if len(found) != len(rows):
-            wrong = Failure(f"gave {len(found)} rewards for {len(rows)} samples")
+        try:
+            values = list(found)
+        except TypeError:
+            return [Failure(f"gave {found!r}, no list of rewards")] * len(rows)
+        if len(values) != len(rows):
+            wrong = Failure(f"gave {len(values)} rewards for {len(rows)} samples")
             return [wrong] * len(rows)
-        return [_number(value) for value in found]
+        return [_number(value) for value in values]
     if inspect.iscoroutinefunction(function):
 
         def awaited() -> list[Any]:
