@@ -1,15 +1,19 @@
-"""Decode steps of the native engine as CUDA graphs, against plain ones, on a model of 1.5 billion.
+"""Decode steps of the native engine: their share of the memory's bandwidth, and what graphs gain.
 
-Both draw the same requests with random bfloat16 weights, one after the other in alternating rounds.
-Recording is counted: a round starts without a graph, as after a context switch, and again with
-those of the round before.
+Random bfloat16 weights of published shapes; groups of sixteen answers to a prompt, all of them as
+long. A decode step reads the weights once, and the keys and values of every sequence: so its limit
+is those bytes over the bandwidth of a copy on the device, measured in the same run and counted as
+bytes read and written. Prompts are left out of the time. Steps recorded as CUDA graphs and plain
+ones take turns on the smaller model. With `--device cpu` a small model, without graphs.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,90 +25,168 @@ from harness import Target, arguments, conclude, table
 from m2flow.generation.captured import CudaCapture
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Request, SamplingParams
-from m2flow.models.shape import PUBLISHED
+from m2flow.models.shape import PUBLISHED, model_from_config
 
-MODEL, PROMPT_TOKENS = "Qwen2.5-1.5B", 64
-DEVICE = torch.device("cuda:0")
+SHARE = 0.6
+"""Of the limit that is aimed at, with AIMED_AT answers at a time."""
+
+AIMED_AT = 256
+GROUP = 16
 
 
-def config_of() -> Any:
-    """The published model's configuration."""
+@dataclass(frozen=True)
+class Work:
+    """Models by name, which of them runs plainly too, answers at a time, tokens."""
+
+    models: dict[str, dict[str, Any]]
+    compared: str
+    counts: tuple[int, ...]
+    prompt_tokens: int
+    tokens: int
+    rounds: int
+    bandwidth_bytes: int
+
+
+SMALL = {
+    "model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+WORK = {
+    "cuda": Work(
+        {name: PUBLISHED[name] for name in ("Qwen2.5-1.5B", "Qwen2.5-7B")},
+        *("Qwen2.5-1.5B", (64, 256, 1024), 512, 128, 3, 4 << 30),
+    ),
+    "cpu": Work({"small": SMALL}, "small", (16, 64), 32, 16, 2, 64 << 20),
+}
+
+
+def engine_of(model: dict[str, Any], count: int, device: str, captured: bool) -> NativeEngine:
+    """An engine for so many requests at a time, with random weights."""
     from transformers import Qwen2Config
 
-    return Qwen2Config(**PUBLISHED[MODEL], max_position_embeddings=4096)
-
-
-def engine_of(captured: bool) -> NativeEngine:
-    """An engine with the same random weights as the other."""
-    capture = CudaCapture(DEVICE) if captured else None
-    engine = NativeEngine(config_of(), dtype=torch.bfloat16, device=DEVICE, capture=capture)
-    generator = torch.Generator(DEVICE).manual_seed(0)
+    capture = CudaCapture(torch.device(device)) if captured else None
+    engine = NativeEngine(
+        Qwen2Config(**model, max_position_embeddings=4096),
+        max_running=count,
+        dtype=torch.bfloat16,
+        device=device,
+        capture=capture,
+    )
+    generator = torch.Generator(device).manual_seed(0)
     weights = {
-        name: torch.randn(box.shape, generator=generator, device=DEVICE).mul_(0.02).bfloat16()
+        name: torch.randn(box.shape, generator=generator, device=device).mul_(0.02).bfloat16()
         for name, box in sorted(engine.weight_boxes().items())
     }
     engine.install(weights, 0)
     return engine
 
 
-def round_seconds(engine: NativeEngine, count: int, tokens: int) -> float:
-    """Seconds in which so many answers of so many tokens are drawn, prompts left out."""
+def synchronise(device: str) -> None:
+    """Wait for the device."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def round_seconds(engine: NativeEngine, count: int, prompt: int, tokens: int, device: str) -> float:
+    """Seconds in which so many answers are drawn, from their first token on."""
     engine.submit(
-        Request(n, [n % 50 + 1] * PROMPT_TOKENS, n, SamplingParams(tokens)) for n in range(count)
+        Request(n, [n // GROUP % 50 + 1] * prompt, n, SamplingParams(tokens)) for n in range(count)
     )
-    engine.step()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    while engine.busy:
+    while engine.num_running < count:
         engine.step()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def nap(engine: NativeEngine) -> float:
-    """Seconds of a context switch there and back."""
+    synchronise(device)
     start = time.perf_counter()
-    engine.sleep()
-    engine.wake()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+    drawn = 0
+    while engine.busy:
+        drawn += engine.num_running
+        engine.step()
+    synchronise(device)
+    return (time.perf_counter() - start) / drawn * count * tokens
+
+
+def bandwidth(num_bytes: int, device: str) -> float:
+    """Bytes read and written a second by a copy on the device, the best of ten."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(12):
+        synchronise(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        synchronise(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * num_bytes / min(seconds[2:])
+
+
+def bytes_of_a_step(model: dict[str, Any], count: int, tokens: float) -> float:
+    """That must be read: weights without the table of embeddings, keys and values."""
+    shape = model_from_config(model)
+    looked_up = 0 if shape.tied else shape.vocabulary * shape.hidden
+    of_a_token = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    return 2.0 * (shape.parameters - looked_up + count * tokens * of_a_token)
+
+
+def measure(name: str, count: int, work: Work, device: str, rate: float) -> dict[str, float]:
+    """Figures of a model with so many answers at a time."""
+    model, tokens = work.models[name], work.tokens
+    ways = [True, False] if name == work.compared and device != "cpu" else [device != "cpu"]
+    seconds: dict[bool, list[float]] = {}
+    again = 0.0
+    for way in ways:
+        engine = engine_of(model, count, device, way)
+        round_seconds(engine, count, work.prompt_tokens, 16, device)  # libraries are set up
+        seconds[way] = [
+            round_seconds(engine, count, work.prompt_tokens, tokens, device)
+            for _ in range(work.rounds + way)
+        ][-work.rounds :]
+        if engine.captured is not None:
+            engine.sleep()
+            engine.wake()
+            again = round_seconds(engine, count, work.prompt_tokens, tokens, device)
+        del engine
+        gc.collect()
+        if device != "cpu":
+            torch.cuda.empty_cache()
+    taken = statistics.median(seconds[ways[0]])
+    limit = count * rate / bytes_of_a_step(model, count, work.prompt_tokens + tokens / 2)
+    found = {"tokens/s": count * tokens / taken, "limit, tokens/s": limit}
+    found["share of the limit"] = found["tokens/s"] / limit
+    if again:
+        found["after a context switch, tokens/s"] = count * tokens / again
+    if len(ways) > 1:
+        found["plain steps, tokens/s"] = count * tokens / statistics.median(seconds[False])
+        found["gain of graphs"] = found["tokens/s"] / found["plain steps, tokens/s"]
+    return found
 
 
 def main() -> None:
-    options = arguments((__doc__ or "").splitlines()[0]).parse_args()
-    if not torch.cuda.is_available():
+    parser = arguments((__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda", choices=tuple(WORK))
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
         print("this machine has no GPU that PyTorch can use")
         sys.exit(2)
-    tokens, rounds = (128, 2) if options.quick else (512, 5)
-    engines = {"plain": engine_of(False), "captured": engine_of(True)}
+    work, device = WORK[options.device], "cuda:0" if options.device == "cuda" else "cpu"
+    rate = bandwidth(work.bandwidth_bytes, device)
+    print(f"a copy on the device: {rate / 1e9:.0f} GB/s read and written")
+    counts = (AIMED_AT,) if options.quick and device != "cpu" else work.counts
     found: dict[str, dict[str, float]] = {}
-    for count in (1, 8, 64, 256):
-        seconds: dict[str, list[float]] = {"plain": [], "after a switch": [], "captured": []}
-        for engine in engines.values():
-            round_seconds(engine, count, 16)  # libraries are set up
-            nap(engine)
-        for _ in range(rounds):
-            nap(engines["captured"])
-            seconds["after a switch"].append(round_seconds(engines["captured"], count, tokens))
-            seconds["captured"].append(round_seconds(engines["captured"], count, tokens))
-            seconds["plain"].append(round_seconds(engines["plain"], count, tokens))
-        rates = {name: count * tokens / statistics.median(some) for name, some in seconds.items()}
-        found[f"{count} at a time"] = {
-            **{f"{name}, tokens/s": rate for name, rate in rates.items()},
-            "gain": rates["captured"] / rates["plain"],
-            "gain after a switch": rates["after a switch"] / rates["plain"],
-        }
-    steps = engines["captured"].captured
-    assert steps is not None
-    columns = list(found["1 at a time"])
-    table(["", *found], [[name, *(some[name] for some in found.values())] for name in columns])
-    print(f"{steps.recorded} steps recorded, {steps.replayed} replayed")
+    for name in work.models:
+        for count in counts:
+            row = measure(name, count, work, device, rate)
+            found[f"{name}, {count} at a time"] = row
+            print(name, count, {key: round(value, 3) for key, value in row.items()}, flush=True)
+    columns = list(dict.fromkeys(key for row in found.values() for key in row))
+    rows = [[name, *(row.get(key, "") for key in columns)] for name, row in found.items()]
+    table(["", *columns], rows)
     targets = [
-        Target(f"{name}: captured over plain", some["gain"], 1.0) for name, some in found.items()
+        Target(f"{name}: share of the limit", row["share of the limit"], SHARE)
+        for name, row in found.items()
+        if device != "cpu" and name.endswith(f", {AIMED_AT} at a time")
     ]
-    results = {"device": torch.cuda.get_device_name(), "model": MODEL, "tokens": tokens, **found}
-    results |= {"recorded": steps.recorded, "replayed": steps.replayed}
-    conclude("gpu/decode", results, targets, options)
+    where = "cpu" if device == "cpu" else torch.cuda.get_device_name()
+    conclude("gpu/decode", {"device": where, "GB/s": rate / 1e9, **found}, targets, options)
 
 
 if __name__ == "__main__":

@@ -1,88 +1,260 @@
-"""Whole GRPO steps of a model of 1.5 billion parameters on one GPU, by the command line.
+"""Whole GRPO steps of a model of 1.5 billion parameters on one GPU: m2flow, and TRL beside it.
 
-Random weights of the published shape, a byte tokenizer, sums as problems: answers end where a
-random model happens to draw the end token, or at the limit. What is shown is seconds by phase, and
-that generation, scoring and training take turns on one device. With `--device cpu` a tiny model.
+64 prompts, 16 answers each, of geometric lengths with a mean of 1,000 tokens, cut at 4,096
+(`long_answers.py`: random weights of the published shape; whoever draws from them gets such
+lengths). m2flow runs by its command line, collocated and under `auto`; the first step of each side
+warms up. Shown are seconds by phase, context switches against a pinned copy measured in the same
+run, memory of the device, what was predicted, and TRL's GRPOTrainer on the same work, where an
+interpreter has it (`--sides trl`; M2FLOW_TRL_PYTHON, else this one). Each side takes minutes:
+`--sides` picks them, so that runs with a time limit can share them out. `--quick` has fewer and
+shorter answers, `--device cpu` a tiny model.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness import ROOT, arguments, conclude, table
+from gpu.context_switch import raw_on_cpu, raw_on_gpu
+from gpu.long_answers import write_model
+from harness import ROOT, Target, arguments, conclude, table
 
 from m2flow.models.shape import PUBLISHED
-from m2flow.models.tokenizer import byte_tokenizer
 
-LIMIT_SECONDS = 110
+HERE = Path(__file__).parent
+LIMIT_SECONDS = 560
+SIDES = ("collocated", "auto", "trl")
+AGAINST_TRL, OF_PINNED = 3.0, 0.7
+"""Aimed at: samples a second over TRL's, and the rate of switches over that of a pinned copy."""
+
 SMALL = {
     "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": True,
 }  # fmt: skip
-SIZES: dict[str, dict[str, Any]] = {
-    "cuda": {
-        "config": PUBLISHED["Qwen2.5-1.5B"], "lanes": "gpu:1", "prompts": 64, "answers": 16,
-        "tokens": 1024, "microbatch": 16384,
-    },
-    "cpu": {
-        "config": SMALL, "lanes": "cpu:1", "prompts": 4, "answers": 4, "tokens": 32,
-        "microbatch": 1024,
-    },
-}  # fmt: skip
-STEPS = 3
 
 
-def write_model(config: dict[str, Any], folder: Path) -> None:
-    """A folder in Hugging Face layout, bfloat16."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+@dataclass(frozen=True)
+class Work:
+    """What each side does.
 
-    tokenizer = byte_tokenizer()
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    made = Qwen2Config(**config, **ends, bos_token_id=None, max_position_embeddings=4096)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        Qwen2ForCausalLM(made).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    Attributes:
+        device, lanes: `cuda` or `cpu`, and m2flow's lanes on it.
+        prompts, answers: of a step; `minibatches` of it.
+        mean, tokens: of an answer, and at most.
+        steps: that are timed, after one that is not.
+        running: answers that m2flow draws together at most.
+        microbatch: tokens of m2flow's micro-batches, `trl_samples` samples of TRL's.
+        lane_memory: of m2flow's lane; None for what the device has.
+    """
+
+    device: str
+    lanes: str
+    prompts: int
+    answers: int
+    minibatches: int
+    mean: int
+    tokens: int
+    steps: int
+    running: int
+    microbatch: int
+    trl_samples: int
+    lane_memory: str | None = None
+
+
+WORK = {
+    "cuda": Work("cuda", "gpu:1", 64, 16, 4, 1000, 4096, 2, 512, 16384, 4),
+    "cpu": Work("cpu", "cpu:1", 4, 4, 2, 20, 64, 1, 16, 1024, 4, "4MB"),
+}
+DEVICES = ("H200", "H100", "B200", "A100-80GB", "L40S")
+"""Names of `m2flow plan --cluster`, the first of which a GPU's own name holds is its."""
+
+
+@contextmanager
+def device_memory(found: dict[str, float]) -> Iterator[None]:
+    """Look at the device's memory while something runs; the most in use goes into `found`."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.2):
+            free, total = torch.cuda.mem_get_info()
+            found["GB at most"] = max(found.get("GB at most", 0.0), (total - free) / 1e9)
+
+    watcher = threading.Thread(target=look, daemon=True)
+    if torch.cuda.is_available():
+        watcher.start()
+    yield
+    over.set()
+
+
+def keys_of(work: Work, model: Path) -> list[str]:
+    """The recipe and what is set in it."""
+    return [
+        str(ROOT / "recipes/quickstart.yaml"),
+        *(f"model.path={model}", "warmup.steps=0", "reward=long_answers:even"),
+        *(f"prompts_per_step={work.prompts}", f"samples_per_prompt={work.answers}"),
+        *(f"minibatches={work.minibatches}", f"generation.max_new_tokens={work.tokens}"),
+        *(f"generation.max_running={work.running}", "optimizer.learning_rate=1e-6"),
+        *(f"training.tokens_per_microbatch={work.microbatch}", "evaluation.problems=0"),
+        *(f"steps={work.steps + 1}", "checkpoint.every=1000", "journal_gb=0"),
+        *([f"lane_memory={work.lane_memory}"] if work.lane_memory else []),
+    ]
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "m2flow", *words]
+
+
+def environment() -> dict[str, str]:
+    """With the rule that judges answers where Python finds it."""
+    paths = [str(HERE), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def of_m2flow(work: Work, model: Path, mode: str, folder: Path) -> dict[str, float]:
+    """Figures of whole steps in a mode, the medians over those that are timed."""
+    run, found = folder / mode, dict[str, float]()
+    steps = work.steps + (4 if mode == "auto" else 0)  # its first ones are a race
+    began = time.perf_counter()
+    with device_memory(found):
+        subprocess.run(
+            command(
+                *("train", *keys_of(replace(work, steps=steps), model), "--quiet"),
+                *("--mode", mode, "--run-dir", str(run), f"lanes={work.lanes}"),
+            ),
+            check=True,
+            env=environment(),
+            timeout=LIMIT_SECONDS,
+        )
+    found["s the whole command"] = time.perf_counter() - began
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "seconds/step" in row][-work.steps :]
+    for name in sorted({name for row in rows for name in row if name.startswith("seconds/")}):
+        found[name] = statistics.median(row.get(name, 0.0) for row in rows)
+    found["samples/s"] = work.prompts * work.answers / found["seconds/step"]
+    found["tokens of an answer"] = statistics.mean(row["length/mean"] for row in rows)
+    predicted = [row["plan/predicted_seconds"] for row in rows if row.get("plan/predicted_seconds")]
+    if predicted:
+        found["predicted s a step"] = predicted[-1]
+    return found | switches(run, work.device)
+
+
+def switches(run: Path, device: str) -> dict[str, float]:
+    """Seconds of the last step's context switches, and their rate over that of a raw copy."""
+    plan = json.loads((run / "plan.json").read_text())
+    events = json.loads((run / "timeline.json").read_text())["traceEvents"]
+    moves = [event for event in events if event.get("cat") == "switch"]
+    last = max((event["args"]["step"] for event in moves), default=0)
+    moves = [event for event in moves if event["args"]["step"] == last]
+    seconds = sum(event["dur"] for event in moves) / 1e6
+    num_bytes = sum(plan["placements"][event["args"]["worker"]]["state_bytes"] for event in moves)
+    if not seconds or not num_bytes:
+        return {"s of switches": seconds}
+    raw = raw_on_gpu(1 << 30) if device == "cuda" else raw_on_cpu(64 << 20)
+    rate, pinned = num_bytes / seconds / 1e9, statistics.mean(raw)
+    shown = {"s of switches": seconds, "GB of switches": num_bytes / 1e9}
+    return shown | {"switches, GB/s": rate, "switches over a raw copy": rate / pinned}
+
+
+def of_trl(work: Work, model: Path) -> dict[str, float]:
+    """The same figures of TRL's side."""
+    found = dict[str, float]()
+    python = os.environ.get("M2FLOW_TRL_PYTHON", sys.executable)
+    with device_memory(found):
+        answer = subprocess.run(
+            [python, str(HERE / "trl_step.py")],
+            input=json.dumps({**asdict(work), "model": str(model), "steps": work.steps + 1}),
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            env=environment(),
+            timeout=LIMIT_SECONDS,
+        )
+    done = json.loads(answer.stdout.splitlines()[-1])
+    steps = slice(1, None)  # the first one warms up
+    found["seconds/step"] = statistics.median(done["seconds"][steps])
+    found["seconds/generator.generate"] = statistics.median(done["generation"][steps])
+    found["samples/s"] = work.prompts * work.answers / found["seconds/step"]
+    lengths = [length for step in done["lengths"][steps] for length in step]
+    found["tokens of an answer"] = statistics.mean(lengths)
+    return found
+
+
+def guessed(work: Work, model: Path) -> dict[str, float]:
+    """What the analytic profile of this device expects of a collocated step, by phase."""
+    name = torch.cuda.get_device_name()
+    device = next((known for known in DEVICES if known.split("-")[0] in name), None)
+    if device is None:
+        return {}
+    answer = subprocess.run(
+        command(
+            *("plan", *keys_of(work, model), "--mode", "collocated", "--json"),
+            *("--cluster", f"1x1x{device}"),
+        ),
+        check=True,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=LIMIT_SECONDS,
+    )
+    predicted = json.loads(answer.stdout)["decision"]["predicted"]
+    stages = {f"seconds/{stage}": seconds for stage, seconds in predicted["stages"].items()}
+    return {"seconds/step": predicted["seconds"], **stages}
+
+
+def targets_of(found: Mapping[str, Mapping[str, float]]) -> list[Target]:
+    ours, theirs = found.get("collocated", {}), found.get("trl", {})
+    targets = []
+    if "samples/s" in ours and "samples/s" in theirs:
+        ratio = ours["samples/s"] / theirs["samples/s"]
+        targets.append(Target("samples/s against TRL", ratio, AGAINST_TRL))
+    if "switches over a raw copy" in ours:
+        share = ours["switches over a raw copy"]
+        targets.append(Target("switches over a raw copy", share, OF_PINNED))
+    return targets
 
 
 def main() -> None:
     parser = arguments((__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cuda", choices=tuple(SIZES))
+    parser.add_argument("--device", default="cuda", choices=tuple(WORK))
+    parser.add_argument("--sides", nargs="+", default=["collocated"], choices=SIDES)
     options = parser.parse_args()
+    work = WORK[options.device]
     if options.device == "cuda" and not torch.cuda.is_available():
         print("this machine has no GPU that PyTorch can use")
         sys.exit(2)
-    sizes = SIZES[options.device]
+    if options.quick and options.device == "cuda":
+        work = replace(work, prompts=16, mean=250, tokens=1024)
+    config = PUBLISHED["Qwen2.5-1.5B"] if options.device == "cuda" else SMALL
+    found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="m2flow-grpo-") as folder:
-        model, run = Path(folder) / "model", Path(folder) / "run"
-        write_model(sizes["config"], model)
-        subprocess.run(
-            [
-                *(sys.executable, "-m", "m2flow", "train", str(ROOT / "recipes/quickstart.yaml")),
-                *("--mode", "collocated", "--quiet", "--run-dir", str(run)),
-                *(f"lanes={sizes['lanes']}", f"model.path={model}", "warmup.steps=0"),
-                *(f"steps={STEPS}", "evaluation.problems=0", "optimizer.learning_rate=1e-6"),
-                f"prompts_per_step={sizes['prompts']}",
-                f"samples_per_prompt={sizes['answers']}",
-                f"generation.max_new_tokens={sizes['tokens']}",
-                f"training.tokens_per_microbatch={sizes['microbatch']}",
-            ],
-            check=True,
-            timeout=LIMIT_SECONDS,
-        )
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = ("seconds", "throughput/", "length/mean", "tokens/", "train/engine_gap")
-    figures = {name: value for name, value in rows[-1].items() if name.startswith(kept)}
-    table(["figure of the last step", "value"], [[name, figures[name]] for name in sorted(figures)])
-    conclude("gpu/grpo_step", figures, [], options)
+        model = Path(folder) / "model"
+        share = write_model(config, work.mean, model, options.device)
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+            found["guessed"] = guessed(work, model)
+        for side in options.sides:
+            found[side] = (
+                of_trl(work, model) if side == "trl" else of_m2flow(work, model, side, Path(folder))
+            )
+            print(side, {name: round(value, 3) for name, value in found[side].items()}, flush=True)
+    names = list(dict.fromkeys(name for row in found.values() for name in row))
+    table(["", *found], [[name, *(row.get(name, "") for row in found.values())] for name in names])
+    where = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    results = {"device": where, "work": asdict(work), "end token": share, **found}
+    conclude("gpu/grpo_step", results, targets_of(found) if where != "cpu" else [], options)
 
 
 if __name__ == "__main__":
