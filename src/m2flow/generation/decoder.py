@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from m2flow.generation.architecture import Architecture, architecture_of, rotation_tables
-from m2flow.generation.attention import capped, decode_attention, prompt_attention
+from m2flow.generation.attention import capped, prompt_attention
 from m2flow.generation.kernels import linear, padded_rows, rms_norm
 from m2flow.generation.kv_cache import CacheView
+from m2flow.generation.pages import PagedView
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 from m2flow.generation.weights import DecoderWeights, LayerWeights
 from m2flow.runtime.weights.boxes import Box
@@ -138,7 +139,7 @@ class Decoder:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def decode(
-        self, token_N: Tensor, position_N: Tensor, num_running: int, cache: CacheView
+        self, token_N: Tensor, position_N: Tensor, num_running: int, cache: CacheView | PagedView
     ) -> Tensor:
         """Feeds one token to each of the first B sequences of the cache.
 
@@ -155,7 +156,7 @@ class Decoder:
         return self.logits(self.advance(token_N, position_N, num_running, cache))[:num_running]
 
     def advance(
-        self, token_N: Tensor, position_N: Tensor, num_running: int, cache: CacheView
+        self, token_N: Tensor, position_N: Tensor, num_running: int, cache: CacheView | PagedView
     ) -> Tensor:
         """What `decode` does without the logits: hidden_NE after the last layer.
 
@@ -168,9 +169,10 @@ class Decoder:
             query_XGD, kv_X2D = qkv_YSD.narrow(0, 0, num_heads).split((a.group, 2), dim=1)
             cache.append(layer, kv_X2D.flatten(1))
             out_YGD = qkv_YSD.new_empty(num_rows * a.kv_heads, a.group, a.head_dim)
-            decode_attention(
+            cache.attend(
+                layer,
                 query_XGD,
-                *cache.window(layer, a.windows[layer]),
+                window=a.windows[layer],
                 scale=a.score_scale,
                 cap=a.score_cap,
                 out_XGD=out_YGD[:num_heads],

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from m2flow.generation.architecture import Architecture
+from m2flow.generation.attention import decode_attention
 
 _ROUND_COLUMNS = 64
 
@@ -65,9 +66,11 @@ class KVCache:
         """Whether rows do not see all columns in some layer."""
         return any(window is not None for window in self._architecture.windows)
 
-    def fits(self, rows: int, columns: int) -> bool:
-        """Whether slots for so many rows, of so many columns, are within the budget."""
-        return self.max_cells is None or self._padded(rows) * columns <= self.max_cells
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """Whether slots for sequences of so many tokens are within the budget."""
+        if self.max_cells is None or not lengths:
+            return True
+        return self._padded(len(lengths)) * max(lengths) <= self.max_cells
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All that takes memory."""
@@ -77,15 +80,16 @@ class KVCache:
         """All that a prefill left behind."""
         return (kv_LUKPW,)
 
-    def ensure(self, rows: int, columns: int, *, keep: int) -> None:
-        """Makes room for at least so many slots of so many columns; keeps the first `keep` slots.
+    def ensure(self, lengths: Sequence[int], *, keep: int) -> None:
+        """Make room for so many tokens in each of the first slots; keep the first `keep` slots.
 
         Slots grow to what is needed, columns to twice what they were or to what the budget leaves.
         More columns for fewer slots give the other slots back.
         """
+        rows, columns = len(lengths), max(lengths)
         if rows <= self.rows and columns <= self.columns:
             return
-        assert self.fits(rows, columns), f"{rows} x {columns} of {self.max_cells} cells"
+        assert self.fits(lengths), f"{rows} x {columns} of {self.max_cells} cells"
         rows = self._padded(rows)
         new_columns = self.columns
         if columns > self.columns:
@@ -117,6 +121,9 @@ class KVCache:
         used = self._kv_LRKCW[:, :, :, :columns]
         for source, target in zip(sources, targets, strict=True):
             used[:, target] = used[:, source]
+
+    def keep(self, rows: int) -> None:
+        """Slots from this one on are free; their content is written over."""
 
     def view(self, position_B: Tensor, columns: int, shortest: int = 0) -> CacheView:
         """What one decode step needs: where each row's next token goes, and what rows attend to.
@@ -182,7 +189,21 @@ class CacheView:
         """Writes this step's keys and values of a layer."""
         self._flat_LYW[layer].index_copy_(0, self._index_X, kv_XW)
 
-    def window(self, layer: int, window: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def attend(
+        self,
+        layer: int,
+        query_XGD: Tensor,
+        *,
+        window: int | None,
+        scale: float,
+        cap: float | None,
+        out_XGD: Tensor,
+    ) -> None:
+        """Write what each row's new token makes of the tokens that it sees."""
+        seen = self._window(layer, window)
+        decode_attention(query_XGD, *seen, scale=scale, cap=cap, out_XGD=out_XGD)
+
+    def _window(self, layer: int, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [heads of the rows, columns, D] that rows attend over, and the mask."""
         # One strided view where indexing would take half a dozen: at this rate they cost.
         kv_RKCW = self._kv_LRKCW

@@ -30,6 +30,8 @@ from m2flow.generation.captured import Capture, CapturedSteps, Size, padded_coun
 from m2flow.generation.decoder import Decoder
 from m2flow.generation.kv_cache import KVCache
 from m2flow.generation.own_forward import OwnForward, OwnSlots
+from m2flow.generation.paged_attention import PageReader, attend, reason_against
+from m2flow.generation.pages import PagedCache
 from m2flow.generation.prefixes import Prefixes
 from m2flow.generation.records import Completion, FinishReason, Request
 from m2flow.generation.running import RunningBatch
@@ -64,6 +66,8 @@ class NativeEngine:
         text_of: the text of tokens, where requests may have stop strings.
         capture: records decode steps, where they can be; None: they run plainly. Steps of several
             lanes, of models with experts and of transformers' own forward pass always do.
+        read: attends over keys and values in pages; None: torch's kernel, where it can, and else
+            they are kept in slots.
 
     Raises:
         UserError: the architecture is not computed here, or does not divide over so many lanes.
@@ -82,6 +86,7 @@ class NativeEngine:
         prefill_tokens: int | None = None,
         text_of: TextOf | None = None,
         capture: Capture | None = None,
+        read: PageReader | None = None,
     ) -> None:
         self._text_of = text_of
         self.device = torch.device(device)
@@ -98,6 +103,8 @@ class NativeEngine:
             cache_bytes,
             fused=self.notice is None,
             padded=padded_count if records else int,
+            read=read,
+            rows=padded_count(max_running),
         )
         self.captured = CapturedSteps(capture) if capture is not None and records else None
         """The recorded decode steps; None where none is recorded."""
@@ -238,7 +245,7 @@ class NativeEngine:
         request, prompt, a = sequence.request, sequence.prompt, self._decoder.architecture
         request.check(prompt, vocab_size=a.vocab_size, context=a.max_position)
         new = request.params.max_new_tokens
-        if not self._cache.fits(1, len(prompt) + new):
+        if not self._cache.fits([len(prompt) + new]):
             raise UserError(
                 f"a prompt of {len(prompt)} tokens and {new} new ones do not fit the memory for "
                 f"keys and values, which holds {self._cache.max_cells}",
@@ -248,16 +255,16 @@ class NativeEngine:
 
     def _preempt(self) -> None:
         """Take requests out that the cache has no room for, the last submitted first."""
-        if self._cache.fits(len(self._running), self._running.longest):
+        lengths = self._running.lengths
+        if self._cache.fits(lengths):
             return
-        rows = range(len(self._running))
-        latest_first = sorted(rows, key=lambda row: -self._running.sequences[row].number)
-        lengths = [sequence.length for sequence in self._running.sequences]
-        out: list[int] = []
-        while out != latest_first and not self._cache.fits(
-            len(rows) - len(out), max(lengths[row] for row in latest_first[len(out) :])
-        ):
-            out.append(latest_first[len(out)])
+        latest_first = sorted(
+            range(len(lengths)), key=lambda row: -self._running.sequences[row].number
+        )
+        left = [lengths[row] for row in latest_first]
+        while left and not self._cache.fits(left):
+            del left[0]
+        out = latest_first[: len(lengths) - len(left)]
         if out:
             self._waiting.extendleft(self._running.sequences[row] for row in out)
             self._running.remove(sorted(out))
@@ -268,22 +275,23 @@ class NativeEngine:
 
         Take out and return those that ended by it.
         """
-        first = len(self._running)
-        longest = self._running.longest
+        lengths = self._running.lengths
+        first = len(lengths)
+        # Room to grow, so that who comes in need not leave at once.
+        grown = [length + length // ROOM_TO_GROW for length in lengths]
         fitting: list[RunningSequence] = []
         for sequence in islice(self._waiting, self.max_running - first):
-            longest = max(longest, sequence.length + 1)
-            rows = first + len(fitting) + 1
-            # Room to grow, so that who comes in need not leave at once.
-            if rows > 1 and not self._cache.fits(rows, longest + longest // ROOM_TO_GROW):
+            length = sequence.length + 1
+            grown.append(length + length // ROOM_TO_GROW)
+            if len(grown) > 1 and not self._cache.fits(grown):
                 break
             fitting.append(sequence)
         admitted = [self._waiting.popleft() for _ in range(self._prefixes.prefill(fitting))]
         if not admitted:
             return []
         admitted.sort(key=lambda sequence: -sequence.length)
-        longest = max(self._running.longest, admitted[0].length + 1)
-        self._cache.ensure(first + len(admitted), longest, keep=first)
+        lengths += [sequence.length + 1 for sequence in admitted]
+        self._cache.ensure(lengths, keep=first)
         logits_BV = self._prefixes.fill(admitted, first)
         self._running.add(admitted)
         return self._draw(logits_BV, first)
@@ -295,7 +303,7 @@ class NativeEngine:
             token_N, position_N, view = running.decode_inputs()
             return decoder.decode(token_N, position_N, len(running), view)
         assert isinstance(decoder, Decoder)
-        assert isinstance(self._cache, KVCache)
+        assert isinstance(self._cache, KVCache | PagedCache)
         size = running.pad()
         hidden_NE = self.captured.run(size, self._cache.layout, partial(self._advance, size))
         return decoder.logits(hidden_NE[: len(running)])
@@ -348,13 +356,20 @@ def _computing(
     *,
     fused: bool,
     padded: Callable[[int], int],
-) -> tuple[Decoder | OwnForward, KVCache | OwnSlots]:
+    read: PageReader | None,
+    rows: int,
+) -> tuple[Decoder | OwnForward, KVCache | PagedCache | OwnSlots]:
     """What computes a model's tokens, and what holds its keys and values."""
     if fused:
         decoder = Decoder(config, dtype=dtype, device=device, parallel=parallel)
-        return decoder, KVCache(
-            decoder.architecture, dtype=dtype, device=device, budget=budget, padded=padded
-        )
+        a = decoder.architecture
+        if read is None and reason_against(a, dtype, device) is None:
+            read = attend
+        if read is not None:
+            return decoder, PagedCache(
+                a, dtype=dtype, device=device, read=read, rows=rows, budget=budget
+            )
+        return decoder, KVCache(a, dtype=dtype, device=device, budget=budget, padded=padded)
     if parallel.size > 1:
         raise UserError(
             "transformers' own forward pass is not divided over lanes",

@@ -218,9 +218,9 @@ class OwnSlots:
         self._cache = self._forward.room(0, 0)
         self.rows = self.columns = 0
 
-    def fits(self, rows: int, columns: int) -> bool:
-        """Whether so many rows of so many columns are within the budget."""
-        return self.max_cells is None or rows * columns <= self.max_cells
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """Whether rows for sequences of so many tokens are within the budget."""
+        return self.max_cells is None or len(lengths) * max(lengths, default=0) <= self.max_cells
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All that takes memory."""
@@ -231,11 +231,12 @@ class OwnSlots:
         for layer in _filled(kv):
             yield from _content(layer)
 
-    def ensure(self, rows: int, columns: int, *, keep: int) -> None:
-        """Have just so many rows, with room for the next token in the last of so many columns.
+    def ensure(self, lengths: Sequence[int], *, keep: int) -> None:
+        """Have a row for each sequence of so many tokens, the next one of which ends the longest.
 
         The first `keep` rows stay; columns come and go on the left.
         """
+        rows, columns = len(lengths), max(lengths)
         for layer in _filled(self._cache):
             width = _width(layer, columns - 1)
             layer.keys, layer.values = (
@@ -267,6 +268,9 @@ class OwnSlots:
         """Copies rows over other rows; no row is both."""
         for tensor in self.tensors():
             tensor[list(targets)] = tensor[list(sources)]
+
+    def keep(self, rows: int) -> None:
+        """Rows from this one on are free; the next `ensure` takes them away."""
 
     def view(self, position_B: Tensor, columns: int, shortest: int = 0) -> tuple[Any, Tensor]:
         """The cache for one decode step, and which columns each row sees [B, columns]."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from m2flow.generation.decoder import Decoder, Prefilled
 from m2flow.generation.kv_cache import KVCache
 from m2flow.generation.own_forward import OwnForward, OwnSlots
+from m2flow.generation.pages import PagedCache
 from m2flow.generation.sequence import RunningSequence
 
 Ids = tuple[int, ...]
@@ -36,7 +37,7 @@ class Prefixes:
     def __init__(
         self,
         decoder: Decoder | OwnForward,
-        cache: KVCache | OwnSlots,
+        cache: KVCache | PagedCache | OwnSlots,
         max_tokens: int | None = None,
     ) -> None:
         self._decoder, self._cache = decoder, cache

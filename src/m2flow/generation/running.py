@@ -19,6 +19,7 @@ from m2flow.generation.captured import COLUMN_STEP, Size, padded_columns, padded
 from m2flow.generation.kernels import padded_rows
 from m2flow.generation.kv_cache import KVCache
 from m2flow.generation.own_forward import OwnSlots
+from m2flow.generation.pages import PagedCache
 from m2flow.generation.sequence import RunningSequence
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 
@@ -39,7 +40,7 @@ class RunningBatch:
 
     def __init__(
         self,
-        cache: KVCache | OwnSlots,
+        cache: KVCache | PagedCache | OwnSlots,
         *,
         max_running: int,
         device: torch.device,
@@ -55,9 +56,9 @@ class RunningBatch:
         return len(self.sequences)
 
     @property
-    def longest(self) -> int:
-        """Columns that the longest sequence needs in the next decode step."""
-        return max((sequence.length for sequence in self.sequences), default=0)
+    def lengths(self) -> list[int]:
+        """Columns that each sequence needs in the next decode step."""
+        return [sequence.length for sequence in self.sequences]
 
     def add(self, sequences: Sequence[RunningSequence]) -> None:
         """Appends rows; their slots hold all of their tokens already."""
@@ -81,6 +82,7 @@ class RunningBatch:
             self._state[:, index[0]] = self._state[:, index[1]]
             for source, target in zip(sources, targets, strict=True):
                 self.sequences[target] = self.sequences[source]
+        self._cache.keep(kept)
         del self.sequences[kept:]
         return leaving
 
@@ -89,11 +91,11 @@ class RunningBatch:
 
         The next token of every sequence must fit the cache's capacity.
         """
-        longest = self.longest
-        self._cache.ensure(len(self), longest, keep=len(self))
+        lengths = self.lengths
+        self._cache.ensure(lengths, keep=len(self))
         token_N, position_N = self._state[: _POSITION + 1, : padded_rows(len(self))]
-        shortest = min(sequence.length for sequence in self.sequences)
-        view = self._cache.view(position_N.narrow(0, 0, len(self)), longest, shortest)
+        position_B = position_N.narrow(0, 0, len(self))
+        view = self._cache.view(position_B, max(lengths), min(lengths))
         return token_N, position_N, view
 
     def pad(self) -> Size:
@@ -102,16 +104,15 @@ class RunningBatch:
         What is computed beside the running rows is the first row once more, into slots that nobody
         has.
         """
-        assert isinstance(self._cache, KVCache)
-        running, longest = len(self), self.longest
-        self._cache.ensure(running, longest, keep=running)
+        assert isinstance(self._cache, KVCache | PagedCache)
+        running, lengths = len(self), self.lengths
+        self._cache.ensure(lengths, keep=running)
         rows, passed = padded_count(running), 0
         if self._cache.has_windows:
-            shortest = min(sequence.length for sequence in self.sequences)
-            passed = shortest // COLUMN_STEP * COLUMN_STEP
+            passed = min(lengths) // COLUMN_STEP * COLUMN_STEP
         if rows > running:
             self._state[: _POSITION + 1, running:rows] = self._state[: _POSITION + 1, :1]
-        return Size(rows, min(padded_columns(longest), self._cache.columns), passed)
+        return Size(rows, min(padded_columns(max(lengths)), self._cache.columns), passed)
 
     def padded_inputs(self, size: Size) -> tuple[Tensor, Tensor, Any]:
         """The same as `decode_inputs` for a size that `pad` has made; at fixed addresses."""

@@ -1,0 +1,32 @@
+"""`read_pages`: a `PageReader` that gathers all pages of all rows, and masks what is not seen."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def read_pages(
+    query_BHD: Tensor,
+    key_PSKD: Tensor,
+    value_PSKD: Tensor,
+    table_BM: Tensor,
+    length_B: Tensor,
+    *,
+    longest: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Nothing is looked at by the host, so a tape can hold it."""
+    key_BKCD, value_BKCD = (
+        pages_PSKD[table_BM.long()].flatten(1, 2)[:, :longest].transpose(1, 2)
+        for pages_PSKD in (key_PSKD, value_PSKD)
+    )
+    column_C = torch.arange(key_BKCD.shape[2])
+    seen_BC = column_C < length_B[:, None]
+    if window is not None:
+        seen_BC &= column_C >= length_B[:, None] - window
+    query_BKGD = query_BHD.unflatten(1, (key_BKCD.shape[1], -1))
+    score_BKGC = (query_BKGD @ key_BKCD.transpose(2, 3)) * scale
+    share_BKGC = score_BKGC.masked_fill(~seen_BC[:, None, None], -torch.inf).softmax(-1)
+    return (share_BKGC @ value_BKCD).flatten(1, 2)

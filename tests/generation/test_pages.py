@@ -1,0 +1,216 @@
+"""Keys and values in pages: the same answers as from slots, and no more memory than tokens need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from m2flow.generation import captured, paged_attention
+from m2flow.generation.native import NativeEngine
+from m2flow.generation.pages import PagedCache
+from m2flow.generation.records import Completion, Request, SamplingParams
+from tests.generation.page_reader import read_pages
+from tests.generation.small_models import CONTEXT, drain, small_model
+from tests.generation.tape import Tape
+from tests.generation.test_captured import CELL_BYTES, assert_same, requests
+
+PAGE = 4
+FAMILIES = ("qwen2", "qwen2-untied-one-kv-head", "llama", "qwen3", "mistral-window",
+            "qwen2-windows", "gemma3", "qwen3-moe")  # fmt: skip
+MODEL, OTHER = small_model("qwen2"), small_model(seed=1)
+
+
+@pytest.fixture(autouse=True)
+def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("m2flow.generation.pages.PAGE", PAGE)
+    monkeypatch.setattr(captured, "PLAIN_STEPS", 1)
+    monkeypatch.setattr(captured, "COLUMN_STEP", 8)
+    monkeypatch.setattr("m2flow.generation.running.COLUMN_STEP", 8)
+
+
+def engine_of(model: Any, paged: bool, **limits: Any) -> NativeEngine:
+    read = read_pages if paged else None
+    engine = NativeEngine(model.config, dtype=torch.float64, read=read, **limits)
+    engine.install(model.state_dict(), 0)
+    assert isinstance(engine._cache, PagedCache) == paged
+    return engine
+
+
+def tokens_held(engine: NativeEngine) -> int:
+    """The tokens that the running sequences have, each rounded up to whole pages."""
+    return sum(-(-length // PAGE) * PAGE for length in engine._running.lengths)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pages_draw_what_slots_draw(name: str) -> None:
+    """Groups of heads, windows, experts; more requests than rows, so that rows move."""
+    model = small_model(name)
+    found = []
+    for paged in (False, True):
+        engine = engine_of(model, paged, max_running=5)
+        engine.submit(requests(17, top_p=0.9))
+        found.append(drain(engine))
+    assert_same(found[1], found[0])
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    events=st.dictionaries(st.integers(1, 40), st.sampled_from(("nap", "weights", "abort"))),
+    max_running=st.integers(1, 12),
+    pages=st.none() | st.integers(CONTEXT // PAGE + 1, 5 * CONTEXT // PAGE),
+    recorded=st.booleans(),
+)
+def test_whatever_happens_between_steps(
+    events: dict[int, str], max_running: int, pages: int | None, recorded: bool
+) -> None:
+    """Naps, other weights, aborted requests, a budget that is too small, recorded steps."""
+    budget = None if pages is None else pages * PAGE * CELL_BYTES
+    found = []
+    for paged in (False, True):
+        engine = engine_of(
+            MODEL,
+            paged,
+            max_running=max_running,
+            cache_bytes=budget if paged else None,
+            capture=Tape() if recorded and paged else None,
+        )
+        found.append(carried_out(engine, events))
+    for number, done in found[1].items():
+        # A request that was put off draws the same later, when there are other weights.
+        if "weights" not in events.values() and "abort" not in events.values():
+            assert done.token_ids.tolist() == found[0][number].token_ids.tolist()
+            torch.testing.assert_close(done.logprobs, found[0][number].logprobs, atol=1e-10, rtol=0)
+    assert found[1].keys() == found[0].keys()
+
+
+def carried_out(engine: NativeEngine, events: dict[int, str]) -> dict[int, Completion]:
+    """What 13 requests draw; before each step, pages are counted."""
+    engine.submit(requests(13))
+    done: dict[int, Completion] = {}
+    for step in range(2000):
+        match events.get(step):
+            case "nap":
+                engine.sleep()
+                engine.wake()
+            case "weights":
+                engine.install((OTHER if engine.version == 0 else MODEL).state_dict(), step)
+            case "abort":
+                done |= {one.id: one for one in engine.abort([step % 13])}
+        done |= {one.id: one for one in engine.step()}
+        if isinstance(engine._cache, PagedCache):
+            check(engine._cache, engine)
+        if not engine.busy:
+            return done
+    raise AssertionError("the engine does not come to an end")
+
+
+def check(cache: PagedCache, engine: NativeEngine) -> None:
+    """Each page is one row's, or free, or nobody's; the table says the same; a budget is kept."""
+    own = [page for pages in cache._pages_of for page in pages]
+    assert sorted([*own, *cache._free]) == list(range(1, cache._kv_LPSKW.shape[1] or 1))
+    table = cache._table_RM.tolist()
+    for row, pages in enumerate(cache._pages_of):
+        assert table[row] == pages + [0] * (len(table[row]) - len(pages))
+    assert not any(map(any, table[len(cache._pages_of) :]))
+    assert len(own) * PAGE <= tokens_held(engine) + PAGE * len(engine._running)
+    if cache.max_cells is not None:
+        assert len(own) * PAGE <= cache.max_cells
+
+
+def test_a_long_answer_takes_no_memory_from_short_ones() -> None:
+    """Where slots of its length would hold six sequences, all seventeen run at once."""
+    cells = 4 * CONTEXT
+    asked = [Request(0, [1, 2, 3], 0, SamplingParams(CONTEXT - 3))]
+    asked += [Request(n, [1, 2, 3], n, SamplingParams(4)) for n in range(1, 17)]
+    most = {}
+    for paged in (False, True):
+        budget = (cells + (PAGE if paged else 0)) * CELL_BYTES
+        engine = engine_of(MODEL, paged, cache_bytes=budget)
+        engine.submit(asked[:1])
+        for _ in range(CONTEXT // 2):
+            engine.step()
+        engine.submit(asked[1:])
+        engine.step()
+        most[paged] = engine.num_running
+        drain(engine)
+    assert most == {False: 6, True: 17}
+
+
+def test_a_request_that_cannot_fit_is_refused() -> None:
+    engine = engine_of(MODEL, True, cache_bytes=3 * PAGE * CELL_BYTES)
+    with pytest.raises(ValueError, match="which holds 8"):
+        engine.submit([Request(0, [1, 2, 3], 0, SamplingParams(6))])
+
+
+def test_the_last_request_gives_a_budget_back() -> None:
+    engine = engine_of(MODEL, True, cache_bytes=64 * PAGE * CELL_BYTES)
+    engine.submit(requests(3))
+    drain(engine)
+    assert engine._cache.tensors()[0].numel() == 0
+
+
+# --- what torch's kernel is asked -----------------------------------------------------------------
+
+
+def test_the_kernel_is_asked_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`attend` speaks the kernel's language: held against the reader of the tests."""
+
+    def kernel(
+        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, ends: Any, most: int,
+        longest: int, *, scale: float, window_size: tuple[int, int], enable_gqa: bool,
+        seqused_k: Tensor, block_table: Tensor,
+    ) -> Tensor:  # fmt: skip
+        assert starts.dtype is seqused_k.dtype is block_table.dtype is torch.int32
+        assert starts.tolist() == list(range(len(query) + 1))
+        assert (ends, most) == (None, 1)
+        assert enable_gqa == (query.shape[1] != key.shape[2])
+        assert key.stride(-1) == value.stride(-1) == 1
+        window = None if window_size == (-1, -1) else window_size[0] + 1
+        assert window_size[1] == (-1 if window is None else 0)
+        return read_pages(
+            query, key, value, block_table, seqused_k, longest=longest, scale=scale, window=window
+        )
+
+    monkeypatch.setattr(paged_attention, "_kernel", lambda: kernel)
+    for name in ("qwen2", "mistral-window"):
+        model = small_model(name)
+        found = []
+        for read in (None, paged_attention.attend):
+            engine = NativeEngine(model.config, dtype=torch.float64, read=read)
+            engine.install(model.state_dict(), 0)
+            engine.submit(requests(6))
+            found.append(drain(engine))
+        assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "cap", "reason"),
+    [
+        ("cpu", torch.bfloat16, None, "runs on CUDA"),
+        ("cuda", torch.float32, None, "bfloat16 or float16, not torch.float32"),
+        ("cuda", torch.bfloat16, 30.0, "does not cap scores"),
+        ("cuda", torch.bfloat16, None, None),
+    ],
+)
+def test_where_pages_are_kept(
+    device: str, dtype: torch.dtype, cap: float | None, reason: str | None
+) -> None:
+    from dataclasses import replace
+
+    from m2flow.generation.architecture import architecture_of
+
+    a = replace(architecture_of(MODEL.config), score_cap=cap)
+    said = paged_attention.reason_against(a, dtype, torch.device(device))
+    if paged_attention._kernel() is None and reason is None:
+        reason = "torch 2.13"
+    assert (said is None) == (reason is None)
+    assert reason is None or reason in str(said)
+
+
+def test_a_page_is_what_the_kernel_wants() -> None:
+    assert paged_attention.PAGE % 256 == 0

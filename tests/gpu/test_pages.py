@@ -1,0 +1,61 @@
+"""Keys and values in pages on a GPU: torch's kernel gives what a gathered row gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from m2flow.generation import paged_attention
+from m2flow.generation.captured import CudaCapture
+from m2flow.generation.native import NativeEngine
+from m2flow.generation.pages import PagedCache
+from m2flow.generation.records import Request, SamplingParams
+from tests.generation.small_models import drain, small_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(paged_attention._kernel() is None, reason="needs torch 2.13"),
+]
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("heads", [(12, 2), (8, 8)])
+def test_the_kernel_reads_pages(heads: tuple[int, int], window: int | None) -> None:
+    """Keys and values lie side by side, as in the cache: strides are not those of one tensor."""
+    query_heads, kv_heads = heads
+    torch.manual_seed(0)
+    page, most, lengths = paged_attention.PAGE, 4, [1, 255, 256, 257, 1000, 700]
+    kv = torch.randn(32, page, kv_heads, 256, device="cuda").bfloat16()
+    key, value = kv.chunk(2, dim=-1)
+    table = torch.randperm(31, device="cuda")[: len(lengths) * most].view(-1, most).int() + 1
+    query = torch.randn(len(lengths), query_heads, 128, device="cuda").bfloat16()
+    found = paged_attention.attend(
+        query, key, value, table, torch.tensor(lengths, device="cuda").int(),
+        longest=most * page, scale=128**-0.5, window=window,
+    )  # fmt: skip
+    for row, length in enumerate(lengths):
+        first = 0 if window is None else max(0, length - window)
+        keys, values = (
+            pages[table[row].long()].flatten(0, 1)[first:length].float() for pages in (key, value)
+        )
+        for head in range(query_heads):
+            of = head // (query_heads // kv_heads)
+            score = keys[:, of] @ query[row, head].float() * 128**-0.5
+            expected = score.softmax(0) @ values[:, of]
+            torch.testing.assert_close(found[row, head].float(), expected, atol=0.02, rtol=0.02)
+
+
+def test_an_engine_keeps_pages_and_records_its_steps() -> None:
+    model = small_model("qwen2").to(torch.bfloat16)
+    model.config.max_position_embeddings = 1024
+    device = torch.device("cuda:0")
+    found = []
+    for capture in (None, CudaCapture(device)):
+        engine = NativeEngine(model.config, dtype=torch.bfloat16, device=device, capture=capture)
+        assert isinstance(engine._cache, PagedCache)
+        engine.install(model.state_dict(), 0)
+        engine.submit([Request(n, [1, 2, 3], n, SamplingParams(40 * n + 300)) for n in range(8)])
+        found.append(drain(engine))
+    for number, one in found[0].items():
+        assert (one.token_ids[:20] == found[1][number].token_ids[:20]).float().mean() > 0.9
