@@ -26,7 +26,7 @@ from m2flow.generation.records import Request, SamplingParams
 from m2flow.rewards import addition_reward
 from m2flow.runtime.driver.launch import launch
 from m2flow.training.policy import PolicyTrainer
-from m2flow.training.rollouts import Rollouts
+from m2flow.training.rollouts import TokenRollouts
 from m2flow.workloads.reasoning.config import ReasoningRecipe
 from m2flow.workloads.reasoning.experiment import ReasoningExperiment
 from m2flow.workloads.reasoning.flow import recipe_flow
@@ -79,7 +79,7 @@ class PlainLoop:
         for start in range(0, len(done), size):
             rows = slice(start, start + size)
             self.trainer.fold(
-                Rollouts.from_rows(
+                TokenRollouts.from_rows(
                     prompts[rows],
                     [completion.token_ids for completion in done[rows]],
                     [completion.logprobs for completion in done[rows]],

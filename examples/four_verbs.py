@@ -30,7 +30,7 @@ from m2flow.algorithms.sampling import derive_seed
 from m2flow.models.causal_lm import TinySpec, build_tiny, load_model
 from m2flow.training.optimizer import AdamWConfig
 from m2flow.training.policy import PolicyTrainer, PolicyTrainerConfig
-from m2flow.training.rollouts import Rollouts, TokenPairs
+from m2flow.training.rollouts import TokenPairs, TokenRollouts
 from m2flow.workloads.reasoning.workers import Generator, ModelSource
 
 EXPECTED = {"accuracy": 0.9}
@@ -63,7 +63,7 @@ class Policy(Worker):
         # With the present log-probabilities as the old ones the ratio is 1, and the gradient that
         # of cross-entropy, weighted by the advantages.
         old = data["logprobs"].values if loss == "policy" else logprobs
-        self.trainer.fold(Rollouts(pairs, old, advantages))
+        self.trainer.fold(TokenRollouts(pairs, old, advantages))
         return data.only("advantage").with_columns(logprobs=Ragged(logprobs, answers.lengths))
 
     @fold.finish

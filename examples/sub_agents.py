@@ -19,7 +19,7 @@ from typing import Any
 
 import m2flow
 from m2flow import Place
-from m2flow.tools import Answer, Call
+from m2flow.tools import ToolCall, ToolResult
 from m2flow.workloads.agentic.config import AgenticRecipe, EpisodeSection
 from m2flow.workloads.agentic.experiment import AgenticExperiment
 from m2flow.workloads.agentic.flow import Agent, recipe_flow
@@ -53,7 +53,7 @@ class Helper(Caller):
         self.policy.load(place)
         self.tokenizer, self.stop_ids = self.model.tokenizer(), self.model.stop_ids()
 
-    def answers(self, calls: Sequence[Call], seeds: Sequence[int]) -> list[Answer]:
+    def answers(self, calls: Sequence[ToolCall], seeds: Sequence[int]) -> list[ToolResult]:
         from m2flow.generation.records import Request, SamplingParams
 
         params = SamplingParams(HELPER_TOKENS, temperature=0.0, stop_token_ids=self.stop_ids)
@@ -64,7 +64,7 @@ class Helper(Caller):
         while engine.busy:
             for done in engine.step():
                 written[done.id] = self.tokenizer.decode(done.token_ids, skip_special_tokens=True)
-        return [Answer(written[number].lstrip("#")) for number in range(len(calls))]
+        return [ToolResult(written[number].lstrip("#")) for number in range(len(calls))]
 
     def install(self, weights: Mapping[str, Any], version: int) -> None:
         self.policy.install(weights, version)

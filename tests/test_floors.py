@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from importlib import metadata
@@ -214,6 +215,16 @@ def test_what_workloads_share_knows_none_of_them() -> None:
             parts = imported.split(".")
             own = parts[:2] != ["m2flow", "workloads"] or parts[2:3] == ["common"]
             assert own, f"{path.name}:{line} imports {imported}"
+
+
+def test_one_class_bears_a_name() -> None:
+    """Whoever reads a class name in a trace or a docstring finds one class of that name."""
+    bearers = defaultdict(list)
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bearers[node.name.lstrip("_")].append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert not {name: places for name, places in bearers.items() if len(places) > 1}
 
 
 def loaded_by(statement: str) -> set[str]:

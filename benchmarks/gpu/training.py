@@ -26,7 +26,7 @@ from m2flow.algorithms.grpo import GRPOLoss
 from m2flow.models.shape import PUBLISHED
 from m2flow.training.optimizer import AdamWConfig
 from m2flow.training.policy import PolicyTrainer, PolicyTrainerConfig
-from m2flow.training.rollouts import Rollouts
+from m2flow.training.rollouts import TokenRollouts
 
 SHARE = 0.45
 """Of the matrix rate that is aimed at."""
@@ -65,7 +65,7 @@ def model_of(work: Work, device: str) -> Any:
     return model.to(torch.bfloat16)
 
 
-def rollouts_of(work: Work) -> Rollouts:
+def rollouts_of(work: Work) -> TokenRollouts:
     """Answers to prompts of their own, so that nothing is shared between rows."""
     random = torch.Generator().manual_seed(0)
     words = int(work.config["vocab_size"])
@@ -78,7 +78,7 @@ def rollouts_of(work: Work) -> Rollouts:
     answers = [ids(work.tokens) for _ in range(work.answers)]
     logprobs = [[-1.0] * work.tokens] * work.answers
     advantages = [(-1.0) ** number for number in range(work.answers)]
-    return Rollouts.from_rows(prompts, answers, logprobs, advantages)
+    return TokenRollouts.from_rows(prompts, answers, logprobs, advantages)
 
 
 def synchronise(device: str) -> None:

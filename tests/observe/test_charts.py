@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from m2flow.observe.charts import Line, line_chart, round_ticks
+from m2flow.observe.charts import ChartLine, line_chart, round_ticks
 from m2flow.observe.curve_data import TREND_FROM, curves_of
 from m2flow.observe.formatting import clock, number, percent, seconds
 
@@ -38,10 +38,10 @@ def test_step_ticks_are_whole_and_inside(low: int, length: int) -> None:
     assert low <= ticks[0] <= ticks[-1] <= low + max(1, length)
 
 
-def line(values: Mapping[int, float | None], name: str = "x") -> tuple[list[int], Line]:
+def line(values: Mapping[int, float | None], name: str = "x") -> tuple[list[int], ChartLine]:
     """A curve of at most 200 values over its axis, as the report draws it."""
     told = curves_of([{step: {"a": value} for step, value in values.items()}], 200)
-    return told["x"], Line(name, told["charts"][0]["curves"][0], "red")
+    return told["x"], ChartLine(name, told["charts"][0]["curves"][0], "red")
 
 
 @pytest.mark.parametrize("values", [{0: 0.0}, {5: -3.0, 6: -3.0}, {1: 1e-12, 2: 1e12}])

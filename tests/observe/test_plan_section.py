@@ -13,7 +13,7 @@ from m2flow.observe.run_directory import RunDirectory
 from m2flow.plan.explain import Alternative, Explanation, Flip
 from m2flow.plan.explain.bottleneck import Bottleneck
 from m2flow.plan.file import to_json
-from m2flow.plan.gantt import Gantt, Row
+from m2flow.plan.gantt import Gantt, GanttRow
 from m2flow.plan.prediction import Prediction
 from m2flow.plan.race import Tried
 from m2flow.plan.units import Seconds
@@ -52,7 +52,7 @@ DECISION = Explanation(
     ruled_out={"disaggregated": "does not fit"},
     flips=(Flip("publishing", 3.5, "collocated", (), 0.6, 0.5),),
     assumptions=("prompts of 10 tokens",),
-    timeline=Gantt(0.0, 0.41, (Row((0, 1), PIECES, 0.0),)),
+    timeline=Gantt(0.0, 0.41, (GanttRow((0, 1), PIECES, 0.0),)),
 )
 
 

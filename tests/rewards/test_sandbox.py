@@ -15,7 +15,7 @@ import pytest
 
 from m2flow.errors import UserError
 from m2flow.rewards import sandbox
-from m2flow.rewards.sandbox import LIMITS, WAYS, Limits, Outcome, Way, run_python
+from m2flow.rewards.sandbox import LIMITS, WAYS, Limits, ProgramOutcome, Way, run_python
 
 QUICK = replace(LIMITS, seconds=5.0, cpu_seconds=2)
 
@@ -47,7 +47,7 @@ def processes() -> list[str]:
     return found.stdout.splitlines()
 
 
-def refused(source: str, limits: Limits = QUICK) -> Outcome:
+def refused(source: str, limits: Limits = QUICK) -> ProgramOutcome:
     outcome = run_python(source, limits=limits)
     assert not outcome.ok, outcome
     return outcome
@@ -58,7 +58,7 @@ def refused(source: str, limits: Limits = QUICK) -> Outcome:
 
 def test_a_program_reads_and_writes() -> None:
     outcome = run_python("print(input()[::-1]); import sys; print('oh', file=sys.stderr)", "abc\nd")
-    assert outcome == Outcome("cba\n", "oh\n", 0)
+    assert outcome == ProgramOutcome("cba\n", "oh\n", 0)
 
 
 def test_a_program_may_use_files_in_its_scratch_folder_and_the_standard_library() -> None:
@@ -255,7 +255,7 @@ def test_a_program_that_ends_early_does_not_pass() -> None:
 
 
 def test_many_run_at_the_same_time() -> None:
-    found: list[Outcome] = []
+    found: list[ProgramOutcome] = []
 
     def one() -> None:
         found.append(run_python("import time; time.sleep(0.3); print(1)"))

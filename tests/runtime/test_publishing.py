@@ -28,7 +28,7 @@ from m2flow.runtime.weights import Box, ManifestError, Shard
 from m2flow.runtime.weights.exports import Export, ManifestKey, Sends, WeightsKey
 from m2flow.runtime.weights.publisher import Publisher
 from m2flow.runtime.weights.relay import Relay, RelayKey
-from m2flow.runtime.weights.source import WeightsOut, _Source
+from m2flow.runtime.weights.source import WeightsOut, _PublishedWeights
 from m2flow.runtime.weights.target import WeightsIn
 
 ray = pytest.importorskip("ray")
@@ -371,7 +371,7 @@ def test_what_nobody_needs_is_let_go(loopback: Loopback) -> None:
 
 
 def test_a_manifest_is_new_where_what_matters_is() -> None:
-    cache, weights = _Source(), weights_of(0)
+    cache, weights = _PublishedWeights(), weights_of(0)
     cache.see(weights)
     snapshot = cache.snapshot
     cache.see(weights_of(1))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from m2flow.errors import UserError
-from m2flow.tools import Call, Toolbox, make_tools
+from m2flow.tools import Toolbox, ToolCall, make_tools
 
 pytest.importorskip("mcp", reason="needs the extra mcp")
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
@@ -28,7 +28,11 @@ def toolbox() -> Iterator[Toolbox]:
 
 def test_a_call_is_answered_and_its_mistakes_are_told(toolbox: Toolbox) -> None:
     answers = toolbox.carry_out(
-        [Call("reverse", {"text": "abc"}), Call("reverse", "xy"), Call("refuse", {"text": "dogs"})]
+        [
+            ToolCall("reverse", {"text": "abc"}),
+            ToolCall("reverse", "xy"),
+            ToolCall("refuse", {"text": "dogs"}),
+        ]
     )
     assert [answer.text for answer in answers[:2]] == ["cba", "yx"]
     assert answers[2].error
@@ -39,16 +43,18 @@ def test_a_call_is_answered_and_its_mistakes_are_told(toolbox: Toolbox) -> None:
 
 
 def test_a_dead_and_a_hanging_process_cost_their_own_calls(toolbox: Toolbox) -> None:
-    dead, hung, fine = toolbox.carry_out([Call("die", {}), Call("hang", {}), Call("reverse", "ab")])
+    dead, hung, fine = toolbox.carry_out(
+        [ToolCall("die", {}), ToolCall("hang", {}), ToolCall("reverse", "ab")]
+    )
     assert dead.failure.startswith("tool die: ")
     assert hung.failure.startswith("tool hang: no answer in time")
     assert (fine.text, fine.failure) == ("ba", "")
-    assert [a.text for a in toolbox.carry_out([Call("reverse", "ab")] * 4)] == ["ba"] * 4
+    assert [a.text for a in toolbox.carry_out([ToolCall("reverse", "ab")] * 4)] == ["ba"] * 4
 
 
 def test_processes_stay_for_later_calls(toolbox: Toolbox) -> None:
-    first = toolbox.carry_out([Call("process", {})])[0].text
-    assert toolbox.carry_out([Call("process", {})])[0].text == first
+    first = toolbox.carry_out([ToolCall("process", {})])[0].text
+    assert toolbox.carry_out([ToolCall("process", {})])[0].text == first
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m2flow.errors import UserError
-from m2flow.tools import Call, Toolbox, ToolError, make_tools
+from m2flow.tools import Toolbox, ToolCall, ToolError, make_tools
 from m2flow.tools.bm25 import BM25, terms_of
 from m2flow.tools.calculator import calculate
 from m2flow.tools.function import FunctionTool
@@ -146,7 +146,9 @@ def test_a_function_is_a_tool() -> None:
     assert tool.parameters["properties"]["times"] == {"type": "integer"}
     assert tool.parameters["required"] == ["word"]
     box = Toolbox([tool])
-    found = box.carry_out([Call("repeat", {"word": "ab"}), Call("repeat", "x"), Call("repeat", {})])
+    found = box.carry_out(
+        [ToolCall("repeat", {"word": "ab"}), ToolCall("repeat", "x"), ToolCall("repeat", {})]
+    )
     assert [one.text for one in found[:2]] == ["abab", "xx"]
     assert found[2].error
 
@@ -163,7 +165,7 @@ def test_what_a_tool_does_wrong_costs_its_own_call() -> None:
         return text * 10_000_000
 
     box = Toolbox([*map(FunctionTool, (slow, broken, large))], seconds=0.1)
-    found = box.carry_out([Call(n, "ab") for n in ("slow", "broken", "large", "brokn")])
+    found = box.carry_out([ToolCall(n, "ab") for n in ("slow", "broken", "large", "brokn")])
     assert found[0].failure == "tool slow: gave nothing within 0.1 s"
     assert found[1].failure == "tool broken: no disk"
     assert (len(found[2].text), found[2].failure) == (MAX_CHARACTERS, "")

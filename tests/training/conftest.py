@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.models.tokenizer import character_tokenizer
-from m2flow.training.rollouts import Rollouts, TokenPairs
+from m2flow.training.rollouts import TokenPairs, TokenRollouts
 from tests.training.tiny_policy import make_mixture, make_model, make_rollouts
 
 settings.register_profile("torch", deadline=None)
@@ -26,7 +26,7 @@ def make_model_fixture() -> Callable[..., nn.Module]:
 
 
 @pytest.fixture(scope="session", name="make_rollouts")
-def make_rollouts_fixture() -> Callable[..., Rollouts]:
+def make_rollouts_fixture() -> Callable[..., TokenRollouts]:
     """Makes rollouts from a seed."""
     return make_rollouts
 

@@ -14,7 +14,7 @@ from m2flow.training import attention, varlen
 from m2flow.training.attention import packed_attention, packed_attention_on
 from m2flow.training.forward import token_logprobs
 from m2flow.training.packing import Sharing, pack
-from m2flow.training.rollouts import Rollouts, TokenPairs
+from m2flow.training.rollouts import TokenPairs, TokenRollouts
 from tests.generation.small_models import FAMILIES, small_model
 
 MakeModel = Callable[..., nn.Module]
@@ -79,7 +79,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("budget", [20, 10_000])
 def test_agrees_with_one_row_at_a_time(
     make_model: MakeModel,
-    make_rollouts: Callable[..., Rollouts],
+    make_rollouts: Callable[..., TokenRollouts],
     plain_logprobs: PlainLogprobs,
     sharing: Sharing,
     budget: int,
@@ -120,7 +120,7 @@ def test_model_attends_as_before_outside_and_after_an_error(make_model: MakeMode
 @pytest.mark.parametrize("name", FAMILIES)
 def test_windows_and_capped_scores_agree_with_one_row_at_a_time(
     name: str,
-    make_rollouts: Callable[..., Rollouts],
+    make_rollouts: Callable[..., TokenRollouts],
     plain_logprobs: PlainLogprobs,
 ) -> None:
     """Windows of 5 to 7 nodes of a path, over prefixes that rows share."""

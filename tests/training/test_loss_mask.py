@@ -15,16 +15,16 @@ from m2flow.algorithms.grpo import GRPOLoss
 from m2flow.training.optimizer import AdamWConfig
 from m2flow.training.packing import Sharing, pack
 from m2flow.training.policy import PolicyTrainer, PolicyTrainerConfig
-from m2flow.training.rollouts import Rollouts, TokenPairs
+from m2flow.training.rollouts import TokenPairs, TokenRollouts
 from m2flow.training.supervised import train_supervised
 
 MakeModel = Callable[..., nn.Module]
-MakeRollouts = Callable[..., Rollouts]
+MakeRollouts = Callable[..., TokenRollouts]
 PlainLogprobs = Callable[[nn.Module, TokenPairs], Tensor]
 CONFIG = PolicyTrainerConfig(AdamWConfig(max_grad_norm=None), tokens_per_microbatch=30)
 
 
-def masked(rollouts: Rollouts) -> tuple[Rollouts, Tensor]:
+def masked(rollouts: TokenRollouts) -> tuple[TokenRollouts, Tensor]:
     """The rollouts with every third token somebody else's, and one row that is all of it."""
     mask_T = torch.arange(rollouts.advantages_T.numel()) % 3 != 0
     mask_T[: int(rollouts.pairs.completion_lengths_B[0])] = False

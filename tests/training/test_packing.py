@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from m2flow.errors import UserError
 from m2flow.training.attention import PackLayout
-from m2flow.training.context_parallel import Part
+from m2flow.training.context_parallel import ContextShard
 from m2flow.training.packing import Pack, Sharing, pack
 from m2flow.training.rollouts import TokenPairs
 
@@ -160,5 +160,5 @@ def test_parts_of_a_pack_see_the_same_in_blocks_and_along_paths(
     pairs: TokenPairs, size: int
 ) -> None:
     for rank in range(size):
-        for some in pack(pairs, 40, "prefix", Part(rank, size)):
+        for some in pack(pairs, 40, "prefix", ContextShard(rank, size)):
             assert len(visible_keys(some.layout)) == len(some.input_ids_N)

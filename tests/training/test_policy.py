@@ -22,10 +22,10 @@ from m2flow.runtime.lane.state import MovableState
 from m2flow.training.optimizer import AdamWConfig, NotFinite
 from m2flow.training.packing import Sharing
 from m2flow.training.policy import PolicyTrainer, PolicyTrainerConfig, logprobs_of
-from m2flow.training.rollouts import Rollouts, TokenPairs
+from m2flow.training.rollouts import TokenPairs, TokenRollouts
 
 MakeModel = Callable[..., nn.Module]
-MakeRollouts = Callable[..., Rollouts]
+MakeRollouts = Callable[..., TokenRollouts]
 ADAMW = AdamWConfig(learning_rate=1e-2, betas=(0.9, 0.99), weight_decay=0.1, max_grad_norm=0.3)
 CONFIG = PolicyTrainerConfig(optimizer=ADAMW, tokens_per_microbatch=30)
 FULL = GRPOLoss(kl_coefficient=0.05, entropy_coefficient=0.01)
@@ -39,7 +39,7 @@ def gradient(trainer: PolicyTrainer) -> Tensor:
     return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
 
 
-def with_reference(rollouts: Rollouts) -> Rollouts:
+def with_reference(rollouts: TokenRollouts) -> TokenRollouts:
     return replace(rollouts, reference_logprobs_T=rollouts.behaviour_logprobs_T - 0.3)
 
 
@@ -242,7 +242,7 @@ def test_minibatch_in_which_no_token_counts_takes_no_step(
 ) -> None:
     trainer = PolicyTrainer(make_model(), GRPOLoss(), CONFIG)
     before = weights(trainer)
-    trainer.fold(Rollouts.from_rows([[1], [2]], [[], []], [[], []], [1.0, 2.0]))
+    trainer.fold(TokenRollouts.from_rows([[1], [2]], [[], []], [[], []], [1.0, 2.0]))
     assert trainer.finish()["steps"] == 0
     assert torch.equal(weights(trainer), before)
 
@@ -320,7 +320,7 @@ def test_learns_which_token_is_rewarded(make_model: MakeModel) -> None:
         )
         means.append(float(rewards.mean()))
         trainer.fold(
-            Rollouts.from_rows(
+            TokenRollouts.from_rows(
                 prompts,
                 list(tokens),
                 list(logprobs.gather(1, tokens)),

@@ -14,7 +14,7 @@ from m2flow.algorithms.grpo import GRPOLoss
 from m2flow.models.causal_lm import TinySpec, build_tiny
 from m2flow.training.optimizer import AdamWConfig, NotFinite, SumOptimizer
 from m2flow.training.policy import PolicyTrainer, PolicyTrainerConfig
-from m2flow.training.rollouts import Rollouts, TokenPairs
+from m2flow.training.rollouts import TokenPairs, TokenRollouts
 from m2flow.training.supervised import train_supervised
 
 SPEC = TinySpec(hidden_size=64, num_hidden_layers=2, intermediate_size=128)
@@ -32,14 +32,14 @@ def model_in(dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def rollouts_of(seed: int, rows: int = 8, length: int = 12) -> Rollouts:
+def rollouts_of(seed: int, rows: int = 8, length: int = 12) -> TokenRollouts:
     generator = torch.Generator().manual_seed(seed)
     draw = partial(torch.randint, VOCABULARY, generator=generator)
     prompts = [draw((4,)).tolist() for _ in range(rows)]
     completions = [draw((length,)).tolist() for _ in range(rows)]
     logprobs = [torch.full((length,), -3.4) for _ in range(rows)]
     advantages = torch.randn(rows, generator=generator)
-    return Rollouts.from_rows(prompts, completions, logprobs, advantages)
+    return TokenRollouts.from_rows(prompts, completions, logprobs, advantages)
 
 
 def trainer_in(dtype: torch.dtype, config: PolicyTrainerConfig = CONFIG) -> PolicyTrainer:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from m2flow.training.rollouts import Rollouts, TokenPairs
+from m2flow.training.rollouts import TokenPairs, TokenRollouts
 
 
 def test_rows_may_be_lists_or_tensors() -> None:
@@ -20,7 +20,7 @@ def test_rows_may_be_lists_or_tensors() -> None:
         assert pairs.completion_ids_T.dtype == torch.int64
 
 
-def test_selected_rows_keep_their_columns(make_rollouts: Callable[..., Rollouts]) -> None:
+def test_selected_rows_keep_their_columns(make_rollouts: Callable[..., TokenRollouts]) -> None:
     rollouts = make_rollouts()
     picked = rollouts.select(torch.tensor([5, 0, 5]))
     whole = rollouts.behaviour_logprobs_T.split(rollouts.pairs.completion_lengths_B.tolist())
@@ -33,7 +33,7 @@ def test_selected_rows_keep_their_columns(make_rollouts: Callable[..., Rollouts]
 
 
 def test_row_is_idle_where_no_advantage_is_left() -> None:
-    rollouts = Rollouts.from_rows(
+    rollouts = TokenRollouts.from_rows(
         [[1]] * 4, [[1, 2], [1], [], [1, 2]], [[-1.0, -1.0], [-1.0], [], [-1.0, -1.0]], [0, 1, 1, 2]
     )
     assert rollouts.idle_rows().tolist() == [True, False, True, False]

@@ -28,7 +28,7 @@ from m2flow.runtime.weights.manifest import local_tensor
 from m2flow.training import checkpoint
 from m2flow.training.optimizer import AdamWConfig, NotFinite, SumOptimizer
 from m2flow.training.policy import PolicyTrainer, PolicyTrainerConfig
-from m2flow.training.rollouts import Rollouts
+from m2flow.training.rollouts import TokenRollouts
 from m2flow.training.schedule import Schedule
 from m2flow.training.sharded import WHOLE, Shards, whole, whole_weights
 from m2flow.workloads.reasoning.config import ReasoningRecipe
@@ -96,12 +96,12 @@ def trainer_on(gang: Gang | None, algorithm: GRPOLoss = FULL) -> PolicyTrainer:
     return PolicyTrainer(model, algorithm, CONFIG, shards)
 
 
-def rollouts_of(step: int) -> Rollouts:
+def rollouts_of(step: int) -> TokenRollouts:
     rollouts = make_rollouts(step, groups=6)
     return replace(rollouts, reference_logprobs_T=rollouts.behaviour_logprobs_T - 0.3)
 
 
-def rows(rollouts: Rollouts, some: range) -> Rollouts:
+def rows(rollouts: TokenRollouts, some: range) -> TokenRollouts:
     return rollouts.select(torch.tensor(list(some), dtype=torch.int64))
 
 

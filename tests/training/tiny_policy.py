@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from m2flow.training.rollouts import Rollouts
+from m2flow.training.rollouts import TokenRollouts
 
 VOCABULARY = 7
 
@@ -65,7 +65,7 @@ def _with_exact_norms(model: nn.Module) -> nn.Module:
     return model
 
 
-def make_rollouts(seed: int = 0, groups: int = 3) -> Rollouts:
+def make_rollouts(seed: int = 0, groups: int = 3) -> TokenRollouts:
     """Groups of 4 completions of 1 to 9 tokens to each of some prompts, in float64.
 
     Few tokens, so that completions share prefixes; every third group has no advantage.
@@ -80,6 +80,6 @@ def make_rollouts(seed: int = 0, groups: int = 3) -> Rollouts:
             completions.append(completion)
             logprobs.append(torch.tensor([-rng.uniform(1.5, 2.5) for _ in completion]).double())
             advantages.append(rng.uniform(-1, 1) if group % 3 else 0.0)
-    return Rollouts.from_rows(
+    return TokenRollouts.from_rows(
         prompts, completions, logprobs, torch.tensor(advantages, dtype=torch.float64)
     )

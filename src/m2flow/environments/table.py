@@ -31,7 +31,7 @@ APART = 0.65
 
 
 @dataclass(frozen=True)
-class Task:
+class TableTask:
     """What is asked for, and what the table looks like; its side is 2.
 
     Attributes:
@@ -50,9 +50,9 @@ class Task:
 
 
 TASKS = {
-    "reach": Task(),
-    "around": Task(around=True, reach=0.2, size=0.3, cloth=(122, 122, 122)),
-    "red": Task(asked=1),
+    "reach": TableTask(),
+    "around": TableTask(around=True, reach=0.2, size=0.3, cloth=(122, 122, 122)),
+    "red": TableTask(asked=1),
 }
 
 

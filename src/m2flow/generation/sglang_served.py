@@ -18,11 +18,11 @@ from m2flow.generation.external_process import WORKING_SECONDS, Orders
 
 def serve(connection: Connection, orders: Orders) -> None:
     """Start SGLang as the first order says, then do what is asked until the owner is gone."""
-    served = _Served(connection, orders)
+    served = _SglangWorkerProcess(connection, orders)
     served.engine.loop.run_until_complete(served.serve())
 
 
-class _Served:
+class _SglangWorkerProcess:
     def __init__(self, connection: Connection, orders: Orders) -> None:
         self._connection, self._orders = connection, orders
         _, settings, version = orders.get()

@@ -11,10 +11,10 @@ from m2flow.generation.external_process import WORKING_SECONDS, Orders
 
 def serve(connection: Connection, orders: Orders) -> None:
     """Start vLLM as the first order says, then do what is asked until the owner is gone."""
-    _Served(connection, orders).serve()
+    _VllmWorkerProcess(connection, orders).serve()
 
 
-class _Served:
+class _VllmWorkerProcess:
     def __init__(self, connection: Connection, orders: Orders) -> None:
         self._connection, self._orders = connection, orders
         _, settings, version = orders.get()

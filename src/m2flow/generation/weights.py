@@ -50,7 +50,7 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ParameterTarget:
     """Where a parameter goes: rows of a fused tensor, or the whole of a tensor; plus `offset`."""
 
     tensor: Tensor
@@ -73,7 +73,7 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _HeldPart:
     """The part of a parameter that is here, and the shape of all of it."""
 
     box: Box
@@ -166,17 +166,17 @@ class DecoderWeights:
         return candidates
 
 
-def _places(weights: DecoderWeights) -> dict[str, list[_Place]]:
+def _places(weights: DecoderWeights) -> dict[str, list[_ParameterTarget]]:
     """Hugging Face parameter name -> where it is copied to."""
     a = weights.architecture
     device = weights.embedding.device
     offset = 1.0 if a.offset_norms else 0.0
     places = {
-        "model.embed_tokens.weight": [_Place(weights.embedding)],
-        "model.norm.weight": [_Place(weights.norm, offset=offset)],
+        "model.embed_tokens.weight": [_ParameterTarget(weights.embedding)],
+        "model.norm.weight": [_ParameterTarget(weights.norm, offset=offset)],
     }
     if not a.tied_embeddings:
-        places["lm_head.weight"] = [_Place(weights.head)]
+        places["lm_head.weight"] = [_ParameterTarget(weights.head)]
     fused_rows = {name: rows.to(device) for name, rows in _fused_rows(a).items()}
     for index, layer in enumerate(weights.layers):
         modules: list[tuple[str, Tensor, Tensor | None]] = [
@@ -196,7 +196,7 @@ def _places(weights: DecoderWeights) -> dict[str, list[_Place]]:
                 "post_feedforward_layernorm": layer.mlp_out_norm,
             }
         for name, norm in norms.items():
-            places[f"model.layers.{index}.{name}.weight"] = [_Place(norm, offset=offset)]
+            places[f"model.layers.{index}.{name}.weight"] = [_ParameterTarget(norm, offset=offset)]
         if layer.router is None:
             modules += [
                 ("mlp.gate_proj", layer.gate_up, layer.gate_up_bias),
@@ -206,24 +206,24 @@ def _places(weights: DecoderWeights) -> dict[str, list[_Place]]:
         else:
             modules.append(("mlp.gate", layer.router, None))
             experts = f"model.layers.{index}.mlp.experts"
-            places[f"{experts}.gate_up_proj"] = [_Place(layer.gate_up)]
-            places[f"{experts}.down_proj"] = [_Place(layer.down)]
+            places[f"{experts}.gate_up_proj"] = [_ParameterTarget(layer.gate_up)]
+            places[f"{experts}.down_proj"] = [_ParameterTarget(layer.down)]
         for name, tensor, bias in modules:
             rows = fused_rows.get(name)
-            places[f"model.layers.{index}.{name}.weight"] = [_Place(tensor, rows)]
+            places[f"model.layers.{index}.{name}.weight"] = [_ParameterTarget(tensor, rows)]
             if bias is not None:
-                places[f"model.layers.{index}.{name}.bias"] = [_Place(bias, rows)]
+                places[f"model.layers.{index}.{name}.bias"] = [_ParameterTarget(bias, rows)]
         if layer.qk_norm is not None:
             channels = _rotary_pairs(a.head_dim).to(device)
-            *queries, key = (_Place(row, channels, offset) for row in layer.qk_norm)
+            *queries, key = (_ParameterTarget(row, channels, offset) for row in layer.qk_norm)
             places[f"model.layers.{index}.self_attn.q_norm.weight"] = queries
             places[f"model.layers.{index}.self_attn.k_norm.weight"] = [key]
     return places
 
 
 def _parts(
-    places: Mapping[str, list[_Place]], whole: Architecture, parallel: TensorParallel
-) -> dict[str, _Part]:
+    places: Mapping[str, list[_ParameterTarget]], whole: Architecture, parallel: TensorParallel
+) -> dict[str, _HeldPart]:
     """Hugging Face parameter name -> which part of it is here."""
     own, channels = parallel.part(whole), parallel.channels(whole)
     first_query = parallel.rank * own.heads * own.head_dim
@@ -247,7 +247,7 @@ def _parts(
         dim, first, size = divided.get(name.split(".")[-2], (len(shape), 0, 0))
         if dim < len(shape):  # a bias of a sum over lanes is whole on each of them
             offsets[dim], shape[dim] = first, size
-        parts[name] = _Part(Box(tuple(offsets), tuple(place.shape)), torch.Size(shape))
+        parts[name] = _HeldPart(Box(tuple(offsets), tuple(place.shape)), torch.Size(shape))
     return parts
 
 

@@ -37,7 +37,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ChartLine:
     """One line of a chart.
 
     Args:
@@ -60,7 +60,7 @@ class Line:
 
 def line_chart(
     x: Sequence[int],
-    lines: Sequence[Line],
+    lines: Sequence[ChartLine],
     *,
     label: str,
     low: float | None = None,
@@ -153,7 +153,7 @@ def _axes(
         yield f'<text x="{x:.1f}" y="{base + 15}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _line(x: Sequence[int], line: Line, frame: Scale) -> Iterator[str]:
+def _line(x: Sequence[int], line: ChartLine, frame: Scale) -> Iterator[str]:
     """The spread, the values and the trend; without a trend the values alone."""
     curve, name = line.curve, "curve dashed" if line.dashed else "curve"
     points = _points(x, curve["mean"], frame)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from m2flow.observe.charts import Line, line_chart
+from m2flow.observe.charts import ChartLine, line_chart
 from m2flow.observe.curve_data import Curve, curves_of
 from m2flow.observe.formatting import number, percent, seconds
 from m2flow.observe.page import legend_entry
@@ -109,14 +109,14 @@ def _thinned(record: RunRecord, points: int) -> tuple[list[int], dict[str, Curve
     return told["x"], {chart["key"]: chart["curves"][0] for chart in told["charts"]}
 
 
-def _lines(spec: Spec, curves: Mapping[str, Curve]) -> list[Line]:
+def _lines(spec: Spec, curves: Mapping[str, Curve]) -> list[ChartLine]:
     lines = []
     for key, name, colour in spec.keys:
         if key is not None and key in curves:
             curve, dashed = curves[key], key == EXPECTED
             if dashed:  # it is told, not measured: its steps are no noise
                 curve = Curve(run=0, mean=curve["mean"], trend=[], low=[], high=[])
-            lines.append(Line(name, curve, series_colour(colour), dashed))
+            lines.append(ChartLine(name, curve, series_colour(colour), dashed))
     return lines
 
 

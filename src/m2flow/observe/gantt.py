@@ -16,7 +16,7 @@ from html import escape
 from m2flow.observe.charts import round_ticks
 from m2flow.observe.formatting import percent, seconds
 from m2flow.observe.theme import SANS, stage_colours, variables
-from m2flow.plan.gantt import Gantt, Row, in_columns, joined, lane_names
+from m2flow.plan.gantt import Gantt, GanttRow, in_columns, joined, lane_names
 from m2flow.simulation.time_account import TERM_OF, WORK, Piece
 
 GANTT_CSS = """
@@ -150,13 +150,13 @@ def told(piece: Piece) -> str:
     return piece.name if piece.kind in WORK else f"{piece.term}: {piece.name}"
 
 
-def busy(row: Row, chart: Gantt) -> str:
+def busy(row: GanttRow, chart: Gantt) -> str:
     """The share of a row's time that stages take."""
     working = sum(piece.seconds for piece in row.pieces if piece.kind in WORK)
     return percent(working / chart.seconds if chart.seconds > 0 else 0.0)
 
 
-def _pieces(row: Row, canvas: Canvas) -> Sequence[Piece]:
+def _pieces(row: GanttRow, canvas: Canvas) -> Sequence[Piece]:
     """What is drawn of a row: its pieces, or columns that hold the same shares."""
     if len(row.pieces) <= MAX_PIECES:
         return row.pieces
@@ -211,7 +211,7 @@ def _time_axis(canvas: Canvas) -> Iterator[str]:
 
 
 def _row(
-    row: Row, index: int, canvas: Canvas, colours: Mapping[str, str], ident: str
+    row: GanttRow, index: int, canvas: Canvas, colours: Mapping[str, str], ident: str
 ) -> Iterator[str]:
     lanes = lane_names(row.lanes)
     top = canvas.top + index * canvas.row + (canvas.row - canvas.bar) // 2

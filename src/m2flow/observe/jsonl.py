@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from m2flow.errors import writing
 
 
-class Rows(NamedTuple):
+class JsonlRows(NamedTuple):
     """The rows of a file, and the 1-based numbers of lines that are no JSON object."""
 
     rows: list[dict[str, Any]]
@@ -133,14 +133,14 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def read_rows(path: Path) -> Rows:
+def read_rows(path: Path) -> JsonlRows:
     """The rows of a file; a missing file has none.
 
     A last line without an end is being written at this moment, or was torn by a crash: it counts
     as a row if it is whole, else it is left out without complaint.
     """
     if not path.exists():
-        return Rows([], ())
+        return JsonlRows([], ())
     rows: list[dict[str, Any]] = []
     unreadable: list[int] = []
     with path.open("rb") as file:
@@ -152,7 +152,7 @@ def read_rows(path: Path) -> Rows:
                 rows.append(row)
             elif line.endswith(b"\n"):
                 unreadable.append(number)
-    return Rows(rows, tuple(unreadable))
+    return JsonlRows(rows, tuple(unreadable))
 
 
 def cut_after_step(path: Path, last_step: int) -> int:

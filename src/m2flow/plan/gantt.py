@@ -22,7 +22,7 @@ MAX_ROWS = 16
 
 
 @dataclass(frozen=True)
-class Row:
+class GanttRow:
     """Lanes that are drawn as one, by what most of them did.
 
     Attributes:
@@ -42,7 +42,7 @@ class Gantt:
 
     start: float
     end: float
-    rows: tuple[Row, ...]
+    rows: tuple[GanttRow, ...]
 
     @property
     def seconds(self) -> float:
@@ -63,7 +63,7 @@ def lay_out(
     rows = []
     for lane, own in by_lane(spans, lanes).items():
         found = tuple(pieces(own, window))
-        rows.append(Row((lane,), found, _idle(found, window)))
+        rows.append(GanttRow((lane,), found, _idle(found, window)))
     return Gantt(*window, tuple(rows))
 
 
@@ -87,7 +87,7 @@ def folded(chart: Gantt, columns: int) -> Gantt:
     for lane, row in shown.items():
         together.setdefault(row, []).append(lane)
     rows = tuple(
-        Row(
+        GanttRow(
             tuple(lanes),
             tuple(joined(row, chart)),
             sum(idle[lane] for lane in lanes) / len(lanes),

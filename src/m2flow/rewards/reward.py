@@ -222,14 +222,16 @@ def weighted_sum(parts: Sequence[WeightedReward], judged: Judged) -> Scores:
             if isinstance(value, float) and math.isfinite(value):
                 totals[number] += part.weight * value
             else:
-                why = value.why if isinstance(value, Failure) else f"gave {value!r}, no number"
+                why = (
+                    value.why if isinstance(value, RewardFailure) else f"gave {value!r}, no number"
+                )
                 failures[number] = failures[number] or f"reward {part.name} {why}"
     rewards = [0.0 if why else total for total, why in zip(totals, failures, strict=True)]
     return Scores(rewards, failures)
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RewardFailure:
     """Why there is no reward: what the function raised, or that it took too long."""
 
     why: str
@@ -242,14 +244,14 @@ def _values(part: WeightedReward, judged: Judged) -> list[Any]:
     rows = list(zip(*columns, strict=True))
     if getattr(function, "batched", False):
         (found,) = _called(function, [columns], part.deadline_seconds)
-        if isinstance(found, Failure):
+        if isinstance(found, RewardFailure):
             return [found] * len(rows)
         try:
             values = list(found)
         except TypeError:
-            return [Failure(f"gave {found!r}, no list of rewards")] * len(rows)
+            return [RewardFailure(f"gave {found!r}, no list of rewards")] * len(rows)
         if len(values) != len(rows):
-            wrong = Failure(f"gave {len(values)} rewards for {len(rows)} samples")
+            wrong = RewardFailure(f"gave {len(values)} rewards for {len(rows)} samples")
             return [wrong] * len(rows)
         return [_number(value) for value in values]
     if inspect.iscoroutinefunction(function):
@@ -260,7 +262,7 @@ def _values(part: WeightedReward, judged: Judged) -> list[Any]:
         # In a thread, for this one may have an event loop already, as in a notebook.
         turns = -(-len(rows) // part.concurrency) + 1
         (values,) = _called(awaited, [()], turns * part.deadline_seconds)
-        if isinstance(values, Failure):
+        if isinstance(values, RewardFailure):
             return [values] * len(rows)
         return [_number(value) for value in values]
     return [_number(value) for value in _called(function, rows, part.deadline_seconds)]
@@ -268,13 +270,13 @@ def _values(part: WeightedReward, judged: Judged) -> list[Any]:
 
 def _number(value: Any) -> Any:
     try:
-        return value if isinstance(value, Failure) else float(value)
+        return value if isinstance(value, RewardFailure) else float(value)
     except (TypeError, ValueError):
         return value
 
 
 def _called(function: Any, calls: Sequence[tuple[Any, ...]], seconds: float) -> list[Any]:
-    """What a function gives for each of some arguments, or the `Failure`.
+    """What a function gives for each of some arguments, or the `RewardFailure`.
 
     They are called one after the other in a thread, which is left to itself, and another one
     begun, where a call does not return in time.
@@ -329,11 +331,11 @@ async def _awaited(function: Any, calls: Sequence[Any], part: WeightedReward) ->
     return list(await asyncio.gather(*map(one, calls)))
 
 
-def _raised(error: Exception) -> Failure:
+def _raised(error: Exception) -> RewardFailure:
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(place.filename).name}:{place.lineno}"
-    return Failure(f"raised {type(error).__name__}: {error} ({where})")
+    return RewardFailure(f"raised {type(error).__name__}: {error} ({where})")
 
 
-def _too_slow(seconds: float) -> Failure:
-    return Failure(f"gave nothing within {seconds:g} s")
+def _too_slow(seconds: float) -> RewardFailure:
+    return RewardFailure(f"gave nothing within {seconds:g} s")

@@ -81,7 +81,7 @@ LIMITS = Limits()
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramOutcome:
     """How a program ended.
 
     Attributes:
@@ -105,7 +105,7 @@ class Outcome:
 
 def run_python(
     source: str, stdin: str = "", *, after: str = "", limits: Limits = LIMITS
-) -> Outcome:
+) -> ProgramOutcome:
     """Run a program in a sandbox.
 
     Args:
@@ -124,7 +124,9 @@ def run_python(
 # --- running --------------------------------------------------------------------------------------
 
 
-def _run(command: Sequence[str], source: str, stdin: str, after: str, limits: Limits) -> Outcome:
+def _run(
+    command: Sequence[str], source: str, stdin: str, after: str, limits: Limits
+) -> ProgramOutcome:
     program, later = source.encode(), after.encode()
     word = secrets.token_bytes(16).hex().encode() if after else b""
     interpreter = f"{PYTHON}/bin/python3.{sys.version_info.minor}"
@@ -155,7 +157,7 @@ def _run(command: Sequence[str], source: str, stdin: str, after: str, limits: Li
         elif code is not None and code < 0:
             code = 128 - code
         stdout = written.removesuffix(word).decode(errors="replace")
-        return Outcome(stdout, told.decode(errors="replace"), code, why)
+        return ProgramOutcome(stdout, told.decode(errors="replace"), code, why)
 
 
 def _converse(

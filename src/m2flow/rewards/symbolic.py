@@ -69,7 +69,7 @@ def canonical(text: str) -> str:
 # --- asking ---------------------------------------------------------------------------------------
 
 
-class _Process:
+class _ComparingProcess:
     """A process that compares one pair after another."""
 
     def __init__(self) -> None:
@@ -116,12 +116,12 @@ class _Processes:
     """As many processes as this one has cores, each started when it is first needed."""
 
     def __init__(self) -> None:
-        self._idle: list[_Process] = []
+        self._idle: list[_ComparingProcess] = []
         self._turns = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 
     def compare(self, gold: str, answer: str) -> bool:
         with self._turns:
-            process = self._idle.pop() if self._idle else _Process()
+            process = self._idle.pop() if self._idle else _ComparingProcess()
             same = process.compare(gold, answer)
             if same is None:
                 process.kill()

@@ -7,7 +7,7 @@ A tool takes named arguments and returns text. `make_tools` makes those that a r
 from __future__ import annotations
 
 from m2flow.tools.registry import make_tools
-from m2flow.tools.tool import Answer, Call, Tool, ToolError, ToolFailed
+from m2flow.tools.tool import Tool, ToolCall, ToolError, ToolFailed, ToolResult
 from m2flow.tools.toolbox import Toolbox
 
-__all__ = ["Answer", "Call", "Tool", "ToolError", "ToolFailed", "Toolbox", "make_tools"]
+__all__ = ["Tool", "ToolCall", "ToolError", "ToolFailed", "ToolResult", "Toolbox", "make_tools"]

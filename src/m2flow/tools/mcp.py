@@ -120,8 +120,8 @@ class Servers:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._command, self._env = list(command), dict(env)
-        self._free: list[_Process] = []
-        self._all: list[_Process] = []
+        self._free: list[_ServerProcess] = []
+        self._all: list[_ServerProcess] = []
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -162,18 +162,18 @@ class Servers:
         if self._loop.is_running():
             self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _taken(self) -> _Process:
+    def _taken(self) -> _ServerProcess:
         with self._lock:
             if self._free:
                 return self._free.pop()
-        process = _Process(self._command, self._env)
+        process = _ServerProcess(self._command, self._env)
         asyncio.run_coroutine_threadsafe(process.run(), self._loop)
         self._wait(_of(process.started), START_SECONDS)
         with self._lock:
             self._all.append(process)
         return process
 
-    def _give_back(self, process: _Process) -> None:
+    def _give_back(self, process: _ServerProcess) -> None:
         with self._lock:
             if process in self._all:
                 self._free.append(process)
@@ -189,7 +189,7 @@ async def _of(future: Future[T]) -> T:
     return await asyncio.wrap_future(future)
 
 
-class _Process:
+class _ServerProcess:
     """One process of a server, which is talked to by one task of the loop.
 
     Attributes:

@@ -52,7 +52,7 @@ class Tool(Protocol):
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """What a model asks for.
 
     Attributes:
@@ -66,7 +66,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolResult:
     """What became of a call.
 
     Attributes:

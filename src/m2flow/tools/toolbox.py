@@ -1,7 +1,7 @@
 """`Toolbox`: carries out calls of tools, several at a time, each within its deadline.
 
-A call never raises: what goes wrong is in its `Answer`. A tool that does not return in time is left
-to itself in its thread, or has ended what it waited for, and costs the caller alone.
+A call never raises: what goes wrong is in its `ToolResult`. A tool that does not return in time is
+left to itself in its thread, or has ended what it waited for, and costs the caller alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from m2flow.errors import suggestion
-from m2flow.tools.tool import Answer, Call, Tool, ToolError, first_parameter
+from m2flow.tools.tool import Tool, ToolCall, ToolError, ToolResult, first_parameter
 
 GRACE_SECONDS = 2.0
 """Beyond a call's deadline, for a tool that ends by itself what takes too long; a tool whose calls
@@ -51,7 +51,7 @@ class Toolbox:
             for tool in self.tools.values()
         ]
 
-    def carry_out(self, calls: Sequence[Call]) -> list[Answer]:
+    def carry_out(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """The answer of each call, in their order."""
         if not calls:
             return []
@@ -63,10 +63,12 @@ class Toolbox:
         for tool in self.tools.values():
             tool.close()
 
-    def _answer(self, call: Call) -> Answer:
+    def _answer(self, call: ToolCall) -> ToolResult:
         tool, began = self.tools.get(call.tool), time.monotonic()
         if tool is None:
-            return Answer(f"no tool {call.tool!r}; {suggestion(call.tool, self.tools)}", error=True)
+            return ToolResult(
+                f"no tool {call.tool!r}; {suggestion(call.tool, self.tools)}", error=True
+            )
         arguments = call.arguments
         if isinstance(arguments, str):
             arguments = {first_parameter(tool): arguments}
@@ -80,11 +82,11 @@ class Toolbox:
             found = RuntimeError(f"gave nothing within {self._seconds:g} s")
         seconds = time.monotonic() - began
         if isinstance(found, str):
-            return Answer(found[:MAX_CHARACTERS], seconds=seconds)
+            return ToolResult(found[:MAX_CHARACTERS], seconds=seconds)
         if isinstance(found, ToolError):
-            return Answer(str(found)[:MAX_CHARACTERS], error=True, seconds=seconds)
+            return ToolResult(str(found)[:MAX_CHARACTERS], error=True, seconds=seconds)
         why = str(found) or type(found).__name__
-        return Answer(failure=f"tool {tool.name}: {why}", seconds=seconds)
+        return ToolResult(failure=f"tool {tool.name}: {why}", seconds=seconds)
 
 
 def _call(

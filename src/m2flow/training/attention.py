@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from m2flow.errors import UserError
 from m2flow.training import varlen
-from m2flow.training.context_parallel import Part
+from m2flow.training.context_parallel import ContextShard
 
 IMPLEMENTATION = "m2flow_packed"
 
@@ -61,7 +61,9 @@ class Paths:
     most_keys: int
 
     @classmethod
-    def build(cls, path_nodes: Tensor, lengths: Tensor, shared: Tensor, part: Part | None) -> Paths:
+    def build(
+        cls, path_nodes: Tensor, lengths: Tensor, shared: Tensor, part: ContextShard | None
+    ) -> Paths:
         """As `PackLayout.build`."""
         num_nodes = int((lengths - shared).sum())
         windows = [(0, num_nodes)] if part is None else part.windows(num_nodes)
@@ -101,13 +103,13 @@ class PackLayout:
     path_nodes: Tensor
     lengths: Tensor
     shared: Tensor
-    part: Part | None
+    part: ContextShard | None
     paths: Paths
     device: torch.device
 
     @classmethod
     def build(
-        cls, path_nodes: Tensor, lengths: Tensor, shared: Tensor, part: Part | None = None
+        cls, path_nodes: Tensor, lengths: Tensor, shared: Tensor, part: ContextShard | None = None
     ) -> PackLayout:
         """Lay out paths given one after another.
 
@@ -122,9 +124,9 @@ class PackLayout:
         return cls(path_nodes, lengths, shared, part, paths, path_nodes.device)
 
     @cached_property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> AttentionBlocks:
         """The same in padded blocks; made when it is asked for."""
-        made = Blocks.build(self.path_nodes, self.lengths, self.shared, self.part)
+        made = AttentionBlocks.build(self.path_nodes, self.lengths, self.shared, self.part)
         return made.to(self.device)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> PackLayout:
@@ -133,7 +135,7 @@ class PackLayout:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class AttentionBlocks:
     """Where the blocks' queries and keys come from, and where the answers go; indices are int64.
 
     Padding repeats the last node, so every query sees some key and no row of the softmax is empty.
@@ -168,8 +170,8 @@ class Blocks:
 
     @classmethod
     def build(
-        cls, path_nodes: Tensor, lengths: Tensor, shared: Tensor, part: Part | None
-    ) -> Blocks:
+        cls, path_nodes: Tensor, lengths: Tensor, shared: Tensor, part: ContextShard | None
+    ) -> AttentionBlocks:
         """As `PackLayout.build`."""
         own = lengths - shared
         num_nodes = int(own.sum())
@@ -204,11 +206,11 @@ class Blocks:
             key_nodes = part.gathered_places(num_nodes)[key_nodes]
         return cls(query_nodes, key_nodes, tuple(biases), slot_N)
 
-    def to(self, device: torch.device) -> Blocks:
+    def to(self, device: torch.device) -> AttentionBlocks:
         """The same on a device."""
         biases = tuple(bias.to(device) for bias in self.biases)
         asking, answering = self.query_nodes.to(device), self.key_nodes.to(device)
-        return Blocks(asking, answering, biases, self.slot_N.to(device))
+        return AttentionBlocks(asking, answering, biases, self.slot_N.to(device))
 
 
 Segment = tuple[int, int, int]  # row, and the depths [begin, end) of its own nodes that ask

@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Part:
+class ContextShard:
     """Which part of each pack is here, and the process group of all parts' lanes."""
 
     rank: int
@@ -66,7 +66,7 @@ class Part:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_nF: Tensor, part: Part) -> Tensor:
+    def forward(ctx: Any, rows_nF: Tensor, part: ContextShard) -> Tensor:
         ctx.part = part
         gathered_NF = rows_nF.new_empty(part.size * rows_nF.shape[0], rows_nF.shape[1])
         dist.all_gather_into_tensor(gathered_NF, rows_nF.contiguous(), group=part.group)

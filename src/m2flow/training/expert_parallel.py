@@ -76,7 +76,7 @@ def _exchanging(module: nn.Module, experts: Experts, share: int, group: Any) -> 
         dist.all_to_all_single(came_LE, sent_LE, group=group)
         sent, came = torch.stack([sent_LE.sum(1), came_LE.sum(1)]).tolist()
         sent_PH = hidden_TH[order_P // chosen_TK.shape[1]]
-        came_RH: Tensor = _Exchange.apply(sent_PH, sent, came, group)
+        came_RH: Tensor = _AllToAll.apply(sent_PH, sent, came, group)
         expert_R = torch.arange(share, device=chosen_P.device).repeat(lanes)
         expert_R = expert_R.repeat_interleave(came_LE.flatten(), output_size=sum(came))
         made_RH = came_RH
@@ -84,7 +84,7 @@ def _exchanging(module: nn.Module, experts: Experts, share: int, group: Any) -> 
             with _local(module):
                 ones_R1 = came_RH.new_ones(len(came_RH), 1)
                 made_RH = experts(came_RH, expert_R[:, None], ones_R1)
-        back_PH: Tensor = _Exchange.apply(made_RH, came, sent, group)
+        back_PH: Tensor = _AllToAll.apply(made_RH, came, sent, group)
         made_TKH = back_PH[order_P.argsort()].view(*chosen_TK.shape, -1)
         return (made_TKH * weight_TK[..., None]).sum(1).to(hidden_TH.dtype)
 
@@ -103,7 +103,7 @@ def _local(module: nn.Module) -> Iterator[None]:
         module._parameters.update(divided)
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Rows to other lanes: `sent` many to each in turn, `came` many of each in turn."""
 
     @staticmethod

@@ -72,7 +72,7 @@ class OptimizerStep:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _BufferKind:
     """What gradients have in common that lie in one flat buffer.
 
     Attributes:
@@ -290,11 +290,11 @@ class SumOptimizer:
 
     def _flat_gradients(self) -> list[Tensor]:
         """Make the buffers in which gradients add up, and have them arrive there."""
-        by_kind: dict[_Kind, list[int]] = {}
+        by_kind: dict[_BufferKind, list[int]] = {}
         for number, (name, parameter) in enumerate(self._named):
             master, shards = self._masters[number], self._shards
             copies, is_term = shards.copies(parameter), shards.is_term(name)
-            kind = _Kind(master.dtype, self._pieces[number].device, copies, is_term)
+            kind = _BufferKind(master.dtype, self._pieces[number].device, copies, is_term)
             by_kind.setdefault(kind, []).append(number)
         self._kinds = list(by_kind)
         flats, self._gradients = [], dict[int, Tensor]()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from m2flow.training.attention import PackLayout
-from m2flow.training.context_parallel import Part
+from m2flow.training.context_parallel import ContextShard
 from m2flow.training.rollouts import TokenPairs, flat_index
 
 Sharing = Literal["none", "prompt", "prefix"]
@@ -83,7 +83,7 @@ class Pack:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _PairRow:
     index: int
     prompt_length: int
     inputs: list[int]  # prompt and all of the completion but its last token
@@ -94,7 +94,7 @@ def pack(
     pairs: TokenPairs,
     tokens_per_microbatch: int,
     sharing: Sharing = "prefix",
-    part: Part | None = None,
+    part: ContextShard | None = None,
 ) -> list[Pack]:
     """Cut rows into packs of at most `tokens_per_microbatch` computed tokens.
 
@@ -113,7 +113,7 @@ def pack(
     return [_build(pairs, rows, part) for rows in _cut(_rows(pairs, sharing), budget)]
 
 
-def _rows(pairs: TokenPairs, sharing: Sharing) -> list[_Row]:
+def _rows(pairs: TokenPairs, sharing: Sharing) -> list[_PairRow]:
     """Rows in pack order, each with what it shares with the one before."""
     prompt_lengths = pairs.prompt_lengths_B.tolist()
     completion_lengths = pairs.completion_lengths_B.tolist()
@@ -123,20 +123,20 @@ def _rows(pairs: TokenPairs, sharing: Sharing) -> list[_Row]:
     order = [row for row, length in enumerate(pairs.learned_lengths_B.tolist()) if length]
     if sharing == "prefix":
         order.sort(key=inputs.__getitem__)
-    rows: list[_Row] = []
+    rows: list[_PairRow] = []
     for row in order:
         shared = 0
         if rows and sharing == "prefix":
             shared = _common_prefix(rows[-1].inputs, inputs[row])
         elif rows and sharing == "prompt" and prompts[rows[-1].index] == prompts[row]:
             shared = prompt_lengths[row]
-        rows.append(_Row(row, prompt_lengths[row], inputs[row], shared))
+        rows.append(_PairRow(row, prompt_lengths[row], inputs[row], shared))
     return rows
 
 
-def _cut(rows: list[_Row], budget: int) -> Iterator[list[_Row]]:
+def _cut(rows: list[_PairRow], budget: int) -> Iterator[list[_PairRow]]:
     """Greedy, in order; the first row of each pack has nothing to share with."""
-    current: list[_Row] = []
+    current: list[_PairRow] = []
     num_nodes = 0
     for row in rows:
         if current and num_nodes + len(row.inputs) - row.shared > budget:
@@ -150,7 +150,7 @@ def _cut(rows: list[_Row], budget: int) -> Iterator[list[_Row]]:
         yield current
 
 
-def _build(pairs: TokenPairs, rows: list[_Row], part: Part | None) -> Pack:
+def _build(pairs: TokenPairs, rows: list[_PairRow], part: ContextShard | None) -> Pack:
     rows_R = torch.tensor([row.index for row in rows])
     token_index_T = flat_index(pairs.completion_lengths_B, rows_R)
     input_ids: list[int] = []

@@ -22,7 +22,7 @@ from m2flow.errors import UserError
 from m2flow.training.forward import token_logprobs
 from m2flow.training.optimizer import AdamWConfig, AllReduce
 from m2flow.training.packing import Pack, Sharing, pack
-from m2flow.training.rollouts import Rollouts, TokenPairs
+from m2flow.training.rollouts import TokenPairs, TokenRollouts
 from m2flow.training.sharded import WHOLE, Shards
 from m2flow.training.summing import SummingTrainer, column_of, figures_of
 
@@ -84,7 +84,7 @@ class PolicyTrainer(SummingTrainer):
         self.algorithm = algorithm
         self.config = config
 
-    def fold(self, rollouts: Rollouts) -> None:
+    def fold(self, rollouts: TokenRollouts) -> None:
         """Accumulate the gradient of some rollouts of the mini-batch at hand.
 
         Collective in the gang; lanes may give unequal numbers of rollouts, or none.
@@ -105,7 +105,7 @@ class PolicyTrainer(SummingTrainer):
             lambda microbatch: token_logprobs(self.model, microbatch).logprobs_T,
         )
 
-    def _counted(self, rollouts: Rollouts) -> Rollouts:
+    def _counted(self, rollouts: TokenRollouts) -> TokenRollouts:
         """Add up what is known before any pass; the rollouts that a pass is needed for."""
         lengths_B = rollouts.pairs.learned_lengths_B
         self.add(
@@ -152,13 +152,13 @@ class PolicyTrainer(SummingTrainer):
             "steps": float(self.optimizer.num_steps - steps_before),
         }
 
-    def logprobs(self, rollouts: Rollouts | TokenPairs) -> Tensor:
+    def logprobs(self, rollouts: TokenRollouts | TokenPairs) -> Tensor:
         """[T] log-probabilities of all completion tokens under the present weights; no gradient.
 
         For stale data, several epochs over one batch, and reference models. Collective in the gang,
         where each lane asks for rollouts of its own.
         """
-        pairs = rollouts.pairs if isinstance(rollouts, Rollouts) else rollouts
+        pairs = rollouts.pairs if isinstance(rollouts, TokenRollouts) else rollouts
         return logprobs_of(
             self.model,
             pairs,
@@ -168,7 +168,7 @@ class PolicyTrainer(SummingTrainer):
             shards=self.shards,
         )
 
-    def _fold_pack(self, rollouts: Rollouts, microbatch: Pack) -> None:
+    def _fold_pack(self, rollouts: TokenRollouts, microbatch: Pack) -> None:
         figures = token_logprobs(
             self.model,
             microbatch,
@@ -193,7 +193,7 @@ class PolicyTrainer(SummingTrainer):
         )
         self.learn(terms, microbatch, tokens_trained=microbatch.target_ids_T.numel())
 
-    def _check(self, rollouts: Rollouts) -> None:
+    def _check(self, rollouts: TokenRollouts) -> None:
         if self.algorithm.needs_reference and rollouts.reference_logprobs_T is None:
             raise UserError(
                 "the loss has a KL term, but the rollouts carry no reference log-probabilities",

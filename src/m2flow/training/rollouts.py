@@ -117,7 +117,7 @@ class TokenPairs:
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class TokenRollouts:
     """Token pairs with what policy-gradient training needs of each completion token.
 
     Attributes:
@@ -147,7 +147,7 @@ class Rollouts:
         completions: Sequence[TokenRow],
         behaviour_logprobs: Sequence[FloatRow],
         advantages_B: FloatRow,
-    ) -> Rollouts:
+    ) -> TokenRollouts:
         """One row a sample; the advantage of a sequence is that of each of its tokens."""
         pairs = TokenPairs.from_rows(prompts, completions)
         logprobs_T, lengths_B = flatten(behaviour_logprobs, torch.float32)
@@ -169,7 +169,7 @@ class Rollouts:
         """[B] tokens of each row."""
         return self.pairs.row_lengths()
 
-    def select(self, rows_R: Tensor) -> Rollouts:
+    def select(self, rows_R: Tensor) -> TokenRollouts:
         """The given rows (int64 [R]), in that order."""
         tokens_S = flat_index(self.pairs.completion_lengths_B, rows_R)
         columns: dict[str, Any] = {

@@ -27,7 +27,7 @@ from m2flow.errors import RunFailed, UserError
 from m2flow.flow.worker import Gang
 from m2flow.runtime.transport.groups import sum_over
 from m2flow.runtime.weights.manifest import Shard, describe
-from m2flow.training.context_parallel import Part
+from m2flow.training.context_parallel import ContextShard
 from m2flow.training.division import Division
 from m2flow.training.rollouts import Rows, joined
 
@@ -61,10 +61,12 @@ class Shards:
         """Lanes of the gang."""
         self.num_replicas = 1 if mesh is None else mesh.size(0)
         """Gangs."""
-        self.part: Part | None = None
+        self.part: ContextShard | None = None
         """What is here of each micro-batch, where its tokens are divided."""
         if mesh is not None and division.cp > 1:
-            self.part = Part(mesh.get_local_rank("shard"), self.size, mesh.get_group("shard"))
+            self.part = ContextShard(
+                mesh.get_local_rank("shard"), self.size, mesh.get_group("shard")
+            )
         self._terms: set[str] = set()
 
     @classmethod

@@ -21,7 +21,7 @@ from m2flow.errors import UserError
 from m2flow.flow.batch import Batch, Ragged
 from m2flow.runtime.transport.frame import Frame, FrameStream
 from m2flow.runtime.transport.handshake import KeyRefused
-from m2flow.runtime.transport.listening import Endpoint
+from m2flow.runtime.transport.listening import ListenerAddress
 from m2flow.runtime.transport.peering import LinkUnavailable, PeerAddress, PeerLost, TestPayload
 from m2flow.runtime.transport.peers import Peers
 from m2flow.runtime.transport.server import PayloadServer
@@ -205,7 +205,7 @@ def test_a_timeout_leaves_the_peer_usable_and_nothing_held(
 
 def test_a_peer_that_says_nothing_meets_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        silent = PeerAddress("nowhere", Endpoint("", listener.getsockname()))
+        silent = PeerAddress("nowhere", ListenerAddress("", listener.getsockname()))
         started = time.monotonic()
         with pytest.raises(TimeoutError, match="did not answer in"):
             Peers("elsewhere", KEY).fetch(silent, 1, timeout=0.2)

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from m2flow.tools import Call, Toolbox, make_tools
+from m2flow.tools import Toolbox, ToolCall, make_tools
 from m2flow.workloads.agentic.endpoint.agents import Endpoint
 
 BOX = Toolbox(make_tools([("calculator", {})]))
@@ -48,7 +48,7 @@ def ask_for_stream(endpoint: Endpoint, **body: Any) -> list[Any]:
 
 def answers(calls: Any) -> list[dict[str, Any]]:
     """What the calculator says to the calls of a message."""
-    asked = [Call(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls]
+    asked = [ToolCall(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls]
     found = BOX.carry_out(asked)
     return [
         {"role": "tool", "tool_call_id": call["id"], "content": answer.text}
@@ -127,7 +127,7 @@ async def with_framework(problem: Mapping[str, Any], endpoint: Endpoint) -> None
     @function_tool
     def calculator(formula: str) -> str:
         """Compute a formula."""
-        return BOX.carry_out([Call("calculator", formula)])[0].text
+        return BOX.carry_out([ToolCall("calculator", formula)])[0].text
 
     async with openai.AsyncOpenAI(
         base_url=endpoint.base_url, api_key=endpoint.key, max_retries=0

@@ -62,7 +62,7 @@ class Dashboard:
         self.runs = [FollowedRun(path) for path in run_dirs]
         self._names = told_apart([run.directory.path.resolve() for run in self.runs])
         try:
-            self._server = _Server(("127.0.0.1", port), _Handler)
+            self._server = _DashboardServer(("127.0.0.1", port), _DashboardHandler)
         except OSError as error:
             raise UserError(
                 f"cannot listen there: {error.strerror}",
@@ -113,13 +113,13 @@ class Dashboard:
         }
 
 
-class _Server(ThreadingHTTPServer):
+class _DashboardServer(ThreadingHTTPServer):
     daemon_threads = True
     dashboard: Dashboard
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+class _DashboardHandler(BaseHTTPRequestHandler):
+    server: _DashboardServer
     protocol_version = "HTTP/1.1"
     timeout = 30  # a client that says nothing is let go
 

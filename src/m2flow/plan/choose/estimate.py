@@ -27,7 +27,7 @@ EARLY = 0.1
 _NEVER_USED = (0.0, 0.0)
 
 
-class _Work(NamedTuple):
+class _StageSeconds(NamedTuple):
     """Seconds of a stage.
 
     Attributes:
@@ -66,7 +66,7 @@ def _scheduled(
     problem: PlanningProblem,
     node: StageNode,
     spot: Spot,
-    work: _Work,
+    work: _StageSeconds,
     free: list[tuple[float, float]],
     arrival: tuple[float, float],
 ) -> tuple[float, float]:
@@ -121,7 +121,7 @@ def _load(draft: Draft, busy: Sequence[float]) -> float:
     return most
 
 
-def _work(problem: PlanningProblem, draft: Draft, node: StageNode, spot: Spot) -> _Work:
+def _work(problem: PlanningProblem, draft: Draft, node: StageNode, spot: Spot) -> _StageSeconds:
     chunk, running = chunk_of(problem, draft, node), draft.running[node.index]
     key = (node.index, spot.option, spot.replicas, chunk, running)
     known = problem.work.get(key)
@@ -132,7 +132,7 @@ def _work(problem: PlanningProblem, draft: Draft, node: StageNode, spot: Spot) -
 
 def _worked_out(
     problem: PlanningProblem, node: StageNode, spot: Spot, chunk: int, running: int | None
-) -> _Work:
+) -> _StageSeconds:
     window, cost = problem.windows[node.index], problem.cost(node, spot.option, running)
     full, rest = divmod(window, chunk)
     sizes = [chunk] * full + [rest] * min(rest, 1)
@@ -147,7 +147,7 @@ def _worked_out(
     finish = float(cost.finish_seconds(spot.replicas)) if node.has_finish else 0.0
     calls = (*calls[:-1], max(calls[-1], _longest(problem, node, cost, spot, calls[-1])))
     even = node.minibatches * (problem.turns(node) * sum(calls) / spot.replicas + finish)
-    return _Work(calls, finish, even)
+    return _StageSeconds(calls, finish, even)
 
 
 def _longest(

@@ -111,7 +111,7 @@ class Evidence:
             moves: (worker, "onload" or "offload", seconds) of moves that were made beside them.
             gauged: spans of a step that say what calls took of memory; their seconds do not count.
         """
-        steps, placed = list(steps), _Placed(plan)
+        steps, placed = list(steps), _PlanLayouts(plan)
         spans = [span for step in steps for span in step.spans]
         counted = spans if warm else list(_without_first(spans))
         known = {(span.name, span.kind) for span in counted}
@@ -161,7 +161,7 @@ class Evidence:
     def _keep(self, what: str, where: Where, sample: Sample) -> None:
         self.samples[what, where, sample.size].append(sample)
 
-    def _add_call(self, spans: Sequence[Span], placed: _Placed) -> None:
+    def _add_call(self, spans: Sequence[Span], placed: _PlanLayouts) -> None:
         node = self._nodes.get(spans[0].name)
         if node is None:
             return
@@ -183,7 +183,7 @@ class Evidence:
             if not pieces or sum(len(ids) for _, ids, _ in pieces) == items * node.expands:
                 self._keep("call", where, replace(call, pieces=pieces))
 
-    def _add_publishes(self, spans: Sequence[Span], placed: _Placed) -> None:
+    def _add_publishes(self, spans: Sequence[Span], placed: _PlanLayouts) -> None:
         """Add a whole transfer: the longest export and, after it, the longest install."""
         exports: dict[Hashable, float] = {}
         installs: dict[tuple[str, str, object, str], float] = {}
@@ -205,7 +205,7 @@ class Evidence:
             )
             self.publishes[ends].append(seconds)
 
-    def _add_memory(self, spans: Sequence[Span], placed: _Placed) -> None:
+    def _add_memory(self, spans: Sequence[Span], placed: _PlanLayouts) -> None:
         gauged = [span for span in spans if "working_bytes" in span.args]
         for some in (*_together(gauged, "call", "call"), *_together(gauged, "finish", "call")):
             first, most = some[0], max(_number(span, "working_bytes") for span in some)
@@ -233,7 +233,7 @@ class Evidence:
             self.turns[name].extend(map(float, counts.values()))
 
 
-class _Placed:
+class _PlanLayouts:
     """How a plan lays workers out."""
 
     def __init__(self, plan: Plan) -> None:

@@ -47,13 +47,13 @@ from m2flow.runtime.lane.exchange import ItemsKey
 from m2flow.runtime.lane.host import joined_exits, share_of
 from m2flow.runtime.lane.journal import JournalPlace
 from m2flow.runtime.lane.orders import (
-    Answer,
     CallMethod,
     DropStep,
     Execute,
     FromLane,
     KeepRollouts,
     LaneEnded,
+    MethodResult,
     Probe,
     Release,
     Reports,
@@ -366,7 +366,7 @@ def _there(batch: Batch) -> Future[Batch]:
     return done
 
 
-def _value(answer: Answer) -> Any:
+def _value(answer: MethodResult) -> Any:
     value = pickle.loads(answer.value)
     if answer.raised:
         raise value

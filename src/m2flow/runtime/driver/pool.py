@@ -35,11 +35,11 @@ from m2flow.runtime.driver.processes import START_SECONDS, LaneProcesses
 from m2flow.runtime.lane.actor import LAUNCHER, LaneAddress
 from m2flow.runtime.lane.exchange import Exchange, name_of
 from m2flow.runtime.lane.orders import (
-    Answer,
     Close,
     FromLane,
     Introduce,
     LaneEnded,
+    MethodResult,
     Order,
     Prepare,
     Probe,
@@ -271,13 +271,13 @@ class LanePool:
         self._next_number += 1
         return self._next_number
 
-    def ask(self, lane: int, order: Callable[[int], Order]) -> Answer:
+    def ask(self, lane: int, order: Callable[[int], Order]) -> MethodResult:
         """Give an order that has a number, and wait for its answer; `order` is called with it."""
         return self.ask_all({lane: order})[lane]
 
     def ask_all(
         self, orders: Mapping[int, Callable[[int], Order]], seconds: float = START_SECONDS
-    ) -> dict[int, Answer]:
+    ) -> dict[int, MethodResult]:
         """The same for several lanes at once; what they say meanwhile is kept for `receive`.
 
         Raises:
@@ -286,7 +286,7 @@ class LanePool:
         numbers = {lane: self.new_number() for lane in orders}
         for lane, order in orders.items():
             self.send(lane, order(numbers[lane]))
-        answers: dict[int, Answer] = {}
+        answers: dict[int, MethodResult] = {}
         kept: deque[tuple[int, FromLane]] = deque()
         deadline = time.monotonic() + seconds
         while len(answers) < len(orders):
@@ -294,7 +294,7 @@ class LanePool:
             if left <= 0:
                 raise RunFailed(f"lanes have not answered within {seconds:g} s")
             for lane, message in self.receive(left):
-                if isinstance(message, Answer) and message.number == numbers.get(lane):
+                if isinstance(message, MethodResult) and message.number == numbers.get(lane):
                     answers[lane] = message
                 else:
                     kept.append((lane, message))
@@ -323,7 +323,7 @@ class LanePool:
         deadline = time.monotonic() + QUIET_SECONDS
         while numbers and (left := deadline - time.monotonic()) > 0:
             for lane, message in self.receive(left):
-                if isinstance(message, Answer) and message.number == numbers.get(lane):
+                if isinstance(message, MethodResult) and message.number == numbers.get(lane):
                     del numbers[lane]
                 elif isinstance(message, LaneEnded):
                     numbers.pop(lane, None)

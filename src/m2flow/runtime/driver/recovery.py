@@ -98,7 +98,7 @@ class LaneReturn:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class SavedStates:
     """What workers have saved.
 
     Attributes:
@@ -141,7 +141,7 @@ class Recovery:
     ) -> None:
         self.heals, self.losses = heals, list(losses)
         self.returns: list[LaneReturn] = []
-        self._snapshot: Snapshot | None = Snapshot(first_step)
+        self._snapshot: SavedStates | None = SavedStates(first_step)
         self._batches: list[Batch] = []
         self._clock = clock
         self._taken_at, self._seconds = clock(), num_bytes / BYTES_PER_SECOND
@@ -184,7 +184,7 @@ class Recovery:
 
     def keep(self, files: Mapping[str, Files], seconds: float) -> None:
         """A snapshot was taken, of all steps that were given; it took so long."""
-        self._snapshot = Snapshot(self.given, files)
+        self._snapshot = SavedStates(self.given, files)
         self._batches = []
         self._taken_at, self._seconds = self._clock(), seconds
 
@@ -194,7 +194,7 @@ class Recovery:
 
     # --- when lanes are lost ----------------------------------------------------------------------
 
-    def back_to(self, error: BaseException) -> Snapshot:
+    def back_to(self, error: BaseException) -> SavedStates:
         """What to go back to now that lanes are lost; `error` is how this was heard of.
 
         Raises:

@@ -18,7 +18,7 @@ from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
 from m2flow.runtime.driver.journal import Journal, Kept, nothing_kept
 from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
-from m2flow.runtime.driver.recovery import BACK, LOST, LaneLoss, LaneReturn, Recovery, Snapshot
+from m2flow.runtime.driver.recovery import BACK, LOST, LaneLoss, LaneReturn, Recovery, SavedStates
 from m2flow.runtime.driver.runner import Runner, StepResult
 from m2flow.runtime.lane.exhausted import is_exhaustion
 from m2flow.runtime.lane.state_files import saves
@@ -487,7 +487,7 @@ class Run:
             return others
         raise error
 
-    def _go_back(self, snapshot: Snapshot) -> None:
+    def _go_back(self, snapshot: SavedStates) -> None:
         """Bring all workers up as they were at a snapshot, on the lanes that there are to be."""
         from m2flow.runtime.driver import moving
         from m2flow.runtime.driver.carrier import RayCarrier

@@ -24,7 +24,7 @@ import ray
 from m2flow.engine.plan import LaneSpec
 from m2flow.runtime.lane.stacks import STACKS, listen
 from m2flow.runtime.transport.lines import Line, LineClosed, Waiting
-from m2flow.runtime.transport.listening import LOOPBACK, Endpoint
+from m2flow.runtime.transport.listening import LOOPBACK, ListenerAddress
 from m2flow.runtime.transport.sweeping import sweep
 
 if TYPE_CHECKING:  # they import torch
@@ -60,7 +60,7 @@ class LaneAddress:
     node: str
     host: str
     process_id: int
-    line: Endpoint
+    line: ListenerAddress
     peer: PeerAddress
     meeting_port: int
 

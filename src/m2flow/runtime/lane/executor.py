@@ -45,7 +45,6 @@ from m2flow.runtime.lane.host import LaneHost, share_of
 from m2flow.runtime.lane.journal import JournalPlace, JournalWriter
 from m2flow.runtime.lane.loading import Loader, close_workers, save
 from m2flow.runtime.lane.orders import (
-    Answer,
     CallMethod,
     Close,
     DropStep,
@@ -56,6 +55,7 @@ from m2flow.runtime.lane.orders import (
     Load,
     Loaded,
     Loading,
+    MethodResult,
     Order,
     Prepare,
     Probe,
@@ -139,7 +139,7 @@ class LaneExecutor:
         order: Order = from_bytes(self._line.receive())
         return order
 
-    def _say(self, message: Loading | Loaded | Answer | Reports) -> None:
+    def _say(self, message: Loading | Loaded | MethodResult | Reports) -> None:
         self._line.send(to_bytes(message))
 
     def _report(self, reports: Sequence[Report], exports: Sequence[Export] = ()) -> None:
@@ -179,9 +179,9 @@ class LaneExecutor:
     def _answer(self, number: int, work: Callable[[], Any]) -> None:
         """Do something that is no call of the engine; say what it gave, or raised."""
         try:
-            answer = Answer(number, cloudpickle.dumps(work()))
+            answer = MethodResult(number, cloudpickle.dumps(work()))
         except BaseException as error:
-            answer = Answer(number, cloudpickle.dumps(self._portable(error)), raised=True)
+            answer = MethodResult(number, cloudpickle.dumps(self._portable(error)), raised=True)
         self._say(answer)
 
     def _called(self, order: CallMethod) -> Any:

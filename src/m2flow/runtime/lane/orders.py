@@ -244,7 +244,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MethodResult:
     """What a method returned, or raised; pickled."""
 
     number: int
@@ -280,7 +280,7 @@ class LaneEnded:
     reason: str
 
 
-FromLane: TypeAlias = Loading | Loaded | Answer | Reports | LaneEnded
+FromLane: TypeAlias = Loading | Loaded | MethodResult | Reports | LaneEnded
 
 
 def _by_fields(kind: type) -> None:

@@ -13,7 +13,7 @@ from m2flow.flow.batch import Batch
 
 
 @dataclass(slots=True, eq=False)
-class _Chunk:
+class _StoredBatch:
     batch: Batch
     rows: dict[int, int]
 
@@ -22,11 +22,11 @@ class Store:
     """Batches of items, cut out and joined on demand."""
 
     def __init__(self) -> None:
-        self._chunks: dict[tuple[str, int, int], dict[int, _Chunk]] = {}
+        self._chunks: dict[tuple[str, int, int], dict[int, _StoredBatch]] = {}
 
     def put(self, flow: str, step: int, producer: int, batch: Batch) -> None:
         """Keep the outputs of a stage; an item that is there already is replaced."""
-        chunk = _Chunk(batch, {item: row for row, item in enumerate(batch.ids)})
+        chunk = _StoredBatch(batch, {item: row for row, item in enumerate(batch.ids)})
         self._chunks.setdefault((flow, step, producer), {}).update(dict.fromkeys(batch.ids, chunk))
 
     def gather(self, flow: str, step: int, wanted: Sequence[tuple[int, Sequence[int]]]) -> Batch:
@@ -50,7 +50,7 @@ class Store:
     def _cut_out(
         self, flow: str, step: int, wanted: Sequence[tuple[int, Sequence[int]]]
     ) -> list[Batch]:
-        rows_of: dict[_Chunk, list[int]] = {}
+        rows_of: dict[_StoredBatch, list[int]] = {}
         for producer, items in wanted:
             chunks = self._chunks[flow, step, producer]
             for item in items:

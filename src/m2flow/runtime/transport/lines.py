@@ -24,9 +24,9 @@ from m2flow.runtime.transport.frame import (
     first_pieces,
     what_failed,
 )
-from m2flow.runtime.transport.listening import Endpoint, Listener
+from m2flow.runtime.transport.listening import Listener, ListenerAddress
 
-__all__ = ["Endpoint", "LauncherLine", "Line", "LineClosed", "Waiting", "connect"]
+__all__ = ["LauncherLine", "Line", "LineClosed", "ListenerAddress", "Waiting", "connect"]
 
 SILENCE_SECONDS = 5.0
 """So long a lane may say nothing before `on_silence` is asked, and again after as long."""
@@ -62,7 +62,9 @@ class Waiting:
             self._listener.close()
 
 
-def connect(address: Endpoint, key: bytes, *, same_node: bool, seconds: float) -> LauncherLine:
+def connect(
+    address: ListenerAddress, key: bytes, *, same_node: bool, seconds: float
+) -> LauncherLine:
     """The launcher's end of a line to a lane.
 
     Raises:

@@ -32,7 +32,7 @@ RETRY_SECONDS = 0.1
 _log = logging.getLogger(__name__)
 
 
-class Endpoint(NamedTuple):
+class ListenerAddress(NamedTuple):
     """Where a `Listener` listens.
 
     Attributes:
@@ -51,7 +51,7 @@ def this_machine() -> str:
 
 
 def connect(
-    endpoint: Endpoint, key: bytes, *, same_node: bool, seconds: float = HANDSHAKE_SECONDS
+    endpoint: ListenerAddress, key: bytes, *, same_node: bool, seconds: float = HANDSHAKE_SECONDS
 ) -> socket.socket:
     """A connection on which both sides have proved that they know the key.
 
@@ -124,7 +124,7 @@ class Listener:
             family = _family((host, 0))
             self._sockets.append(socket.create_server((host, 0), family=family))
         tcp = None if host is None else (host, self._sockets[1].getsockname()[1])
-        self.endpoint = Endpoint(name, tcp)
+        self.endpoint = ListenerAddress(name, tcp)
         self._let_in: set[socket.socket] = set()
         _listeners.add(self)
         for one in self._sockets:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from m2flow.errors import M2FlowError
-from m2flow.runtime.transport.listening import Endpoint
+from m2flow.runtime.transport.listening import ListenerAddress
 
 
 class PeerLost(M2FlowError):
@@ -27,7 +27,7 @@ class PeerAddress(NamedTuple):
     """
 
     node: str
-    endpoint: Endpoint
+    endpoint: ListenerAddress
     gpu: str | None = None
 
 

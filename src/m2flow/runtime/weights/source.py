@@ -22,7 +22,7 @@ from m2flow.runtime.weights.snapshot import Snapshot
 
 
 @dataclass(slots=True)
-class _Source:
+class _PublishedWeights:
     """What is kept for one worker that publishes.
 
     Attributes:
@@ -59,7 +59,7 @@ class WeightsOut:
 
     def __init__(self, pool: SharedPool, lane: int, *, by_handle: bool) -> None:
         self._pool, self._lane, self._by_handle = pool, lane, by_handle
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[str, _PublishedWeights] = {}
 
     def lay_out(
         self, source: str, version: int, weights: Mapping[str, Any], sends: Sends
@@ -69,7 +69,7 @@ class WeightsOut:
         Raises:
             ManifestError: the weights cannot be described.
         """
-        kept = self._sources.setdefault(source, _Source())
+        kept = self._sources.setdefault(source, _PublishedWeights())
         kept.snapshots = {
             number: flat for number, flat in kept.snapshots.items() if number >= sends.oldest
         }

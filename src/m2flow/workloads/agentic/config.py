@@ -91,7 +91,7 @@ class EpisodeSection(Section):
     credit: Literal["trajectory", "turn"] = "trajectory"
 
 
-class DataSection(reasoning.DataSection):
+class AgenticDataSection(reasoning.DataSection):
     """The problems: those of a file or of reasoning-gym as in a reasoning recipe, or a small task.
 
     `arithmetic` asks for products of two numbers, `lookup` for facts that a search finds.
@@ -122,7 +122,7 @@ class AgenticRecipe(reasoning.ReasoningRecipe):
     tools: Tools = (ToolPart(tool="calculator"),)
     turn_reward: Rewards = None
     agent: Agent = None
-    data: DataSection = DataSection()
+    data: AgenticDataSection = AgenticDataSection()
     episode: EpisodeSection = EpisodeSection()
 
     @property

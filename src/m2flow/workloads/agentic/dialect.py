@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from m2flow.errors import UserError
-from m2flow.tools import Answer, Call
+from m2flow.tools import ToolCall, ToolResult
 from m2flow.workloads.agentic.config import EpisodeSection
 
 CUT = " ...[cut]"
@@ -32,17 +32,17 @@ class Dialect(Protocol):
     stop_ids: tuple[int, ...]
     closing_strings: tuple[str, ...]
 
-    def calls(self, ids: Sequence[int]) -> list[Call | Answer]:
+    def calls(self, ids: Sequence[int]) -> list[ToolCall | ToolResult]:
         """The calls in a turn; in the place of one that is no call, what is wrong with it.
 
         Args:
             ids: the tokens of the turn, the one that ended it included.
         """
 
-    def result_ids(self, answers: Sequence[Answer]) -> tuple[list[int], int]:
+    def result_ids(self, answers: Sequence[ToolResult]) -> tuple[list[int], int]:
         """What follows a turn, up to where the model goes on; and how many answers were cut."""
 
-    def turn_ids(self, turn: str | Call) -> list[int]:
+    def turn_ids(self, turn: str | ToolCall) -> list[int]:
         """A turn as the model should write it, for a demonstration: a last text, or a call."""
 
 
@@ -66,7 +66,7 @@ def dialect_of(tokenizer: Any, episode: EpisodeSection, tools: Sequence[str]) ->
 
 
 @dataclass(frozen=True)
-class _Writer:
+class _TokenWriter:
     """Text as tokens, of which no part becomes a special token."""
 
     tokenizer: Any
@@ -98,13 +98,13 @@ class TagDialect:
         self._tokenizer, self._tools = tokenizer, tuple(tools)
         self._open, self._close = episode.call
         self._result = episode.result
-        self._writer = _Writer(tokenizer, episode.max_result_tokens)
+        self._writer = _TokenWriter(tokenizer, episode.max_result_tokens)
         close = tuple(tokenizer.encode(self._close, add_special_tokens=False))
         # A token may be a special one, which is no text; several may end in the midst of another.
         self.stop_ids: tuple[int, ...] = close if len(close) == 1 else ()
         self.closing_strings: tuple[str, ...] = () if self.stop_ids else (self._close,)
 
-    def calls(self, ids: Sequence[int]) -> list[Call | Answer]:
+    def calls(self, ids: Sequence[int]) -> list[ToolCall | ToolResult]:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         if self.stop_ids:
             closed = bool(ids) and ids[-1] in self.stop_ids
@@ -115,14 +115,14 @@ class TagDialect:
             return []
         _, opened, inner = text.rpartition(self._open)
         if not opened:
-            return [Answer(f"a call begins with {self._open}", error=True)]
+            return [ToolResult(f"a call begins with {self._open}", error=True)]
         inner = inner.removesuffix(self._close).strip()
         if len(self._tools) == 1:
-            return [Call(self._tools[0], inner)]
+            return [ToolCall(self._tools[0], inner)]
         tool, _, argument = inner.partition(" ")
-        return [Call(tool, argument)]
+        return [ToolCall(tool, argument)]
 
-    def result_ids(self, answers: Sequence[Answer]) -> tuple[list[int], int]:
+    def result_ids(self, answers: Sequence[ToolResult]) -> tuple[list[int], int]:
         ids, num_cut = [], 0
         for answer in answers:
             inner, cut = self._writer.cut(answer.text.strip())
@@ -131,7 +131,7 @@ class TagDialect:
             num_cut += cut
         return ids, num_cut
 
-    def turn_ids(self, turn: str | Call) -> list[int]:
+    def turn_ids(self, turn: str | ToolCall) -> list[int]:
         if isinstance(turn, str):
             return [*self._writer.literal(turn), self._tokenizer.eos_token_id]
         values = turn.arguments
@@ -158,18 +158,18 @@ class ChatDialect:
 
     def __init__(self, tokenizer: Any, max_result_tokens: int) -> None:
         self._tokenizer = tokenizer
-        self._writer = _Writer(tokenizer, max_result_tokens)
+        self._writer = _TokenWriter(tokenizer, max_result_tokens)
         self._one = _between(tokenizer, 1)
         two = _between(tokenizer, 2)
         # Some templates put all answers to one turn into one turn of their own.
         self._two_between = two[1]
         self._two_ends = two[0], two[2]
 
-    def calls(self, ids: Sequence[int]) -> list[Call | Answer]:
+    def calls(self, ids: Sequence[int]) -> list[ToolCall | ToolResult]:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return [_read(found) for found in self._CALL.findall(text)]
 
-    def result_ids(self, answers: Sequence[Answer]) -> tuple[list[int], int]:
+    def result_ids(self, answers: Sequence[ToolResult]) -> tuple[list[int], int]:
         before, after = self._one if len(answers) == 1 else self._two_ends
         ids, num_cut = self._special(before), 0
         for number, answer in enumerate(answers):
@@ -178,8 +178,8 @@ class ChatDialect:
             num_cut += cut
         return ids + self._special(after), num_cut
 
-    def turn_ids(self, turn: str | Call) -> list[int]:
-        if isinstance(turn, Call):
+    def turn_ids(self, turn: str | ToolCall) -> list[int]:
+        if isinstance(turn, ToolCall):
             call = json.dumps({"name": turn.tool, "arguments": turn.arguments})
             turn = f"<tool_call>\n{call}\n</tool_call>"
         return [*self._special(turn), self._tokenizer.eos_token_id]
@@ -193,17 +193,17 @@ class ChatDialect:
         return ids
 
 
-def _read(text: str) -> Call | Answer:
+def _read(text: str) -> ToolCall | ToolResult:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        return Answer("a call is JSON with name and arguments, and this is no JSON", error=True)
+        return ToolResult("a call is JSON with name and arguments, and this is no JSON", error=True)
     match found:
         case {"name": str() as name, "arguments": dict() as arguments}:
-            return Call(name, arguments)
+            return ToolCall(name, arguments)
         case {"name": str() as name} if "arguments" not in found:
-            return Call(name, {})
-    return Answer('a call is {"name": ..., "arguments": {...}}', error=True)
+            return ToolCall(name, {})
+    return ToolResult('a call is {"name": ..., "arguments": {...}}', error=True)
 
 
 _SAID, _HERE = "m2flow said", "m2flow answer {}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from m2flow.flow import Batch
 from m2flow.runtime.driver.runner import StepResult
-from m2flow.tools import Call
+from m2flow.tools import ToolCall
 from m2flow.training.rollouts import TokenPairs
 from m2flow.workloads.agentic.config import AgenticRecipe
 from m2flow.workloads.agentic.dialect import dialect_of
@@ -77,7 +77,7 @@ class AgenticExperiment(ReasoningExperiment):
         prompts = prompt_rows(tokenizer, [Problem(prompt, "") for prompt, _ in shown], self._chat)
         dialect = dialect_of(tokenizer, self.recipe.episode, self.tools)
         box = toolbox_of(self.recipe.tools, self.recipe.episode)
-        calls = [turn for _, turns in shown for turn in turns if isinstance(turn, Call)]
+        calls = [turn for _, turns in shown for turn in turns if isinstance(turn, ToolCall)]
         answers = iter(box.carry_out(calls))
         box.close()
         rows, masks = [], []
@@ -86,7 +86,7 @@ class AgenticExperiment(ReasoningExperiment):
             mask: list[bool] = []
             for turn in turns:
                 drawn = dialect.turn_ids(turn)
-                read = dialect.result_ids([next(answers)])[0] if isinstance(turn, Call) else []
+                read = dialect.result_ids([next(answers)])[0] if isinstance(turn, ToolCall) else []
                 row += drawn + read
                 mask += [True] * len(drawn) + [False] * len(read)
             rows.append(row)

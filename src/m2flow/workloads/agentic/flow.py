@@ -13,8 +13,8 @@ from m2flow.workloads.agentic.episodes import begin_episodes
 from m2flow.workloads.agentic.workers import (
     AgentHost,
     Caller,
-    Judge,
     ToolUser,
+    TrajectoryVerifier,
     TurnGenerator,
     turn_advantage,
 )
@@ -32,7 +32,7 @@ class Trajectories(PolicyGradient):
     """What the flows of agents have in common: trajectories of a group are compared."""
 
     generator: TurnGenerator
-    verifier: Judge
+    verifier: TrajectoryVerifier
     leave_one_out: bool = False
     drop_equal: bool = False
     credit: str = "trajectory"
@@ -105,7 +105,7 @@ def recipe_flow(
         "dtype": generation.dtype or recipe.model.dtype,
     }
     settings: dict[str, Any] = {
-        "verifier": Judge(model, rewards, turn_rewards),
+        "verifier": TrajectoryVerifier(model, rewards, turn_rewards),
         "learner": Learner(
             model if recipe.model.lora_rank else policy,
             recipe,

@@ -96,7 +96,7 @@ def prices(recipe: AgenticRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
     lengths = fit_lengths(
         min(max(drawn / turns, 1.1 * SHARE_AT_LIMIT * turn), 0.95 * turn), turn, SHARE_AT_LIMIT
     )
-    each = Turns(
+    each = AssumedTurns(
         episode.max_turns, seconds, episode.tool_concurrency, tuple(lengths.stratified(64))
     )
 
@@ -108,7 +108,7 @@ def prices(recipe: AgenticRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
 
 
 @dataclass(frozen=True)
-class Turns:
+class AssumedTurns:
     """What is assumed of turns.
 
     Attributes:
@@ -124,7 +124,9 @@ class Turns:
     lengths: tuple[float, ...]
 
 
-def _with_turns(work: FlowWork, base: RecipeWork, graph: FlowGraph, turns: Turns) -> FlowWork:
+def _with_turns(
+    work: FlowWork, base: RecipeWork, graph: FlowGraph, turns: AssumedTurns
+) -> FlowWork:
     """The work of a reasoning flow with that of the loop's stages."""
     stages = {node.name: _stage(work.stages[node.name], node, base, turns) for node in graph.nodes}
     size = float(base.model.weight_bytes)
@@ -133,7 +135,7 @@ def _with_turns(work: FlowWork, base: RecipeWork, graph: FlowGraph, turns: Turns
     return replace(work, stages=stages, workers=workers)
 
 
-def _stage(found: StageWork, node: StageNode, base: RecipeWork, turns: Turns) -> StageWork:
+def _stage(found: StageWork, node: StageNode, base: RecipeWork, turns: AssumedTurns) -> StageWork:
     size = 16 * base.answers.tokens
     match node.method:
         case "turn":
@@ -161,7 +163,7 @@ def _cache_bytes(base: RecipeWork, count: int) -> float:
     return running * base.answers.longest * base.token_bytes(1)
 
 
-def _turn(base: RecipeWork, turns: Turns, count: int) -> Work:
+def _turn(base: RecipeWork, turns: AssumedTurns, count: int) -> Work:
     """One turn of so many trajectories: their contexts, then steps until the longest has ended."""
     model, context = base.model, base.answers.tokens / 2
     running = min(count, base.recipe.generation.max_running)

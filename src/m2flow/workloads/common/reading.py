@@ -139,7 +139,7 @@ def validated(data: Mapping[str, Any]) -> Recipe:
 _KEY_TAGS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 
 
-class _Loader(yaml.SafeLoader):
+class _YamlLoader(yaml.SafeLoader):
     """YAML with the numbers of version 1.2 (`1e-4`), where every key is text and stands once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -154,7 +154,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-_Loader.add_implicit_resolver(
+_YamlLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$"),
     list("-+.0123456789"),
@@ -163,7 +163,7 @@ _Loader.add_implicit_resolver(
 
 def _parsed(text: str, key: str) -> Any:
     try:
-        return yaml.load(text, _Loader)  # noqa: S506 - a safe loader that refuses doubled keys
+        return yaml.load(text, _YamlLoader)  # noqa: S506 - a safe loader that refuses doubled keys
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""

@@ -111,7 +111,7 @@ class PolicySection(Section):
         return self
 
 
-class WarmupSection(Section):
+class EmbodiedWarmupSection(Section):
     """Behaviour cloning before reinforcement, from episodes of a scripted expert.
 
     `expert` is "module:function": given the environment it says what to do there. Without it the
@@ -158,7 +158,7 @@ KEYS_OF_ALGORITHMS = {
 """Keys of `algorithm` to the algorithms that read them, where not all do."""
 
 
-class AlgorithmSection(Section):
+class EmbodiedAlgorithmSection(Section):
     """PPO with the policy's own value head, GRPO over rollouts that begin alike, or SAC.
 
     Of GRPO's groups those are dropped whose share of successes is outside `success_bounds`. In the
@@ -186,7 +186,7 @@ class AlgorithmSection(Section):
     first_temperature: Positive = 1.0
 
     @model_validator(mode="after")
-    def _keys_belong_to_the_algorithm(self) -> AlgorithmSection:
+    def _keys_belong_to_the_algorithm(self) -> EmbodiedAlgorithmSection:
         common.refuse_keys_of_others(self, "algorithm.name", KEYS_OF_ALGORITHMS)
         if self.success_bounds is not None and self.success_bounds[0] > self.success_bounds[1]:
             raise UserError(
@@ -217,7 +217,7 @@ class ReplaySection(Section):
     updates: Count = 256
 
 
-class OptimizerSection(common.OptimizerSection):
+class EmbodiedOptimizerSection(common.OptimizerSection):
     """AdamW."""
 
     learning_rate: Positive = 3e-4
@@ -246,12 +246,12 @@ class EmbodiedRecipe(common.Recipe):
     rollouts_per_step: Count = 16
     environment: EnvironmentSection
     policy: PolicySection = PolicySection()
-    warmup: WarmupSection = WarmupSection()
+    warmup: EmbodiedWarmupSection = EmbodiedWarmupSection()
     rollout: RolloutSection = RolloutSection()
-    algorithm: AlgorithmSection = AlgorithmSection()
+    algorithm: EmbodiedAlgorithmSection = EmbodiedAlgorithmSection()
     update: UpdateSection = UpdateSection()
     replay: ReplaySection = ReplaySection()
-    optimizer: OptimizerSection = OptimizerSection()
+    optimizer: EmbodiedOptimizerSection = EmbodiedOptimizerSection()
     evaluation: EpisodesSection = EpisodesSection()
 
     @classmethod

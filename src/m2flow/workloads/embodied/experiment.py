@@ -24,7 +24,7 @@ from m2flow.training import checkpoint
 from m2flow.workloads.common.workload import RunProgress
 from m2flow.workloads.embodied.cloning import clone, expert_of, write
 from m2flow.workloads.embodied.config import EmbodiedRecipe
-from m2flow.workloads.embodied.flow import GRPO, PPO, SAC, recipe_flow
+from m2flow.workloads.embodied.flow import EmbodiedGRPO, EmbodiedPPO, EmbodiedSAC, recipe_flow
 from m2flow.workloads.embodied.workers.source import WEIGHTS, PolicySource
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class EmbodiedExperiment:
             write(policy, folder, WEIGHTS)
         self._start = folder
 
-    def flow(self, checkpoint: Path | None = None) -> PPO | GRPO | SAC:
+    def flow(self, checkpoint: Path | None = None) -> EmbodiedPPO | EmbodiedGRPO | EmbodiedSAC:
         """The flow from the beginning, or from a checkpoint."""
         return recipe_flow(self.recipe, self.spec, self._start, checkpoint)
 

@@ -10,7 +10,7 @@ from m2flow.flow import Flow, Stream, loop
 from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.embodied.workers import (
     Actor,
-    Learner,
+    EmbodiedLearner,
     PolicySource,
     Simulator,
     begin_alike,
@@ -20,12 +20,12 @@ from m2flow.workloads.embodied.workers import (
 )
 
 
-class Rollouts(Flow):
+class EmbodiedFlow(Flow):
     """What the algorithms have in common: a policy and environments that take turns."""
 
     simulator: Simulator
     actor: Actor
-    learner: Learner
+    learner: EmbodiedLearner
     group_size: int = 1
 
     def rolled_out(self, starts: Stream, group_size: int) -> Stream:
@@ -41,7 +41,7 @@ class Rollouts(Flow):
         return outcome(self.rolled_out(starts, 1))
 
 
-class PPO(Rollouts):
+class EmbodiedPPO(EmbodiedFlow):
     """Compare each turn with what the policy's value head expected."""
 
     gamma: float = 0.99
@@ -52,7 +52,7 @@ class PPO(Rollouts):
         return self.learner.train(critic_advantage(rollouts, gamma=self.gamma, lam=self.lam))
 
 
-class GRPO(Rollouts):
+class EmbodiedGRPO(EmbodiedFlow):
     """Compare the episodes of a group, which begin alike, with each other."""
 
     normalize_std: bool = True
@@ -70,7 +70,7 @@ class GRPO(Rollouts):
         return self.learner.train(rollouts)
 
 
-class SAC(Rollouts):
+class EmbodiedSAC(EmbodiedFlow):
     """Learn from a buffer of what was done, by this policy and those before it."""
 
     def step(self, starts: Stream) -> Stream:
@@ -82,7 +82,7 @@ def recipe_flow(
     spec: EnvironmentSpec | None = None,
     start: Path | None = None,
     checkpoint: Path | None = None,
-) -> PPO | GRPO | SAC:
+) -> EmbodiedPPO | EmbodiedGRPO | EmbodiedSAC:
     """The flow of a recipe with its workers, none of them loaded.
 
     Args:
@@ -104,14 +104,14 @@ def recipe_flow(
             saves=spec is not None and spec.restores == "saved",
         ),
         "actor": Actor(source),
-        "learner": Learner(source, recipe, state),
+        "learner": EmbodiedLearner(source, recipe, state),
         "group_size": recipe.group_size,
     }
     if algorithm.name == "ppo":
-        return PPO(**workers, gamma=algorithm.gamma, lam=algorithm.lam)
+        return EmbodiedPPO(**workers, gamma=algorithm.gamma, lam=algorithm.lam)
     if algorithm.name == "sac":
-        return SAC(**workers)
-    return GRPO(
+        return EmbodiedSAC(**workers)
+    return EmbodiedGRPO(
         **workers,
         normalize_std=algorithm.normalize_std,
         reward=algorithm.reward,

@@ -27,7 +27,7 @@ from m2flow.training.optimizer import AdamWConfig, AllReduce, SumOptimizer
 from m2flow.training.schedule import Schedule
 from m2flow.training.skipping import Skips
 from m2flow.workloads.embodied.config import EmbodiedRecipe
-from m2flow.workloads.embodied.turns import Examples, Turns, turns_of
+from m2flow.workloads.embodied.turns import Examples, TrainingTurns, turns_of
 
 SUMS = (
     "loss", "policy", "entropy", "clipped", "ratio", "kl", "value", "denominator", "counted",
@@ -114,7 +114,7 @@ class PolicyUpdate:
         """Go on from what `state_items` gave."""
         self.optimizer.load_state_dict(state)
 
-    def _members(self, turns: Turns, version: int, epoch: int) -> Sequence[Tensor]:
+    def _members(self, turns: TrainingTurns, version: int, epoch: int) -> Sequence[Tensor]:
         """The rows of each mini-batch of a pass, int64, in order."""
         count = self.recipe.update.minibatches
         seed = torch.tensor(derive_seed(self.recipe.seed, 5, version, epoch))
@@ -205,7 +205,7 @@ class PolicyUpdate:
         found = [one for one in self.policy.running_statistics() if isinstance(one, ReturnScale)]
         return found[0].scale if found else 1.0
 
-    def _see(self, turns: Turns | None, all_reduce: AllReduce | None) -> None:
+    def _see(self, turns: TrainingTurns | None, all_reduce: AllReduce | None) -> None:
         """Take the states and returns of the step into the policy's running statistics."""
         for statistics in self.policy.running_statistics():
             values = None
@@ -224,7 +224,7 @@ def means_of(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: fmean(one[name] for one in found if name in one) for name in names}
 
 
-def _explained_variance(turns: Turns | None, all_reduce: AllReduce | None) -> float:
+def _explained_variance(turns: TrainingTurns | None, all_reduce: AllReduce | None) -> float:
     """How well the values of the rollouts foresaw their returns, over all lanes."""
     names = ("return", "return_square", "error", "error_square", "turns")
     sums = torch.zeros(len(names), dtype=torch.float64)
@@ -240,7 +240,7 @@ def _explained_variance(turns: Turns | None, all_reduce: AllReduce | None) -> fl
     return explained_variance(totals, totals["turns"])
 
 
-def _normalise(turns: Turns | None, all_reduce: AllReduce | None) -> None:
+def _normalise(turns: TrainingTurns | None, all_reduce: AllReduce | None) -> None:
     """Bring advantages to mean 0 and deviation 1 over all turns of all lanes, in place."""
     sums = torch.zeros(3, dtype=torch.float64)
     if turns is not None:

@@ -1,4 +1,4 @@
-"""`Turns`: what is learned from whole rollouts, one turn after another; `Examples`, for the loss.
+"""`TrainingTurns`, what is learned from whole rollouts turn after turn; `Examples`, for the loss.
 
 What does not depend on the weights is computed once in a step and not in each mini-batch: sums of
 log-probabilities, shares of returns, which steps were carried out.
@@ -22,7 +22,7 @@ from m2flow.workloads.embodied.workers.columns import TURN, lengths_of, observat
 
 
 @dataclass
-class Turns:
+class TrainingTurns:
     """What is learned from.
 
     Attributes:
@@ -90,7 +90,7 @@ class Examples:
     """Some turns as the loss reads them.
 
     Attributes:
-        observations, tokens_TKD: see `Turns`.
+        observations, tokens_TKD: see `TrainingTurns`.
         old: float [T, K, D], [T, K] or [T] by the level: how likely it was what was drawn.
         advantage_T: float32 [T].
         weight_T: float32 [T], of each thing in the turn that the loss counts; None for 1.
@@ -142,7 +142,7 @@ class Examples:
         return self.counted(wide.expand_as(self.old))
 
 
-def turns_of(rollouts: Batch) -> Turns:
+def turns_of(rollouts: Batch) -> TrainingTurns:
     """The turns of whole rollouts, one after another."""
 
     def column(name: str) -> Any:
@@ -151,7 +151,7 @@ def turns_of(rollouts: Batch) -> Turns:
 
     counts = torch.tensor(lengths_of(rollouts))
     firsts = counts.cumsum(0) - counts
-    return Turns(
+    return TrainingTurns(
         observations=observations_of(rollouts, TURN),
         rollout_T=torch.tensor(rollouts.ids).repeat_interleave(counts),
         place_T=torch.arange(int(counts.sum())) - firsts.repeat_interleave(counts),

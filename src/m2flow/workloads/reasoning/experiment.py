@@ -46,7 +46,7 @@ from m2flow.workloads.reasoning.figures import (
     sampling_figures,
 )
 from m2flow.workloads.reasoning.flow import GRPO, PPO, Reinforce, recipe_flow
-from m2flow.workloads.reasoning.health import Check, hints
+from m2flow.workloads.reasoning.health import HealthCheck, hints
 from m2flow.workloads.reasoning.judging import check_judging_models
 from m2flow.workloads.reasoning.reward_sections import RewardPart
 from m2flow.workloads.reasoning.sampler import Asked, Curriculum, Sampler
@@ -195,7 +195,7 @@ class ReasoningExperiment:
                 hint="set it to 0",
             )
         check_judging_models(recipe)
-        self._hinted: set[Check] = set()
+        self._hinted: set[HealthCheck] = set()
         self._held_out = self.task.held_out(recipe.evaluation.problems)
         self._tokenizer: Any = None
         self._tiny = _tiny_spec(recipe) if recipe.model.path is None else None

@@ -14,7 +14,7 @@ from m2flow.workloads.reasoning.config import ReasoningRecipe
 Figures = Mapping[str, float]
 
 
-class Check(NamedTuple):
+class HealthCheck(NamedTuple):
     """One thing that may be wrong.
 
     Attributes:
@@ -33,52 +33,52 @@ def _all_right(figures: Figures) -> bool:
 
 
 CHECKS = (
-    Check(
+    HealthCheck(
         "reward/zero_variance_share",
         lambda share, _, figures: share >= 0.9 and not _all_right(figures),
         "{value:.0%} of the groups have the same reward for all of their answers and teach "
         "nothing: take easier problems or more samples_per_prompt, or give part of the reward for "
         "less",
     ),
-    Check(
+    HealthCheck(
         "reward/zero_variance_share",
         lambda share, _, figures: share >= 0.9 and _all_right(figures),
         "{value:.0%} of the groups have the same reward for all of their answers, most of them a "
         "full one: harder problems would teach more",
     ),
-    Check(
+    HealthCheck(
         "sampling/unfilled_share",
         lambda share, recipe, _: share > 0 and recipe.further_draws > 0,
         "the batch is not full: {value:.0%} of the groups still have the same reward for all of "
         "their answers after {recipe.further_draws} other prompts (algorithm.further_draws): allow "
         "more, or take problems that the policy solves now and then",
     ),
-    Check(
+    HealthCheck(
         "length/truncated_share",
         lambda share, _, __: share >= 0.25,
         "{value:.0%} of the answers are cut off at generation.max_new_tokens = "
         "{recipe.generation.max_new_tokens}: raise it, or penalise length with "
         "algorithm.overlong_buffer",
     ),
-    Check(
+    HealthCheck(
         "reward/failed_share",
         lambda share, _, __: share >= 0.1,
         "{value:.0%} of the answers have no reward, because the function failed: samples.jsonl has "
         "some of them with the reason",
     ),
-    Check(
+    HealthCheck(
         "train/engine_gap",
         lambda gap, _, __: gap >= 0.05,
         "log-probabilities of generation and training are {value:.2g} apart in the mean: compute "
         "both in one dtype, or weigh the difference with training.recompute_logprobs",
     ),
-    Check(
+    HealthCheck(
         "train/ratio_outliers",
         lambda share, _, __: share >= 0.1,
         "{value:.0%} of the tokens have become more than twice or less than half as likely since "
         "they were drawn: lower optimizer.learning_rate, or take fewer minibatches or epochs",
     ),
-    Check(
+    HealthCheck(
         "train/behaviour_entropy",
         lambda entropy, recipe, figures: (
             entropy <= 0.02 and recipe.generation.temperature >= 0.5 and not _all_right(figures)
@@ -87,13 +87,13 @@ CHECKS = (
         "are wrong: raise algorithm.clip_high or algorithm.entropy_coefficient, or go back to an "
         "earlier checkpoint with a lower optimizer.learning_rate",
     ),
-    Check(
+    HealthCheck(
         "train/grad_norm",
         lambda norm, recipe, _: norm >= 1000 * (recipe.optimizer.max_grad_norm or 1.0),
         "the gradient's norm is {value:.3g}: look at the rewards and the longest answers of this "
         "step, and lower optimizer.learning_rate",
     ),
-    Check(
+    HealthCheck(
         "critic/explained_variance",
         lambda share, _, __: share <= -1.0,
         "the critic misleads (explained variance {value:.2f}): give it critic.warmup_steps, or a "
@@ -102,7 +102,7 @@ CHECKS = (
 )
 
 
-def hints(figures: Figures, recipe: ReasoningRecipe) -> dict[Check, str]:
+def hints(figures: Figures, recipe: ReasoningRecipe) -> dict[HealthCheck, str]:
     """The checks that a step's figures do not pass, each in words."""
     return {
         check: check.hint.format(value=figures[check.figure], recipe=recipe)

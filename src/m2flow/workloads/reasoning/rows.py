@@ -27,7 +27,7 @@ class BadRowError(Exception):
     """Why one row cannot be used."""
 
 
-class Row(NamedTuple):
+class FileRow(NamedTuple):
     """One row.
 
     Attributes:
@@ -41,7 +41,7 @@ class Row(NamedTuple):
     read: Callable[[], dict[str, Any]]
 
 
-def rows_of(path: Path) -> Iterator[Row]:
+def rows_of(path: Path) -> Iterator[FileRow]:
     """All rows, in order; blank lines do not count.
 
     Raises:
@@ -83,21 +83,21 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
-def _json_lines(file: Path) -> Iterator[Row]:
+def _json_lines(file: Path) -> Iterator[FileRow]:
     with file.open("rb") as opened:
         for number, line in enumerate(opened, start=1):
             if line.strip():
                 content = line.removeprefix(b"\xef\xbb\xbf")
-                yield Row(file, number, partial(_parsed, content))
+                yield FileRow(file, number, partial(_parsed, content))
 
 
-def _commas(file: Path) -> Iterator[Row]:
+def _commas(file: Path) -> Iterator[FileRow]:
     """Rows below a line of column names; a cell may hold lines of its own."""
     try:
         with file.open(newline="", encoding="utf-8-sig") as opened:
             reader = csv.DictReader(opened, strict=True)
             for row in reader:
-                yield Row(file, reader.line_num, partial(_complete, row))
+                yield FileRow(file, reader.line_num, partial(_complete, row))
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"is no CSV in UTF-8 ({error})", key=str(file)) from error
 
@@ -120,7 +120,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return row
 
 
-def _columnar(file: Path) -> Iterator[Row]:
+def _columnar(file: Path) -> Iterator[FileRow]:
     pyarrow = _pyarrow(file)
     try:
         if file.suffix == ".parquet":
@@ -131,7 +131,7 @@ def _columnar(file: Path) -> Iterator[Row]:
         for batch in batches:
             for row in batch.to_pylist():
                 number += 1
-                yield Row(file, number, row.copy)
+                yield FileRow(file, number, row.copy)
     except pyarrow.ArrowInvalid as error:
         kind = file.suffix.removeprefix(".").capitalize()
         raise UserError(f"is no whole {kind} file ({error})", key=str(file)) from error

@@ -60,7 +60,7 @@ class Curriculum:
 
 
 @dataclass(frozen=True)
-class Told:
+class StepFeedback:
     """What is known of a step that is done.
 
     Attributes:
@@ -113,7 +113,7 @@ class Sampler:
         self._now = _State()
         self._before: dict[int, _State] = {}  # of steps in flight: where they began
         self._handed: dict[int, list[list[Asked]]] = {}
-        self._told: dict[int, Told] = {}
+        self._told: dict[int, StepFeedback] = {}
         self._listening = False
         self._figures: dict[int, dict[str, float]] = {}
 
@@ -163,7 +163,7 @@ class Sampler:
         ]
         last = [slot[count - 1] for slot, count in zip(handed, num_asked, strict=True)]
         again = [(last[slot].number, last[slot].turn) for slot in sorted(carried)]
-        self._told[step] = Told(unasked, list(rates), again)
+        self._told[step] = StepFeedback(unasked, list(rates), again)
         oldest = min((state.applied for state in self._before.values()), default=self._now.applied)
         self._told = {at: told for at, told in self._told.items() if at > oldest}
         return last
@@ -194,7 +194,7 @@ class Sampler:
                 _pairs(state["carried"]),
             )  # fmt: skip
             self._told = {
-                int(at): Told(
+                int(at): StepFeedback(
                     list(map(int, told["unasked"])),
                     [(int(number), float(rate)) for number, rate in told["rates"]],
                     _pairs(told["carried"]),
@@ -210,7 +210,7 @@ class Sampler:
         self._before, self._handed = {}, {}
 
     def _apply(self, step: int) -> None:
-        told = self._told.get(step, Told())
+        told = self._told.get(step, StepFeedback())
         now = self._now
         now.applied = step
         now.carried += told.carried

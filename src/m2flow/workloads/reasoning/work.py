@@ -171,7 +171,7 @@ def score_seconds(recipe: ReasoningRecipe) -> float:
 
 
 @dataclass(frozen=True)
-class Judging:
+class JudgeWork:
     """A model that judges.
 
     Attributes:
@@ -187,7 +187,7 @@ class Judging:
     divided: bool = True
 
 
-def judging_works(recipe: ReasoningRecipe, answers: Answers) -> dict[str, Judging]:
+def judging_works(recipe: ReasoningRecipe, answers: Answers) -> dict[str, JudgeWork]:
     """Return the models that judge, by the name of their worker.
 
     A classifier's head is no output layer over a vocabulary, so its work is that of a decoder with
@@ -196,18 +196,18 @@ def judging_works(recipe: ReasoningRecipe, answers: Answers) -> dict[str, Judgin
     Raises:
         UserError: nobody knows the shape of one.
     """
-    found: dict[str, Judging] = {}
+    found: dict[str, JudgeWork] = {}
     judge = recipe.judge
     if (path := recipe.reward_model.path) is not None:
         shape = judging_shape(path, "reward_model.path")
-        found["reward_model"] = Judging(replace(shape, tied=True), answers)
+        found["reward_model"] = JudgeWork(replace(shape, tied=True), answers)
     if judge.path is not None:
         asked = JUDGE_TEMPLATE_TOKENS + answers.prompt_tokens + answers.lengths.mean
         lengths = fit_lengths(
             ANSWER_SHARE * judge.max_new_tokens, judge.max_new_tokens, SHARE_AT_LIMIT
         )
         shape = judging_shape(judge.path, "judge.path")
-        found["judge"] = Judging(
+        found["judge"] = JudgeWork(
             shape, Answers(asked, lengths), judge.max_running, is_divided(judge.path)
         )
     return found
@@ -223,7 +223,7 @@ class RecipeWork:
     device: Device
     lanes: int
     divided: bool = True
-    judges: Mapping[str, Judging] = field(default_factory=dict)
+    judges: Mapping[str, JudgeWork] = field(default_factory=dict)
 
     def work(self, graph: FlowGraph, assumed: tuple[str, ...]) -> FlowWork:
         stages = {node.name: self._stage(node) for node in graph.nodes}
@@ -281,11 +281,11 @@ class RecipeWork:
         each = score_seconds(self.recipe) if scores else GROUP_SECONDS
         return StageWork((LayoutWork(call=lambda n: Work(seconds=CALL_SECONDS + n * each)),))
 
-    def _of(self, judging: Judging) -> RecipeWork:
+    def _of(self, judging: JudgeWork) -> RecipeWork:
         """Return the same of a model that judges, in the policy's place."""
         return replace(self, model=judging.model, answers=judging.answers, divided=judging.divided)
 
-    def _judging(self, judging: Judging, size: float) -> StageWork:
+    def _judging(self, judging: JudgeWork, size: float) -> StageWork:
         own = self._of(judging)
         if judging.max_running:
             return own._drawing(size, judging.max_running, self.recipe.judge.cache_gb)
@@ -293,7 +293,7 @@ class RecipeWork:
         at_a_time = self.recipe.reward_model.tokens_per_microbatch
         return StageWork(tuple(own._passing(one, at_a_time) for one in self._in_shards()), size)
 
-    def _judging_state(self, judging: Judging) -> WorkerWork:
+    def _judging_state(self, judging: JudgeWork) -> WorkerWork:
         """Return the weights of a model that judges, in 16 bits."""
         size = float(judging.model.weight_bytes)
         if judging.max_running:

@@ -55,7 +55,7 @@ NAMESPACE = "m2flow-channels"
 """The Ray namespace in which channels have their names."""
 
 
-class _Answer(NamedTuple):
+class _HostReply(NamedTuple):
     """The host's answer: the outcome, the seconds waited, how many buffers each item has, what the
     channel holds if that was asked for or is of use, and the buffers."""
 
@@ -313,7 +313,7 @@ class Channel:
         timeout: float | None = None,
         buffers: Sequence[Any] = (),
         **settings: float,
-    ) -> _Answer:
+    ) -> _HostReply:
         """The answer to a request that succeeded; else raises what became of it."""
         _require(
             type(key) in (str, int, type(None)), "no such key", "key", key, "string or integer"
@@ -328,7 +328,7 @@ class Channel:
             stream.send(Frame(kind, head, buffers))
             frame = stream.receive()
             waited, counts, stats = pickle.loads(frame.head)
-            answer = _Answer(Outcome(frame.kind), waited, counts, stats, frame.buffers)
+            answer = _HostReply(Outcome(frame.kind), waited, counts, stats, frame.buffers)
             if answer.counts:
                 stream.send(Frame(Operation.TOOK))
         except BaseException as error:
@@ -373,7 +373,7 @@ class Channel:
             "its own machine only: give it listen=ADDRESS"
         )
 
-    def _failed(self, answer: _Answer, kind: str, key: Key, num_bytes: int) -> ChannelError:
+    def _failed(self, answer: _HostReply, kind: str, key: Key, num_bytes: int) -> ChannelError:
         where = f"channel {self.name!r}" + ("" if key is None else f", key {key!r}")
         if answer.outcome is Outcome.CLOSED:
             rest = "it takes no more items" if kind == Operation.PUT else "and nothing is left"

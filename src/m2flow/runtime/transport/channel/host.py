@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from m2flow.runtime.transport.channel.state import ChannelRequest, ChannelState, Outcome
 from m2flow.runtime.transport.frame import Frame, FrameStream, LineClosed
-from m2flow.runtime.transport.listening import Endpoint, Listener, this_machine
+from m2flow.runtime.transport.listening import Listener, ListenerAddress, this_machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ChannelAddress:
 
     name: str
     machine: str
-    endpoint: Endpoint
+    endpoint: ListenerAddress
     secret: bytes = field(repr=False)
     max_items: int
     max_bytes: int

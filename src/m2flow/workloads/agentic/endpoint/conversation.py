@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from m2flow.tools import Answer, Call
+from m2flow.tools import ToolCall, ToolResult
 from m2flow.workloads.agentic.config import EpisodeSection
 from m2flow.workloads.agentic.dialect import ChatDialect
 from m2flow.workloads.agentic.episodes import Turn
@@ -132,7 +132,7 @@ class Conversation:
         # A turn that was cut off has none, and the template writes one.
         end = [] if self.ids[-1] in self._stop_ids else [self._tokenizer.eos_token_id]
         if all(message.get("role") == "tool" for message in messages):
-            answers = [Answer(_text(message.get("content"))) for message in messages]
+            answers = [ToolResult(_text(message.get("content"))) for message in messages]
             return end + self._dialect.result_ids(answers)[0]
         return end + self._dialect.message_ids([dict(message) for message in messages])
 
@@ -160,7 +160,7 @@ class Conversation:
     def _message(self, ids: list[int]) -> dict[str, Any]:
         """A turn as an assistant's message; a call that cannot be read stays text."""
         found = self._dialect.calls(ids) if self.reason == "stop" else []
-        calls = [call for call in found if isinstance(call, Call)]
+        calls = [call for call in found if isinstance(call, ToolCall)]
         if not calls or len(calls) < len(found):
             self._calls = ()
             text = self._tokenizer.decode(ids, skip_special_tokens=True)

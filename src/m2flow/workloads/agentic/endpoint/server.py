@@ -30,7 +30,7 @@ class UnknownKey(Exception):
     """Somebody asks with a key that was not given out."""
 
 
-class Server:
+class ConversationServer:
     """Serves conversations until it is closed.
 
     Args:
@@ -43,7 +43,7 @@ class Server:
         self._conversations: dict[str, Conversation] = {}
         self._busy: set[str] = set()
         self._lock = threading.Lock()
-        handler = type("Handler", (_Handler,), {"owner": self})
+        handler = type("Handler", (_ConversationHandler,), {"owner": self})
         self._http = _HTTP(("127.0.0.1", 0), handler)
         threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
 
@@ -155,8 +155,8 @@ class _HTTP(ThreadingHTTPServer):
     request_queue_size = 1024  # agents begin all at once
 
 
-class _Handler(BaseHTTPRequestHandler):
-    owner: Server
+class _ConversationHandler(BaseHTTPRequestHandler):
+    owner: ConversationServer
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:

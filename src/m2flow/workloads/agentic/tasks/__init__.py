@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from m2flow.tools import Call
+from m2flow.tools import ToolCall
 from m2flow.workloads.reasoning.tasks import TASKS as OF_REASONING
 from m2flow.workloads.reasoning.tasks import Task
 
@@ -25,6 +25,6 @@ TASKS = {
 class TaskWithTurns(Task, Protocol):
     """A task that can show how it is done with tools, for supervised warm-up."""
 
-    def demonstration(self, index: int) -> tuple[str, list[str | Call]]:
+    def demonstration(self, index: int) -> tuple[str, list[str | ToolCall]]:
         """(prompt, turns) number `index`; the last turn is a text, and the end token follows it."""
         ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 from m2flow.errors import UserError
-from m2flow.tools import Call
+from m2flow.tools import ToolCall
 from m2flow.workloads.reasoning.tasks.problem import Problem, generator, reserved
 
 
@@ -57,11 +57,11 @@ class Arithmetic:
                 pairs[pair] = None
         return [_problem(*pair) for pair in pairs]
 
-    def demonstration(self, index: int) -> tuple[str, list[str | Call]]:
+    def demonstration(self, index: int) -> tuple[str, list[str | ToolCall]]:
         """(prompt, turns) number `index`."""
         draw = generator("arithmetic", "demonstration", self.seed, index)
         a, b = self._training_pair(draw)
-        asked: list[str | Call] = [Call("calculator", {"formula": f"{a}*{b}"})]
+        asked: list[str | ToolCall] = [ToolCall("calculator", {"formula": f"{a}*{b}"})]
         if draw.random() >= self.tool_share:
             asked = []
         return f"{a}*{b}=", [*asked, f"#{a * b}"]

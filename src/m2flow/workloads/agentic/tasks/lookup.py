@@ -14,7 +14,7 @@ import itertools
 import random
 
 from m2flow.errors import UserError
-from m2flow.tools import Call
+from m2flow.tools import ToolCall
 from m2flow.workloads.agentic.tasks.arithmetic import check_share
 from m2flow.workloads.reasoning.tasks.problem import Problem, generator
 
@@ -94,18 +94,18 @@ class Lookup:
         chosen = both[1][:friends] + both[0][: max(0, count - friends)]
         return [_problem(*one) for one in chosen]
 
-    def demonstration(self, index: int) -> tuple[str, list[str | Call]]:
+    def demonstration(self, index: int) -> tuple[str, list[str | ToolCall]]:
         """(prompt, turns) number `index`."""
         draw = generator("lookup", "demonstration", self.seed, index)
         name, asks_friend = self._drawn(draw)
-        problem, turns = _problem(name, asks_friend), list[str | Call]()
+        problem, turns = _problem(name, asks_friend), list[str | ToolCall]()
         answer = "".join(map(str, draw.choices(range(10), k=CODE_DIGITS)))
         if draw.random() < self.tool_share:
             answer = problem.answer
             if asks_friend:
-                turns.append(Call("search", {"query": f"{name} friend"}))
+                turns.append(ToolCall("search", {"query": f"{name} friend"}))
             who = friend(name) if asks_friend else name
-            turns.append(Call("search", {"query": f"{who} code"}))
+            turns.append(ToolCall("search", {"query": f"{who} code"}))
         return problem.prompt, [*turns, f"#{answer}"]
 
     def _drawn(self, draw: random.Random) -> tuple[str, bool]:

@@ -7,8 +7,15 @@ from __future__ import annotations
 
 from m2flow.workloads.agentic.workers.caller import Caller
 from m2flow.workloads.agentic.workers.host import AgentHost
-from m2flow.workloads.agentic.workers.judge import Judge, turn_advantage
+from m2flow.workloads.agentic.workers.judge import TrajectoryVerifier, turn_advantage
 from m2flow.workloads.agentic.workers.tool_user import ToolUser
 from m2flow.workloads.agentic.workers.turn_generator import TurnGenerator
 
-__all__ = ["AgentHost", "Caller", "Judge", "ToolUser", "TurnGenerator", "turn_advantage"]
+__all__ = [
+    "AgentHost",
+    "Caller",
+    "ToolUser",
+    "TrajectoryVerifier",
+    "TurnGenerator",
+    "turn_advantage",
+]

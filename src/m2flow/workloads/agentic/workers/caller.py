@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from m2flow.flow import Batch, Place, Worker, stage
-from m2flow.tools import Answer, Call
+from m2flow.tools import ToolCall, ToolResult
 from m2flow.workloads.agentic.config import EpisodeSection
 from m2flow.workloads.agentic.episodes import Turn, appended
 from m2flow.workloads.reasoning.workers import ModelSource
@@ -39,7 +39,7 @@ class Caller(Worker):
 
         self.dialect = dialect_of(self.model.tokenizer(), self.episode, self.tools)
 
-    def answers(self, calls: Sequence[Call], seeds: Sequence[int]) -> list[Answer]:
+    def answers(self, calls: Sequence[ToolCall], seeds: Sequence[int]) -> list[ToolResult]:
         """The answer of each call.
 
         Args:
@@ -67,7 +67,7 @@ class Caller(Worker):
         found = iter(self._carried_out(asked, episodes))
         failures, rows = list(episodes["tool_failure"]), []
         for row, calls in enumerate(asked):
-            answers = [call if isinstance(call, Answer) else next(found) for call in calls]
+            answers = [call if isinstance(call, ToolResult) else next(found) for call in calls]
             failures[row] = next((one.failure for one in answers if one.failure), "")
             last, more = turns[row][-1], list[int]()
             if answers and len(turns[row]) == self.episode.max_turns:
@@ -81,7 +81,7 @@ class Caller(Worker):
                 else:
                     turns[row][-1] = replace(
                         last,
-                        tools=tuple(call.tool for call in calls if isinstance(call, Call)),
+                        tools=tuple(call.tool for call in calls if isinstance(call, ToolCall)),
                         errors=sum(one.error for one in answers),
                         cut=num_cut,
                         seconds=sum(one.seconds for one in answers),
@@ -107,26 +107,26 @@ class Caller(Worker):
             done=torch.tensor([not more for more in rows]),
         )
 
-    def _asked(self, ids: list[int], turns: list[Turn], reason: str) -> list[Call | Answer]:
+    def _asked(self, ids: list[int], turns: list[Turn], reason: str) -> list[ToolCall | ToolResult]:
         """The calls in the last turn, if it came to its end and another turn may follow."""
         if reason != "stop":
             return []
         last = turns[-1]
         calls = self.dialect.calls(ids[last.begin : last.end])
         if calls and len(turns) == self.episode.max_turns:
-            return [Answer("no turn is left", error=True)]  # nothing is carried out for nobody
+            return [ToolResult("no turn is left", error=True)]  # nothing is carried out for nobody
         return calls
 
     def _carried_out(
-        self, asked: Sequence[Sequence[Call | Answer]], episodes: Batch
-    ) -> list[Answer]:
+        self, asked: Sequence[Sequence[ToolCall | ToolResult]], episodes: Batch
+    ) -> list[ToolResult]:
         from m2flow.algorithms.sampling import derive_seed
 
-        calls: list[Call] = []
+        calls: list[ToolCall] = []
         seeds: list[int] = []
         for some, seed, turns in zip(asked, episodes["seed"], episodes["turns"], strict=True):
             for number, call in enumerate(some):
-                if isinstance(call, Call):
+                if isinstance(call, ToolCall):
                     calls.append(call)
                     seeds.append(derive_seed(int(seed), 4, len(turns), number))
         return self.answers(calls, seeds)

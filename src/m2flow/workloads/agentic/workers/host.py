@@ -19,7 +19,7 @@ from m2flow.flow import Batch, Place, Ragged, stage
 from m2flow.workloads.agentic.config import AgentPart, EpisodeSection
 from m2flow.workloads.agentic.endpoint.agents import Agents, Endpoint, agent_named
 from m2flow.workloads.agentic.endpoint.conversation import Conversation, RefusedRequest
-from m2flow.workloads.agentic.endpoint.server import Server
+from m2flow.workloads.agentic.endpoint.server import ConversationServer
 from m2flow.workloads.agentic.episodes import Turn, begin_episodes
 from m2flow.workloads.agentic.workers.turn_generator import TurnGenerator
 from m2flow.workloads.reasoning.workers import ModelSource
@@ -96,7 +96,9 @@ class Hosting:
         self._engine = host.engine
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         temperature = 0.0 if greedy else host.temperature
-        self._server = Server(self._draw, {"temperature": temperature, "top_p": host.top_p})
+        self._server = ConversationServer(
+            self._draw, {"temperature": temperature, "top_p": host.top_p}
+        )
         self._agents = Agents(host._function, host.agent.concurrency, self._events)
         self._waiting: dict[int, Future[Any]] = {}
         self.running: dict[int, tuple[Batch, int, Conversation, str, float]] = {}

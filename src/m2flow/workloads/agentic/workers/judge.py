@@ -12,7 +12,7 @@ from m2flow.workloads.agentic.workers.caller import written
 from m2flow.workloads.reasoning.workers import ModelSource, Verifier, group_advantage
 
 
-class Judge(Verifier):
+class TrajectoryVerifier(Verifier):
     """Scores trajectories by what the model wrote last, and turns by functions of their own.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from m2flow.flow import Place
-from m2flow.tools import Answer, Call, Toolbox, make_tools
+from m2flow.tools import Toolbox, ToolCall, ToolResult, make_tools
 from m2flow.workloads.agentic.config import EpisodeSection, ToolPart
 from m2flow.workloads.agentic.workers.caller import Caller
 from m2flow.workloads.reasoning.workers import ModelSource
@@ -55,7 +55,7 @@ class ToolUser(Caller):
         super().load(place)
         self._box = toolbox_of(self.parts, self.episode, self.folder)
 
-    def answers(self, calls: Sequence[Call], seeds: Sequence[int]) -> list[Answer]:
+    def answers(self, calls: Sequence[ToolCall], seeds: Sequence[int]) -> list[ToolResult]:
         return self._box.carry_out(calls)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The workers of embodied flows, and their stages that need none."""
 
 from m2flow.workloads.embodied.workers.actor import Actor
-from m2flow.workloads.embodied.workers.learner import Learner
+from m2flow.workloads.embodied.workers.learner import EmbodiedLearner
 from m2flow.workloads.embodied.workers.simulator import Simulator
 from m2flow.workloads.embodied.workers.source import PolicySource
 from m2flow.workloads.embodied.workers.stages import (
@@ -13,7 +13,7 @@ from m2flow.workloads.embodied.workers.stages import (
 
 __all__ = [
     "Actor",
-    "Learner",
+    "EmbodiedLearner",
     "PolicySource",
     "Simulator",
     "begin_alike",

@@ -15,7 +15,7 @@ from m2flow.workloads.embodied.workers.stages import outcome
 TRAINER = "trainer.safetensors"
 
 
-class Learner(Worker):
+class EmbodiedLearner(Worker):
     """Collects the rollouts of a step, and then makes all optimizer steps of it.
 
     Args:

@@ -36,7 +36,7 @@ FIGURES = (
 
 
 @dataclass
-class Told:
+class RolloutFacts:
     """What is told of a rollout by a few words.
 
     Attributes:
@@ -57,7 +57,7 @@ class Recordings:
     """See the module docstring. `rows` are those of `rows_of`."""
 
     def __init__(self) -> None:
-        self.told: dict[int, Told] = {}
+        self.told: dict[int, RolloutFacts] = {}
         self.of = {name: np.zeros(0, kind) for name, kind in FIGURES}
         self._rows: dict[int, int] = {}
         self._free: list[int] = []
@@ -79,7 +79,7 @@ class Recordings:
 
         Args:
             numbers: of the rollouts.
-            seeds, states: see `Told`.
+            seeds, states: see `RolloutFacts`.
             single: whether each is over with its first episode.
             filmed: whether there is to be a film.
         """
@@ -96,7 +96,7 @@ class Recordings:
         self._free.sort(reverse=True)
         for number, seed, state, film in zip(numbers, seeds, states, filmed, strict=True):
             self._rows[number] = self._free.pop()
-            self.told[number] = Told(seed, state, film=[] if film else None)
+            self.told[number] = RolloutFacts(seed, state, film=[] if film else None)
         rows = self.rows_of(numbers)
         for figure in self.of.values():
             figure[rows] = 0

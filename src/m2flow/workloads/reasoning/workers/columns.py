@@ -11,7 +11,7 @@ from m2flow.flow import Batch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from m2flow.training.rollouts import Rollouts, TokenPairs
+    from m2flow.training.rollouts import TokenPairs, TokenRollouts
     from m2flow.training.values import ValueTargets
 
 
@@ -49,11 +49,11 @@ def lengths_of(samples: Batch, column: str) -> Tensor:
     return torch.tensor(samples[column].lengths, dtype=torch.int64)
 
 
-def rollouts(samples: Batch) -> Rollouts:
+def rollouts(samples: Batch) -> TokenRollouts:
     """What the policy learns from; `advantages` of tokens, or an `advantage` of each answer."""
     import torch
 
-    from m2flow.training.rollouts import Rollouts
+    from m2flow.training.rollouts import TokenRollouts
 
     pairs = token_pairs(samples)
     behaviour = samples["behaviour_logprobs"].values
@@ -61,7 +61,7 @@ def rollouts(samples: Batch) -> Rollouts:
         advantages_T = samples["advantages"].values
     else:
         advantages_T = torch.repeat_interleave(samples["advantage"], pairs.completion_lengths_B)
-    some = Rollouts(pairs, behaviour, advantages_T.to(behaviour.dtype))
+    some = TokenRollouts(pairs, behaviour, advantages_T.to(behaviour.dtype))
     if "old_logprobs" in samples:
         some = replace(some, old_logprobs_T=samples["old_logprobs"].values)
     if "reference_logprobs" in samples:
