@@ -102,7 +102,7 @@ def layouts_of(recipe: Recipe, flow: Flow, lanes: Sequence[LaneSpec]) -> dict[st
         known = {layout.name: layout for layout in declared[worker]}
         if name not in known:
             raise UserError(
-                f"{worker} has no such layout on {len(lanes)} lanes",
+                f"{worker} has no such layout on {len(lanes)} lane{'s' if len(lanes) > 1 else ''}",
                 key=key,
                 value=name,
                 hint=suggestion(name, [one.name for one in known.values() if not one.obstacle()]),
