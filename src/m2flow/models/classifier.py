@@ -49,11 +49,11 @@ def load_classifier(
     return loaded(AutoModelForSequenceClassification, folder, dtype, own_memory=own_memory)
 
 
-def check_head(path: str | Path, key: str = "reward_model.path") -> None:
+def check_head(path: str | Path) -> None:
     """Refuse a folder whose model has no classification head: its scores would be random.
 
     Raises:
-        UserError: under the name `key`.
+        UserError: it has none.
     """
     folder = model_folder(path)
     config = read_json(folder / "config.json", "the architecture")
@@ -61,19 +61,18 @@ def check_head(path: str | Path, key: str = "reward_model.path") -> None:
     if not any(name.endswith(HEAD) for name in named):
         raise UserError(
             f"has no classification head: its config.json names {' '.join(named) or 'nothing'}",
-            key=key,
+            key="reward_model.path",
             value=str(path),
             expected=f"a model whose architecture ends in {HEAD}",
             hint="a model that answers in words can be a judge: judge.path",
         )
 
 
-def label_index(path: str | Path, label: str | None, key: str = "reward_model.label") -> int | None:
+def label_index(path: str | Path, label: str | None) -> int | None:
     """Which label's probability is the score; None where the head has one figure, the score itself.
 
     Raises:
-        UserError: under the name `key`, if a head with several labels is not told which, or does
-            not have it.
+        UserError: a head with several labels is not told which, or does not have it.
     """
     config = AutoConfig.from_pretrained(model_folder(path), local_files_only=True)
     labels = [str(config.id2label[number]) for number in range(config.num_labels)]
@@ -85,7 +84,7 @@ def label_index(path: str | Path, label: str | None, key: str = "reward_model.la
             "the head has one label"
             if one
             else f"the head has {len(labels)} labels, of which one is the reward",
-            key=key,
+            key="reward_model.label",
             value=label,
             expected="nothing: the head gives the score" if one else ", ".join(labels),
             hint=suggestion(label, labels) if label is not None and not one else None,

@@ -45,9 +45,6 @@ def trained_bytes(number_bytes: int = WEIGHT_BYTES) -> dict[str, int]:
 TRAINED_BYTES = sum(trained_bytes().values())
 """Of a trained parameter in 16 bits: 18."""
 
-HOSTED_BYTES = sum(trained_bytes()[what] for what in HOSTED)
-"""Of these, what goes to host memory with the optimizer: 12."""
-
 HOST_STEP_BYTES = 34
 """Of a parameter whose optimizer is in host memory, what an update moves there and back (a gradient
 in single precision, a 16-bit weight) or reads and writes there (28). An assumption: a lane's share

@@ -6,17 +6,16 @@ takes beside it. So their sums are the plan's `state_bytes` and `working_bytes`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
+from m2flow.engine.plan import LaneSpec, Plan, StagePlan
 from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph, StageNode
-from m2flow.flow.worker import Layout
 from m2flow.plan.chunks import call_items
 from m2flow.plan.memory import needs
 from m2flow.plan.profile import Profile
-from m2flow.plan.profile.work import FlowWork, Held, LayoutWork, WorkerWork, by_purpose
+from m2flow.plan.profile.work import FlowWork, StageWork, WorkerWork, by_purpose
 from m2flow.plan.sizes import bytes_text
 from m2flow.plan.units import Items
 
@@ -109,93 +108,65 @@ def accounts(
     """
     alike: dict[tuple[str, int | None, tuple[str, ...]], list[LaneSpec]] = {}
     for lane in plan.lanes:
-        here = tuple(
-            sorted(name for name, spot in plan.placements.items() if lane.id in spot.lanes)
-        )
-        alike.setdefault((lane.kind, lane.memory_bytes, here), []).append(lane)
+        names = sorted(name for name, spot in plan.placements.items() if lane.id in spot.lanes)
+        alike.setdefault((lane.kind, lane.memory_bytes, tuple(names)), []).append(lane)
     found = []
-    for (_, _, here), lanes in alike.items():
-        first, work = lanes[0], works[lanes[0].kind]
-        holdings = tuple(
-            _holding(worker, plan, graph, work, profile, num_items, first.kind) for worker in here
+    for (kind, limit, here), lanes in alike.items():
+        every = (
+            _holding(name, kind, plan, graph, works[kind], profile, num_items) for name in here
         )
-        numbers = tuple(lane.id for lane in lanes)
+        holdings = tuple(one for one in every if one.state or one.call or one.hosted)
         neighbours = max(sum(x.node == lane.node for x in lanes) for lane in lanes)
-        at_once = _at_once(first.id, plan, graph)
-        holding = tuple(one for one in holdings if one.state or one.call or one.hosted)
-        found.append(
-            LaneAccount(numbers, first.kind, first.memory_bytes, holding, at_once, neighbours)
-        )
-    return [account for account in found if account.holdings]
+        at_once = _at_once(lanes[0].id, plan, graph)
+        numbers = tuple(lane.id for lane in lanes)
+        if holdings:
+            found.append(LaneAccount(numbers, kind, limit, holdings, at_once, neighbours))
+    return found
 
 
 def _holding(
     worker: str,
+    kind: str,
     plan: Plan,
     graph: FlowGraph,
     work: FlowWork,
     profile: Profile,
     num_items: int,
-    kind: str,
 ) -> Holding:
-    spot = plan.placements[worker]
-    own = work.workers.get(worker, WorkerWork(()))
-    calls = {
-        node.name: _call(node, spot, plan, work, profile, num_items, kind)
-        for node in graph.nodes
-        if node.worker == worker
-    }
-    stage = max(calls, key=lambda name: sum(calls[name].values()), default="")
-    return Holding(
-        worker,
-        by_purpose(_of_layout(own.states, spot), STATE),
-        stage,
-        calls.get(stage, {}),
-        by_purpose(_of_layout(own.hosted, spot), STATE),
+    spot, own = plan.placements[worker], work.workers.get(worker, WorkerWork(()))
+    layout = spot.layout, len(spot.replicas[0])
+    states, hosted = (
+        next((held for one, held in known if (one.name, one.lanes) == layout), 0.0)
+        for known in (own.states, own.hosted)
     )
 
-
-def _of_layout(states: Sequence[tuple[Layout, Held]], spot: Placement) -> Held:
-    """What a worker declares for the layout that it has."""
-    size = len(spot.replicas[0])
-    for layout, held in states:
-        if (layout.name, layout.lanes) == (spot.layout, size):
-            return held
-    return 0.0
-
-
-def _call(
-    node: StageNode,
-    spot: Placement,
-    plan: Plan,
-    work: FlowWork,
-    profile: Profile,
-    num_items: int,
-    kind: str,
-) -> dict[str, float]:
-    """What the largest call of a stage takes, by what it is for."""
-    declared = work.stages.get(node.name)
-    one = None if declared is None else _declared(declared.layouts, spot)
-    if one is None:
-        return {}
-    stage = plan.stages.get(node.name, StagePlan())
-    items = call_items(node, stage, num_items)
-    found = by_purpose(one.working_bytes(items), CALL)
-    if one.rounds is not None:
-        size = len(spot.replicas[0])
+    def call(node: StageNode) -> dict[str, float]:
+        """What the largest call of a stage takes, by what it is for."""
+        declared = work.stages.get(node.name, StageWork(())).layouts
+        one = next((x for x in declared if (x.layout.name, x.layout.lanes) == layout), None)
+        if one is None:
+            return {}
+        stage = plan.stages.get(node.name, StagePlan())
+        items = call_items(node, stage, num_items)
+        found = by_purpose(one.working_bytes(items), CALL)
+        if one.rounds is None:
+            return found
         try:
-            cost = profile.cost(node.name, spot.layout, size, kind, stage.max_running)
+            cost = profile.cost(node.name, *layout, kind, stage.max_running)
         except UserError:  # it does not fit there, and whoever runs the plan will refuse it
             return found
         held = cost.working_bytes(Items(items)) - sum(found.values())
-        found = {one.rounds.what: max(0.0, held), **found}
-    return found
+        return {one.rounds.what: max(0.0, held), **found}
 
-
-def _declared(layouts: Sequence[LayoutWork], spot: Placement) -> LayoutWork | None:
-    size = len(spot.replicas[0])
-    fitting = (x for x in layouts if (x.layout.name, x.layout.lanes) == (spot.layout, size))
-    return next(fitting, None)
+    calls = {node.name: call(node) for node in graph.nodes if node.worker == worker}
+    stage = max(calls, key=lambda name: sum(calls[name].values()), default="")
+    return Holding(
+        worker,
+        by_purpose(states, STATE),
+        stage,
+        calls.get(stage, {}),
+        by_purpose(hosted, STATE),
+    )
 
 
 def _at_once(lane: int, plan: Plan, graph: FlowGraph) -> tuple[float, str]:

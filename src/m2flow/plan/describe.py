@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from m2flow.engine.plan import LaneSpec, Plan, StagePlan
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.plan.chunks import window_units
 
 
-def describe_plan(
-    plan: Plan, graph: FlowGraph, num_items: int, isolated: Collection[str] = ()
-) -> list[str]:
+def describe_plan(plan: Plan, graph: FlowGraph, num_items: int) -> list[str]:
     """Lines for people.
 
     Args:
         plan, graph: what is to be told.
         num_items: source items of a step.
-        isolated: workers that ask for a process of their own, which an eager run cannot give.
     """
     several = len({lane.node for lane in plan.lanes}) > 1
     lines = [f"plan: {plan.mode}, {len(plan.lanes)} lane(s), staleness {plan.max_staleness}"]
@@ -31,9 +26,6 @@ def describe_plan(
         limits += [f"{edge.max_bytes} bytes"] if edge.max_bytes else []
         limited = f"at most {' and '.join(limits)}" if limits else "no limit"
         lines.append(f"  {name}: {limited}")
-    if plan.mode == "eager" and isolated:
-        names = ", ".join(sorted(isolated))
-        lines.append(f"  an eager run has one process, so {names} is not isolated here")
     return lines
 
 

@@ -112,7 +112,6 @@ def explained(
     *,
     flips: Sequence[Flip] | None = None,
     race: Sequence[Tried] | None = None,
-    assumptions: Sequence[str] = (),
 ) -> Explanation:
     """Explain a decision; nothing is simulated.
 
@@ -121,7 +120,6 @@ def explained(
         graph: its flow.
         flips: what `m2flow.plan.explain.flips` has found; None: it was not asked.
         race: plans that were tried in real steps; None: those of the run that the profile is of.
-        assumptions: values that were assumed, beside those that the profile names.
     """
     chosen, profile = decision.chosen, decision.profile
     plan, prediction = chosen.plan, chosen.prediction
@@ -143,7 +141,7 @@ def explained(
         frontier=tuple(_alternative(one, decision) for one in decision.frontier) if ahead else (),
         race=profile.race if race is None else tuple(race),
         profile=Origin(profile.source, profile.key),
-        assumptions=tuple(dict.fromkeys((*profile.assumptions, *assumptions))),
+        assumptions=profile.assumptions,
         timeline=_timeline(chosen),
     )
 

@@ -151,49 +151,7 @@ class AgenticRecipe(reasoning.ReasoningRecipe):
                 value=self.algorithm.name,
                 expected=f"one of {', '.join(OF_GROUPS)}",
             )
-        for name, section in (("reward_model", self.reward_model), ("judge", self.judge)):
-            if section.path is not None:
-                raise UserError(
-                    "is for answers of one turn",
-                    key=f"{name}.path",
-                    value=section.path,
-                    hint="ask the model in a function of yours that reward names",
-                )
-        if self.algorithm.further_draws:
-            raise UserError(
-                "is for answers of one turn",
-                key="algorithm.further_draws",
-                value=self.algorithm.further_draws,
-                expected="0",
-            )
-        if self.generation.tokens_per_step is not None:
-            raise UserError(
-                "is for answers of one turn",
-                key="generation.tokens_per_step",
-                value=self.generation.tokens_per_step,
-                hint="take it out",
-            )
-        if self.data.curriculum is not None:
-            raise UserError(
-                "is for answers of one turn",
-                key="data.curriculum",
-                value=self.data.curriculum.model_dump(),
-                hint="take it out",
-            )
-        if self.algorithm.overlong_buffer:
-            raise UserError(
-                "is for answers of one turn",
-                key="algorithm.overlong_buffer",
-                value=self.algorithm.overlong_buffer,
-                hint="take it out, and bound episode.max_tokens",
-            )
-        if self.algorithm.kl_in_reward:
-            raise UserError(
-                "is for answers of one turn",
-                key="algorithm.kl_in",
-                value="reward",
-                expected="loss",
-            )
+        self._refuse_keys_of_one_turn()
         if self.agent is not None and self.warmup.steps:
             raise UserError(
                 "demonstrations are of m2flow's own tools, and an agent has others",
@@ -209,6 +167,28 @@ class AgenticRecipe(reasoning.ReasoningRecipe):
                 hint="give turn_reward, or take it out",
             )
         return self
+
+    def _refuse_keys_of_one_turn(self) -> None:
+        ask = "ask the model in a function of yours that reward names"
+        algorithm, curriculum = self.algorithm, self.data.curriculum
+        for key, value, expected, hint in (
+            ("reward_model.path", self.reward_model.path, None, ask),
+            ("judge.path", self.judge.path, None, ask),
+            ("algorithm.further_draws", algorithm.further_draws or None, "0", None),
+            ("generation.tokens_per_step", self.generation.tokens_per_step, None, "take it out"),
+            ("data.curriculum", curriculum and curriculum.model_dump(), None, "take it out"),
+            (
+                "algorithm.overlong_buffer",
+                algorithm.overlong_buffer or None,
+                None,
+                "take it out, and bound episode.max_tokens",
+            ),
+            ("algorithm.kl_in", "reward" if algorithm.kl_in_reward else None, "loss", None),
+        ):
+            if value is not None:
+                raise UserError(
+                    "is for answers of one turn", key=key, value=value, expected=expected, hint=hint
+                )
 
     def derived(self) -> dict[str, Any]:
         return {

@@ -13,9 +13,8 @@ from __future__ import annotations
 import itertools
 import random
 
-from m2flow.errors import UserError
 from m2flow.tools import ToolCall
-from m2flow.workloads.agentic.tasks.arithmetic import check_share
+from m2flow.workloads.reasoning.tasks.pairs import check_share
 from m2flow.workloads.reasoning.tasks.problem import Problem, generator
 
 PEOPLE = 600
@@ -73,14 +72,8 @@ class Lookup:
     def __init__(
         self, *, seed: int = 0, tool_share: float = 0.3, friend_share: float = 0.5
     ) -> None:
-        check_share(tool_share)
-        if not 0 <= friend_share <= 1:
-            raise UserError(
-                "must be a share",
-                key="data.options.friend_share",
-                value=friend_share,
-                expected="0 <= friend_share <= 1",
-            )
+        check_share("tool_share", tool_share)
+        check_share("friend_share", friend_share)
         self.seed, self.tool_share, self.friend_share = seed, tool_share, friend_share
 
     def train(self, index: int) -> Problem:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import random
 
-from m2flow.errors import UserError
-from m2flow.workloads.reasoning.tasks.problem import Problem, generator, reserved
+from m2flow.workloads.reasoning.tasks.pairs import PairTask, check_share, number_of
+from m2flow.workloads.reasoning.tasks.problem import generator
 
 CHARACTERS = "0123456789+=,#"
 
 
-class Addition:
+class Addition(PairTask):
     """Sums of two numbers of equally many digits.
 
     Args:
@@ -31,9 +31,8 @@ class Addition:
         UserError: a range of digits that is empty or outside 1 to 18, or a share outside 0 to 1.
     """
 
-    name = "addition"
-    characters: str | None = CHARACTERS
-    num_train: int | None = None
+    name, sign = "addition", "+"
+    characters = CHARACTERS
 
     def __init__(
         self,
@@ -44,59 +43,24 @@ class Addition:
         equal_lengths: bool = True,
         thinking_share: float = 0.5,
     ) -> None:
-        if not 1 <= min_digits <= max_digits <= 18:
-            raise UserError(
-                "numbers cannot have so many digits",
-                key="data.options.min_digits, data.options.max_digits",
-                value=(min_digits, max_digits),
-                expected="1 <= min_digits <= max_digits <= 18",
-            )
-        if not 0 <= thinking_share <= 1:
-            raise UserError(
-                "must be a share",
-                key="data.options.thinking_share",
-                value=thinking_share,
-                expected="0 <= thinking_share <= 1",
-            )
-        self.seed = seed
-        self.thinking_share = thinking_share
-        self.digits = (min_digits, max_digits)
-        self.equal_lengths = equal_lengths
+        super().__init__(seed, (min_digits, max_digits), most_digits=18)
+        check_share("thinking_share", thinking_share)
+        self.thinking_share, self.equal_lengths = thinking_share, equal_lengths
 
-    def train(self, index: int) -> Problem:
-        """Training problem number `index`: never one that is held out."""
-        return _problem(*self._training_pair(generator("addition", "train", self.seed, index)))
-
-    def held_out(self, count: int) -> list[Problem]:
-        """`count` different problems, for every seed the same; fewer where few exist."""
-        draw = generator("addition", "held out")
-        pairs: dict[tuple[int, int], None] = {}
-        for _ in range(5000 + 100 * count):
-            if len(pairs) == count:
-                break
-            pair = self._pair(draw)
-            if _is_reserved(pair):
-                pairs[pair] = None
-        return [_problem(*pair) for pair in pairs]
+    def result(self, a: int, b: int) -> int:
+        return a + b
 
     def demonstration(self, index: int) -> tuple[str, str]:
         """(prompt, completion) number `index` for warm-up, some of them with thought."""
         draw = generator("addition", "demonstration", self.seed, index)
-        a, b = self._training_pair(draw)
+        a, b = self.training_pair(draw)
         thought = column_sums(a, b) if draw.random() < self.thinking_share else ""
-        return f"{a}+{b}=", f"{thought}#{a + b}"
+        return self.prompt(a, b), f"{thought}#{a + b}"
 
-    def _training_pair(self, draw: random.Random) -> tuple[int, int]:
-        for _ in range(1000):
-            pair = self._pair(draw)
-            if not _is_reserved(pair):
-                return pair
-        raise AssertionError("one draw in sixteen is held out, not a thousand in a row")
-
-    def _pair(self, draw: random.Random) -> tuple[int, int]:
+    def draw_pair(self, draw: random.Random) -> tuple[int, int]:
         first = draw.randint(*self.digits)
         second = first if self.equal_lengths else draw.randint(*self.digits)
-        return _number(draw, first), _number(draw, second)
+        return number_of(draw, first), number_of(draw, second)
 
 
 def column_sums(a: int, b: int) -> str:
@@ -108,16 +72,3 @@ def column_sums(a: int, b: int) -> str:
         columns.append(f"{column:02d}")
         carry = column // 10
     return ",".join(columns)
-
-
-def _number(draw: random.Random, digits: int) -> int:
-    return draw.randint(10 ** (digits - 1), 10**digits - 1)
-
-
-def _problem(a: int, b: int) -> Problem:
-    return Problem(prompt=f"{a}+{b}=", answer=str(a + b))
-
-
-def _is_reserved(pair: tuple[int, int]) -> bool:
-    # Sorted: 3+5 would give 5+3 away.
-    return reserved(f"{min(pair)}+{max(pair)}", one_in=16)

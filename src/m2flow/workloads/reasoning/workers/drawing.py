@@ -134,21 +134,25 @@ class Drawing:
                     f"the engine gave item {done.id} {len(done.token_ids)} tokens; it was asked "
                     f"for 1 to {self.params.max_new_tokens} (generation.max_new_tokens)"
                 )
-        rows_of: dict[int, tuple[Batch, list[int], list[Completion]]] = {}
-        for done in finished:
-            batch, row = self.running.pop(done.id)
-            _, rows, some = rows_of.setdefault(id(batch), (batch, [], []))
-            rows.append(row)
-            some.append(done)
         return Batch.concat(
             [
-                batch.select(rows).with_columns(
+                prompts.with_columns(
                     completion_ids=Ragged.from_rows([done.token_ids for done in some]),
                     behaviour_logprobs=Ragged.from_rows([done.logprobs for done in some]),
                     finish_reason=[self._finish_reason(done) for done in some],
                     version=[done.versions for done in some],
                     token_versions=Ragged.from_rows([done.token_versions for done in some]),
                 )
-                for batch, rows, some in rows_of.values()
+                for prompts, some in self.taken_out(finished)
             ]
         )
+
+    def taken_out(self, finished: list[Completion]) -> list[tuple[Batch, list[Completion]]]:
+        """Remove finished requests from `running`: for each batch its rows, and what was drawn."""
+        rows_of: dict[int, tuple[Batch, list[int], list[Completion]]] = {}
+        for done in finished:
+            batch, row = self.running.pop(done.id)
+            _, rows, some = rows_of.setdefault(id(batch), (batch, [], []))
+            rows.append(row)
+            some.append(done)
+        return [(batch.select(rows), some) for batch, rows, some in rows_of.values()]

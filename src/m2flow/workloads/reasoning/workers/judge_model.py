@@ -126,14 +126,7 @@ class _Judging(Drawing):
         return ids, ""
 
     def handed_on(self, finished: list[Completion]) -> Batch:
-        rows_of: dict[int, tuple[Batch, list[int], list[Completion]]] = {}
-        for done in finished:
-            batch, row = self.running.pop(done.id)
-            _, rows, some = rows_of.setdefault(id(batch), (batch, [], []))
-            rows.append(row)
-            some.append(done)
-        pieces = [self._judged(batch.select(rows), some) for batch, rows, some in rows_of.values()]
-        return Batch.concat(pieces)
+        return Batch.concat([self._judged(*piece) for piece in self.taken_out(finished)])
 
     def _judged(self, samples: Batch, done: Sequence[Completion]) -> Batch:
         section, tokenizer = self.judge.section, self.judge.tokenizer
