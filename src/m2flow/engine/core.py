@@ -44,7 +44,7 @@ from m2flow.engine.residency import Residency
 from m2flow.engine.scheduler import Scheduler, shares_of
 from m2flow.engine.state import EngineState
 from m2flow.engine.steps import StepState
-from m2flow.errors import RunFailed, Stalled
+from m2flow.errors import CannotHeal, Stalled
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 
 
@@ -58,8 +58,8 @@ class Engine:
             were loaded with have this version.
         residency: who is resident on which lane, shared by the engines of one run, whose steps
             alternate; a new one by default.
-        heal: go on when a lane is lost, and wait for it to be restarted; without this the run is
-            stopped.
+        heal: go on when a lane is lost that comes back, and wait for it to be restarted; without
+            this the run is stopped.
     """
 
     def __init__(
@@ -96,6 +96,17 @@ class Engine:
         """Whether the run was stopped; every later event is ignored then."""
         return self._state.failed
 
+    def weights_on(self, lane: int) -> dict[tuple[str, str], int | None]:
+        """By source and target the versions that are installed on a lane; None where an install of
+        a newer one is asked for already."""
+        asked = {
+            (command.source, command.target)
+            for command in self._state.board.asked(lane)
+            if isinstance(command, InstallWeights)
+        }
+        versions = self._state.admission.versions_on(lane).items()
+        return {edge: None if edge in asked else version for edge, version in versions}
+
     def handle(self, *events: Event) -> list[Command]:
         """Take events in; the commands they lead to, in the order they are to be carried out.
 
@@ -114,8 +125,8 @@ class Engine:
             any_news = True
             try:
                 self._take_in(event)
-            except RunFailed as error:  # what a lost lane held cannot be made again
-                self._fail(str(error))
+            except CannotHeal as error:
+                self._fail(str(error), error)
         may_start = any_news and not engine.failed
         if may_start and not self._scheduler.start_what_can() and not engine.lost:
             self._fail("nothing runs and nothing can start")
@@ -308,7 +319,7 @@ class Engine:
         if call is None or event.lane not in call.running:
             return
         if call.withdrawn or self._healer.explains(call):
-            self._healer.withdraw(call, without=(event.lane,))
+            self._healer.withdraw(call, without=(event.lane,), begun=event.begun)
             if not call.running:
                 self._call_ended(call)
             return
@@ -464,7 +475,7 @@ class Engine:
     # --- lanes, time and the end --------------------------------------------------------------
 
     def _lane_lost(self, event: LaneLost) -> None:
-        if not self._state.heals:
+        if not (self._state.heals and event.comes_back):
             self._fail(f"lane {event.lane} was lost: {event.reason}")
             return
         for call in self._healer.lost(event.lane):

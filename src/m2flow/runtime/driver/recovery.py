@@ -46,6 +46,7 @@ class LaneLoss:
         at: when it was noticed, in seconds since the epoch.
         seconds: from then until its workers were up again, there or elsewhere.
         steps: how many steps that were done are taken again.
+        healed: whether the steps have gone on meanwhile: nobody else went back.
         given_up: why it was not started again; "" where it is back.
         left: where it is not: on what the run goes on.
     """
@@ -55,12 +56,15 @@ class LaneLoss:
     at: float
     seconds: float
     steps: int
+    healed: bool = False
     given_up: str = ""
     left: str = ""
 
     def __str__(self) -> str:
         again = f"; {self.steps} steps that were done are taken again" if self.steps else ""
         lost, after = f"lane {self.lane} was lost ({self.reason})", f"after {self.seconds:.1f} s"
+        if self.healed:
+            return f"{lost}; back {after}, the step has gone on"
         if self.given_up:
             return f"{lost}; {self.given_up}: on without it {after}, {self.left}{again}"
         return f"{lost}; back {after}{again}"

@@ -13,7 +13,7 @@ import psutil
 
 from m2flow.engine.plan import Plan
 from m2flow.engine.residency import Residency
-from m2flow.errors import PlanError, RunFailed, UserError
+from m2flow.errors import CannotHeal, PlanError, RunFailed, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
 from m2flow.runtime.driver.journal import Journal, Kept, nothing_kept
@@ -24,6 +24,7 @@ from m2flow.runtime.lane.exhausted import is_exhaustion
 from m2flow.runtime.lane.state_files import saves
 
 if TYPE_CHECKING:  # a run in one process does without Ray
+    from m2flow.runtime.driver.mending import Mender
     from m2flow.runtime.driver.pilot import Pilot
     from m2flow.runtime.driver.pool import LanePool
     from m2flow.runtime.driver.supervision import Supervision
@@ -79,6 +80,8 @@ class Run:
         self._pool, self._owns_pool = pool, owns_pool
         self._supervision = supervision
         self._journal: Journal | None = None
+        self._mender: Mender | None = None
+        self._loaded = first_step
         self._take_up(plans, carrier, dict.fromkeys(methods.graphs, first_step))
         self._recovery = self._new_recovery(first_step, losses)
         self._again: list[Batch] = []
@@ -100,11 +103,36 @@ class Run:
                 next_steps[name],
                 self._residency,
                 recall=self._recalled if name == STEP else nothing_kept,
+                heal=self._supervision is not None and self._supervision.heals,
             )
             for name, plan in plans.by_method.items()
         }
+        if self._supervision is not None:
+            self._mender = carrier.mender = self._new_mender(next_steps[STEP])
         if self._journal is not None:
             carrier.keep_rollouts(self._journal)
+
+    def _new_mender(self, version: int) -> Mender:
+        from m2flow.runtime.driver.mending import Mender
+
+        assert self._supervision is not None
+        return Mender(
+            self._carrier,
+            self._workers,
+            {name: runner.engine for name, runner in self._runners.items()},
+            self._supervision,
+            loaded=self._loaded,
+            version=version,
+            load_seconds=self._load_deadline,
+            may_heal=self._may_heal,
+            note=self._note,
+        )
+
+    def _may_heal(self) -> bool:
+        return self.may_heal()
+
+    def _note(self, loss: LaneLoss) -> None:
+        self._recovery.losses.append(loss)
 
     def keep_rollouts(self, journal: Journal) -> None:
         """Have lanes keep rollouts as they are finished, and take what is kept of further steps.
@@ -206,7 +234,7 @@ class Run:
         Raises:
             RunFailed: `error`, if it is neither, or the steps cannot be taken again.
         """
-        if self._lost(error):
+        if self._goes_back(error):
             return self._lanes_back(error)
         learners = {node.worker for node in self.graph.nodes if node.accumulates}
         can = all(worker in self._workers for worker in learners) and all(
@@ -214,6 +242,7 @@ class Run:
         )
         if self.pilot is None or not can or not _wants_memory_or_time(error.__cause__):
             raise error
+        self._settle()
         plan = self.pilot.instead(str(error).splitlines()[0], self)
         batches = None if plan is None else self._runners[STEP].take_back()
         if plan is None or batches is None:
@@ -307,6 +336,7 @@ class Run:
         """
         start = time.perf_counter()
         self._check_idle("replan")
+        self._settle()
         if self._pool is None:
             raise UserError("an eager run has one process and one plan", key="mode", value="eager")
         from m2flow.runtime.driver import moving
@@ -440,19 +470,44 @@ class Run:
         """Do something between steps; once more whenever a lane was lost meanwhile."""
         while True:
             try:
+                self._settle()
                 return work()
             except RunFailed as error:
-                if not self._lost(error):
-                    raise
-                self._again += self._lanes_back(error)
+                failure = error
+            try:
+                if self._comes_back(failure):
+                    continue
+            except RunFailed as error:
+                failure = error
+            if not self._goes_back(failure):
+                raise failure
+            self._again += self._lanes_back(failure)
 
-    def _lost(self, error: RunFailed) -> dict[int, tuple[str, float]]:
-        """Lanes that were lost, and without which, or with which again, the run may go on."""
+    @property
+    def _active(self) -> Runner:
+        return next((one for one in self._runners.values() if one.busy), self._runners[STEP])
+
+    def _settle(self) -> None:
+        """Wait for lanes that are on their way back."""
+        while self._mender is not None and self._mender.busy:
+            self._active.advance()
+
+    def _comes_back(self, error: RunFailed) -> bool:
+        """Whether what failed beside the steps may be done again, once the lanes that were lost are
+        back; nobody else has anything to do with it."""
+        if self._mender is None or self._pool is None or not self._pool.lost or cannot_heal(error):
+            return False
+        self._active.advance()
+        return self._mender.busy and not self._active.engine.failed
+
+    def _goes_back(self, error: RunFailed) -> bool:
+        """Whether the run may go back to its last snapshot: lanes were lost, and not all that they
+        held can be had otherwise."""
         if self._pool is None or not self._recovery.heals or not self.may_heal():
-            return {}
+            return False
         from m2flow.runtime.driver import moving
 
-        return moving.lost_lanes(self._pool, error)
+        return bool(moving.lost_lanes(self._pool, error)) or cannot_heal(error)
 
     def _lanes_back(self, error: RunFailed) -> list[Batch]:
         """Start lanes again that were lost, or do without them; go back to the last snapshot, and
@@ -465,10 +520,14 @@ class Run:
             RunFailed: there is no way back.
         """
         assert self._supervision is not None
+        assert self._pool is not None
         _, begun = self._runners[STEP].first_open
         heard: dict[tuple[int, float], str] = {}
-        while lost := self._lost(error):
-            heard |= {(lane, at): why for lane, (why, at) in lost.items()}
+        while self._goes_back(error):
+            lost = self._pool.lost.items() or [
+                (one.lane, (one.reason, one.at)) for one in self._recovery.losses[-1:]
+            ]
+            heard |= {(lane, at): why for lane, (why, at) in lost}
             self._supervision.count(error)
             snapshot = self._recovery.back_to(error)
             done, others = self._recovery.since_snapshot()
@@ -564,6 +623,11 @@ class Run:
         self._carrier.close()
         if self._pool is not None and self._owns_pool:
             self._pool.__exit__(*error)
+
+
+def cannot_heal(error: RunFailed) -> bool:
+    """Whether a step has failed because what was lost could not be made again."""
+    return isinstance(error, CannotHeal) or isinstance(error.__cause__, CannotHeal)
 
 
 def _wants_memory_or_time(cause: BaseException | None) -> bool:
