@@ -189,6 +189,18 @@ def test_the_learner_has_changed_since_the_weights_went_out(
     assert [(loss.lane, loss.healed) for loss in run.losses] == [(SAMPLER, True)]
 
 
+def test_process_groups_of_an_earlier_run_hold_nobody_back(
+    pool: LanePool, death: Callable[..., Death], undisturbed: list[Any]
+) -> None:
+    pool.restart([lane.id for lane in LANES])
+    with start(TWO_LEARNERS, Death(), pool) as run:
+        assert seen(run).figures == undisturbed
+    assert pool.keeper == JUDGE
+    with start(APART, death("score", 1), pool) as run:
+        assert seen(run).figures == undisturbed
+    assert [(loss.lane, loss.healed) for loss in run.losses] == [(JUDGE, True)]
+
+
 def test_a_lane_is_lost_twice(
     pool: LanePool, death: Callable[..., Death], undisturbed: list[Any]
 ) -> None:

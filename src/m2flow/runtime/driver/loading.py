@@ -75,8 +75,11 @@ def load_workers(
     """
     order = LoadOrder(pool, graphs, plan, workers, version)
     meeting = _rendezvous(pool, plan, order.lane_sets) if order.lane_sets else None
+    pool.uses_groups = meeting is not None
     if meeting is not None:
-        pool.world, pool.num_worlds, pool.keeper = meeting.world, meeting.number, meeting.keeper
+        if meeting.number != pool.num_worlds:
+            pool.keeper = meeting.keeper
+        pool.world, pool.num_worlds = meeting.world, meeting.number
     for lane in pool.lanes:
         pool.send(lane.id, order.of(lane.id, meeting, moved, states))
     return _loaded(pool, order.number, seconds)

@@ -161,12 +161,9 @@ class Mender:
         epoch = self.epochs.get(lane, 0)
         graphs = self._carrier.graphs.values()
         alone = comes_back_alone(lane, self._plan, graphs, self._workers)
-        keeps_store = bool(self._pool.world) and self._pool.positions([lane])[0] == (
-            self._pool.keeper
-        )
         if not (
             alone
-            and not keeps_store
+            and not self._keeps_store(lane)
             and self._supervision.heals
             and self._may_heal()
             and self._supervision.may_begin(lane, reason)
@@ -183,6 +180,10 @@ class Mender:
         if ended:
             self._begin(lane, coming)
         return lost
+
+    def _keeps_store(self, lane: int) -> bool:
+        """Whether the process groups of others hang on a lane."""
+        return self._pool.uses_groups and self._pool.positions([lane]) == (self._pool.keeper,)
 
     def _tell(self, event: LaneLost | LaneRestarted) -> None:
         """Tell the engines at rest, which have nothing to say to it; the others hear a report."""

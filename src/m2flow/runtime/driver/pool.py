@@ -97,6 +97,7 @@ class LanePool:
             in the same process.
         num_worlds: how often lanes have met that had not met before.
         keeper: position of the lane that keeps their store.
+        uses_groups: whether the present run needs process groups.
 
     Raises:
         UserError: the cluster has no room for the lanes.
@@ -140,6 +141,7 @@ class LanePool:
         self.missing: dict[int, tuple[str, float]] = {}
         self.world: tuple[int, ...] = ()
         self.num_worlds = self.keeper = 0
+        self.uses_groups = False
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)

@@ -124,12 +124,10 @@ class Recovery:
         num_bytes: about how much a snapshot holds.
         free_bytes: host memory that is free.
         heals: whether a run may go on after a loss at all; if not, nothing is kept.
-        losses: lanes that were lost while the workers were brought up.
         clock: seconds.
 
     Attributes:
         heals: the same.
-        losses: the lanes that were lost, in order of time.
         returns: lanes that were given up, and were taken in again.
     """
 
@@ -140,10 +138,9 @@ class Recovery:
         num_bytes: int,
         free_bytes: int,
         heals: bool,
-        losses: Sequence[LaneLoss] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.heals, self.losses = heals, list(losses)
+        self.heals = heals
         self.returns: list[LaneReturn] = []
         self._snapshot: Snapshot | None = Snapshot(first_step)
         self._batches: list[Batch] = []
