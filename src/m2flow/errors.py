@@ -65,6 +65,10 @@ class RunFailed(M2FlowError):
     """The run stopped; the first cause is chained as `__cause__` where there is one."""
 
 
+class CannotHeal(RunFailed):
+    """What a lost lane held cannot be made again, or brought back, while the step goes on."""
+
+
 class Stalled(TimeoutError):
     """Nothing was heard of a call for as long as a call may be silent. The cause of a `RunFailed`.
 

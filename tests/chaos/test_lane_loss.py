@@ -45,7 +45,10 @@ LANES = tuple(LaneSpec(number) for number in range(3))
 class Death:
     """When a process kills itself: at a moment in a step, and so many times in all.
 
-    With `beside` it lives: what is gone is a process that a worker has started.
+    With `beside` it lives: what is gone is a process that a worker has started. With `after` it
+    waits until the learner has noted that line.
+
+    `notes` is the file where the learner notes what it does, line by line.
     """
 
     moment: str = ""
@@ -53,10 +56,23 @@ class Death:
     folder: str = ""
     times: int = 1
     beside: bool = False
+    notes: str = ""
+    after: str = ""
+
+    def note(self, *lines: str) -> None:
+        if self.notes:
+            with Path(self.notes).open("a") as file:
+                file.writelines(f"{line}\n" for line in lines)
+
+    def noted(self) -> list[str]:
+        path = Path(self.notes)
+        return path.read_text().splitlines() if path.exists() else []
 
     def at(self, moment: str, version: int) -> None:
         if (moment, version) != (self.moment, self.version):
             return
+        while self.after and self.after not in self.noted():
+            time.sleep(0.01)
         for number in range(self.times):
             with suppress(FileExistsError):
                 (Path(self.folder) / str(number)).touch(exist_ok=False)  # one process alone can
@@ -131,12 +147,14 @@ class Learner(Worker):
 
     @stage(accumulates=True, minibatches=2)
     def train(self, batch: Batch) -> None:
+        self.death.note(*(f"folds {item} of {self.steps}" for item in batch.ids))
         self.sum += int((batch["a"] * (torch.tensor(batch.ids) + 1) + batch["z"]).sum())
         self._at("train")
 
     @train.finish
     def train_finish(self) -> dict[str, float]:
         self._at("finish")
+        self.death.note(f"ends {self.steps}")
         total = torch.tensor([self.sum])
         self.place.all_reduce([total])
         self.w, self.sum, self.steps = (self.w * 7 + int(total)) % 1009, 0, self.steps + 1
@@ -331,11 +349,11 @@ def test_rollouts_of_a_lost_step_are_not_made_again(
 ) -> None:
     """They were kept on disk; the next run on these lanes keeps nothing there."""
     folder = tmp_path / "journal"
-    with start(APART, Death("score", 1, str(tmp_path)), pool) as run:
+    with start(APART, Death("train", 1, str(tmp_path)), pool) as run:
         run.keep_rollouts(Journal(folder, 1 << 20))
         found = seen(run)
     assert found.figures == undisturbed
-    assert [loss.lane for loss in run.losses] == [1]
+    assert [loss.lane for loss in run.losses] == [2]
     recalled = {step.step: step.recalled for step in found.steps if step.recalled}
     assert recalled == {1: ITEMS * SAMPLES}
     for file in folder.iterdir():

@@ -141,7 +141,12 @@ class Toy:
         self.lanes = {lane.id: ToyLane() for lane in self.case.plan.lanes}
         self.old: list[Event] = []
         self.folds: list[Fold] = []
-        self.versions: dict[tuple[str, str, int], int] = {}
+        self.versions = {
+            (edge.source, edge.target, lane): first_step
+            for edge in self.graph.weight_edges
+            for lane in self.case.plan.placements[edge.target].lanes
+        }
+        """Installed, by source, target and lane; -1 where the lane has been lost since."""
         self.submitted = first_step
 
     def run(self) -> str | None:
@@ -184,6 +189,7 @@ class Toy:
             toy.epoch += 1
             self.old += toy.unheard
             toy.unheard.clear()
+            self.install_what_was_there(lane)
             again = LaneRestarted(lane, toy.epoch)
             return self.tell(*[again] * self.dice.choice((1, 2)))
         if toy.said and self.dice.random() < 0.5:
@@ -265,7 +271,7 @@ class Toy:
         for event in events:
             if isinstance(event, LaneLost) and not self.engine._is_late(event):
                 self.void(event.lane)
-                self.versions = {key: x for key, x in self.versions.items() if key[2] != event.lane}
+                self.versions |= {key: -1 for key in self.versions if key[2] == event.lane}
         for command in self.engine.handle(Tick(0.0, judge=False), *events):
             match command:
                 case FailRun(message=message):
@@ -274,7 +280,7 @@ class Toy:
                 case CompleteStep():
                     self.complete(command)
                 case InstallWeights(source=source, target=target, lanes=(lane,)):
-                    last = self.versions.get((source, target, lane), 0)
+                    last = self.versions[source, target, lane]
                     assert command.version >= last, f"{target} goes back to version {last}"
                     self.versions[source, target, lane] = command.version
                     self.order(lane, command)
@@ -288,7 +294,22 @@ class Toy:
                     | ExportWeights()
                 ):
                     self.order_all(command.lanes, command)
+                    if isinstance(command, RunCall | FeedCall):
+                        self.check_versions(command)
         return None
+
+    def install_what_was_there(self, lane: int) -> None:
+        """A lane that is up again has its weights installed before anybody hears of it."""
+        for (source, target), version in self.engine.weights_on(lane).items():
+            if version is not None:
+                self.versions[source, target, lane] = version
+
+    def check_versions(self, command: RunCall | FeedCall) -> None:
+        """The weights that a call runs on are installed, and fresh enough."""
+        worker = self.graph.nodes[command.node].worker
+        for (_, target, lane), version in self.versions.items():
+            if target == worker and lane in command.lanes:
+                assert version >= max(0, command.step - self.case.plan.max_staleness)
 
     def void(self, lane: int, only: tuple[int, int] | None = None) -> None:
         """What a lane has folded in since the last mini-batch is gone; of one stage, or of all."""
@@ -357,7 +378,8 @@ class Toy:
                 try:
                     self.run_call(lane, toy, order)
                 except Missing as error:
-                    toy.said.append(CallFailed(order.call, lane, error, toy.epoch))
+                    begun = self.dice.random() < 0.5
+                    toy.said.append(CallFailed(order.call, lane, error, toy.epoch, begun))
             case DropFolded(node=node, step=step):
                 self.void(lane, (step, node))
             case FeedCall():

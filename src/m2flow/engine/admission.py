@@ -69,6 +69,14 @@ class Admission:
     def installed(self, source: str, target: str, lane: int, version: int) -> None:
         self._installed[source, target, lane] = version
 
+    def versions_on(self, lane: int) -> dict[tuple[str, str], int]:
+        """By source and target the versions that are installed on a lane."""
+        return {
+            (source, target): version
+            for (source, target, where), version in self._installed.items()
+            if where == lane
+        }
+
     def observe_bytes(self, node: int, num_items: int, num_bytes: int) -> None:
         """Learn how large a stage's items are: the largest mean of a call counts."""
         if num_items and node in self._edges:

@@ -2,9 +2,9 @@
 
 `handle(*events)` returns commands. There are no threads, clocks, sockets or tensors here, and no
 randomness: the same events, heard together alike, give the same commands. All state is in one
-`EngineState`. This file says what events change: items arrive, calls and mini-batches end, weights
-go out, steps are complete. What can start then is the `Scheduler`'s to say, and what is to be done
-again when a lane is lost the `Healer`'s.
+`EngineState`. This file says what events change: items arrive, calls end, steps are complete. What
+follows from the end of a mini-batch is said by `Boundaries`, what can start then by the
+`Scheduler`, and what is to be done again when a lane is lost by the `Healer`.
 
 An event may be told twice, and the events of different lanes in any order: what is known already,
 or comes from an earlier process of a lane or from a call that has ended, changes nothing.
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from m2flow.engine.boundaries import Boundaries
 from m2flow.engine.calls import Call, call_name, who_waits
 from m2flow.engine.healing import Healer
-from m2flow.engine.lanes import Barrier
 from m2flow.engine.loops import unjudged
 from m2flow.engine.messages import (
     CallAborted,
@@ -44,7 +44,7 @@ from m2flow.engine.residency import Residency
 from m2flow.engine.scheduler import Scheduler, shares_of
 from m2flow.engine.state import EngineState
 from m2flow.engine.steps import StepState
-from m2flow.errors import RunFailed, Stalled
+from m2flow.errors import CannotHeal, Stalled
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 
 
@@ -58,8 +58,8 @@ class Engine:
             were loaded with have this version.
         residency: who is resident on which lane, shared by the engines of one run, whose steps
             alternate; a new one by default.
-        heal: go on when a lane is lost, and wait for it to be restarted; without this the run is
-            stopped.
+        heal: go on when a lane is lost that comes back, and wait for it to be restarted; without
+            this the run is stopped.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Engine:
         self._state = EngineState(graph, plan, first_step, residency, heal)
         self._scheduler = Scheduler(self._state)
         self._healer = Healer(self._state)
+        self._boundaries = Boundaries(self._state)
 
     @property
     def steps(self) -> dict[int, StepState]:
@@ -96,6 +97,17 @@ class Engine:
         """Whether the run was stopped; every later event is ignored then."""
         return self._state.failed
 
+    def weights_on(self, lane: int) -> dict[tuple[str, str], int | None]:
+        """By source and target the versions that are installed on a lane; None where an install of
+        a newer one is asked for already."""
+        asked = {
+            (command.source, command.target)
+            for command in self._state.board.asked(lane)
+            if isinstance(command, InstallWeights)
+        }
+        versions = self._state.admission.versions_on(lane).items()
+        return {edge: None if edge in asked else version for edge, version in versions}
+
     def handle(self, *events: Event) -> list[Command]:
         """Take events in; the commands they lead to, in the order they are to be carried out.
 
@@ -114,8 +126,8 @@ class Engine:
             any_news = True
             try:
                 self._take_in(event)
-            except RunFailed as error:  # what a lost lane held cannot be made again
-                self._fail(str(error))
+            except CannotHeal as error:
+                self._fail(str(error), error)
         may_start = any_news and not engine.failed
         if may_start and not self._scheduler.start_what_can() and not engine.lost:
             self._fail("nothing runs and nothing can start")
@@ -168,7 +180,7 @@ class Engine:
             self._arrive(state, stream, some.items, outside, some.lengths)
         for node in self.graph.nodes:
             if node.has_finish or there:
-                self._close_window(state, node)
+                self._boundaries.close_window(state, node)
 
     def _arrive(
         self,
@@ -207,7 +219,7 @@ class Engine:
             if done:
                 engine.may_have_room(call, node)
                 self._units_done(state, node, done, command.lanes)
-                self._close_window(state, node)
+                self._boundaries.close_window(state, node)
                 engine.wake(call.step, node.index)
         elif node.loop is None:
             self._put(state, node, event, _without(event.items, call.void))
@@ -308,7 +320,7 @@ class Engine:
         if call is None or event.lane not in call.running:
             return
         if call.withdrawn or self._healer.explains(call):
-            self._healer.withdraw(call, without=(event.lane,))
+            self._healer.withdraw(call, without=(event.lane,), begun=event.begun)
             if not call.running:
                 self._call_ended(call)
             return
@@ -330,13 +342,13 @@ class Engine:
                 self._stage_call_finished(call, self.graph.nodes[index])
             case RunFinish(node=index):
                 state.finishing.discard(index)
-                self._next_window(state, self.graph.nodes[index])
+                self._boundaries.next_window(state, self.graph.nodes[index])
             case ExportWeights(source=source):
-                self._ask_installs(state, source)
+                self._boundaries.ask_installs(state, source)
             case InstallWeights(source=source, target=target, version=version, lanes=lanes):
                 self._state.admission.installed(source, target, lanes[0], version)
                 state.installs -= 1
-                self._wake_worker(target)
+                self._boundaries.wake_worker(target)
 
     def _complete_steps(self) -> None:
         """Steps are complete in order: one that has overtaken an older one waits for it."""
@@ -347,10 +359,6 @@ class Engine:
             self._state.out.append(
                 CompleteStep(state.step, state.step + 1, dict(state.staleness), state.output())
             )
-
-    def _wake_worker(self, worker: str) -> None:
-        for node in self._state.nodes_of.get(worker, ()):  # none where it only takes weights
-            self._state.wake_in_all_steps(node.index)
 
     def _stage_call_finished(self, call: Call, node: StageNode) -> None:
         state, command = self.steps[call.step], call.command
@@ -363,7 +371,7 @@ class Engine:
                 self._units_done(state, node, share, (lane,))
         members = (node.index,) if node.loop is None else self.graph.loops[node.loop].members
         for member in members:
-            self._close_window(state, self.graph.nodes[member])
+            self._boundaries.close_window(state, self.graph.nodes[member])
             self._state.wake(call.step, member)
 
     def _units_done(
@@ -385,93 +393,17 @@ class Engine:
         for producer in self._state.admission.bounded_producers(node.index):
             self._state.wake_in_all_steps(producer)
 
-    # --- mini-batches and weights -------------------------------------------------------------
-
-    def _close_window(self, state: StepState, node: StageNode) -> None:
-        """Where a mini-batch (or the stage's step) is done, run `finish`, or go on."""
-        ledger = state.ledgers[node.index]
-        if not ledger.window_complete or node.index in state.finishing:
-            return
-        if node.has_finish:
-            if not self._state.turns.may_finish(state, node):
-                return
-            state.finishing.add(node.index)
-            lanes = self.plan.placements[node.worker].lanes
-            finish = RunFinish(0, node.index, state.step, ledger.window, lanes)
-            self._state.board.ask(Barrier(lanes, state.step, node.index, command=finish))
-        else:
-            self._next_window(state, node)
-
-    def _next_window(self, state: StepState, node: StageNode) -> None:
-        """A window was closed; if it was the last one, others may have waited for this stage."""
-        ledger = state.ledgers[node.index]
-        ledger.next_window()
-        self._state.wake(state.step, node.index)
-        if not ledger.complete:
-            return
-        state.node_done(node)
-        for other in self._state.nodes_of[node.worker]:
-            self._state.wake(state.step, other.index)
-            if other.has_finish:
-                self._close_window(state, other)
-        if state.worker_done(node.worker):
-            sources = [e.source for e in self.graph.weight_edges if e.target == node.worker]
-            for worker in (node.worker, *sources):
-                self._settle(state, worker)
-
-    def _settle(self, state: StepState, worker: str) -> None:
-        """Send a worker's weights out once it, and those who run on them, have done the step.
-
-        A step that overtakes another one waits for it: or its weights would be replaced by older.
-        """
-        steps = self.steps.values()
-        if any(one.step < state.step and worker not in one.settled for one in steps):
-            return
-        targets = [edge.target for edge in self.graph.weight_edges if edge.source == worker]
-        done = all(state.worker_done(one) for one in (worker, *targets))
-        if done and worker not in state.settled:
-            state.settled.add(worker)
-            self._wake_worker(worker)
-            self._publish(state, worker, targets)
-            if (overtaken := self.steps.get(state.step + 1)) is not None:
-                self._settle(overtaken, worker)
-
-    def _publish(self, state: StepState, source: str, targets: Sequence[str]) -> None:
-        lanes = [lane for target in targets for lane in self.plan.placements[target].lanes]
-        state.installs += len(lanes)
-        if set(lanes) <= set(self._whole_copies(source)):
-            self._ask_installs(state, source)
-        else:
-            gang = self.plan.placements[source].replicas[0]
-            export = ExportWeights(0, source, state.step + 1, gang)
-            self._state.board.ask(Barrier(gang, state.step, SOURCE, command=export))
-
-    def _whole_copies(self, worker: str) -> tuple[int, ...]:
-        """Lanes that hold all of a worker's weights, and not a shard of them."""
-        spot = self.plan.placements[worker]
-        return () if any(len(gang) > 1 for gang in spot.replicas) else spot.lanes
-
-    def _ask_installs(self, state: StepState, source: str) -> None:
-        home, version = self._whole_copies(source), state.step + 1
-        for edge in self.graph.weight_edges:
-            if edge.source == source:
-                for lane in self.plan.placements[edge.target].lanes:
-                    install = InstallWeights(
-                        0, source, edge.target, version, (lane,), local=lane in home
-                    )
-                    self._state.board.ask(Barrier((lane,), state.step, SOURCE, command=install))
-
     # --- lanes, time and the end --------------------------------------------------------------
 
     def _lane_lost(self, event: LaneLost) -> None:
-        if not self._state.heals:
+        if not (self._state.heals and event.comes_back):
             self._fail(f"lane {event.lane} was lost: {event.reason}")
             return
         for call in self._healer.lost(event.lane):
             self._call_ended(call)
         for state in list(self.steps.values()):
             for node in self.graph.nodes:
-                self._close_window(state, node)
+                self._boundaries.close_window(state, node)
 
     def _tick(self, event: Tick) -> None:
         self._state.now = event.now

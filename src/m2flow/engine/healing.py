@@ -9,7 +9,7 @@ exist. Source items always do. What is made again besides, because it is of the 
 dropped.
 
 Not everything can be made again: a stage whose worker has changed in the step since (a mini-batch
-is over, weights went out) would not make the same. Then the step cannot be saved (`RunFailed`).
+is over, weights went out) would not make the same. Then the step cannot be saved (`CannotHeal`).
 
 Everything here is linear in the step, and happens once for each lane that is lost.
 """
@@ -26,7 +26,7 @@ from m2flow.engine.loops import LoopLedger
 from m2flow.engine.messages import AbortCall, DropFolded, RunCall, RunFinish
 from m2flow.engine.state import EngineState
 from m2flow.engine.steps import StepState
-from m2flow.errors import RunFailed
+from m2flow.errors import CannotHeal
 from m2flow.flow.graph import SOURCE, StageNode
 
 
@@ -44,9 +44,11 @@ class Healer:
         """A lane is gone. The calls that have ended by this, because no other lane runs them.
 
         Raises:
-            RunFailed: something that is needed cannot be made again.
+            CannotHeal: something that is needed cannot be made again.
         """
         engine = self._engine
+        if lane not in engine.nodes_on_lane:  # none of the plan's
+            return []
         engine.lost.add(lane)
         engine.board.occupy((lane,))
         for state in engine.steps.values():  # before units are given back: they look for inputs
@@ -88,10 +90,13 @@ class Healer:
 
     # --- calls --------------------------------------------------------------------------------
 
-    def withdraw(self, call: Call, without: Sequence[int]) -> None:
+    def withdraw(self, call: Call, without: Sequence[int], *, begun: bool = True) -> None:
         """Take a call's work back, once; lanes other than these are told to stop.
 
         A `finish` that one lane has brought to its end is done: the others take the state from it.
+
+        Args:
+            begun: whether a stage was called for it.
         """
         engine, command = self._engine, call.command
         others = tuple(sorted(call.running.difference(without, engine.lost)))
@@ -113,7 +118,7 @@ class Healer:
             call.left.clear()
             for unit in units:
                 self.give_back(state, node, unit)
-            if node.accumulates:
+            if node.accumulates and (begun or len(command.lanes) > 1):
                 self._unfold(state, node, command.lanes)
         elif isinstance(command, RunFinish):
             state.finishing.discard(command.node)
@@ -234,7 +239,7 @@ class Healer:
         """Refuse to run a stage again whose worker has changed since it ran.
 
         Raises:
-            RunFailed: a mini-batch of the worker is over, or new weights went out to it.
+            CannotHeal: a mini-batch of the worker is over, or new weights went out to it.
         """
         for other in self._engine.nodes_of[node.worker]:
             ledger = state.ledgers[other.index]
@@ -249,8 +254,8 @@ class Healer:
         if any(source in state.settled for source in sources):
             raise self._unsavable(node, "new weights are on their way to it")
 
-    def _unsavable(self, node: StageNode, why: str) -> RunFailed:
-        return RunFailed(f"items of {node.name} are gone and cannot be made again: {why}")
+    def _unsavable(self, node: StageNode, why: str) -> CannotHeal:
+        return CannotHeal(f"items of {node.name} are gone and cannot be made again: {why}")
 
     def _finishes(self, state: StepState, node: StageNode) -> bool:
         """Whether the `finish` of a mini-batch goes on, of which a lane may have done its part."""

@@ -101,6 +101,10 @@ class LaneBoard:
             queue.appendleft(barrier) if first else queue.append(barrier)
             self._to_check[lane] = None
 
+    def asked(self, lane: int) -> list[RunFinish | ExportWeights | InstallWeights | None]:
+        """The commands of the barriers that hold a lane."""
+        return [barrier.command for barrier in self._held.get(lane, ())]
+
     def due(self) -> Barrier | None:
         """A barrier that is first in line on all of its lanes, which are idle; it is let go."""
         while self._to_check:

@@ -86,12 +86,17 @@ class CallFinished:
 
 @dataclass(frozen=True, slots=True)
 class CallFailed:
-    """A call raised."""
+    """A call raised.
+
+    Attributes:
+        begun: whether the stage had been called; if not, its worker is as it was before.
+    """
 
     call: int
     lane: int
     error: BaseException
     epoch: int = 0
+    begun: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +121,22 @@ class MoveFailed:
 
 @dataclass(frozen=True, slots=True)
 class LaneLost:
-    """A lane's process is gone, and with it all payloads that it held."""
+    """A lane's process is gone, and with it all payloads that it held.
+
+    Attributes:
+        comes_back: whether it is started again while the steps go on; if not, the run stops.
+    """
 
     lane: int
     reason: str
     epoch: int = 0
+    comes_back: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class LaneRestarted:
-    """A lost lane is up again, with its workers as they were when the last mini-batch ended.
+    """A lost lane is up again, with its workers as they were when the last mini-batch ended, and
+    the weights installed that it had, unless newer ones are about to be.
 
     Attributes:
         epoch: of the new process; larger than those of the processes before it.

@@ -316,6 +316,7 @@ class Scheduler:
                 engine.out += self._moves_before(command, lane)
         call = Call(command, set(lanes), engine.now, state.step)
         engine.calls[command.call] = call
+        engine.last_call_on.update(dict.fromkeys(lanes, call))
         state.active_calls += 1
         engine.out.append(command)
         self._note_lanes(call, command)

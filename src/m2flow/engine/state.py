@@ -37,6 +37,7 @@ class EngineState:
         lost: lanes that are down.
         epochs: by lane, where it is not 0.
         last_call: number of the newest call.
+        last_call_on: by lane, the newest call there.
         hungry: (step, node) to the streaming calls that may have room for more items.
         wanted_gangs: (step, node, replica) of gangs for which lanes are held.
         stage_plans, members, workers: by stage; the stages that a call of it runs (of a fused loop
@@ -65,6 +66,7 @@ class EngineState:
         self.lost: set[int] = set()
         self.epochs: dict[int, int] = {}
         self.last_call = 0
+        self.last_call_on: dict[int, Call] = {}
         self.hungry: dict[tuple[int, int], dict[int, Call]] = {}
         self.wanted_gangs: set[tuple[int, int, int]] = set()
         self.replicas = {worker: plan.placements[worker].replicas for worker in graph.workers}
@@ -189,9 +191,12 @@ class EngineState:
         self, state: StepState, producer: int, items: Sequence[int], lanes: tuple[int, ...]
     ) -> None:
         self.out.append(ReleaseItems(state.step, producer, tuple(items), lanes))
-        for call in self.calls.values() if self.heals else ():
+        for lane in lanes if self.heals else ():
+            call = self.last_call_on.get(lane)
+            if call is None or lane not in call.running:
+                continue
             made_by = call.command.node if isinstance(call.command, RunCall) else SOURCE
-            if (made_by, call.step) == (producer, state.step) and set(lanes) & call.running:
+            if (made_by, call.step) == (producer, state.step):
                 call.void.update(items)
 
     def discard(self, state: StepState, producer: int, items: Sequence[int], lane: int) -> None:

@@ -11,9 +11,10 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from threading import Lock
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from ray import cloudpickle
 
@@ -29,6 +30,7 @@ from m2flow.engine.messages import (
     InstallWeights,
     LaneCommand,
     LaneLost,
+    LaneReport,
     MoveState,
     ReleaseItems,
     RunCall,
@@ -63,6 +65,11 @@ from m2flow.runtime.transport.listening import SILENT_SECONDS
 from m2flow.runtime.transport.peering import PeerLost
 from m2flow.runtime.weights.publisher import Publisher
 
+if TYPE_CHECKING:
+    from m2flow.runtime.driver.mending import Mender
+
+REPORTED = get_args(LaneReport)
+
 PEER_SECONDS = 1.0
 """How long to wait for the first cause, when a lane fails as it does when another one has. Where a
 machine is silent its peers may notice sooner than the launcher, by all that either takes."""
@@ -84,6 +91,7 @@ class RayCarrier:
 
     Attributes:
         state_bytes: what each worker's state takes on a lane, as the workers say after loading.
+        mender: who brings lost lanes back while the steps go on; None where nobody does.
 
     Raises:
         Exception: what a worker raised while it was loaded.
@@ -105,6 +113,8 @@ class RayCarrier:
         self._sources: dict[tuple[str, int], dict[int, Batch]] = {}
         self._released: dict[int, list[Release]] = {lane.id: [] for lane in pool.lanes}
         self._gang_calls: set[int] = set()
+        self._keeping: KeepRollouts | None = None
+        self.mender: Mender | None = None
         self._collective = {name for name, worker in workers.items() if worker.collective}
         self.publisher = Publisher(pool.same_node, plan, graphs, pool.exchange.link)
         self.state_bytes = load_workers(
@@ -125,9 +135,20 @@ class RayCarrier:
     def keep_rollouts(self, journal: Journal) -> None:
         """Have all lanes keep rollouts on disk."""
         share = journal.max_bytes // len(self.pool.lanes)
-        order = KeepRollouts(JournalPlace(STEP, str(journal.folder), share))
+        self._keeping = KeepRollouts(JournalPlace(STEP, str(journal.folder), share))
         for spec in self.pool.lanes:
-            self.pool.send(spec.id, order)
+            self.pool.send(spec.id, self._keeping)
+
+    def greet(self, lane: int) -> None:
+        """Tell a lane that has come back what all others were told."""
+        if self._keeping is not None:
+            self.pool.send(lane, self._keeping)
+
+    def forget(self, lane: int) -> None:
+        """A lane is gone, and comes back with nothing on it."""
+        self._released[lane] = []
+        self.publisher.lost(lane)
+        self.pool.exchange.forget(lane)
 
     def carry_out(self, flow: str, command: Command) -> None:
         match command:
@@ -198,6 +219,8 @@ class RayCarrier:
     def wait(self, seconds: float) -> list[Report]:
         """Reports of the lanes that have answered; waits for the first one, but no longer."""
         reports = self._taken(self.pool.receive(seconds))
+        if self.mender is not None and self.mender.busy:
+            return first_cause_first(reports + self.mender.news())
         if any(self._may_be_an_echo(report) for report in reports):
             deadline = time.monotonic() + PEER_SECONDS
             if self._misses_a_peer_elsewhere(reports):
@@ -214,8 +237,9 @@ class RayCarrier:
         reports: list[Report] = []
         for lane, message in said:
             if isinstance(message, LaneEnded):
-                self.pool.exchange.forget(lane)
-                reports.append(Report(LaneLost(lane, self._end_of(lane, message.reason))))
+                reports += self._lane_ended(lane, message.reason)
+            elif self.mender is not None and self.mender.takes(lane, message):
+                pass
             elif isinstance(message, Reports):
                 if message.exports:
                     self.publisher.laid_out(message.exports)
@@ -223,8 +247,30 @@ class RayCarrier:
                     if isinstance(report.event, CallFinished):
                         self.publisher.finished(report.event.call)
                         self._gang_calls.discard(report.event.call)
-                reports += message.reports
+                reports += self._as_heard(lane, message.reports)
         return reports
+
+    def _lane_ended(self, lane: int, reason: str) -> list[Report]:
+        self.pool.exchange.forget(lane)
+        reason = self._end_of(lane, reason)
+        if self.mender is None:
+            return [Report(LaneLost(lane, reason))]
+        lost = self.mender.ended(lane, reason)
+        return [] if lost is None else [Report(lost)]
+
+    def _as_heard(self, lane: int, reports: Sequence[Report]) -> Sequence[Report]:
+        """Reports of a lane, with the epoch of its process; it knows of none."""
+        if self.mender is None:
+            return reports
+        heard, epoch = [], self.mender.epochs.get(lane, 0)
+        for report in reports:
+            event = report.event
+            if isinstance(event, CallFailed):
+                event = self.mender.instead_of(event)
+            if epoch and isinstance(event, REPORTED):
+                event = replace(event, epoch=epoch)
+            heard.append(report if event is report.event else replace(report, event=event))
+        return heard
 
     def _may_be_an_echo(self, report: Report) -> bool:
         """Whether a call has failed as it does when another lane has failed, or is gone."""

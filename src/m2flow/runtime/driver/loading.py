@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -73,59 +73,110 @@ def load_workers(
         RunFailed: a lane made no progress for so long, or was lost.
         Exception: what a worker raised while it was loaded, the first one in time.
     """
-    placements = {name: spot for name, spot in plan.placements.items() if name in workers}
-    gangs = {name: [pool.positions(gang) for gang in s.replicas] for name, s in placements.items()}
-    lane_sets = {
-        lanes
-        for name, replicas in gangs.items()
-        for lanes in lane_sets_of(replicas, grid_of(placements[name].layout))
-    }
-    sent = {name: cloudpickle.dumps(workers[name]) for name in placements}
-    flow = cloudpickle.dumps(dict(graphs))
-    number = pool.new_number()
-    memory = {lane.id: lane.memory_bytes for lane in plan.lanes}
-    kept = {name: Batch({"files": [files]}) for name, files in states.items()}
-    meeting = _rendezvous(pool, plan) if lane_sets else None
+    order = LoadOrder(pool, graphs, plan, workers, version)
+    meeting = _rendezvous(pool, plan, order.lane_sets) if order.lane_sets else None
+    pool.uses_groups = meeting is not None
     if meeting is not None:
-        pool.world = meeting.world
+        if meeting.number != pool.num_worlds:
+            pool.keeper = meeting.keeper
+        pool.world, pool.num_worlds = meeting.world, meeting.number
     for lane in pool.lanes:
+        pool.send(lane.id, order.of(lane.id, meeting, moved, states))
+    return _loaded(pool, order.number, seconds)
+
+
+class LoadOrder:
+    """What lanes are told to load.
+
+    Args:
+        pool, graphs, plan, workers, version: as of `load_workers`.
+
+    Attributes:
+        number: of the lanes' answers.
+        lane_sets: positions of lanes that need a process group, set by set.
+    """
+
+    def __init__(
+        self,
+        pool: LanePool,
+        graphs: Mapping[str, FlowGraph],
+        plan: Plan,
+        workers: Mapping[str, Worker],
+        version: int,
+    ) -> None:
+        self._pool, self._plan, self._version = pool, plan, version
+        self._spots = {name: spot for name, spot in plan.placements.items() if name in workers}
+        self._sums = summing(graphs.values())
+        self._gangs = {
+            name: [pool.positions(gang) for gang in spot.replicas]
+            for name, spot in self._spots.items()
+        }
+        self.lane_sets = {
+            lanes
+            for name, replicas in self._gangs.items()
+            for lanes in lane_sets_of(
+                replicas, grid_of(self._spots[name].layout), sums=name in self._sums
+            )
+        }
+        self._sent = {name: cloudpickle.dumps(workers[name]) for name in self._spots}
+        self._flow = cloudpickle.dumps(dict(graphs))
+        self.number = pool.new_number()
+
+    def of(
+        self,
+        lane: int,
+        meeting: Rendezvous | None = None,
+        moved: Moved | None = None,
+        states: Mapping[str, Files] = MappingProxyType({}),
+    ) -> Load:
+        """The order for one lane."""
+        pool, memory = self._pool, {one.id: one.memory_bytes for one in self._plan.lanes}
         placed = {
             name: Placed(
-                sent[name],
-                tuple(gangs[name]),
+                self._sent[name],
+                tuple(self._gangs[name]),
                 pool.positions(spot.lanes),
                 spot.layout,
+                name in self._sums and len(spot.lanes) > 1,
                 None if moved is None else moved.states.get(name),
-                _wrapped(pool, kept[name], lane.id) if name in kept else None,
+                _wrapped(pool, states[name], lane) if name in states else None,
             )
-            for name, spot in placements.items()
-            if lane.id in spot.lanes
+            for name, spot in self._spots.items()
+            if lane in spot.lanes
         }
-        load = Load(
-            number,
-            flow,
+        return Load(
+            self.number,
+            self._flow,
             placed,
-            version,
-            memory.get(lane.id),
-            plan.deadline_seconds,
+            self._version,
+            memory.get(lane),
+            self._plan.deadline_seconds,
             meeting,
-            tuple(sorted(lane_sets)),
+            tuple(sorted(self.lane_sets)),
             None if moved is None else tuple(set(placed) & moved.kept),
         )
-        pool.send(lane.id, load)
-    return _loaded(pool, number, seconds)
 
 
-def _wrapped(pool: LanePool, batch: Batch, lane: int) -> Any:
-    return pool.exchange.wrap(batch, lane, same_node=pool.is_here(lane))
+def summing(graphs: Iterable[FlowGraph]) -> set[str]:
+    """Workers that may sum over their lanes: those with a `finish`, which runs on all of them."""
+    return {node.worker for graph in graphs for node in graph.nodes if node.has_finish}
 
 
-def _rendezvous(pool: LanePool, plan: Plan) -> Rendezvous:
-    """How all lanes meet. A lane that is new to their world keeps the store: its port is free."""
+def _wrapped(pool: LanePool, files: Files, lane: int) -> Any:
+    return pool.exchange.wrap(Batch({"files": [files]}), lane, same_node=pool.is_here(lane))
+
+
+def _rendezvous(pool: LanePool, plan: Plan, lane_sets: Iterable[tuple[int, ...]]) -> Rendezvous:
+    """How all lanes meet. A lane that is new to their world keeps the store: its port is free.
+
+    If possible it is one that all are lost with: of a process group.
+    """
+    grouped = {position for lanes in lane_sets for position in lanes}
     new = [lane for lane in pool.lanes if pool.positions([lane.id])[0] not in pool.world]
-    keeper = (new or pool.lanes)[0].id
+    keeper = min(new or pool.lanes, key=lambda x: pool.positions([x.id])[0] not in grouped).id
     at, (position,) = pool.addresses[keeper], pool.positions([keeper])
     return Rendezvous(
+        pool.num_worlds + bool(new),
         at.host,
         at.meeting_port,
         pool.processes.one_node,

@@ -22,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 from glob import escape
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -95,6 +95,9 @@ class LanePool:
         processes: of the lanes.
         world: positions of the lanes that have joined process groups; none of them can join again
             in the same process.
+        num_worlds: how often lanes have met that had not met before.
+        keeper: position of the lane that keeps their store.
+        uses_groups: whether the present run needs process groups.
 
     Raises:
         UserError: the cluster has no room for the lanes.
@@ -137,6 +140,8 @@ class LanePool:
         self.lost: dict[int, tuple[str, float]] = {}
         self.missing: dict[int, tuple[str, float]] = {}
         self.world: tuple[int, ...] = ()
+        self.num_worlds = self.keeper = 0
+        self.uses_groups = False
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
@@ -249,7 +254,7 @@ class LanePool:
         line.close()
         ended = LaneEnded(self.processes.known_end(lane, seconds=2.0) or reason)
         self.spoil(f"lane {lane} was lost: {ended.reason}")
-        self.lost[lane] = ended.reason, time.time()
+        self.lost.setdefault(lane, (ended.reason, time.time()))
         return ended
 
     def spoil(self, reason: str) -> None:
@@ -351,6 +356,39 @@ class LanePool:
             self.world = ()
         for lane in lanes:
             self.lost.pop(lane, None)
+        if not self.lost:
+            self.spoiled = None
+
+    def end(self, lane: int, reason: str) -> None:
+        """End the process of a lane, which counts as lost from now on; `receive` tells its end."""
+        self.lost.setdefault(lane, (reason, time.time()))
+        self.processes.kill([lane])
+
+    def begin(self, lane: int) -> Any:
+        """Start a process for a lane that is lost, and wait for nothing; what `meet` wants.
+
+        Its future is done when `meet` need not wait.
+        """
+        self.processes.kill([lane])
+        self._clear_after([lane])
+        started = self.processes.begin(self.processes.lanes[self.positions([lane])[0]])
+        started.future().add_done_callback(self._is_up)
+        return started
+
+    def _is_up(self, _: object) -> None:
+        with suppress(OSError):  # the pool may be closed by then
+            self.wake()
+
+    def meet(self, lane: int, started: Any) -> None:
+        """Have a lane again that was begun; nothing is on it, and the others know where it is.
+
+        Raises:
+            RayError, OSError: its process has ended.
+        """
+        self._attach({lane: self.processes.meet(lane, started)})
+        (position,) = self.positions([lane])
+        self.world = tuple(other for other in self.world if other != position)
+        del self.lost[lane]
         if not self.lost:
             self.spoiled = None
 

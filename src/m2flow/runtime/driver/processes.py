@@ -228,6 +228,25 @@ class LaneProcesses:
         found = ray.get(list(asked.values()), timeout=START_SECONDS)
         return dict(zip(asked, found, strict=True))
 
+    # --- one lane while the others go on ----------------------------------------------------------
+
+    def begin(self, lane: LaneSpec) -> Any:
+        """Start a process for a lane, and wait for nothing; what will be its address."""
+        (ready,) = self._start_alone([lane], self._nodes, gpus_beside(self.lanes))
+        return ready
+
+    def meet(self, lane: int, ready: Any) -> LauncherLine:
+        """The line to a lane that was begun and is up.
+
+        Raises:
+            RayError, OSError: its process has ended.
+        """
+        lines: dict[int, LauncherLine] = {}
+        self.addresses[lane] = ray.get(ready, timeout=MEET_SECONDS)
+        self._serve([lane], lines, time.monotonic() + MEET_SECONDS)
+        self._keep_spares()
+        return lines[lane]
+
     # --- lanes that are given up, and come back ---------------------------------------------------
 
     def give_up(self, lane: int) -> None:
@@ -251,8 +270,7 @@ class LaneProcesses:
             return False
         if owner is not None and owner not in self.addresses:
             return False
-        (ready,) = self._start_alone([lane], self._nodes, beside)
-        self._awaited[lane.id] = ready, time.monotonic() + START_SECONDS
+        self._awaited[lane.id] = self.begin(lane), time.monotonic() + START_SECONDS
         return True
 
     @property

@@ -46,6 +46,7 @@ class LaneLoss:
         at: when it was noticed, in seconds since the epoch.
         seconds: from then until its workers were up again, there or elsewhere.
         steps: how many steps that were done are taken again.
+        healed: whether the steps have gone on meanwhile: nobody else went back.
         given_up: why it was not started again; "" where it is back.
         left: where it is not: on what the run goes on.
     """
@@ -55,12 +56,15 @@ class LaneLoss:
     at: float
     seconds: float
     steps: int
+    healed: bool = False
     given_up: str = ""
     left: str = ""
 
     def __str__(self) -> str:
         again = f"; {self.steps} steps that were done are taken again" if self.steps else ""
         lost, after = f"lane {self.lane} was lost ({self.reason})", f"after {self.seconds:.1f} s"
+        if self.healed:
+            return f"{lost}; back {after}, the step has gone on"
         if self.given_up:
             return f"{lost}; {self.given_up}: on without it {after}, {self.left}{again}"
         return f"{lost}; back {after}{again}"
@@ -120,12 +124,10 @@ class Recovery:
         num_bytes: about how much a snapshot holds.
         free_bytes: host memory that is free.
         heals: whether a run may go on after a loss at all; if not, nothing is kept.
-        losses: lanes that were lost while the workers were brought up.
         clock: seconds.
 
     Attributes:
         heals: the same.
-        losses: the lanes that were lost, in order of time.
         returns: lanes that were given up, and were taken in again.
     """
 
@@ -136,10 +138,9 @@ class Recovery:
         num_bytes: int,
         free_bytes: int,
         heals: bool,
-        losses: Sequence[LaneLoss] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.heals, self.losses = heals, list(losses)
+        self.heals = heals
         self.returns: list[LaneReturn] = []
         self._snapshot: SavedStates | None = SavedStates(first_step)
         self._batches: list[Batch] = []

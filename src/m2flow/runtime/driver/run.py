@@ -5,47 +5,30 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import psutil
 
-from m2flow.engine.plan import Plan
-from m2flow.engine.residency import Residency
-from m2flow.errors import PlanError, RunFailed, UserError
+from m2flow.errors import CannotHeal, PlanError, RunFailed, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
-from m2flow.runtime.driver.journal import Journal, Kept, nothing_kept
-from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
+from m2flow.runtime.driver.methods import STEP, Methods, Plans
 from m2flow.runtime.driver.recovery import BACK, LOST, LaneLoss, LaneReturn, Recovery, SavedStates
-from m2flow.runtime.driver.runner import Runner, StepResult
+from m2flow.runtime.driver.runner import StepResult
+from m2flow.runtime.driver.standing import FlowOnLanes
 from m2flow.runtime.lane.exhausted import is_exhaustion
-from m2flow.runtime.lane.state_files import saves
 
 if TYPE_CHECKING:  # a run in one process does without Ray
     from m2flow.runtime.driver.pilot import Pilot
     from m2flow.runtime.driver.pool import LanePool
     from m2flow.runtime.driver.supervision import Supervision
-    from m2flow.runtime.lane.orders import Fetch
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Replanned:
-    """What going over to another plan has taken.
-
-    Attributes:
-        moved: workers that stand elsewhere now, or with others.
-        seconds: for which no step could run.
-    """
-
-    moved: tuple[str, ...]
-    seconds: float
-
-
-class Run:
+class Run(FlowOnLanes):
     """A flow on its lanes. Made by `launch`; use it as a context manager, or call `close`.
 
     Attributes:
@@ -72,54 +55,22 @@ class Run:
         supervision: Supervision | None = None,
         losses: Sequence[LaneLoss] = (),
     ) -> None:
-        self.graph = methods.graphs[STEP]
-        self.load_seconds, self.pilot = load_seconds, pilot
-        self._methods, self._workers = methods, workers
-        self._load_deadline = load_deadline_seconds
-        self._pool, self._owns_pool = pool, owns_pool
-        self._supervision = supervision
-        self._journal: Journal | None = None
-        self._take_up(plans, carrier, dict.fromkeys(methods.graphs, first_step))
-        self._recovery = self._new_recovery(first_step, losses)
+        super().__init__(
+            methods,
+            plans,
+            workers,
+            carrier,
+            first_step,
+            pool=pool,
+            load_seconds=load_seconds,
+            load_deadline_seconds=load_deadline_seconds,
+            supervision=supervision,
+            losses=losses,
+        )
+        self.pilot, self._owns_pool = pilot, owns_pool
+        self._recovery = self._new_recovery(first_step)
         self._again: list[Batch] = []
-        self.may_heal: Callable[[], bool] = lambda: True
         gc.freeze()  # what is there stays: to go through all of torch would stop the control loop
-
-    def _take_up(self, plans: Plans, carrier: Any, next_steps: Mapping[str, int]) -> None:
-        self.plan, self._plans, self._carrier = plans.by_method[STEP], plans, carrier
-        self._placements = plans.everything.placements
-        self._state_bytes = {w: spot.state_bytes for w, spot in self._placements.items()}
-        self._residency = Residency(plans.everything)
-        graphs = self._methods.graphs
-        self._runners = {
-            name: Runner(
-                name,
-                graphs[name],
-                plan,
-                carrier,
-                next_steps[name],
-                self._residency,
-                recall=self._recalled if name == STEP else nothing_kept,
-            )
-            for name, plan in plans.by_method.items()
-        }
-        if self._journal is not None:
-            carrier.keep_rollouts(self._journal)
-
-    def keep_rollouts(self, journal: Journal) -> None:
-        """Have lanes keep rollouts as they are finished, and take what is kept of further steps.
-
-        Args:
-            journal: of this run, and of an earlier one with the same flow, seeds and weights, which
-                it goes on with.
-        """
-        self._journal = journal
-        self._carrier.keep_rollouts(journal)
-
-    def _recalled(self, step: int, num_items: int) -> Sequence[Kept]:
-        if self._journal is None:
-            return ()
-        return self._journal.of_step(step, self.graph, num_items, self.plan.max_staleness)
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -206,7 +157,7 @@ class Run:
         Raises:
             RunFailed: `error`, if it is neither, or the steps cannot be taken again.
         """
-        if self._lost(error):
+        if self._goes_back(error):
             return self._lanes_back(error)
         learners = {node.worker for node in self.graph.nodes if node.accumulates}
         can = all(worker in self._workers for worker in learners) and all(
@@ -214,6 +165,7 @@ class Run:
         )
         if self.pilot is None or not can or not _wants_memory_or_time(error.__cause__):
             raise error
+        self._settle()
         plan = self.pilot.instead(str(error).splitlines()[0], self)
         batches = None if plan is None else self._runners[STEP].take_back()
         if plan is None or batches is None:
@@ -265,138 +217,12 @@ class Run:
 
         return self._lasting(call)
 
-    def explain_publishing(self) -> dict[str, str]:
-        """Which way weights travel to other lanes -> their size, and why.
-
-        There is one way for each worker that publishes and each distance, known as soon as a
-        version has been published.
-        """
-        publisher = getattr(self._carrier, "publisher", None)
-        return {} if publisher is None else dict(publisher.explain())
-
-    def _bring(self, workers: Sequence[str], why: str, lanes: Sequence[int]) -> None:
-        """Have workers' states resident on lanes that have a limit of memory."""
-        for lane in lanes:
-            if not self._residency.limited(lane):
-                continue
-            self._check_idle(f"{workers[-1]}.{why}")
-            for move in self._residency.bring(workers, lane):
-                self._carrier.carry_out(STEP, move)
-
-    def _check_idle(self, key: str) -> None:
-        if any(runner.busy for runner in self._runners.values()):
-            raise UserError(
-                "steps are in flight", key=key, hint="take all results of `steps` before"
-            )
-
-    # --- another plan -----------------------------------------------------------------------------
-
-    def replan(self, plan: Plan) -> Replanned:
-        """Go on under another plan of the step, from the next one on.
-
-        Workers that stand where they stood stay as they are. The others are brought up anew, with
-        the state that they `save`; those that take published weights get the present version.
-
-        Args:
-            plan: for the lanes of this run.
-
-        Raises:
-            UserError: steps are in flight; this run has one process; the plan is for other lanes;
-                or a worker would have to move that is trained and cannot save its state.
-            PlanError: the plan does not fit.
-        """
-        start = time.perf_counter()
-        self._check_idle("replan")
-        if self._pool is None:
-            raise UserError("an eager run has one process and one plan", key="mode", value="eager")
-        from m2flow.runtime.driver import moving
-        from m2flow.runtime.driver.carrier import RayCarrier
-        from m2flow.runtime.driver.loading import Moved
-
-        plans = self._methods.planned(plan)
-        check_lanes(plans.everything, self._pool)
-        moved = self.movers(plan)
-        for worker in moved:
-            if not self.movable(worker):
-                raise UserError(
-                    "is trained and does not say how its state is saved, so it cannot move",
-                    key=worker,
-                    hint="define `save` and `restore`, or let it stand where it stands",
-                )
-        fetches = self._saved(moved)
-        next_steps = {name: runner.next_step for name, runner in self._runners.items()}
-        carrier = RayCarrier(
-            self._pool,
-            self._methods.graphs,
-            plans.everything,
-            self._workers,
-            plans.by_method,
-            next_steps[STEP],
-            load_seconds=self._load_deadline,
-            moved=Moved(frozenset(self._placements) - set(moved), fetches),
-        )
-        moving.drop_states(self._pool)
-        sized = plans.sized(self._state_bytes | carrier.state_bytes, self._methods.graphs)
-        self._take_up(sized, carrier, next_steps)
-        self._publish_to(moved, next_steps[STEP])
-        return Replanned(moved, time.perf_counter() - start)
-
-    def movers(self, plan: Plan) -> tuple[str, ...]:
-        """Workers that a plan would have stand elsewhere, or in other process groups."""
-        here, pool = self._placements, self._pool
-        grouped = pool is not None and pool.world not in ((), pool.all_positions)
-        return tuple(
-            worker
-            for worker, spot in self._methods.planned(plan).everything.placements.items()
-            if worker not in here
-            or here[worker].replicas != spot.replicas
-            or (grouped and len(spot.lanes) > 1)
-        )
-
-    def pause_seconds(self, plan: Plan) -> float:
-        """Estimate for how long no step could run if the run went over to a plan."""
-        loaded = any(worker in self._workers for worker in self.movers(plan))
-        return self.load_seconds if loaded else 0.0
-
-    def movable(self, worker: str) -> bool:
-        """Whether a worker can be brought up elsewhere without losing what it has learnt."""
-        learns = {edge.source for edge in self.graph.weight_edges}
-        learns |= {node.worker for node in self.graph.nodes if node.accumulates}
-        return worker not in learns or worker not in self._workers or self._saves(worker)
-
-    def _saves(self, worker: str) -> bool:
-        return worker in self._workers and saves(self._workers[worker])
-
-    def _saved(self, moved: Sequence[str]) -> dict[str, Fetch]:
-        """Have workers that are to move save their states; then nobody is resident any more."""
-        from m2flow.runtime.driver import moving
-
-        assert self._pool is not None
-        savers = [name for name in moved if name in self._placements and self._saves(name)]
-        fetches = {}
-        for number, worker in enumerate(savers):
-            gang = self._placements[worker].replicas[0]
-            self._bring((worker,), "save", gang)
-            fetches[worker] = moving.save_state(self._pool, worker, gang, number)
-        for lane in self._plans.everything.lanes:
-            for move in self._residency.put_away(lane.id):
-                self._carrier.carry_out(STEP, move)
-        return fetches
-
-    def _publish_to(self, moved: Sequence[str], version: int) -> None:
-        """Bring workers that were moved to the weights on which they are to run."""
-        from m2flow.runtime.driver import moving
-
-        moving.publish(
-            self._carrier, self.graph, self.plan, self._placements, moved, version, self._bring
-        )
-
     # --- lanes that are lost ----------------------------------------------------------------------
 
     @property
     def losses(self) -> tuple[LaneLoss, ...]:
         """The lanes that were lost, and are back or given up, in order of time."""
-        return tuple(self._recovery.losses)
+        return tuple(self._losses)
 
     @property
     def returns(self) -> tuple[LaneReturn, ...]:
@@ -408,7 +234,7 @@ class Run:
         """How many lanes the run goes without."""
         return 0 if self._pool is None else len(self._pool.missing)
 
-    def _new_recovery(self, first_step: int, losses: Sequence[LaneLoss]) -> Recovery:
+    def _new_recovery(self, first_step: int) -> Recovery:
         spots = self._placements.items()
         unsaved = [name for name, _ in spots if not self.movable(name)]
         num_bytes = sum(
@@ -416,7 +242,7 @@ class Run:
         )
         free = psutil.virtual_memory().available
         heals = self._supervision is not None and self._supervision.heals
-        return Recovery(first_step, unsaved, num_bytes, free, heals, losses)
+        return Recovery(first_step, unsaved, num_bytes, free, heals)
 
     def _keep_snapshot(self) -> None:
         """Have workers save their states, and keep these here."""
@@ -440,19 +266,35 @@ class Run:
         """Do something between steps; once more whenever a lane was lost meanwhile."""
         while True:
             try:
+                self._settle()
                 return work()
             except RunFailed as error:
-                if not self._lost(error):
-                    raise
-                self._again += self._lanes_back(error)
+                failure = error
+            try:
+                if self._comes_back(failure):
+                    continue
+            except RunFailed as error:
+                failure = error
+            if not self._goes_back(failure):
+                raise failure
+            self._again += self._lanes_back(failure)
 
-    def _lost(self, error: RunFailed) -> dict[int, tuple[str, float]]:
-        """Lanes that were lost, and without which, or with which again, the run may go on."""
+    def _comes_back(self, error: RunFailed) -> bool:
+        """Whether what failed beside the steps may be done again, once the lanes that were lost are
+        back; nobody else has anything to do with it."""
+        if self._mender is None or self._pool is None or not self._pool.lost or cannot_heal(error):
+            return False
+        self._active.advance()
+        return self._mender.busy and not self._active.engine.failed
+
+    def _goes_back(self, error: RunFailed) -> bool:
+        """Whether the run may go back to its last snapshot: lanes were lost, and not all that they
+        held can be had otherwise."""
         if self._pool is None or not self._recovery.heals or not self.may_heal():
-            return {}
+            return False
         from m2flow.runtime.driver import moving
 
-        return moving.lost_lanes(self._pool, error)
+        return bool(moving.lost_lanes(self._pool, error)) or cannot_heal(error)
 
     def _lanes_back(self, error: RunFailed) -> list[Batch]:
         """Start lanes again that were lost, or do without them; go back to the last snapshot, and
@@ -465,10 +307,14 @@ class Run:
             RunFailed: there is no way back.
         """
         assert self._supervision is not None
+        assert self._pool is not None
         _, begun = self._runners[STEP].first_open
         heard: dict[tuple[int, float], str] = {}
-        while lost := self._lost(error):
-            heard |= {(lane, at): why for lane, (why, at) in lost.items()}
+        while self._goes_back(error):
+            lost = self._pool.lost.items() or [
+                (one.lane, (one.reason, one.at)) for one in self._losses[-1:]
+            ]
+            heard |= {(lane, at): why for lane, (why, at) in lost}
             self._supervision.count(error)
             snapshot = self._recovery.back_to(error)
             done, others = self._recovery.since_snapshot()
@@ -482,7 +328,7 @@ class Run:
                 error = again
                 continue
             self._recovery.forget_open()
-            self._recovery.losses += new
+            self._losses += new
             self._runners[STEP].go_on(begun, [loss.span() for loss in new])
             return others
         raise error
@@ -564,6 +410,11 @@ class Run:
         self._carrier.close()
         if self._pool is not None and self._owns_pool:
             self._pool.__exit__(*error)
+
+
+def cannot_heal(error: RunFailed) -> bool:
+    """Whether a step has failed because what was lost could not be made again."""
+    return isinstance(error, CannotHeal) or isinstance(error.__cause__, CannotHeal)
 
 
 def _wants_memory_or_time(cause: BaseException | None) -> bool:

@@ -18,6 +18,7 @@ from m2flow.engine.messages import (
     AbortCall,
     Command,
     CompleteStep,
+    DropFolded,
     Event,
     FailRun,
     MoveFailed,
@@ -30,7 +31,7 @@ from m2flow.engine.plan import Plan
 from m2flow.engine.residency import Residency
 from m2flow.engine.spans import Span
 from m2flow.engine.steps import check_items
-from m2flow.errors import RunFailed, UserError
+from m2flow.errors import CannotHeal, RunFailed, UserError
 from m2flow.flow.batch import Batch
 from m2flow.flow.graph import SOURCE, FlowGraph
 from m2flow.runtime.driver.journal import Kept, joined, nothing_kept
@@ -138,6 +139,7 @@ class Runner:
         residency: shared by the runners of one run; see `Engine`.
         clock: seconds, by which deadlines are judged.
         recall: what need not be made in a step, by the step's number and its source items.
+        heal: whether the carrier may bring lanes back while a step goes on.
     """
 
     def __init__(
@@ -150,9 +152,11 @@ class Runner:
         residency: Residency | None = None,
         clock: Callable[[], float] = time.monotonic,
         recall: Callable[[int, int], Sequence[Kept]] = nothing_kept,
+        *,
+        heal: bool = False,
     ) -> None:
         self.name, self.graph, self.plan, self.carrier = name, graph, plan, carrier
-        self.engine = Engine(graph, plan, first_step, residency)
+        self.engine = Engine(graph, plan, first_step, residency, heal=heal)
         self.next_step = first_step
         self._clock, self._attended = clock, clock()
         self._recall, self._notes = recall, list[str]()
@@ -200,7 +204,7 @@ class Runner:
                     raise refused
                 return
             while not self._collecting or not self._collecting[0][1].done():
-                self._advance()
+                self.advance()
             yield self._take_result()
 
     @property
@@ -283,7 +287,7 @@ class Runner:
             for one in kept
         )
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Hear what the lanes have to say, and judge their silence.
 
         Lanes that were not listened to for long may have reported meanwhile: they are judged the
@@ -320,6 +324,8 @@ class Runner:
                     if isinstance(cause, UserError):
                         raise cause
                     raise RunFailed(message) from cause
+                case AbortCall() | DropFolded():
+                    raise CannotHeal(f"a lane was lost in the middle of what others do: {command}")
                 case _:
                     self._changed |= isinstance(command, RunFinish)
                     self.carrier.carry_out(self.name, command)

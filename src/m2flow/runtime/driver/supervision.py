@@ -47,6 +47,7 @@ class Supervision:
     ) -> None:
         self._pool, self._most, self._elastic, self._clock = pool, restarts, elastic, clock
         self._begun: Counter[int] = Counter()
+        self._coming: set[int] = set()
         self._first: dict[int, str] = {}
         self._given_up: dict[int, str] = {}
         self._next_look = 0.0
@@ -58,6 +59,21 @@ class Supervision:
 
     # --- lanes that are lost ----------------------------------------------------------------------
 
+    def may_begin(self, lane: int, reason: str) -> bool:
+        """Count a start of a lane that is lost, if it may be started again."""
+        self._first.setdefault(lane, reason)
+        self._coming.discard(lane)
+        gone = not self._pool.is_here(lane) and self._pool.processes.without_machine([lane])
+        if gone or self._begun[lane] >= self._most:
+            return False
+        self._begun[lane] += 1
+        self._coming.add(lane)
+        return True
+
+    def is_back(self, lane: int) -> None:
+        """A lane whose start was counted is up, with its workers."""
+        self._coming.discard(lane)
+
     def count(self, error: RunFailed) -> None:
         """Count the lanes that are lost; those that may not be started again are given up.
 
@@ -67,12 +83,12 @@ class Supervision:
         Raises:
             RunFailed: a lane was lost again and again and the run is not elastic, or none is left.
         """
-        lost, hopeless = self._pool.lost, dict[int, str]()
+        lost, hopeless = dict(self._pool.lost), dict[int, str]()
         if self._elastic is not None:
             hopeless = dict.fromkeys(self._pool.processes.without_machine(lost), NO_MACHINE)
         for lane, (reason, _) in lost.items():
             self._first.setdefault(lane, reason)
-            if lane in hopeless:
+            if lane in hopeless or lane in self._coming:
                 continue
             if self._begun[lane] < self._most:
                 self._begun[lane] += 1
@@ -83,6 +99,7 @@ class Supervision:
                     f"lane {lane} was lost: {self._first[lane]}\n{hopeless[lane]}, and lost again: "
                     f"{error}"
                 ) from error
+        self._coming.clear()
         self._give_up(hopeless, error)
 
     def _used_up(self) -> str:
@@ -153,7 +170,15 @@ class Supervision:
         """
         now, missing = time.time(), self._pool.missing
         return [
-            LaneLoss(lane, why, at, now - at, steps, self._given_up[lane], self._left(plan))
+            LaneLoss(
+                lane,
+                why,
+                at,
+                now - at,
+                steps,
+                given_up=self._given_up[lane],
+                left=self._left(plan),
+            )
             if lane in missing
             else LaneLoss(lane, why, at, now - at, steps)
             for lane, why, at in lost

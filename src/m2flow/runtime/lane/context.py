@@ -41,6 +41,7 @@ class LaneContext:
         self.groups.init(
             order.meeting.host,
             order.meeting.port,
+            number=order.meeting.number,
             same_node=order.meeting.same_node,
             timeout_seconds=order.meeting.timeout_seconds,
             node_address=self.host,
@@ -80,7 +81,7 @@ class LaneContext:
             ),
             spill=self.spill,
         )
-        if len(positions) > 1:
+        if placed.sums:
             place = replace(place, all_reduce=self.groups.all_reduce(positions))
         if place.gang.size > 1:
             mesh = self.groups.mesh(placed.replicas, self.device)

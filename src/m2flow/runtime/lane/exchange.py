@@ -116,7 +116,10 @@ class Exchange:
         return self._server.address
 
     def introduce(self, addresses: Mapping[int, PeerAddress]) -> None:
-        """Tell where the lanes are, by number."""
+        """Tell where the lanes are, by number. What the last process of a lane has read is free."""
+        for lane, address in addresses.items():
+            if self._addresses.get(lane, address) != address:
+                self.forget(lane)
         self._addresses = addresses
 
     def serve(self, store: Store) -> None:
@@ -168,8 +171,9 @@ class Exchange:
         return packed.head, [bytes(buffer.memory()) for buffer in packed.buffers]
 
     def forget(self, lane: int) -> None:
-        """Take back what was wrapped for a lane that is gone."""
+        """Take back what was meant for a lane that is gone: payloads, and weights."""
         self._pool.forget(name_of(lane))
+        self._pool.forget(lane)
 
     def unwrap(self, wrapped: Any) -> Batch:
         """Items that have come along with an order."""

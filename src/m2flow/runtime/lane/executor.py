@@ -77,6 +77,10 @@ class _Withdrawn(Exception):
     """The call at hand was withdrawn."""
 
 
+class _Unread(Exception):
+    """What a call is to read could not be brought here; the cause says why."""
+
+
 class LaneExecutor:
     """The lane's side of its control line.
 
@@ -196,12 +200,13 @@ class LaneExecutor:
     # --- commands ---------------------------------------------------------------------------------
 
     def _execute(self, order: Execute) -> None:
-        for released in order.released:
-            some = released.flow, released.step, released.producer, released.items
-            self._host.store.release(*some)
+        self._release(order)
         match order.command:
-            case FeedCall():
-                self._feed(order)
+            case FeedCall(call=call):  # it has ended, and leaves the items to the engine
+                try:
+                    self._feed(order)
+                except BaseException as error:
+                    self._report([Report(CallFailed(call, self.lane, self._portable(error)))])
             case AbortCall(call=call):  # it has ended already, and its last word is on its way
                 self._report([Report(CallAborted(call, self.lane))])
             case MoveState():
@@ -215,6 +220,11 @@ class LaneExecutor:
             case InstallWeights() as command:
                 self._answering(order, command, self._install)
 
+    def _release(self, order: Execute) -> None:
+        for released in order.released:
+            some = released.flow, released.step, released.producer, released.items
+            self._host.store.release(*some)
+
     def _answering(self, order: Execute, command: Any, carry_out: Callable[..., None]) -> None:
         """Carry out a call; what it raises is reported as its failure."""
         try:
@@ -226,8 +236,10 @@ class LaneExecutor:
             self._report([Report(CallAborted(command.call, self.lane))])
         except BaseException as error:
             graph, host = self._host.graphs[order.flow], self._host
-            name_residents(error, self.lane, _name_of(graph, command), host.workers, host.away)
-            failed = CallFailed(command.call, self.lane, self._portable(error))
+            begun = not isinstance(error, _Unread)
+            cause = error if begun else error.__cause__ or error
+            name_residents(cause, self.lane, _name_of(graph, command), host.workers, host.away)
+            failed = CallFailed(command.call, self.lane, self._portable(cause), begun=begun)
             self._report([Report(failed)])
         finally:
             if self._gauge is not None:
@@ -235,7 +247,10 @@ class LaneExecutor:
 
     def _call(self, order: Execute, command: RunCall) -> None:
         """Run a stage. A piece is reported when it is finished, if anybody can use it by then."""
-        reports = self._fetch(order)
+        try:
+            reports = self._fetch(order)
+        except BaseException as error:
+            raise _Unread from error
         start, num_bytes = time.time(), 0
         heard = time.monotonic()
         for piece in self._host.call(order.flow, command):
@@ -257,26 +272,26 @@ class LaneExecutor:
 
         Raises:
             _Withdrawn: the call is to stop.
+            Exception: what it was to be fed with could not be brought here.
         """
         while self._line.waiting():
             order: Order = from_bytes(self._line.receive())
             match order:
-                case Execute(command=FeedCall()):
-                    self._execute(order)
+                case Execute(command=FeedCall(call=number)) if number == call:
+                    self._release(order)
+                    self._feed(order)
+                case Introduce(peers=peers):  # what feeds the call may be there
+                    self._exchange.introduce(peers)
                 case Execute(command=AbortCall(call=number)) if number == call:
                     raise _Withdrawn
                 case _:
                     self._orders.append(order)
 
     def _feed(self, order: Execute) -> None:
-        """Hand more items to a streaming call; one that has ended leaves them to the engine."""
+        """Hand more items to a streaming call, if it goes on."""
         assert isinstance(order.command, FeedCall)
-        try:
-            reports = self._fetch(order)
-            self._host.feed(order.flow, order.command)
-        except BaseException as error:
-            failed = CallFailed(order.command.call, self.lane, self._portable(error))
-            reports = [Report(failed)]
+        reports = self._fetch(order)
+        self._host.feed(order.flow, order.command)
         if reports:
             self._report(reports)
 

@@ -32,6 +32,7 @@ class Placed:
         replicas: its gangs, as positions of lanes.
         positions: all of its lanes, in order of rank.
         layout: name of the layout in which each replica lies on its lanes.
+        sums: whether it may sum over its lanes.
         state: where the files lie that it is to `restore` after it has been loaded, or None.
         files: these files themselves, packed as source items are; None if `state` says where.
     """
@@ -40,6 +41,7 @@ class Placed:
     replicas: tuple[tuple[int, ...], ...]
     positions: tuple[int, ...]
     layout: str = "one"
+    sums: bool = False
     state: Fetch | None = None
     files: Any = None
 
@@ -48,6 +50,7 @@ class Placed:
 class Rendezvous:
     """Where lanes meet for collectives; see `LaneGroups.init`."""
 
+    number: int
     host: str
     port: int
     same_node: bool
@@ -68,7 +71,7 @@ class Load:
         memory_bytes: the lane's limit; with one, each worker is offloaded as soon as it is loaded.
         deadline_seconds: longest that a payload, or a collective, may be waited for.
         meeting: how the lanes of the pool find each other for collectives; None if no worker
-            stands on two lanes.
+            needs any, and for a lane that has come back while the others have met.
         lane_sets: the sets of positions that need a process group, the same for every lane.
         keep: to go on under another plan: workers that stay as they are, while the others make
             way; payloads stay as well. None to begin anew.

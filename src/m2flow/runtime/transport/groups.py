@@ -29,16 +29,19 @@ Lanes = tuple[int, ...]
 Grid = tuple[int, int]
 
 
-def lane_sets_of(replicas: Sequence[Lanes], grid: Grid | None = None) -> list[Lanes]:
+def lane_sets_of(
+    replicas: Sequence[Lanes], grid: Grid | None = None, *, sums: bool = True
+) -> list[Lanes]:
     """The groups that a worker with these gangs needs: see `LaneGroups.ensure`.
 
-    None for a single lane. Else all of its lanes together; and where gangs have several lanes, each
-    gang, and each set of lanes that hold the same pieces in all gangs; and where each gang is a
-    grid of (rows, lanes of a row), its rows and columns.
+    None for a single lane, nor for single lanes that do not sum over all of them. Else all of its
+    lanes together; and where gangs have several lanes, each gang, and each set of lanes that hold
+    the same pieces in all gangs; and where each gang is a grid of (rows, lanes of a row), its rows
+    and columns.
     """
     rows, columns = _rows(replicas), _columns(replicas)
     everyone = tuple(sorted(lane for row in rows for lane in row))
-    if len(everyone) == 1:
+    if len(everyone) == 1 or not (sums or len(rows[0]) > 1):
         return []
     gangs = [*rows, *columns] if len(rows[0]) > 1 else []
     for lanes in rows if grid is not None else ():
@@ -77,6 +80,7 @@ class LaneGroups:
     ) -> None:
         self._lane, self._num_lanes, self._listener = lane_index, num_lanes, listener
         self._world: Lanes = ()
+        self._number = 0
         self._timeout: datetime.timedelta | None = None
         self._groups: dict[Lanes, Any] = {}
         self._meshes: dict[tuple[tuple[Lanes, ...], str, tuple[str, str]], Any] = {}
@@ -91,6 +95,7 @@ class LaneGroups:
         node_address: str | None = None,
         world: Lanes | None = None,
         keeper: int = 0,
+        number: int = 0,
     ) -> None:
         """Join the world. Collective among its lanes the first time, and when it is another one.
 
@@ -105,6 +110,7 @@ class LaneGroups:
             node_address: this lane's own address; needed where lanes are on several machines.
             world: the lanes that join; None for all.
             keeper: the lane that keeps the store; it has not kept one before.
+            number: of the world: it is another one where the same lanes have new processes.
 
         Raises:
             RunFailed: no interface has `node_address`.
@@ -114,12 +120,12 @@ class LaneGroups:
 
         timeout = datetime.timedelta(seconds=timeout_seconds)
         world = tuple(range(self._num_lanes)) if world is None else tuple(sorted(world))
-        if world != self._world:
+        if (world, number) != (self._world, self._number):
             self.close()
         if self._timeout is None:
             assert same_node or node_address is not None
             choose_interface(None if same_node else node_address)
-            self._world = world
+            self._world, self._number = world, number
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
                 store=self._store(host, port, timeout, kept_here=self._lane == keeper),

@@ -16,11 +16,11 @@ class Sends:
     """How a lane is to lay a version of weights out.
 
     Attributes:
-        readers: way -> how many installs will take it, each once.
+        readers: way -> the lanes of the installs that will take it, each once.
         oldest: versions before this one are needed by nobody any more.
     """
 
-    readers: Mapping[Method, int]
+    readers: Mapping[Method, tuple[int, ...]]
     oldest: int
 
 

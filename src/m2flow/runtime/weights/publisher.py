@@ -2,8 +2,8 @@
 
 The way follows from where the two sides are. A target on the lane where the source stands whole
 takes the source's own tensors, and nothing is sent. Lanes of the source's node read one snapshot in
-shared memory. To each other node a copy is sent once, and passed on there. The publisher also keeps
-who still needs a version.
+shared memory. To each other node a copy is sent once, and passed on there. A lane that was lost
+since, and is back, gets a copy of its own. The publisher also keeps who still needs a version.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class _Version:
     readers: dict[int, dict[Reader, tuple[Method, int]]]  # by exporting lane: way, number in it
     exports: dict[int, dict[Method, Export]] = field(default_factory=dict)
     left: int = 0
+    lost: set[int] = field(default_factory=set)  # readers' lanes that were lost since
 
 
 @dataclass(slots=True)
@@ -124,13 +125,13 @@ class Publisher:
         for lane in lanes:
             far = set(self._far(edge, lane))
             ways: dict[Reader, tuple[Method, int]] = {}
-            counts: dict[Method, int] = {}
+            takers: dict[Method, tuple[int, ...]] = {}
             for reader in edge.readers:
                 method: Method = "copy" if reader in far else edge.near
-                ways[reader] = method, counts.get(method, 0)
-                counts[method] = counts.get(method, 0) + 1
+                ways[reader] = method, len(takers.get(method, ()))
+                takers[method] = (*takers.get(method, ()), reader[1])
             state.readers[lane] = ways
-            found[lane] = Sends(counts, min(edge.versions))
+            found[lane] = Sends(takers, min(edge.versions))
         return found
 
     def laid_out(self, exports: Sequence[Export]) -> None:
@@ -148,12 +149,34 @@ class Publisher:
         edge, reader = self._edges[command.source], (command.target, command.lanes[0])
         state = edge.versions[command.version]
         self._installs[command.call] = (command.source, command.version)
+        if reader[1] in state.lost:
+            return self.copies(command.source, command.version) or []
         found = []
         for lane, ways in state.readers.items():
             method, number = ways[reader]
             via = self._relay(edge, lane, reader) if method == "copy" else None
             found.append(replace(state.exports[lane][method], reader=number, via=via))
         return found
+
+    def lost(self, lane: int) -> None:
+        """A lane is gone, with what it had taken over."""
+        for edge in self._edges.values():
+            for state in edge.versions.values():
+                state.lost.add(lane)
+
+    def copies(self, source: str, version: int) -> list[Export] | None:
+        """Where a lane that was lost finds a version; None where it is not, or not yet."""
+        edge = self._edges.get(source)
+        state = None if edge is None else edge.versions.get(version)
+        if state is None or len(state.exports) < len(state.readers):
+            return None
+        found = [next(iter(ways.values())) for ways in state.exports.values()]
+        return [replace(one, method="copy", handle=None, via=None) for one in found]
+
+    def has_published(self, source: str) -> bool:
+        """Whether any version of a worker's weights was asked for."""
+        edge = self._edges.get(source)
+        return edge is not None and bool(edge.versions)
 
     def finished(self, call: int) -> None:
         """A call has ended; if it was an install, its version has one reader less."""

@@ -1,14 +1,15 @@
 """`WeightsOut`: a lane's weights laid out for other lanes, each version as it was when exported.
 
 One snapshot serves readers in shared memory and those who ask. It is asked for from the threads of
-the payload server while the lane goes on.
+the payload server while the lane goes on. The last version stays until the next one is laid out,
+for lanes that are lost and come back.
 """
 
 from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,11 +77,10 @@ class WeightsOut:
         tensors = kept.see(weights)
         flat = self._taken(kept.snapshot, tensors)
         size = kept.snapshot.manifest.num_bytes
+        kept.snapshots[version] = flat
         exports = []
         for method, readers in sends.readers.items():
             handle = self._handle(flat, readers) if method == "shared" else None
-            if handle is None:
-                kept.snapshots[version] = flat
             exports.append(Export(source, version, self._lane, method, kept.token, size, handle))
         return tuple(exports)
 
@@ -93,7 +93,7 @@ class WeightsOut:
         snapshot.take(flat, tensors)
         return flat
 
-    def _handle(self, flat: Tensor, readers: int) -> SharedHandle | None:
+    def _handle(self, flat: Tensor, readers: Sequence[int]) -> SharedHandle | None:
         """For readers of this node; None where they have to ask."""
         if not self._by_handle:
             return None

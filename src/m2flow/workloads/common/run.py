@@ -300,7 +300,8 @@ class Training:
         if back or any(loss.given_up for loss in lost):
             self._write_plan(run)
         restarts = self._returns + sum(not loss.given_up for loss in run.losses)
-        figures = {"lanes/restarts": float(restarts)}
+        healed = sum(loss.healed for loss in run.losses)
+        figures = {"lanes/restarts": float(restarts), "lanes/healed": float(healed)}
         return figures | {"lanes/missing": float(run.missing)} if self.recipe.elastic else figures
 
     def _keep_skipped(self, step: int, result: StepResult, figures: dict[str, float]) -> None:

@@ -1,0 +1,279 @@
+"""`FlowOnLanes`: a flow's workers on their lanes, under one plan after another.
+
+Between two steps the workers may go over to another plan: those that stand elsewhere under it are
+brought up anew, with their states. While a lane is on its way back (`Mender`), whatever is done
+beside the steps waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from m2flow.engine.plan import Plan
+from m2flow.engine.residency import Residency
+from m2flow.errors import UserError
+from m2flow.flow.worker import Worker
+from m2flow.runtime.driver.journal import Journal, Kept, nothing_kept
+from m2flow.runtime.driver.methods import STEP, Methods, Plans, check_lanes
+from m2flow.runtime.driver.recovery import LaneLoss
+from m2flow.runtime.driver.runner import Runner
+from m2flow.runtime.lane.state_files import saves
+
+if TYPE_CHECKING:  # a run in one process does without Ray
+    from m2flow.runtime.driver.mending import Mender
+    from m2flow.runtime.driver.pool import LanePool
+    from m2flow.runtime.driver.supervision import Supervision
+    from m2flow.runtime.lane.orders import Fetch
+
+
+@dataclass(frozen=True, slots=True)
+class Replanned:
+    """What going over to another plan has taken.
+
+    Attributes:
+        moved: workers that stand elsewhere now, or with others.
+        seconds: for which no step could run.
+    """
+
+    moved: tuple[str, ...]
+    seconds: float
+
+
+class FlowOnLanes:
+    """The workers of a run, and what carries its commands out.
+
+    Args:
+        methods, plans: what is run, and how to begin with.
+        workers: the flow's.
+        carrier: of the first plan.
+        first_step: number of the first step; the workers were loaded with this version.
+        pool: the lanes; None for one process.
+        load_seconds: how long it took to bring the workers up.
+        load_deadline_seconds: longest that a lane may take to bring one worker up.
+        supervision: starts lanes that are lost; None where nobody does.
+        losses: lanes that were lost so far.
+
+    Attributes:
+        plan: the plan of the steps.
+        graph: their graph.
+        load_seconds: the same.
+        may_heal: asked when lanes are lost; where it says no, they end the run.
+    """
+
+    def __init__(
+        self,
+        methods: Methods,
+        plans: Plans,
+        workers: Mapping[str, Worker],
+        carrier: Any,
+        first_step: int,
+        *,
+        pool: LanePool | None,
+        load_seconds: float,
+        load_deadline_seconds: float,
+        supervision: Supervision | None,
+        losses: Sequence[LaneLoss],
+    ) -> None:
+        self.graph, self.load_seconds = methods.graphs[STEP], load_seconds
+        self._methods, self._workers, self._pool = methods, workers, pool
+        self._load_deadline, self._supervision = load_deadline_seconds, supervision
+        self._losses = list(losses)
+        self.may_heal: Callable[[], bool] = lambda: True
+        self._journal: Journal | None = None
+        self._mender: Mender | None = None
+        self._loaded = first_step
+        self._take_up(plans, carrier, dict.fromkeys(methods.graphs, first_step))
+
+    def _take_up(self, plans: Plans, carrier: Any, next_steps: Mapping[str, int]) -> None:
+        self.plan, self._plans, self._carrier = plans.by_method[STEP], plans, carrier
+        self._placements = plans.everything.placements
+        self._state_bytes = {w: spot.state_bytes for w, spot in self._placements.items()}
+        self._residency = Residency(plans.everything)
+        graphs = self._methods.graphs
+        self._runners = {
+            name: Runner(
+                name,
+                graphs[name],
+                plan,
+                carrier,
+                next_steps[name],
+                self._residency,
+                recall=self._recalled if name == STEP else nothing_kept,
+                heal=self._supervision is not None and self._supervision.heals,
+            )
+            for name, plan in plans.by_method.items()
+        }
+        if self._supervision is not None:
+            self._mender = carrier.mender = self._new_mender(next_steps[STEP])
+        if self._journal is not None:
+            carrier.keep_rollouts(self._journal)
+
+    def _new_mender(self, version: int) -> Mender:
+        from m2flow.runtime.driver.mending import Mender
+
+        assert self._supervision is not None
+        return Mender(
+            self._carrier,
+            self._workers,
+            {name: runner.engine for name, runner in self._runners.items()},
+            self._supervision,
+            loaded=self._loaded,
+            version=version,
+            load_seconds=self._load_deadline,
+            may_heal=lambda: self.may_heal(),  # noqa: PLW0108 - it may be set later
+            note=self._losses.append,
+        )
+
+    def _settle(self) -> None:
+        """Wait for lanes that are on their way back."""
+        while self._mender is not None and self._mender.busy:
+            self._active.advance()
+
+    @property
+    def _active(self) -> Runner:
+        return next((one for one in self._runners.values() if one.busy), self._runners[STEP])
+
+    def keep_rollouts(self, journal: Journal) -> None:
+        """Have lanes keep rollouts as they are finished, and take what is kept of further steps.
+
+        Args:
+            journal: of this run, and of an earlier one with the same flow, seeds and weights, which
+                it goes on with.
+        """
+        self._journal = journal
+        self._carrier.keep_rollouts(journal)
+
+    def _recalled(self, step: int, num_items: int) -> Sequence[Kept]:
+        if self._journal is None:
+            return ()
+        return self._journal.of_step(step, self.graph, num_items, self.plan.max_staleness)
+
+    def explain_publishing(self) -> dict[str, str]:
+        """Which way weights travel to other lanes -> their size, and why.
+
+        There is one way for each worker that publishes and each distance, known as soon as a
+        version has been published.
+        """
+        publisher = getattr(self._carrier, "publisher", None)
+        return {} if publisher is None else dict(publisher.explain())
+
+    def _bring(self, workers: Sequence[str], why: str, lanes: Sequence[int]) -> None:
+        """Have workers' states resident on lanes that have a limit of memory."""
+        for lane in lanes:
+            if not self._residency.limited(lane):
+                continue
+            self._check_idle(f"{workers[-1]}.{why}")
+            for move in self._residency.bring(workers, lane):
+                self._carrier.carry_out(STEP, move)
+
+    def _check_idle(self, key: str) -> None:
+        if any(runner.busy for runner in self._runners.values()):
+            raise UserError(
+                "steps are in flight", key=key, hint="take all results of `steps` before"
+            )
+
+    # --- another plan -----------------------------------------------------------------------------
+
+    def replan(self, plan: Plan) -> Replanned:
+        """Go on under another plan of the step, from the next one on.
+
+        Workers that stand where they stood stay as they are. The others are brought up anew, with
+        the state that they `save`; those that take published weights get the present version.
+
+        Args:
+            plan: for the lanes of this run.
+
+        Raises:
+            UserError: steps are in flight; this run has one process; the plan is for other lanes;
+                or a worker would have to move that is trained and cannot save its state.
+            PlanError: the plan does not fit.
+        """
+        start = time.perf_counter()
+        self._check_idle("replan")
+        self._settle()
+        if self._pool is None:
+            raise UserError("an eager run has one process and one plan", key="mode", value="eager")
+        from m2flow.runtime.driver import moving
+        from m2flow.runtime.driver.carrier import RayCarrier
+        from m2flow.runtime.driver.loading import Moved
+
+        plans = self._methods.planned(plan)
+        check_lanes(plans.everything, self._pool)
+        moved = self.movers(plan)
+        for worker in moved:
+            if not self.movable(worker):
+                raise UserError(
+                    "is trained and does not say how its state is saved, so it cannot move",
+                    key=worker,
+                    hint="define `save` and `restore`, or let it stand where it stands",
+                )
+        fetches = self._saved(moved)
+        next_steps = {name: runner.next_step for name, runner in self._runners.items()}
+        carrier = RayCarrier(
+            self._pool,
+            self._methods.graphs,
+            plans.everything,
+            self._workers,
+            plans.by_method,
+            next_steps[STEP],
+            load_seconds=self._load_deadline,
+            moved=Moved(frozenset(self._placements) - set(moved), fetches),
+        )
+        moving.drop_states(self._pool)
+        sized = plans.sized(self._state_bytes | carrier.state_bytes, self._methods.graphs)
+        self._take_up(sized, carrier, next_steps)
+        self._publish_to(moved, next_steps[STEP])
+        return Replanned(moved, time.perf_counter() - start)
+
+    def movers(self, plan: Plan) -> tuple[str, ...]:
+        """Workers that a plan would have stand elsewhere, or in other process groups."""
+        here, pool = self._placements, self._pool
+        grouped = pool is not None and pool.world not in ((), pool.all_positions)
+        return tuple(
+            worker
+            for worker, spot in self._methods.planned(plan).everything.placements.items()
+            if worker not in here
+            or here[worker].replicas != spot.replicas
+            or (grouped and len(spot.lanes) > 1)
+        )
+
+    def pause_seconds(self, plan: Plan) -> float:
+        """Estimate for how long no step could run if the run went over to a plan."""
+        loaded = any(worker in self._workers for worker in self.movers(plan))
+        return self.load_seconds if loaded else 0.0
+
+    def movable(self, worker: str) -> bool:
+        """Whether a worker can be brought up elsewhere without losing what it has learnt."""
+        learns = {edge.source for edge in self.graph.weight_edges}
+        learns |= {node.worker for node in self.graph.nodes if node.accumulates}
+        return worker not in learns or worker not in self._workers or self._saves(worker)
+
+    def _saves(self, worker: str) -> bool:
+        return worker in self._workers and saves(self._workers[worker])
+
+    def _saved(self, moved: Sequence[str]) -> dict[str, Fetch]:
+        """Have workers that are to move save their states; then nobody is resident any more."""
+        from m2flow.runtime.driver import moving
+
+        assert self._pool is not None
+        savers = [name for name in moved if name in self._placements and self._saves(name)]
+        fetches = {}
+        for number, worker in enumerate(savers):
+            gang = self._placements[worker].replicas[0]
+            self._bring((worker,), "save", gang)
+            fetches[worker] = moving.save_state(self._pool, worker, gang, number)
+        for lane in self._plans.everything.lanes:
+            for move in self._residency.put_away(lane.id):
+                self._carrier.carry_out(STEP, move)
+        return fetches
+
+    def _publish_to(self, moved: Sequence[str], version: int) -> None:
+        """Bring workers that were moved to the weights on which they are to run."""
+        from m2flow.runtime.driver import moving
+
+        moving.publish(
+            self._carrier, self.graph, self.plan, self._placements, moved, version, self._bring
+        )
