@@ -130,6 +130,16 @@ def test_make_targets_exist() -> None:
             assert target in targets, f"{page.name}: make {target}"
 
 
+def test_what_ci_runs_is_said() -> None:
+    """The script of CI and the two pages that say what it runs name the same targets in order."""
+    runs = re.findall(r"^make ([a-z-]+)$", (PROJECT / ".ci" / "run").read_text(), re.M)
+    assert runs == ["test", "test-browser"]
+    for page in ("AGENTS.md", "CONTRIBUTING.md"):
+        lines = (PROJECT / page).read_text().splitlines()
+        said = [line for line in lines if "what CI runs" in line]
+        assert [re.findall(r"make ([a-z-]+)", line) for line in said] == [[one] for one in runs]
+
+
 # --- commands -------------------------------------------------------------------------------------
 
 GROUP: Any = typer.main.get_command(app)
