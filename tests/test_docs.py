@@ -270,18 +270,62 @@ def test_the_flow_of_the_readme_is_the_real_one() -> None:
     assert ast.get_docstring(classes["GRPO"]) == ast.get_docstring(shown.body[0])  # type: ignore[arg-type]
 
 
-# --- reference ------------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def generate_reference() -> ModuleType:
-    path = PROJECT / "docs" / "generate_reference.py"
-    spec = importlib.util.spec_from_file_location("generate_reference", path)
+def generate_figures() -> ModuleType:
+    return script_of_docs("generate_figures")
+
+
+def test_measured_tables_are_those_of_the_results(generate_figures: ModuleType) -> None:
+    for page in generate_figures.PAGES:
+        assert page.read_text() == generate_figures.up_to_date(page), (
+            f"{page.relative_to(PROJECT)}: run: python docs/generate_figures.py"
+        )
+
+
+def test_every_measured_table_is_shown_and_none_is_typed(generate_figures: ModuleType) -> None:
+    shown = {
+        name
+        for page in generate_figures.PAGES
+        for _, name, _, _ in generate_figures.MARKED.findall(page.read_text())
+    }
+    assert shown == set(generate_figures.TABLES)
+    marks = {page for page in DOCS if "<!-- figures:" in page.read_text()}
+    assert marks == set(generate_figures.PAGES)
+    assert all(
+        len(re.findall("<!-- figures:", page.read_text()))
+        == len(generate_figures.MARKED.findall(page.read_text()))
+        for page in marks
+    )
+
+
+def test_a_figure_that_was_changed_by_hand_is_found(generate_figures: ModuleType) -> None:
+    """Else the tests above would hold whatever the pages say."""
+    page = next(page for page in generate_figures.PAGES if page.name == "measured.md")
+    found = generate_figures.MARKED.search(page.read_text())
+    assert found is not None
+    figures = [float(text) for text in re.findall(r"\| (\d\.\d\d) \|", found[3])]
+    results = generate_figures.read("quickstart_modes")["results"]["against_eager"]
+    assert figures == [round(value, 2) for value in results.values()]
+
+
+# --- reference ------------------------------------------------------------------------------------
+
+
+def script_of_docs(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, PROJECT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def generate_reference() -> ModuleType:
+    return script_of_docs("generate_reference")
 
 
 @pytest.mark.parametrize("name", ["recipe keys", "commands"])
