@@ -123,14 +123,12 @@ def emulated() -> Table:
 
 def peers() -> Table:
     """Rates beside TRL's."""
-    rows = read("peers_trl")["results"]["addition"]["rows"]
+    results = read("peers_trl")["results"]
+    rows = results["addition"]["rows"]
     long_tail = target("peers_trl", "countdown: samples/s against TRL")
     return "comparison | figure", [
         (
-            (
-                f"m2flow against TRL {read('peers_trl')['results']['trl']} on two cores, samples/s: "
-                "the quick start"
-            ),
+            f"m2flow against TRL {results['trl']} on two cores, samples/s: the quick start",
             f"{rows['m2flow']['ratio']:.1f} times",
         ),
         (
