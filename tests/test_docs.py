@@ -20,6 +20,7 @@ import pytest
 import typer
 import yaml
 
+import m2flow
 from m2flow.cli.app import app
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
 from m2flow.observe.progress import Quiet
@@ -138,6 +139,14 @@ def test_what_ci_runs_is_said() -> None:
         lines = (PROJECT / page).read_text().splitlines()
         said = [line for line in lines if "what CI runs" in line]
         assert [re.findall(r"make ([a-z-]+)", line) for line in said] == [[one] for one in runs]
+
+
+def test_the_newest_release_in_the_changelog_is_this_version() -> None:
+    heads = re.findall(r"^## \[(.+?)\](.*)$", (PROJECT / "CHANGELOG.md").read_text(), re.M)
+    assert heads[0] == ("Unreleased", "")
+    version, date = heads[1]
+    assert version == m2flow.__version__
+    assert re.fullmatch(r" - \d{4}-\d{2}-\d{2}", date)
 
 
 # --- commands -------------------------------------------------------------------------------------
