@@ -40,17 +40,17 @@ RECIPE: dict[str, Any] = {
     "workload": "agentic",
     "name": "outside-agent",
     "mode": "eager",
-    "steps": 12,
-    "prompts_per_step": 8,
+    "steps": 20,
+    "prompts_per_step": 16,
     "samples_per_prompt": 8,
     "tools": "calculator",  # writes the demonstrations; the agent brings its own
-    "data": {"options": {"min_digits": 1, "max_digits": 1, "tool_share": 0.3}},
+    "data": {"options": {"min_digits": 1, "max_digits": 1, "tool_share": 0.4}},
     "generation": {"max_new_tokens": 72},
     "episode": {"max_turns": 3, "max_tokens": 160, "max_result_tokens": 16},
-    "warmup": {"steps": 250, "samples_per_step": 16, "learning_rate": 1e-2},
+    "warmup": {"steps": 400, "samples_per_step": 16, "learning_rate": 1e-2},
     "algorithm": {"clip_high": 0.28, "aggregation": "token-mean"},
     "optimizer": {"learning_rate": 1e-3},
-    "evaluation": {"every": 12, "problems": 16},
+    "evaluation": {"every": 20, "problems": 16},
 }
 
 
@@ -78,7 +78,7 @@ async def solve(problem: Mapping[str, Any], endpoint: Endpoint) -> None:
 
 
 def starting_model(seed: int, folder: Path) -> str:
-    """A model with a chat template that has seen demonstrations, 30 % of them with a call."""
+    """A model with a chat template that has seen demonstrations, 40 % of them with a call."""
     spec = TinySpec(hidden_size=64, num_hidden_layers=1, intermediate_size=128)
     untrained = build_tiny(spec, vocab_size=258, eos_token_id=256, pad_token_id=257, seed=seed)
     untrained.save_pretrained(folder / "untrained")
