@@ -32,6 +32,7 @@ test: lint ## lint, then the tests (ARGS="-m slow" for the slow ones)
 	$(BIN)/python -m pytest $(ARGS)
 
 # pip brings the client and axe; the browser is the system's, or Debian's where we may install it.
+# Without a browser the tests fail (M2FLOW_NEEDS_BROWSER) instead of being skipped.
 test-browser: chromium $(VENV)/.installed-dev ## report and live page in a headless Chromium (installed if it is not there and we may)
 	$(BIN)/python -m pip install --quiet -e '.[browser]' -c constraints.txt
 	M2FLOW_NEEDS_BROWSER=1 $(BIN)/python -m pytest tests/observe/test_report_browser.py \
@@ -39,8 +40,11 @@ test-browser: chromium $(VENV)/.installed-dev ## report and live page in a headl
 
 chromium:
 	@command -v chromium chromium-browser google-chrome chrome >/dev/null || \
-	  { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || \
+	  { $(APT) update && $(APT) install -y --no-install-recommends chromium >/dev/null; } || \
 	  { echo "needs a browser: apt-get install chromium"; exit 1; }
+
+# A mirror may be slow or break off: each file is asked for again, up to five times.
+APT := DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::Retries=5 -o Acquire::http::Timeout=60
 
 test-loggers: $(VENV)-loggers/.installed ## TensorBoard, Weights & Biases, MLflow, trackio and SwanLab, offline (installs their packages)
 	$(VENV)-loggers/bin/python -m pytest tests/observe/test_loggers.py tests/observe/test_metrics_log.py $(ARGS)

@@ -20,6 +20,7 @@ import pytest
 import typer
 import yaml
 
+import m2flow
 from m2flow.cli.app import app
 from m2flow.engine.plan import EdgePlan, LaneSpec, Placement, Plan, StagePlan
 from m2flow.observe.progress import Quiet
@@ -128,6 +129,24 @@ def test_make_targets_exist() -> None:
     for page in PAGES:
         for target in re.findall(r"(?:^    |`)make ([a-z-]+)", page.read_text(), re.M):
             assert target in targets, f"{page.name}: make {target}"
+
+
+def test_what_ci_runs_is_said() -> None:
+    """The script of CI and the two pages that say what it runs name the same targets in order."""
+    runs = re.findall(r"^make ([a-z-]+)$", (PROJECT / ".ci" / "run").read_text(), re.M)
+    assert runs == ["test", "test-browser"]
+    for page in ("AGENTS.md", "CONTRIBUTING.md"):
+        lines = (PROJECT / page).read_text().splitlines()
+        said = [line for line in lines if "what CI runs" in line]
+        assert [re.findall(r"make ([a-z-]+)", line) for line in said] == [[one] for one in runs]
+
+
+def test_the_newest_release_in_the_changelog_is_this_version() -> None:
+    heads = re.findall(r"^## \[(.+?)\](.*)$", (PROJECT / "CHANGELOG.md").read_text(), re.M)
+    assert heads[0] == ("Unreleased", "")
+    version, date = heads[1]
+    assert version == m2flow.__version__
+    assert re.fullmatch(r" - \d{4}-\d{2}-\d{2}", date)
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -260,18 +279,62 @@ def test_the_flow_of_the_readme_is_the_real_one() -> None:
     assert ast.get_docstring(classes["GRPO"]) == ast.get_docstring(shown.body[0])  # type: ignore[arg-type]
 
 
-# --- reference ------------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def generate_reference() -> ModuleType:
-    path = PROJECT / "docs" / "generate_reference.py"
-    spec = importlib.util.spec_from_file_location("generate_reference", path)
+def generate_figures() -> ModuleType:
+    return script_of_docs("generate_figures")
+
+
+def test_measured_tables_are_those_of_the_results(generate_figures: ModuleType) -> None:
+    for page in generate_figures.PAGES:
+        assert page.read_text() == generate_figures.up_to_date(page), (
+            f"{page.relative_to(PROJECT)}: run: python docs/generate_figures.py"
+        )
+
+
+def test_every_measured_table_is_shown_and_none_is_typed(generate_figures: ModuleType) -> None:
+    shown = {
+        name
+        for page in generate_figures.PAGES
+        for _, name, _, _ in generate_figures.MARKED.findall(page.read_text())
+    }
+    assert shown == set(generate_figures.TABLES)
+    marks = {page for page in DOCS if "<!-- figures:" in page.read_text()}
+    assert marks == set(generate_figures.PAGES)
+    assert all(
+        len(re.findall("<!-- figures:", page.read_text()))
+        == len(generate_figures.MARKED.findall(page.read_text()))
+        for page in marks
+    )
+
+
+def test_a_figure_that_was_changed_by_hand_is_found(generate_figures: ModuleType) -> None:
+    """Else the tests above would hold whatever the pages say."""
+    page = next(page for page in generate_figures.PAGES if page.name == "measured.md")
+    found = generate_figures.MARKED.search(page.read_text())
+    assert found is not None
+    figures = [float(text) for text in re.findall(r"\| (\d\.\d\d) \|", found[3])]
+    results = generate_figures.read("quickstart_modes")["results"]["against_eager"]
+    assert figures == [round(value, 2) for value in results.values()]
+
+
+# --- reference ------------------------------------------------------------------------------------
+
+
+def script_of_docs(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, PROJECT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def generate_reference() -> ModuleType:
+    return script_of_docs("generate_reference")
 
 
 @pytest.mark.parametrize("name", ["recipe keys", "commands"])

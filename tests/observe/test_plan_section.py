@@ -93,6 +93,19 @@ def test_the_race_is_a_table(tmp_path: Path, fake_run: Callable[..., Path]) -> N
         assert part in text, part
 
 
+def test_a_prediction_that_was_corrected_says_so(
+    tmp_path: Path, fake_run: Callable[..., Path]
+) -> None:
+    """A plan chosen by the cold first steps was shown as if nothing had been learned since."""
+    slow = replace(DECISION, predicted=replace(PREDICTED, seconds=Seconds(1.2)))
+    text = words(check(write_report(decided(fake_run(tmp_path / "run", num_steps=4), slow))))
+    assert "predicted since" in text
+    assert "1.2 s" in text
+    assert "when it was chosen" in text
+    same = words(check(write_report(decided(fake_run(tmp_path / "same", num_steps=4)))))
+    assert "predicted since" not in same
+
+
 def test_a_fixed_mode_says_so(tmp_path: Path, fake_run: Callable[..., Path]) -> None:
     run = fake_run(tmp_path / "run", num_steps=2)
     plan = json.loads((run / "plan.json").read_text())

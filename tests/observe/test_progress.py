@@ -144,3 +144,5 @@ def test_the_summary_says_what_changed_and_where_to_look() -> None:
         "  reward                0.91",
         "  run directory         runs/x",
     ]
+    averaged = summary(first, last, "runs/x", window=8).splitlines()
+    assert averaged[1:3] == [text.splitlines()[1], f"{text.splitlines()[2]}  (means of 8 steps)"]

@@ -93,8 +93,8 @@ def train(
     ] = False,
 ) -> None:
     """Train a recipe, from the start or from its last checkpoint."""
-    from m2flow.observe.progress import JsonLines, Quiet, summary
-    from m2flow.observe.run_directory import first_and_last, read_metrics
+    from m2flow.observe.progress import AVERAGED, JsonLines, Quiet, summary
+    from m2flow.observe.run_directory import ends, first_and_last, read_metrics
     from m2flow.workloads import common
     from m2flow.workloads.common.start import describe
 
@@ -114,11 +114,13 @@ def train(
         except Stopped as error:
             print(f"stopped by {error}", file=sys.stderr)
             raise SystemExit(error.exit_code) from error
-    figures = first_and_last(read_metrics(path))
+    rows = read_metrics(path)
     if shown is None:
-        print(summary(*figures, path))
+        rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+        window = ends(rewards)[2] if rewards else 1
+        print(summary(*first_and_last(rows, AVERAGED), path, window))
     else:
-        shown.done(*figures, path)
+        shown.done(*first_and_last(rows), path)
 
 
 @app.command()

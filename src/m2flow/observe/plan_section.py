@@ -13,6 +13,7 @@ from html import escape
 from statistics import median
 from typing import Any
 
+from m2flow.observe.curves import EXPECTED
 from m2flow.observe.formatting import number, percent, seconds
 from m2flow.observe.gantt import gantt_svg
 from m2flow.observe.lane_time import chart_of, pictured_steps, stage_palette
@@ -74,12 +75,17 @@ def _outcome(record: RunRecord) -> str:
 
 def _figures(record: RunRecord, decision: Explanation) -> Iterator[tuple[str, str, str]]:
     """(what, seconds, remark): the prediction, the run, the plans that were not chosen."""
-    yield "predicted", seconds(decision.seconds), ""
+    yield "predicted", seconds(decision.seconds), "when it was chosen"
+    expected = record.values(EXPECTED)
+    if expected and abs(expected[-1] - decision.seconds) > 0.01 * decision.seconds:
+        yield "predicted since", seconds(expected[-1]), "by what the steps before have taken"
     measured = record.values("seconds/step")
     if measured:
-        taken = median(measured)
-        ratio = f"{number(taken / decision.seconds)} of what was predicted"
-        yield "measured (median)", seconds(taken), ratio if decision.seconds else ""
+        rows = ((row.get("seconds/step"), row.get(EXPECTED)) for row in record.metrics)
+        pairs = [(as_number(taken), as_number(hoped)) for taken, hoped in rows]
+        ratios = [taken / hoped for taken, hoped in pairs if taken and hoped]
+        remark = f"{number(median(ratios))} of what was predicted of each step" if ratios else ""
+        yield "measured (median)", seconds(median(measured)), remark
     for rank, other in enumerate(decision.runners_up):
         name = "runner-up" if rank == 0 else "then"
         yield f"{name}: {other.title}", seconds(other.seconds), ""

@@ -239,15 +239,24 @@ def figures(metrics: Mapping[str, float]) -> list[str]:
     return shown
 
 
+AVERAGED = ("reward/mean", *ACCURACY, "throughput/tokens_per_s")
+"""Figures that differ from step to step: one step alone tells little of where a run has come."""
+
+
 def summary(
-    metrics_first: Mapping[str, float], metrics_last: Mapping[str, float], run_dir: Path | str
+    metrics_first: Mapping[str, float],
+    metrics_last: Mapping[str, float],
+    run_dir: Path | str,
+    window: int = 1,
 ) -> str:
     """The closing words of a run: what changed from the first figures to the last, and where.
 
     Args:
         metrics_first, metrics_last: figures by key; `step` and `time` (seconds) if known.
         run_dir: the run directory.
+        window: of how many steps the figures in `AVERAGED` are means.
     """
+    of = f"  (means of {window} steps)" if window > 1 else ""
     step, begin, end = (
         as_number(metrics_last.get("step")),
         as_number(metrics_first.get("time")),
@@ -265,7 +274,7 @@ def summary(
         before, after = _first(metrics_first, keys), _first(metrics_last, keys)
         if after is not None:
             change = form(after) if before is None else f"{form(before)} -> {form(after)}"
-            lines.append(f"  {name:<21} {change}")
+            lines.append(f"  {name:<21} {change}{of if keys != EVALUATION else ''}")
     speed = as_number(metrics_last.get("throughput/tokens_per_s"))
     if speed is not None:
         lines.append(f"  {'throughput':<21} {number(speed)} tokens/s")

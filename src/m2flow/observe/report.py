@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from m2flow.observe.curves import chart_data, curve_cards
 from m2flow.observe.formatting import number, percent, seconds
@@ -31,6 +31,7 @@ from m2flow.observe.plan_section import plan_section
 from m2flow.observe.record import ACCURACY, EVALUATION, RunRecord, as_number, read_run
 from m2flow.observe.rollout_browser import rollout_browser
 from m2flow.observe.rollouts import rollout_columns
+from m2flow.observe.run_directory import ends
 from m2flow.observe.step_bars import step_bars
 
 
@@ -157,12 +158,10 @@ def _change(
     if key is None:
         return ""
     values = record.values(key)
-    if key in EVALUATION or len(values) < 20:
-        first, last, more = values[0], values[-1], f"{len(values)} measurements"
-    else:
-        window = max(3, len(values) // 10)
-        first, last = fmean(values[:window]), fmean(values[-window:])
-        more = f"mean of the first and the last {window} steps"
+    first, last, window = (values[0], values[-1], 1) if key in EVALUATION else ends(values)
+    more = f"mean of the first and the last {window} steps"
+    if window == 1:
+        more = f"{len(values)} measurements"
     begin = f'<span class="from">{form(first)} → </span>' if len(values) > 1 else ""
     return _tile(title, begin + form(last), more)
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -175,20 +176,38 @@ def read_metrics(directory: Path | str) -> list[dict[str, Any]]:
 
 
 def first_and_last(
-    rows: Iterable[Mapping[str, Any]],
+    rows: Iterable[Mapping[str, Any]], averaged: Container[str] = ()
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Of every figure in the rows, its first value and its last, as `progress.summary` takes them.
 
-    Keys are looked at one by one: accuracy on held-out items is not measured at each step.
+    Keys are looked at one by one: accuracy on held-out items is not measured at each step. Of those
+    in `averaged` it is the mean of the first steps, and of the last, as `ends` has them.
     """
-    first: dict[str, float] = {}
-    last: dict[str, float] = {}
+    values: dict[str, list[float]] = {}
     for row in rows:
         for key, value in row.items():
             if isinstance(value, (int, float)):
-                first.setdefault(key, value)
-                last[key] = value
-    return first, last
+                values.setdefault(key, []).append(value)
+    found = {
+        key: ends(some)[:2] if key in averaged else (some[0], some[-1])
+        for key, some in values.items()
+    }
+    return {key: one for key, (one, _) in found.items()}, {
+        key: one for key, (_, one) in found.items()
+    }
+
+
+def ends(values: Sequence[float]) -> tuple[float, float, int]:
+    """Where a noisy figure begins and ends.
+
+    Returns:
+        The first value, the last, and 1; of 20 values or more the means of the first and the last
+        tenth, and of how many they are.
+    """
+    if len(values) < 20:
+        return values[0], values[-1], 1
+    window = max(3, len(values) // 10)
+    return fmean(values[:window]), fmean(values[-window:]), window
 
 
 def merge_steps(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -135,7 +135,7 @@ def test_trajectories_are_those_of_the_loop(
     assert with_calls >= 4
 
 
-def test_a_framework_makes_trajectories_that_train(
+def test_the_record_of_a_framework_is_what_the_model_saw(
     chat_recipe: AgenticRecipe, talks: ModelSource
 ) -> None:
     pytest.importorskip("agents", reason="needs the extra agents")
@@ -146,16 +146,54 @@ def test_a_framework_makes_trajectories_that_train(
     assert not any(episodes["tool_failure"]), episodes["tool_failure"]
     check_record(episodes, seen, load_model(talks.path, torch.float32))
     assert any(turn.tools == ("calculator",) for turns in episodes["turns"] for turn in turns)
-    with launch(experiment.flow(), items_per_step=4, mode="eager") as run:
-        before = run.worker_call("learner", "parameters")
-        result = run.step(experiment.batch(0))
-        after = run.worker_call("learner", "parameters")
-    figures = experiment.metrics(result)
-    assert figures["turns/mean"] > 1
-    assert figures["tools/calls"] > 0
-    assert result.output["failure"] == [""] * 16
-    if figures["reward/std"] > 0:
-        assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_training_through_the_endpoint_is_training_by_the_loop(
+    chat_recipe: AgenticRecipe, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Client and framework: the loop's samples, figures and weights over two steps of a seed."""
+    for package in ("openai", "agents"):
+        pytest.importorskip(package, reason="needs the extra agents")
+    recipe = AgenticRecipe.model_validate(
+        chat_recipe.model_dump()
+        | {"reward": f"{__name__}:uneven", "optimizer": {"learning_rate": 1e-3}, "minibatches": 2}
+        | {"warmup": {**CHAT["warmup"], "steps": 250}}  # writes no call that cannot be read
+    )
+    source = AgenticExperiment(recipe).prepare(tmp_path_factory.mktemp("talks well"))
+    wide = ModelSource(source.path, "float64")
+
+    def trained(recipe: AgenticRecipe) -> tuple[list[Batch], list[Any], dict[str, torch.Tensor]]:
+        settings = recipe.model_dump() | {"warmup": {"steps": 0}}
+        settings["model"] = {**settings["model"], "dtype": "float64"}
+        experiment = AgenticExperiment(AgenticRecipe.model_validate(settings), wide)
+        with launch(experiment.flow(), items_per_step=4, mode="eager") as run:
+            results = [run.step(experiment.batch(step)) for step in range(2)]
+            weights = run.worker_call("learner", "parameters")
+        return [r.output for r in results], [experiment.metrics(r) for r in results], weights
+
+    samples, figures, weights = trained(recipe)
+    start = load_model(source.path, torch.float64).state_dict()
+    assert all(not torch.equal(start[name], tensor) for name, tensor in weights.items())
+    assert [row["tools/error_share"] for row in figures] == [0.0] * 2
+    assert all(row["tools/calls"] > 0.3 and row["reward/std"] > 0 for row in figures)
+    for agent in ("with_client", "with_framework"):
+        found, told, reached = trained(with_agent(recipe, agent))
+        for ours, theirs in zip(samples, found, strict=True):
+            theirs = theirs.take(ours.ids)
+            for name in ("text", "reward", "finish_reason", "num_tokens", "num_prompt_tokens"):
+                assert theirs[name] == ours[name], (agent, name)
+            assert theirs["advantage"] == pytest.approx(ours["advantage"], abs=1e-9)
+        for row, wanted in zip(told, figures, strict=True):
+            assert row.keys() == wanted.keys()
+            for name in row.keys() - {"tools/seconds"}:  # of the loop's tools alone
+                assert row[name] == pytest.approx(wanted[name], abs=1e-7, nan_ok=True), name
+        for name, tensor in weights.items():
+            assert float((tensor - reached[name]).abs().max()) < 1e-9, (agent, name)
+
+
+def uneven(prompt: str, completion: str, completion_ids: Any, row: Any) -> float:
+    """Worth something else for nearly each text, so that every group has something to learn."""
+    return sum(completion_ids) % 7 / 7
 
 
 def test_what_is_not_served_is_refused(chat_recipe: AgenticRecipe, chat_folder: Path) -> None:

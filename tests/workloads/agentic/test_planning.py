@@ -20,7 +20,9 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cluster", "mode"),
     [
+        ("agentic-calculator", "1x2xCPU", "collocated"),
         ("qwen2.5-3b-grpo-search", "1x2xH100", "collocated"),
+        pytest.param("agentic-calculator", "1x2xCPU", "auto", marks=SLOW),
         pytest.param("qwen2.5-3b-grpo-search", "1x8xH100", "auto", marks=SLOW),
         pytest.param("agentic-search", "1x2xCPU", "auto", marks=SLOW),
     ],

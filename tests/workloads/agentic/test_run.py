@@ -76,3 +76,12 @@ def test_a_recipe_learns_to_use_its_tool(name: str, seed: int, tmp_path: Path) -
     assert evaluations[-1]["eval/accuracy"] > evaluations[0]["eval/accuracy"] + 0.25
     assert evaluations[-1]["eval/accuracy"] > 0.9
     assert evaluations[-1]["eval/tools/calls"] >= 0.99
+
+
+@pytest.mark.slow
+def test_a_recipe_learns_nothing_without_its_tool(tmp_path: Path) -> None:
+    """A trajectory that ends with its first turn never sees an answer of the calculator."""
+    alone = {"episode.max_turns": 1, "mode": "eager", "steps": 20}
+    run = train(RECIPES / "agentic-calculator.yaml", alone, run_dir=tmp_path / "r")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["eval/accuracy"] < 0.1 for row in rows if "eval/accuracy" in row] == [True] * 2

@@ -9,14 +9,16 @@ if (document.getElementById("rollouts")) (() => {
   let shown = SHOWN;
   for (const one of [...new Set(rows.map((row) => row.why))].sort())
     why.append(new Option(one, one));
+  const counted = (count, noun) => count + " " + noun + (count === 1 ? "" : "s");
   const card = (row) => {
     const made = make("article", "card sample"), head = make("header");
     const tone = row.reward === null ? "plain" : row.reward > 0.5 ? "good" : "bad";
     head.append(make("span", "pill plain", "step " + row.step));
     head.append(make("span", "pill " + tone,
       row.reward === null ? "no reward" : "reward " + +row.reward.toPrecision(4)));
-    if (row.turns.length) head.append(make("span", "", row.turns.length + " turns, " +
-      row.turns.reduce((sum, turn) => sum + turn.tools.length, 0) + " calls"));
+    const calls = row.turns.reduce((sum, turn) => sum + turn.tools.length, 0);
+    if (row.turns.length)
+      head.append(make("span", "", counted(row.turns.length, "turn") + ", " + counted(calls, "call")));
     for (const [name, value] of [["advantage", row.advantage], ["version", row.version]])
       if (value !== null) head.append(make("span", "", name + " " + +value.toPrecision(4)));
     if (row.why) head.append(make("span", "", row.why));

@@ -262,6 +262,8 @@ class Training:
             stopped = self._stopping.step_is_over()
             if last or done % recipe.checkpoint.every == 0 or (stopped and done > self._saved):
                 self._save(run, done)
+            if last or stopped:
+                self._write_plan(run)  # a race may have ended with the plan that ran already
             if stopped and not last:
                 raise Stopped(stopped)
 

@@ -1,0 +1,313 @@
+"""Writes the tables of measured figures from `benchmarks/results`, with the commit of each.
+
+    python docs/generate_figures.py            # write them
+    python docs/generate_figures.py --check    # exit 1 where a page is out of date
+
+Every table of `PAGES` between two marks `figures: NAME` is made by the function of that name here.
+No figure of them is typed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+PROJECT = Path(__file__).resolve().parents[1]
+PAGES = (
+    PROJECT / "README.md",
+    PROJECT / "docs" / "explanation" / "measured.md",
+    PROJECT / "docs" / "explanation" / "comparison.md",
+    PROJECT / "recipes" / "README.md",
+)
+MARKED = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end of figures: \2 -->)", re.DOTALL)
+
+MODES = ("collocated", "disaggregated", "hybrid")
+STEPS = {
+    "quickstart": "quick start",
+    "ppo": "PPO with a critic",
+    "long_tail": "GRPO, answers with a long tail",
+    "judged": "GRPO, a heavy verifier",
+    "cart_pole": "episodes of a batched simulator",
+}
+
+Table = tuple[str, list[Sequence[str]]]
+"""The cells of the header, separated by " | ", and those of each row."""
+
+
+@cache
+def read(name: str) -> Any:
+    """What a benchmark has written."""
+    return json.loads((PROJECT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def target(name: str, what: str) -> float:
+    """The value of one target of a result."""
+    (value,) = (one["value"] for one in read(name)["targets"] if one["name"] == what)
+    return float(value)
+
+
+def table(rows: Table) -> str:
+    """The lines of a Markdown table."""
+    header = rows[0].split(" | ")
+    lines = [header, ["---"] * len(header), *rows[1]]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def quickstart_modes() -> Table:
+    """Rates of the quick start under each mode."""
+    found = read("quickstart_modes")["results"]
+    return "mode | samples/s | against `eager` | idle share of a lane", [
+        (f"`{mode}`", f"{rate:,.0f}", f"{found['against_eager'][mode]:.2f}",
+         f"{found['idle_share'][mode]:.0%}")
+        for mode, rate in found["samples_per_s"].items()
+    ]  # fmt: skip
+
+
+def auto() -> Table:
+    """Whole runs under `auto` beside those under fixed modes."""
+    rows = []
+    for name, title in STEPS.items():
+        file = "auto_judged" if name == "judged" else "auto"
+        found = read(file)["results"][name]
+        fixed = [median(found["seconds"][mode]) for mode in MODES]
+        ratios = (
+            target(file, f"{name}: auto {words}")
+            for words in (
+                "over the best mode, whole run",
+                "with a stored profile over the best mode, whole run",
+                "over the best mode, from step 20 on",
+            )
+        )
+        rows.append(
+            (title, f"{min(fixed):.1f}", f"{max(fixed):.1f}", *(f"{one:.2f}" for one in ratios),
+             f"{found['noise_floor']:.0%}")
+        )  # fmt: skip
+    header = "workload | best fixed mode | worst | `auto` | with a profile | settled | noise"
+    return header, rows
+
+
+def modes() -> Table:
+    """Milliseconds a step under each mode."""
+    rows = []
+    for name, found in read("modes")["results"].items():
+        taken = found["milliseconds_per_step"]
+        cells = [f"{taken[mode]:,.0f}" for mode in (*MODES, "auto")]
+        rows.append((STEPS[name], *cells, f"{found['predicted_milliseconds']['auto']:,.0f}"))
+    header = "workload | `collocated` | `disaggregated` | `hybrid` | `auto` | predicted"
+    return header, rows
+
+
+def emulated() -> Table:
+    """Seconds a step on many lanes that wait instead of computing."""
+    rows = []
+    for step, title in (("grpo_7b", "GRPO, 7B"), ("ppo_7b", "PPO, 7B"), ("openvla", "OpenVLA")):
+        for lanes in (16, 128):
+            found = read(f"emulated_{lanes}")["results"][f"{step} on {lanes}"]
+            taken, predicted = found["seconds_per_step"], found["predicted_seconds"]
+            best = min(MODES, key=taken.__getitem__)
+            same = " (the same plan as `auto`)" if predicted[best] == predicted["auto"] else ""
+            others = min(taken[plan] for plan in taken if plan not in (*MODES, "auto"))
+            rows.append(
+                (title, str(lanes), f"{taken[best]:.2f}{same}", f"{others:.2f}",
+                 f"{taken['auto']:.2f}", f"{predicted['auto']:.2f}")
+            )  # fmt: skip
+    return "step | lanes | best fixed mode | best of the other plans | `auto` | predicted", rows
+
+
+def peers() -> Table:
+    """Rates beside TRL's."""
+    results = read("peers_trl")["results"]
+    rows = results["addition"]["rows"]
+    long_tail = target("peers_trl", "countdown: samples/s against TRL")
+    return "comparison | figure", [
+        (
+            f"m2flow against TRL {results['trl']} on two cores, samples/s: the quick start",
+            f"{rows['m2flow']['ratio']:.1f} times",
+        ),
+        (
+            "the same, with every sample trained and nothing shared within a group",
+            f"{rows['m2flow, also nothing shared']['ratio']:.1f} times",
+        ),
+        (
+            "the same, and with a log-probability pass that the step does not need",
+            f"{rows['m2flow, also a log-probability pass']['ratio']:.1f} times",
+        ),
+        (
+            "m2flow against TRL on two cores, samples/s: answers with a long tail",
+            f"{long_tail:.1f} times",
+        ),
+    ]
+
+
+def overhead() -> Table:
+    """Rates beside a plain loop's, and beside TRL's."""
+    header, rows = peers()
+    share = target("overhead", "samples/s of the flow against the plain loop")
+    what = "m2flow on one lane against a plain loop over the same objects, samples/s"
+    return header, [(what, f"{share:.2f} times"), *rows]
+
+
+def mechanisms() -> Table:
+    """What each part costs or gains."""
+    hand_over = read("links")["results"]["hand_over_us"]
+    against_raw = (
+        hand_over[f"m2flow/copied/{size}"] / hand_over[f"raw/copied/{size}"]
+        for size in ("1 KiB", "1 MiB", "100 MiB")
+    )
+    longer = read("mechanisms")["results"]["times_as_long"]
+    channel = target("links", "channel put and get of 1 KiB, ms")
+    faster = target("links", "times as fast as Ray's queue at 1 KiB")
+    engine = target("engine_scale", "events per second of the engine alone")
+    return "what | figure", [
+        (
+            "a call sent to a lane and its end known, median",
+            f"{target('links', 'dispatch of a call, p50, ms'):.2f} ms",
+        ),
+        (
+            ("a tensor handed from lane to lane of one machine, against raw pooled shared memory: "
+            "1 KiB, 1 MiB, 100 MiB"),
+            f"{', '.join(f'{one:.2f}' for one in against_raw)} times",
+        ),
+        (
+            "put and get of 1 KiB through a `Channel`",
+            f"{channel:.2f} ms, {faster:.1f} times as fast as Ray's queue",
+        ),
+        (
+            "weights of 200 MB published to another lane, against the rate of a plain copy",
+            f"{target('links', 'publish, share of the rate of a copy'):.2f}",
+        ),
+        (
+            "a step without pipelining (GRPO with a verifier that computes)",
+            f"{longer['grpo']['pipelining off']:.2f} times as long",
+        ),
+        (
+            "a loop of environment and policy without fusing",
+            f"{longer['playing']['fused loops off']:.1f} times as long",
+        ),
+        (
+            (f"engine alone, {read('engine_scale')['results']['lanes']:,} lanes, 100,000 items a "
+            "step"),
+            f"{round(engine, -3):,.0f} events/s",
+        ),
+        (
+            "from the command to the first stage call, two lanes",
+            f"{target('start_up', 'seconds to the first stage call'):.1f} s",
+        ),
+        ("a span of the timeline: made, sent, written",
+         f"{target('timeline', 'us a span, all parts together'):.0f} µs"),
+    ]  # fmt: skip
+
+
+def learning() -> Table:
+    """Held-out accuracy before and after, by algorithm, precision and layout."""
+    said = {
+        "grpo": "nothing",
+        "grpo, bfloat16": "`model.dtype=bfloat16`",
+        "grpo, LoRA": "`model.lora_rank=16 optimizer.learning_rate=3e-3`",
+        "dapo": "`algorithm.name=dapo`",
+        "ppo": "`ppo_quickstart` in place of it",
+        "grpo, staleness 1": "`max_staleness=1 training.recompute_logprobs=true`, disaggregated",
+        "grpo, staleness 2": "`max_staleness=2 training.recompute_logprobs=true`, disaggregated",
+        "grpo, mixture of experts in ep2": "a Qwen3 mixture of experts, `layouts.learner=ep2`",
+    }
+    return "what is said beside the recipe | seed 0 | seed 1", [
+        (said[name], *(f"{begin:.3f} to {end:.3f}" for begin, end in seeds.values()))
+        for name, seeds in read("learning")["results"].items()
+    ]
+
+
+def in_short() -> Table:
+    """What README says of all that."""
+    shares = read("quickstart_modes")["results"]["against_eager"]
+    whole = [
+        target("auto_judged" if name == "judged" else "auto", f"{name}: auto over the best mode, "
+               "whole run")
+        for name in STEPS
+    ]  # fmt: skip
+    rate = target("peers_trl", "addition: samples/s against TRL")
+    plain = target("overhead", "samples/s of the flow against the plain loop")
+    return "on two CPU cores | figure", [
+        (
+            "the quick start under the best fixed mode, against one process",
+            f"{max(shares.values()):.2f} times the samples/s",
+        ),
+        (
+            (
+                "`auto` with nothing known beforehand, against the best fixed mode of each of five "
+                "workloads, whole runs"
+            ),
+            f"{min(whole):.2f} to {max(whole):.2f} times the seconds",
+        ),
+        (
+            "the quick start against TRL on the same task, model and budget",
+            f"{rate:.1f} times the samples/s",
+        ),
+        (
+            "one lane against a plain loop over the same objects: what flow, engine and lane cost",
+            f"{plain:.2f} times the samples/s",
+        ),
+        (
+            "from the command to the first stage call, two lanes",
+            f"{target('start_up', 'seconds to the first stage call'):.1f} s",
+        ),
+    ]
+
+
+TABLES: dict[str, tuple[Callable[[], Table], Sequence[str]]] = {
+    "in_short": (in_short, ("quickstart_modes", "auto", "auto_judged", "peers_trl", "overhead",
+                            "start_up")),
+    "quickstart_modes": (quickstart_modes, ("quickstart_modes",)),
+    "auto": (auto, ("auto", "auto_judged")),
+    "modes": (modes, ("modes",)),
+    "emulated": (emulated, ("emulated_16", "emulated_128")),
+    "peers": (peers, ("peers_trl",)),
+    "overhead": (overhead, ("overhead", "peers_trl")),
+    "mechanisms": (mechanisms, ("links", "mechanisms", "engine_scale", "start_up", "timeline")),
+    "learning": (learning, ("learning",)),
+}  # fmt: skip
+"""By name what makes a table, and the results that it is made from."""
+
+
+def generated(name: str, page: Path) -> str:
+    """A table, and below it links to what measured its figures and to the results, with commits."""
+    make, files = TABLES[name]
+
+    def link(path: str) -> str:
+        return f"[{Path(path).name}]({os.path.relpath(PROJECT / path, page.parent)})"
+
+    scripts = dict.fromkeys(f"benchmarks/{read(file)['benchmark']}.py" for file in files)
+    results = (
+        f"{link(f'benchmarks/results/{file}.json')} at {read(file)['commit']}" for file in files
+    )
+    source = f"Measured by {', '.join(map(link, scripts))}: {', '.join(results)}."
+    return f"\n{table(make())}\n\n{source}\n\n"
+
+
+def up_to_date(page: Path) -> str:
+    """The text of a page with its tables as they should be."""
+    return MARKED.sub(
+        lambda found: found[1] + generated(found[2], page) + found[4], page.read_text()
+    )
+
+
+def main() -> int:
+    """Write the pages, or with `--check` say which are out of date."""
+    stale = [page for page in PAGES if page.read_text() != up_to_date(page)]
+    for page in stale:
+        if "--check" in sys.argv:
+            print(f"{page} is out of date: python docs/generate_figures.py")
+        else:
+            page.write_text(up_to_date(page))
+            print(f"wrote {page}")
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
