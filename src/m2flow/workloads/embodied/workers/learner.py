@@ -35,6 +35,7 @@ class Learner(Worker):
         from m2flow.workloads.embodied.learning import PolicyUpdate
         from m2flow.workloads.embodied.soft_update import SoftUpdate
 
+        self.source.set_threads(place.num_threads)
         self.policy = self.source.make(place.device)
         self.update: PolicyUpdate | SoftUpdate
         if self.recipe.algorithm.name == "sac":
