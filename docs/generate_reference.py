@@ -289,6 +289,8 @@ EMBODIED = {
     "update.epochs": "passes over the turns of a step",
     "update.minibatches": "optimizer steps of a pass",
     "update.turns_per_microbatch": "turns computed at a time; bounds memory",
+    "update.gradient_checkpointing": "compute activations of OpenVLA and OpenVLA-OFT again in the "
+    "backward pass, for a third more arithmetic; `null`: on accelerators",
     "evaluation.episodes": "greedy episodes of an evaluation; 0 for none",
     "evaluation.films": "how many of them the report shows, where the environment draws itself",
 }

@@ -472,6 +472,37 @@ def test_a_tiny_model_learns_to_find_what_the_instruction_names() -> None:
     assert right > 0.9
 
 
+@pytest.mark.parametrize("kind", ["openvla", "oft"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_activations_that_are_computed_again_give_the_same_gradients(kind: str, rank: int) -> None:
+    """And less is kept: for 7B, what lies between the passes would fill an accelerator."""
+    found, kept = [], []
+    for again in (False, True):
+        policy, seen = tiny(kind), observations(2)
+        if rank:
+            add_lora(policy, rank, seed=1)
+        policy.eval()
+        if again:
+            policy.compute_activations_again()
+        tokens = policy.act(seen, seeds=SEEDS[:2]).tokens
+        sizes: dict[int, int] = {}
+
+        def note(one: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            if not one.requires_grad or not one.is_leaf:
+                sizes[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+            return one
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda one: one):
+            judged = policy.evaluate(seen, tokens)
+        (judged.logprobs.sum() + judged.values.sum()).backward()
+        kept.append(sum(sizes.values()))
+        found.append({n: p.grad for n, p in policy.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name], rtol=1e-4, atol=1e-5, msg=name)
+    assert kept[1] < 0.5 * kept[0]
+
+
 def test_missing_statistics_list_those_there_are() -> None:
     raw = {**tiny("openvla").model.config.raw, "norm_stats": {"a_no_noops": {}, "b": {}}}
     config = VLAConfig.of(raw)

@@ -11,10 +11,14 @@ Legend: B batch, K actions of a chunk, A action size, E embedding, V ids in the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from m2flow.errors import UserError
 from m2flow.models.policies.distributions import categorical
@@ -87,6 +91,16 @@ class VLAPolicy(Policy):
         logprobs, entropy = categorical(logits_BKAV, tokens - self._first_id)
         return Evaluation(logprobs, entropy, self._value(state_BE))
 
+    def compute_activations_again(self) -> None:
+        """From now on keep the inputs of blocks alone for the backward pass, and not all within.
+
+        A third more arithmetic; the activations of a 7B model fill an accelerator otherwise.
+        """
+        towers = self.model.vision_backbone.towers
+        of_towers = (block for tower in towers for block in tower.blocks)
+        for block in (*of_towers, *self.model.language_model.model.layers):
+            block.forward = partial(_computed_again, block.forward)
+
     def _judge(self, prefix: Prefix, tokens_BKA: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scaled logits that the tokens were drawn from, and the state [B, E]."""
         raise NotImplementedError
@@ -130,3 +144,10 @@ class VLAPolicy(Policy):
     def tokens_of(self, actions_BKA: Tensor) -> Tensor:
         """Return the tokens of environment actions, for behaviour cloning."""
         return self.bins.encode(self.scale.inverse(actions_BKA))
+
+
+def _computed_again(block: Callable[..., Any], x: Tensor, **options: Any) -> Any:
+    """Without a backward pass to come, as in acting, a block may have a cache and is left alone."""
+    if not torch.is_grad_enabled():
+        return block(x, **options)
+    return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, **options)
