@@ -234,6 +234,8 @@ EMBODIED = {
     "policy.gripper": "the simulator's convention for the gripper",
     "policy.centre_crop": "crop pictures to the middle 90 % of their area, as LIBERO checkpoints "
     "were trained",
+    "policy.resize": "how pictures come to the model's size: `bicubic`, as the checkpoint's own "
+    "processor does, or `lanczos`, as published evaluations on LIBERO do beforehand",
     "policy.temperature": "of the distribution that action tokens are drawn from",
     "policy.dtype": "of a checkpoint's weights",
     "policy.lora_rank": "train only adapters of this rank; 0 trains everything",

@@ -375,6 +375,21 @@ def test_resizing_is_pillows(size: tuple[int, int]) -> None:
         assert levels.mean() < 0.02
 
 
+@pytest.mark.parametrize("size", [(256, 256), (480, 640), (128, 128), (224, 224)])
+def test_lanczos_is_that_of_pillow_on_single_precision(size: tuple[int, int]) -> None:
+    """There Pillow neither rounds nor clips between the axes, as tf.image.resize does not."""
+    generator = torch.Generator().manual_seed(0)
+    picture = torch.randint(0, 256, (*size, 3), generator=generator).byte()
+    ours = preprocess(picture[None], 224, centre_crop=False, resize="lanczos")[0, 3:] * 127.5
+    channels = picture.permute(2, 0, 1).float().numpy()
+    lanczos = Image.Resampling.LANCZOS
+    theirs = [np.array(Image.fromarray(one).resize((224, 224), lanczos)) for one in channels]
+    levels = (ours + 127.5 - torch.tensor(np.stack(theirs)).clamp(0, 255)).abs()
+    assert levels.max() < 0.51
+    bicubic = preprocess(picture[None], 224, centre_crop=False)[0, 3:] * 127.5
+    assert (bicubic - ours).abs().max() > 5 or size == (224, 224)
+
+
 def test_the_crop_is_the_middle_nine_tenths_of_the_area() -> None:
     """A ramp stays a ramp, of the part between the crop's edges; bilinear, corners on corners."""
     ramp = torch.linspace(0, 255, 224)

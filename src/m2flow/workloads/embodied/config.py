@@ -60,6 +60,7 @@ KEYS_OF_POLICIES = {
     "statistics": ("openvla", "openvla-oft"),
     "gripper": ("openvla", "openvla-oft"),
     "centre_crop": ("openvla", "openvla-oft"),
+    "resize": ("openvla", "openvla-oft"),
     "temperature": ("openvla", "openvla-oft"),
     "dtype": ("openvla", "openvla-oft", "pi0"),
     "lora_rank": ("openvla", "openvla-oft", "pi0"),
@@ -99,6 +100,7 @@ class PolicySection(Section):
     statistics: str | None = None
     gripper: Literal["as_it_is", "libero", "widowx"] = "as_it_is"
     centre_crop: Flag = False
+    resize: Literal["bicubic", "lanczos"] = "bicubic"
     temperature: Positive = 1.0
     dtype: Literal["float32", "bfloat16"] = "float32"
     lora_rank: Natural = 0

@@ -30,7 +30,7 @@ from m2flow.models.policies.vla.actions import (
     scale_proprioception,
 )
 from m2flow.models.policies.vla.heads import ProprioProjector, ValueHead
-from m2flow.models.policies.vla.images import preprocess
+from m2flow.models.policies.vla.images import Resize, preprocess
 from m2flow.models.policies.vla.openvla import OpenVLA, Prefix
 from m2flow.models.policies.vla.prompts import PromptTokenizer
 
@@ -44,7 +44,7 @@ class VLAOptions:
             has several.
         gripper: convention of the simulator, see `actions.ActionScale`.
         cameras: names of the observed pictures, in the order of training.
-        centre_crop: see `images.preprocess`.
+        centre_crop, resize: see `images.preprocess`.
         chunk: actions decided at once; more than one with parallel decoding only.
         temperature: of the distribution that tokens are drawn from and judged by.
         restricted: whether only action bins can be drawn.
@@ -55,6 +55,7 @@ class VLAOptions:
     gripper: Gripper = "as_it_is"
     cameras: tuple[str, ...] = ("image",)
     centre_crop: bool = False
+    resize: Resize = "bicubic"
     chunk: int = 1
     temperature: float = 1.0
     restricted: bool = True
@@ -117,8 +118,8 @@ class VLAPolicy(Policy):
                     expected=f"names among: {', '.join(sorted(observations))}",
                 )
             picture = observations[camera].to(device)
-            size, crop = self.model.config.image_size, self.options.centre_crop
-            pictures.append(preprocess(picture, size, crop))
+            size, options = self.model.config.image_size, self.options
+            pictures.append(preprocess(picture, size, options.centre_crop, options.resize))
         ids, mask = self.tokenizer.batch(observations["instruction"], device)
         extra = None
         if self.proprio_projector is not None:
