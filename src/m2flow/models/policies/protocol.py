@@ -101,7 +101,7 @@ class Policy(nn.Module, ABC):
             logprobs_BKD: Tensor, entropy_BKD: Tensor | None = None, values_B: Tensor | None = None
         ) -> None:
             given = {judged.logprobs: logprobs_BKD}
-            if entropy_BKD is not None:
+            if entropy_BKD is not None and judged.entropy.requires_grad:  # noise may be fixed
                 given[judged.entropy] = entropy_BKD
             if values_B is not None:
                 assert judged.values is not None
