@@ -3,8 +3,9 @@
 The same environment, network, batch, epochs, mini-batches and cores; every side trains for real, in
 a process of its own (Stable-Baselines3 in its own environment, made on first use), on alternating
 blocks of steps: while one works, the others wait. Stable-Baselines3 steps its environments one
-after the other in its own process, or each in a process; m2flow is held against the faster of the
-two. m2flow runs on one lane, and on a lane for each core.
+after the other in its own process, with torch on every core (its default) and on one (faster for
+such small networks), or each in a process; m2flow is held against the fastest of the three. m2flow
+runs in one process without lanes, on one lane, and on a lane for each core.
 
 What a side's processor seconds for a million environment steps are is told beside it: what a busy
 machine disturbs least.
@@ -59,12 +60,16 @@ class Row:
 def rows(cores: int) -> list[Row]:
     """All sides."""
     ours = [
-        Row(f"m2flow, {lanes} lane{'s' * (lanes > 1)}", "peers.m2flow_control_side",
-            {"mode": "collocated", "lanes": lanes})
-        for lanes in sorted({1, cores})
+        Row("m2flow, eager", "peers.m2flow_control_side", {"mode": "eager", "lanes": 1}),
+        *(
+            Row(f"m2flow, {lanes} lane{'s' * (lanes > 1)}", "peers.m2flow_control_side",
+                {"mode": "collocated", "lanes": lanes})
+            for lanes in sorted({1, cores})
+        ),
     ]  # fmt: skip
     return [
         Row("SB3", "peers.sb3_side", {}),
+        Row("SB3, 1 thread", "peers.sb3_side", {"threads": 1}),
         Row("SB3, processes", "peers.sb3_side", {"processes": True}),
         *ours,
     ]

@@ -234,6 +234,8 @@ EMBODIED = {
     "policy.gripper": "the simulator's convention for the gripper",
     "policy.centre_crop": "crop pictures to the middle 90 % of their area, as LIBERO checkpoints "
     "were trained",
+    "policy.resize": "how pictures come to the model's size: `bicubic`, as the checkpoint's own "
+    "processor does, or `lanczos`, as published evaluations on LIBERO do beforehand",
     "policy.temperature": "of the distribution that action tokens are drawn from",
     "policy.dtype": "of a checkpoint's weights",
     "policy.lora_rank": "train only adapters of this rank; 0 trains everything",
@@ -289,6 +291,8 @@ EMBODIED = {
     "update.epochs": "passes over the turns of a step",
     "update.minibatches": "optimizer steps of a pass",
     "update.turns_per_microbatch": "turns computed at a time; bounds memory",
+    "update.gradient_checkpointing": "compute activations of OpenVLA and OpenVLA-OFT again in the "
+    "backward pass, for a third more arithmetic; `null`: on accelerators",
     "evaluation.episodes": "greedy episodes of an evaluation; 0 for none",
     "evaluation.films": "how many of them the report shows, where the environment draws itself",
 }

@@ -1,6 +1,7 @@
 """The side of Stable-Baselines3: its PPO, one `learn` of one rollout for each step.
 
-`extra["processes"]` chooses `SubprocVecEnv`, a process an environment, over `DummyVecEnv`.
+`extra["processes"]` chooses `SubprocVecEnv`, a process an environment, over `DummyVecEnv`;
+`extra["threads"]` is how many torch has, the cores if it is not said.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def main() -> None:
     """Serve steps until the other end closes."""
     wire = Wire()
     settings = wire.settings(ControlSettings)
-    torch.set_num_threads(settings.cores)
+    torch.set_num_threads(int(settings.extra.get("threads", settings.cores)))
     family, _, task = settings.environment.partition(":")
     make: Any = task
     if family != "gymnasium":

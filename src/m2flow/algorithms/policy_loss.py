@@ -107,6 +107,17 @@ def clipped_policy_loss(
     return PolicyLoss(loss_T, ratio_T.detach(), log_ratio_T.detach(), clipped_T)
 
 
+def clipped_policy_gradient(loss: PolicyLoss, advantages_T: Tensor) -> Tensor:
+    """The derivative of each token's loss by its own log-probability, for "clip" and no weights.
+
+    Args:
+        loss: what `clipped_policy_loss` gave, at token level without a dual clip.
+        advantages_T: [T], those that it was given.
+    """
+    still_T = loss.clipped_T | (loss.log_ratio_T.abs() > MAX_LOG_RATIO)
+    return (loss.ratio_T * -advantages_T.to(loss.ratio_T.dtype)).masked_fill_(still_T, 0.0)
+
+
 def gap_weights(
     old_logprobs_T: Tensor,
     behaviour_logprobs_T: Tensor,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from m2flow.algorithms.sampling import derive_seed, sample_tokens
 from m2flow.errors import UserError
+from m2flow.models.policies import direct
 from m2flow.models.policies.actor_critic import (
     ActorCritic,
     RunningNorm,
@@ -261,3 +262,40 @@ def test_choices_are_those_that_sample_tokens_draws() -> None:
         tokens_B, _ = sample_tokens(logits_BKN[:, k].detach(), torch.tensor(seeds), at_B, 1.0)
         assert torch.equal(output.tokens[:, k, 0], tokens_B)
     assert len(output.tokens.unique()) == 6
+
+
+@pytest.mark.parametrize(("encoder", "kind"), ALL)
+@pytest.mark.parametrize("entropy", [False, True])
+def test_gradients_that_are_written_out_are_autograds(
+    encoder: str, kind: str, entropy: bool
+) -> None:
+    """Of every head and encoder, whichever of the two computes them; they add to what is there."""
+    one, two, seen = policy(encoder, kind), policy(encoder, kind), observations()
+    for model in (one, two):
+        model.returns.square.fill_(9.0)
+        model.returns.count.fill_(1.0)
+    tokens = one.act(seen, seeds=SEEDS).tokens.detach()
+    judged, pull = one.judge(seen, tokens)
+    wanted = two.evaluate(seen, tokens)
+    assert wanted.values is not None
+    assert judged.values is not None
+    torch.testing.assert_close(judged.logprobs, wanted.logprobs)
+    torch.testing.assert_close(judged.entropy, wanted.entropy)
+    torch.testing.assert_close(judged.values, wanted.values)
+    assert not judged.logprobs.requires_grad
+    assert not judged.values.requires_grad
+    generator = torch.Generator().manual_seed(4)
+    parts = (judged.logprobs, judged.entropy, judged.values)
+    slopes = [torch.randn(part.shape, generator=generator) for part in parts]
+    pull(slopes[0], slopes[1] if entropy else None, slopes[2])
+    sums = [(wanted.logprobs * slopes[0]).sum(), (wanted.values * slopes[2]).sum()]
+    if entropy:
+        sums.append((wanted.entropy * slopes[1]).sum())
+    torch.stack(sums).sum().backward()
+    _, pull = one.judge(seen, tokens)
+    pull(slopes[0])
+    (two.evaluate(seen, tokens).logprobs * slopes[0]).sum().backward()
+    for (name, found), expected in zip(one.named_parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-5, msg=name)
+    if encoder == "mlp" and kind != "squashed":
+        assert direct.judge(one, seen, tokens) is not None

@@ -128,6 +128,22 @@ def test_the_noise_network_keeps_its_bounds_and_learns() -> None:
     assert sum(reached) > 0.85 * len(reached)
 
 
+@pytest.mark.parametrize("noise", ["sde", "network"])
+def test_gradients_of_what_is_judged_reach_the_parameters(noise: str) -> None:
+    """The entropy of noise that is fixed depends on nothing, and stops nothing."""
+    one, two, seen = policy(noise), policy(noise), observations()
+    tokens = one.act(seen, seeds=SEEDS).tokens
+    judged, pull = one.judge(seen, tokens)
+    assert judged.values is not None
+    slopes = [torch.full_like(part, 0.1) for part in (judged.logprobs, judged.entropy)]
+    pull(*slopes, torch.ones_like(judged.values))
+    wanted = two.evaluate(seen, tokens)
+    assert wanted.values is not None
+    (0.1 * (wanted.logprobs + wanted.entropy).sum() + wanted.values.sum()).backward()
+    for (name, found), expected in zip(one.named_parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
 def test_reinforcing_a_path_raises_its_probability() -> None:
     model, seen = policy(), observations()
     output = model.act(seen, seeds=SEEDS)

@@ -375,6 +375,21 @@ def test_resizing_is_pillows(size: tuple[int, int]) -> None:
         assert levels.mean() < 0.02
 
 
+@pytest.mark.parametrize("size", [(256, 256), (480, 640), (128, 128), (224, 224)])
+def test_lanczos_is_that_of_pillow_on_single_precision(size: tuple[int, int]) -> None:
+    """There Pillow neither rounds nor clips between the axes, as tf.image.resize does not."""
+    generator = torch.Generator().manual_seed(0)
+    picture = torch.randint(0, 256, (*size, 3), generator=generator).byte()
+    ours = preprocess(picture[None], 224, centre_crop=False, resize="lanczos")[0, 3:] * 127.5
+    channels = picture.permute(2, 0, 1).float().numpy()
+    lanczos = Image.Resampling.LANCZOS
+    theirs = [np.array(Image.fromarray(one).resize((224, 224), lanczos)) for one in channels]
+    levels = (ours + 127.5 - torch.tensor(np.stack(theirs)).clamp(0, 255)).abs()
+    assert levels.max() < 0.51
+    bicubic = preprocess(picture[None], 224, centre_crop=False)[0, 3:] * 127.5
+    assert (bicubic - ours).abs().max() > 5 or size == (224, 224)
+
+
 def test_the_crop_is_the_middle_nine_tenths_of_the_area() -> None:
     """A ramp stays a ramp, of the part between the crop's edges; bilinear, corners on corners."""
     ramp = torch.linspace(0, 255, 224)
@@ -470,6 +485,37 @@ def test_a_tiny_model_learns_to_find_what_the_instruction_names() -> None:
     chosen = policy.act(seen, seeds=range(128), greedy=True).actions
     right = (chosen[..., 0].sign() == actions[..., 0].sign()).float().mean()
     assert right > 0.9
+
+
+@pytest.mark.parametrize("kind", ["openvla", "oft"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_activations_that_are_computed_again_give_the_same_gradients(kind: str, rank: int) -> None:
+    """And less is kept: for 7B, what lies between the passes would fill an accelerator."""
+    found, kept = [], []
+    for again in (False, True):
+        policy, seen = tiny(kind), observations(2)
+        if rank:
+            add_lora(policy, rank, seed=1)
+        policy.eval()
+        if again:
+            policy.compute_activations_again()
+        tokens = policy.act(seen, seeds=SEEDS[:2]).tokens
+        sizes: dict[int, int] = {}
+
+        def note(one: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            if not one.requires_grad or not one.is_leaf:
+                sizes[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+            return one
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda one: one):
+            judged = policy.evaluate(seen, tokens)
+        (judged.logprobs.sum() + judged.values.sum()).backward()
+        kept.append(sum(sizes.values()))
+        found.append({n: p.grad for n, p in policy.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name], rtol=1e-4, atol=1e-5, msg=name)
+    assert kept[1] < 0.5 * kept[0]
 
 
 def test_missing_statistics_list_those_there_are() -> None:

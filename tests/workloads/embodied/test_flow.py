@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 import m2flow
+from m2flow.environments import make_environments
+from m2flow.environments.deadlines import Deadlines
 from m2flow.errors import UserError
 from m2flow.plan import build_plan
 from m2flow.workloads.common.reading import read_recipe
@@ -144,6 +147,31 @@ def test_an_episode_that_fails_is_counted_and_the_run_goes_on(changes: dict[str,
     figures = EmbodiedExperiment(some).metrics(result)
     assert figures["episodes/failed"] > 0
     assert figures["episodes/finished"] > 0
+    assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
+
+
+@pytest.mark.parametrize("fault", ["kill", "hang", "nan", "raise", "noreset"])
+def test_faults_of_real_processes_cost_episodes_and_not_the_run(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In mid-episode, two simulators in each process; another step is trained with them then."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "environments"))
+    hurried = partial(make_environments, deadlines=Deadlines(step=1.0, reset=10.0))
+    monkeypatch.setattr("m2flow.environments.make_environments", hurried)
+    some = recipe(
+        environment={
+            "name": "toy_environments:Faulty", "options": {"folder": str(tmp_path)}, "processes": 2
+        },
+        policy={"kind": "mlp"},
+        rollouts_per_step=4,
+    )  # fmt: skip
+    (tmp_path / fault).write_text("3")
+    results, weights = trained(some, "eager", steps=2)
+    first, second = (EmbodiedExperiment(some).metrics(result) for result in results)
+    assert not (tmp_path / fault).exists() or (tmp_path / fault).read_text() == "0"
+    assert 1 <= first["episodes/failed"] <= 2
+    assert second["episodes/failed"] == 0
+    assert second["environment_steps"] == 4 * some.rollout.horizon
     assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
 
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from m2flow.engine.loops import fused_loops
 from m2flow.engine.plan import LaneSpec
+from m2flow.errors import UserError
 from m2flow.plan import build_plan, plan_from_json
+from m2flow.plan.profile.hardware import device_named
+from m2flow.plan.profile.work import FlowWork, total
 from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.common.workload import Assumed
 from m2flow.workloads.embodied.flow import recipe_flow
+from m2flow.workloads.embodied.workload import WORKLOAD
 from tests.cli.conftest import run_command
 from tests.runtime.local_cluster import local_cluster
 
@@ -32,16 +38,16 @@ RECIPE = {
 def test_a_recipe_is_measured_and_then_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a simulator takes is in no data sheet: the plan follows from what was measured."""
+    """What a simulator of one's own takes is in no data sheet: it is measured, then planned."""
     monkeypatch.setenv("M2FLOW_CACHE", str(tmp_path / "cache"))
     recipe = tmp_path / "table.yaml"
     recipe.write_text(json.dumps(RECIPE))
     before = run_command("plan", recipe, "--explain")
     assert before.code == 0
     assert "nothing is known of these lanes yet" in before.err
-    refused = run_command("plan", recipe, "--cluster", "1x2xCPU")
-    assert refused.code != 0
-    assert "m2flow profile RECIPE" in refused.err
+    own = run_command("plan", recipe, "environment.name=mine:Own", "--cluster", "1x2xCPU")
+    assert own.code == 2
+    assert "m2flow profile RECIPE" in own.err
     with local_cluster(2):
         done = run_command("profile", recipe, "--budget", 15)
     assert done.code == 0, done.err
@@ -53,6 +59,69 @@ def test_a_recipe_is_measured_and_then_planned(
     graph = recipe_flow(read_recipe(RECIPE)).trace()  # type: ignore[arg-type]
     plan = plan_from_json(run_command("plan", recipe, "--json").out)
     assert fused_loops(graph, plan), "a trip between lanes is dearer than any of its turns"
+
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+H100 = device_named("H100")
+
+
+def priced(name: str, *changes: str, model: Path | None = None) -> FlowWork:
+    """What a shipped recipe asks of an H100."""
+    recipe: Any = read_recipe(RECIPES / f"{name}.yaml", list(changes))
+    assumed = Assumed(model=None if model is None else str(model))
+    return WORKLOAD.prices(recipe, recipe_flow(recipe).trace(), assumed)(H100, 8)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["openvla-ppo-maniskill", "openvla-oft-grpo-libero-spatial", "openvla-oft-ppo-libero-spatial"],
+)
+def test_seven_billion_parameters_fit_an_accelerator(name: str) -> None:
+    """Actor and learner beside each other, because activations are computed again."""
+    work = priced(name)
+    held = [total(work.workers[worker].states[0][1]) for worker in ("actor", "learner")]
+    assert held[0] == pytest.approx(2 * 7_541_237_184)
+    (training,), (kept,) = (
+        some.stages["learner.train"].layouts
+        for some in (work, priced(name, "update.gradient_checkpointing=false"))
+    )
+    assert sum(held) + total(training.working_bytes(1)) < H100.usable_bytes
+    assert total(kept.working_bytes(1)) > 5 * total(training.working_bytes(1))
+    assert training.call(8).on(H100) > 1.2 * kept.call(8).on(H100), "a third more arithmetic"
+    acting = work.stages["actor.act"]
+    assert acting.turns is not None
+    assert any("7.54 billion parameters" in line for line in work.assumptions)
+    assert any("a step of" in line for line in work.assumptions)
+
+
+def test_pi0_fits_where_it_is_trained_alone() -> None:
+    work = priced("pi0-ppo-libero-spatial")
+    (training,) = work.stages["learner.train"].layouts
+    state = total(work.workers["learner"].states[0][1])
+    assert 50e9 < state + total(training.working_bytes(1)) < H100.usable_bytes
+
+
+def test_the_models_own_config_is_what_is_priced(tmp_path: Path) -> None:
+    """The published `config.json`, which leaves out what is Llama's; and one of another family."""
+    fixture = Path(__file__).parents[2] / "models/policies/fixtures/openvla_7b_config.json"
+    raw = json.loads(fixture.read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    published = priced("openvla-ppo-maniskill", model=tmp_path)
+    assert published.workers == priced("openvla-ppo-maniskill").workers
+    raw["text_config"]["num_hidden_layers"] = 16
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    half = priced("openvla-ppo-maniskill", model=tmp_path)
+    assert half.workers["actor"].weight_bytes < 0.6 * published.workers["actor"].weight_bytes
+    with pytest.raises(UserError, match="another family"):
+        priced("pi0-ppo-libero-spatial", model=tmp_path)
+
+
+def test_more_simulators_at_a_time_take_less() -> None:
+    def step(*changes: str) -> float:
+        stage = priced("openvla-ppo-maniskill", *changes).stages["simulator.step"]
+        return stage.layouts[0].call(16).on(H100)
+
+    assert step("environment.processes=4") > 2 * step("environment.processes=16")
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -17,6 +17,7 @@ from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.embodied.evaluation import examine
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+from m2flow.workloads.embodied.workload import WORKLOAD
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 PUBLISHED = sorted(
@@ -68,8 +69,11 @@ def checkpoint(folder: Path, actions: int = 2, end: float = 1.0, regresses: bool
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_recipes_have_full_sizes_and_tiny_ones(name: str) -> None:
     assert len(PUBLISHED) == 5
+    unnamed: Any = read_recipe(RECIPES / f"{name}.yaml")
     with pytest.raises(UserError, match="model=FOLDER, or model=tiny"):
-        read_recipe(RECIPES / f"{name}.yaml")
+        EmbodiedExperiment(unnamed)
+    with pytest.raises(UserError, match="model=FOLDER, or model=tiny"):
+        WORKLOAD.check_here(unnamed)
     full = read_recipe(RECIPES / f"{name}.yaml", ["model=/models/some"])
     tiny = read_recipe(RECIPES / f"{name}.yaml", ["model=tiny", "steps=2", "rollout.horizon=80"])
     assert full.name == tiny.name == name
@@ -95,6 +99,52 @@ def test_a_tiny_model_is_trained_and_changes(kind: str, tmp_path: Path) -> None:
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert row["environment_steps"] == 16
     assert row["train/grad_norm"] > 0
+
+
+@needs_vla
+def test_a_fine_tuned_model_is_a_published_folder_again(tmp_path: Path) -> None:
+    """Adapters added: it acts as the run's own policy does, without m2flow's recipe."""
+    from m2flow.models.policies.vla.checkpoint import load_openvla_oft
+    from m2flow.models.policies.vla.policy import VLAOptions
+    from m2flow.workloads.embodied.workers.source import PolicySource
+
+    folder = checkpoint(tmp_path / "model")
+    policy = {"kind": "openvla-oft", "chunk": 2, "lora_rank": 2}
+    changes = {"model": folder, "policy": policy, "optimizer": {"learning_rate": 0.01}}
+    run = train(TABLE, changes, run_dir=tmp_path / "run")
+    saved = run / "checkpoints" / "latest"
+    recipe: Any = read_recipe(TABLE, changes)
+    spec = EmbodiedExperiment(recipe).spec
+    own: Any = PolicySource(recipe.policy, spec, folder=str(saved), model=folder).make()
+    options = VLAOptions(chunk=2, critic=True)
+    again = load_openvla_oft(saved / "model", options, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    seen = {
+        "image": torch.randint(0, 256, (2, 32, 32, 3), generator=generator).byte(),
+        "instruction": ["reach the red ball"] * 2,
+    }
+    one, two = (some.act(seen, seeds=[1, 2]) for some in (own, again))
+    assert torch.equal(one.tokens, two.tokens)
+    torch.testing.assert_close(one.logprobs, two.logprobs, rtol=1e-4, atol=1e-4)
+    first = load_openvla_oft(folder, options, dtype=torch.float32)
+    assert not torch.allclose(first.act(seen, seeds=[1, 2]).logprobs, two.logprobs, atol=1e-4)
+
+
+@needs_vla
+def test_activations_are_computed_again_where_it_is_asked_for(tmp_path: Path) -> None:
+    """The same step of training, and what has no such blocks is refused."""
+    rows = []
+    for name, again in (("kept", False), ("again", True)):
+        changes = {
+            "model": "tiny", "policy": {"kind": "openvla-oft", "chunk": 2, "lora_rank": 2},
+            "update": {"epochs": 1, "minibatches": 2, "gradient_checkpointing": again},
+        }  # fmt: skip
+        run = train(TABLE, changes, run_dir=tmp_path / name)
+        rows.append(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]))
+    for figure in ("loss/policy", "train/grad_norm", "eval/return"):
+        assert rows[0][figure] == pytest.approx(rows[1][figure], rel=1e-3, abs=1e-6), figure
+    with pytest.raises(UserError, match="no blocks that can be computed again"):
+        read_recipe(TABLE, {"policy": {"kind": "pi0"}, "update": {"gradient_checkpointing": True}})
 
 
 @needs_vla

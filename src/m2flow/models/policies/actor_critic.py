@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from m2flow.errors import UserError
+from m2flow.models.policies import direct
 from m2flow.models.policies.distributions import (
     ActionHead,
     CategoricalHead,
@@ -28,6 +29,7 @@ from m2flow.models.policies.protocol import (
     Observations,
     Policy,
     PolicyOutput,
+    Pullback,
     RunningStatistics,
     seed_tensor,
 )
@@ -174,6 +176,9 @@ class ActorCritic(Policy):
         if self.critic is not None:
             features_BF = self.critic(observations)
         return Evaluation(logprobs, entropy, self._values(features_BF))
+
+    def judge(self, observations: Observations, tokens: Tensor) -> tuple[Evaluation, Pullback]:
+        return direct.judge(self, observations, tokens) or super().judge(observations, tokens)
 
     def values(self, observations: Observations) -> Tensor:
         return self._values((self.critic or self.actor)(observations))

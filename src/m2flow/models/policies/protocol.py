@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,19 @@ class Evaluation:
     values: Tensor | None
 
 
+class Pullback(Protocol):
+    """Adds to the parameters' gradients what gradients of an `Evaluation` come to; once."""
+
+    def __call__(
+        self,
+        logprobs_BKD: Tensor,
+        entropy_BKD: Tensor | None = None,
+        values_B: Tensor | None = None,
+        /,
+    ) -> None:
+        """Take the gradient of each of its parts; None for a part that has none."""
+
+
 CRITIC_PARTS = ("critic", "value", "value_head")
 """Modules of policies that belong to the critic alone."""
 
@@ -78,6 +91,25 @@ class Policy(nn.Module, ABC):
     @abstractmethod
     def evaluate(self, observations: Observations, tokens: Tensor) -> Evaluation:
         """Return log-probabilities and entropies of `tokens` [B, K, D] under the parameters."""
+
+    @torch.enable_grad()
+    def judge(self, observations: Observations, tokens: Tensor) -> tuple[Evaluation, Pullback]:
+        """Return what `evaluate` does, detached, and what takes its gradients to the parameters."""
+        judged = self.evaluate(observations, tokens)
+
+        def pull(
+            logprobs_BKD: Tensor, entropy_BKD: Tensor | None = None, values_B: Tensor | None = None
+        ) -> None:
+            given = {judged.logprobs: logprobs_BKD}
+            if entropy_BKD is not None and judged.entropy.requires_grad:  # noise may be fixed
+                given[judged.entropy] = entropy_BKD
+            if values_B is not None:
+                assert judged.values is not None
+                given[judged.values] = values_B
+            torch.autograd.backward(list(given), list(given.values()))
+
+        values_B = None if judged.values is None else judged.values.detach()
+        return Evaluation(judged.logprobs.detach(), judged.entropy.detach(), values_B), pull
 
     def values(self, observations: Observations) -> Tensor | None:
         """Return the critic's estimates, float32 [B]; None where the policy has no critic."""

@@ -60,6 +60,7 @@ KEYS_OF_POLICIES = {
     "statistics": ("openvla", "openvla-oft"),
     "gripper": ("openvla", "openvla-oft"),
     "centre_crop": ("openvla", "openvla-oft"),
+    "resize": ("openvla", "openvla-oft"),
     "temperature": ("openvla", "openvla-oft"),
     "dtype": ("openvla", "openvla-oft", "pi0"),
     "lora_rank": ("openvla", "openvla-oft", "pi0"),
@@ -70,6 +71,9 @@ KEYS_OF_POLICIES = {
     "denoising_steps": ("pi0",),
 }
 """Keys of `policy` to the kinds of policies that read them, where not all do."""
+
+IN_BLOCKS = ("openvla", "openvla-oft")
+"""Kinds of policies whose activations can be computed again."""
 
 VISION_LANGUAGE_ACTION = ("openvla", "openvla-oft", "pi0")
 """Kinds of policies that are published as models."""
@@ -96,6 +100,7 @@ class PolicySection(Section):
     statistics: str | None = None
     gripper: Literal["as_it_is", "libero", "widowx"] = "as_it_is"
     centre_crop: Flag = False
+    resize: Literal["bicubic", "lanczos"] = "bicubic"
     temperature: Positive = 1.0
     dtype: Literal["float32", "bfloat16"] = "float32"
     lora_rank: Natural = 0
@@ -198,11 +203,21 @@ class EmbodiedAlgorithmSection(Section):
 
 
 class UpdateSection(Section):
-    """What a step of training makes of its rollouts: `epochs` passes of `minibatches` each."""
+    """What a step of training makes of its rollouts: `epochs` passes of `minibatches` each.
+
+    With `gradient_checkpointing` activations of OpenVLA and OpenVLA-OFT are computed again in the
+    backward pass; null: on accelerators. Other policies have no such blocks.
+    """
 
     epochs: Count = 4
     minibatches: Count = 4
     turns_per_microbatch: Count = 4096
+    gradient_checkpointing: Flag | None = None
+
+    def checkpoints_on(self, device: str) -> bool:
+        """Whether activations are computed again, on a device or kind of lane."""
+        chosen = self.gradient_checkpointing
+        return not device.startswith("cpu") if chosen is None else chosen
 
 
 class ReplaySection(Section):
@@ -300,13 +315,23 @@ class EmbodiedRecipe(common.Recipe):
                 value=self.model,
                 hint=f"set policy.kind to {' or '.join(VISION_LANGUAGE_ACTION)}, or take it out",
             )
+        if self.update.gradient_checkpointing and self.policy.kind not in IN_BLOCKS:
+            raise UserError(
+                f"a policy of kind {self.policy.kind} has no blocks that can be computed again",
+                key="update.gradient_checkpointing",
+                value=True,
+                hint="take it out",
+            )
+        return self
+
+    def require_model(self) -> None:
+        """Refuse to run a recipe of a published checkpoint that names none; it can be planned."""
         if self.model is None and self.tiny:
             raise UserError(
                 "the recipe is for a published checkpoint, which it does not name",
                 key="model",
                 expected=f"model=FOLDER, or model={TINY} for a small one made on the spot",
             )
-        return self
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> EmbodiedRecipe:

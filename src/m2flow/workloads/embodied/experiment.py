@@ -48,6 +48,7 @@ class EmbodiedExperiment:
     """
 
     def __init__(self, recipe: EmbodiedRecipe) -> None:
+        recipe.require_model()
         self.recipe = recipe
         self.spec = spec_of(recipe)
         critic = recipe.algorithm.name == "ppo"

@@ -4,7 +4,7 @@ Which mini-batch a turn belongs to follows from its rollout's number, its place 
 the pass, and never from the lane that holds it. Gradients and denominators are summed over all
 lanes before each optimizer step. So placement changes the result by rounding at most.
 
-Legend: T turns, K steps of a turn, D coordinates drawn for a step, N what the loss counts.
+Legend: T turns.
 """
 
 from __future__ import annotations
@@ -16,25 +16,17 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from m2flow.algorithms.policy_loss import clipped_policy_loss
 from m2flow.algorithms.ppo import explained_variance
 from m2flow.algorithms.sampling import derive_seed, uniform
-from m2flow.algorithms.value_loss import clipped_value_loss
 from m2flow.flow import Batch
 from m2flow.models.policies.actor_critic import ReturnScale
-from m2flow.models.policies.protocol import Policy, at_level
+from m2flow.models.policies.protocol import Policy
 from m2flow.training.optimizer import AdamWConfig, AllReduce, SumOptimizer
 from m2flow.training.schedule import Schedule
 from m2flow.training.skipping import Skips
 from m2flow.workloads.embodied.config import EmbodiedRecipe
+from m2flow.workloads.embodied.objective import SUMS, wanted
 from m2flow.workloads.embodied.turns import Examples, TrainingTurns, turns_of
-
-SUMS = (
-    "loss", "policy", "entropy", "clipped", "ratio", "kl", "value", "denominator", "counted",
-    "turns",
-)  # fmt: skip
-"""What is added up over the pieces of a mini-batch; gradients are divided by the denominator, the
-weight of what the loss counts: each of the same, or each of an episode a share of its own."""
 
 
 def optimizer_config(recipe: EmbodiedRecipe) -> AdamWConfig:
@@ -124,46 +116,10 @@ class PolicyUpdate:
 
     def _learn(self, some: Examples, scale: float) -> Tensor:
         """Add the gradient of some turns; the sums of `SUMS`."""
-        algorithm = self.recipe.algorithm
-        judged = self.policy.evaluate(some.observations, some.tokens_TKD)
-        logprobs = at_level(some.carried_out(judged.logprobs), algorithm.level)
-        entropy = at_level(some.carried_out(judged.entropy), algorithm.level)
-        logprobs_N, entropy_N, old_N = map(some.counted, (logprobs, entropy, some.old))
-        weight_N = None if some.weight_T is None else some.spread(some.weight_T)
-        policy = clipped_policy_loss(
-            logprobs_N,
-            old_N,
-            some.spread(some.advantage_T),
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-        )
-        loss_N = policy.loss_T
-        if algorithm.entropy_coefficient:
-            loss_N = loss_N - algorithm.entropy_coefficient * entropy_N
-        loss = (loss_N if weight_N is None else weight_N * loss_N).sum()
-        turns, count = len(some), logprobs_N.numel()
-        missed = loss.new_zeros(())
-        if judged.values is not None and some.returns_T is not None:
-            assert some.values_T is not None
-            value = clipped_value_loss(
-                judged.values / scale, some.values_T, some.returns_T, clip=algorithm.value_clip
-            )
-            missed = value.loss_T.sum()
-            # The mean over turns, beside means over what the level counts.
-            loss = loss + algorithm.value_coefficient * count / turns * missed
-        torch.autograd.backward(loss)
-        ratio_N = policy.ratio_T
-        figures = (policy.loss_T.detach(), entropy_N.detach(), policy.clipped_T, ratio_N,
-                   ratio_N - 1 - policy.log_ratio_T)  # fmt: skip
-        weight = count if weight_N is None else float(weight_N.sum(dtype=torch.float64))
-        return torch.cat(
-            [
-                loss.detach().double().view(1),
-                torch.stack(figures).sum(1, dtype=torch.float64),
-                missed.detach().double().view(1),
-                loss.new_tensor([weight, count, turns], dtype=torch.float64),
-            ]
-        )
+        judged, pull = self.policy.judge(some.observations, some.tokens_TKD)
+        asked = wanted(judged, some, self.recipe.algorithm, scale)
+        pull(asked.logprobs_TKD, asked.entropy_TKD, asked.values_T)
+        return asked.sums
 
     def _step(self, sums: Tensor, all_reduce: AllReduce | None) -> dict[str, float]:
         """One optimizer step; its figures, of which a mini-batch without a turn has few."""

@@ -136,6 +136,19 @@ class Examples:
             return values[self.taken_TK.any(1)]
         return values[self.taken_TK].flatten()
 
+    def back(self, values_N: Tensor, shape: torch.Size) -> Tensor:
+        """[T, K, D] gradients of log-probabilities of that shape, from those of what is counted."""
+        old, taken_TK = self.old, self.taken_TK
+        if taken_TK is None:
+            values = values_N.view(old.shape)
+        else:
+            counted = taken_TK.any(1) if old.dim() == 1 else taken_TK
+            values = torch.zeros_like(old)
+            values[counted] = values_N.view(-1, *old.shape[counted.dim() :])
+        for _ in range(3 - old.dim()):
+            values = values.unsqueeze(-1)
+        return self.carried_out(values.expand(shape))
+
     def spread(self, values_T: Tensor) -> Tensor:
         """[N] values of turns, at everything in them that the loss counts."""
         wide = values_T.view(-1, *(1,) * (self.old.dim() - 1))

@@ -12,8 +12,9 @@ from m2flow.plan.profile.work import Pricer
 from m2flow.workloads.common.profile_key import digest
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.workload import Assumed, Examination
-from m2flow.workloads.embodied.config import EmbodiedRecipe
+from m2flow.workloads.embodied.config import VISION_LANGUAGE_ACTION, EmbodiedRecipe
 from m2flow.workloads.embodied.flow import recipe_flow
+from m2flow.workloads.embodied.work import prices
 
 if TYPE_CHECKING:
     from m2flow.workloads.embodied.experiment import EmbodiedExperiment
@@ -35,12 +36,13 @@ class Embodied:
     )
 
     def flow(self, recipe: EmbodiedRecipe, model: str | None = None) -> Flow:
-        if model is not None:
-            raise UserError("is for models of language", key="--model", value=model)
+        if model is not None and recipe.policy.kind not in VISION_LANGUAGE_ACTION:
+            raise UserError("is for policies that are published", key="--model", value=model)
         return recipe_flow(recipe)
 
     def check_here(self, recipe: EmbodiedRecipe) -> None:
         """Environments say themselves what they lack, when they are made."""
+        recipe.require_model()
         if recipe.policy.head == "l1":
             raise UserError(
                 "the regression head gives one action and no distribution: it cannot be trained",
@@ -51,11 +53,7 @@ class Embodied:
             )
 
     def prices(self, recipe: EmbodiedRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
-        raise UserError(
-            "what a simulator takes is in no data sheet",
-            key="--cluster",
-            hint="measure it: m2flow profile RECIPE, or a run in mode auto",
-        )
+        return prices(recipe, graph, assumed)
 
     def profile_key(self, recipe: EmbodiedRecipe) -> Mapping[str, Mapping[str, object]]:
         found = recipe.model_dump(mode="json", include=set(SHAPES))

@@ -11,10 +11,14 @@ Legend: B batch, K actions of a chunk, A action size, E embedding, V ids in the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from m2flow.errors import UserError
 from m2flow.models.policies.distributions import categorical
@@ -26,7 +30,7 @@ from m2flow.models.policies.vla.actions import (
     scale_proprioception,
 )
 from m2flow.models.policies.vla.heads import ProprioProjector, ValueHead
-from m2flow.models.policies.vla.images import preprocess
+from m2flow.models.policies.vla.images import Resize, preprocess
 from m2flow.models.policies.vla.openvla import OpenVLA, Prefix
 from m2flow.models.policies.vla.prompts import PromptTokenizer
 
@@ -40,7 +44,7 @@ class VLAOptions:
             has several.
         gripper: convention of the simulator, see `actions.ActionScale`.
         cameras: names of the observed pictures, in the order of training.
-        centre_crop: see `images.preprocess`.
+        centre_crop, resize: see `images.preprocess`.
         chunk: actions decided at once; more than one with parallel decoding only.
         temperature: of the distribution that tokens are drawn from and judged by.
         restricted: whether only action bins can be drawn.
@@ -51,6 +55,7 @@ class VLAOptions:
     gripper: Gripper = "as_it_is"
     cameras: tuple[str, ...] = ("image",)
     centre_crop: bool = False
+    resize: Resize = "bicubic"
     chunk: int = 1
     temperature: float = 1.0
     restricted: bool = True
@@ -87,6 +92,16 @@ class VLAPolicy(Policy):
         logprobs, entropy = categorical(logits_BKAV, tokens - self._first_id)
         return Evaluation(logprobs, entropy, self._value(state_BE))
 
+    def compute_activations_again(self) -> None:
+        """From now on keep the inputs of blocks alone for the backward pass, and not all within.
+
+        A third more arithmetic; the activations of a 7B model fill an accelerator otherwise.
+        """
+        towers = self.model.vision_backbone.towers
+        of_towers = (block for tower in towers for block in tower.blocks)
+        for block in (*of_towers, *self.model.language_model.model.layers):
+            block.forward = partial(_computed_again, block.forward)
+
     def _judge(self, prefix: Prefix, tokens_BKA: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scaled logits that the tokens were drawn from, and the state [B, E]."""
         raise NotImplementedError
@@ -103,8 +118,8 @@ class VLAPolicy(Policy):
                     expected=f"names among: {', '.join(sorted(observations))}",
                 )
             picture = observations[camera].to(device)
-            size, crop = self.model.config.image_size, self.options.centre_crop
-            pictures.append(preprocess(picture, size, crop))
+            size, options = self.model.config.image_size, self.options
+            pictures.append(preprocess(picture, size, options.centre_crop, options.resize))
         ids, mask = self.tokenizer.batch(observations["instruction"], device)
         extra = None
         if self.proprio_projector is not None:
@@ -130,3 +145,10 @@ class VLAPolicy(Policy):
     def tokens_of(self, actions_BKA: Tensor) -> Tensor:
         """Return the tokens of environment actions, for behaviour cloning."""
         return self.bins.encode(self.scale.inverse(actions_BKA))
+
+
+def _computed_again(block: Callable[..., Any], x: Tensor, **options: Any) -> Any:
+    """Without a backward pass to come, as in acting, a block may have a cache and is left alone."""
+    if not torch.is_grad_enabled():
+        return block(x, **options)
+    return checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, **options)

@@ -47,6 +47,11 @@ class VisionBackbone(nn.Module):
         self.channels = sum(tower.embed_dim for tower in towers)
         self.patches = towers[0].patch_embed.num_patches
 
+    @property
+    def towers(self) -> tuple[Any, Any]:
+        """DINOv2 and SigLIP, of timm."""
+        return self.featurizer, self.fused_featurizer
+
     def forward(self, pixels: Tensor) -> Tensor:
         """Return [B, cameras * P, C] for pixels [B, cameras * 6, side, side]."""
         cameras = pixels.split(2 * _CHANNELS, dim=1)
@@ -54,9 +59,8 @@ class VisionBackbone(nn.Module):
 
     def _one(self, pixels_B6HW: Tensor) -> Tensor:
         parts = pixels_B6HW.split(_CHANNELS, dim=1)
-        towers = (self.featurizer, self.fused_featurizer)
         patches = []
-        for tower, part in zip(towers, parts, strict=True):
+        for tower, part in zip(self.towers, parts, strict=True):
             second_to_last = len(tower.blocks) - 2
             (features,) = tower.forward_intermediates(
                 part,

@@ -24,6 +24,7 @@ class Actor(Worker):
         super().load(place)
         from m2flow.runtime.lane.state import MovableState, module_tensors
 
+        self.source.set_threads(place.num_threads)
         self.policy = self.source.make(place.device)
         self.state = MovableState(lambda: module_tensors(self.policy), place)
 

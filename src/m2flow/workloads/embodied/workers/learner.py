@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from m2flow.flow import Batch, Place, Worker, stage
-from m2flow.workloads.embodied.config import EmbodiedRecipe
+from m2flow.workloads.embodied.config import IN_BLOCKS, EmbodiedRecipe
 from m2flow.workloads.embodied.workers.columns import lengths_of
 from m2flow.workloads.embodied.workers.source import WEIGHTS, PolicySource
 from m2flow.workloads.embodied.workers.stages import outcome
 
-TRAINER = "trainer.safetensors"
+TRAINER, MODEL = "trainer.safetensors", "model"
 
 
 class EmbodiedLearner(Worker):
@@ -35,7 +35,11 @@ class EmbodiedLearner(Worker):
         from m2flow.workloads.embodied.learning import PolicyUpdate
         from m2flow.workloads.embodied.soft_update import SoftUpdate
 
+        self.source.set_threads(place.num_threads)
         self.policy = self.source.make(place.device)
+        blocks = self.recipe.policy.kind in IN_BLOCKS
+        if blocks and self.recipe.update.checkpoints_on(place.device):
+            self.policy.compute_activations_again()  # type: ignore[operator]
         self.update: PolicyUpdate | SoftUpdate
         if self.recipe.algorithm.name == "sac":
             assert self.source.spec is not None
@@ -84,12 +88,19 @@ class EmbodiedLearner(Worker):
         return self.state.nbytes() + self.update.bytes_to_come()
 
     def save(self, folder: Path) -> None:
-        """Write weights and trainer state; the first lane's are those of all."""
+        """Write weights and trainer state; the first lane's are those of all.
+
+        OpenVLA and OpenVLA-OFT are written as they are published too, adapters added, in `model/`.
+        """
         from safetensors.torch import save_file
 
         with self.state.present():
             weights = {name: x.contiguous().clone() for name, x in self.weights().items()}
             state = {name: x.contiguous() for name, x in self.update.state_items()}
+            if self.recipe.policy.kind in IN_BLOCKS:
+                from m2flow.models.policies.vla.checkpoint import save_policy
+
+                save_policy(self.policy, folder / MODEL)  # type: ignore[arg-type]
         save_file(weights, folder / WEIGHTS)
         save_file(state, folder / TRAINER)
 

@@ -81,6 +81,7 @@ def _openvla(
         gripper=section.gripper,
         cameras=section.cameras,
         centre_crop=section.centre_crop,
+        resize=section.resize,
         chunk=section.chunk,
         temperature=section.temperature,
         critic=critic,

@@ -60,6 +60,12 @@ class PolicySource:
                 ) from error
         return policy.to(device).eval()
 
+    def set_threads(self, given: int) -> None:
+        """Have torch use so many threads on this one; a network of a state is slower on several."""
+        import torch
+
+        torch.set_num_threads(1 if self.section.kind == "mlp" else given)
+
     def _drawn(self) -> Policy:
         if self.section.kind in VISION_LANGUAGE_ACTION:
             from m2flow.workloads.embodied.workers.published import vision_language_action

@@ -1,0 +1,119 @@
+"""Sizes of the policies of an embodied recipe, for prices: what is computed, held and trained.
+
+A published model's sizes are read from its `config.json`; where a recipe names none they are those
+of the published checkpoints. Neither weights nor torch are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from m2flow.errors import UserError
+from m2flow.models.shape import ModelShape, config_of, model_from_config
+from m2flow.workloads.embodied.config import IN_BLOCKS, TINY, EmbodiedRecipe
+
+LLAMA_2: Mapping[str, Any] = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32064,
+}  # fmt: skip
+"""What a published `text_config` does not repeat: it is Llama 2 7B's."""
+
+GEMMA_2B: Mapping[str, Any] = {
+    "model_type": "gemma", "hidden_size": 2048, "intermediate_size": 16384,
+    "num_hidden_layers": 18, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
+    "vocab_size": 257152, "tie_word_embeddings": True,
+}  # fmt: skip
+"""The decoder of pi0's vision-language model."""
+
+PATCHES, PROMPT_TOKENS = 256, 30
+"""Of a picture of 224 pixels in patches of 14; of an instruction with its template."""
+
+ACTION_SIZE = 7
+"""Of an arm with a gripper."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """A published model as it acts.
+
+    Attributes:
+        text: its decoder, which reads `tokens` of each observation at once.
+        vision: parameters of towers and projector; a picture's patches pass through them.
+        widths: of the residual streams of the towers, summed over their layers.
+        pictures: of an observation.
+        tokens: of an observation, those of a chunk that is decoded in parallel too.
+        decoded: tokens decoded one after the other behind the first.
+        expert: parameters of a network that is asked `denoising` times, with `moved` tokens each.
+    """
+
+    text: ModelShape
+    vision: float
+    widths: float
+    pictures: int
+    tokens: int
+    decoded: int = 0
+    expert: float = 0.0
+    denoising: int = 0
+    moved: int = 0
+
+    @property
+    def parameters(self) -> float:
+        """All of them."""
+        return self.text.parameters + self.vision + self.expert
+
+    def forward_flops(self) -> float:
+        """Of one observation, without tokens that are decoded one after the other."""
+        seen = 2 * self.vision * PATCHES * self.pictures
+        moved = 2 * self.expert * self.moved * self.denoising
+        return seen + moved + self.text.forward_flops(self.tokens, self.tokens / 2)
+
+
+def body_of(recipe: EmbodiedRecipe, model: str | Path | None) -> Body:
+    """The model of a recipe, or the one that is named in its place.
+
+    Raises:
+        UserError: there is no such folder, or it holds a model of another family.
+    """
+    policy = recipe.policy
+    source = model or recipe.model
+    raw = _published(recipe, source)
+    pictures = len(policy.cameras)
+    seen = PATCHES * pictures + PROMPT_TOKENS + policy.proprioception
+    if policy.kind in IN_BLOCKS:
+        shape = model_from_config({**LLAMA_2, **raw.get("text_config", {})}, "openvla")
+        body = Body(shape, 802_297_280, 24 * 1024 + 27 * 1152, pictures, seen)
+        if policy.kind == "openvla":
+            body = replace(body, decoded=ACTION_SIZE - 1)
+        else:
+            body = replace(body, tokens=seen + policy.chunk * ACTION_SIZE + 1)
+    else:
+        vlm = raw.get("vlm_config", {})
+        shape = model_from_config({**GEMMA_2B, **vlm.get("text_config", {})}, "pi0")
+        steps = policy.denoising_steps or int(raw.get("num_inference_steps", 10))
+        moved = int(raw.get("chunk_size", 50)) + 1
+        body = Body(
+            shape, 415e6, 27 * 1152, pictures, seen, expert=311e6, denoising=steps, moved=moved
+        )
+    if source == TINY:
+        small = replace(shape, name=TINY, layers=2, hidden=64, intermediate=128, vocabulary=300,
+                        heads=4, kv_heads=4, head_dim=16)  # fmt: skip
+        return replace(body, text=small, vision=1e5, widths=256, expert=body.expert and 1e5)
+    return body
+
+
+def _published(recipe: EmbodiedRecipe, source: str | Path | None) -> dict[str, Any]:
+    if source is None or source == TINY:
+        return {}
+    raw, where = config_of(source)
+    wanted = "openvla" if recipe.policy.kind in IN_BLOCKS else recipe.policy.kind
+    if raw.get("model_type") != wanted:
+        raise UserError(
+            "a checkpoint of another family of models",
+            key=where,
+            value=raw.get("model_type"),
+            expected=f'model_type "{wanted}", which policy.kind {recipe.policy.kind} reads',
+        )
+    return raw

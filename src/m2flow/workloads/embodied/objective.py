@@ -1,0 +1,101 @@
+"""What PPO and GRPO ask of a policy: a loss, and its gradient by what the policy says, written out.
+
+Autograd's graph begins at the policy and not at the loss: `Policy.judge` takes the gradients on.
+
+Legend: T turns, K steps of a turn, D coordinates drawn for a step, N what the loss counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from m2flow.algorithms.policy_loss import clipped_policy_gradient, clipped_policy_loss
+from m2flow.algorithms.value_loss import clipped_value_loss
+from m2flow.models.policies.protocol import Evaluation, at_level
+from m2flow.workloads.embodied.config import EmbodiedAlgorithmSection
+from m2flow.workloads.embodied.turns import Examples
+
+SUMS = (
+    "loss", "policy", "entropy", "clipped", "ratio", "kl", "value", "denominator", "counted",
+    "turns",
+)  # fmt: skip
+"""What is added up over the pieces of a mini-batch; gradients are divided by the denominator, the
+weight of what the loss counts: each of the same, or each of an episode a share of its own."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is wanted of a policy for some turns.
+
+    Attributes:
+        logprobs_TKD, entropy_TKD, values_T: gradients of the loss's sum by what the policy said;
+            None where there is none.
+        sums: float64, those of `SUMS`.
+    """
+
+    logprobs_TKD: Tensor
+    entropy_TKD: Tensor | None
+    values_T: Tensor | None
+    sums: Tensor
+
+
+@torch.no_grad()
+def wanted(
+    judged: Evaluation, some: Examples, algorithm: EmbodiedAlgorithmSection, scale: float
+) -> Wanted:
+    """The loss of some turns, and its gradient.
+
+    Args:
+        judged: what the policy says of them.
+        some: the turns.
+        algorithm: which loss.
+        scale: what values are divided by.
+    """
+    logprobs_N, entropy_N = (
+        some.counted(at_level(some.carried_out(part), algorithm.level))
+        for part in (judged.logprobs, judged.entropy)
+    )
+    advantage_N = some.spread(some.advantage_T)
+    weight_N = None if some.weight_T is None else some.spread(some.weight_T)
+    policy = clipped_policy_loss(
+        logprobs_N,
+        some.counted(some.old),
+        advantage_N,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+    )
+    slope_N = clipped_policy_gradient(policy, advantage_N)
+    ratio_N = policy.ratio_T
+    figures = torch.stack(
+        [policy.loss_T, entropy_N, policy.clipped_T, ratio_N, ratio_N - 1 - policy.log_ratio_T]
+    ).sum(1, dtype=torch.float64)
+    loss, dear = figures[:1], algorithm.entropy_coefficient
+    count = weight = float(logprobs_N.numel())
+    if weight_N is not None:
+        slope_N, weight = slope_N * weight_N, float(weight_N.sum(dtype=torch.float64))
+        loss = (weight_N * (policy.loss_T - dear * entropy_N)).sum(0, True, dtype=torch.float64)
+    elif dear:
+        loss = loss - dear * figures[1:2]
+    sure_TKD = None
+    if dear:
+        flat_N = torch.full_like(slope_N, -dear) if weight_N is None else weight_N * -dear
+        sure_TKD = some.back(flat_N, judged.entropy.shape)
+    values_T, missed = None, figures.new_zeros(1)
+    if judged.values is not None and some.returns_T is not None:
+        assert some.values_T is not None
+        share_T = judged.values / scale
+        value = clipped_value_loss(
+            share_T, some.values_T, some.returns_T, clip=algorithm.value_clip
+        )
+        missed = value.loss_T.sum(0, True, dtype=torch.float64)
+        # The mean over turns, beside means over what the level counts.
+        coefficient = algorithm.value_coefficient * count / len(some)
+        loss = loss + coefficient * missed
+        away_T = (share_T - some.returns_T).masked_fill_(value.clipped_T, 0.0)
+        values_T = away_T.mul_(coefficient / scale)
+    counts = figures.new_tensor([weight, count, len(some)])
+    sums = torch.cat([loss, figures, missed, counts])
+    return Wanted(some.back(slope_N, judged.logprobs.shape), sure_TKD, values_T, sums)

@@ -1,0 +1,329 @@
+"""What the stages of an embodied recipe ask of a lane: the workload's `prices`.
+
+Policies are priced by their sizes. What a simulator takes is in no data sheet: for the families
+that m2flow knows there is what a step was measured to take on one core, and a guess where an
+accelerator draws; each is told as an assumption. A run measures both, and its profile wins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from m2flow.errors import UserError
+from m2flow.flow.graph import FlowGraph, StageNode
+from m2flow.flow.worker import ONE_LANE
+from m2flow.models.work import (
+    ADAM_BYTES,
+    LAYER_CHANNELS,
+    LAYER_HIDDEN,
+    RATES,
+    RECOMPUTED_FORWARD,
+    TRAINED_BYTES,
+    decoding,
+    ring_bytes,
+    trained_bytes,
+)
+from m2flow.plan.profile import Quantiles
+from m2flow.plan.profile.hardware import Device
+from m2flow.plan.profile.work import FlowWork, Held, LayoutWork, Pricer, StageWork, Work, WorkerWork
+from m2flow.workloads.common.workload import Assumed
+from m2flow.workloads.embodied.bodies import PATCHES, Body, body_of
+from m2flow.workloads.embodied.config import (
+    IN_BLOCKS,
+    VISION_LANGUAGE_ACTION,
+    EmbodiedRecipe,
+)
+
+CALL_SECONDS = 1e-3
+"""Of a call, beside what it computes."""
+
+SMALL_LAYER_BYTES = 34
+"""Of a block, a token and a unit of width that is kept for the backward pass (Korthikanti et al.
+2022, equation 1); with recomputation 2 remain, its input."""
+
+CORES_BESIDE_GPU = 12
+"""Cores of a machine for each of its accelerators. An assumption: a DGX H100 has 14."""
+
+RENDERER_BYTES = 0.3e9
+"""Of an accelerator's memory that one process draws in. An assumption."""
+
+SMALL_TURN_SECONDS = {"mlp": 4e-6, "cnn": 4e-4}
+"""Of a small policy on one core, for one turn of one rollout in the backward and forward pass."""
+
+MINIBATCH_SECONDS = 0.4e-3
+"""Of an optimizer step of a small policy, beside its turns."""
+
+
+@dataclass(frozen=True)
+class Simulating:
+    """What one simulator takes, in seconds of a core.
+
+    Attributes:
+        step: of physics.
+        picture: that a core draws; `drawn` where an accelerator does.
+        reset: of the beginning of an episode.
+    """
+
+    step: float
+    picture: float
+    drawn: float
+    reset: float
+
+
+SIMULATORS = {
+    "libero": Simulating(8.5e-3, 60e-3, 4e-3, 1.0),
+    "maniskill": Simulating(1.2e-3, 28e-3, 4e-3, 0.1),
+    "metaworld": Simulating(0.5e-3, 10e-3, 2e-3, 5e-3),
+    "gymnasium": Simulating(20e-6, 1e-3, 1e-3, 50e-6),
+    "table": Simulating(20e-6, 0.1e-3, 0.1e-3, 0.1e-3),
+}
+"""By family. Steps and pictures of a core were measured (LIBERO with 128 pixels, ManiSkill by
+lavapipe); those that an accelerator draws are guesses."""
+
+
+def prices(recipe: EmbodiedRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
+    """Return what the stages of a recipe's flow ask of each kind of lane.
+
+    Raises:
+        UserError: nobody knows what the simulator takes, or how large the model is.
+    """
+    family = recipe.environment.name.partition(":")[0]
+    if family not in SIMULATORS:
+        raise UserError(
+            "what a simulator of yours takes is in no data sheet",
+            key="--cluster",
+            hint="measure it: m2flow profile RECIPE, or a run in mode auto",
+        )
+    body = None
+    if recipe.policy.kind in VISION_LANGUAGE_ACTION:
+        body = body_of(recipe, assumed.model)
+    return lambda device, _lanes: EmbodiedRecipeWork(recipe, SIMULATORS[family], body, device).work(
+        graph
+    )
+
+
+@dataclass(frozen=True)
+class EmbodiedRecipeWork:
+    """A recipe's sizes, and one kind of lane."""
+
+    recipe: EmbodiedRecipe
+    simulating: Simulating
+    body: Body | None
+    device: Device
+
+    def work(self, graph: FlowGraph) -> FlowWork:
+        model = self.recipe.policy.kind if self.body is None else self.body.text.name
+        return FlowWork(
+            {node.name: self._stage(node) for node in graph.nodes},
+            {worker: self._worker(worker) for worker in graph.workers},
+            model,
+            tuple(self._told()),
+        )
+
+    def _told(self) -> list[str]:
+        simulating, section = self.simulating, self.recipe.environment
+        family = section.name.partition(":")[0]
+        found = [
+            f"{simulating.step * 1e3:g} ms of a core for a step of {family}",
+            f"{self._picture * 1e3:g} ms to draw a picture",
+            f"{self._processes} simulators work at a time on a {self.device.kind} lane",
+            f"every rollout has {self._turns} turns",
+        ]
+        if self.body is not None:
+            found.append(
+                f"{self.body.tokens} tokens of an observation, "
+                f"{self.body.parameters / 1e9:.2f} billion parameters"
+            )
+        return found
+
+    # --- sizes ------------------------------------------------------------------------------------
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.kind == "gpu"
+
+    @property
+    def _picture(self) -> float:
+        return self.simulating.drawn if self._on_gpu else self.simulating.picture
+
+    @property
+    def _processes(self) -> int:
+        """Simulators that work at a time on a lane."""
+        given = self.recipe.environment.processes
+        if given is not None:
+            return max(1, given)
+        return CORES_BESIDE_GPU if self._on_gpu else 1
+
+    @property
+    def _turns(self) -> int:
+        return -(-self.recipe.rollout.horizon // self.recipe.policy.chunk)
+
+    @property
+    def _pictures(self) -> int:
+        drawn = self.recipe.policy.kind != "mlp" or "pixels" in self.recipe.environment.options
+        return len(self.recipe.policy.cameras) if drawn else 0
+
+    @property
+    def _seen_bytes(self) -> float:
+        """Of an observation."""
+        side = float(self.recipe.environment.options.get("pixels", 256))
+        return 256.0 + 3 * side * side * self._pictures
+
+    @property
+    def _number(self) -> int:
+        """Bytes of a number that the policy computes with."""
+        return 2 if self.recipe.policy.dtype == "bfloat16" else 4
+
+    # --- stages -----------------------------------------------------------------------------------
+
+    def _stage(self, node: StageNode) -> StageWork:
+        whole = self._turns * self._seen_bytes
+        match node.method:
+            case "begin":
+                call = self._simulated(self.simulating.reset)
+                return StageWork((call,), self._seen_bytes)
+            case "step":
+                steps = self.recipe.policy.chunk * self.simulating.step
+                drawing = self._pictures * self._picture
+                return StageWork((self._simulated(steps + drawing),), self._seen_bytes)
+            case "act":
+                turns = Quantiles((float(self._turns),) * 2)
+                acting = LayoutWork(call=self._acting, working_bytes=self._acting_bytes)
+                return StageWork((acting,), 256.0, turns=turns)
+            case "look_beyond":
+                looking = LayoutWork(call=self._looking, working_bytes=self._acting_bytes)
+                return StageWork((looking,), whole)
+            case "train":
+                training = LayoutWork(
+                    call=self._learning,
+                    finish=self._update,
+                    working_bytes=lambda _n: self._training_bytes(),
+                )
+                return StageWork((training,), 256.0)
+        return StageWork((LayoutWork(call=lambda n: Work(seconds=CALL_SECONDS + 1e-5 * n)),), whole)
+
+    def _simulated(self, seconds: float) -> LayoutWork:
+        """So many seconds of a core for each simulator, and so many at a time."""
+        waves = self._processes
+        return LayoutWork(call=lambda n: Work(seconds=CALL_SECONDS + -(-n // waves) * seconds))
+
+    def _acting(self, count: int) -> Work:
+        body = self.body
+        if body is None:
+            forward = SMALL_TURN_SECONDS[self.recipe.policy.kind] / 3
+            return Work(seconds=CALL_SECONDS / 4 + count * forward)
+        read = self._number * body.parameters
+        first = Work(
+            count * body.forward_flops(), read, seconds=CALL_SECONDS, arithmetic=RATES.forward,
+            bandwidth=RATES.decode_bandwidth,
+        )  # fmt: skip
+        if not body.decoded:
+            return first
+        step = decoding(body.text, count, count * body.tokens)
+        return replace(
+            first,
+            then=(
+                replace(
+                    step,
+                    flops=body.decoded * step.flops,
+                    read_bytes=body.decoded * step.read_bytes * self._number / 2,
+                    seconds=body.decoded * step.seconds,
+                ),
+            ),
+        )
+
+    def _looking(self, count: int) -> Work:
+        """What cut episodes are worth; a rollout is cut once, in the mean."""
+        own = self.recipe.policy.kind == "mlp"  # whose critic has said nothing in acting
+        return self._acting(count * (self._turns if own else 1))
+
+    def _acting_bytes(self, count: int) -> Held:
+        if self.body is None:
+            return 0.0
+        text, tokens = self.body.text, count * self.body.tokens
+        layer = self._number * (LAYER_HIDDEN * text.hidden + LAYER_CHANNELS * text.intermediate)
+        kept = text.kv_bytes_per_token * self._number / 2 if self.body.decoded else 0.0
+        return {"activations": tokens * layer, "keys and values": tokens * kept}
+
+    # --- training ---------------------------------------------------------------------------------
+
+    @property
+    def _again(self) -> bool:
+        """Whether activations are computed again."""
+        in_blocks = self.recipe.policy.kind in IN_BLOCKS
+        return in_blocks and self.recipe.update.checkpoints_on(self.device.kind)
+
+    @property
+    def _trained(self) -> float:
+        """Parameters that are trained."""
+        assert self.body is not None
+        if not (rank := self.recipe.policy.lora_rank):
+            return self.body.parameters
+        beside = self.body.parameters / self.body.text.parameters
+        return self.body.text.adapter_parameters(rank) * beside
+
+    def _learning(self, rollouts: int) -> Work:
+        """All passes over rollouts, which m2flow makes when the step's are all there."""
+        recipe = self.recipe
+        turns = float(rollouts * self._turns * recipe.update.epochs)
+        if recipe.algorithm.name == "sac":
+            steps = recipe.replay.updates * recipe.replay.batch_size
+            turns = steps * rollouts / recipe.rollouts_per_step
+        if self.body is None:
+            return Work(seconds=CALL_SECONDS + turns * SMALL_TURN_SECONDS[recipe.policy.kind])
+        # A backward pass to activations and to weights; of frozen weights there is none.
+        passes = 1.0 + (1.0 if recipe.policy.lora_rank else 2.0)
+        passes += RECOMPUTED_FORWARD if self._again else 0.0
+        flops = turns * passes * self.body.forward_flops()
+        return Work(flops, arithmetic=RATES.training, seconds=CALL_SECONDS)
+
+    def _update(self, replicas: int) -> Work:
+        """What optimizer steps take beside the passes."""
+        recipe = self.recipe
+        steps = recipe.update.epochs * recipe.update.minibatches
+        if recipe.algorithm.name == "sac":
+            steps = recipe.replay.updates
+        if self.body is None:
+            messages = float(steps * (replicas > 1))
+            return Work(messages=messages, span=replicas, seconds=steps * MINIBATCH_SECONDS)
+        return Work(
+            read_bytes=steps * 2 * ADAM_BYTES * self._trained,
+            sent_bytes=ring_bytes(4 * self._trained, replicas) * steps,
+            span=replicas,
+            bandwidth=RATES.decode_bandwidth,
+        )
+
+    def _training_bytes(self) -> Held:
+        if self.body is None:
+            return 0.0
+        body, turns = self.body, self.recipe.update.turns_per_microbatch
+        text = turns * body.tokens * body.text.hidden
+        towers = turns * body.pictures * PATCHES * body.widths
+        wide = self._number / 2
+        if not self._again:
+            return {"activations": SMALL_LAYER_BYTES * wide * (text * body.text.layers + towers)}
+        block = text * (SMALL_LAYER_BYTES + 5 * body.text.intermediate / body.text.hidden)
+        return {"activations": wide * (2 * (text * body.text.layers + towers) + block)}
+
+    def _worker(self, name: str) -> WorkerWork:
+        if name == "simulator":
+            drawn = self._pictures and self._on_gpu
+            held = {"renderers": RENDERER_BYTES * self._processes} if drawn else 0.0
+            return WorkerWork([(ONE_LANE, held)])
+        if self.body is None:
+            size = 4.0 * prod(self.recipe.policy.hidden)
+            return WorkerWork([(ONE_LANE, size * (1 if name == "actor" else 4))], size)
+        weights = self._number * self.body.parameters
+        if name == "actor":
+            return WorkerWork([(ONE_LANE, {"weights": weights})], weights)
+        if self.recipe.policy.lora_rank:
+            held = {
+                "weights": weights,
+                "adapters and their optimizer": TRAINED_BYTES * self._trained,
+            }
+            return WorkerWork([(ONE_LANE, held)], weights)
+        each = trained_bytes(self._number)
+        return WorkerWork(
+            [(ONE_LANE, {what: size * self._trained for what, size in each.items()})], weights
+        )
