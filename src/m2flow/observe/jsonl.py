@@ -99,7 +99,7 @@ def write_in_place(path: Path, content: bytes) -> None:
 
 
 def synchronise(path: Path) -> None:
-    """Have the disk hold what was written to a file, or the names in a folder."""
+    """Flush a file, or the names in a folder, to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -108,7 +108,7 @@ def synchronise(path: Path) -> None:
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Write rows at a file's end; they are in the operating system's hands when this returns.
+    """Write rows at a file's end; the operating system has them when this returns.
 
     Raises:
         CannotWrite: there is no room for them, or no permission; none of them is in the file.

@@ -133,7 +133,7 @@ def time_table(trace: Trace) -> str:
 
 
 def time_note(trace: Trace) -> str:
-    """Over what the table sums, and what the recorder had to leave out."""
+    """Say over which steps the table sums, and how many spans were dropped."""
     if not trace.totals:
         return ""
     total = max(lane.seconds for lane in trace.totals)

@@ -73,7 +73,7 @@ class Progress:
         """Write a line of its own."""
 
     def close(self) -> None:
-        """Leave everything in order; may be called again."""
+        """Release the terminal or stream; may be called again."""
 
     def __enter__(self) -> Self:
         return self
@@ -283,7 +283,7 @@ def summary(
 
 
 def _what(metrics: Mapping[str, float], keys: Sequence[str]) -> str:
-    """What the first of the keys that is there counts: accuracy, or success."""
+    """Return what the first key with a value counts: accuracy, or success."""
     key = next((key for key in keys if key in metrics), keys[0])
     return next(part for part in key.split("/") if part not in ("eval", "mean"))
 

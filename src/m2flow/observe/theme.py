@@ -98,6 +98,6 @@ def stage_colours(stages: Iterable[str]) -> dict[str, str]:
 
 
 def _mixed(colour: str, other: str, share: float) -> str:
-    """A colour, so far on its way to another."""
+    """Mix two colours: with share 0 the first one, with share 1 the other."""
     pairs = ((int(one[i : i + 2], 16) for one in (colour, other)) for i in (1, 3, 5))
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)

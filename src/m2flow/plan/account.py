@@ -1,4 +1,4 @@
-"""The memory account: on each kind of lane, who holds how many bytes, and what for.
+"""The memory account: on each kind of lane, how many bytes each worker holds, and for what.
 
 The figures are those that plans are priced with: of a worker's state, and of what its largest call
 takes beside it. So their sums are the plan's `state_bytes` and `working_bytes`.
@@ -87,8 +87,8 @@ class LaneAccount:
 
     @property
     def host_bytes(self) -> float:
-        """In the host memory of a machine, by these lanes: what is there anyway, and room for all
-        states of accelerators with a limit. (Those of cores make way to a disk.)"""
+        """Bytes of a machine's host memory that these lanes take: what workers hold there, and room
+        for all states of accelerators with a limit. (States of lanes of cores go to a disk.)"""
         away = self.states_bytes if self.limit is not None and self.kind != "cpu" else 0.0
         hosted = sum(size for one in self.holdings for size in one.hosted.values())
         return self.neighbours * (away + hosted)

@@ -128,7 +128,7 @@ class ProfileTiming(Timing):
         return 1.0 if lengths is None else lengths.at(self._drawn(LENGTH, node, step, item))
 
     def said_length(self, producer: int, step: int, item: int) -> float:
-        """What is said of an item where its reader declares a length: it is taken to be true.
+        """Return the length that a flow declares for an item; it is taken to be true.
 
         It is the length with which the item, or what it descends from, was made; else the longest
         of those that a reader will make of it.

@@ -227,7 +227,7 @@ def _check_edges(plan: Plan, graph: FlowGraph, num_items: int | None) -> None:
 
 
 def _room_needed(graph: FlowGraph, producer: int, consumer: int, num_items: int) -> int:
-    """Items that an edge must hold, lest the stages behind it wait for ever."""
+    """Return how many items an edge must hold lest the stages after it wait for ever."""
     made_at_once = unit_items(graph.nodes[producer], num_items) * graph.nodes[producer].expands
     behind = [graph.nodes[stage] for stage in graph.between(producer, consumer)]
     return max(made_at_once, *(unit_items(node, num_items) for node in behind))

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from m2flow.flow.batch import Batch, Ragged
 from m2flow.runtime.transport.cargo import load, together
-from m2flow.runtime.transport.cuda_ipc import _second_storage, _Torch, scope_between, uses_ipc
+from m2flow.runtime.transport.cuda_ipc import _second_storage, _TorchHandle, scope_between, uses_ipc
 from m2flow.runtime.transport.measure import measure, pairs_to_measure
 from m2flow.runtime.transport.peering import LinkUnavailable, Location
 from m2flow.runtime.transport.peers import Peers
@@ -116,7 +116,7 @@ def test_torch_still_has_the_handle_that_is_sent() -> None:
         "event_handle",
         "event_sync_required",
     ]
-    assert len(_Torch._fields) == 8
+    assert len(_TorchHandle._fields) == 8
     for name in ("_share_cuda_", "_new_shared_cuda", "_release_ipc_counter"):
         assert hasattr(torch.UntypedStorage, name)
 

@@ -150,7 +150,7 @@ class _Choice:
                 yield Candidate(replace(plan, predicted_seconds=float(told.seconds)), told)
 
     def beside(self, plans: Sequence[Plan]) -> Iterator[Candidate]:
-        """Plans of others, as they are."""
+        """Candidates for the plans that the caller gave, unchanged."""
         for plan in plans:
             found = self.whole.candidate(plan, plan.mode, STEPS)
             if found is not None:
@@ -174,7 +174,7 @@ class _Choice:
 
 
 def _best(ranked: Sequence[Candidate]) -> Candidate:
-    """Of those that are as good as the fastest the one that asks for least."""
+    """Return, of the plans as good as the fastest, one of least staleness, a fixed mode's first."""
     most = min(one.prediction.seconds for one in ranked) * (1 + AS_GOOD)
     as_good = [one for one in ranked if one.prediction.seconds <= most]
     return min(as_good, key=lambda one: (one.plan.max_staleness, one.plan.mode == AUTO))

@@ -241,6 +241,6 @@ def draft_of(problem: PlanningProblem, plan: Plan) -> Draft | None:
 
 
 def structure(problem: PlanningProblem, draft: Draft) -> str:
-    """Who stands together, in words: `generator+verifier | learner`."""
+    """The workers that share lanes, in words: `generator+verifier | learner`."""
     groups = (workers for _, workers in stretches(problem, draft) if workers)
     return " | ".join("+".join(problem.workers[n] for n in workers) for workers in groups)

@@ -27,7 +27,7 @@ IDLE = 1 / 32
 
 
 def fold_of(problem: PlanningProblem) -> int:
-    """How many lanes are taken for one; 1 where there are few."""
+    """Return how many lanes one lane of the small problem stands for; 1 where lanes are few."""
     counts = [len(ids) for ids in problem.ids.values()]
     smallest = (min(option.lanes for option in some) for some in problem.options.values())
     least = max(FEWEST, *(3 * lanes for lanes in smallest))
@@ -66,7 +66,7 @@ def folded(problem: PlanningProblem, fold: int) -> PlanningProblem:
 
 
 def folded_profile(profile: Profile, graph: FlowGraph, fold: int) -> Profile:
-    """The profile as lanes see it that each stand for several."""
+    """Return the profile for lanes that each stand for `fold` lanes."""
     whole = {node.name for node in graph.nodes if node.unit == "step"}
 
     def cost(stage: str, one: StageCost) -> StageCost:

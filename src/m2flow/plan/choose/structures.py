@@ -103,7 +103,7 @@ def _heaviest(problem: PlanningProblem, kind: str, workers: Sequence[int]) -> li
 
 
 def _beside(problem: PlanningProblem, worker: int, block_of: dict[int, int]) -> int:
-    """The block of the worker that makes the inputs of a light one, if it is known."""
+    """Return the block of the worker whose outputs a light worker reads; EVERYWHERE if unknown."""
     for node in problem.nodes_of[problem.workers[worker]]:
         for producer in node.inputs:
             if producer != SOURCE:
@@ -135,7 +135,7 @@ def _lane_seconds(problem: PlanningProblem, worker: int, option: Option, replica
 def _deals(
     problem: PlanningProblem, kind: str, parts: Sequence[Sequence[int]], lanes: int
 ) -> Iterator[list[int]]:
-    """Lanes of each block: by work, and a little beside it."""
+    """Yield the lanes of each block: in proportion to work, then with a few lanes moved."""
     least = [
         max(
             min(o.lanes for o in problem.options[problem.workers[n]] if o.kind == kind)
@@ -277,7 +277,8 @@ def _next_to_other_lanes(problem: PlanningProblem, node: StageNode, spots: Seque
 def _fine_enough(
     problem: PlanningProblem, node: StageNode, spot: Spot, running: int | None, calls: float
 ) -> float:
-    """So many calls a replica and window, or more: as memory asks for, or as they are cheaper."""
+    """Return how many calls to make a replica and window: `calls`, or more where memory needs it
+    or they cost less."""
     limit, window = problem.memory[spot.option.kind], problem.windows[node.index]
     best, least = FINENESS[-1], inf
     for finer in (calls, *(n for n in FINENESS if n > calls)):

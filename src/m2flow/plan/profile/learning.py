@@ -1,4 +1,4 @@
-"""From measurements to a `Profile`: a new one, or what is known, corrected.
+"""From measurements to a `Profile`: a new one, or a known one corrected.
 
 A stored or computed profile is corrected in two ways. Prices of layouts that ran are fitted to what
 was measured, and keep the known curve only where nothing was measured. Prices of a stage's other

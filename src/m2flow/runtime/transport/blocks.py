@@ -78,14 +78,14 @@ class Block:
     views_here: bool = False
 
     def take_back(self) -> bool:
-        """End the leases that all readers are done with; whether the block is free."""
+        """End the leases that all readers have finished. Returns True if the block is free."""
         if self.leases:
             flags = self.segment.mapping
             self.leases = [one for one in self.leases if flags[one.first : one.end] != one.done]
         return not self.leases and not self.views_here
 
     def lease(self, names: Sequence[Hashable]) -> Lease | None:
-        """Give flags to readers; None if too few are left."""
+        """Assign a flag to each reader. Returns None if too few flags are left."""
         if self.leases:
             self.take_back()
         first = self.leases[-1].end if self.leases else self.flags
@@ -148,7 +148,7 @@ class Blocks:
         return sum(not block.take_back() for one in self.segments for block in one.blocks)
 
     def close(self) -> None:
-        """Unlink the files; what is mapped stays until it is not."""
+        """Unlink the files; memory that is mapped stays valid until it is unmapped."""
         self._closed = True
         self._unlink()
         for segment in self.segments:
@@ -159,7 +159,7 @@ class Blocks:
         self._busy.clear()
 
     def locate(self, address: int) -> tuple[Block, int] | None:
-        """The block in which an address lies, and where in it."""
+        """Return the block that holds an address, and the offset of the address in the block."""
         at = bisect_right(self._addresses, address) - 1
         if at < 0:
             return None
@@ -205,7 +205,7 @@ class Blocks:
         return block
 
     def take_back(self, size: int) -> None:
-        """Find the blocks of a size that have become free."""
+        """Move the blocks of a size whose leases have all ended to the free ones."""
         for _ in range(len(self._busy[size])):
             block = self._busy[size].popleft()
             (self._free if block.take_back() else self._busy)[size].append(block)

@@ -1,7 +1,7 @@
 """The device part of a payload: the buffers that stay on the device, each a piece of its own.
 
-The host part goes by the ways of host memory, in the same message. Knows no CUDA: what a device is,
-it is told.
+The host part goes by the ways of host memory, in the same message. This module knows no CUDA: the
+caller says which tensors lie on the device.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class CudaIPC:
                 return self.share(piece.clone(), same_gpu=same_gpu)
 
     def withdraw(self, handles: Iterable[Handle]) -> None:
-        """Count off what will not be opened; either side can."""
+        """Release the sender's memory behind handles that nobody opens. Either side may."""
         for handle in handles:
             self.let_go(handle)
 
@@ -98,37 +98,40 @@ class CudaIPC:
         return opened if offer.gpu == self.gpu else [piece.clone() for piece in opened]
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies on it."""
+        """Return whether a tensor lies on this GPU."""
         return tensor.device == self.device
 
     def test_piece(self, nbytes: int) -> Tensor:
-        """Something to transfer."""
+        """Make a tensor of so many bytes, for a test transfer."""
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
     # --- what the driver does; a RuntimeError says that it cannot ---------------------------------
 
     def share(self, piece: Tensor, *, same_gpu: bool) -> Handle:
-        """A handle for a flat uint8 tensor; its memory stays until the handle is opened and what
-        was opened has died. It can be opened once. For another GPU, what is queued is done."""
+        """Make a handle for a flat uint8 tensor, which can be opened once.
+
+        The memory stays until the handle is opened and the tensor that was opened has died. For
+        another GPU this waits until the current stream is done.
+        """
         # Sharing puts a counter in the place of a storage's pointer, which another thread may be
         # about to read: so a second storage over the same memory is shared, and keeps the first.
         alias = _second_storage(piece)
-        handle = _Torch(*alias.untyped_storage()._share_cuda_())
+        handle = _TorchHandle(*alias.untyped_storage()._share_cuda_())
         if not same_gpu:
             torch.cuda.current_stream(self.device).synchronize()
             handle = handle._replace(event_sync_required=False)
         return tuple(handle)
 
     def open(self, handle: Handle) -> Tensor:
-        """The piece behind another process's handle, in that one's memory."""
-        mine = _Torch(*handle)._replace(device=self.device.index or 0)
+        """Open another process's handle: a tensor in the memory of that process."""
+        mine = _TorchHandle(*handle)._replace(device=self.device.index or 0)
         with torch.cuda.device(self.device):
             storage = torch.UntypedStorage._new_shared_cuda(*mine)
             return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
     def let_go(self, handle: Handle) -> None:
-        """Count a handle off that nobody will open."""
-        offered = _Torch(*handle)
+        """Release the sender's memory behind a handle that nobody will open."""
+        offered = _TorchHandle(*handle)
         let_go: Any = torch.UntypedStorage._release_ipc_counter
         let_go(offered.counters, offered.counter, device=self.device)
 
@@ -185,7 +188,7 @@ def _second_storage(piece: Tensor) -> Tensor:
     return alias
 
 
-class _Torch(NamedTuple):
+class _TorchHandle(NamedTuple):
     """What `UntypedStorage._share_cuda_` returns and `_new_shared_cuda` wants."""
 
     device: int

@@ -113,11 +113,11 @@ class FrameDecoder:
         self._large: tuple[bytes, int, int, memoryview] | None = None
 
     def room(self) -> memoryview:
-        """Where the next bytes go; tell `add` how many came."""
+        """Return the memory for the next bytes; call `add` with the number of bytes received."""
         return (self._view if self._large is None else self._large[3])[self._end :]
 
     def add(self, count: int) -> list[Frame]:
-        """Take the bytes that came; the frames that are complete with them.
+        """Take in so many received bytes. Returns the frames that they complete.
 
         Raises:
             BadFrame: they are no frames, or of a size that no memory has.
@@ -240,12 +240,12 @@ def aligned(size: int) -> int:
 
 
 def first_pieces(pieces: deque[memoryview]) -> list[memoryview]:
-    """As many as one system call takes."""
+    """Return as many pieces as one system call takes."""
     return [pieces[number] for number in range(min(len(pieces), _MOST_PIECES))]
 
 
 def drop_sent(pieces: deque[memoryview], sent: int) -> None:
-    """Remove what was sent."""
+    """Remove the bytes that were sent."""
     while pieces and sent >= len(pieces[0]):
         sent -= len(pieces.popleft())
     if sent:
@@ -253,7 +253,7 @@ def drop_sent(pieces: deque[memoryview], sent: int) -> None:
 
 
 def what_failed(error: OSError) -> OSError:
-    """What an error of the socket means: a deadline of ours, or the end of the connection.
+    """Translate a socket's error: a TimeoutError at our own deadline, else LineClosed.
 
     The kernel reports a machine that answers no more as ETIMEDOUT, which Python makes the same
     exception as a deadline.

@@ -97,7 +97,7 @@ class LaneGroups:
         keeper: int = 0,
         number: int = 0,
     ) -> None:
-        """Join the world. Collective among its lanes the first time, and when it is another one.
+        """Join the world: a collective of its lanes the first time, and whenever its lanes change.
 
         Later calls only set the longest that a collective may take from then on; where the lanes
         meet does not matter any more. Another world takes the place of the one before: its groups
@@ -151,7 +151,7 @@ class LaneGroups:
         return TCPStore(host, port, size, is_master=kept_here, timeout=timeout, **held)
 
     def ensure(self, lane_sets: Iterable[Lanes]) -> None:
-        """Make the groups that are not there yet.
+        """Make the groups that do not exist yet.
 
         All lanes of the world pass the same sets in the same order. The members of a new group wait
         for each other there; a lane that is in none of them goes on at once.
@@ -187,7 +187,7 @@ class LaneGroups:
         return least_of_lanes
 
     def mesh(self, replicas: Sequence[Lanes], device: str = "cpu") -> Callable[[], Any]:
-        """What makes the mesh of a worker's gangs, for `Gang.mesh`.
+        """Return a function that makes the mesh of a worker's gangs, for `Gang.mesh`.
 
         The mesh has the dimensions "replicate" and "shard"; row r holds the lanes of replica r in
         ascending order, whatever the order in which the plan lists them. Its groups are there
@@ -206,7 +206,7 @@ class LaneGroups:
         return make
 
     def grid(self, replicas: Sequence[Lanes], grid: Grid, device: str = "cpu") -> Callable[[], Any]:
-        """What makes the mesh of this lane's gang, for `Gang.grid`; otherwise as `mesh`."""
+        """Return a function that makes the mesh of this lane's gang, for `Gang.grid`."""
         kind = device.split(":", maxsplit=1)[0]
         (gang,) = (row for row in _rows(replicas) if self._lane in row)
         rows = tuple(_grid_rows(gang, grid))

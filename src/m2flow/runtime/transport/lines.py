@@ -2,8 +2,8 @@
 
 A line carries byte strings in order. The lane's end blocks; the launcher's end never does, so that
 a lane which is busy, or which is writing itself, cannot hold the launcher up. The launcher's end
-asks somebody else about a lane that says nothing for long: only then can a lane that is gone be
-told from one that works.
+asks `on_silence` about a lane that says nothing for long: a lane that is gone looks like a busy one
+until then.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Waiting:
         self.address = self._listener.endpoint
 
     def accept(self, seconds: float) -> Line:
-        """The line to the first that comes and knows the key.
+        """Wait for the launcher: the first connection that knows the key. Returns the line to it.
 
         Raises:
             TimeoutError: nobody did in time.
@@ -127,7 +127,7 @@ class LauncherLine:
         self._pieces += Frame("line", message).pieces()
 
     def flush(self) -> None:
-        """Send what there is room for. Raises LineClosed: the lane is gone."""
+        """Send as many queued bytes as the socket takes. Raises LineClosed: the lane is gone."""
         while self._pieces:
             try:
                 drop_sent(self._pieces, self._socket.sendmsg(first_pieces(self._pieces)))
@@ -161,7 +161,7 @@ class LauncherLine:
         self._socket.close()
 
     def check(self) -> None:
-        """Ask about a lane that has said nothing for long; to be called at least as often.
+        """Ask whether a silent lane still runs; to be called at least every `SILENCE_SECONDS`.
 
         Raises:
             LineClosed: it is gone.

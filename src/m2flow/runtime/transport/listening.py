@@ -45,7 +45,7 @@ class ListenerAddress(NamedTuple):
 
 
 def this_machine() -> str:
-    """Differs between machines, and between network namespaces of one machine."""
+    """Return a name that differs between machines, and between network namespaces of a machine."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
 
@@ -134,7 +134,7 @@ class Listener:
             ).start()
 
     def close(self) -> None:
-        """Accept nobody any more; connections that were let in stay."""
+        """Accept no more connections; those that were accepted stay open."""
         self._ended.set()
         for one in self._sockets:
             with contextlib.suppress(OSError):  # not connected: what shutting a listener down says
@@ -142,14 +142,14 @@ class Listener:
             one.close()
 
     def hang_up(self) -> None:
-        """Accept nobody any more, and end the connections that were let in."""
+        """Accept no more connections, and end those that were accepted."""
         self.close()
         for connection in list(self._let_in):
             with contextlib.suppress(OSError):  # it has ended already
                 connection.shutdown(socket.SHUT_RDWR)
 
     def abandon(self) -> None:
-        """In a forked child: let go of the parent's sockets, which are still its own."""
+        """Close this process's copies of the parent's sockets, after a fork."""
         for one in (*self._sockets, *self._let_in):
             one.close()
 
@@ -196,7 +196,7 @@ _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:
-    """Else a socket whose listener has ended would look alive as long as a forked child lives."""
+    """Close all listeners in a forked child: their sockets would look alive as long as it lives."""
     for one in list(_listeners):
         one.abandon()
     _listeners.clear()

@@ -184,7 +184,7 @@ class PayloadServer:
     # --- what an answer holds ---------------------------------------------------------------------
 
     def _take_back(self, held: _Offered) -> None:
-        """Nobody has read the answer."""
+        """Reclaim the memory behind an answer that nobody has read."""
         if held.handle is not None and self._pool is not None:
             self._pool.release(held.handle)
         if held.ipc is not None and self._devices is not None:
@@ -213,7 +213,7 @@ class DeviceOffer(NamedTuple):
 
 
 class _Asker(NamedTuple):
-    """Who asks on a connection: the name in shared memory, the location, and how near it is."""
+    """The process that asks on a connection: its name as a reader, its location, how near it is."""
 
     reader: str
     location: Location
@@ -221,7 +221,7 @@ class _Asker(NamedTuple):
 
 
 class _Offered(NamedTuple):
-    """What the last answer holds for the asker until it has read it."""
+    """Memory that the last answer holds for the asker until the asker has read it."""
 
     handle: SharedHandle | None = None
     ipc: IpcOffer | None = None

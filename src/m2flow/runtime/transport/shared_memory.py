@@ -51,7 +51,7 @@ class SharedPool:
 
     @property
     def bytes_resident(self) -> int:
-        """How much memory it takes."""
+        """Bytes of memory that the pool takes."""
         return self._blocks.bytes_resident
 
     def write(self, value: Any, readers: int | Sequence[Hashable] = 1) -> SharedHandle:
@@ -126,7 +126,7 @@ class SharedPool:
         return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
 
     def release(self, handle: SharedHandle) -> None:
-        """Take back a handle that no reader has got, or will ever read again."""
+        """Reclaim the blocks of a handle that no reader holds, or will read."""
         with self._lock:
             for name, _, _, _, first, turn in handle.regions:
                 segment = self._blocks.by_name.get(name)
@@ -159,7 +159,10 @@ class SharedPool:
     def _located(
         self, address: int | None, names: Sequence[Hashable], leases: dict[Block, Lease]
     ) -> tuple[Block, int] | None:
-        """Block and place in it of what lies in this pool, leased; None: to be copied."""
+        """Lease the block in which a buffer of this pool lies.
+
+        Returns the block and the offset in it; None if the buffer must be copied.
+        """
         if not self._made or address is None or (found := self._blocks.locate(address)) is None:
             return None
         block, _ = found
@@ -172,7 +175,7 @@ class SharedPool:
 
 
 def _copy(buffers: Sequence[Buffer], places: list[tuple[Block, int] | None], target: Block) -> None:
-    """Copy what has no place yet into a block, and say where."""
+    """Copy the buffers without a place into a block, and set their places."""
     segment, within = target.segment, 0
     for position, buffer in enumerate(buffers):
         if places[position] is None:
@@ -192,7 +195,7 @@ def _region(block: Block, lease: Lease) -> Region:
 
 
 def _end(leases: dict[Block, Lease]) -> None:
-    """Take hand-overs back that nobody was told of. Under the lock."""
+    """End leases of which no reader was told. The caller holds the lock."""
     for block, lease in leases.items():
         block.leases = [one for one in block.leases if one is not lease]
 

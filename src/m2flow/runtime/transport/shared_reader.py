@@ -88,7 +88,7 @@ class SharedReader:
         return unpack(handle.head, buffers, device=device)
 
     def close(self) -> None:
-        """Let the mappings go; values that were read keep theirs until they die."""
+        """Drop the mappings; values that were read keep theirs until they die."""
         with self._lock:
             mappings, self._mappings = self._mappings, {}
             for _, descriptor in mappings.values():
@@ -106,7 +106,7 @@ class SharedReader:
             return self._mappings[segment][0]
 
     def _let_go_of_unlinked(self) -> None:
-        """The owner makes a new file where it may just have given others back.
+        """Drop mappings of files that the owner has unlinked.
 
         They are looked for when there are twice as many mappings as after the last time.
         """

@@ -69,7 +69,7 @@ def check_shared_memory() -> None:
 
 
 def sweep(prefix: str) -> int:
-    """Remove what pools with this prefix left in /dev/shm when they were killed; the number.
+    """Remove the files that killed pools of this prefix left in /dev/shm. Returns how many.
 
     The prefix must not belong to a pool that lives.
     """
@@ -101,11 +101,11 @@ class Sweeper:
         )
 
     def add(self, *patterns: str) -> None:
-        """Have it remove whatever fits these patterns of paths, as the shell reads them."""
+        """Add patterns of paths, in the shell's syntax, whose files are removed at the end."""
         self._say("".join(f"{pattern}\n" for pattern in patterns))
 
     def close(self) -> None:
-        """Nothing is left: the shell ends and removes nothing. A second call does nothing."""
+        """End the shell; it removes nothing. A second call does nothing."""
         assert self._shell.stdin is not None
         if not self._shell.stdin.closed:
             self._say("done\n")

@@ -125,7 +125,7 @@ class StructurePickler(pickle.Pickler):
         super().__init__(file, 5, buffer_callback=partial(_keep, buffers))
 
     def reducer_override(self, value: Any) -> Any:
-        """How a value of no builtin type is taken apart, as pickle's documentation has it."""
+        """Reduce a value of no builtin type, as pickle's documentation says."""
         if isinstance(value, _BY_NAME) and value.__module__ == "__main__":
             # Another process has another main program.
             raise pickle.PicklingError(f"{value!r} belongs to the main program")

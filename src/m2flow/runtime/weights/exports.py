@@ -1,4 +1,4 @@
-"""What the launcher and the lanes say about a version of weights on its way. Plain data."""
+"""Messages between the launcher and the lanes about a version that is published. Plain data."""
 
 from __future__ import annotations
 

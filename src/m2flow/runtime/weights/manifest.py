@@ -1,4 +1,4 @@
-"""Who holds what: `describe` reads off a worker's weights which part of which tensor a lane has.
+"""Manifests: `describe` reads off a worker's weights which part of which tensor a lane holds.
 
 Values may be plain tensors (the lane holds all of it), DTensors on any mesh, or `Shard`s. A
 manifest holds no tensor and can be sent anywhere. Two names of one tensor (tied embeddings) are one

@@ -87,7 +87,7 @@ class Publisher:
     # --- which way --------------------------------------------------------------------------------
 
     def _far(self, edge: _Edge, lane: int | None = None) -> list[Reader]:
-        """Who reads from another node than the exporting lane's; by default than the first's."""
+        """Lanes that read from another node than the exporting lane's; by default the first's."""
         there = edge.lanes[0] if lane is None else lane
         return [reader for reader in edge.readers if not self._same_node(there, reader[1])]
 
@@ -135,7 +135,7 @@ class Publisher:
         return found
 
     def laid_out(self, exports: Sequence[Export]) -> None:
-        """What a lane says of its export."""
+        """Note where a lane has laid its export out."""
         edge = self._edges[exports[0].source]
         state = edge.versions[exports[0].version]
         for export in exports:
@@ -179,7 +179,7 @@ class Publisher:
         return edge is not None and bool(edge.versions)
 
     def finished(self, call: int) -> None:
-        """A call has ended; if it was an install, its version has one reader less."""
+        """Note that a call has ended: an install leaves its version with one reader less."""
         if call in self._installs:
             source, version = self._installs.pop(call)
             self._edges[source].versions[version].left -= 1

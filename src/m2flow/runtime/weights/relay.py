@@ -1,4 +1,4 @@
-"""`Relay`: what several lanes of a node want from another node crosses the network once.
+"""`Relay`: a payload that several lanes of a node want from another node crosses the network once.
 
 The first of them that asks has it brought, the others wait for that; it is kept until a later
 version comes. It is asked from the threads of the payload server too, so that nobody waits for the
@@ -51,7 +51,7 @@ class Relay:
         self._lock = threading.Lock()
 
     def bring(self, key: RelayKey) -> Any:
-        """What the key stands for; raises what asking for it has raised."""
+        """Return the payload of the key; raises the error that fetching it has raised."""
         with self._lock:
             if key not in self._brought:
                 for one in [one for one in self._brought if _precedes(one, key)]:

@@ -94,7 +94,7 @@ class WeightsOut:
         return flat
 
     def _handle(self, flat: Tensor, readers: Sequence[int]) -> SharedHandle | None:
-        """For readers of this node; None where they have to ask."""
+        """Put a snapshot into shared memory for readers of this node; None where they must ask."""
         if not self._by_handle:
             return None
         try:
@@ -103,12 +103,12 @@ class WeightsOut:
             return None
 
     def provide(self, key: WeightsKey | ManifestKey) -> Any:
-        """What a reader asks for; KeyError if it is not here."""
+        """Return the snapshot or manifest of a key; KeyError if this lane has none."""
         kept = self._sources[key.source]
         if isinstance(key, ManifestKey):
             return kept.manifests[key.manifest]
         return kept.snapshots[key.version]
 
     def drop(self) -> None:
-        """Let everything go that an earlier run laid out."""
+        """Drop the versions that an earlier run laid out."""
         self._sources = {}

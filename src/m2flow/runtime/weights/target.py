@@ -24,7 +24,7 @@ from m2flow.runtime.weights.transfers import Assembler, TensorTransfer, transfer
 
 @dataclass(slots=True)
 class _Route:
-    """What is kept for one source and one target on this lane."""
+    """The manifests and transfers between one source and one target on this lane."""
 
     tokens: dict[int, int] = field(default_factory=dict)
     snapshots: dict[int, Snapshot] = field(default_factory=dict)

@@ -36,7 +36,7 @@ class TensorTransfer:
 def transfers(
     sources: Mapping[int, TensorManifest], wanted: Mapping[str, Box]
 ) -> list[TensorTransfer]:
-    """Who gives what to one target, in the order of `wanted`.
+    """Return the pieces that one target takes from each lane, in the order of `wanted`.
 
     Args:
         sources: lane -> what it holds; `merged` has found that they agree.

@@ -25,7 +25,7 @@ ENDLESS = 1 << 60
 
 
 def memory_lines(recipe: Recipe, graph: FlowGraph, plan: Plan) -> list[str]:
-    """Who will hold how much on each lane, by the workload's prices; or why nobody can tell.
+    """Return the memory account as lines, by the workload's prices; or a line why it is unknown.
 
     Args:
         recipe: says the sizes.
@@ -45,7 +45,7 @@ def memory_lines(recipe: Recipe, graph: FlowGraph, plan: Plan) -> list[str]:
 
 
 def _beyond_machine(found: Sequence[LaneAccount]) -> list[str]:
-    """A line where this machine has less memory than its lanes take of it."""
+    """Return a line if the lanes take more host memory than this machine has."""
     cores = sum(one.neighbours * one.most_bytes for one in found if one.kind == "cpu")
     needed, (_, there) = cores + sum(one.host_bytes for one in found), usable_memory()
     if needed <= there:
@@ -54,7 +54,7 @@ def _beyond_machine(found: Sequence[LaneAccount]) -> list[str]:
 
 
 def _cluster_of(lanes: Sequence[LaneSpec]) -> Cluster:
-    """Lanes as a cluster whose devices have the memory that lanes may take; rates are anyone's."""
+    """Return a cluster whose devices have the lanes' memory; its rates are not used."""
     parts = Counter((lane.node, lane.kind) for lane in lanes)
     return Cluster(
         tuple(
@@ -65,7 +65,7 @@ def _cluster_of(lanes: Sequence[LaneSpec]) -> Cluster:
 
 
 def _device(kind: str, lanes: Sequence[LaneSpec]) -> Device:
-    """What stands for a kind of lane."""
+    """Return a device with the memory of a kind of lane."""
     found = DEVICES["CPU"] if kind == "cpu" else DEVICES["H100"]
     if kind not in ("cpu", "gpu"):
         found = device_named(kind)

@@ -97,7 +97,8 @@ def launched(
 
 
 def with_working_memory(recipe: Recipe, graph: FlowGraph, plan: Plan) -> Plan:
-    """The plan with what calls take of accelerators with a limit, where it says nothing itself.
+    """Return the plan with the working memory of calls on accelerators with a limit, where the
+    plan does not say it.
 
     Without it states alone would count against the limit. Computed, where that can be.
     """

@@ -109,7 +109,7 @@ class Training:
             raise
 
     def _note_end(self, error: BaseException) -> None:
-        """Leave word in `run.json` of why the run has ended, if there is room."""
+        """Write into `run.json` why the run has ended, if the disk has room."""
         if self._directory is not None:
             why = (str(error).splitlines() or [""])[0]
             if not isinstance(error, M2FlowError | Stopped):
@@ -121,7 +121,7 @@ class Training:
                     write_atomically(self._directory.failure, account.encode("utf-8", "replace"))
 
     def _how_far(self) -> str:
-        """Where a run that is stopped stands, and how it goes on."""
+        """Say how far a stopped run has come, and which command resumes it."""
         if self._directory is None:
             return "nothing was begun"
         if self._saved == 0:
@@ -173,7 +173,7 @@ class Training:
 
     @property
     def _last_kept_step(self) -> int:
-        """Rows of later steps will be written again; without a checkpoint that is all of them."""
+        """Return the last step whose rows stay; -1 without a checkpoint."""
         return -1 if self.checkpoint is None else self.first_step
 
     def _prepare(self) -> None:
@@ -307,7 +307,7 @@ class Training:
         return figures | {"lanes/missing": float(run.missing)} if self.recipe.elastic else figures
 
     def _keep_skipped(self, step: int, result: StepResult, figures: dict[str, float]) -> None:
-        """Keep all rollouts of a step of which something could not be learned from."""
+        """Write all rollouts of a step of which some update was skipped."""
         shares = [share for name, share in figures.items() if name.endswith(f"/{SKIPPED}")]
         if any(shares):
             rows = self.experiment.samples(result, len(result.output))
@@ -318,7 +318,7 @@ class Training:
             )
 
     def _against_plan(self, run: Run, result: StepResult) -> dict[str, float]:
-        """What was predicted of the step, and what going over to another plan has taken."""
+        """Figures of the step's prediction, and seconds of a change to another plan."""
         figures: dict[str, float] = {}
         if (predicted := run.plan.predicted_seconds) is not None:
             figures["plan/predicted_seconds"] = predicted

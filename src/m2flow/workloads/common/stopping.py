@@ -1,4 +1,4 @@
-"""Ending a run where a signal asks for it, as a terminal, a scheduler or a person does.
+"""End a run between steps when a signal asks for it (from a terminal, scheduler or person).
 
 The first SIGTERM, SIGHUP or SIGINT is noted, and the run ends after the step at hand, with a
 checkpoint. After a grace time, or at a second signal, `Stopped` is raised in the main thread,

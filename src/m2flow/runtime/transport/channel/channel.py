@@ -172,7 +172,7 @@ class Channel:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name of the channel in messages."""
         return self._address.name
 
     # --- putting ----------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ class Channel:
         buffers: Sequence[Any] = (),
         **settings: float,
     ) -> _HostReply:
-        """The answer to a request that succeeded; else raises what became of it."""
+        """Send a request and return the host's answer; raise the error of a request that failed."""
         _require(
             type(key) in (str, int, type(None)), "no such key", "key", key, "string or integer"
         )
@@ -348,7 +348,7 @@ class Channel:
         return answer
 
     def _connection(self) -> FrameStream:
-        """A connection that nobody uses: each request that waits has its own."""
+        """Return an idle connection: each waiting request has a connection of its own."""
         if self._pid != os.getpid():  # forked: the connections are the parent's
             self._drop_connections()
             self._pid, self._end = os.getpid(), None

@@ -27,7 +27,7 @@ class ChannelEmpty(ChannelTimeout):
 
 
 class ChannelClosed(ChannelError):
-    """The channel takes no more items; for a getter: and all that was in it has been taken."""
+    """The channel is closed; a getter is told so only when all stored items have been taken."""
 
 
 class ChannelLost(ChannelError, ConnectionError):

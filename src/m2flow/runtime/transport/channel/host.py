@@ -27,7 +27,7 @@ from m2flow.runtime.transport.listening import Listener, ListenerAddress, this_m
 
 @dataclass(frozen=True, slots=True)
 class ChannelAddress:
-    """Where a channel is hosted, and what it takes to be let in.
+    """Where a channel is hosted, and the secret that a connection must know.
 
     Attributes:
         name: the channel's, for messages.
@@ -138,7 +138,8 @@ class Host:
             act(request, time.monotonic())
 
     def _answer(self, request: ChannelRequest, waited: float) -> Frame:
-        """What came of a request; what the channel holds, where that was asked for or is of use."""
+        """Build the answer to a request: its outcome, its items, and the channel's statistics where
+        the client asked for them or an error is to show them."""
         stats = None
         if request.outcome in (None, Outcome.FULL, Outcome.EMPTY):
             with self._lock:
@@ -151,7 +152,7 @@ class Host:
 
 @dataclass(slots=True)
 class _Client:
-    """One connection: the eventfd that wakes who serves it, and the request that it made last."""
+    """One connection, the eventfd that wakes its thread, and the newest request on it."""
 
     connection: socket.socket
     stream: FrameStream
@@ -169,7 +170,7 @@ class HostActor:
         self._host = Host(name, max_items, max_bytes, node_address())
 
     def address(self) -> ChannelAddress:
-        """Where it is."""
+        """The address of the channel."""
         return self._host.address
 
 

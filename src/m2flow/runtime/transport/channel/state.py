@@ -83,7 +83,7 @@ class ChannelRequest:
     outcome: Outcome | None = None
 
     def end(self, outcome: Outcome) -> None:
-        """Say what became of it."""
+        """Note the outcome, and wake the thread or process that waits for it."""
         self.outcome = outcome
         self.wake()
 
@@ -107,7 +107,7 @@ class ChannelState:
         self._handed: set[ChannelRequest] = set()
 
     def begin(self, request: ChannelRequest, now: float) -> None:
-        """Serve the request, at once or when that is possible."""
+        """Queue a request, and serve it at once if that is possible."""
         if request.body is None:
             self._getters[request] = None
         elif self.closed:
@@ -118,19 +118,19 @@ class ChannelState:
         self.settle(now)
 
     def give_up(self, request: ChannelRequest, now: float) -> None:
-        """End a wait that has been too long, if it is not over."""
+        """End a request whose deadline has passed, if it still waits."""
         if request.outcome is None:
             request.end(Outcome.EMPTY if request.body is None else Outcome.FULL)
             self.drop(request, now)
 
     def acknowledge(self, request: ChannelRequest, now: float) -> None:
-        """The getter has what it was handed."""
+        """Note that a getter has received its items."""
         self._handed.discard(request)
         self._num_taken += len(request.items)
         self.settle(now)
 
     def drop(self, request: ChannelRequest, now: float) -> None:
-        """Nobody waits for the request any more: put back what it was handed."""
+        """Forget a request whose client has gone; items that it was handed go back to the head."""
         if request in self._putters:
             self._forget(request)
         self._getters.pop(request, None)
@@ -149,7 +149,7 @@ class ChannelState:
         self.settle(now)
 
     def settle(self, now: float) -> None:
-        """Let in whom there is room for, and serve who can be served."""
+        """Store items of waiting putters while there is room, and serve waiting getters."""
         while self._admit_first() or self._serve_first(now):
             pass
 
