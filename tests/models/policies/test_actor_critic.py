@@ -297,5 +297,5 @@ def test_gradients_that_are_written_out_are_autograds(
     (two.evaluate(seen, tokens).logprobs * slopes[0]).sum().backward()
     for (name, found), expected in zip(one.named_parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-5, msg=name)
-    if encoder == "mlp" and kind != "squashed":
-        assert direct.judge(one, seen, tokens) is not None
+    written_out = encoder == "mlp" and kind != "squashed"
+    assert (pull.__module__ == direct.__name__) == written_out  # type: ignore[attr-defined]

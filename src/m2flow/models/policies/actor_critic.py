@@ -178,7 +178,11 @@ class ActorCritic(Policy):
         return Evaluation(logprobs, entropy, self._values(features_BF))
 
     def judge(self, observations: Observations, tokens: Tensor) -> tuple[Evaluation, Pullback]:
-        return direct.judge(self, observations, tokens) or super().judge(observations, tokens)
+        actor, critic, found = self.actor, self.critic, None
+        if isinstance(actor, StateEncoder) and isinstance(critic, StateEncoder):
+            scale = self.returns.scale
+            found = direct.judge(actor, critic, self.head, self.value, scale, observations, tokens)
+        return found or super().judge(observations, tokens)
 
     def values(self, observations: Observations) -> Tensor:
         return self._values((self.critic or self.actor)(observations))
@@ -198,7 +202,7 @@ class StateEncoder(Encoder):
 
     def __init__(self, state_size: int, hidden: Sequence[int], normalise: bool) -> None:
         super().__init__()
-        self.norm = RunningNorm(state_size) if normalise else nn.Identity()
+        self.norm: nn.Module = RunningNorm(state_size) if normalise else nn.Identity()
         layers: list[nn.Module] = []
         for width in hidden:
             layers += [orthogonal(nn.Linear(state_size, width), math.sqrt(2)), nn.Tanh()]

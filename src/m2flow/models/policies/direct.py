@@ -11,7 +11,7 @@ Legend: B batch, F features, K actions of a chunk, A action size, N discrete act
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,8 +26,13 @@ from m2flow.models.policies.distributions import (
 )
 from m2flow.models.policies.protocol import Evaluation, Observations, Pullback
 
-if TYPE_CHECKING:
-    from m2flow.models.policies.actor_critic import ActorCritic, StateEncoder
+
+class StateLayers(Protocol):
+    """An encoder of states: linear layers, each with tanh behind it, on the normed state."""
+
+    norm: nn.Module
+    layers: nn.Sequential
+
 
 HeadPullback = Callable[[Tensor, Tensor | None], Tensor]
 """Gradients of log-probabilities and entropies [B, K, D] to that of the features [B, F]."""
@@ -35,14 +40,23 @@ HeadPullback = Callable[[Tensor, Tensor | None], Tensor]
 
 @torch.no_grad()
 def judge(
-    policy: ActorCritic, observations: Observations, tokens: Tensor
+    actor: StateLayers,
+    critic: StateLayers,
+    head: nn.Module,
+    value: nn.Linear,
+    scale: float,
+    observations: Observations,
+    tokens: Tensor,
 ) -> tuple[Evaluation, Pullback] | None:
-    """See `Policy.judge`; None for a policy that is not known here."""
-    from m2flow.models.policies.actor_critic import StateEncoder
+    """See `Policy.judge`; None for a head that is not known here.
 
-    actor, critic, head = policy.actor, policy.critic, policy.head
-    if not (isinstance(actor, StateEncoder) and isinstance(critic, StateEncoder)):
-        return None
+    Args:
+        actor, critic: networks apart.
+        head: on the actor's features.
+        value: on the critic's; what it says times `scale` is the value.
+        scale: of returns.
+        observations, tokens: what is judged.
+    """
     seen = _forward(actor, observations)
     if isinstance(head, GaussianHead):
         logprobs, entropy, head_back = _gaussian(head, seen[-1], tokens)
@@ -51,7 +65,7 @@ def judge(
     else:
         return None
     judged = _forward(critic, observations)
-    values_B = policy.returns(policy.value(judged[-1]).squeeze(-1))
+    values_B = value(judged[-1]).squeeze(-1) * scale
 
     @torch.no_grad()
     def pull(
@@ -59,13 +73,13 @@ def judge(
     ) -> None:
         _backward(actor, seen, head_back(logprobs_BKD, entropy_BKD))
         if values_B is not None:
-            share_B1 = (values_B * policy.returns.scale).unsqueeze(-1)
-            _backward(critic, judged, _linear_back(policy.value, judged[-1], share_B1))
+            share_B1 = (values_B * scale).unsqueeze(-1)
+            _backward(critic, judged, _linear_back(value, judged[-1], share_B1))
 
     return Evaluation(logprobs, entropy, values_B), pull
 
 
-def _forward(encoder: StateEncoder, observations: Observations) -> list[Tensor]:
+def _forward(encoder: StateLayers, observations: Observations) -> list[Tensor]:
     """The encoder's input, and what each of its layers gives, [B, width] each."""
     seen = [encoder.norm(observations["state"])]
     for layer in encoder.layers:
@@ -83,7 +97,7 @@ def _tanh(x: Tensor) -> Tensor:
     return x
 
 
-def _backward(encoder: StateEncoder, seen: list[Tensor], gradient_BF: Tensor) -> None:
+def _backward(encoder: StateLayers, seen: list[Tensor], gradient_BF: Tensor) -> None:
     layers = [layer for layer in encoder.layers if isinstance(layer, nn.Linear)]
     for number in range(len(layers) - 1, -1, -1):
         before, after = seen[number], seen[number + 1]
