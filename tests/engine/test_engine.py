@@ -17,6 +17,7 @@ from m2flow.engine.messages import (
     CallFinished,
     Command,
     CompleteStep,
+    DropFolded,
     ExportWeights,
     FailRun,
     FeedCall,
@@ -374,6 +375,50 @@ def test_what_cannot_be_made_again_stops_the_run() -> None:
     finish(engine, only(RunFinish, finish(engine, fold)))
     (message, *_) = lines_of(engine.handle(LaneLost(0, "gone")))
     assert message == "items of a.train are gone and cannot be made again: they have been folded in"
+
+
+def test_a_lane_that_does_not_come_back_stops_a_run_that_heals() -> None:
+    engine = Engine(CHAIN, HEALING, heal=True)
+    engine.handle(StepSubmitted(0, 2))
+    (message, *_) = lines_of(engine.handle(LaneLost(0, "killed", comes_back=False)))
+    assert message == "lane 0 was lost: killed"
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_what_was_folded_in_is_dropped_unless_a_call_had_not_begun(begun: bool) -> None:
+    graph = graph_of(lambda a, b, x: b.train(a.score(x)), "a", "b")
+    chunks = {"a.score": StagePlan(chunk=1), "b.train": StagePlan(chunk=1)}
+    engine = Engine(graph, plan_of({"a": [0, 1], "b": [2]}, stages=chunks), heal=True)
+    first, second = all_of(RunCall, engine.handle(StepSubmitted(0, 4)))
+    fold, _ = sorted(all_of(RunCall, finish(engine, first)), key=lambda call: -call.node)
+    finish(engine, fold)
+    read, _ = sorted(all_of(RunCall, finish(engine, second)), key=lambda call: -call.node)
+    engine.handle(LaneLost(1, "gone"))
+    failed = CallFailed(read.call, 2, OSError("lane 1 is gone"), begun=begun)
+    dropped = all_of(DropFolded, engine.handle(failed))
+    assert dropped == ([DropFolded(read.node, 0, (2,))] if begun else [])
+
+
+def test_which_weights_a_lane_is_to_have() -> None:
+    """Those that it had; none where newer ones are asked for."""
+    graph = graph_of(lambda a, b, x: b.train(a.score(x)), "a", "b", publish=[("b", "a")])
+    engine = Engine(graph, plan_of({"a": [0], "b": [1]}), first_step=5, heal=True)
+    call = only(RunCall, engine.handle(StepSubmitted(5, 2)))
+    assert engine.weights_on(0) == {("b", "a"): 5}
+    assert engine.weights_on(1) == {}
+    fold = only(RunCall, finish(engine, call))
+    for _ in range(2):  # mini-batches
+        commands = finish(engine, only(RunFinish, finish(engine, fold)))
+        fold = next(iter(all_of(RunCall, commands)), fold)
+    export = only(ExportWeights, commands)
+    engine.handle(LaneLost(0, "gone"))
+    assert engine.weights_on(0) == {("b", "a"): 5}
+    assert all_of(InstallWeights, engine.handle(CallFinished(export.call, 1))) == []
+    assert engine.weights_on(0) == {("b", "a"): None}
+    install = only(InstallWeights, engine.handle(LaneRestarted(0, 1)))
+    assert install.version == 6
+    engine.handle(CallFinished(install.call, 0, epoch=1))
+    assert engine.weights_on(0) == {("b", "a"): 6}
 
 
 # --- streaming calls ----------------------------------------------------------------------------

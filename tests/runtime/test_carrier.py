@@ -117,7 +117,7 @@ def test_a_machine_is_waited_for_that_its_peers_have_missed_first(
     pool.lanes = (LaneSpec(0), LaneSpec(1))
     pool.exchange = SimpleNamespace(forget=lambda lane: None)
     carrier: Any = RayCarrier.__new__(RayCarrier)
-    carrier.pool, carrier._gang_calls = pool, set()
+    carrier.pool, carrier._gang_calls, carrier.mender = pool, set(), None
     carrier.plan = SimpleNamespace(placements={})
     echo = Report(CallFailed(4, 0, PeerLost("gone: timed out")), at=1.0)
     ends[0].send(to_bytes(Reports([echo])))

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -257,7 +258,7 @@ class Loopback:
         return self.out.provide(key)
 
     def export(self, version: int, method: Any, oldest: int = 0, **more: Any) -> list[Export]:
-        sends = Sends({method: 1}, oldest, **more)
+        sends = Sends({method: (1,)}, oldest, **more)
         return list(self.out.lay_out("source", version, weights_of(version), sends))
 
     def install(self, version: int, exports: Sequence[Export], name: str = "target") -> None:
@@ -306,7 +307,7 @@ def test_a_version_is_installed_as_a_whole_or_not_at_all(loopback: Loopback) -> 
         exports = [
             export
             for lane, half in zip(lanes, halves, strict=False)
-            for export in lane.lay_out("source", version, {"x": half}, Sends({"copy": 1}, 0))
+            for export in lane.lay_out("source", version, {"x": half}, Sends({"copy": (2,)}, 0))
         ]
         return there.collect("source", ("target", Worker()), version, exports, 1.0)[0]
 
@@ -403,7 +404,7 @@ def publisher(link: str | None = None, num_lanes: int = 4) -> Publisher:
     return Publisher(same_node, plan, graphs, link)
 
 
-def publish(one: Publisher, version: int, lanes: Sequence[int]) -> Mapping[Any, int]:
+def publish(one: Publisher, version: int, lanes: Sequence[int]) -> Mapping[Any, tuple[int, ...]]:
     """Export and install a version; how it was sent."""
     (sends,) = one.export("source", version, (0,)).values()
     one.laid_out([Export("source", version, 0, m, 7, 200 << 20) for m in sends.readers])
@@ -419,7 +420,7 @@ def publish(one: Publisher, version: int, lanes: Sequence[int]) -> Mapping[Any, 
 def test_the_way_follows_from_where_the_lanes_are() -> None:
     one = publisher()
     assert one.explain() == {}
-    assert publish(one, 1, (1, 2, 3)) == {"shared": 1, "copy": 2}
+    assert publish(one, 1, (1, 2, 3)) == {"shared": (1,), "copy": (2, 3)}
     assert one.explain() == {
         "source publishes to target on a lane of its node by shared": (
             "210 MB (they read one snapshot in shared memory)"
@@ -429,12 +430,12 @@ def test_the_way_follows_from_where_the_lanes_are() -> None:
         ),
     }
     three = publisher(num_lanes=6)
-    assert publish(three, 1, range(1, 6)) == {"shared": 1, "copy": 4}
+    assert publish(three, 1, range(1, 6)) == {"shared": (1,), "copy": (2, 3, 4, 5)}
 
 
 def test_weights_are_copied_where_all_payloads_take_one_link() -> None:
     one = publisher("stream")
-    assert publish(one, 1, (1, 2, 3)) == {"copy": 3}
+    assert publish(one, 1, (1, 2, 3)) == {"copy": (1, 2, 3)}
     assert set(one.explain().values()) == {"210 MB (all goes by stream)"}
 
 
@@ -451,3 +452,32 @@ def test_versions_that_somebody_needs_are_kept() -> None:
     assert one.install(command)[0].version == 1
     one.finished(3)
     assert one.export("source", 3, (0,))[0].oldest == 2
+
+
+def test_a_lane_that_was_lost_takes_a_copy_until_the_next_version() -> None:
+    """What it had taken over went with it, whether its installs had ended or not."""
+    one = publisher()
+    assert not one.has_published("source")
+    assert one.copies("source", 1) is None
+    publish(one, 1, (2, 3))
+    one.lost(1)
+    command = InstallWeights(1, "source", "target", 1, (1,), local=False)
+    (again,) = one.install(command)
+    assert (again.method, again.via, again.version) == ("copy", None, 1)
+    one.finished(1)
+    (copy,) = one.copies("source", 1) or ()
+    assert (copy.method, copy.handle, copy.via) == ("copy", None, None)
+    one.export("source", 2, (0,))
+    assert one.has_published("source")
+    assert one.copies("source", 1) is None, "the next one takes its place"
+    assert one.copies("source", 2) is None, "it is not laid out yet"
+
+
+def test_the_last_version_stays_for_a_lane_that_comes_back(loopback: Loopback) -> None:
+    """Though all have read it from shared memory, and the source has gone on."""
+    (export,) = loopback.export(3, "shared")
+    loopback.install(3, [export])
+    loopback.install(3, [replace(export, method="copy", handle=None)], name="back")
+    loopback.export(4, "shared", oldest=4)
+    with pytest.raises(KeyError):
+        loopback.out.provide(WeightsKey("source", 3))

@@ -112,6 +112,8 @@ def test_a_mesh_stands_on_any_lanes_in_ascending_order(lanes: LaneProcesses) -> 
 def test_the_groups_that_gangs_need() -> None:
     assert lane_sets_of([(3,)]) == []
     assert lane_sets_of([(3,), (1,)]) == [(1, 3)]
+    assert lane_sets_of([(3,), (1,)], sums=False) == []
+    assert lane_sets_of([(1, 0)], sums=False) == lane_sets_of([(1, 0)])
     assert lane_sets_of([(1, 0)]) == [(0, 1), (0,), (1,)]
     pairs = lane_sets_of([(2, 3), (1, 0)])
     assert pairs == [(0, 1, 2, 3), (2, 3), (0, 1), (0, 2), (1, 3)]
