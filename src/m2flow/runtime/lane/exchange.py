@@ -118,6 +118,7 @@ class Exchange:
     def introduce(self, addresses: Mapping[int, PeerAddress]) -> None:
         """Tell where the lanes are, by number."""
         self._addresses = addresses
+        self._peers.keep(addresses.values())
 
     def serve(self, store: Store) -> None:
         """Hand out items of this store from now on."""
