@@ -23,3 +23,13 @@ def test_gpus_are_named_as_the_driver_names_them(
     machine._asked.cache_clear()
     driver.write_text("#!/bin/sh\nexit 9\n")
     assert describe_machine().endswith("no accelerator")
+
+
+def test_a_driver_that_never_answers_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nexec sleep 60\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(machine, "DRIVER_SECONDS", 0.2)
+    assert machine._asked(str(tool), "name") == ()

@@ -56,6 +56,25 @@ def test_a_fetch_need_not_be_waited_for(pair: tuple[Exchange, Exchange]) -> None
         launcher.fetch_later(3, ItemsKey("step", 1, 2, (0,)), SOON).result(SOON)
 
 
+def test_a_lane_that_comes_back_leaves_no_connection_of_before(tmp_path: Path) -> None:
+    """Each loss of a lane had cost the launcher, and every other lane, a descriptor."""
+    folder = tmp_path / f"m2flow-test-{tmp_path.name}"
+    launcher = Exchange(None, -1, "here", None, folder, b"key")
+    counts = []
+    for _ in range(6):
+        lane = Exchange(3, 0, "here", None, folder, b"key")
+        launcher.introduce({3: lane.address})
+        store = Store()
+        store.put("step", 1, 2, Batch({"x": torch.arange(1)}))
+        lane.serve(store)
+        fetched = launcher.fetch_later(3, ItemsKey("step", 1, 2, (0,)), SOON).result(SOON)
+        assert fetched["x"].tolist() == [0]
+        lane.close()
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    launcher.close()
+    assert counts[-1] <= counts[1], counts
+
+
 def test_on_one_machine_all_sockets_are_unix_or_loopback() -> None:
     pytest.importorskip("ray")
     from m2flow.runtime.driver.pool import LanePool

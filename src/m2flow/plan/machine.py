@@ -14,6 +14,9 @@ from functools import cache
 from pathlib import Path
 
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+DRIVER_SECONDS = 60.0
+"""Longest that a driver may take to answer: one that is stuck never does."""
+
 MEMORY_FILES = (
     ("memory.max", "memory.current"),  # version 2 of control groups
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),  # version 1
@@ -110,7 +113,7 @@ def asked_of_driver(fields: str) -> tuple[str, ...]:
         fields: what `nvidia-smi --query-gpu` is asked, separated by commas.
 
     Returns:
-        Values separated by ", ", sizes in MiB; empty where there is no driver.
+        Values separated by ", ", sizes in MiB; empty where there is no driver, or it hangs.
     """
     tool = shutil.which("nvidia-smi")
     return () if tool is None else _asked(tool, fields)
@@ -119,7 +122,12 @@ def asked_of_driver(fields: str) -> tuple[str, ...]:
 @cache
 def _asked(tool: str, fields: str) -> tuple[str, ...]:
     query = [tool, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    ran = subprocess.run(query, capture_output=True, text=True, check=False)
+    try:
+        ran = subprocess.run(
+            query, capture_output=True, text=True, check=False, timeout=DRIVER_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return ()
     return tuple(ran.stdout.splitlines()) if ran.returncode == 0 else ()
 
 

@@ -121,6 +121,7 @@ class Exchange:
             if self._addresses.get(lane, address) != address:
                 self.forget(lane)
         self._addresses = addresses
+        self._peers.keep(addresses.values())
 
     def serve(self, store: Store) -> None:
         """Hand out items of this store from now on."""

@@ -16,6 +16,7 @@ import pickle
 import secrets
 import threading
 import weakref
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -139,6 +140,12 @@ class Peers:
             if not stream.closed:
                 with self._lock:
                     self._idle.setdefault(address, []).append(stream)
+
+    def keep(self, addresses: Collection[PeerAddress]) -> None:
+        """Close the connections to all other peers: nobody will ask them any more."""
+        with self._lock:
+            gone = {peer: self._idle.pop(peer) for peer in self._idle.keys() - set(addresses)}
+        _say_farewell(gone)
 
     def close(self) -> None:
         """Close all connections. Values that were fetched stay valid."""
