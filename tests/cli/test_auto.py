@@ -55,9 +55,6 @@ def test_a_recipe_that_names_no_mode(tiny: Path, m2flow: Callable[..., Any]) -> 
     assert [row["reward/mean"] for row in rows("first")] == pytest.approx(expected)
     kept = from_json(Explanation, Path("first/decision.json").read_text(), "decision.json")
     assert any(entrant.measured for entrant in kept.race)
-    verdicts = [entrant.verdict for entrant in kept.race]
-    assert verdicts.count("won") == 1, "also where the plan that ran already has won"
-    assert all(verdicts)
 
     half = m2flow("train", tiny, "steps=5", *few, "--run-dir", "second")
     assert "profile: stored at " in half.out

@@ -116,7 +116,7 @@ def train(
             raise SystemExit(error.exit_code) from error
     rows = read_metrics(path)
     if shown is None:
-        rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+        rewards = [one for row in rows if isinstance(one := row.get("reward/mean"), int | float)]
         window = ends(rewards)[2] if rewards else 1
         print(summary(*first_and_last(rows, AVERAGED), path, window))
     else:
