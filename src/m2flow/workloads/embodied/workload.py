@@ -50,6 +50,9 @@ class Embodied:
                 hint="l1 is for m2flow eval",
             )
 
+    def lacking(self, recipe: EmbodiedRecipe) -> Sequence[str]:
+        return ()
+
     def prices(self, recipe: EmbodiedRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
         raise UserError(
             "what a simulator takes is in no data sheet",
