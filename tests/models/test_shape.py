@@ -152,3 +152,15 @@ def test_reading_a_folder(tmp_path: Path) -> None:
 def test_an_unknown_name_gets_the_nearest() -> None:
     with pytest.raises(UserError, match=r"Qwen2.5-7B"):
         read_model("Qwen/Qwen2.5-7")
+
+
+def test_experts_of_mixtral_are_as_wide_as_its_dense_block_would_be() -> None:
+    """Its configuration has no width of experts, which once was a KeyError."""
+    config = {
+        "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+        "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    shape = model_from_config(config)
+    assert shape.expert_intermediate == 14336
+    assert shape.parameters == 46_702_792_704

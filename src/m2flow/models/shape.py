@@ -166,7 +166,8 @@ def model_from_config(config: Mapping[str, Any], name: str = "model") -> ModelSh
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=experts,
         experts_per_token=_number(config, name, "num_experts_per_tok") if experts else 0,
-        expert_intermediate=int(config["moe_intermediate_size"]) if experts else 0,
+        # Mixtral's experts are as wide as the dense block that they stand for.
+        expert_intermediate=int(config.get("moe_intermediate_size", intermediate) * bool(experts)),
         layer_extras=_norms_and_biases(config, kind, heads * head_dim, kv_heads * head_dim),
     )  # fmt: skip
 
