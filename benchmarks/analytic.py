@@ -7,11 +7,11 @@ heads over several.
 
 Models are ordered by their parameters, dense ones and mixtures of experts apart. Every other one,
 from the first on, is what constants may be fitted to (`--fit` prints the fit); the others are held
-out, and the targets are theirs alone. A point is a model on a kind of lane, on the fewest lanes that
-have room and on twice as many, with a number of requests and of tokens; those that do not fit into
-memory are left out. The error of a point is predicted over measured, less one, without its sign.
+out, and the targets are theirs alone. A point is a model on a kind of lane, on the fewest lanes
+that have room and on twice as many, with a number of requests and of tokens; those that do not fit
+into memory are left out. The error of a point is predicted over measured, less one, without sign.
 
-Published seconds of whole steps (NeMo-RL, `paper_unseen.py`) stand beside: nothing is fitted to them.
+Published seconds of whole steps (NeMo-RL, `paper_unseen.py`) stand beside, fitted to nowhere.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MIXTURES = (
     "Qwen/Qwen3-30B-A3B", "mistralai/Mixtral-8x7B-v0.1", "mistralai/Mixtral-8x22B-v0.1",
     "Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-Coder-480B-A35B-Instruct",
 )  # fmt: skip
-"""Those that the package has in bfloat16, with attention over all tokens, in order of parameters."""
+"""Those that the package has in bfloat16, with full attention, in order of parameters."""
 
 SYSTEMS = {"h100_sxm": DEVICES["H100"], "h200_sxm": DEVICES["H200"]}
 
@@ -134,12 +134,12 @@ def points(models: dict[str, ModelShape], quick: bool) -> Iterator[Point]:
 
 
 def measured(python: Path, every: list[Point]) -> list[Point]:
-    """The points that the tables know, with their seconds."""
+    """The points with their seconds in the tables."""
     wanted = [[p.model, p.system, p.lanes, p.what, p.batch, p.tokens] for p in every]
     seconds = asked(python, wanted)["seconds"]
     assert isinstance(seconds, list)
     found = zip(every, seconds, strict=True)
-    return [replace(point, measured=value) for point, value in found if value]
+    return [replace(point, measured=value) for point, value in found]
 
 
 def error(some: Sequence[Point], rates: Rates) -> float:
@@ -150,8 +150,7 @@ def error(some: Sequence[Point], rates: Rates) -> float:
 def fitted(every: list[Point], rates: Rates) -> Rates:
     """The rates with the least mean square of log ratios over the points that may be fitted to.
 
-    Prefill of dense models first, then their decoding, then what mixtures have besides: each of the
-    names is moved alone, by ever smaller steps, as long as that helps.
+    Each name is moved alone, by ever smaller steps, as long as that helps.
     """
     for kind, names in FITTED.items():
         some = [point for point in every if point.kind == kind and not point.held_out]
@@ -164,10 +163,9 @@ def fitted(every: list[Point], rates: Rates) -> Rates:
 
 
 FITTED: dict[str, tuple[str, ...]] = {
-    "dense prefill": ("forward",),
-    "dense decode": ("decode_bandwidth", "round_seconds"),
-    "MoE prefill": ("grouped",),
-    "MoE decode": ("grouped_bandwidth",),
+    "dense decode": ("decode_bandwidth", "layer_seconds"),
+    "dense prefill": ("prefill", "prefill_layer_seconds"),
+    "MoE prefill": ("experts",),
 }
 """What is fitted to which points, one after the other."""
 
@@ -185,7 +183,7 @@ def descended(loss: Callable[[Rates], float], rates: Rates, names: Sequence[str]
 
 
 def rows(every: list[Point], rates: Rates) -> list[tuple[object, ...]]:
-    """For each kind and half: points, median error, median ratio, and ratios that a tenth exceeds."""
+    """For each kind and half: points, median error, median ratio, ratios that a tenth exceeds."""
     found: list[tuple[object, ...]] = []
     for kind, held_out in product(KINDS, (True, False)):
         some = [p for p in every if p.kind == kind and p.held_out is held_out]

@@ -1,8 +1,8 @@
 """Virtual environments of the peers: made on first use in folders that git ignores, then reused.
 
-TRL has one of its own, and so have the measured tables of aiconfigurator, which need neither torch nor
-a GPU. Stable-Baselines3 needs no other version of anything that is here: its
-environment adds it to the packages of this one.
+TRL has one of its own, and so have the tables of aiconfigurator, which need no torch.
+Stable-Baselines3 needs no other version of anything that is here: its environment adds it to the
+packages of this one.
 """
 
 from __future__ import annotations

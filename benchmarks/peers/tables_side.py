@@ -1,12 +1,12 @@
 """Measured seconds of vLLM's kernels, out of aiconfigurator's tables; runs in its environment.
 
 Reads a JSON list of points from standard input, and writes a JSON object to standard output: the
-configuration of each model (`configs`), and `seconds` of each point, or null where the tables have
-nothing. A point is `[model, system, lanes, what, batch, tokens]`: `what` is "prefill" of `batch`
-prompts of `tokens` tokens, or "decode", one more token of `batch` requests that hold `tokens` each.
+configuration of each model (`configs`), and `seconds` of each point. A point is `[model, system,
+lanes, what, batch, tokens]`: `what` is "prefill" of `batch` prompts of `tokens` tokens, or
+"decode", one more token of `batch` requests that hold `tokens` each.
 
-The tables are of operations, some of them interpolated; a step is the sum over a model's layers. What
-an engine does between operations is not in it.
+The tables are of operations, some of them interpolated; a step is the sum over a model's layers.
+What an engine does between operations is not in it.
 """
 
 import contextlib
@@ -40,19 +40,15 @@ def written(configs, folder):
 
 
 def step_seconds(databases, engine, folders, point):
-    """Seconds of a point; None where the tables have nothing."""
+    """Seconds of a point."""
     from aiconfigurator_core.sdk import config, models
 
     model, system, lanes, what, batch, tokens = point
     divided = config.ModelConfig(tp_size=lanes, moe_tp_size=lanes, moe_ep_size=1)
     asked = config.RuntimeConfig(batch_size=batch, isl=tokens, osl=2)
     mode = "static_ctx" if what == "prefill" else "static_gen"
-    try:
-        made = models.get_model(str(folders[model]), divided, BACKEND)
-        return engine.run_static_latency_only(made, databases[system], asked, mode) / 1e3
-    except Exception as error:
-        print(f"{point}: {type(error).__name__}: {error}", file=sys.stderr)
-        return None
+    made = models.get_model(str(folders[model]), divided, BACKEND)
+    return engine.run_static_latency_only(made, databases[system], asked, mode) / 1e3
 
 
 def main():

@@ -115,9 +115,11 @@ def test_a_mixture_works_with_few_of_its_parameters_and_reads_what_is_touched() 
     shape = model_from_config(QWEN_MOE)
     assert 2.9e9 < shape.active_parameters < 3.4e9
     # One token touches just its own experts; many touch all.
-    own = shape.parameters - shape.expert_parameters * (1 - 8 / 128)
-    assert shape.weight_bytes_read(1) == pytest.approx(2 * own)
-    assert shape.weight_bytes_read(10_000) == pytest.approx(shape.weight_bytes)
+    assert shape.expert_bytes_read(1) == pytest.approx(2 * shape.experts_of_a_token)
+    assert shape.expert_bytes_read(10_000) == pytest.approx(2 * shape.expert_parameters)
+    every = shape.shared_parameters + shape.expert_parameters + 2 * shape.head_parameters
+    assert shape.parameters == every + shape.hidden
+    assert KNOWN_MODELS["Qwen2.5-7B"].expert_bytes_read(100) == 0
 
 
 def test_kv_bytes_count_key_value_heads_only() -> None:
