@@ -33,6 +33,20 @@ def test_layouts_are_those_that_m2flow_can_run() -> None:
     assert any("4 key-value heads cannot be divided by 8" in line for line in found.assumptions)
 
 
+def test_answers_that_wait_for_a_place_are_told_of() -> None:
+    """The native engine then attends to as many columns as the longest answer has (0074)."""
+
+    def told(engine: str, places: int) -> bool:
+        words = {"prompts_per_step": 32, "samples_per_prompt": 8}
+        generation = {"max_running": places, "engine": engine}
+        found = profile("1x1xH100", "Qwen2.5-1.5B", **words, generation=generation)
+        return any("where answers wait for a place" in line for line in found.assumptions)
+
+    assert told("native", 128)
+    assert not told("native", 256)
+    assert not told("vllm", 128)
+
+
 FOUR_THOUSAND = {"max_new_tokens": 4096}
 
 

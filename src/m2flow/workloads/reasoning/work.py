@@ -90,6 +90,8 @@ QUANTILES = 129
 
 DECODING = "decoding steps of captured graphs, whose scheduling and sampling take no time"
 
+PAGES = "attention to a row's own tokens, where answers wait for a place"
+
 NUMBER_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 PREFILL_TOKENS = 8192
@@ -232,7 +234,14 @@ class RecipeWork:
             assumed += (DECODING if self._captures else _not_yet(DECODING),)
             if self._captures and self.recipe.generation.engine == "native" and self.lanes > 1:
                 assumed += (_not_yet("captured graphs of gangs"),)
+            if self.recipe.generation.engine == "native" and self._waits:
+                assumed += (_not_yet(PAGES),)
         return FlowWork(stages, workers, self.model.name, assumed)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether answers wait for a place, even where each lane is a replica."""
+        return self.recipe.samples_per_step > self.lanes * self.recipe.generation.max_running
 
     @property
     def _captures(self) -> bool:
