@@ -82,7 +82,7 @@ class ActionModel:
         )
         if self.parallel:
             return first
-        slower = replace(rates, round_seconds=self.pass_seconds)
+        slower = replace(rates, round_seconds=self.pass_seconds, layer_seconds=0.0)
         kept = observations * self.tokens_per_chunk
         token = decoding(self.language, observations, kept, rates=slower)
         return replace(first, then=(token,) * (self.action_tokens - 1))

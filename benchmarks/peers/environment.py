@@ -1,7 +1,8 @@
 """Virtual environments of the peers: made on first use in folders that git ignores, then reused.
 
-TRL has one of its own. Stable-Baselines3 needs no other version of anything that is here: its
-environment adds it to the packages of this one.
+TRL has one of its own, and so have the tables of aiconfigurator, which need no torch.
+Stable-Baselines3 needs no other version of anything that is here: its environment adds it to the
+packages of this one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 TRL_VERSION = "1.16.0"
 SB3_VERSION = "2.9.2"
+AICONFIGURATOR_VERSION = "0.12.0"
 
 
 def requirements() -> list[str]:
@@ -26,6 +28,14 @@ def requirements() -> list[str]:
 def trl_python(folder: Path) -> Path:
     """The interpreter of an environment that has TRL; makes it if it is not there or not whole."""
     return _python(folder, "TRL", requirements())
+
+
+def aiconfigurator_python(folder: Path) -> Path:
+    """The interpreter of an environment that has aiconfigurator and its tables."""
+    wanted = [
+        f"{name}=={AICONFIGURATOR_VERSION}" for name in ("aiconfigurator", "aiconfigurator-core")
+    ]
+    return _python(folder, "aiconfigurator", wanted)
 
 
 def sb3_python(folder: Path) -> Path:

@@ -31,7 +31,9 @@ def test_a_dry_run_names_every_gigabyte(
     assert outcome.code == 0, outcome.err
     assert "as it begins, collocated:" in outcome.out
     assert "memory of cpu lane 0, no limit:" in outcome.out
-    told = [" ".join(line.split()) for line in outcome.out.splitlines()]
+    account, missed = outcome.out.split("what a run would miss:\n")
+    assert "weights are missing" in missed
+    told = [" ".join(line.split()) for line in account.splitlines()]
     for row in ("weights 30.5 GB", "moments 60.9 GB"):
         assert row in told
     assert told[-1].startswith("together ")

@@ -115,9 +115,11 @@ def test_a_mixture_works_with_few_of_its_parameters_and_reads_what_is_touched() 
     shape = model_from_config(QWEN_MOE)
     assert 2.9e9 < shape.active_parameters < 3.4e9
     # One token touches just its own experts; many touch all.
-    own = shape.parameters - shape.expert_parameters * (1 - 8 / 128)
-    assert shape.weight_bytes_read(1) == pytest.approx(2 * own)
-    assert shape.weight_bytes_read(10_000) == pytest.approx(shape.weight_bytes)
+    assert shape.expert_bytes_read(1) == pytest.approx(2 * shape.experts_of_a_token)
+    assert shape.expert_bytes_read(10_000) == pytest.approx(2 * shape.expert_parameters)
+    every = shape.shared_parameters + shape.expert_parameters + 2 * shape.head_parameters
+    assert shape.parameters == every + shape.hidden
+    assert KNOWN_MODELS["Qwen2.5-7B"].expert_bytes_read(100) == 0
 
 
 def test_kv_bytes_count_key_value_heads_only() -> None:
@@ -152,3 +154,15 @@ def test_reading_a_folder(tmp_path: Path) -> None:
 def test_an_unknown_name_gets_the_nearest() -> None:
     with pytest.raises(UserError, match=r"Qwen2.5-7B"):
         read_model("Qwen/Qwen2.5-7")
+
+
+def test_experts_of_mixtral_are_as_wide_as_its_dense_block_would_be() -> None:
+    """Its configuration has no width of experts, which once was a KeyError."""
+    config = {
+        "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+        "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    shape = model_from_config(config)
+    assert shape.expert_intermediate == 14336
+    assert shape.parameters == 46_702_792_704

@@ -265,8 +265,8 @@ def test_explain_names_machines_limits_and_processes() -> None:
     lanes = with_memory(parse_lanes("2xcpu:1", cores=(0,), num_gpus=0), 1000)
     plan = build_plan("collocated", GRPO, lanes, 8, isolated={"score"})
     lines = describe_plan(plan, GRPO, 8)
-    assert "lane 1 (node 1, cores [0], at most 1000 bytes): gen, normalise, learner" in lines[2]
-    assert "lane 3 (node 1, cores [0], at most 1000 bytes, a process of its own): score" in lines[4]
+    assert "lane 1 (node 1, cores [0], at most 1 KB): gen, normalise, learner" in lines[2]
+    assert "lane 3 (node 1, cores [0], at most 1 KB, a process of its own): score" in lines[4]
 
 
 # --- other methods of the flow --------------------------------------------------------------------

@@ -82,6 +82,21 @@ class ModelShape:
         """Count the parameters that work on one token, without the embedding's lookup."""
         return self._blocks(self.experts_per_token) + (self.vocabulary + 1) * self.hidden
 
+    @property
+    def shared_parameters(self) -> int:
+        """Count the parameters of all layers that work on every token: all but the experts'."""
+        return self._blocks(0)
+
+    @property
+    def head_parameters(self) -> int:
+        """Count the parameters of the output projection."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def experts_of_a_token(self) -> int:
+        """Count the parameters of the experts that work on one token, in all layers."""
+        return self.layers * self.experts_per_token * 3 * self.hidden * self.expert_intermediate
+
     def adapter_parameters(self, rank: int) -> int:
         """Count the parameters of LoRA adapters of a rank on all linear layers but experts'."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -117,16 +132,16 @@ class ModelShape:
         """
         return self.kv_bytes_per_token // self.kv_heads * -(-self.kv_heads // lanes)
 
-    def weight_bytes_read(self, tokens: float) -> float:
-        """Return the bytes of weights that a forward pass of `tokens` tokens reads.
+    def expert_bytes_read(self, tokens: float) -> float:
+        """Return the bytes of experts that a forward pass of `tokens` tokens reads.
 
         Of `E` experts of which a token takes `k`, `n` tokens that choose independently touch
         `E (1 - (1 - k/E)^n)`.
         """
         if not self.experts:
-            return float(self.weight_bytes)
+            return 0.0
         idle = math.pow(1 - self.experts_per_token / self.experts, tokens)
-        return (self.parameters - self.expert_parameters * idle) * WEIGHT_BYTES
+        return self.expert_parameters * (1 - idle) * WEIGHT_BYTES
 
     def forward_flops(self, tokens: float, context: float) -> float:
         """Return the FLOPs of a forward pass.
@@ -138,8 +153,11 @@ class ModelShape:
             tokens: that are worked on.
             context: tokens that each of them attends to, in the mean.
         """
-        attention = 4 * self.layers * self.heads * self.head_dim * context
-        return tokens * (2 * self.active_parameters + attention)
+        return tokens * 2 * self.active_parameters + self.attention_flops(tokens, context)
+
+    def attention_flops(self, tokens: float, context: float) -> float:
+        """Return those for scores and values alone; arguments as of `forward_flops`."""
+        return tokens * 4 * self.layers * self.heads * self.head_dim * context
 
 
 def model_from_config(config: Mapping[str, Any], name: str = "model") -> ModelShape:
@@ -166,7 +184,8 @@ def model_from_config(config: Mapping[str, Any], name: str = "model") -> ModelSh
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=experts,
         experts_per_token=_number(config, name, "num_experts_per_tok") if experts else 0,
-        expert_intermediate=int(config["moe_intermediate_size"]) if experts else 0,
+        # Mixtral's experts are as wide as the dense block that they stand for.
+        expert_intermediate=int(config.get("moe_intermediate_size", intermediate) * bool(experts)),
         layer_extras=_norms_and_biases(config, kind, heads * head_dim, kv_heads * head_dim),
     )  # fmt: skip
 

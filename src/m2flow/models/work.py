@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from m2flow.models.lengths import Answers
@@ -73,6 +73,11 @@ LAYER_HIDDEN, LAYER_CHANNELS = 6, 3
 normalised; queries, keys and values, and their copy; what attention and the MLP make) and of the
 feed-forward block (both its inputs, and their product)."""
 
+BETWEEN_HIDDEN, BETWEEN_CHANNELS = 8, 3
+"""Numbers that a layer moves for a token outside of its products: twice the residual stream and
+what is added to it, both read and written; and both inputs and the product of the feed-forward
+block."""
+
 DRAWN_LOGIT_BYTES = 28
 """Of a request and a row of the vocabulary: logits in single precision, and in double precision
 they, their probabilities and those summed up."""
@@ -85,40 +90,45 @@ LOGITS_AT_A_TIME = 1 << 26
 class Rates:
     """Attained shares of the peaks.
 
-    The first three are fitted to one published step (RLinf, arXiv 2509.15965: GRPO on a 7B model,
-    64 H100, 591 s rollout / 102 s log-probabilities / 368 s training); `benchmarks/paper_tables.py`
-    fits them again and refuses to run where they differ.
+    The first two are fitted to one published step (RLinf, arXiv 2509.15965: GRPO on a 7B model, 64
+    H100, 102 s log-probabilities / 368 s training); `benchmarks/paper_tables.py` fits them again
+    and refuses to run where they differ. `grouped` has a source of its own. The others are of
+    generation, but the last one: fitted to half of the models in measured tables of vLLM 0.24's
+    kernels on H100 and H200 (aiconfigurator 0.12); the other half is held out.
+    `benchmarks/analytic.py --fit` fits them again.
 
     Attributes:
         training: of peak FLOP/s in forward and backward passes of a dense model, recomputed
             activations counted as work.
-        forward: of peak FLOP/s in a forward pass over whole sequences.
-        decode_bandwidth: of memory bandwidth while decoding.
-        round_seconds: of each decoding step, neither memory nor arithmetic: scheduling, sampling,
-            launches. An assumption, of the order that engines with captured graphs report.
-        grouped: of a dense model's arithmetic that many small experts attain. NVIDIA's performance
-            summary of Megatron Bridge (25.11) has 5,275 tokens/s for each of 16 H100 that train
-            Qwen3-30B-A3B without dropping tokens (PP2, EP8); this share gives 5,330. That run is in
-            FP8, so that BF16 hardly attains more.
-        grouped_bandwidth: the same of memory bandwidth. 9.7 ms a token are printed for one request
-            to Qwen3-30B-A3B on A100 (tenstorrent/tt-inference-server, thread 340); this share gives
-            9.9.
+        forward: of peak FLOP/s in a trainer's forward pass over whole sequences.
+        grouped: of a dense model's arithmetic that a trainer's many small experts attain. NVIDIA's
+            performance summary of Megatron Bridge (25.11) has 5,275 tokens/s for each of 16 H100
+            that train Qwen3-30B-A3B without dropping tokens (PP2, EP8); this share gives 5,330.
+            That run is in FP8, so that BF16 hardly attains more.
+        prefill: of peak FLOP/s in products and attention of an engine's prefill.
+        experts: of peak FLOP/s in an engine's grouped products of experts.
+        decode_bandwidth: of memory bandwidth in generation: weights, keys and values.
+        layer_seconds: of a layer of a decoding step beside memory and arithmetic: the kernels' own
+            latencies.
+        prefill_layer_seconds: the same of a prefill, which is launched kernel by kernel.
+        round_seconds: of each decoding step beside all that: scheduling and sampling that the
+            device's work does not hide. The tables have none. The published rollout above would
+            take 2 ms (488 s without, 591 s published).
     """
 
     training: float = 0.438
     forward: float = 0.387
-    decode_bandwidth: float = 0.750
-    round_seconds: float = 1.5e-3
     grouped: float = 0.28
-    grouped_bandwidth: float = 0.5
+    prefill: float = 0.723
+    experts: float = 0.617
+    decode_bandwidth: float = 0.876
+    layer_seconds: float = 33.1e-6
+    prefill_layer_seconds: float = 80.1e-6
+    round_seconds: float = 0.0
 
     def arithmetic(self, model: ModelShape, fraction: float) -> float:
         """Return a fraction of peak FLOP/s for this model: grouped products get less."""
         return fraction * (1 - model.expert_share * (1 - self.grouped))
-
-    def bandwidth(self, model: ModelShape) -> float:
-        """Return the fraction of memory bandwidth that decoding this model gets."""
-        return self.decode_bandwidth * (1 - model.expert_share * (1 - self.grouped_bandwidth))
 
 
 RATES = Rates()
@@ -153,13 +163,8 @@ def prefill(
     model: ModelShape, tokens: float, context: float, lanes: int = 1, rates: Rates = RATES
 ) -> Work:
     """Return the work of so many prompt tokens that attend to `context` tokens in the mean."""
-    return Work(
-        model.forward_flops(tokens, context) / lanes,
-        model.weight_bytes_read(tokens) / lanes,
-        *_sums(model, tokens, lanes),
-        arithmetic=rates.arithmetic(model, rates.forward),
-        bandwidth=rates.bandwidth(model),
-    )
+    seconds = model.layers * rates.prefill_layer_seconds
+    return _generating(model, tokens, context, tokens, 0.0, lanes, seconds, rates)
 
 
 def decoding(
@@ -172,14 +177,48 @@ def decoding(
         kv_tokens: in the cache, of all of them.
     """
     context = kv_tokens / running if running else 0.0
-    read_bytes = model.weight_bytes_read(running) / lanes
-    return Work(
-        model.forward_flops(running, context) / lanes,
-        read_bytes + model.kv_bytes_on_lane(lanes) * kv_tokens,
-        *_sums(model, running, lanes),
-        seconds=rates.round_seconds,
-        arithmetic=rates.arithmetic(model, rates.forward),
-        bandwidth=rates.bandwidth(model),
+    seconds = model.layers * rates.layer_seconds + rates.round_seconds
+    return _generating(model, running, context, kv_tokens, running, lanes, seconds, rates)
+
+
+def _generating(
+    model: ModelShape, tokens: float, context: float, kv_tokens: float, rows: float, lanes: int,
+    seconds: float, rates: Rates,
+) -> Work:  # fmt: skip
+    """Return the work of an engine's pass: products, attention, experts, and what lies between.
+
+    Args:
+        model, lanes, rates: as of `decoding`.
+        tokens: that are worked on.
+        context: tokens that each of them attends to in the mean.
+        kv_tokens: whose keys and values are read.
+        rows: of logits; those of a prefill are too few to count.
+        seconds: of latencies.
+    """
+
+    def work(flops: float, read_bytes: float, share: float = rates.prefill) -> Work:
+        return Work(flops / lanes, read_bytes, arithmetic=share, bandwidth=rates.decode_bandwidth)
+
+    weights, head = model.shared_parameters, model.head_parameters
+    products = work(2 * weights * tokens, WEIGHT_BYTES * weights / lanes)
+    attention = work(
+        model.attention_flops(tokens, context), model.kv_bytes_on_lane(lanes) * kv_tokens
+    )
+    channels = model.experts_per_token * model.expert_intermediate or model.intermediate
+    numbers = BETWEEN_HIDDEN * model.hidden + BETWEEN_CHANNELS * channels / lanes
+    between = work(0.0, WEIGHT_BYTES * model.layers * numbers * tokens)
+    logits = work(2 * head * rows, WEIGHT_BYTES * head / lanes)
+    # Experts wait for their weights: few tokens meet each of them.
+    read = work(0.0, model.expert_bytes_read(tokens) / lanes)
+    grouped = work(2 * model.experts_of_a_token * tokens, 0.0, rates.experts)
+    sent_bytes, span, messages = _sums(model, tokens, lanes)
+    return replace(
+        products,
+        sent_bytes=sent_bytes,
+        span=span,
+        messages=messages,
+        seconds=seconds,
+        then=(attention, between, read, grouped, logits),
     )
 
 

@@ -85,6 +85,10 @@ class LaneAccount:
         """Whether states must make way for each other."""
         return self.limit is not None and self.most_bytes > self.limit
 
+    def too_large(self, one: Holding) -> bool:
+        """Whether a worker has no room with the lane to itself."""
+        return self.limit is not None and one.state_bytes + one.call_bytes > self.limit
+
     @property
     def host_bytes(self) -> float:
         """Bytes of a machine's host memory that these lanes take: what workers hold there, and room
@@ -197,7 +201,8 @@ def _table(account: LaneAccount) -> Iterator[str]:
 
 def _rows(account: LaneAccount) -> Iterator[tuple[str, float, str]]:
     for one in account.holdings:
-        yield one.worker, one.state_bytes + one.call_bytes, ""
+        alone = "more than the limit: it does not fit" if account.too_large(one) else ""
+        yield one.worker, one.state_bytes + one.call_bytes, alone
         for what, size in one.state.items():
             yield f"  {what}", size, ""
         for what, size in one.call.items():

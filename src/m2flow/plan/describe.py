@@ -5,6 +5,7 @@ from __future__ import annotations
 from m2flow.engine.plan import LaneSpec, Plan, StagePlan
 from m2flow.flow.graph import FlowGraph, StageNode
 from m2flow.plan.chunks import window_units
+from m2flow.plan.sizes import bytes_text
 
 
 def describe_plan(plan: Plan, graph: FlowGraph, num_items: int) -> list[str]:
@@ -33,7 +34,8 @@ def _where(lane: LaneSpec, several: bool) -> str:
     """What a lane has: its machine where there are several, its device, its limits."""
     parts = [f"node {lane.node}"] if several else []
     parts.append(f"gpu {lane.gpu}" if lane.gpu is not None else f"cores {list(lane.cores)}")
-    parts += [f"at most {lane.memory_bytes} bytes"] if lane.memory_bytes is not None else []
+    if lane.memory_bytes is not None:
+        parts.append(f"at most {bytes_text(lane.memory_bytes)}")
     parts += ["a process of its own"] if lane.reserved_for is not None else []
     return ", ".join(parts)
 
@@ -42,8 +44,9 @@ def _calls(plan: Plan, node: StageNode, num_items: int) -> str:
     stage = plan.stages.get(node.name, StagePlan())
     items, window = num_items * node.fanout, window_units(node, num_items)
     chunk = min(stage.chunk or window, window)
-    replicas = plan.placements[node.worker].replicas
-    gang = f" of {len(replicas[0])} lanes" if len(replicas[0]) > 1 else ""
+    spot = plan.placements[node.worker]
+    replicas, size = spot.replicas, len(spot.replicas[0])
+    gang = f" of {size} lanes as {spot.layout}" if size > 1 else ""
     text = (
         f"{items} items, {len(replicas)} replica(s){gang}, "
         f"{-(-window // chunk) * node.minibatches} call(s) of {chunk} {node.unit}(s)"

@@ -62,7 +62,8 @@ def parse_lanes(
             key="lanes",
             value=text,
             expected=f"at most {kind}:{there}" if there else f"no {kind} lane, as there is none",
-            hint="`m2flow doctor` shows what this machine has",
+            hint="`m2flow doctor` shows what this machine has, and `m2flow plan RECIPE --cluster "
+            "1x8xH100` plans for lanes that are not here",
         )
     limits = [int(size * USABLE_MEMORY) for size in memory] if kind == "gpu" else []
     lanes: list[LaneSpec] = []

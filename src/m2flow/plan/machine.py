@@ -86,20 +86,32 @@ def gpu_memory() -> tuple[int, ...]:
     Empty where the driver does not tell, or where a part of one (MIG) is to be used, of which it
     tells something else.
     """
-    rows = [row.split(", ") for row in asked_of_driver("index,uuid,memory.total")]
     try:
-        sizes = {name: int(size) << 20 for *names, size in rows for name in names}
+        return tuple(int(size) << 20 for size in _of_each_gpu("memory.total"))
     except ValueError:  # a driver that does not know says so in words
         return ()
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Names of the same accelerators, as their driver has them; empty where it does not tell."""
+    return _of_each_gpu("name")
+
+
+def _of_each_gpu(field: str) -> tuple[str, ...]:
+    """A field of each accelerator that this process may use, in their order; empty if not known."""
+    rows = [row.split(", ") for row in asked_of_driver(f"index,uuid,{field}")]
+    if any(len(row) != 3 for row in rows):
+        return ()
+    told = {name: value for *names, value in rows for name in names}
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [row[0] for row in rows] if chosen is None else chosen.split(",")
-    found = [_size_of(name.strip(), sizes) for name in names]
-    return tuple(size for size in found if size) if all(found) else ()
+    found = [_told_of(name.strip(), told) for name in names]
+    return tuple(value for value in found if value) if all(found) else ()
 
 
-def _size_of(name: str, sizes: dict[str, int]) -> int:
-    """Of an accelerator by its number or the beginning of its UUID; 0 if none is meant."""
-    return next((sizes[one] for one in sizes if one == name or _begins(one, name)), 0)
+def _told_of(name: str, told: dict[str, str]) -> str:
+    """Of an accelerator by its number or the beginning of its UUID; nothing if none is meant."""
+    return next((told[one] for one in told if one == name or _begins(one, name)), "")
 
 
 def _begins(uuid: str, name: str) -> bool:

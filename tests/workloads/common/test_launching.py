@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,8 @@ from m2flow.observe.progress import Quiet
 from m2flow.plan import build_plan, with_memory
 from m2flow.runtime.driver.pilot import Pilot
 from m2flow.workloads.common import launching, read_recipe
-from m2flow.workloads.common.launching import (
-    computed_profile,
-    launched,
-    with_working_memory,
-)
+from m2flow.workloads.common.computed import computed_profile, whose_figures
+from m2flow.workloads.common.launching import launched, with_working_memory
 from m2flow.workloads.common.planning import flow_of
 
 RECIPE = read_recipe(Path(__file__).parents[3] / "recipes" / "quickstart.yaml", ())
@@ -29,11 +27,8 @@ def called(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("m2flow.workloads.common.launching.gpu_name", lambda _lanes: name)
 
 
-def test_a_run_on_known_accelerators_begins_with_a_computed_choice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    called(monkeypatch, "NVIDIA H200")
-    profile = computed_profile(RECIPE, GRAPH, GPUS)
+def test_a_run_on_known_accelerators_begins_with_a_computed_choice() -> None:
+    profile = computed_profile(RECIPE, GRAPH, GPUS, "NVIDIA H200")
     assert profile is not None
     assert profile.source == "analytic"
     pilot = Pilot(GRAPH, GPUS, RECIPE.items_per_step, known=profile, num_steps=RECIPE.steps)
@@ -55,12 +50,22 @@ def test_a_fixed_plan_counts_what_calls_take_of_accelerators_with_a_limit(
     assert with_working_memory(RECIPE, GRAPH, free) is free
 
 
-def test_accelerators_without_figures_and_cores_are_not_guessed_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    called(monkeypatch, "NVIDIA GeForce RTX 3060")
-    assert computed_profile(RECIPE, GRAPH, GPUS) is None
-    assert computed_profile(RECIPE, GRAPH, [LaneSpec(0, cores=(0,))]) is None
+def test_accelerators_without_figures_count_by_their_memory() -> None:
+    """They began with all of a model's training state on each lane, whatever its memory."""
+    name = "NVIDIA RTX A6000"
+    assert computed_profile(RECIPE, GRAPH, GPUS, name) is None, "and nobody says how much"
+    assert computed_profile(RECIPE, GRAPH, [LaneSpec(0, cores=(0,))], name) is None
+    large = read_recipe("qwen2.5-7b-grpo-math", ())
+    graph, lanes = flow_of(large).trace(), with_memory(GPUS * 2, 43 * 10**9)
+    lanes = tuple(replace(lane, id=number, gpu=number) for number, lane in enumerate(lanes))
+    profile = computed_profile(large, graph, lanes, name)
+    assert profile is not None
+    layouts = {cost.layout for cost in profile.stage("learner.train").costs}
+    assert "fsdp8" in layouts
+    assert layouts.isdisjoint({"one", "fsdp2"}), "18 bytes of 7.6 billion parameters"
+    assert whose_figures(name) == (
+        "with the rates of an H100, as no figures of these accelerators are known"
+    )
 
 
 def test_what_the_recipe_says_of_lanes_reaches_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:

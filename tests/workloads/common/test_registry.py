@@ -107,6 +107,9 @@ class CountingWorkload:
     def flow(self, recipe, model=None):
         return Counting(adder=Adder())
 
+    def lacking(self, recipe):
+        return ()
+
     def check_here(self, recipe):
         pass
 

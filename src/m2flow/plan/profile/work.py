@@ -9,7 +9,7 @@ computes is known to its workload alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from m2flow.flow.worker import ONE_LANE, Layout
@@ -67,6 +67,18 @@ class Work:
         both = max(lane, wires) if self.overlapped else lane + wires
         own = both + self.messages * SMALL_COLLECTIVE_SECONDS + self.seconds
         return own + sum(work.on(device) for work in self.then)
+
+    def times(self, count: float) -> Work:
+        """Return the work of so many of these, one after the other."""
+        return replace(
+            self,
+            flops=count * self.flops,
+            read_bytes=count * self.read_bytes,
+            sent_bytes=count * self.sent_bytes,
+            messages=count * self.messages,
+            seconds=count * self.seconds,
+            then=tuple(work.times(count) for work in self.then),
+        )
 
 
 NO_WORK = Work()

@@ -11,6 +11,9 @@ GUESSES = ("collocated", "disaggregated", "hybrid")
 """Modes of the first steps where nothing is known, one after the other until one can run. The first
 needs no knowledge, and shows every stage on every lane."""
 
+EFFORT = 40
+"""Simulations for each staleness: lanes wait while plans are chosen."""
+
 
 def nowhere(_profile: Profile) -> None:
     """A profile that is learned is not stored."""

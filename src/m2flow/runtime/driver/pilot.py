@@ -33,7 +33,7 @@ from m2flow.plan.profile.learning import fitted
 from m2flow.plan.race import WON, Entrant, Race, tried
 from m2flow.plan.units import Seconds
 from m2flow.plan.watching import PATIENCE, TOLERANCE, Watch, pays
-from m2flow.runtime.driver.auto import GUESSES, nowhere
+from m2flow.runtime.driver.auto import EFFORT, GUESSES, nowhere
 from m2flow.runtime.driver.runner import StepResult
 
 LEARNED_ERROR, KNOWN_ERROR = 0.10, 0.03
@@ -44,9 +44,6 @@ ENTRANTS = 4
 
 RACING_SHARE = 0.25
 """Share of the run's steps that a race may take."""
-
-EFFORT = 40
-"""Simulations for each staleness: lanes wait while plans are chosen."""
 
 NO_ITEMS = Batch({})
 

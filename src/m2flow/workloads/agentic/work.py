@@ -173,16 +173,10 @@ def _turn(base: RecipeWork, turns: AssumedTurns, count: int) -> Work:
         left = max(1.0, running * (1.0 - number * share))
         step = decoding(model, left, left * context)
         steps = (length - begun) * (count / running)
-        work.append(_times(step, steps))
+        work.append(step.times(steps))
         begun = length
-    return replace(prefill(model, count * context, context / 2), then=tuple(work))
-
-
-def _times(work: Work, count: float) -> Work:
-    return replace(
-        work, flops=work.flops * count, read_bytes=work.read_bytes * count,
-        seconds=work.seconds * count,
-    )  # fmt: skip
+    begin = prefill(model, count * context, context / 2)
+    return replace(begin, then=(*begin.then, *work))
 
 
 def _spread(most: int) -> Quantiles:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from m2flow.engine.plan import LaneSpec, Plan
-from m2flow.errors import UserError
 from m2flow.flow.graph import FlowGraph
 from m2flow.observe.run_directory import RunDirectory
 from m2flow.plan import with_sizes
@@ -18,18 +16,15 @@ from m2flow.plan.choose.judge import sized
 from m2flow.plan.explain import Explanation, explained
 from m2flow.plan.file import to_json
 from m2flow.plan.profile import Profile
-from m2flow.plan.profile.analytic import analytic_profile
-from m2flow.plan.profile.clusters import Cluster, Machines
-from m2flow.plan.profile.hardware import device_called
 from m2flow.plan.race import tried
 from m2flow.runtime.driver.auto import GUESSES, Auto
 from m2flow.runtime.driver.launch import launch
 from m2flow.runtime.profiling.stored import cached, keep, stored_at
+from m2flow.workloads.common.computed import computed_profile, whose_figures
 from m2flow.workloads.common.planning import layouts_of
 from m2flow.workloads.common.profile_key import gpu_name, profile_key
 from m2flow.workloads.common.recipe import AUTO_MODE, Recipe
-from m2flow.workloads.common.registry import workload_of
-from m2flow.workloads.common.workload import NOTHING_ASSUMED, Experiment, RunProgress
+from m2flow.workloads.common.workload import Experiment, RunProgress
 
 if TYPE_CHECKING:
     from m2flow.runtime.driver.pilot import Pilot
@@ -77,8 +72,8 @@ def launched(
     known = cached(key)
     if known is not None:
         progress.note(f"profile: stored at {stored_at(key)}")
-    elif (known := computed_profile(recipe, flow.trace(), free)) is not None:
-        progress.note("profile: computed from the data sheet of these accelerators; the run learns")
+    elif (known := _computed(recipe, flow.trace(), free)) is not None:
+        progress.note(f"profile: computed {whose_figures(gpu_name(free))}; the run learns")
     else:
         progress.note(
             f"no profile of these lanes is stored: the run begins {GUESSES[0]}, and learns"
@@ -105,25 +100,18 @@ def with_working_memory(recipe: Recipe, graph: FlowGraph, plan: Plan) -> Plan:
     unsaid = {name for name, spot in plan.placements.items() if not spot.working_bytes}
     if not unsaid or any(lane.gpu is None or lane.memory_bytes is None for lane in plan.lanes):
         return plan
-    profile = computed_profile(recipe, graph, plan.lanes)
+    profile = _computed(recipe, graph, plan.lanes)
     if profile is None:
         return plan
     spots = sized(plan, graph, profile, recipe.items_per_step).placements
     return with_sizes(plan, {}, {name: spots[name].working_bytes for name in unsaid})
 
 
-def computed_profile(recipe: Recipe, graph: FlowGraph, lanes: Sequence[LaneSpec]) -> Profile | None:
-    """A profile from data sheets; None where the accelerator or the model is in none of them."""
-    device = None if any(lane.gpu is None for lane in lanes) else device_called(gpu_name(lanes))
-    if device is None:
+def _computed(recipe: Recipe, graph: FlowGraph, lanes: Sequence[LaneSpec]) -> Profile | None:
+    """A profile from data sheets; None where nothing can be computed."""
+    if any(lane.gpu is None for lane in lanes):
         return None
-    nodes = Counter(lane.node for lane in lanes)
-    machines = tuple(Machines(1, count, device) for count in nodes.values())
-    try:
-        prices = workload_of(recipe).prices(recipe, graph, NOTHING_ASSUMED)
-        return analytic_profile(graph, Cluster(machines), prices, recipe.items_per_step)
-    except UserError:
-        return None
+    return computed_profile(recipe, graph, lanes, gpu_name(lanes))
 
 
 def write_decision(directory: RunDirectory, graph: FlowGraph, pilot: Pilot) -> None:

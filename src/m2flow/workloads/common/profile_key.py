@@ -1,7 +1,7 @@
 """What a recipe's profile depends on: the workload's own facts, hardware, versions.
 
 A value belongs into the key if changing it changes how long a call takes or how much it holds.
-Read without torch, but for the names of accelerators.
+Read without torch, but for names of accelerators that the driver does not tell.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.observe.machine import processor_name
+from m2flow.plan.machine import gpu_names
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.registry import workload_of
 
@@ -57,6 +58,9 @@ def _hardware(lanes: Sequence[LaneSpec]) -> dict[str, object]:
 
 def gpu_name(lanes: Sequence[LaneSpec]) -> str:
     """The name of the lanes' accelerators, as their driver has it; all names, if they differ."""
+    told = gpu_names()
+    if told:
+        return ", ".join(sorted({told[lane.gpu] for lane in lanes if lane.gpu is not None}))
     import torch
 
     names = {torch.cuda.get_device_name(lane.gpu) for lane in lanes if lane.gpu is not None}

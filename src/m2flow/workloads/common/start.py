@@ -14,9 +14,12 @@ from m2flow.errors import UserError
 from m2flow.observe.loggers import check_services
 from m2flow.observe.metrics_log import tensorboard
 from m2flow.observe.progress import Progress, TrainProgress
-from m2flow.plan import describe_plan
-from m2flow.runtime.driver.auto import GUESSES
+from m2flow.plan import describe_plan, isolated_workers
+from m2flow.plan.choose import choose
+from m2flow.plan.machine import gpu_names
+from m2flow.runtime.driver.auto import EFFORT, GUESSES
 from m2flow.workloads.common.accounting import memory_lines
+from m2flow.workloads.common.computed import computed_profile, whose_figures
 from m2flow.workloads.common.planning import (
     check_runnable,
     flow_of,
@@ -133,25 +136,47 @@ def describe(recipe: Recipe, plan_file: Path | None = None) -> list[str]:
     Raises:
         UserError: lanes, layouts, model or plan are wrong, or a package is missing.
     """
-    workload_of(recipe).check_here(recipe)
+    workload = workload_of(recipe)
+    workload.check_here(recipe)
     lines = [yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False).rstrip(), "derived:"]
     lines += [f"  {key}: {value}" for key, value in recipe.derived().items()]
     if recipe.mode == AUTO_MODE and plan_file is None:
         check_layouts(recipe)
         graph = flow_of(recipe).trace()
         words = ["plan: auto: the first steps are measured, and the best plan is found by trying"]
-        words += _memory_of_guess(recipe)
+        words += _beginning(recipe)
     else:
         graph, plan = planned(recipe, plan_file)
         words = describe_plan(plan, graph, recipe.items_per_step)
         words += memory_lines(recipe, graph, plan)
-    return [*lines, "flow:", *(f"  {line}" for line in graph.describe()), *words]
+    gone = [f"  {line}" for line in workload.lacking(recipe)]
+    gone = ["what a run would miss:", *gone] if gone else []
+    return [*lines, "flow:", *(f"  {line}" for line in graph.describe()), *words, *gone]
 
 
-def _memory_of_guess(recipe: Recipe) -> list[str]:
-    """The memory account of the plan that a run begins with where nothing is known."""
+def _beginning(recipe: Recipe) -> list[str]:
+    """The plan that a run begins with where nothing is measured, and its memory account."""
+    flow, lanes = flow_of(recipe), lanes_of(recipe)
+    graph, isolated, names = flow.trace(), isolated_workers(flow), gpu_names()
+    told = {names[lane.gpu] for lane in lanes if lane.gpu is not None and lane.gpu < len(names)}
+    name = ", ".join(sorted(told))
+    profile = computed_profile(recipe, graph, lanes, name)
     try:
-        graph, plan = planned(recipe.model_copy(update={"mode": GUESSES[0]}))
+        if profile is None:
+            graph, plan = planned(recipe.model_copy(update={"mode": GUESSES[0]}))
+            return [f"  as it begins, {GUESSES[0]}:", *memory_lines(recipe, graph, plan)]
+        plan = choose(
+            graph,
+            profile,
+            lanes,
+            recipe.items_per_step,
+            max_staleness=recipe.max_staleness,
+            isolated=isolated,
+            layouts=layouts_of(recipe, flow, lanes),
+            effort=EFFORT,
+        ).chosen.plan
     except UserError:  # such a run begins with the next guess
         return []
-    return [f"  as it begins, {GUESSES[0]}:", *memory_lines(recipe, graph, plan)]
+    words = f"  as it begins, by a profile computed {whose_figures(name)}, unless one is stored:"
+    _, *described = describe_plan(plan, graph, recipe.items_per_step)
+    return [words, *described, *memory_lines(recipe, graph, plan)]

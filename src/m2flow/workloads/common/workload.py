@@ -194,6 +194,9 @@ class Workload(Protocol):
             UserError: names the command that installs it, or the key.
         """
 
+    def lacking(self, recipe: Any) -> Sequence[str]:
+        """What the recipe names and this machine does not have, a line each, for a dry run."""
+
     def prices(self, recipe: Any, graph: FlowGraph, assumed: Assumed) -> Pricer:
         """What the stages of the recipe's flow ask of each kind of lane.
 

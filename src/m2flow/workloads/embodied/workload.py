@@ -52,6 +52,9 @@ class Embodied:
                 hint="l1 is for m2flow eval",
             )
 
+    def lacking(self, recipe: EmbodiedRecipe) -> Sequence[str]:
+        return ()
+
     def prices(self, recipe: EmbodiedRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
         return prices(recipe, graph, assumed)
 

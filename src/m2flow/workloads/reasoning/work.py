@@ -88,7 +88,7 @@ RUNNING = (64, 128)
 QUANTILES = 129
 """Of answer lengths; the last of them still tells cut answers from long ones."""
 
-DECODING = "decoding steps of captured graphs (1.5 ms beside memory and arithmetic)"
+DECODING = "decoding steps of captured graphs, whose scheduling and sampling take no time"
 
 NUMBER_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -317,18 +317,9 @@ class RecipeWork:
             steps = answers.lengths.maximum * max(1.0, count / most)
             running = max(1.0, count * answers.lengths.mean / steps)
             step = decoding(model, running, running * answers.tokens / 2, lanes)
-            drawing = replace(
-                step,
-                flops=steps * step.flops,
-                read_bytes=steps * step.read_bytes,
-                sent_bytes=steps * step.sent_bytes,
-                messages=steps * step.messages,
-                seconds=steps * step.seconds,
-            )
             prompts = answers.prompt_tokens * count / self.recipe.samples_per_prompt
-            return replace(
-                prefill(model, prompts, answers.prompt_tokens / 2, lanes), then=(drawing,)
-            )
+            begin = prefill(model, prompts, answers.prompt_tokens / 2, lanes)
+            return replace(begin, then=(*begin.then, step.times(steps)))
 
         held = answers.longest * self.token_bytes(lanes)
 

@@ -14,6 +14,7 @@ from m2flow.workloads.common.profile_key import digest
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.workload import Assumed, Examination
 from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.files import lacking
 from m2flow.workloads.reasoning.flow import recipe_flow
 from m2flow.workloads.reasoning.supported import check_model, known_shape
 from m2flow.workloads.reasoning.work import prices
@@ -54,6 +55,9 @@ class Reasoning:
 
     def check_here(self, recipe: ReasoningRecipe) -> None:
         check_installed(recipe.generation.engine)
+
+    def lacking(self, recipe: ReasoningRecipe) -> Sequence[str]:
+        return lacking(recipe)
 
     def prices(self, recipe: ReasoningRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
         return prices(recipe, graph, assumed.model, assumed.prompt_tokens, assumed.answer_tokens)

@@ -1,0 +1,35 @@
+"""What a recipe names and this machine does not have: a dry run tells, where a run would refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from m2flow.errors import UserError
+from m2flow.models.folder import checked_folder, read_json
+from m2flow.workloads.reasoning.config import ReasoningRecipe
+
+
+def lacking(recipe: ReasoningRecipe) -> list[str]:
+    """Return a line for each model and each file of the recipe that is not there, or not whole."""
+    models = {
+        "model.path": recipe.model.path,
+        "reward_model.path": recipe.reward_model.path,
+        "judge.path": recipe.judge.path,
+    }
+    files = {"data.path": recipe.data.path, "data.eval_path": recipe.data.eval_path}
+    found = [f"{key}: {why}" for key, path in models.items() if path and (why := _lacks(path))]
+    gone = [
+        f"{key}: there is no {path}"
+        for key, path in files.items()
+        if path and not Path(path).expanduser().exists()
+    ]
+    return found + gone
+
+
+def _lacks(path: str) -> str:
+    """Return what a folder of a model lacks; nothing where all of it is there."""
+    try:
+        read_json(checked_folder(path) / "tokenizer_config.json", "the tokenizer")
+    except UserError as error:
+        return str(error)
+    return ""
