@@ -106,7 +106,7 @@ class MlflowLogger:
 
     def close(self, failed: bool) -> None:
         for sent in self._sent:
-            sent.wait()
+            sent.wait()  # the client gives up by itself: MLFLOW_HTTP_REQUEST_TIMEOUT
         self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
 
 
