@@ -121,6 +121,7 @@ class Place:
         gang: the lanes that take part in each call with this one.
         spill: folder for state that is put away on a lane without an accelerator; None for the
             system's temporary folder.
+        memory_bytes: what states and calls may take on the lane; None for no limit.
     """
 
     lane: int = 0
@@ -132,6 +133,7 @@ class Place:
     all_reduce: Callable[[Sequence[Any]], None] = _alone
     gang: Gang = Gang()
     spill: Path | None = None
+    memory_bytes: int | None = None
 
 
 class Worker:

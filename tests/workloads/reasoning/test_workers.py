@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from m2flow.workloads.reasoning.workers import (
     shape_reward,
     whiten,
 )
+from m2flow.workloads.reasoning.workers.generator import _cache_bytes
 
 MakeRecipe = Any
 
@@ -619,3 +621,20 @@ def test_a_sample_without_tokens_changes_nothing_that_is_learned(
 
 def before(model: ModelSource) -> dict[str, Any]:
     return dict(model.load("cpu").state_dict())
+
+
+@pytest.mark.parametrize(
+    ("limit", "weights", "expected"),
+    [(None, 0, 40e9), (72_000_000_000, 0, 40e9), (36_000_000_000, 0, 20e9),
+     (36_000_000_000, 30_000_000_000, 6e9), (36_000_000_000, 40_000_000_000, 0.0)],
+)  # fmt: skip
+def test_the_cache_keeps_within_the_memory_of_its_lane(
+    limit: int | None, weights: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lane may be given less than the 80 GB of its device."""
+    device = SimpleNamespace(total_memory=80_000_000_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    place = Place(device="cuda:0", memory_bytes=limit)
+    assert _cache_bytes(None, place, weights) == pytest.approx(expected)
+    assert _cache_bytes(2.5, place, weights) == 2_500_000_000
+    assert _cache_bytes(None, Place()) is None

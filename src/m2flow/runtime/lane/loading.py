@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from m2flow.flow.batch import Batch
 from m2flow.flow.worker import Worker
@@ -74,7 +75,8 @@ class Loader:
 
     def _loaded(self, placed: Placed, order: Load, host: LaneHost) -> Worker:
         worker: Worker = pickle.loads(placed.worker)
-        worker.load(self._context.place(placed, order.version))
+        place = self._context.place(placed, order.version)
+        worker.load(replace(place, memory_bytes=order.memory_bytes))
         if (state := placed.state) is not None:
             if state.lane == self._context.lane:
                 saved = host.store.gather("", STATES, [(state.producer, (0,))])

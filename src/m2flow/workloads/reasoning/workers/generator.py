@@ -108,7 +108,7 @@ class Generator(Worker):
                 max_running=self.max_running,
                 dtype=dtype,
                 device=place.device,
-                cache_bytes=_cache_bytes(self.cache_gb, place.device),
+                cache_bytes=_cache_bytes(self.cache_gb, place),
                 stop_strings=stops,
                 scratch=place.spill,
             )
@@ -123,7 +123,7 @@ class Generator(Worker):
             device=place.device,
             spill=place.spill,
             parallel=TensorParallel.of(place.gang),
-            cache_bytes=_cache_bytes(self.cache_gb, place.device, weight_bytes),
+            cache_bytes=_cache_bytes(self.cache_gb, place, weight_bytes),
             capture=_capture(place.device) if self.captured_decode else None,
             text_of=_text_of(self.model.tokenizer()) if stops else None,
         )
@@ -255,13 +255,15 @@ def _capture(device: str) -> Capture | None:
     return CudaCapture(torch.device(device))
 
 
-def _cache_bytes(cache_gb: float | None, device: str, weight_bytes: int = 0) -> int | None:
-    """What keys and values may take on a device, beside so many bytes of weights."""
+def _cache_bytes(cache_gb: float | None, place: Place, weight_bytes: int = 0) -> int | None:
+    """What keys and values may take at a place, beside so many bytes of weights."""
     if cache_gb is not None:
         return int(1e9 * cache_gb)
-    if device == "cpu":
+    if place.device == "cpu":
         return None
     import torch
 
-    there = torch.cuda.get_device_properties(device).total_memory
+    there = torch.cuda.get_device_properties(place.device).total_memory
+    if place.memory_bytes is not None:  # a lane's limit is what is usable of its device
+        there = min(there, int(place.memory_bytes / USABLE_MEMORY))
     return max(0, int(min(CACHE_SHARE * there, USABLE_MEMORY * there - weight_bytes)))
