@@ -74,24 +74,41 @@ class Faulty(Walk):
             step) or noreset (which holds the number of times).
     """
 
+    refusals = 0
+    """Resets in this process that are still to fail; a simulator may be made anew for each."""
+
     def __init__(self, folder: str, **options) -> None:
         super().__init__(**options)
         self.folder = Path(folder)
 
-    def told(self, name: str) -> bool:
-        """Whether the file was there; of several processes one alone sees it."""
+    def taken(self, name: str) -> str | None:
+        """What the file holds, which is gone then; of several processes one alone sees it."""
+        own = self.folder / f"{name}-{os.getpid()}"
         try:
-            (self.folder / name).unlink()
+            (self.folder / name).rename(own)
         except FileNotFoundError:
-            return False
-        return True
+            return None
+        held = own.read_text()
+        own.unlink()
+        return held
+
+    def told(self, name: str) -> bool:
+        """Whether the file was there."""
+        return self.taken(name) is not None
 
     def reset(self, seed, initial_state):
-        left = self.folder / "noreset"
-        if left.exists() and int(left.read_text()) > 0:
-            left.write_text(str(int(left.read_text()) - 1))
+        if self.refuses():
             raise RuntimeError("no reset today")
         super().reset(seed, initial_state)
+
+    def refuses(self) -> bool:
+        """Whether this reset is to fail: one process finds the file, and fails so often there."""
+        if not Faulty.refusals:
+            Faulty.refusals = int(self.taken("noreset") or 0)
+        if Faulty.refusals:
+            Faulty.refusals -= 1
+            return True
+        return False
 
     def step(self, action):
         if self.told("kill"):

@@ -168,7 +168,7 @@ def test_faults_of_real_processes_cost_episodes_and_not_the_run(
     (tmp_path / fault).write_text("3")
     results, weights = trained(some, "eager", steps=2)
     first, second = (EmbodiedExperiment(some).metrics(result) for result in results)
-    assert not (tmp_path / fault).exists() or (tmp_path / fault).read_text() == "0"
+    assert not (tmp_path / fault).exists()
     assert 1 <= first["episodes/failed"] <= 2
     assert second["episodes/failed"] == 0
     assert second["environment_steps"] == 4 * some.rollout.horizon
