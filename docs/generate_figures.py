@@ -260,6 +260,37 @@ def in_short() -> Table:
     ]
 
 
+def faults() -> Table:
+    """What goes on when something breaks: long runs, simulated crashes."""
+
+    def grown(name: str) -> str:
+        shares = (
+            target(name, f"growth, {what}")
+            for what in ("memory of the launcher", "memory of all", "handles of all", "processes")
+        )
+        return ", ".join(f"{share:.2f}" for share in shares)
+
+    schedules = read("crash_schedules")["results"]
+    lost = schedules["lanes lost"]
+    broken = target("crash_schedules", "schedules that break a promise")
+    minutes = {
+        "soak": "the quick start for 30 minutes, a lane killed each minute",
+        "soak_embodied": "an embodied run for 30 minutes, a lane or a process of simulators killed "
+        "each minute",
+    }
+    left = "most of the last third over most of the second: launcher's memory, all memory, handles"
+    return f"what | {left}, processes", [
+        *((words, grown(name)) for name, words in minutes.items()),
+        (
+            f"{schedules['schedules']:,} simulated schedules, with {lost:,} lanes lost",
+            f"{broken:.0f} break a promise",
+        ),
+    ]
+
+
+SCRIPTS = {"soak_embodied": "soak"}
+"""The script of a benchmark that is not named for it."""
+
 TABLES: dict[str, tuple[Callable[[], Table], Sequence[str]]] = {
     "in_short": (in_short, ("quickstart_modes", "auto", "auto_judged", "peers_trl", "overhead",
                             "start_up")),
@@ -271,6 +302,7 @@ TABLES: dict[str, tuple[Callable[[], Table], Sequence[str]]] = {
     "overhead": (overhead, ("overhead", "peers_trl")),
     "mechanisms": (mechanisms, ("links", "mechanisms", "engine_scale", "start_up", "timeline")),
     "learning": (learning, ("learning",)),
+    "faults": (faults, ("soak", "soak_embodied", "crash_schedules")),
 }  # fmt: skip
 """By name what makes a table, and the results that it is made from."""
 
@@ -282,7 +314,8 @@ def generated(name: str, page: Path) -> str:
     def link(path: str) -> str:
         return f"[{Path(path).name}]({os.path.relpath(PROJECT / path, page.parent)})"
 
-    scripts = dict.fromkeys(f"benchmarks/{read(file)['benchmark']}.py" for file in files)
+    names = (read(file)["benchmark"] for file in files)
+    scripts = dict.fromkeys(f"benchmarks/{SCRIPTS.get(name, name)}.py" for name in names)
     results = (
         f"{link(f'benchmarks/results/{file}.json')} at {read(file)['commit']}" for file in files
     )
