@@ -278,9 +278,16 @@ def faults() -> Table:
         "soak_embodied": "an embodied run for 30 minutes, a lane or a process of simulators killed "
         "each minute",
     }
+    back = target("recovery", "seconds until back, the longest")
+    effective = target("recovery", "effective time at a tenth of the steps disturbed")
     left = "most of the last third over most of the second: launcher's memory, all memory, handles"
     return f"what | {left}, processes", [
         *((words, grown(name)) for name, words in minutes.items()),
+        ("a lane of the quick start is killed: seconds until new work", f"{back:.1f} at most"),
+        (
+            "time for steps undisturbed, over that with a lane killed every tenth step of 0.35 s",
+            f"{effective:.2f}",
+        ),
         (
             f"{schedules['schedules']:,} simulated schedules, with {lost:,} lanes lost",
             f"{broken:.0f} break a promise",
@@ -302,7 +309,7 @@ TABLES: dict[str, tuple[Callable[[], Table], Sequence[str]]] = {
     "overhead": (overhead, ("overhead", "peers_trl")),
     "mechanisms": (mechanisms, ("links", "mechanisms", "engine_scale", "start_up", "timeline")),
     "learning": (learning, ("learning",)),
-    "faults": (faults, ("soak", "soak_embodied", "crash_schedules")),
+    "faults": (faults, ("soak", "soak_embodied", "recovery", "crash_schedules")),
 }  # fmt: skip
 """By name what makes a table, and the results that it is made from."""
 
