@@ -80,7 +80,7 @@ background:repeating-linear-gradient(135deg,var(--hatch) 0 2px,var(--track) 2px 
 background:linear-gradient(90deg,var(--surface) 40%,transparent) 0 0/40px 100% no-repeat local,
 linear-gradient(270deg,var(--surface) 40%,transparent) 100% 0/40px 100% no-repeat local,
 linear-gradient(90deg,var(--hatch),transparent) 0 0/14px 100% no-repeat scroll,
-linear-gradient(270deg,var(--hatch),transparent) 100% 0/14px 100% no-repeat scroll}}
+linear-gradient(270deg,var(--hatch),transparent) 100% 0/14px 100% no-repeat scroll var(--surface)}}
 .scroll .gantt,.scroll .bars{{min-width:860px}}.pair .scroll .gantt{{min-width:500px}}
 .tools{{display:flex;flex-wrap:wrap;gap:8px 12px;align-items:center;margin-bottom:12px;
 font-size:13.5px;color:var(--muted)}}
