@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -101,10 +102,13 @@ def test_trackio_reads_back_what_was_logged(tmp_path: Path) -> None:
 def test_wandb_writes_one_run_offline(tmp_path: Path) -> None:
     offline(tmp_path, WRITE.replace("SERVICE", "wandb"))
     number = read_document(tmp_path / "run" / "run.json")["id"]  # type: ignore[index]
-    files = sorted(tmp_path.glob(f"run/wandb/offline-run-*-{number}/run-{number}.wandb"))
-    content = b"".join(file.read_bytes() for file in files)
-    assert b"reward/mean" in content
-    assert all(str(step / 8).encode() in content for step in (1, 2, 3))
+    sought = [b"reward/mean", *(str(step / 8).encode() for step in (1, 2, 3))]
+    content, deadline = b"", time.monotonic() + 60
+    while not all(text in content for text in sought):  # its service writes on after the program
+        assert time.monotonic() < deadline, content
+        time.sleep(0.1)
+        files = sorted(tmp_path.glob(f"run/wandb/offline-run-*-{number}/run-{number}.wandb"))
+        content = b"".join(file.read_bytes() for file in files)
 
 
 @needs("swanlab")
