@@ -1,0 +1,33 @@
+"""What Ray starts in place of Python where a lane is to be a fork of the template.
+
+    python -I -S ask_template.py ADDRESS SCRIPT [ARGUMENT ...]
+
+Hands over to the template (`template.py` beside this file) what it was started with, and exits once
+a fork has taken its place. Where no template answers, it becomes the Python that Ray wanted. It
+imports little, since each start of a lane waits for it, and nothing of m2flow.
+"""
+
+import json
+import os
+import socket
+import sys
+
+
+def main() -> None:
+    """Ask the template for a fork, or else start Python."""
+    address, *arguments = sys.argv[1:]
+    wanted = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()  # noqa: PTH109 - quick
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+            line.connect(f"\0{address}")
+            socket.send_fds(line, [len(wanted).to_bytes(8, "big")], [0, 1, 2])
+            line.sendall(wanted)
+            if line.recv(1):
+                return
+    except OSError:
+        pass  # there is none, or it has ended
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+if __name__ == "__main__":
+    main()
