@@ -10,7 +10,15 @@ imports little, since each start of a lane waits for it, and nothing of m2flow.
 import json
 import os
 import socket
+import struct
 import sys
+
+
+def user_of(line: socket.socket) -> int:
+    """The number of the user at the other end."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(user)
 
 
 def main() -> None:
@@ -20,12 +28,14 @@ def main() -> None:
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
             line.connect(f"\0{address}")
+            if user_of(line) != os.getuid():  # it is not to have the environment
+                raise PermissionError
             socket.send_fds(line, [len(wanted).to_bytes(8, "big")], [0, 1, 2])
             line.sendall(wanted)
             if line.recv(1):
                 return
     except OSError:
-        pass  # there is none, or it has ended
+        pass  # there is none, it has ended, or somebody else has taken its address
     os.execv(sys.executable, [sys.executable, *arguments])
 
 

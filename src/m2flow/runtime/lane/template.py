@@ -22,19 +22,20 @@ import runpy
 import select
 import signal
 import socket
-import struct
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-ASK_SECONDS = 5.0
+from m2flow.runtime.lane.ask_template import user_of
+
+ASK_SECONDS = 2.0
 """Longest that one who has connected may take to say what is wanted."""
 
 WITH_RAY = ("m2flow.runtime.lane.actor", "m2flow.runtime.lane.executor")
 """What any lane needs, and Ray with it."""
 
 
-class Wanted(NamedTuple):
+class Script(NamedTuple):
     """What a fork is to run.
 
     Attributes:
@@ -73,12 +74,10 @@ def main() -> None:
         return
 
 
-def _heard(line: socket.socket) -> Wanted | None:
+def _heard(line: socket.socket) -> Script | None:
     """What somebody wants; None if it is another user, or goes without saying."""
     line.settimeout(ASK_SECONDS)
-    credentials = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", credentials)
-    if user != os.getuid():
+    if user_of(line) != os.getuid():
         return None
     files: list[int] = []
     try:
@@ -86,14 +85,14 @@ def _heard(line: socket.socket) -> Wanted | None:
         with line.makefile("rb") as stream:
             said = stream.read(int.from_bytes(size, "big"))
         arguments, environment, folder = json.loads(said)
-        return Wanted(arguments, environment, folder, files)
+        return Script(arguments, environment, folder, files)
     except (OSError, ValueError):
         for file in files:
             os.close(file)
         return None
 
 
-def _ready(wanted: Wanted) -> bool:
+def _ready(wanted: Script) -> bool:
     """Import Ray if that is not done, for the job of the first who asks; whether to fork."""
     if "ray" not in sys.modules:
         os.environ.update(wanted.environment)
@@ -104,7 +103,7 @@ def _ready(wanted: Wanted) -> bool:
     return len(list(Path("/proc/self/task").iterdir())) == 1
 
 
-def _run(wanted: Wanted) -> None:
+def _run(wanted: Script) -> None:
     """Run a script in this process, as if Python had been started with it."""
     os.setpgid(0, 0)  # Ray ends a worker's whole group
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
