@@ -58,9 +58,10 @@ class LanesAhead:
 
 def _start(lanes: Sequence[LaneSpec], modules: Sequence[str], spares: int) -> LanePool:
     from m2flow.runtime.driver.cluster import RayCluster, starts_here
-    from m2flow.runtime.driver.template import LaneTemplate
+    from m2flow.runtime.driver.template import LaneTemplate, any_process_does
 
-    template = LaneTemplate(modules) if starts_here() else None
+    forks = starts_here() and any(map(any_process_does, lanes))
+    template = LaneTemplate(modules) if forks else None
     try:
         cluster = RayCluster(lanes)  # seconds, in other processes
     except BaseException:

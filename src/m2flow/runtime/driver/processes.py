@@ -25,8 +25,8 @@ from m2flow.runtime.driver.placing import (
     nodes_left,
     options_of,
 )
-from m2flow.runtime.driver.spares import Spares, may_be_spare
-from m2flow.runtime.driver.template import LaneTemplate
+from m2flow.runtime.driver.spares import Spares
+from m2flow.runtime.driver.template import LaneTemplate, any_process_does
 from m2flow.runtime.lane.actor import LAUNCHER, VISIBLE, LaneAddress, LaneProcess
 from m2flow.runtime.transport.lines import LauncherLine, connect
 
@@ -197,7 +197,7 @@ class LaneProcesses:
 
     def _make(self, lane: LaneSpec, position: int, options: Mapping[str, Any]) -> Any:
         """A process for a lane, with Ray's options for it; of the template, where that can be."""
-        if self._template is not None and may_be_spare(lane):
+        if self._template is not None and any_process_does(lane):
             options = {**options, "runtime_env": {"py_executable": self._template.command}}
         make = ray.remote(**options)(LaneProcess)
         return make.remote(lane, position, self._folder, self._key, self._link, self.one_node)

@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from m2flow.engine.plan import LaneSpec
+from m2flow.runtime.driver.template import any_process_does
 
 
 class Spares:
@@ -41,7 +42,7 @@ class Spares:
         """
         if not self._count:
             return
-        for lane in {lane.node: lane for lane in lanes if may_be_spare(lane)}.values():
+        for lane in {lane.node: lane for lane in lanes if any_process_does(lane)}.values():
             waiting = self._waiting.setdefault(nodes[lane.node], [])
             while len(waiting) < self._count:
                 actor = self._make(lane, nodes[lane.node])
@@ -59,7 +60,7 @@ class Spares:
 
         If it has not done its imports, it has at least begun: another process would be up later.
         """
-        waiting = self._waiting.get(node, []) if may_be_spare(lane) else []
+        waiting = self._waiting.get(node, []) if any_process_does(lane) else []
         while waiting:
             actor, warm = waiting.pop(0)
             try:
@@ -76,8 +77,3 @@ class Spares:
         for actor in self.actors:
             ray.kill(actor)
         self._waiting = {}
-
-
-def may_be_spare(lane: LaneSpec) -> bool:
-    """Whether any process can be the lane: not where Ray gives it a GPU, or a setup of its own."""
-    return lane.gpu is None and lane.reserved_for is None

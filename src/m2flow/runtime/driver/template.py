@@ -1,4 +1,7 @@
-"""`LaneTemplate`: the process of which lanes of cores on this machine are forks."""
+"""`LaneTemplate`: the process of which lanes of cores on this machine are forks.
+
+Knows nothing of Ray, which is not to be imported before its cluster is started.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,15 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from m2flow.engine.plan import LaneSpec
 from m2flow.runtime.driver.cluster import terminal_is_not_heard
 
 LANE = Path(__file__).parents[1] / "lane"
+
+
+def any_process_does(lane: LaneSpec) -> bool:
+    """Whether any process can be the lane: not where Ray gives it a GPU, or a setup of its own."""
+    return lane.gpu is None and lane.reserved_for is None
 
 
 class LaneTemplate:
