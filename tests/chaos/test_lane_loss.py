@@ -383,6 +383,32 @@ def test_a_spare_process_takes_the_place_of_a_lane(
     assert other != actor
 
 
+def test_two_losses_in_a_row_both_take_a_spare_process(
+    pool: LanePool, tmp_path: Path, undisturbed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before it has done its imports: no other process is started beside it."""
+    made: list[Any] = []
+    processes = pool.processes
+
+    def make(*arguments: Any) -> Any:
+        made.append(make_one(*arguments))
+        return made[-1]
+
+    make_one = processes._make
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "_make", make)
+        patch.setattr(processes, "spares", spares := Spares(1, processes.make_spare))
+        spares.keep(LANES, nodes_for(LANES))
+        with start(APART, Death("score", 1, str(tmp_path), times=2), pool) as run:
+            found = seen(run)
+        waiting = spares.actors
+        spares.end()
+    assert found.figures == undisturbed
+    first, second = run.losses
+    assert first.lane == second.lane
+    assert made[1:] == [processes.actors[first.lane], *waiting]
+
+
 def test_a_process_that_ends_before_its_lane_is_up_is_started_again(
     pool: LanePool, tmp_path: Path, undisturbed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

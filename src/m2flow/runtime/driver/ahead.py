@@ -57,12 +57,20 @@ class LanesAhead:
 
 
 def _start(lanes: Sequence[LaneSpec], modules: Sequence[str], spares: int) -> LanePool:
-    from m2flow.runtime.driver.cluster import RayCluster
+    from m2flow.runtime.driver.cluster import RayCluster, starts_here
+    from m2flow.runtime.driver.template import LaneTemplate, any_process_does
 
-    cluster = RayCluster(lanes)  # seconds, in other processes; what comes next imports torch here
+    forks = starts_here() and any(map(any_process_does, lanes))
+    template = LaneTemplate(modules) if forks else None
+    try:
+        cluster = RayCluster(lanes)  # seconds, in other processes
+    except BaseException:
+        if template is not None:
+            template.close()
+        raise
 
-    from m2flow.runtime.driver.pool import LanePool
+    from m2flow.runtime.driver.pool import LanePool  # torch comes along
 
-    pool = LanePool(lanes, cluster=cluster, spares=spares)
+    pool = LanePool(lanes, cluster=cluster, spares=spares, template=template)
     pool.prepare(modules)
     return pool

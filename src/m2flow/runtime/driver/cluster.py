@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,12 @@ def require_token() -> None:
     raylet: Any = ray._raylet  # what Ray's own tests use; there is no public way
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def starts_here() -> bool:
+    """Whether a `RayCluster` would start a cluster of its own, on this machine."""
+    ray = sys.modules.get("ray")  # it is not to be imported for this
+    return not os.environ.get("RAY_ADDRESS") and not (ray and ray.is_initialized())
 
 
 class RayCluster:
@@ -84,7 +91,7 @@ class RayCluster:
                 self.sweeper.add(escape(str(self._folder)))
                 settings["_temp_dir"] = str(self._folder)
             try:
-                with _terminal_is_not_heard():
+                with terminal_is_not_heard():
                     ray.init(address=address, logging_level=logging.ERROR, **settings)
             except Exception as error:  # noqa: BLE001 - Ray has no type for it
                 ray.shutdown()
@@ -121,7 +128,7 @@ class RayCluster:
 
 
 @contextmanager
-def _terminal_is_not_heard() -> Iterator[None]:
+def terminal_is_not_heard() -> Iterator[None]:
     """Have processes that are started within not hear of the terminal: the launcher ends them.
 
     A terminal tells all of its processes at once that the user interrupts, or has gone; Ray's would

@@ -32,6 +32,7 @@ from m2flow.errors import RunFailed
 from m2flow.flow.worker import Isolation
 from m2flow.runtime.driver.cluster import RayCluster
 from m2flow.runtime.driver.processes import START_SECONDS, LaneProcesses
+from m2flow.runtime.driver.template import LaneTemplate
 from m2flow.runtime.lane.actor import LAUNCHER, LaneAddress
 from m2flow.runtime.lane.exchange import Exchange, name_of
 from m2flow.runtime.lane.orders import (
@@ -85,6 +86,7 @@ class LanePool:
             accelerators only (`m2flow.runtime.lane.shared`): no worker there may compute.
         spares: how many processes wait on each machine, with their imports done, for a lane of
             cores to be lost whose place they take.
+        template: of which lanes of cores are forks; it was made for the pool, and ends with it.
 
     Attributes:
         lanes: what was started, less those that were given up.
@@ -113,6 +115,7 @@ class LanePool:
         cluster: RayCluster | None = None,
         lanes_per_process: int = 1,
         spares: int = 0,
+        template: LaneTemplate | None = None,
     ) -> None:
         self.lanes, self._link = tuple(lanes), link
         self._lanes_per_process = lanes_per_process
@@ -130,6 +133,7 @@ class LanePool:
             isolated=isolated or {},
             per_process=lanes_per_process,
             spares=spares,
+            template=template,
         )
         self._lines: dict[int, LauncherLine] = {}
         self._holding: set[int] = set()

@@ -26,6 +26,7 @@ from m2flow.runtime.driver.placing import (
     options_of,
 )
 from m2flow.runtime.driver.spares import Spares
+from m2flow.runtime.driver.template import LaneTemplate, any_process_does
 from m2flow.runtime.lane.actor import LAUNCHER, VISIBLE, LaneAddress, LaneProcess
 from m2flow.runtime.transport.lines import LauncherLine, connect
 
@@ -46,7 +47,7 @@ class LaneProcesses:
         lanes: of the pool.
         folder: of the pool's files.
         key: that lines between its processes are opened with.
-        link, isolated, per_process, spares: as of `LanePool`.
+        link, isolated, per_process, spares, template: as of `LanePool`.
 
     Attributes:
         lanes: all lanes of the pool, those among them that it has given up.
@@ -66,9 +67,11 @@ class LaneProcesses:
         isolated: Mapping[str, Isolation],
         per_process: int,
         spares: int,
+        template: LaneTemplate | None,
     ) -> None:
         self.lanes, self._folder, self._key, self._link = tuple(lanes), str(folder), key, link
         self._isolated, self._per_process = dict(isolated), per_process
+        self._template = template
         self.node: str = ray.get_runtime_context().get_node_id()
         self.spares = Spares(spares, self.make_spare)
         self.actors: dict[int, Any] = {}
@@ -193,7 +196,9 @@ class LaneProcesses:
         return [self.actors[lane.id].ready.remote(visible.get(lane.id)) for lane in lanes]
 
     def _make(self, lane: LaneSpec, position: int, options: Mapping[str, Any]) -> Any:
-        """A process for a lane, with Ray's options for it."""
+        """A process for a lane, with Ray's options for it; of the template, where that can be."""
+        if self._template is not None and any_process_does(lane):
+            options = {**options, "runtime_env": {"py_executable": self._template.command}}
         make = ray.remote(**options)(LaneProcess)
         return make.remote(lane, position, self._folder, self._key, self._link, self.one_node)
 
@@ -346,6 +351,8 @@ class LaneProcesses:
         for actor in dict.fromkeys(self.actors.values()):
             ray.kill(actor)
         self.spares.end()
+        if self._template is not None:
+            self._template.close()
         self.actors, self._serving, self._awaited = {}, {}, {}
         for line in self._held:
             line.close()

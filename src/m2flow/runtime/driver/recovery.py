@@ -20,8 +20,8 @@ from m2flow.engine.spans import Span
 from m2flow.errors import RunFailed
 from m2flow.flow.batch import Batch
 
-SHARE = 0.02
-"""The most that snapshots may take of a run's time."""
+SHARE = 0.01
+"""The most that snapshots may take of a run's time. The steps about them lose a little more."""
 
 BYTES_PER_SECOND = 5e8
 """How fast the first snapshot is expected to be."""
@@ -129,6 +129,7 @@ class Recovery:
     Attributes:
         heals: the same.
         returns: lanes that were given up, and were taken in again.
+        snapshot_seconds: for how long no step could run because of snapshots.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class Recovery:
     ) -> None:
         self.heals = heals
         self.returns: list[LaneReturn] = []
+        self.snapshot_seconds = 0.0
         self._snapshot: SavedStates | None = SavedStates(first_step)
         self._batches: list[Batch] = []
         self._clock = clock
@@ -188,6 +190,7 @@ class Recovery:
         self._snapshot = SavedStates(self.given, files)
         self._batches = []
         self._taken_at, self._seconds = self._clock(), seconds
+        self.snapshot_seconds += seconds
 
     def cannot(self, why: str) -> None:
         """A snapshot has failed: there will be no others."""

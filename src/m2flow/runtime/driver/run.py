@@ -230,6 +230,11 @@ class Run(FlowOnLanes):
         return tuple(self._recovery.returns)
 
     @property
+    def snapshot_seconds(self) -> float:
+        """For how long no step could run because a snapshot was taken."""
+        return self._recovery.snapshot_seconds
+
+    @property
     def missing(self) -> int:
         """How many lanes the run goes without."""
         return 0 if self._pool is None else len(self._pool.missing)

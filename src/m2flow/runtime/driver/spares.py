@@ -1,4 +1,7 @@
-"""`Spares`: processes that wait, with their imports done, to be a lane of cores that is lost."""
+"""`Spares`: processes that wait, with their imports done, to be a lane of cores that is lost.
+
+When one is taken, the next one is started; a loss that comes before that one is up takes it, too.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import ray
 from ray.exceptions import RayError
 
 from m2flow.engine.plan import LaneSpec
+from m2flow.runtime.driver.template import any_process_does
 
 
 class Spares:
@@ -38,7 +42,7 @@ class Spares:
         """
         if not self._count:
             return
-        for lane in {lane.node: lane for lane in lanes if _may_be_spare(lane)}.values():
+        for lane in {lane.node: lane for lane in lanes if any_process_does(lane)}.values():
             waiting = self._waiting.setdefault(nodes[lane.node], [])
             while len(waiting) < self._count:
                 actor = self._make(lane, nodes[lane.node])
@@ -52,15 +56,16 @@ class Spares:
             self._waiting[node] = warm
 
     def take(self, lane: LaneSpec, position: int, node: str) -> Any:
-        """One that has done its imports, which is this lane from now on; None if there is none."""
-        waiting = self._waiting.get(node, []) if _may_be_spare(lane) else []
-        for spare in list(waiting):
-            actor, warm = spare
-            if not ray.wait([warm], timeout=0)[0]:
-                continue
-            waiting.remove(spare)
+        """The first that was started, which is this lane from now on; None if there is none.
+
+        If it has not done its imports, it has at least begun: another process would be up later.
+        """
+        waiting = self._waiting.get(node, []) if any_process_does(lane) else []
+        while waiting:
+            actor, warm = waiting.pop(0)
             try:
-                ray.get(warm)
+                if ray.wait([warm], timeout=0)[0]:
+                    ray.get(warm)
             except RayError:  # it has ended itself
                 continue
             actor.become.remote(lane, position)
@@ -72,8 +77,3 @@ class Spares:
         for actor in self.actors:
             ray.kill(actor)
         self._waiting = {}
-
-
-def _may_be_spare(lane: LaneSpec) -> bool:
-    """Whether any process can be the lane: not where Ray gives it a GPU, or a setup of its own."""
-    return lane.gpu is None and lane.reserved_for is None

@@ -23,16 +23,13 @@ def saves(worker: Worker) -> bool:
 
 def files_of(worker: Worker) -> dict[str, Any]:
     """What a worker saves: path below its folder to content, a uint8 tensor of shape [bytes]."""
+    import numpy
     import torch
 
     with _folder(worker) as folder:
         worker.save(folder)
         return {
-            str(path.relative_to(folder)): torch.frombuffer(
-                bytearray(path.read_bytes()), dtype=torch.uint8
-            )
-            if path.stat().st_size
-            else torch.empty(0, dtype=torch.uint8)
+            str(path.relative_to(folder)): torch.from_numpy(numpy.fromfile(path, numpy.uint8))
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         }

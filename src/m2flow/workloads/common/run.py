@@ -303,7 +303,11 @@ class Training:
             self._write_plan(run)
         restarts = self._returns + sum(not loss.given_up for loss in run.losses)
         healed = sum(loss.healed for loss in run.losses)
-        figures = {"lanes/restarts": float(restarts), "lanes/healed": float(healed)}
+        figures = {
+            "lanes/restarts": float(restarts),
+            "lanes/healed": float(healed),
+            "lanes/snapshot_seconds": run.snapshot_seconds,
+        }
         return figures | {"lanes/missing": float(run.missing)} if self.recipe.elastic else figures
 
     def _keep_skipped(self, step: int, result: StepResult, figures: dict[str, float]) -> None:

@@ -1,0 +1,131 @@
+"""The process of which lanes are forks, and what is started where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from m2flow.engine.plan import LaneSpec
+from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.driver.template import LaneTemplate
+from tests.runtime.local_cluster import local_cluster
+
+SCRIPT = """
+import json, os, sys
+import numpy
+print(json.dumps({
+    "parent": os.getppid(), "group": os.getpgid(0) == os.getpid(), "arguments": sys.argv[1:],
+    "folder": os.getcwd(), "said": os.environ.get("SAID"), "home": os.environ.get("HOME"),
+    "name": __name__, "drawn": numpy.random.random(), "said by": sys.stdin.read(),
+}))
+"""
+TWO_THREADS = """
+import threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+
+
+@pytest.fixture(scope="module")
+def template() -> Iterator[LaneTemplate]:
+    made = LaneTemplate(["json"])
+    yield made
+    made.close()
+
+
+def run(
+    template: LaneTemplate, folder: Path, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """What the script says that is started as Ray would start it."""
+    (folder / "script.py").write_text(SCRIPT)
+    command = [*shlex.split(template.command), str(folder / "script.py"), "--one", "two words"]
+    done = subprocess.run(
+        command,
+        input="hello",
+        env={**os.environ, "SAID": "this", **(environment or {})},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+def test_a_fork_is_what_python_would_have_been(template: LaneTemplate, tmp_path: Path) -> None:
+    said = run(template, tmp_path)
+    assert said["parent"] == template.process_id
+    assert said["group"]
+    assert said["name"] == "__main__"
+    assert said["arguments"] == ["--one", "two words"]
+    assert said["folder"] == str(tmp_path)
+    assert said["said"] == "this"
+    assert said["said by"] == "hello"
+
+
+def test_forks_know_nothing_of_each_other(template: LaneTemplate, tmp_path: Path) -> None:
+    """Neither the environment nor the random numbers of the one before."""
+    first = run(template, tmp_path, {"HOME": "/first"})
+    second = run(template, tmp_path, {"SAID": "that"})
+    assert (first["home"], second["home"]) == ("/first", os.environ.get("HOME"))
+    assert second["said"] == "that"
+    assert first["drawn"] != second["drawn"]
+
+
+def test_without_a_template_python_is_started(tmp_path: Path) -> None:
+    closed = LaneTemplate([])
+    closed.close()
+    said = run(closed, tmp_path)
+    assert said["parent"] == os.getpid()
+    assert said["arguments"] == ["--one", "two words"]
+
+
+def test_a_template_with_two_threads_has_no_forks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other thread would be missing from the fork, with whatever lock it holds."""
+    (tmp_path / "two_threads.py").write_text(TWO_THREADS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    threaded = LaneTemplate(["two_threads"])
+    try:
+        assert run(threaded, tmp_path)["parent"] == os.getpid()
+        assert psutil.pid_exists(threaded.process_id)
+    finally:
+        threaded.close()
+
+
+def test_it_ends_with_its_launcher(tmp_path: Path) -> None:
+    (tmp_path / "launcher.py").write_text(
+        "import os, signal\n"
+        "from m2flow.runtime.driver.template import LaneTemplate\n"
+        "print(LaneTemplate([]).process_id, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    launcher = [sys.executable, str(tmp_path / "launcher.py")]
+    said = subprocess.run(launcher, capture_output=True, text=True, timeout=60, check=False)
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(said.stdout)).wait(timeout=60)
+
+
+def test_lanes_are_forks_of_it_and_so_are_those_in_their_place() -> None:
+    lane = LaneSpec(0, cores=(0,))
+    with local_cluster(1):
+        template = LaneTemplate([])
+        with LanePool([lane], template=template, spares=1) as pool:
+            number = pool.addresses[0].process_id
+            assert psutil.Process(number).ppid() == template.process_id
+            pool.restart([0])
+            other = pool.addresses[0].process_id
+            assert other != number
+            assert psutil.Process(other).ppid() == template.process_id
+        assert not psutil.pid_exists(template.process_id)
