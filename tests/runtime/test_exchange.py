@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -81,6 +82,9 @@ def test_on_one_machine_all_sockets_are_unix_or_loopback() -> None:
 
     with LanePool([LaneSpec(0), LaneSpec(1)]) as pool:
         for address in pool.addresses.values():
-            assert address.host == LOOPBACK, "where process groups meet"
+            assert address.host == LOOPBACK
+            assert address.meeting_port is None, "a store of process groups"
+            connections = psutil.Process(address.process_id).net_connections("tcp")
+            assert len([x for x in connections if x.status == "LISTEN"]) == 1, "Ray's"
             assert address.line.tcp is None
             assert address.peer.endpoint.tcp is None
