@@ -177,7 +177,8 @@ def _rendezvous(pool: LanePool, plan: Plan, order: LoadOrder) -> Rendezvous:
     at, (position,) = pool.addresses[keeper], pool.positions([keeper])
     store: str | tuple[str, int] = f"{STORE}{order.number}"
     if at.meeting_port is not None:
-        check_private(at.host)
+        for host in {pool.addresses[lane.id].host for lane in pool.lanes}:
+            check_private(host)
         store = (at.host, at.meeting_port)
     return Rendezvous(
         pool.num_worlds + bool(new),

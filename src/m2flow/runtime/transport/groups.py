@@ -288,7 +288,7 @@ def check_private(address: str) -> None:
 
     Raises:
         UserError: it is not of the network that `PRIVATE_NETWORK` names; where it names none, it is
-            not of those that are private everywhere.
+            an address of the public Internet.
     """
     named = os.environ.get(PRIVATE_NETWORK)
     try:
@@ -298,7 +298,7 @@ def check_private(address: str) -> None:
             "no network", key=PRIVATE_NETWORK, value=named, expected="such as 10.77.0.0/16"
         ) from None
     ours = _without_zone(address)
-    if not (ours in network if network else ours.is_private or ours.is_link_local):
+    if not (ours in network if network else not ours.is_global):
         raise UserError(
             f"process groups between machines ask for no secret, and {address} is an address of "
             f"{'another' if network else 'a public'} network",
