@@ -117,6 +117,23 @@ def test_files_that_are_named_exist(page: Path) -> None:
             assert (PROJECT / path).exists(), f"{page.name} names {quoted}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))
+def test_tests_that_are_named_exist(page: Path) -> None:
+    for path, name in TESTS.findall(page.read_text()):
+        assert f"\ndef {name}(" in (PROJECT / path).read_text(), f"{path} has no {name}"
+
+
+TESTS = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
+
+
+def test_each_loud_failure_of_the_field_has_its_test() -> None:
+    page = (PROJECT / "docs" / "explanation" / "loud-failures.md").read_text()
+    table, _, _ = page.partition("## ")
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 8
+    assert all(TESTS.search(row) for row in rows)
+
+
 def test_every_page_is_listed_in_the_index() -> None:
     index = PROJECT / "docs" / "index.md"
     linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text())}

@@ -44,6 +44,9 @@ PROGRAMS = {
 
 PAUSE_SECONDS = 2.0
 
+DISTURBED = __file__
+"""The program."""
+
 
 @dataclass(frozen=True)
 class Strike:

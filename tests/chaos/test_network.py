@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,35 +12,21 @@ import pytest
 from m2flow.observe.ending import ending_of
 from m2flow.observe.run_directory import read_metrics
 from m2flow.runtime.transport.listening import SILENT_SECONDS
+from tests.chaos.cut_network import END_SECONDS, hit, linked, start_disturbed, wait_until_quiet
 from tests.chaos.disturbed import Strike
-from tests.chaos.test_seeded_runs import DISTURBED
 from tests.cli.conftest import TINY, run_command
 from tests.cli.test_journal import ends_nearly_like
-from tests.runtime.cluster_of_two import TwoNodes, two_nodes
+from tests.runtime.cluster_of_two import TwoNodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STEPS = 6
 WORDS = (f"steps={STEPS}", "checkpoint.every=2", "evaluation.every=1000")
 CUT_SECONDS = 6.0
-END_SECONDS = 240.0
 NOTICED_SECONDS = SILENT_SECONDS + 96
 """From a cut to the end of the run: what notices it, then the end on a busy machine."""
 
-QUIET_SECONDS = 60.0
 PHASES = ("generation", "training")
-
-
-@contextmanager
-def linked() -> Iterator[TwoNodes]:
-    folder = Path(tempfile.mkdtemp(prefix="m2c-"))  # short: Ray's sockets lie there
-    try:
-        with two_nodes(folder) as cluster:
-            if not cluster.apart:
-                pytest.skip(f"there is no link to cut: {cluster.how}")
-            yield cluster
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -69,40 +49,10 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def begun(cluster: TwoNodes, folder: Path, phase: str, *words: str) -> subprocess.Popen[str]:
     """A run across both nodes; returns when its second step is in a phase."""
     (folder / "tiny.yaml").write_text(TINY)
-    strike = json.dumps(asdict(Strike("", phase, step=1)))
-    where = ["lanes=2xcpu:1", "mode=disaggregated", "--run-dir", "run"]
-    command = [sys.executable, DISTURBED, strike, "train", "tiny.yaml", *WORDS, *where, *words]
-    run = cluster.start(command, END_SECONDS, folder=folder)
-    deadline = time.monotonic() + END_SECONDS
-    while not (folder / "hit").exists():
-        assert run.poll() is None, run.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    strike = Strike("", phase, step=1)
+    run = start_disturbed(cluster, folder, strike, *WORDS, "mode=disaggregated", *words)
+    assert hit(run, folder), run.communicate()
     return run
-
-
-def lanes_on(cluster: TwoNodes) -> list[int]:
-    """Processes of lanes on either node."""
-    there = set()
-    for node in (0, 1):
-        done = cluster.run(["stat", "-Lc", "%i", "/proc/self/ns/net"], timeout=20, node=node)
-        there.add(int(done.stdout))
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (
-                b"ray::LaneProcess" in (process / "cmdline").read_bytes()
-                and (process / "ns/net").stat().st_ino in there
-            ):
-                found.append(int(process.name))
-    return found
-
-
-def wait_until_quiet(cluster: TwoNodes) -> None:
-    deadline = time.monotonic() + QUIET_SECONDS
-    while left := lanes_on(cluster):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.5)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -117,7 +67,7 @@ def test_a_cut_of_some_seconds_changes_nothing(
     assert run.returncode == 0, errors
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(STEPS + 1))
     ends_nearly_like(tmp_path / "run", straight)
-    wait_until_quiet(cluster)
+    wait_until_quiet(cluster, tmp_path)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -136,7 +86,7 @@ def test_a_cut_for_good_ends_the_run_with_its_cause(
         assert account.state == "failed"
         assert "lane 1 was lost" in account.lines[0]
         cluster.mend()
-        wait_until_quiet(cluster)
+        wait_until_quiet(cluster, tmp_path)
     monkeypatch.chdir(tmp_path)
     words = [*WORDS, "mode=eager", "lanes=cpu:1", "--run-dir", "run", "--resume"]
     outcome = run_command("train", "tiny.yaml", *words)

@@ -4,7 +4,8 @@ A seed draws the workload, the mode, who is hit, in which phase and how. A run t
 with `--resume`, as `m2flow doctor` says, which is asked. In the end figures and weights are those
 of an eager run that nobody disturbed, up to the order of sums; of simulators, whose episodes are
 lost with them, every step is there once. No process, file or shared memory is left. Where a moment
-does not come, nobody is hit: then the seed draws again.
+does not come, nobody is hit: then the seed draws again. What is hit may also be the disk, and the
+network between two machines.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -26,7 +29,9 @@ from safetensors.torch import load_file
 
 from m2flow.observe.ending import ending_of
 from m2flow.observe.run_directory import read_metrics
-from tests.chaos.disturbed import PHASES, Strike
+from m2flow.runtime.transport.listening import SILENT_SECONDS
+from tests.chaos import cut_network
+from tests.chaos.disturbed import DISTURBED, PHASES, Strike
 from tests.chaos.small_disk import small_disk
 from tests.cli.conftest import TINY, run_command
 from tests.cli.test_resume import figures
@@ -44,6 +49,7 @@ PHASES_OF = {
     "engine": ("generation", "publish", "checkpoint"),
     "simulator": ("generation", "training"),
     "disk": PHASES,
+    "network": PHASES,
 }
 """By victim when it is hit. `paused` is a lane that is stopped for a while."""
 
@@ -55,7 +61,6 @@ DRAWS = 4
 HEALS = ("lane", "paused", "engine", "simulator")
 """Those after whose loss the same command goes on."""
 
-DISTURBED = str(Path(__file__).with_name("disturbed.py"))
 FAKE_VLLM = Path(__file__).parents[1] / "generation" / "fake_vllm"
 MODEL = "checkpoints/latest/model/model.safetensors"
 
@@ -101,11 +106,12 @@ class Drawn:
     journal: bool
     victim: str
     strike: Strike
+    cut_seconds: float = 0.0
 
     @property
     def words(self) -> list[str]:
         journal = [] if self.journal else ["journal_gb=0"]
-        return [*RECIPES[self.workload][1:], "lanes=cpu:2", f"mode={self.mode}", *journal]
+        return [*RECIPES[self.workload][1:], f"mode={self.mode}", *journal]
 
 
 def draw(seed: int, again: int = 0) -> Drawn:
@@ -122,20 +128,25 @@ def draw(seed: int, again: int = 0) -> Drawn:
         drawn.random() < 0.7,
         victim,
         Strike(
-            "lane" if victim == "paused" else victim,
+            {"paused": "lane", "network": ""}.get(victim, victim),
             phase,
             0 if phase in OF_AUTO else drawn.randrange(1, 5 if workload == "embodied" else 9),
             drawn.choice((0.0, drawn.uniform(0.0, 0.05))),
             "pause" if victim == "paused" else "kill",
             seed,
         ),
+        drawn.choice((drawn.uniform(1.0, 8.0), SILENT_SECONDS + drawn.uniform(4.0, 12.0))),
     )
 
 
 def test_the_seeds_draw_everybody_in_every_phase() -> None:
     drawn = [draw(seed) for seed in SEEDS]
-    assert {one.victim for one in drawn} == set(VICTIMS)
-    assert {one.strike.phase for one in drawn} == set(PHASES)
+    assert min(Counter(one.victim for one in drawn)[victim] for victim in VICTIMS) >= 3
+    assert min(Counter(one.strike.phase for one in drawn)[phase] for phase in PHASES) >= 2
+    assert {one.cut_seconds > SILENT_SECONDS for one in drawn if one.victim == "network"} == {
+        True,
+        False,
+    }
     assert {one.mode for one in drawn} == set(MODES)
     assert {one.journal for one in drawn} == {True, False}
     assert len({(one.victim, one.strike.phase) for one in drawn}) >= 25
@@ -189,7 +200,7 @@ def test_a_disturbed_run_ends_like_an_undisturbed_one(
         folder.mkdir()
         monkeypatch.chdir(folder)
         monkeypatch.setenv("M2FLOW_CACHE", str(folder / "cache"))  # or nothing is left to race for
-        if disturbed(drawn, folder, started):
+        if (cut if drawn.victim == "network" else disturbed)(drawn, folder, started):
             break
         print(f"seed {seed}, draw {again}: nobody was hit ({drawn})")
     else:
@@ -220,7 +231,8 @@ def disturbed(drawn: Drawn, folder: Path, started: list[Started]) -> bool:
         recipe.write_text(RECIPES[drawn.workload][0])
 
         def start(*words: str, program: tuple[str, ...] = ("-m", "m2flow")) -> Started:
-            run = Started(Path("tiny.yaml"), *drawn.words, *words, program=program, enter=enter)
+            said = [*drawn.words, "lanes=cpu:2", *words]
+            run = Started(Path("tiny.yaml"), *said, program=program, enter=enter)
             started.append(run)
             return run
 
@@ -243,6 +255,37 @@ def disturbed(drawn: Drawn, folder: Path, started: list[Started]) -> bool:
         if outside != folder:
             shutil.copytree(outside / "run", folder / "run", symlinks=True)
     return True
+
+
+def cut(drawn: Drawn, folder: Path, started: list[Started]) -> bool:
+    """The same of a run on two machines whose link is cut for a while."""
+    recipe, *_ = RECIPES[drawn.workload]
+    (folder / "tiny.yaml").write_text(recipe)
+    with cut_network.linked() as cluster:
+        run = cut_network.start_disturbed(cluster, folder, drawn.strike, *drawn.words)
+        try:
+            struck = cut_network.hit(run, folder)
+            if struck:
+                cluster.cut()
+                with suppress(subprocess.TimeoutExpired):
+                    run.wait(drawn.cut_seconds)
+                cluster.mend()
+            _, errors = run.communicate(timeout=cut_network.END_SECONDS)
+            cut_network.wait_until_quiet(cluster, folder)
+        finally:
+            run.kill()
+    assert run.returncode == 0 or drawn.cut_seconds > SILENT_SECONDS, errors
+    assert run.returncode == 0 or struck, errors
+    if run.returncode:
+        assert "Traceback" not in errors
+        check_account(folder, drawn.victim)
+        again = Started(Path("tiny.yaml"), *drawn.words, "lanes=cpu:2", "--resume")
+        started.append(again)
+        code, errors = ended_with(again)
+        assert code == 0, errors
+        wait_until_quiet(again)
+    assert ending_of(folder / "run").state == "finished"
+    return struck
 
 
 def check_account(folder: Path, victim: str) -> None:

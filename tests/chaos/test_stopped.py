@@ -15,8 +15,8 @@ import pytest
 
 from m2flow.observe.ending import ending_of
 from m2flow.observe.run_directory import read_metrics
-from tests.chaos.disturbed import Strike
-from tests.chaos.test_seeded_runs import DISTURBED, EMBODIED, wait_until_quiet
+from tests.chaos.disturbed import DISTURBED, Strike
+from tests.chaos.test_seeded_runs import EMBODIED, wait_until_quiet
 from tests.cli.conftest import TINY, run_command
 from tests.cli.test_signals import Started
 

@@ -24,10 +24,18 @@ def mutated(draw: st.DrawFn, content: bytes) -> bytes:
     return content if draw(st.booleans()) else content[: draw(st.integers(0, len(content)))]
 
 
+MANY = 25_000
+
+
 def examples(count: int) -> Callable[..., object]:
-    """Of so many examples; and the same slowly."""
-    checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-    return settings(max_examples=count, suppress_health_check=checks, deadline=None)
+    """Of so many examples; and the same slowly. `MANY` are new ones each time."""
+    return settings(
+        max_examples=count,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+        deadline=None,
+        derandomize=count < MANY,
+        database=None,
+    )
 
 
 def fuzzed(content: bytes, check: Callable[[bytes], None], count: int) -> None:

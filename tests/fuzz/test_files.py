@@ -30,7 +30,7 @@ from m2flow.runtime.lane.frames import frame_bytes, read_frames
 from m2flow.training import checkpoint
 from m2flow.workloads.common.reading import read_recipe, validated
 from m2flow.workloads.reasoning.rows import BadRowError, rows_of
-from tests.fuzz.mutations import fuzzed
+from tests.fuzz.mutations import MANY, fuzzed
 from tests.plan.small_graphs import TALKING
 
 PROJECT = Path(__file__).parents[2]
@@ -173,7 +173,7 @@ def test_mutated_files(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_mutated_files(kind: str, tmp_path: Path) -> None:
     content, check = KINDS[kind]
-    fuzzed(content, partial(check, tmp_path), 25_000)
+    fuzzed(content, partial(check, tmp_path), MANY)
 
 
 FOUND = {

@@ -14,7 +14,7 @@ import pytest
 
 from m2flow.runtime.transport.frame import ALIGNMENT, BadFrame, Frame, FrameDecoder
 from m2flow.runtime.transport.handshake import KeyRefused, prove
-from tests.fuzz.mutations import fuzzed
+from tests.fuzz.mutations import MANY, fuzzed
 
 KEY = bytes(range(32))
 SMALL = b"".join(
@@ -123,7 +123,7 @@ def test_mutated_messages(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_mutated_messages(kind: str) -> None:
     content, check = KINDS[kind]
-    fuzzed(content, check, 25_000)
+    fuzzed(content, check, MANY)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.flow.batch import Batch
 from m2flow.runtime.lane.exchange import Exchange, ItemsKey
 from m2flow.runtime.lane.store import Store
+from m2flow.runtime.transport.groups import LaneGroups
 from m2flow.runtime.transport.listening import LOOPBACK
 from m2flow.runtime.transport.peering import PeerLost
+from tests.training.lane_processes import LaneProcesses
 
 SOON = 10.0
 
@@ -75,12 +80,48 @@ def test_a_lane_that_comes_back_leaves_no_connection_of_before(tmp_path: Path) -
     assert counts[-1] <= counts[1], counts
 
 
+def in_turn(groups: LaneGroups, folder: Path, rounds: int) -> int:
+    """Sums of two lanes, each begun by one while the other still fetches from it."""
+    groups.ensure([(0, 1)])
+    lane = dist.get_rank()
+    exchange = Exchange(lane, lane, "here", None, folder, b"key")
+    store, found = Store(), 0
+    store.put("step", 1, 2, Batch({"x": torch.full((1, LARGE), lane + 1)}, (0,)))
+    exchange.serve(store)
+    addresses: list[Any] = [None, None]
+    dist.all_gather_object(addresses, exchange.address)
+    exchange.introduce(dict(enumerate(addresses)))
+    for number in range(rounds):
+        if number % 2 == lane:
+            time.sleep(0.02)  # the other one waits in the sum by now
+            key = ItemsKey("step", 1, 2, (0,))
+            found += int(exchange.fetch_later(1 - lane, key, SOON).result(SOON)["x"][0, -1])
+        total = torch.tensor([number])
+        groups.all_reduce((0, 1))([total])
+        assert int(total) == 2 * number
+    exchange.close()
+    return found
+
+
+LARGE = 1 << 18
+ROUNDS = 20
+
+
+def test_a_lane_within_a_collective_still_answers_its_peers(tmp_path: Path) -> None:
+    """Where payloads travel in the order of collectives, one of two lanes waits for ever."""
+    with LaneProcesses(2) as two:
+        assert two(in_turn, tmp_path / f"m2flow-{tmp_path.name}", ROUNDS) == [ROUNDS, ROUNDS // 2]
+
+
 def test_on_one_machine_all_sockets_are_unix_or_loopback() -> None:
     pytest.importorskip("ray")
     from m2flow.runtime.driver.pool import LanePool
 
     with LanePool([LaneSpec(0), LaneSpec(1)]) as pool:
         for address in pool.addresses.values():
-            assert address.host == LOOPBACK, "where process groups meet"
+            assert address.host == LOOPBACK
+            assert address.meeting_port is None, "a store of process groups"
+            connections = psutil.Process(address.process_id).net_connections("tcp")
+            assert len([x for x in connections if x.status == "LISTEN"]) == 1, "Ray's"
             assert address.line.tcp is None
             assert address.peer.endpoint.tcp is None

@@ -11,8 +11,8 @@ slow to import, once.
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from m2flow.runtime.transport.groups import LaneGroups
+from m2flow.runtime.transport.groups import STORE, LaneGroups
 
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 TIMEOUT_SECONDS = 60.0
@@ -38,13 +38,14 @@ class LaneProcesses:
     def __init__(self, count: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(SLOW_TO_IMPORT)
-        port = free_port()
+        self._folder = tempfile.TemporaryDirectory(prefix="m2flow-lanes-")
+        store = Path(self._folder.name) / f"{STORE}0"
         if REPOSITORY not in sys.path:  # it is sent along: functions are found by their names
             sys.path.append(REPOSITORY)
         self._lanes = []
         for lane in range(count):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(lane, count, port, there), daemon=True)
+            process = context.Process(target=_serve, args=(lane, count, store, there), daemon=True)
             process.start()
             self._lanes.append((process, here))
         self._answers()
@@ -78,25 +79,19 @@ class LaneProcesses:
         for process, pipe in self._lanes:
             process.join()
             pipe.close()
+        self._folder.cleanup()
 
 
-def _serve(lane: int, count: int, port: int, pipe: Connection) -> None:
+def _serve(lane: int, count: int, store: Path, pipe: Connection) -> None:
     import torch
 
     try:
         torch.set_num_threads(1)
         groups = LaneGroups(lane, count)
-        groups.init("127.0.0.1", port, same_node=True, timeout_seconds=30)
+        groups.init(store, timeout_seconds=30)
         pipe.send((True, None))
         while True:
             function, arguments = pipe.recv()
             pipe.send((True, function(groups, *arguments)))
     except BaseException:  # noqa: BLE001  (told to the test)
         pipe.send((False, traceback.format_exc()))
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

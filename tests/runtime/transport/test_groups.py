@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from m2flow.errors import RunFailed
+from m2flow.errors import RunFailed, UserError
 from m2flow.runtime.transport import groups as module
-from m2flow.runtime.transport.groups import LaneGroups, choose_interface, interface_of, lane_sets_of
-from tests.training.lane_processes import LaneProcesses, free_port
+from m2flow.runtime.transport.groups import (
+    PRIVATE_NETWORK,
+    STORE,
+    LaneGroups,
+    check_private,
+    choose_interface,
+    interface_of,
+    lane_sets_of,
+)
+from tests.training.lane_processes import LaneProcesses
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +137,7 @@ def test_a_later_deadline_holds_for_groups_that_are_there() -> None:
 
 def waits_for_two(groups: LaneGroups) -> float:
     groups.ensure([(0, 1)])
-    groups.init("ignored", 0, same_node=True, timeout_seconds=1)
+    groups.init(Path("ignored"), timeout_seconds=1)
     if dist.get_rank():
         time.sleep(2.5)
         return 0.0
@@ -136,17 +147,16 @@ def waits_for_two(groups: LaneGroups) -> float:
     return time.monotonic() - start
 
 
-def in_worlds(groups: LaneGroups, ports: list[int]) -> list[object]:
+def in_worlds(groups: LaneGroups, folder: Path) -> list[object]:
     """What the first and the last lane find alone, and all three once the second has joined."""
     lane, found = dist.get_rank(), list[object]()
     if lane == 1:
         groups.close()  # as a new process, which has joined no world
-    for port, world, keeper in ((ports[0], (0, 2), 2), (ports[1], (0, 1, 2), 1)):
+    for number, world, keeper in ((1, (0, 2), 2), (2, (0, 1, 2), 1)):
         if lane not in world:
             continue
-        groups.init(
-            "127.0.0.1", port, same_node=True, timeout_seconds=30, world=world, keeper=keeper
-        )
+        store = folder / f"{STORE}{number}"
+        groups.init(store, timeout_seconds=30, world=world, keeper=keeper)
         groups.ensure(lane_sets_of([world]))
         total = torch.tensor([10**lane])
         groups.all_reduce(world)([total])
@@ -155,12 +165,76 @@ def in_worlds(groups: LaneGroups, ports: list[int]) -> list[object]:
     return found
 
 
-def test_a_world_may_lack_lanes_and_take_one_in() -> None:
+def test_a_world_may_lack_lanes_and_take_one_in(tmp_path: Path) -> None:
     with LaneProcesses(3) as three:
-        first, new, last = three(in_worlds, [free_port(), free_port()])
+        first, new, last = three(in_worlds, tmp_path)
     assert first == [[101, 0, 2, [[0, 1]]], [111, 0, 3, [[0, 1, 2]]]]
     assert last == [[101, 1, 2, [[0, 1]]], [111, 2, 3, [[0, 1, 2]]]]
     assert new == [[111, 1, 3, [[0, 1, 2]]]]
+
+
+def test_the_store_of_an_earlier_world_is_removed(tmp_path: Path) -> None:
+    with LaneProcesses(3) as three:
+        three(in_worlds, tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [f"{STORE}2"]
+
+
+def what_strangers_hear(groups: LaneGroups) -> tuple[list[str], list[bytes]]:
+    """The hosts on which this lane listens; what listeners answer to a query of PyTorch's store."""
+    groups.ensure([(0, 1)])
+    groups.all_reduce((0, 1))([torch.ones(1)])
+    listening = [x.laddr for x in psutil.Process().net_connections("tcp") if x.status == "LISTEN"]
+    answers = []
+    for host, port in listening:
+        with socket.create_connection((host, port)) as stranger:
+            stranger.settimeout(0.3)
+            stranger.sendall(VALIDATE + PING)
+            with suppress(TimeoutError, ConnectionError):
+                answers.append(stranger.recv(100))
+    return [host for host, _ in listening], [answer for answer in answers if answer]
+
+
+VALIDATE = bytes([0]) + (0x3C85F7CE).to_bytes(4, "little")
+PING = bytes([13]) + (7).to_bytes(4, "little")
+"""What PyTorch's store answers to anybody: a greeting, then a number that it sends back."""
+
+
+def test_no_stranger_reaches_a_store_on_one_machine() -> None:
+    with LaneProcesses(2) as two:
+        for hosts, answers in two(what_strangers_hear):
+            assert set(hosts) <= {"127.0.0.1"}  # Gloo's
+            assert answers == []
+
+
+def test_pytorch_s_own_store_answers_anybody() -> None:
+    """The probe of the test above is one."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    with socket.create_connection(("127.0.0.1", store.port)) as stranger:
+        stranger.settimeout(5)
+        stranger.sendall(VALIDATE + PING)
+        assert stranger.recv(100) == PING[1:]
+
+
+@pytest.mark.parametrize(
+    ("address", "named", "refusal"),
+    [
+        ("10.77.0.1", "", None),
+        ("fe80::1%eth0", "", None),
+        ("8.8.4.4", "", "8.8.4.4 is an address of a public network"),
+        ("8.8.4.4", "8.8.0.0/16", None),
+        ("10.77.0.1", "8.8.0.0/16", "10.77.0.1 is an address of another network"),
+        ("10.77.0.1", "ours", "M2FLOW_PRIVATE_NETWORK: no network"),
+    ],
+)
+def test_process_groups_between_machines_want_a_private_network(
+    address: str, named: str, refusal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PRIVATE_NETWORK, named)
+    if refusal is None:
+        check_private(address)
+        return
+    with pytest.raises(UserError, match=refusal):
+        check_private(address)
 
 
 def test_the_interface_that_has_an_address() -> None:

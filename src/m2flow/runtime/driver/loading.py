@@ -28,7 +28,7 @@ from m2flow.runtime.lane.orders import (
     Placed,
     Rendezvous,
 )
-from m2flow.runtime.transport.groups import lane_sets_of
+from m2flow.runtime.transport.groups import STORE, check_private, lane_sets_of
 
 SETTLE_SECONDS = 5.0
 """How long to wait for lanes that are still loading when another one has failed to."""
@@ -74,7 +74,7 @@ def load_workers(
         Exception: what a worker raised while it was loaded, the first one in time.
     """
     order = LoadOrder(pool, graphs, plan, workers, version)
-    meeting = _rendezvous(pool, plan, order.lane_sets) if order.lane_sets else None
+    meeting = _rendezvous(pool, plan, order) if order.lane_sets else None
     pool.uses_groups = meeting is not None
     if meeting is not None:
         if meeting.number != pool.num_worlds:
@@ -166,20 +166,23 @@ def _wrapped(pool: LanePool, files: Files, lane: int) -> Any:
     return pool.exchange.wrap(Batch({"files": [files]}), lane, same_node=pool.is_here(lane))
 
 
-def _rendezvous(pool: LanePool, plan: Plan, lane_sets: Iterable[tuple[int, ...]]) -> Rendezvous:
+def _rendezvous(pool: LanePool, plan: Plan, order: LoadOrder) -> Rendezvous:
     """How all lanes meet. A lane that is new to their world keeps the store: its port is free.
 
     If possible it is one that all are lost with: of a process group.
     """
-    grouped = {position for lanes in lane_sets for position in lanes}
+    grouped = {position for lanes in order.lane_sets for position in lanes}
     new = [lane for lane in pool.lanes if pool.positions([lane.id])[0] not in pool.world]
     keeper = min(new or pool.lanes, key=lambda x: pool.positions([x.id])[0] not in grouped).id
     at, (position,) = pool.addresses[keeper], pool.positions([keeper])
+    store: str | tuple[str, int] = f"{STORE}{order.number}"
+    if at.meeting_port is not None:
+        for host in {pool.addresses[lane.id].host for lane in pool.lanes}:
+            check_private(host)
+        store = (at.host, at.meeting_port)
     return Rendezvous(
         pool.num_worlds + bool(new),
-        at.host,
-        at.meeting_port,
-        pool.processes.one_node,
+        store,
         plan.deadline_seconds,
         pool.all_positions,
         position,

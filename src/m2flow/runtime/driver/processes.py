@@ -216,7 +216,10 @@ class LaneProcesses:
             lanes = self.lanes[first : first + self._per_process]
             options = options_of(lanes[0], nodes[lanes[0].node], {}, shares_gpu=False)
             actor = ray.remote(**options)(SharedProcess).remote(
-                [(first + n, lane) for n, lane in enumerate(lanes)], self._folder, self._key
+                [(first + n, lane) for n, lane in enumerate(lanes)],
+                self._folder,
+                self._key,
+                self.one_node,
             )
             self.actors.update({lane.id: actor for lane in lanes})
             ready.append(actor.ready.remote())

@@ -54,7 +54,8 @@ class LaneAddress:
         process_id: of the lane's process.
         line: where its launcher may come.
         peer: where other lanes ask for payloads.
-        meeting_port: where this lane would keep the store of process groups.
+        meeting_port: where this lane would keep the store of process groups; None if all lanes are
+            on one machine, where a file is the store.
     """
 
     node: str
@@ -62,7 +63,7 @@ class LaneAddress:
     process_id: int
     line: ListenerAddress
     peer: PeerAddress
-    meeting_port: int
+    meeting_port: int | None
 
 
 class LaneProcess:
@@ -129,7 +130,9 @@ class LaneProcess:
         host = LOOPBACK if self.one_node else str(ray.util.get_node_ip_address())
         reached_at = None if self.one_node else host
         self._exchange = self._make_exchange(node, reached_at)
-        self._meeting = socket.create_server((host, 0))  # held, so that nobody else takes the port
+        self._meeting: socket.socket | None = None
+        if not self.one_node:  # held, so that nobody else takes the port
+            self._meeting = socket.create_server((host, 0))
         self._waiting = Waiting(reached_at, self.key)
         return LaneAddress(
             node,
@@ -137,7 +140,7 @@ class LaneProcess:
             os.getpid(),
             self._waiting.address,
             self._exchange.address,
-            self._meeting.getsockname()[1],
+            None if self._meeting is None else self._meeting.getsockname()[1],
         )
 
     def _make_exchange(self, node: str, host: str | None) -> Exchange:

@@ -23,7 +23,7 @@ class LaneContext:
         num_threads: threads that workers may use.
         groups: its process groups.
         host: address of the machine.
-        spill: folder for state that is put away.
+        spill: folder for state that is put away; no other user can enter it.
     """
 
     lane: int
@@ -38,11 +38,10 @@ class LaneContext:
         """Have the process groups that a run needs; those of earlier runs are still there."""
         if order.meeting is None:
             return
+        store = order.meeting.store
         self.groups.init(
-            order.meeting.host,
-            order.meeting.port,
+            self.spill / store if isinstance(store, str) else store,
             number=order.meeting.number,
-            same_node=order.meeting.same_node,
             timeout_seconds=order.meeting.timeout_seconds,
             node_address=self.host,
             world=order.meeting.world,

@@ -48,12 +48,15 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where lanes meet for collectives; see `LaneGroups.init`."""
+    """Where lanes meet for collectives; see `LaneGroups.init`.
+
+    Attributes:
+        store: name of a file in the pool's folder if all lanes are on one machine; else host and
+            port where one lane keeps the store.
+    """
 
     number: int
-    host: str
-    port: int
-    same_node: bool
+    store: str | tuple[str, int]
     timeout_seconds: float
     world: tuple[int, ...]
     keeper: int

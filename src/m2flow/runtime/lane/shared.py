@@ -47,13 +47,16 @@ class SharedProcess:
 
     Args:
         lanes: position in the pool, and lane.
-        folder, key: as for `LaneProcess`.
+        folder, key, one_node: as for `LaneProcess`.
     """
 
-    def __init__(self, lanes: Sequence[tuple[int, LaneSpec]], folder: str, key: bytes) -> None:
+    def __init__(
+        self, lanes: Sequence[tuple[int, LaneSpec]], folder: str, key: bytes, one_node: bool
+    ) -> None:
         self._beside: dict[int, SharedExchange] = {}
         self._lanes = [
-            SharedLane(lane, position, folder, key, self._beside) for position, lane in lanes
+            SharedLane(lane, position, folder, key, one_node, self._beside)
+            for position, lane in lanes
         ]
 
     def ready(self) -> list[LaneAddress]:
@@ -81,9 +84,10 @@ class SharedLane(LaneProcess):
         position: int,
         folder: str,
         key: bytes,
+        one_node: bool,
         beside: dict[int, SharedExchange],
     ) -> None:
-        super().__init__(lane, position, folder, key, None)
+        super().__init__(lane, position, folder, key, None, one_node)
         self._beside = beside
 
     def _make_exchange(self, node: str, host: str | None) -> Exchange:

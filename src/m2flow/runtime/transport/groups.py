@@ -5,6 +5,9 @@ lanes and kept, so another plan makes only what it has not seen. Lanes are posit
 lanes; the ranks of the world count those that have joined it. CPU tensors travel by Gloo, those of
 a GPU by NCCL. Knows neither plans nor workers.
 
+Lanes find each other by a store. On one machine it is a file in a folder that no other user can
+enter; between machines one lane keeps it, on a port that asks for no secret.
+
 PyTorch numbers groups as they are made, so every lane of the world asks for every group in one
 order, also for those it is not in. Only the members of a new group wait for each other.
 """
@@ -17,16 +20,25 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
 
-from m2flow.errors import RunFailed
+from m2flow.errors import RunFailed, UserError
 
 Lanes = tuple[int, ...]
 
-
 Grid = tuple[int, int]
+
+Address = tuple[str, int]
+"""Host and port."""
+
+PRIVATE_NETWORK = "M2FLOW_PRIVATE_NETWORK"
+"""The variable that names the network between machines, such as 128.30.0.0/16."""
+
+STORE = "world-"
+"""How the name of a store's file begins; a number follows that grows with each world."""
 
 
 def lane_sets_of(
@@ -71,8 +83,8 @@ class LaneGroups:
     Args:
         lane_index: position of this lane among all lanes.
         num_lanes: how many lanes there are.
-        listener: a socket that listens on the port which the other lanes are told, should this lane
-            keep the store; it belongs to the store from then on.
+        listener: between machines a socket that listens on the port which the other lanes are told,
+            should this lane keep the store; it belongs to the store from then on.
     """
 
     def __init__(
@@ -87,10 +99,8 @@ class LaneGroups:
 
     def init(
         self,
-        host: str,
-        port: int,
+        store: Path | Address,
         *,
-        same_node: bool,
         timeout_seconds: float,
         node_address: str | None = None,
         world: Lanes | None = None,
@@ -104,12 +114,13 @@ class LaneGroups:
         are gone, and no worker may hold one of them.
 
         Args:
-            host, port: where one lane keeps the store.
-            same_node: all lanes are on one machine.
+            store: a new file, where all lanes are on one machine: its name is `STORE` with a
+                number, its folder open to their user alone. Else where one lane keeps the store.
             timeout_seconds: the longest that a collective may take.
             node_address: this lane's own address; needed where lanes are on several machines.
             world: the lanes that join; None for all.
-            keeper: the lane that keeps the store; it has not kept one before.
+            keeper: the lane that keeps the store, or sees to its files; between machines it has not
+                kept one before.
             number: of the world: it is another one where the same lanes have new processes.
 
         Raises:
@@ -123,26 +134,36 @@ class LaneGroups:
         if (world, number) != (self._world, self._number):
             self.close()
         if self._timeout is None:
-            assert same_node or node_address is not None
-            choose_interface(None if same_node else node_address)
+            assert isinstance(store, Path) or node_address is not None
+            choose_interface(None if isinstance(store, Path) else node_address)
             self._world, self._number = world, number
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                store=self._store(host, port, timeout, kept_here=self._lane == keeper),
+                store=self._store(store, timeout, kept_here=self._lane == keeper),
                 rank=world.index(self._lane),
                 world_size=len(world),
                 timeout=timeout,
             )
+            if isinstance(store, Path) and self._lane == keeper:  # nobody is in another world now
+                remove_stores(store)
         elif timeout != self._timeout:
             own = [group for lanes, group in self._groups.items() if self._lane in lanes]
             for group in (None, *own):
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
         self._timeout = timeout
 
-    def _store(self, host: str, port: int, timeout: datetime.timedelta, *, kept_here: bool) -> Any:
-        """The store that one lane keeps, on the port that it has held since it started."""
-        from torch._C._distributed_c10d import TCPStore
+    def _store(self, place: Path | Address, timeout: datetime.timedelta, *, kept_here: bool) -> Any:
+        """The file, or the store that one lane keeps on the port that it has held since it started.
 
+        A store in a file has listeners and connections nowhere.
+        """
+        from torch._C._distributed_c10d import FileStore, TCPStore
+
+        if isinstance(place, Path):
+            store = FileStore(str(place), len(self._world))
+            store.set_timeout(timeout)
+            return store
+        host, port = place
         held: dict[str, Any] = {}
         if kept_here and self._listener is not None:
             held["master_listen_fd"] = self._listener.detach()
@@ -252,6 +273,39 @@ class LaneGroups:
         self._meshes.clear()
         self._timeout, self._world = None, ()
         dist.destroy_process_group()
+
+
+def remove_stores(current: Path) -> None:
+    """Remove the files of worlds before the current one."""
+    number = int(current.name.removeprefix(STORE))
+    for file in current.parent.glob(f"{STORE}*"):
+        if int(file.name.removeprefix(STORE)) < number:
+            file.unlink(missing_ok=True)
+
+
+def check_private(address: str) -> None:
+    """Refuse an address at which strangers might come to process groups, which ask for no secret.
+
+    Raises:
+        UserError: it is not of the network that `PRIVATE_NETWORK` names; where it names none, it is
+            an address of the public Internet.
+    """
+    named = os.environ.get(PRIVATE_NETWORK)
+    try:
+        network = ipaddress.ip_network(named) if named else None
+    except ValueError:
+        raise UserError(
+            "no network", key=PRIVATE_NETWORK, value=named, expected="such as 10.77.0.0/16"
+        ) from None
+    ours = _without_zone(address)
+    if not (ours in network if network else not ours.is_global):
+        raise UserError(
+            f"process groups between machines ask for no secret, and {address} is an address of "
+            f"{'another' if network else 'a public'} network",
+            key="lanes",
+            hint="give `ray start` the --node-ip-address of a private network, or name in "
+            f"{PRIVATE_NETWORK} the network that strangers cannot reach",
+        )
 
 
 def sum_over(group: Any, tensors: Sequence[Any]) -> None:
