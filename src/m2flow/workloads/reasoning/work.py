@@ -255,6 +255,14 @@ class RecipeWork:
         return float(self.model.parameters * self._drawn_number)
 
     @property
+    def _published_bytes(self) -> float:
+        """Return the bytes of a version: of a whole model in 16 bits, or of adapters."""
+        section = self.recipe.model
+        if section.lora_publish == "merged":
+            return float(self.model.weight_bytes)
+        return float(self._trained_number * self.model.adapter_parameters(section.lora_rank))
+
+    @property
     def _trained_number(self) -> int:
         return self._number(self.recipe.model.dtype)
 
@@ -338,7 +346,7 @@ class RecipeWork:
         if "generate" in methods:
             size = self.drawn_weight_bytes
             states = [(one, {"weights": size / one.lanes}) for one in self._heads_divided()]
-            return WorkerWork(states, float(self.model.weight_bytes))
+            return WorkerWork(states, self._published_bytes)
         if not methods & {"logprobs", "values", "train"}:
             return WorkerWork(())
         each: Mapping[str, float] = {"weights": self._trained_number}

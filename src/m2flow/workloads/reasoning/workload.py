@@ -81,6 +81,7 @@ class Reasoning:
         facts: dict[str, object] = {"dtype": model.dtype}
         if model.lora_rank:
             facts["lora_rank"] = model.lora_rank
+            facts |= {} if model.lora_publish == "merged" else {"lora_publish": "adapter"}
         if model.path is not None:
             config = Path(model.path) / "config.json"
             facts["config"] = digest(config.read_text()) if config.is_file() else model.path
