@@ -60,11 +60,6 @@ def add_lora(model: nn.Module, rank: int, alpha: int | None = None, seed: int = 
         inject_adapter_in_model(config, model)
 
 
-def scale_of(rank: int, alpha: int | None = None) -> float:
-    """Return what the product of an adapter is multiplied by."""
-    return (2 * rank if alpha is None else alpha) / rank
-
-
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a model's state dict, adapters added to what they adapt; any model will do.
 

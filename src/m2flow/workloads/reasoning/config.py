@@ -60,6 +60,11 @@ class ModelSection(Section):
     max_position_embeddings: Count = 2048
     initializer_range: Positive = 0.08
 
+    @property
+    def lora_scale(self) -> float:
+        """What the product of an adapter is multiplied by."""
+        return (2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha) / self.lora_rank
+
     @model_validator(mode="after")
     def _adapters_are_there(self) -> ModelSection:
         for key, off in (("lora_alpha", None), ("lora_publish", "merged")):

@@ -97,12 +97,8 @@ class AdaptedSource:
     @classmethod
     def of(cls, recipe: ReasoningRecipe, model: ModelSource) -> AdaptedSource | None:
         """That of a run which has begun with a model; None where whole weights are published."""
-        from m2flow.models.lora import scale_of
-
         section = recipe.model
-        if section.lora_publish == "merged":
-            return None
-        return cls(model, scale_of(section.lora_rank, section.lora_alpha))
+        return None if section.lora_publish == "merged" else cls(model, section.lora_scale)
 
     def tensors(self, device: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
         """What makes a model's tensors of adapters.
