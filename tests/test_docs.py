@@ -117,6 +117,23 @@ def test_files_that_are_named_exist(page: Path) -> None:
             assert (PROJECT / path).exists(), f"{page.name} names {quoted}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))
+def test_tests_that_are_named_exist(page: Path) -> None:
+    for file, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text()):
+        found = re.search(rf"^ *def {name}\(", (PROJECT / file).read_text(), re.MULTILINE)
+        assert found, f"there is no {file}::{name}"
+
+
+def test_defects_seen_elsewhere_have_their_tests() -> None:
+    rows = (PROJECT / "docs/explanation/defects.md").read_text().splitlines()
+    defects = [
+        row for row in rows if row.startswith("|") and not row.startswith(("| failure", "|--"))
+    ]
+    assert len(defects) > 50
+    for row in defects:
+        assert "`tests/" in row or "the same test" in row, row
+
+
 def test_every_page_is_listed_in_the_index() -> None:
     index = PROJECT / "docs" / "index.md"
     linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text())}
