@@ -79,7 +79,7 @@ def models(quick: bool) -> tuple[Model, ...]:
             Model("0.8 M", small, 18, 20.0, 64, 128),
             Model("0.1 B", large, 32000, 4.0, 12, 64),
         )
-    return Model("0.8 M", small, 18, 70.0, 256, 256), Model("0.1 B", large, 32000, 16.0, 48, 96)
+    return Model("0.8 M", small, 18, 70.0, 256, 256), Model("0.1 B", large, 32000, 10.0, 32, 80)
 
 
 @dataclass(frozen=True)
