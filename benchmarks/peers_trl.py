@@ -2,12 +2,15 @@
 
 Both sides start from one checkpoint and train for real, in processes of their own (TRL in its own
 environment, made on first use), on alternating blocks of steps: while one works, the others wait.
-Two workloads: `addition` is the quick start's, `countdown` has answers of log-normal length.
+`addition` is the quick start's workload, `countdown` has answers of log-normal length, and `0.1 B`
+is addition by a model of 0.1 billion random weights, on a quarter of the prompts: it is rewarded
+for nothing, so every sample is trained on there and rewards are not compared.
 
-What is left out of the work is told apart from what is done faster: the m2flow side runs with
-everything on, and then, one after another, without dropping samples of zero advantage, without
-sharing what completions of a group have in common, without sharing their prompt, and with the
-log-probability pass that TRL makes.
+What is left out of the work is told apart from what is done faster. Like for like stands first:
+m2flow does all that TRL does. Then the m2flow side runs with everything on, and, one after another,
+without dropping samples of zero advantage, without sharing what completions of a group have in
+common, without sharing their prompt, and with the log-probability pass that TRL makes, which is
+like for like again.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import statistics
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +30,7 @@ from harness import CACHE, ROOT, Target, arguments, conclude, table
 from peers.agreement import Agreement, compare_rewards
 from peers.environment import TRL_VERSION, trl_python
 from peers.side import Block, Side
-from peers.starting_points import starting_point
+from peers.starting_points import LARGE, starting_point
 from peers.wire import Settings, StepRecord
 
 SEED = 0
@@ -48,14 +51,25 @@ class Row:
 
 @dataclass(frozen=True)
 class Workload:
-    """A task with its sizes, the sides that run it, and what m2flow has to reach on it."""
+    """A task with its sizes, the sides that run it, and what m2flow has to reach on it.
+
+    Attributes:
+        target: samples a second over TRL's with everything on; None where that is not run.
+        name: of the model, where it is not the task's own.
+    """
 
     task: str
     max_new_tokens: int
-    target: float
+    target: float | None
     rounds: int
     steps_per_round: int
     rows: tuple[Row, ...]
+    prompts: int = Settings.prompts_per_step
+    name: str = ""
+
+    @property
+    def called(self) -> str:
+        return self.name or self.task
 
     @property
     def steps(self) -> int:
@@ -84,9 +98,13 @@ SWITCHES: tuple[tuple[str, dict[str, Any], str], ...] = (
 )
 """Each row switches one more saving off; the last one does all the work that TRL does."""
 
+ON, LIKE_FOR_LIKE = SWITCHES[0][0], SWITCHES[-1][0]
+LEVEL = 1.0
+"""What m2flow has to reach like for like."""
 
-def workloads(options: Namespace) -> tuple[Workload, Workload]:
-    """Both workloads; the quick ones have fewer steps and fewer rows.
+
+def workloads(options: Namespace) -> tuple[Workload, ...]:
+    """All workloads; the quick ones have fewer steps and fewer rows.
 
     Every row stays alive with its two or more processes, so the second workload, whose answers
     also take memory, has only the rows that matter most.
@@ -103,18 +121,20 @@ def workloads(options: Namespace) -> tuple[Workload, Workload]:
     )
     if options.quick:
         return (
-            Workload("addition", 24, 1.6, 3, 3, (trl, on, everything)),
-            Workload("countdown", 384, 2.5, 2, 1, (trl, on)),
+            Workload("addition", 24, 1.6, 3, 3, (trl, everything, on)),
+            Workload("countdown", 384, 2.5, 2, 1, (trl, everything, on)),
+            Workload("addition", 24, None, 2, 1, (trl, everything), 2, LARGE),
         )
     return (
-        Workload("addition", 24, 1.6, 16, 5, (trl, on, trained, prompts, alone, everything)),
-        Workload("countdown", 384, 2.5, 8, 2, (trl, on, prompts, everything)),
+        Workload("addition", 24, 1.6, 16, 5, (trl, everything, on, trained, prompts, alone)),
+        Workload("countdown", 384, 2.5, 8, 2, (trl, everything, on, prompts)),
+        Workload("addition", 24, None, 5, 1, (trl, everything, trained), 8, LARGE),
     )
 
 
 def run(workload: Workload, cores: int, logs: Path) -> dict[str, list[Block]]:
     """The blocks of each row, the warming one first. All rows are alive; one works at a time."""
-    checkpoint = starting_point(workload.task)
+    checkpoint = starting_point(workload.task, workload.name)
     here = str(Path(__file__).parent)
     search_path = os.pathsep.join([here, str(ROOT / "src")])
     with ExitStack() as stack:
@@ -127,10 +147,11 @@ def run(workload: Workload, cores: int, logs: Path) -> dict[str, list[Block]]:
                 SEED,
                 workload.steps,
                 cores,
+                prompts_per_step=workload.prompts,
                 extra=row.extra,
             )
             python = trl_python(CACHE / "trl") if row.is_trl else sys.executable
-            log = logs / f"{workload.task}-{number}.log"
+            log = logs / f"{workload.called.replace(' ', '')}-{number}.log"
             sides[row.name] = stack.enter_context(
                 Side(row.module, Path(python), settings, search_path, log)
             )
@@ -212,8 +233,10 @@ def report(
     peer = blocks["TRL"]
     group = Settings.samples_per_prompt
     figures = {name: Figures.of(some, peer, group) for name, some in blocks.items()}
-    agreement = compare_rewards(_steps(peer), _steps(blocks["m2flow"]), group)
-    print(f"\n{workload.task}: {workload.steps - 1} steps of {Settings.prompts_per_step} x {group}")
+    agreement = {}
+    if ON in blocks:
+        agreement = compare_rewards(_steps(peer), _steps(blocks[ON]), group)
+    print(f"\n{workload.called}: {workload.steps - 1} steps of {workload.prompts} x {group}")
     table(
         ["", "samples/s", "of TRL", "s/step", "CPU s/step", "tokens", "p99", "max", "idle"],
         [
@@ -231,11 +254,12 @@ def report(
             for name, row in figures.items()
         ],
     )
-    table(
-        ["mean reward", "TRL", "m2flow", "difference", "noise"],
-        [[f"{end} {at.steps} steps", at.peer, at.ours, at.difference, at.noise]
-         for end, at in agreement.items()],
-    )  # fmt: skip
+    if agreement:
+        table(
+            ["mean reward", "TRL", "m2flow", "difference", "noise"],
+            [[f"{end} {at.steps} steps", at.peer, at.ours, at.difference, at.noise]
+             for end, at in agreement.items()],
+        )  # fmt: skip
     results = {
         "rows": {name: vars(row) for name, row in figures.items()},
         "rewards": {end: vars(at) for end, at in agreement.items()},
@@ -244,25 +268,26 @@ def report(
             for name, some in blocks.items()
         },
     }
-    return results, _targets(workload, figures["m2flow"], agreement)
+    return results, list(_targets(workload, figures, agreement))
 
 
-def _targets(workload: Workload, ours: Figures, agreement: dict[str, Agreement]) -> list[Target]:
-    ratio = Target(f"{workload.task}: samples/s against TRL", ours.ratio, workload.target)
-    return [
-        ratio,
-        *(
-            Target(
-                f"{workload.task}: rewards of the {end} steps agree (1: yes)", float(at.holds), 1
-            )
-            for end, at in agreement.items()
-        ),
-    ]
+def _targets(
+    workload: Workload, figures: dict[str, Figures], agreement: dict[str, Agreement]
+) -> Iterator[Target]:
+    """Like for like first."""
+    name, ratio = workload.called, figures[LIKE_FOR_LIKE].ratio
+    yield Target(f"{name}: like for like, samples/s against TRL", ratio, LEVEL)
+    if workload.target is not None:
+        yield Target(f"{name}: samples/s against TRL", figures[ON].ratio, workload.target)
+    for end, at in agreement.items():
+        yield Target(f"{name}: rewards of the {end} steps agree (1: yes)", float(at.holds), 1)
 
 
 def main() -> None:
     parser = arguments((__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=("addition", "countdown"), help="one workload alone")
+    parser.add_argument(
+        "--only", choices=("addition", "countdown", LARGE), help="one workload alone"
+    )
     parser.add_argument("--mode", default="collocated", help="m2flow's plan")
     parser.add_argument(
         "--trl-generation",
@@ -284,8 +309,8 @@ def main() -> None:
     }
     targets: list[Target] = []
     for workload in workloads(options):
-        if options.only in (None, workload.task):
-            results[workload.task], verdicts = report(workload, run(workload, len(cores), logs))
+        if options.only in (None, workload.called):
+            results[workload.called], verdicts = report(workload, run(workload, len(cores), logs))
             targets += verdicts
     conclude("peers_trl", results, targets, options)
 

@@ -95,6 +95,9 @@ MEANING = {
     "model.lora_rank": "rank of LoRA adapters, which alone are trained (extra `lora`); 0: all "
     "weights are",
     "model.lora_alpha": "the adapters' scale times their rank; `null`: twice the rank",
+    "model.lora_publish": "what goes to the lanes that generate: `merged`, the weights with the "
+    "adapters added, or `adapter`, the adapters alone, which each lane adds to the model that the "
+    "run has begun with",
     "model.hidden_size": "tiny model: width",
     "model.num_hidden_layers": "tiny model: layers",
     "model.num_attention_heads": "tiny model: query heads",

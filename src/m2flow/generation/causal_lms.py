@@ -73,9 +73,19 @@ def check_causal_lm(config: Mapping[str, Any]) -> None:
             else "transformers does not know this architecture",
             key="auto_map" if known else "model_type",
             value=config["auto_map"] if known else kind,
-            expected="a causal language model that transformers has built in",
+            expected="a causal language model that transformers has built in, such as qwen2, "
+            "qwen3, llama, mistral or gemma3_text",
+            hint=OTHER_ENGINE,
         )
-    made = CONFIG_MAPPING[kind].from_dict(dict(config))
+    try:
+        made = CONFIG_MAPPING[kind].from_dict(dict(config))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"config.json holds what no such model has ({error})",
+            key="model_type",
+            value=kind,
+            expected="the configuration that the model was published with",
+        ) from error
     if type(made) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             "transformers has no causal language model of this kind",

@@ -159,7 +159,8 @@ def load_tokenizer(path: str | Path, *, ends: bool = True) -> PreTrainedTokenize
         ends: whether completions are to be drawn with it, which an eos token ends.
 
     Raises:
-        UserError: the folder or its tokenizer files are missing, or there is no eos token.
+        UserError: the folder or its tokenizer files are missing, or there is no eos token or no
+            vocabulary.
     """
     folder = model_folder(path)
     declared = read_json(folder / "tokenizer_config.json", "the tokenizer").get("tokenizer_class")
@@ -169,6 +170,13 @@ def load_tokenizer(path: str | Path, *, ends: bool = True) -> PreTrainedTokenize
     generic = declared in _GENERIC_TOKENIZERS and (folder / "tokenizer.json").is_file()
     reader = PreTrainedTokenizerFast if generic else AutoTokenizer
     tokenizer = reader.from_pretrained(folder, local_files_only=True)
+    if len(tokenizer.get_vocab()) <= len(tokenizer.get_added_vocab()):
+        raise UserError(
+            "the tokenizer has no vocabulary: it would make no token of any text",
+            key=str(folder),
+            expected="tokenizer.json, or the vocabulary file of its kind, beside it",
+            hint="the folder is half-written; finish the download or the copy",
+        )
     if ends and tokenizer.eos_token_id is None:
         raise UserError(
             "the tokenizer has no eos token, so no completion could end",

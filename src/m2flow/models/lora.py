@@ -3,12 +3,13 @@
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685: a frozen weight
 `W` acts as `W + alpha / rank * B A`. Only `A` and `B` are trained, so an optimizer holds 18 bytes
 for each of their numbers and none for the model's. Whoever is given the weights gets the sum, under
-the names of the model that was adapted.
+the names of the model that was adapted; or the adapters alone, to add them to the model that they
+stand on (`Summed`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -69,22 +70,91 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if _ADAPTER in name:
             continue
         if adapted and kind == "weight":
-            delta = _delta(model.get_submodule(module), tensor)
-            tensor = (tensor.float() + delta.float()).to(tensor.dtype)
+            tensor = _added(tensor, _delta(model.get_submodule(module), tensor))
         yield (f"{module}.{kind}" if adapted else name), tensor
 
 
-def _delta(layer: Any, weight: Any) -> Tensor:
+def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model's adapters alone, as `MODULE.lora_A.weight` and `lora_B`.
+
+    Of a divided model some are DTensors; nothing here is collective.
+    """
+    return {
+        name.replace(".default.", "."): tensor
+        for name, tensor in model.state_dict().items()
+        if _ADAPTER in name
+    }
+
+
+class Summed(Mapping[str, Tensor]):
+    """A model's tensors with adapters added, each summed up when it is asked for.
+
+    No more than one sum need be in memory at a time. Equal to what `merged_weights` gives of the
+    same model on the same kind of device.
+
+    Args:
+        base: every tensor of the model that the adapters stand on, by its name.
+        adapters: what `adapter_weights` gives, whole.
+        scale: of their products.
+        device: where sums are taken.
+
+    Raises:
+        ValueError: an adapter stands on nothing here, or lacks its other half.
+    """
+
+    def __init__(
+        self,
+        base: Mapping[str, Tensor],
+        adapters: Mapping[str, Tensor],
+        scale: float,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._base, self._adapters, self._scale, self._device = base, adapters, scale, device
+        self._adapted = {f"{name.partition(_ADAPTER)[0]}.weight" for name in adapters}
+        pairs = {name for one in self._adapted for name in _pair(one)}
+        if unknown := sorted((self._adapted - base.keys()) | (pairs ^ adapters.keys())):
+            raise ValueError(f"adapters do not fit the model: {unknown}")
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._base[name]
+        if name not in self._adapted:
+            return tensor
+        a, b = (self._adapters[half].to(self._device) for half in _pair(name))
+        return _added(tensor.to(self._device), _product(a, b, self._scale))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base)
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+
+def _pair(name: str) -> tuple[str, str]:
+    """The names of the two halves of a weight's adapter."""
+    module = name.removesuffix(".weight")
+    return f"{module}{_ADAPTER}A.weight", f"{module}{_ADAPTER}B.weight"
+
+
+def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return (b.to(wide) @ a.to(wide)) * scale
+
+
+def _added(weight: Any, delta: Any) -> Any:
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return (weight.to(wide) + delta.to(wide)).to(weight.dtype)
+
+
+def _delta(layer: Any, weight: Any) -> Any:
     """What an adapter adds to a weight, laid out as that is."""
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    scale = layer.scaling["default"]
     if is_dtensor(a) == is_dtensor(b):
-        delta: Tensor = layer.get_delta_weight("default")
-        return delta
-    product = local_tensor(b).float() @ local_tensor(a).float()  # one divided as the weight is
+        return _product(a, b, scale)
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        product * layer.scaling["default"],
+        _product(local_tensor(a), local_tensor(b), scale),  # one divided as the weight is
         weight.device_mesh,
         weight.placements,
         run_check=False,

@@ -290,12 +290,22 @@ def _passes(
     weights = model.weight_bytes / division.tp
     return Work(
         walk.passes * model.forward_flops(tokens, answers.context) / (division.tp * division.cp),
+        read_bytes=walk.times * rounds * _read_bytes(model, tokens / rounds, division),
         sent_bytes=walk.rings * rounds * ring_bytes(weights, division.fsdp),
         span=division.lanes,
         overlapped=True,  # FSDP gathers the next block while it computes one
         arithmetic=share,
         then=tuple(_exchanges(model, division, tokens, walk.times)),
     )
+
+
+def _read_bytes(model: ModelShape, tokens: float, division: Division) -> float:
+    """Return the bytes of weights that a lane reads to go through its layers once.
+
+    It counts for short calls alone: from some hundred tokens on arithmetic takes longer.
+    """
+    dense = WEIGHT_BYTES * (model.shared_parameters + model.head_parameters) / division.tp
+    return dense + model.expert_bytes_read(tokens) / (division.tp * division.ep)
 
 
 def _exchanges(model: ModelShape, division: Division, tokens: float, times: int) -> Iterator[Work]:

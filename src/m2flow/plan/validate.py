@@ -164,13 +164,13 @@ def _check_placement(worker: str, placement: Placement, lanes: set[int]) -> None
 def _check_layout(worker: str, placement: Placement, declared: Collection[Layout]) -> None:
     key, name = f"placements.{worker}.layout", placement.layout
     layout = next((one for one in declared if one.name == name), None)
+    names = [one.name for one in declared if one.obstacle() is None]
     if layout is None:
-        names = [one.name for one in declared if one.obstacle() is None]
         raise PlanError(
             "is no layout of the worker", key=key, value=name, hint=suggestion(name, names)
         )
     if (obstacle := layout.obstacle()) is not None:
-        raise PlanError(obstacle, key=key, value=name)
+        raise PlanError(obstacle, key=key, value=name, expected=f"one of {', '.join(names)}")
 
 
 def _check_minibatches(node: StageNode, num_items: int) -> None:

@@ -16,3 +16,9 @@ def test_a_recipe_is_valid(path: Path) -> None:
     """Those of published checkpoints leave to the user which folder it lies in."""
     published = path.stem.startswith(("openvla", "pi0"))
     assert read_recipe(path, {"model": "tiny"} if published else {}).steps > 0
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_short(path: Path) -> None:
+    """What recipes have in common stands in defaults and in a base."""
+    assert len(path.read_text().splitlines()) < 40

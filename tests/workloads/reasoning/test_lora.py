@@ -15,7 +15,7 @@ pytest.importorskip("peft", reason='needs the extra: pip install "m2flow[lora]"'
 from m2flow.errors import UserError
 from m2flow.flow import Place
 from m2flow.models.causal_lm import TinySpec, build_tiny
-from m2flow.models.lora import TARGETS, add_lora, merged_weights
+from m2flow.models.lora import TARGETS, Summed, adapter_weights, add_lora, merged_weights
 from m2flow.models.shape import model_from_config
 from m2flow.runtime.transport.groups import LaneGroups
 from m2flow.workloads.reasoning.config import ReasoningRecipe
@@ -117,6 +117,36 @@ def test_it_moves_to_another_lane(folder: Path, tmp_path: Path) -> None:
     second.restore(tmp_path)
     one, other = stepped(first), stepped(second)
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_adapters_alone_give_what_is_published_merged(dtype: torch.dtype) -> None:
+    base, adapted = tiny().to(dtype), tiny().to(dtype)
+    add_lora(adapted, 4, 12)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    alone = {name: x.clone() for name, x in adapter_weights(adapted).items()}
+    summed, merged = Summed(base.state_dict(), alone, 3.0), dict(merged_weights(adapted))
+    assert summed.keys() == merged.keys()
+    assert all(torch.equal(summed[name], x) for name, x in merged.items())
+    assert not torch.equal(
+        merged["model.layers.0.mlp.up_proj.weight"],
+        base.state_dict()["model.layers.0.mlp.up_proj.weight"],
+    )
+
+
+def test_adapters_of_another_model_are_refused() -> None:
+    adapted = tiny()
+    add_lora(adapted, 4)
+    alone, base = adapter_weights(adapted), tiny().state_dict()
+    with pytest.raises(ValueError, match=r"adapters do not fit.*model\.layers\.0\.mlp\.up_proj"):
+        Summed({name: x for name, x in base.items() if ".up_proj" not in name}, alone, 2.0)
+    half = {
+        name: x for name, x in alone.items() if not name.endswith("0.mlp.up_proj.lora_B.weight")
+    }
+    with pytest.raises(ValueError, match=r"adapters do not fit.*up_proj\.lora_B"):
+        Summed(base, half, 2.0)
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,25 @@ def test_layouts_are_those_that_m2flow_can_run() -> None:
     assert any("4 key-value heads cannot be divided by 8" in line for line in found.assumptions)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "changes", "told"),
+    [
+        ("1x8xH100", {}, "on several lanes (tp2 and more): m2flow cannot do this yet"),
+        ("1x1xH200", {}, None),
+        ("1x8xH100", {"engine": "vllm"}, None),
+        ("1x8xH100", {"captured_decode": False}, "no time: m2flow cannot do this yet"),
+    ],
+)
+def test_what_is_priced_and_cannot_be_done_is_told(
+    cluster: str, changes: dict[str, Any], told: str | None
+) -> None:
+    """Of one lane, and of an engine that does it, nothing is."""
+    found = profile(cluster, "Qwen2.5-1.5B", generation=changes)
+    not_yet = [line for line in found.assumptions if "cannot do this yet" in line]
+    assert len(not_yet) == (told is not None)
+    assert all(str(told) in line for line in not_yet)
+
+
 FOUR_THOUSAND = {"max_new_tokens": 4096}
 
 

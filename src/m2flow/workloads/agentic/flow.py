@@ -19,7 +19,13 @@ from m2flow.workloads.agentic.workers import (
     turn_advantage,
 )
 from m2flow.workloads.reasoning.flow import PolicyGradient, saved
-from m2flow.workloads.reasoning.workers import Learner, ModelSource, Reference, outcome
+from m2flow.workloads.reasoning.workers import (
+    AdaptedSource,
+    Learner,
+    ModelSource,
+    Reference,
+    outcome,
+)
 
 DRAWING = (
     "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "max_running", "engine", "cache_gb",
@@ -103,6 +109,7 @@ def recipe_flow(
         "samples_per_prompt": recipe.samples_per_prompt,
         **{name: getattr(generation, name) for name in DRAWING},
         "dtype": generation.dtype or recipe.model.dtype,
+        "adapted": AdaptedSource.of(recipe, model),
     }
     settings: dict[str, Any] = {
         "verifier": TrajectoryVerifier(model, rewards, turn_rewards),

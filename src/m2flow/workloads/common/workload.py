@@ -195,7 +195,11 @@ class Workload(Protocol):
         """
 
     def lacking(self, recipe: Any) -> Sequence[str]:
-        """What the recipe names and this machine does not have, a line each, for a dry run."""
+        """What the recipe names and this machine does not have, a line each, for a dry run.
+
+        Raises:
+            UserError: all of it is there, and a run would refuse it.
+        """
 
     def prices(self, recipe: Any, graph: FlowGraph, assumed: Assumed) -> Pricer:
         """What the stages of the recipe's flow ask of each kind of lane.

@@ -43,13 +43,15 @@ class ModelSection(Section):
     """The policy: a folder in Hugging Face layout, or a tiny Qwen2 built on the spot.
 
     With `lora_rank` only adapters of that rank are trained, scaled by `lora_alpha / lora_rank`
-    (null: by 2); published and saved is the sum.
+    (null: by 2). Saved is the sum, and published too; or, with `lora_publish: adapter`, adapters
+    alone, which each lane that generates adds to the model that the run has begun with.
     """
 
     path: str | None = None
     dtype: Dtype = "auto"
     lora_rank: Natural = 0
     lora_alpha: Count | None = None
+    lora_publish: Literal["merged", "adapter"] = "merged"
     hidden_size: Count = 128
     num_hidden_layers: Count = 4
     num_attention_heads: Count = 4
@@ -57,6 +59,23 @@ class ModelSection(Section):
     intermediate_size: Count = 384
     max_position_embeddings: Count = 2048
     initializer_range: Positive = 0.08
+
+    @property
+    def lora_scale(self) -> float:
+        """What the product of an adapter is multiplied by."""
+        return (2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha) / self.lora_rank
+
+    @model_validator(mode="after")
+    def _adapters_are_there(self) -> ModelSection:
+        for key, off in (("lora_alpha", None), ("lora_publish", "merged")):
+            if not self.lora_rank and (value := getattr(self, key)) != off:
+                raise UserError(
+                    "there are no adapters",
+                    key=f"model.{key}",
+                    value=value,
+                    hint="set model.lora_rank, such as 16, or take it out",
+                )
+        return self
 
 
 KEYS_OF_TASKS = {

@@ -122,9 +122,11 @@ def prompt_rows(
         if chat is None:
             rows = tokenizer([problem.prompt for problem in problems])["input_ids"]
             return rows
-        texts = [chat.text(tokenizer, problem.prompt, problem.before) for problem in problems]
+        texts = [_written(chat, tokenizer, problem, key) for problem in problems]
         # The template has written special tokens; the tokenizer would add some of them again.
         rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(
             f"the model's tokenizer cannot encode the prompts ({type(error).__name__}: {error})",
@@ -132,6 +134,19 @@ def prompt_rows(
             expected="text that can be written in its vocabulary",
         ) from error
     return rows
+
+
+def _written(chat: Chat, tokenizer: Any, problem: Problem, key: str) -> str:
+    """The conversation of a problem, in the tokenizer's own template, which may refuse it."""
+    try:
+        return chat.text(tokenizer, problem.prompt, problem.before)
+    except Exception as error:
+        raise UserError(
+            "the chat template of the model's tokenizer cannot write the prompts "
+            f"({type(error).__name__}: {error})",
+            key=key,
+            hint="mend the template in the model's folder, or set data.chat to false",
+        ) from error
 
 
 def encode(

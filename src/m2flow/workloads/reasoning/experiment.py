@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-NOT_OF_TINY = {"path", "dtype", "lora_rank", "lora_alpha"}
+NOT_OF_TINY = {"path", "dtype", "lora_rank", "lora_alpha", "lora_publish"}
 """Keys of `model` that say nothing of the tiny model's shape."""
 
 OF_PROMPTS = {"max_prompt_tokens", "curriculum"}

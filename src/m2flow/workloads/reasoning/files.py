@@ -6,7 +6,7 @@ from pathlib import Path
 
 from m2flow.errors import UserError
 from m2flow.models.folder import checked_folder, read_json
-from m2flow.workloads.reasoning.config import ReasoningRecipe
+from m2flow.workloads.reasoning.config import ReasoningRecipe, WarmupSection
 
 
 def lacking(recipe: ReasoningRecipe) -> list[str]:
@@ -24,6 +24,11 @@ def lacking(recipe: ReasoningRecipe) -> list[str]:
         if path and not Path(path).expanduser().exists()
     ]
     return found + gone
+
+
+def without_warmup(recipe: ReasoningRecipe) -> ReasoningRecipe:
+    """Return a recipe whose experiment loads no model."""
+    return recipe.model_copy(update={"warmup": WarmupSection()})
 
 
 def _lacks(path: str) -> str:

@@ -11,6 +11,7 @@ from m2flow.rewards.reward import WeightedReward
 from m2flow.workloads.reasoning.config import OF_GROUPS, ReasoningRecipe
 from m2flow.workloads.reasoning.supported import known_shape
 from m2flow.workloads.reasoning.workers import (
+    AdaptedSource,
     Critic,
     Generator,
     JudgeModel,
@@ -171,6 +172,7 @@ def recipe_flow(
             key_value_heads=None if shape is None else shape.kv_heads,
             stop=recipe.generation.stop,
             tokens_per_step=recipe.generation.tokens_per_step,
+            adapted=AdaptedSource.of(recipe, model),
         ),
         "verifier": Verifier(model, rewards),
         # Adapters stand on the model that the run has started from, and come from the state.

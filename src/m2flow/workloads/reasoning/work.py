@@ -90,6 +90,8 @@ QUANTILES = 129
 
 DECODING = "decoding steps of captured graphs, whose scheduling and sampling take no time"
 
+DECODING_TOGETHER = "such decoding steps of generation on several lanes"
+
 NUMBER_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 PREFILL_TOKENS = 8192
@@ -230,8 +232,9 @@ class RecipeWork:
         workers = {worker: self._worker(worker, graph) for worker in graph.workers}
         if self.device.kind == "gpu":
             assumed += (DECODING if self._captures else _not_yet(DECODING),)
-            if self._captures and self.recipe.generation.engine == "native" and self.lanes > 1:
-                assumed += (_not_yet("captured graphs of gangs"),)
+            gangs = [one for one in self._heads_divided() if one.lanes > 1 and not one.obstacle()]
+            if self._captures and self.recipe.generation.engine == "native" and gangs:
+                assumed += (_not_yet(f"{DECODING_TOGETHER} ({gangs[0].name} and more)"),)
         return FlowWork(stages, workers, self.model.name, assumed)
 
     @property
@@ -253,6 +256,14 @@ class RecipeWork:
     def drawn_weight_bytes(self) -> float:
         """Return the bytes of the weights that generation computes with."""
         return float(self.model.parameters * self._drawn_number)
+
+    @property
+    def _published_bytes(self) -> float:
+        """Return the bytes of a version: of a whole model in 16 bits, or of adapters."""
+        section = self.recipe.model
+        if section.lora_publish == "merged":
+            return float(self.model.weight_bytes)
+        return float(self._trained_number * self.model.adapter_parameters(section.lora_rank))
 
     @property
     def _trained_number(self) -> int:
@@ -338,7 +349,7 @@ class RecipeWork:
         if "generate" in methods:
             size = self.drawn_weight_bytes
             states = [(one, {"weights": size / one.lanes}) for one in self._heads_divided()]
-            return WorkerWork(states, float(self.model.weight_bytes))
+            return WorkerWork(states, self._published_bytes)
         if not methods & {"logprobs", "values", "train"}:
             return WorkerWork(())
         each: Mapping[str, float] = {"weights": self._trained_number}

@@ -14,7 +14,7 @@ from m2flow.workloads.common.profile_key import digest
 from m2flow.workloads.common.recipe import Recipe
 from m2flow.workloads.common.workload import Assumed, Examination
 from m2flow.workloads.reasoning.config import ReasoningRecipe
-from m2flow.workloads.reasoning.files import lacking
+from m2flow.workloads.reasoning.files import lacking, without_warmup
 from m2flow.workloads.reasoning.flow import recipe_flow
 from m2flow.workloads.reasoning.supported import check_model, known_shape
 from m2flow.workloads.reasoning.work import prices
@@ -57,7 +57,10 @@ class Reasoning:
         check_installed(recipe.generation.engine)
 
     def lacking(self, recipe: ReasoningRecipe) -> Sequence[str]:
-        return lacking(recipe)
+        found = lacking(recipe)
+        if not found and recipe.model.path is not None:  # a tiny model's recipe needs no torch
+            self.experiment(without_warmup(recipe))
+        return found
 
     def prices(self, recipe: ReasoningRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:
         return prices(recipe, graph, assumed.model, assumed.prompt_tokens, assumed.answer_tokens)
@@ -81,6 +84,7 @@ class Reasoning:
         facts: dict[str, object] = {"dtype": model.dtype}
         if model.lora_rank:
             facts["lora_rank"] = model.lora_rank
+            facts |= {} if model.lora_publish == "merged" else {"lora_publish": "adapter"}
         if model.path is not None:
             config = Path(model.path) / "config.json"
             facts["config"] = digest(config.read_text()) if config.is_file() else model.path

@@ -25,7 +25,7 @@ from m2flow.workloads.reasoning.workers.judge_model import JudgeModel
 from m2flow.workloads.reasoning.workers.learner import Learner
 from m2flow.workloads.reasoning.workers.reference import Reference
 from m2flow.workloads.reasoning.workers.reward_model import RewardModel
-from m2flow.workloads.reasoning.workers.source import ModelSource
+from m2flow.workloads.reasoning.workers.source import AdaptedSource, ModelSource
 from m2flow.workloads.reasoning.workers.stages import (
     OUTCOME,
     gae,
@@ -40,6 +40,7 @@ from m2flow.workloads.reasoning.workers.verifier import Verifier
 __all__ = [
     "HANDED_ON",
     "OUTCOME",
+    "AdaptedSource",
     "Critic",
     "Generator",
     "JudgeModel",

@@ -13,7 +13,12 @@ from m2flow.workloads.reasoning.config import CACHE_SHARE
 from m2flow.workloads.reasoning.supported import is_divided, key_value_heads
 from m2flow.workloads.reasoning.workers.drawing import Drawing
 from m2flow.workloads.reasoning.workers.further_draws import equal_rows, next_prompts, put_back
-from m2flow.workloads.reasoning.workers.source import ModelSource, by_heads, dtype_on
+from m2flow.workloads.reasoning.workers.source import (
+    AdaptedSource,
+    ModelSource,
+    by_heads,
+    dtype_on,
+)
 
 if TYPE_CHECKING:
     from m2flow.generation.captured import Capture
@@ -43,6 +48,7 @@ class Generator(Worker):
         stop: strings that end an answer, beside the model's end tokens.
         tokens_per_step: most that a step draws of an answer; what has not ended then is carried
             over. None for all of it.
+        adapted: what adapters stand on, where they alone are published; None for whole weights.
     """
 
     collective = True
@@ -67,7 +73,9 @@ class Generator(Worker):
         key_value_heads: int | None = None,
         stop: Sequence[str] = (),
         tokens_per_step: int | None = None,
+        adapted: AdaptedSource | None = None,
     ) -> None:
+        self.adapted = adapted
         self.tokens_per_step = tokens_per_step
         self.model, self.key_value_heads, self.stop = model, key_value_heads, tuple(stop)
         self.samples_per_prompt = samples_per_prompt
@@ -96,6 +104,7 @@ class Generator(Worker):
 
         self._stop_ids, stops = self.model.stop_ids(), bool(self.stop_strings())
         dtype = dtype_on(self.dtype, place.device)
+        self._whole = None if self.adapted is None else self.adapted.tensors(place.device)
         if self.engine_name != "native":
             from m2flow.generation.sglang_engine import SGLangEngine
             from m2flow.generation.vllm_engine import VLLMEngine
@@ -212,10 +221,12 @@ class Generator(Worker):
         )
 
     def install(self, weights: Mapping[str, Any], version: int) -> None:
-        self.engine.install(weights, version)
+        self.engine.install(weights if self._whole is None else self._whole(weights), version)
 
     def weight_boxes(self, layout: Any) -> Mapping[str, Any] | None:
-        return None if self.place.gang.size == 1 else self.engine.weight_boxes()
+        """All of what one lane is given; of adapters each lane needs all."""
+        whole = self.place.gang.size == 1 or self._whole is not None
+        return None if whole else self.engine.weight_boxes()
 
     def close(self) -> None:
         from m2flow.generation.external_engine import ExternalEngine

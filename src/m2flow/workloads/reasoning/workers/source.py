@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,31 @@ class ModelSource:
         from m2flow.models.causal_lm import load_tokenizer
 
         return load_tokenizer(self.path)
+
+
+@dataclass(frozen=True)
+class AdaptedSource:
+    """What adapters that are published alone stand on: a model, and the scale of their products."""
+
+    model: ModelSource
+    scale: float
+
+    @classmethod
+    def of(cls, recipe: ReasoningRecipe, model: ModelSource) -> AdaptedSource | None:
+        """That of a run which has begun with a model; None where whole weights are published."""
+        section = recipe.model
+        return None if section.lora_publish == "merged" else cls(model, section.lora_scale)
+
+    def tensors(self, device: str) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+        """What makes a model's tensors of adapters.
+
+        The model stays in host memory: in pages of its files where these are of its dtype, which
+        all processes of a machine share.
+        """
+        from m2flow.models.lora import Summed
+
+        base = self.model.load(device, stays=False).state_dict()
+        return lambda adapters: Summed(base, adapters, self.scale, device)
 
 
 def _placed(load: Callable[..., Any], source: ModelSource, device: str, *, stays: bool) -> Any:

@@ -119,9 +119,11 @@ class Trained(Divided):
         self.trainer.discard()
 
     def weights(self) -> Mapping[str, Any]:
-        """The model's tensors: on a gang DTensors, of which each lane has its shard."""
-        from m2flow.models.lora import merged_weights
+        """What is published: on a gang DTensors, of which each lane has its shard."""
+        from m2flow.models.lora import adapter_weights, merged_weights
 
+        if self.adapts and self.recipe.model.lora_publish == "adapter":
+            return adapter_weights(self.policy)
         return dict(merged_weights(self.policy))
 
     def state_bytes(self) -> int:

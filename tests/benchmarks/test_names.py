@@ -1,0 +1,32 @@
+"""Benchmarks and scripts of the docs use names of m2flow that are there; most run seldom."""
+
+from __future__ import annotations
+
+import ast
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("benchmarks", "docs")
+    for path in (ROOT / folder).rglob("*.py")
+)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_imported_name_of_m2flow_is_there(script: str) -> None:
+    """`benchmarks/training.py` once imported a class that had got another name."""
+    for node in ast.walk(ast.parse((ROOT / script).read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "m2flow":
+            assert node.module is not None
+            module = import_module(node.module)
+            gone = [
+                one.name
+                for one in node.names
+                if not hasattr(module, one.name) and find_spec(f"{node.module}.{one.name}") is None
+            ]
+            assert not gone, f"line {node.lineno}: {node.module} has no {', '.join(gone)}"
