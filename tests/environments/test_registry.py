@@ -35,6 +35,7 @@ def test_a_package_that_is_absent_names_its_extra(monkeypatch):
         ("libero:libero_spatial", "libero"),
         ("maniskill:PushCube-v1", "maniskill"),
         ("metaworld:reach-v3", "metaworld"),
+        ("envpool:MetaWorld/Reach-v3", "envpool"),
     ):
         refused(name, rf"not installed.*m2flow\[{extra}\]")
 

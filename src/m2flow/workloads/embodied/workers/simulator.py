@@ -16,7 +16,7 @@ from m2flow.workloads.embodied.workers.columns import (
 from m2flow.workloads.embodied.workers.film import encoded
 from m2flow.workloads.embodied.workers.pool import EnvironmentPool
 
-LIGHT = ("gymnasium", "table")
+LIGHT = ("envpool", "gymnasium", "table")
 """Families whose simulators run in the lane's own process, unless it is said otherwise."""
 
 
