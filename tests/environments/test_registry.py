@@ -85,6 +85,10 @@ def test_the_back_end_is_chosen_by_what_works(machine, monkeypatch):
         rendering.choose("mujoco")
     monkeypatch.setenv("MUJOCO_GL", "glfw")
     assert rendering.choose("mujoco") == "glfw"
+    monkeypatch.setenv("MUJOCO_GL", "osmessa")
+    with pytest.raises(UserError, match=r"MUJOCO_GL.*'osmessa'.*expected egl, osmesa, glfw"):
+        rendering.choose("mujoco")
+    assert rendering.variables("mujoco", required=False) == {}
     machine("vulkan")
     assert rendering.variables("vulkan") == {}
     machine()
