@@ -146,7 +146,7 @@ class Simulator(Worker):
         ]
         return {
             "episodes": [[] if one is None else one.episodes for one in told],
-            "failed": torch.from_numpy(recordings.of["failed"][recordings.rows_of(numbers)]),
+            "failed": torch.from_numpy(recordings.of["failed"][recordings.rows_of(numbers)].copy()),
             "film": [b"" if one is None else encoded(one.film) for one in told],
             **recordings.take(numbers, done),
         }
