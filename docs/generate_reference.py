@@ -217,8 +217,8 @@ EMBODIED = {
     "tiny": "by key with dots: what takes the place of the recipe's own values with `model: tiny`; "
     "the command line still wins",
     "rollouts_per_step": "rollouts of a step, each in an environment of its own",
-    "environment.name": "the simulator: `family:task` (`gymnasium`, `libero`, `maniskill`, "
-    "`metaworld`, `table`), or a class of your own, `my_module:MyEnvironment`",
+    "environment.name": "the simulator: `family:task` (`envpool`, `gymnasium`, `libero`, "
+    "`maniskill`, `metaworld`, `table`), or a class of your own, `my_module:MyEnvironment`",
     "environment.options": "the environment's own settings, such as `pixels` and `motion`",
     "environment.processes": "processes of each lane in which simulators run, so that a crash or a "
     "hang costs an episode; 0 for the lane's own; none: one a core for heavy simulators",

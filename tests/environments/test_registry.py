@@ -35,6 +35,7 @@ def test_a_package_that_is_absent_names_its_extra(monkeypatch):
         ("libero:libero_spatial", "libero"),
         ("maniskill:PushCube-v1", "maniskill"),
         ("metaworld:reach-v3", "metaworld"),
+        ("envpool:MetaWorld/Reach-v3", "envpool"),
     ):
         refused(name, rf"not installed.*m2flow\[{extra}\]")
 
@@ -84,6 +85,10 @@ def test_the_back_end_is_chosen_by_what_works(machine, monkeypatch):
         rendering.choose("mujoco")
     monkeypatch.setenv("MUJOCO_GL", "glfw")
     assert rendering.choose("mujoco") == "glfw"
+    monkeypatch.setenv("MUJOCO_GL", "osmessa")
+    with pytest.raises(UserError, match=r"MUJOCO_GL.*'osmessa'.*expected egl, osmesa, glfw"):
+        rendering.choose("mujoco")
+    assert rendering.variables("mujoco", required=False) == {}
     machine("vulkan")
     assert rendering.variables("vulkan") == {}
     machine()

@@ -127,7 +127,7 @@ class VectorEnvironment(ABC):
         action_BKA = actions.detach().to("cpu", torch.float32).numpy()
         if len(action_BKA) != len(chosen):
             raise ValueError(f"{len(chosen)} environments, and actions for {len(action_BKA)}")
-        self.spec.action.check(action_BKA)
+        self.spec.action.check(action_BKA, whole=not actions.is_floating_point())
         result, failures = self._step(chosen, action_BKA)
         self._note(failures)
         ended = np.flatnonzero(result.terminated | result.truncated)

@@ -45,6 +45,7 @@ class Family:
 
 
 FAMILIES = {
+    "envpool": Family(("m2flow.environments.envpool", "EnvPoolEnvironment"), "envpool", "envpool"),
     "gymnasium": Family(
         ("m2flow.environments.gymnasium", "GymnasiumEnvironment"), "gymnasium", "embodied"
     ),
@@ -121,7 +122,7 @@ def needs_renderer(name: str, options: Mapping[str, Any]) -> bool:
     """Whether the observations of that environment need a back end for rendering."""
     head = name.partition(":")[0]
     family = FAMILIES.get(head)
-    if family is None or head in ("gymnasium", "table"):  # they draw themselves
+    if family is None or head in ("envpool", "gymnasium", "table"):  # or draw themselves
         return False
     return family.draws_always or bool(options.get("pixels", family.pixels))
 

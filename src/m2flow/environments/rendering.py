@@ -21,6 +21,9 @@ from m2flow.errors import UserError
 
 PROBE_SECONDS = 20.0
 MUJOCO_BACKENDS = ("egl", "osmesa")
+ON_A_SCREEN = ("glfw", "cgl", "wgl", "on", "true", "1", "enable", "enabled")
+"""What else `MUJOCO_GL` may say where MuJoCo is to draw."""
+
 HOW_TO = {
     "mujoco": "install OSMesa (Debian: apt-get install libosmesa6) or a GPU driver with EGL",
     "vulkan": "install a Vulkan driver (Debian: mesa-vulkan-drivers of Mesa 25, or the GPU's)",
@@ -126,8 +129,16 @@ def choose(renderer: str) -> str:
         order: tuple[str, ...] = ("vulkan",)
     else:
         wanted = os.environ.get("MUJOCO_GL", "").lower()
-        if wanted and wanted not in _PROBES:
-            return wanted  # a screen, say: the user's own affair
+        if wanted in ON_A_SCREEN:
+            return wanted  # the user's own affair
+        if wanted and wanted not in MUJOCO_BACKENDS:
+            raise UserError(
+                "is no back end that draws for MuJoCo",
+                key="MUJOCO_GL",
+                value=wanted,
+                expected=", ".join((*MUJOCO_BACKENDS, "glfw")),
+                hint="or leave it out: one that works is chosen",
+            )
         order = (wanted,) if wanted else MUJOCO_BACKENDS if _has_gpu() else MUJOCO_BACKENDS[::-1]
     for name in order:
         if probe(name).works:

@@ -230,7 +230,7 @@ class Slots:
         if episode.over:
             raise ValueError(f"the episode of environment {slot} is over: reset it")
         environment, limit = self._environments[slot], self.spec.max_episode_steps
-        cause, detail = "", ""
+        cause, detail, success, success_once = "", "", False, False
         try:
             for k, action in enumerate(action_KA):
                 did = environment.step(action)
@@ -243,14 +243,16 @@ class Slots:
                     break
                 truncated = did.truncated or (limit is not None and episode.steps >= limit)
                 result.reward[row, k] = did.reward
-                result.terminated[row] = did.terminated
-                result.truncated[row] = truncated and not did.terminated
-                result.success[row] = did.success
-                result.success_once[row] |= did.success
+                success = did.success
+                success_once |= success
                 result.steps[row] = k + 1
                 if did.terminated or truncated:
+                    result.terminated[row] = did.terminated
+                    result.truncated[row] = not did.terminated
                     episode.over = True
                     break
+            if success_once:
+                result.success[row], result.success_once[row] = success, True
             if not cause:
                 self._observe(slot)
                 if environment.looks_back:

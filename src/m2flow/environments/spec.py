@@ -78,8 +78,12 @@ class ActionSpec:
         """One of `choices` actions."""
         return cls(1, (0.0,), (choices - 1.0,), choices)
 
-    def check(self, action_BKA: np.ndarray[Any, Any]) -> None:
+    def check(self, action_BKA: np.ndarray[Any, Any], *, whole: bool = False) -> None:
         """Refuse actions that this environment cannot take.
+
+        Args:
+            action_BKA: the actions.
+            whole: they are known to be whole numbers.
 
         Raises:
             UserError: another shape, figures outside the bounds or not finite, or no choice.
@@ -110,7 +114,11 @@ class ActionSpec:
                 expected=f"{self.low[figure]} to {self.high[figure]}",
                 hint="squash or clip actions in the policy, or un-normalise them",
             )
-        if self.num_discrete is not None and (action_BKA != np.rint(action_BKA)).any():
+        if (
+            self.num_discrete is not None
+            and not whole
+            and (action_BKA != np.rint(action_BKA)).any()
+        ):
             raise UserError(
                 "a choice is not a whole number",
                 key="actions",

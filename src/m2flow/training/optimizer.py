@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from m2flow.errors import RunFailed
 from m2flow.runtime.weights.boxes import Box
 from m2flow.runtime.weights.manifest import Shard
+from m2flow.training.adamw import AdamWStep
 from m2flow.training.schedule import Schedule
 from m2flow.training.sharded import WHOLE, Shards, whole
 
@@ -37,7 +38,7 @@ MASTER = "master"
 """The quantity of a parameter's state that is its float32 master copy."""
 
 NUM_STEPS = "num_steps"
-_STEP = "step"
+_STEP = "step"  # of each parameter, in older files
 
 
 class NotFinite(RunFailed):
@@ -111,13 +112,8 @@ class SumOptimizer:
         self._masters = [_master(piece, config.on_host) for piece in self._pieces]
         self._hooks: list[RemovableHandle] = []
         self._flats = self._flat_gradients()
-        self._adamw = torch.optim.AdamW(
-            self._masters,
-            lr=config.learning_rate,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
+        self._adamw = AdamWStep(
+            self._masters, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
         )
         self.num_steps = 0
         """Optimizer steps taken."""
@@ -175,11 +171,9 @@ class SumOptimizer:
                 flat.mul_(scale)
             for host, flat in zip(self._host_flats, self._flats, strict=False):
                 host.copy_(flat)
-            for group in self._adamw.param_groups:
-                group["lr"] = learning_rate
-            self._adamw.step()
-            self._round()
             self.num_steps += 1
+            self._adamw.step(learning_rate, self.num_steps)
+            self._round()
         found = "" if finite else self._what_is_not_finite(loss)
         self.zero()
         if not finite:
@@ -193,7 +187,7 @@ class SumOptimizer:
         yield from self._flats
         yield from self._host_flats
         for quantities in self._adamw.state.values():
-            yield from (value for value in quantities.values() if isinstance(value, Tensor))
+            yield from quantities.values()
 
     def bytes_to_come(self) -> int:
         """Bytes of the moments that the first step will make here; 0 once it has."""
@@ -250,8 +244,7 @@ class SumOptimizer:
                     master.copy_(piece)
                 self._adamw.state.pop(master, None)
                 if moments[name]:
-                    taken = torch.tensor(float(self.num_steps), device=master.device)
-                    self._adamw.state[master] = {_STEP: taken, **moments[name]}
+                    self._adamw.state[master] = moments[name]
         self._round()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -270,8 +263,7 @@ class SumOptimizer:
         for (name, parameter), piece, master in self._all():
             values = {} if master is piece else {MASTER: master}
             for quantity, value in (values | self._adamw.state.get(master, {})).items():
-                if quantity != _STEP:  # which is the number of steps
-                    yield f"{quantity}/{name}", value, parameter, piece
+                yield f"{quantity}/{name}", value, parameter, piece
 
     def _all(self) -> Iterator[tuple[tuple[str, nn.Parameter], Tensor, Tensor]]:
         """Each parameter with its name, this lane's piece of it, and what is stepped for that."""

@@ -264,6 +264,28 @@ def test_choices_are_those_that_sample_tokens_draws() -> None:
     assert len(output.tokens.unique()) == 6
 
 
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize("kind", ["gaussian", "categorical"])
+def test_what_is_drawn_without_autograd_is_what_is_drawn_with_it(kind: str, greedy: bool) -> None:
+    model, seen = policy("mlp", kind), observations(200)
+    for parameter in model.head.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    seeds = [derive_seed(7, n) for n in range(200)]
+    slow = model.act(seen, seeds=seeds, greedy=greedy)
+    with torch.inference_mode():
+        fast = model.act(seen, seeds=seeds, greedy=greedy)
+        direct_one = direct.act(model.actor, model.head, seen, seeds, greedy)  # type: ignore[arg-type]
+    assert slow.logprobs.requires_grad
+    assert direct_one is not None
+    for found in (fast, direct_one):
+        torch.testing.assert_close(found.actions, slow.actions.detach())
+        torch.testing.assert_close(found.tokens, slow.tokens.detach())
+        torch.testing.assert_close(found.logprobs, slow.logprobs.detach())
+        assert found.values is None
+    judged = model.evaluate(seen, fast.tokens.clone())
+    torch.testing.assert_close(fast.logprobs.clone(), judged.logprobs.detach())
+
+
 @pytest.mark.parametrize(("encoder", "kind"), ALL)
 @pytest.mark.parametrize("entropy", [False, True])
 def test_gradients_that_are_written_out_are_autograds(

@@ -31,6 +31,7 @@ from m2flow.models.policies.vla.checkpoint import (
     save_policy,
 )
 from m2flow.models.policies.vla.config import VLAConfig
+from m2flow.models.policies.vla.heads import L1Head, ProprioProjector
 from m2flow.models.policies.vla.images import preprocess
 from m2flow.models.policies.vla.lora import add_lora
 from m2flow.models.policies.vla.openvla import causal
@@ -279,9 +280,9 @@ def test_published_heads_are_read(tmp_path: Path) -> None:
     assert torch.equal(one, two)
 
 
-def names_of_fixture() -> dict[str, tuple[int, ...]]:
+def names_of_fixture(file: str = "openvla_7b_names.txt") -> dict[str, tuple[int, ...]]:
     names = {}
-    for line in (FIXTURES / "openvla_7b_names.txt").read_text().splitlines():
+    for line in (FIXTURES / file).read_text().splitlines():
         if line.startswith("#"):
             continue
         pattern, shape = line.split()
@@ -311,6 +312,17 @@ def test_the_real_7b_has_its_names_shapes_and_size() -> None:
     assert isinstance(block.mlp.act, torch.nn.GELU)
     assert block.mlp.act.approximate == "none"
     assert block.norm1.eps == 1e-6
+
+
+def test_the_heads_of_oft_have_their_names_and_shapes() -> None:
+    with torch.device("meta"):
+        heads = {"action_head": L1Head(4096, 7), "proprio_projector": ProprioProjector(8, 4096)}
+    found = {
+        f"{head}.{name}": tuple(weight.shape)
+        for head, module in heads.items()
+        for name, weight in module.state_dict().items()
+    }
+    assert found == names_of_fixture("openvla_oft_heads_names.txt")
 
 
 def test_bins_are_the_published_ones() -> None:

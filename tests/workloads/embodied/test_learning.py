@@ -13,7 +13,10 @@ from torch.distributions import Categorical, Normal
 from m2flow.flow import Batch, Ragged
 from m2flow.models.policies.actor_critic import mlp_actor_critic
 from m2flow.workloads.common.reading import read_recipe
+from m2flow.workloads.embodied import objective
 from m2flow.workloads.embodied.learning import PolicyUpdate
+from m2flow.workloads.embodied.objective import wanted
+from m2flow.workloads.embodied.turns import turns_of
 
 CHUNK, SCALE = 3, 2.5
 LENGTHS = [4, 1, 3]
@@ -136,6 +139,31 @@ def test_the_gradient_is_that_of_a_slow_computation(actions: str, level: str, wh
     returns, values = (batch[f"turn.{x}"].values.double().numpy() for x in ("return", "values"))
     explained = 1 - np.var(returns - values) / np.var(returns)
     assert figures["explained_variance"] == pytest.approx(explained, rel=1e-6)
+
+
+@pytest.mark.parametrize("level", ["token", "action", "chunk"])
+@pytest.mark.parametrize(("entropy", "value_clip"), [(0.0, None), (0.03, 0.1)])
+def test_numpy_says_the_same_loss_of_few_figures(
+    level: str, entropy: float, value_clip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = {"level": level, "entropy_coefficient": entropy, "value_clip": value_clip}
+    recipe: Any = read_recipe({**RECIPE, "algorithm": algorithm})
+    model, turns = policy("gaussian"), turns_of(rollouts("gaussian", whole=True))
+    some = turns.examples(level, SCALE, by_episode=False)  # type: ignore[arg-type]
+    some.advantage_T[2] = 1e4  # not every ratio stays within its bounds, nor every log-ratio
+    some.old[4] = -100.0
+    judged, _ = model.judge(some.observations, some.tokens_TKD)
+    few = wanted(judged, some, recipe.algorithm, SCALE)
+    monkeypatch.setattr(objective, "FEW", 0)
+    torchs = wanted(judged, some, recipe.algorithm, SCALE)
+    assert float(few.sums[objective.SUMS.index("clipped")]) > 0
+    torch.testing.assert_close(few.sums, torchs.sums, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(few.logprobs_TKD, torchs.logprobs_TKD)
+    torch.testing.assert_close(few.values_T, torchs.values_T)
+    if entropy:
+        torch.testing.assert_close(few.entropy_TKD, torchs.entropy_TKD)
+    else:
+        assert few.entropy_TKD is torchs.entropy_TKD is None
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared body"])

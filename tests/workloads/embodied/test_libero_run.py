@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from m2flow.environments import rendering
 from m2flow.errors import UserError
@@ -18,6 +19,7 @@ from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.embodied.evaluation import examine
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+from m2flow.workloads.embodied.workers.source import WEIGHTS
 
 if find_spec("libero") is None:
     pytest.skip('needs the extra "libero"', allow_module_level=True)
@@ -30,6 +32,14 @@ GRPO = RECIPES / "openvla-oft-grpo-libero-spatial.yaml"
 
 def tiny(recipe: Path, *changes: str) -> Any:
     return read_recipe(recipe, ["model=tiny", "steps=2", "mode=eager", *changes])
+
+
+def changed_weights(recipe: Any, run: Path) -> list[str]:
+    """Weights of the last checkpoint that differ from those that the run began with."""
+    source = EmbodiedExperiment(recipe).flow().actor.source
+    before = source.make(torch.device("cpu")).state_dict()
+    after = load_file(run / "checkpoints" / "latest" / WEIGHTS)
+    return [name for name, weight in after.items() if not torch.equal(weight, before[name])]
 
 
 def test_starts_come_to_all_states_of_all_tasks() -> None:
@@ -82,6 +92,9 @@ def test_recipes_run_on_the_real_simulator(name: str, tmp_path: Path) -> None:
     assert last["reward/mean"] in (0.0, 1.0)
     if recipe.algorithm.name == "ppo":
         assert last["train/grad_norm"] > 0, "a value head learns that nothing was earned"
+        moved = changed_weights(recipe, run)
+        assert any("value_head" in name for name in moved)
+        assert any("lora_" in name or "model." in name for name in moved), "and so does the policy"
     assert (run / "films" / "step_000002_0.webp").stat().st_size > 500
     assert "data:image/webp;base64," in (run / "report.html").read_text()
     asked = Examination(run / "checkpoints" / "latest", None, limit=2, lanes=parse_lanes("cpu:1"))

@@ -164,6 +164,12 @@ class ActorCritic(Policy):
         self, observations: Observations, *, seeds: Sequence[int], greedy: bool = False
     ) -> PolicyOutput:
         """See `Policy.act`; differentiable through the drawn actions, as SAC needs it."""
+        if isinstance(self.actor, StateEncoder) and isinstance(self.critic, StateEncoder):
+            on_cpu = observations["state"].device.type == "cpu"
+            if on_cpu and not torch.is_grad_enabled():
+                found = direct.act(self.actor, self.head, observations, seeds, greedy)
+                if found is not None:
+                    return found
         features_BF = self.actor(observations)
         seed_B = seed_tensor(seeds, features_BF.device)
         tokens, logprobs = self.head.draw_judged(features_BF, seed_B, greedy)

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -162,13 +163,19 @@ def at_level(values_BKD: Tensor, level: Level) -> Tensor:
     """
     if level == "token":
         return values_BKD
-    values_BK = values_BKD.sum(dim=-1)
-    return values_BK if level == "action" else values_BK.sum(dim=-1)
+    values_BK = _summed(values_BKD)
+    return values_BK if level == "action" else _summed(values_BK)
+
+
+def _summed(values: Tensor) -> Tensor:
+    """The sum over the last dimension; without an operation where there is one value alone."""
+    return values.squeeze(-1) if values.shape[-1] == 1 else values.sum(dim=-1)
 
 
 def seed_tensor(seeds: Sequence[int], device: torch.device) -> Tensor:
     """One int64 seed per item."""
-    return torch.tensor(list(seeds), dtype=torch.int64, device=device)
+    found: Tensor = torch.from_numpy(np.array(seeds, np.int64))  # in half the time of torch's own
+    return found if device.type == "cpu" else found.to(device)
 
 
 def standard_normal(seed_B: Tensor, count: int, first: int = 0) -> Tensor:

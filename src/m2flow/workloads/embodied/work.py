@@ -75,11 +75,12 @@ SIMULATORS = {
     "libero": Simulating(8.5e-3, 60e-3, 4e-3, 1.0),
     "maniskill": Simulating(1.2e-3, 28e-3, 4e-3, 0.1),
     "metaworld": Simulating(0.5e-3, 10e-3, 2e-3, 5e-3),
+    "envpool": Simulating(0.2e-3, 0.0, 0.0, 30e-3),
     "gymnasium": Simulating(20e-6, 1e-3, 1e-3, 50e-6),
     "table": Simulating(20e-6, 0.1e-3, 0.1e-3, 0.1e-3),
 }
 """By family. Steps and pictures of a core were measured (LIBERO with 128 pixels, ManiSkill by
-lavapipe); those that an accelerator draws are guesses."""
+lavapipe, EnvPool with Meta-World); those that an accelerator draws are guesses."""
 
 
 def prices(recipe: EmbodiedRecipe, graph: FlowGraph, assumed: Assumed) -> Pricer:

@@ -16,7 +16,7 @@ from m2flow.workloads.embodied.workers.columns import (
 from m2flow.workloads.embodied.workers.film import encoded
 from m2flow.workloads.embodied.workers.pool import EnvironmentPool
 
-LIGHT = ("gymnasium", "table")
+LIGHT = ("envpool", "gymnasium", "table")
 """Families whose simulators run in the lane's own process, unless it is said otherwise."""
 
 
@@ -96,7 +96,8 @@ class Simulator(Worker):
         states = [one.state for one in told]
         given = None if min(states) < 0 else states
         for places, observations in self._pool.begin(numbers, seeds, given):
-            self._recordings.see(rows[places], observations)
+            mine = self._recordings.rows_of([numbers[place] for place in places])
+            self._recordings.see(mine, observations)
         self._film(numbers)
 
     @stage(sticky=True)
@@ -108,10 +109,11 @@ class Simulator(Worker):
         rows = recordings.rows_of(numbers)
         decided = {name: acted[name] for name in ACTED[1:] if name in acted}
         for places, outcome in self._pool.step(numbers, acted["action"]):
-            some = decided
+            mine, some = rows, decided
             if len(places) < len(numbers):
+                mine = recordings.rows_of([numbers[place] for place in places])
                 some = {name: column[places] for name, column in decided.items()}
-            over = recordings.add(rows[places], some, outcome)
+            over = recordings.add(mine, some, outcome)
             for place in over.nonzero()[0].tolist():
                 if not outcome.failed[place]:
                     terminated = bool(outcome.terminated[place])
@@ -144,7 +146,7 @@ class Simulator(Worker):
         ]
         return {
             "episodes": [[] if one is None else one.episodes for one in told],
-            "failed": torch.from_numpy(recordings.of["failed"][recordings.rows_of(numbers)]),
+            "failed": torch.from_numpy(recordings.of["failed"][recordings.rows_of(numbers)].copy()),
             "film": [b"" if one is None else encoded(one.film) for one in told],
             **recordings.take(numbers, done),
         }
