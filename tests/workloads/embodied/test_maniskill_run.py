@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from m2flow.environments.rendering import probe
 from m2flow.errors import UserError
@@ -17,6 +19,7 @@ from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.common.workload import Examination
 from m2flow.workloads.embodied.evaluation import examine
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
+from m2flow.workloads.embodied.workers.source import WEIGHTS
 
 if find_spec("mani_skill") is None:
     pytest.skip('needs the extra "maniskill"', allow_module_level=True)
@@ -45,6 +48,14 @@ def last_row(run: Path) -> dict[str, float]:
     return found
 
 
+def changed_weights(recipe: Any, run: Path) -> list[str]:
+    """Weights of the last checkpoint that differ from those that the run began with."""
+    source = EmbodiedExperiment(recipe).flow().actor.source
+    before = source.make("cpu").state_dict()
+    after = load_file(run / "checkpoints" / "latest" / WEIGHTS)
+    return [name for name, weight in after.items() if not torch.equal(weight, before[name])]
+
+
 def test_tasks_whose_assets_are_absent_are_refused() -> None:
     from mani_skill.utils import assets
 
@@ -65,8 +76,10 @@ def test_a_task_without_a_sentence_is_given_one() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_states_are_learned_from_and_evaluated_by_seeds(tmp_path: Path) -> None:
-    run = train(STATES, run_dir=tmp_path / "run")
+    recipe = read_recipe(STATES, {})
+    run = train(recipe, run_dir=tmp_path / "run")
     row = last_row(run)
+    assert changed_weights(recipe, run)
     assert row["environment_steps"] == 40
     assert row["episodes/failed"] == 0
     assert row["reward/mean"] != 0
@@ -85,8 +98,15 @@ def test_states_are_learned_from_and_evaluated_by_seeds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["openvla-ppo-maniskill", "openvla-grpo-maniskill"])
 def test_recipes_run_on_the_real_simulator(name: str, tmp_path: Path) -> None:
     changes = ["model=tiny", "steps=2", "mode=eager"]
-    run = train(read_recipe(RECIPES / f"{name}.yaml", changes), run_dir=tmp_path / "run")
+    recipe: Any = read_recipe(RECIPES / f"{name}.yaml", changes)
+    run = train(recipe, run_dir=tmp_path / "run")
     row = last_row(run)
     assert row["environment_steps"] == 64
+    assert row["episodes/failed"] == 0
+    assert row["reward/mean"] > 0
     assert row["train/grad_norm"] > 0
+    moved = changed_weights(recipe, run)
+    assert any("lora_" in weight for weight in moved)
+    assert any("value_head" in weight for weight in moved) == (recipe.algorithm.name == "ppo")
     assert (run / "films" / "step_000002_0.webp").stat().st_size > 500
+    assert "data:image/webp;base64," in (run / "report.html").read_text()
