@@ -148,7 +148,7 @@ def _seen(rows: Sequence[Mapping[str, Any]], killed_at: Sequence[float]) -> Seen
     calm = [b["time"] - a["time"] for a, b in pairs if a[losses] == b[losses]]
     step = statistics.median(calm)
     back = [row["time"] - step - at for row, at in zip(disturbed, killed_at, strict=True)]
-    stood = "lanes/snapshot_seconds"
+    stood = "snapshots/seconds"
     seconds = rows[-1]["time"] - rows[0]["time"]
     return Seen(seconds, step, rows[-1][stood] - rows[0][stood], back)
 

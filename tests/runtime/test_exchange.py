@@ -27,9 +27,9 @@ SOON = 10.0
 class SlowStore(Store):
     """Takes its time."""
 
-    def gather(self, *wanted: object) -> Batch:
+    def gather_alike(self, *wanted: object) -> list[Batch]:
         time.sleep(0.5)
-        return super().gather(*wanted)  # type: ignore[arg-type]
+        return super().gather_alike(*wanted)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -59,6 +59,20 @@ def test_a_fetch_need_not_be_waited_for(pair: tuple[Exchange, Exchange]) -> None
     lane.close()
     with pytest.raises(PeerLost):
         launcher.fetch_later(3, ItemsKey("step", 1, 2, (0,)), SOON).result(SOON)
+
+
+def test_items_of_other_columns_are_fetched_at_once(pair: tuple[Exchange, Exchange]) -> None:
+    """Of a loop: rollouts that are over in one call and go on in another differ by columns."""
+    launcher, lane = pair
+    store = Store()
+    store.put("step", 1, 2, Batch({"x": torch.tensor([0, 2])}, [0, 2]))
+    store.put("step", 1, 2, Batch({"x": torch.tensor([1]), "told": torch.tensor([7])}, [1]))
+    lane.serve(store)
+    found = launcher.ask_alike(3, ItemsKey("step", 1, 2, (0, 1, 2)), SOON)
+    assert {tuple(one.ids): sorted(one.columns) for one in found} == {
+        (0, 2): ["x"],
+        (1,): ["told", "x"],
+    }
 
 
 def test_a_lane_that_comes_back_leaves_no_connection_of_before(tmp_path: Path) -> None:

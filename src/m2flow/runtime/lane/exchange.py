@@ -7,7 +7,7 @@ by the way that fits. Published weights are laid out and taken over by the two h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +130,7 @@ class Exchange:
     def _provide(self, key: Any) -> Any:
         match key:
             case ItemsKey(flow, step, producer, items):
-                return self._store.gather(flow, step, [(producer, items)])
+                return self._store.gather_alike(flow, step, [(producer, items)])
             case WeightsKey() | ManifestKey() if self.weights_out is not None:
                 return self.weights_out.provide(key)
             case RelayKey():
@@ -140,9 +140,13 @@ class Exchange:
     # --- items ------------------------------------------------------------------------------------
 
     def ask(self, lane: int, key: ItemsKey, seconds: float) -> Batch:
-        """Items that a lane holds."""
-        batch: Batch = self._fetch(lane, key, seconds)
-        return batch
+        """Items that a lane holds, which have the same columns."""
+        return Batch.concat(self.ask_alike(lane, key, seconds))
+
+    def ask_alike(self, lane: int, key: ItemsKey, seconds: float) -> Sequence[Batch]:
+        """Items that a lane holds, as one Batch for each set of columns that they have."""
+        batches: Sequence[Batch] = self._fetch(lane, key, seconds)
+        return batches
 
     def fetch_later(self, lane: int, key: ItemsKey, seconds: float) -> Future[Batch]:
         """Items that a lane holds, fetched by another thread while this one goes on.

@@ -37,6 +37,7 @@ from m2flow.engine.messages import (
 )
 from m2flow.engine.spans import Span
 from m2flow.errors import ProcessEnded, RunFailed
+from m2flow.flow.batch import Batch
 from m2flow.flow.graph import FlowGraph
 from m2flow.runtime.lane.context import LaneContext
 from m2flow.runtime.lane.exchange import Exchange, ItemsKey
@@ -379,15 +380,16 @@ class LaneExecutor:
             if part.lane == self.lane:
                 continue
             if part.lane == LAUNCHER:
-                batch = self._exchange.unwrap(next(sources))
+                batches: Sequence[Batch] = (self._exchange.unwrap(next(sources)),)
             else:
                 key = ItemsKey(order.flow, command.step, part.producer, part.items)
-                batch = self._exchange.ask(part.lane, key, self._deadline_seconds)
+                batches = self._exchange.ask_alike(part.lane, key, self._deadline_seconds)
                 producers.add(part.producer)
                 fetched += 1
                 num_items += len(part.items)
-                num_bytes += batch.nbytes
-            self._host.store.put(order.flow, command.step, part.producer, batch)
+                num_bytes += sum(batch.nbytes for batch in batches)
+            for batch in batches:
+                self._host.store.put(order.flow, command.step, part.producer, batch)
         if not num_items:
             return []
         nodes = self._host.graphs[order.flow].nodes

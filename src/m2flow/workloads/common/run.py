@@ -306,7 +306,7 @@ class Training:
         figures = {
             "lanes/restarts": float(restarts),
             "lanes/healed": float(healed),
-            "lanes/snapshot_seconds": run.snapshot_seconds,
+            "snapshots/seconds": run.snapshot_seconds,
         }
         return figures | {"lanes/missing": float(run.missing)} if self.recipe.elastic else figures
 
