@@ -28,8 +28,8 @@ ITEMS, SAMPLES = 8, 2
 ROUND, ADMIT = 0.01, 0.03
 SCORE, SCORE_ITEM = 0.02, 0.004
 TRAIN_ITEM, FINISH = 0.012, 0.05
-TRAIN_BYTES, FINISH_BYTES = 2_000_000, 12_000_000
-NOISE_BYTES = 5_000_000
+TRAIN_BYTES, FINISH_BYTES = 16_000_000, 96_000_000
+NOISE_BYTES = 16_000_000
 """Of a process's memory: what others of its threads take, and what it had free and takes again."""
 
 OFFLOAD, ONLOAD = 0.04, 0.06
