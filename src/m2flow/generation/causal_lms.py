@@ -54,7 +54,7 @@ def check_causal_lm(config: Mapping[str, Any]) -> None:
     Raises:
         UserError: names the key of the configuration, and what would do.
     """
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
     from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
     kind = config.get("model_type")
@@ -65,27 +65,7 @@ def check_causal_lm(config: Mapping[str, Any]) -> None:
             value=True,
             expected="a causal (decoder-only) language model",
         )
-    if kind not in CONFIG_MAPPING:
-        known = "auto_map" in config
-        raise UserError(
-            "its code comes with the model, and m2flow runs none but that of transformers"
-            if known
-            else "transformers does not know this architecture",
-            key="auto_map" if known else "model_type",
-            value=config["auto_map"] if known else kind,
-            expected="a causal language model that transformers has built in, such as qwen2, "
-            "qwen3, llama, mistral or gemma3_text",
-            hint=OTHER_ENGINE,
-        )
-    try:
-        made = CONFIG_MAPPING[kind].from_dict(dict(config))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"config.json holds what no such model has ({error})",
-            key="model_type",
-            value=kind,
-            expected="the configuration that the model was published with",
-        ) from error
+    made = _configuration(config)
     if type(made) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             "transformers has no causal language model of this kind",
@@ -119,3 +99,31 @@ def check_causal_lm(config: Mapping[str, Any]) -> None:
             expected="full_attention or sliding_attention",
             hint=OTHER_ENGINE,
         )
+
+
+def _configuration(config: Mapping[str, Any]) -> Any:
+    """The configuration as transformers has it built in."""
+    from transformers import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        known = "auto_map" in config
+        raise UserError(
+            "its code comes with the model, and m2flow runs none but that of transformers"
+            if known
+            else "transformers does not know this architecture",
+            key="auto_map" if known else "model_type",
+            value=config["auto_map"] if known else kind,
+            expected="a causal language model that transformers has built in, such as qwen2, "
+            "qwen3, llama, mistral or gemma3_text",
+            hint=OTHER_ENGINE,
+        )
+    try:
+        return CONFIG_MAPPING[kind].from_dict(dict(config))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"config.json holds what no such model has ({error})",
+            key="model_type",
+            value=kind,
+            expected="the configuration that the model was published with",
+        ) from error

@@ -11,7 +11,6 @@ Legend: B batch, F features, K actions of a chunk, A action size, N discrete act
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from m2flow.algorithms.sampling import uniform
 from m2flow.models.policies.distributions import (
+    LOG_2PI,
     CategoricalHead,
     GaussianHead,
     normal_entropy,
@@ -43,8 +43,6 @@ class StateLayers(Protocol):
     norm: nn.Module
     layers: nn.Sequential
 
-
-_HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 
 HeadPullback = Callable[[Tensor, Tensor | None], Tensor]
 """Gradients of log-probabilities and entropies [B, K, D] to that of the features [B, F]."""
@@ -175,7 +173,7 @@ def _draw_gaussian(
         noise = standard_normal(seed_B, head.chunk * head.size).numpy().reshape(mean_BKA.shape)
         tokens_BKA = mean_BKA + np.exp(log_std_KA) * noise.astype(np.float32)
     away_BKA = (tokens_BKA - mean_BKA) * np.exp(-log_std_KA)
-    logprobs_BKA = -0.5 * (away_BKA * away_BKA) - (log_std_KA + np.float32(_HALF_LOG_2PI))
+    logprobs_BKA = -0.5 * (away_BKA * away_BKA) - (log_std_KA + np.float32(0.5 * LOG_2PI))
     return np.minimum(np.maximum(tokens_BKA, low_A), high_A), tokens_BKA, logprobs_BKA
 
 

@@ -23,7 +23,7 @@ from m2flow.models.policies.protocol import standard_normal
 
 L = TypeVar("L", nn.Linear, nn.Conv2d)
 
-_LOG_2PI = math.log(2.0 * math.pi)
+LOG_2PI = math.log(2.0 * math.pi)
 # Haarnoja et al., "Soft Actor-Critic Algorithms and Applications" (2018), appendix: the range in
 # which a state-dependent log standard deviation is kept.
 _LOG_STD_RANGE = (-20.0, 2.0)
@@ -195,12 +195,12 @@ def categorical(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 def normal_logprob(x: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     """Log-density of each coordinate of a Gaussian with independent coordinates."""
-    return -0.5 * (((x - mean) * (-log_std).exp()) ** 2 + _LOG_2PI) - log_std
+    return -0.5 * (((x - mean) * (-log_std).exp()) ** 2 + LOG_2PI) - log_std
 
 
 def normal_entropy(log_std: Tensor) -> Tensor:
     """Entropy of each coordinate of a Gaussian with independent coordinates, in nats."""
-    return log_std + 0.5 * (1.0 + _LOG_2PI)
+    return log_std + 0.5 * (1.0 + LOG_2PI)
 
 
 def log_tanh_slope(x: Tensor) -> Tensor:
