@@ -9,7 +9,7 @@ without, in turn; one of them twice under two names, which is the noise floor. S
   steps that are taken again included: the end of that step, less what a step takes undisturbed;
 * effective: seconds of all steps, undisturbed, over the same with a tenth of the steps disturbed;
 * snapshots: what they add to a step, of the runs that nobody disturbs; and, since runs differ by
-  more than that, the share of the time of these runs in which no step could run because of one.
+  more than that, the share of the time of these runs in which a lane was busy with saving one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Seen:
     Attributes:
         training: seconds from the end of the first step to that of the last one.
         step: median seconds of a step that nothing has disturbed.
-        snapshots: seconds of the former in which no step could run because of a snapshot.
+        snapshots: seconds of the former in which a lane was busy with a snapshot.
         back: of each kill, seconds until new work could begin.
     """
 
@@ -148,9 +148,9 @@ def _seen(rows: Sequence[Mapping[str, Any]], killed_at: Sequence[float]) -> Seen
     calm = [b["time"] - a["time"] for a, b in pairs if a[losses] == b[losses]]
     step = statistics.median(calm)
     back = [row["time"] - step - at for row, at in zip(disturbed, killed_at, strict=True)]
-    stood = "snapshots/seconds"
+    busy = "snapshots/seconds"
     seconds = rows[-1]["time"] - rows[0]["time"]
-    return Seen(seconds, step, rows[-1][stood] - rows[0][stood], back)
+    return Seen(seconds, step, rows[-1][busy] - rows[0][busy], back)
 
 
 # --- the result -----------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def _targets(runs: Mapping[str, list[Seen]]) -> list[Target]:
     spared = _training(runs[UNDISTURBED]) / _training(runs[SPARED])
     cost = _training(runs[UNDISTURBED]) / _training(runs[BARE]) - 1
     calm = [*runs[UNDISTURBED], *runs[TWIN]]
-    stood = sum(one.snapshots for one in calm) / sum(one.training for one in calm)
+    busy = sum(one.snapshots for one in calm) / sum(one.training for one in calm)
     return [
         Target("seconds until back, the longest", max(back[KILLED]), 10.0, at_most=True),
         Target(
@@ -197,7 +197,9 @@ def _targets(runs: Mapping[str, list[Seen]]) -> list[Target]:
         Target("effective time at a tenth of the steps disturbed", effective, 0.9),
         Target("effective time at a tenth of the steps disturbed, with a spare", spared, 0.9),
         Target("snapshots, share of a step", cost, 0.02, at_most=True),
-        Target("snapshots, share of time in which no step could run", stood, 0.02, at_most=True),
+        Target(
+            "snapshots, share of time in which a lane was busy with one", busy, 0.02, at_most=True
+        ),
     ]
 
 

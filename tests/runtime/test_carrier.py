@@ -53,7 +53,7 @@ def pool_of() -> Iterator[PoolOf]:
 
 def make_pool(opened: ExitStack, *lanes: int) -> tuple[Any, dict[int, Line]]:
     pool: Any = LanePool.__new__(LanePool)
-    pool._inbox, pool._lines, pool._holding = deque(), {}, set()
+    pool._inbox, pool._lines, pool._holding, pool._awaited = deque(), {}, set(), {}
     pool._selector = opened.enter_context(selectors.DefaultSelector())
     pool._woken, pool._waker = map(opened.enter_context, socket.socketpair())
     pool._selector.register(pool._woken, selectors.EVENT_READ, None)

@@ -1,19 +1,132 @@
-"""When a snapshot is worth its time, and what all of them have taken."""
+"""When a snapshot is worth its time, what all of them have taken, and how one comes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+
+from m2flow.errors import RunFailed
+from m2flow.flow.batch import Batch
 from m2flow.runtime.driver.recovery import Recovery
+from m2flow.runtime.driver.snapshots import SnapshotOnItsWay
+from m2flow.runtime.lane.orders import DropStep, MethodResult, Order, Save
 
 
-def test_snapshots_take_at_most_one_percent_of_the_time() -> None:
-    now, stood = 0.0, 0.0
+def test_snapshots_take_a_bounded_share_of_the_time() -> None:
+    now, busy = 0.0, 0.0
     recovery = Recovery(0, [], 10_000_000, 10**9, heals=True, clock=lambda: now)
     for step in range(1000):
         now += 0.25
         recovery.gave(step)
         if recovery.is_due:
+            recovery.begin()
             now += 0.03
-            stood += 0.03
+            busy += 0.03
             recovery.keep({}, 0.03)
-    assert 0.005 * now < stood <= 0.01 * now
-    assert abs(recovery.snapshot_seconds - stood) < 1e-9
+    assert 0.0075 * now < busy <= 0.015 * now
+    assert abs(recovery.snapshot_seconds - busy) < 1e-9
+
+
+def test_steps_go_on_while_a_snapshot_comes() -> None:
+    now = 0.0
+    recovery = Recovery(0, [], 0, 10**9, heals=True, clock=lambda: now)
+    batches = [Batch({"x": [step]}) for step in range(5)]
+
+    def steps(*numbers: int) -> None:
+        for step in numbers:
+            recovery.feed(batches[step])
+            recovery.gave(step)
+
+    steps(0, 1)
+    assert recovery.is_due
+    recovery.begin()
+    steps(2, 3)
+    assert not recovery.is_due, "one is on its way"
+    assert recovery.back_to(RunFailed("lost")).step == 0
+    assert recovery.since_snapshot() == (batches[:4], [])
+    recovery.keep({"learner": {}}, 0.0)
+    assert recovery.back_to(RunFailed("lost")).step == 2
+    assert recovery.since_snapshot() == (batches[2:4], [])
+    recovery.begin()
+    steps(4)
+    recovery.give_up()
+    assert recovery.back_to(RunFailed("lost")).step == 2
+    assert recovery.since_snapshot() == (batches[2:5], [])
+    assert recovery.is_due, "of one that will not come another is taken"
+
+
+class _Pool:
+    """Lanes that answer when the test says."""
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes = [type("Lane", (), {"id": lane}) for lane in range(lanes)]
+        self.exchange = self
+        self.asked: list[tuple[int, Save]] = []
+        self.sent: list[tuple[int, Order]] = []
+        self.answers: list[Future[MethodResult]] = []
+        self.fetches: list[Future[Batch]] = []
+        self.woken = 0
+
+    def ask_later(self, lane: int, order: Callable[[int], Save]) -> Future[MethodResult]:
+        self.asked.append((lane, order(len(self.asked))))
+        self.answers.append(Future())
+        return self.answers[-1]
+
+    def answer(self, which: int, value: Any, *, raised: bool = False) -> None:
+        self.answers[which].set_result(MethodResult(which, cloudpickle.dumps(value), raised))
+
+    def fetch_later(self, lane: int, key: Any, seconds: float) -> Future[Batch]:
+        self.fetches.append(Future())
+        return self.fetches[-1]
+
+    def send(self, lane: int, order: Order) -> None:
+        self.sent.append((lane, order))
+
+    def wake(self) -> None:
+        self.woken += 1
+
+
+def _begun(gangs: dict[str, tuple[int, ...]], seconds: float = 60.0) -> tuple[Any, _Pool]:
+    pool = _Pool(2)
+    return SnapshotOnItsWay(pool, gangs, lambda *_: None, seconds), pool  # type: ignore[arg-type]
+
+
+def test_a_snapshot_is_over_once_all_that_lanes_have_saved_is_here() -> None:
+    snapshot, pool = _begun({"policy": (0, 1), "critic": (1,)})
+    assert [lane for lane, _ in pool.asked] == [0, 1, 1]
+    pool.answer(0, 0.1)
+    assert not snapshot.is_over
+    assert not pool.fetches, "the other lane of the gang has not saved"
+    pool.answer(1, 0.3)
+    pool.answer(2, 0.2)
+    assert not snapshot.is_over
+    for number, fetch in enumerate(pool.fetches):
+        fetch.set_result(Batch({"files": [{"state": torch.tensor([number], dtype=torch.uint8)}]}))
+    assert snapshot.is_over
+    assert pool.woken == 2, "or nobody would look"
+    files = snapshot.files()
+    assert {name: content["state"].tolist() for name, content in files.items()} == {
+        "policy": [0],
+        "critic": [1],
+    }
+    assert snapshot.seconds == 0.3
+    assert [lane for lane, order in pool.sent if isinstance(order, DropStep)] == [0, 1]
+
+
+@pytest.mark.parametrize("why", ["raised", "lost", "late"])
+def test_a_snapshot_that_does_not_come_says_why(why: str) -> None:
+    snapshot, pool = _begun({"policy": (0,)}, seconds=-1.0 if why == "late" else 60.0)
+    if why == "raised":
+        pool.answer(0, OSError("no space left"), raised=True)
+    elif why == "lost":
+        pool.answers[0].set_exception(RunFailed("lane 0 was lost"))
+    assert snapshot.is_over
+    kind = {"raised": OSError, "lost": RunFailed, "late": TimeoutError}[why]
+    with pytest.raises(kind):
+        snapshot.files()
+    assert pool.sent, "lanes let go of it all the same"

@@ -18,9 +18,7 @@ from m2flow.engine.plan import Placement, Plan
 from m2flow.errors import ProcessEnded, RunFailed
 from m2flow.flow.graph import FlowGraph
 from m2flow.runtime.driver.pool import LanePool
-from m2flow.runtime.driver.recovery import Files
 from m2flow.runtime.driver.runner import Carrier, Runner
-from m2flow.runtime.lane.exchange import ItemsKey
 from m2flow.runtime.lane.orders import STATES, DropStep, Fetch, Save
 from m2flow.runtime.transport.listening import SILENT_SECONDS
 from m2flow.runtime.transport.peering import PeerLost
@@ -47,20 +45,6 @@ def save_state(pool: LanePool, worker: str, gang: tuple[int, ...], number: int) 
         if answer.raised:
             raise pickle.loads(answer.value)
     return Fetch(gang[0], number)
-
-
-def carried_here(pool: LanePool, fetch: Fetch, seconds: float) -> Files:
-    """Files that `save_state` has kept, in memory of the launcher's own.
-
-    Raises:
-        RunFailed: the lane is gone.
-    """
-    key = ItemsKey("", STATES, fetch.producer, (0,))
-    try:
-        files: Files = pool.exchange.ask(fetch.lane, key, seconds)["files"][0]
-    except PeerLost as error:
-        raise RunFailed(f"lane {fetch.lane} was lost while a snapshot was taken") from error
-    return {path: content.clone() for path, content in files.items()}
 
 
 def lost_lanes(pool: LanePool, error: RunFailed) -> dict[int, tuple[str, float]]:

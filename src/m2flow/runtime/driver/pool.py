@@ -17,7 +17,8 @@ import tempfile
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from glob import escape
@@ -138,6 +139,7 @@ class LanePool:
         self._lines: dict[int, LauncherLine] = {}
         self._holding: set[int] = set()
         self._inbox: deque[tuple[int, FromLane]] = deque()
+        self._awaited: dict[int, tuple[int, Future[MethodResult]]] = {}
         self._next_number = 0
         self._checked = time.monotonic()
         self.spoiled: str | None = None
@@ -228,7 +230,8 @@ class LanePool:
                     line.flush()
                     if not line.unsent:
                         self._selector.modify(line, selectors.EVENT_READ, lane)
-                said += [(lane, from_bytes(frame)) for frame in line.take()]
+                for frame in line.take():
+                    said += self._heard(lane, from_bytes(frame))
             except LineClosed as error:
                 said.append((lane, self._ended(lane, str(error))))
         return said
@@ -259,6 +262,7 @@ class LanePool:
         ended = LaneEnded(self.processes.known_end(lane, seconds=2.0) or reason)
         self.spoil(f"lane {lane} was lost: {ended.reason}")
         self.lost.setdefault(lane, (ended.reason, time.time()))
+        self._without_answer(lane, ended.reason)
         return ended
 
     def spoil(self, reason: str) -> None:
@@ -292,26 +296,44 @@ class LanePool:
         Raises:
             RunFailed: a lane has not answered in time, or was lost.
         """
-        numbers = {lane: self.new_number() for lane in orders}
-        for lane, order in orders.items():
-            self.send(lane, order(numbers[lane]))
-        answers: dict[int, MethodResult] = {}
+        answers = {lane: self.ask_later(lane, order) for lane, order in orders.items()}
         kept: deque[tuple[int, FromLane]] = deque()
         deadline = time.monotonic() + seconds
-        while len(answers) < len(orders):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise RunFailed(f"lanes have not answered within {seconds:g} s")
-            for lane, message in self.receive(left):
-                if isinstance(message, MethodResult) and message.number == numbers.get(lane):
-                    answers[lane] = message
-                else:
-                    kept.append((lane, message))
-                if isinstance(message, LaneEnded) and lane in orders:
-                    self._inbox.extend(kept)
-                    raise RunFailed(f"lane {lane} was lost: {message.reason}")
-        self._inbox.extend(kept)
-        return answers
+        try:
+            while not _all_answered(answers.values()):
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise RunFailed(f"lanes have not answered within {seconds:g} s")
+                kept.extend(self.receive(left))
+            return {lane: answer.result() for lane, answer in answers.items()}
+        finally:
+            self._inbox.extend(kept)
+
+    def ask_later(self, lane: int, order: Callable[[int], Order]) -> Future[MethodResult]:
+        """Give an order that has a number, and wait for nothing: the future has its answer once
+        `receive` has heard it.
+
+        The future raises RunFailed if the lane was lost before.
+        """
+        number, answer = self.new_number(), Future[MethodResult]()
+        self._awaited[number] = lane, answer
+        if lane not in self._lines:
+            self._without_answer(lane, self.lost.get(lane, ("it is gone",))[0])
+        self.send(lane, order(number))
+        return answer
+
+    def _without_answer(self, lane: int, reason: str) -> None:
+        """Nothing that a lane was asked will be answered any more."""
+        for number, (asked, answer) in list(self._awaited.items()):
+            if asked == lane:
+                del self._awaited[number]
+                answer.set_exception(RunFailed(f"lane {lane} was lost: {reason}"))
+
+    def _heard(self, lane: int, message: FromLane) -> list[tuple[int, FromLane]]:
+        """A message, unless it is the answer that a future of `ask_later` waits for."""
+        if isinstance(message, MethodResult) and message.number in self._awaited:
+            self._awaited.pop(message.number)[1].set_result(message)
+            return []
+        return [(lane, message)]
 
     # --- lanes that are lost ----------------------------------------------------------------------
 
@@ -325,18 +347,18 @@ class LanePool:
 
         What lanes say meanwhile, and have said before, is dropped.
         """
-        numbers = {lane: self.new_number() for lane in lanes if lane in self._lines}
-        for lane, number in numbers.items():
-            self.send(lane, Probe(number, ()))
+        answers = {
+            lane: self.ask_later(lane, partial(Probe, peers=()))
+            for lane in lanes
+            if lane in self._lines
+        }
         self._inbox.clear()
         deadline = time.monotonic() + QUIET_SECONDS
-        while numbers and (left := deadline - time.monotonic()) > 0:
-            for lane, message in self.receive(left):
-                if isinstance(message, MethodResult) and message.number == numbers.get(lane):
-                    del numbers[lane]
-                elif isinstance(message, LaneEnded):
-                    numbers.pop(lane, None)
-        return set(numbers)
+        while not all(answer.done() for answer in answers.values()):
+            if (left := deadline - time.monotonic()) <= 0:
+                break
+            self.receive(left)
+        return {lane for lane, answer in answers.items() if not answer.done()}
 
     def restart(self, lanes: Collection[int]) -> None:
         """Start lanes again, each in a new process; those that are up are ended before.
@@ -501,6 +523,19 @@ class LanePool:
 
     def __exit__(self, kind: object = None, *_: object) -> None:
         self.close(CLOSE_SECONDS if kind is None else FAILED_SECONDS)
+
+
+def _all_answered(answers: Iterable[Future[MethodResult]]) -> bool:
+    """Whether each lane has answered.
+
+    Raises:
+        RunFailed: one was lost; the others may wait for it.
+    """
+    answers = list(answers)
+    for answer in answers:
+        if answer.done():
+            answer.result()
+    return all(answer.done() for answer in answers)
 
 
 def _clear_machine(folder: str) -> None:

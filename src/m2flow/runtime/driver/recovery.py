@@ -3,8 +3,8 @@
 A run goes back to its last *snapshot*, which is what the workers have saved between two steps, and
 takes the steps since then again. Items' seeds make them the same steps. The launcher keeps the
 snapshot in its memory, so that no lane takes it along. The first one is free: what a worker is
-loaded with. Later ones are taken as often as they are worth: one takes at most `SHARE` of the time
-since the one before.
+loaded with. Later ones are taken beside the steps, as often as they are worth: one takes at most
+`SHARE` of the time since the one before.
 
 Knows no lanes' processes and no plan: `Run` starts lanes, and has workers save and restore.
 """
@@ -20,8 +20,8 @@ from m2flow.engine.spans import Span
 from m2flow.errors import RunFailed
 from m2flow.flow.batch import Batch
 
-SHARE = 0.01
-"""The most that snapshots may take of a run's time. The steps about them lose a little more."""
+SHARE = 0.015
+"""The most that snapshots may take of a lane's time."""
 
 BYTES_PER_SECOND = 5e8
 """How fast the first snapshot is expected to be."""
@@ -129,7 +129,7 @@ class Recovery:
     Attributes:
         heals: the same.
         returns: lanes that were given up, and were taken in again.
-        snapshot_seconds: for how long no step could run because of snapshots.
+        snapshot_seconds: for how long lanes were busy with snapshots.
     """
 
     def __init__(
@@ -146,6 +146,7 @@ class Recovery:
         self.snapshot_seconds = 0.0
         self._snapshot: SavedStates | None = SavedStates(first_step)
         self._batches: list[Batch] = []
+        self._begun: int | None = None
         self._clock = clock
         self._taken_at, self._seconds = clock(), num_bytes / BYTES_PER_SECOND
         self._why_not: str | None = None
@@ -181,20 +182,27 @@ class Recovery:
         snapshot = self._snapshot
         if snapshot is None or self._why_not is not None or not self.heals:
             return False
-        if self.given == snapshot.step:
+        if self._begun is not None or self.given == snapshot.step:
             return False
         return self._seconds <= SHARE * (self._clock() - self._taken_at)
 
+    def begin(self) -> None:
+        """A snapshot of all steps that were given is on its way."""
+        self._begun = self.given
+
     def keep(self, files: Mapping[str, Files], seconds: float) -> None:
-        """A snapshot was taken, of all steps that were given; it took so long."""
-        self._snapshot = SavedStates(self.given, files)
-        self._batches = []
+        """The snapshot that was begun is here; a lane was busy with it for so long."""
+        assert self._snapshot is not None
+        assert self._begun is not None
+        self._batches = self._batches[self._begun - self._snapshot.step :]
+        self._snapshot, self._begun = SavedStates(self._begun, files), None
         self._taken_at, self._seconds = self._clock(), seconds
         self.snapshot_seconds += seconds
 
-    def cannot(self, why: str) -> None:
-        """A snapshot has failed: there will be no others."""
-        self._why_not = why
+    def give_up(self, why_not: str | None = None) -> None:
+        """The snapshot that was begun will not come; with a reason, none will."""
+        self._begun = None
+        self._why_not = self._why_not or why_not
 
     # --- when lanes are lost ----------------------------------------------------------------------
 

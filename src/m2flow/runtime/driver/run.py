@@ -23,6 +23,7 @@ from m2flow.runtime.lane.exhausted import is_exhaustion
 if TYPE_CHECKING:  # a run in one process does without Ray
     from m2flow.runtime.driver.pilot import Pilot
     from m2flow.runtime.driver.pool import LanePool
+    from m2flow.runtime.driver.snapshots import SnapshotOnItsWay
     from m2flow.runtime.driver.supervision import Supervision
 
 T = TypeVar("T")
@@ -69,6 +70,7 @@ class Run(FlowOnLanes):
         )
         self.pilot, self._owns_pool = pilot, owns_pool
         self._recovery = self._new_recovery(first_step)
+        self._pending_snapshot: SnapshotOnItsWay | None = None
         self._again: list[Batch] = []
         gc.freeze()  # what is there stays: to go through all of torch would stop the control loop
 
@@ -119,13 +121,13 @@ class Run(FlowOnLanes):
             yield batch
 
     def _between_steps(self) -> bool:
-        """Take lanes in, look at the plan, or take a snapshot; False if nothing was to be done."""
+        """Take lanes in, look at the plan, or begin a snapshot; False if nothing was to be done."""
         if self._lanes_come_back:
             self._take_in()
         elif self.pilot is not None and self.pilot.wants_to_look:
             self._look(self.pilot)
         elif self._recovery.is_due:
-            self._keep_snapshot()
+            self._begin_snapshot()
         else:
             return False
         return True
@@ -136,6 +138,7 @@ class Run(FlowOnLanes):
             if self.pilot is not None and not disturbed and not result.recalled:
                 self.pilot.note(result, self.plan)
             self._recovery.gave(result.step)
+            self._look_for_snapshot()
             yield result
 
     def _look(self, pilot: Pilot) -> None:
@@ -231,7 +234,7 @@ class Run(FlowOnLanes):
 
     @property
     def snapshot_seconds(self) -> float:
-        """For how long no step could run because a snapshot was taken."""
+        """For how long lanes were busy with snapshots."""
         return self._recovery.snapshot_seconds
 
     @property
@@ -249,23 +252,41 @@ class Run(FlowOnLanes):
         heals = self._supervision is not None and self._supervision.heals
         return Recovery(first_step, unsaved, num_bytes, free, heals)
 
-    def _keep_snapshot(self) -> None:
-        """Have workers save their states, and keep these here."""
-        from m2flow.runtime.driver import moving
+    def _begin_snapshot(self) -> None:
+        """Have workers save their states, and go on meanwhile."""
+        from m2flow.runtime.driver.snapshots import SnapshotOnItsWay
 
         assert self._pool is not None
-        start, files = time.perf_counter(), {}
+        spots = self._placements
+        gangs = {name: spots[name].replicas[0] for name in filter(self._saves, spots)}
+        self._recovery.begin()
+        self._pending_snapshot = SnapshotOnItsWay(
+            self._pool, gangs, self._bring, self.plan.deadline_seconds
+        )
+
+    def _look_for_snapshot(self) -> None:
+        """Keep the snapshot that is on its way, if it is here."""
+        from m2flow.runtime.transport.peering import PeerLost
+
+        coming = self._pending_snapshot
+        if coming is None or not coming.is_over:
+            return
+        self._pending_snapshot = None
         try:
-            for number, name in enumerate(filter(self._saves, self._placements)):
-                gang = self._placements[name].replicas[0]
-                self._bring((name,), "save", gang)
-                fetch = moving.save_state(self._pool, name, gang, number)
-                files[name] = moving.carried_here(self._pool, fetch, self.plan.deadline_seconds)
+            files = coming.files()
+        except (RunFailed, PeerLost):  # of the lane that was lost its carrier hears
+            self._recovery.give_up()
         except (OSError, MemoryError) as error:
-            self._recovery.cannot(f"a snapshot has failed: {error}")
+            self._recovery.give_up(f"a snapshot has failed: {error}")
         else:
-            self._recovery.keep(files, time.perf_counter() - start)
-        moving.drop_states(self._pool)
+            self._recovery.keep(files, coming.seconds)
+
+    def _settle(self) -> None:
+        super()._settle()
+        while self._pending_snapshot is not None:
+            self._look_for_snapshot()
+            if self._pending_snapshot is not None:
+                self._active.advance()
 
     def _lasting(self, work: Callable[[], T]) -> T:
         """Do something between steps; once more whenever a lane was lost meanwhile."""
@@ -321,6 +342,7 @@ class Run(FlowOnLanes):
             ]
             heard |= {(lane, at): why for lane, (why, at) in lost}
             self._supervision.count(error)
+            self._without_coming_snapshot()
             snapshot = self._recovery.back_to(error)
             done, others = self._recovery.since_snapshot()
             try:
@@ -337,6 +359,14 @@ class Run(FlowOnLanes):
             self._runners[STEP].go_on(begun, [loss.span() for loss in new])
             return others
         raise error
+
+    def _without_coming_snapshot(self) -> None:
+        """Keep the snapshot that is on its way if it is here, and do without it if not."""
+        self._look_for_snapshot()
+        if self._pending_snapshot is not None:
+            self._pending_snapshot.drop()
+            self._pending_snapshot = None
+            self._recovery.give_up()
 
     def _go_back(self, snapshot: SavedStates) -> None:
         """Bring all workers up as they were at a snapshot, on the lanes that there are to be."""

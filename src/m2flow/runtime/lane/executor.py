@@ -194,9 +194,11 @@ class LaneExecutor:
         method = getattr(self._host.workers[order.worker], order.method)
         return method(*pickle.loads(order.arguments))
 
-    def _saved(self, order: Save) -> None:
+    def _saved(self, order: Save) -> float:
+        start = time.perf_counter()
         self._check_in_place([order.worker])
         save(order, self._host)
+        return time.perf_counter() - start
 
     # --- commands ---------------------------------------------------------------------------------
 

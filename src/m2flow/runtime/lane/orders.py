@@ -96,7 +96,7 @@ class Save:
     """Have a worker `save` its state, and keep the files for the lanes that will ask for them.
 
     Attributes:
-        number: of the answer, which says nothing.
+        number: of the answer, which says how many seconds it took.
         worker: whose state.
         producer: under which they are kept, as the one item of step `STATES` of no flow.
     """

@@ -1,0 +1,104 @@
+"""`SnapshotOnItsWay`: workers' states that lanes save, and the launcher fetches, beside the steps.
+
+A lane saves when its turn comes among its orders: after all that it was told before, and before
+all that it is told later. So the states are those between two steps, and nobody waits for them but
+the lane that saves.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+from m2flow.flow.batch import Batch
+from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.driver.recovery import Files
+from m2flow.runtime.lane.exchange import ItemsKey
+from m2flow.runtime.lane.orders import STATES, DropStep, MethodResult, Save
+
+
+class SnapshotOnItsWay:
+    """One snapshot.
+
+    Args:
+        pool: the lanes.
+        gangs: whose states: worker to the lanes of one of its replicas. All of them take part in
+            saving, and the first one keeps the files until they are fetched.
+        bring: has workers resident on lanes; called with the workers, for what, and the lanes.
+        seconds: longest that all of it may take.
+    """
+
+    def __init__(
+        self,
+        pool: LanePool,
+        gangs: Mapping[str, tuple[int, ...]],
+        bring: Callable[[Sequence[str], str, Sequence[int]], None],
+        seconds: float,
+    ) -> None:
+        self._pool, self._gangs, self._deadline = pool, gangs, time.monotonic() + seconds
+        self._numbers = {worker: number for number, worker in enumerate(gangs)}
+        self._saving: dict[str, list[Future[MethodResult]]] = {}
+        self._fetching: dict[str, Future[Batch]] = {}
+        for worker, gang in gangs.items():
+            bring((worker,), "save", gang)
+            self._saving[worker] = [self._save(worker, lane) for lane in gang]
+        self.seconds = 0.0
+        """The longest that a lane was busy with a worker's state; known once `is_over`."""
+
+    def _save(self, worker: str, lane: int) -> Future[MethodResult]:
+        return self._pool.ask_later(lane, lambda asked: Save(asked, worker, self._numbers[worker]))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `files` need not wait."""
+        for worker, lanes in self._saving.items():
+            if worker not in self._fetching and all(one.done() for one in lanes):
+                self._fetching[worker] = self._fetched(worker, lanes)
+        under_way = len(self._fetching) < len(self._gangs) or not all(
+            one.done() for one in self._fetching.values()
+        )
+        return not under_way or time.monotonic() > self._deadline
+
+    def _fetched(self, worker: str, lanes: Sequence[Future[MethodResult]]) -> Future[Batch]:
+        """What brings a worker's files here, now that they are saved, or could not be."""
+        try:
+            answers = [lane.result() for lane in lanes]
+            for answer in answers:
+                if answer.raised:
+                    raise pickle.loads(answer.value)
+        except Exception as error:  # noqa: BLE001 - raised by the future
+            failed: Future[Batch] = Future()
+            failed.set_exception(error)
+            return failed
+        self.seconds = max(self.seconds, *(pickle.loads(answer.value) for answer in answers))
+        key = ItemsKey("", STATES, self._numbers[worker], (0,))
+        left = max(0.0, self._deadline - time.monotonic())
+        files = self._pool.exchange.fetch_later(self._gangs[worker][0], key, left)
+        files.add_done_callback(lambda _: self._pool.wake())
+        return files
+
+    def files(self) -> dict[str, Files]:
+        """What each worker has saved, in memory of the launcher's own; the lanes let go of it.
+
+        Raises:
+            TimeoutError: it is not here, and its time is up.
+            RunFailed, PeerLost: a lane is gone.
+            Exception: what a worker has raised.
+        """
+        try:
+            if not self._gangs.keys() <= self._fetching.keys():
+                raise TimeoutError("lanes have not saved in time")
+            batches = {name: files.result(timeout=0) for name, files in self._fetching.items()}
+            return {
+                name: {path: content.clone() for path, content in batch["files"][0].items()}
+                for name, batch in batches.items()
+            }
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """Have the lanes let go of what they keep for it."""
+        for lane in self._pool.lanes:
+            self._pool.send(lane.id, DropStep("", STATES))
