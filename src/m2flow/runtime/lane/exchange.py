@@ -25,7 +25,7 @@ from m2flow.runtime.transport.server import PayloadServer
 from m2flow.runtime.transport.shared_memory import PoolFull, SharedHandle, SharedPool
 from m2flow.runtime.transport.table import REFERENCE, LinkTable, TransferCost
 from m2flow.runtime.transport.wire import pack, unpack
-from m2flow.runtime.weights.exports import ManifestKey, WeightsKey
+from m2flow.runtime.weights.exports import WeightsKey
 from m2flow.runtime.weights.relay import Relay, RelayKey
 from m2flow.runtime.weights.source import WeightsOut
 from m2flow.runtime.weights.target import WeightsIn
@@ -93,12 +93,11 @@ class Exchange:
         self._peers = Peers(node, key, name=name, devices=devices)
         self._reader = self._peers.reader
         self._relay = Relay(self._fetch)
-        self.weights_in = WeightsIn(lane, self._fetch, self._reader, self._relay)
+        self.weights_in = WeightsIn(lane, self._fetch, self._relay)
         self.weights_out: WeightsOut | None = None
         self._server: PayloadServer | None = None
         if lane is not None:  # nobody asks the launcher for anything
-            by_handle = link is None
-            self.weights_out = WeightsOut(self._pool, lane, by_handle=by_handle)
+            self.weights_out = WeightsOut(self._pool, lane)
             self._server = PayloadServer(
                 self._provide,
                 self._pool,
@@ -131,7 +130,7 @@ class Exchange:
         match key:
             case ItemsKey(flow, step, producer, items):
                 return self._store.gather_alike(flow, step, [(producer, items)])
-            case WeightsKey() | ManifestKey() if self.weights_out is not None:
+            case WeightsKey() if self.weights_out is not None:
                 return self.weights_out.provide(key)
             case RelayKey():
                 return self._relay.bring(key)
@@ -157,11 +156,9 @@ class Exchange:
             self._fetching = ThreadPoolExecutor(FETCHES_AT_ONCE, "m2flow fetch")
         return self._fetching.submit(self.ask, lane, key, seconds)
 
-    def _fetch(self, lane: int, key: Any, seconds: float, *, own: bool = False) -> Any:
-        """What a lane has; with `own` in memory that no other lane reads."""
+    def _fetch(self, lane: int, key: Any, seconds: float) -> Any:
+        """What a lane has."""
         address, link = self._addresses[lane], self.link
-        if own and link is None and address.node == self._peers.node:
-            link = "stream"
         device = None if self._devices is None else self._devices.device
         return self._peers.fetch(address, key, timeout=seconds, link=link, device=device)
 
@@ -170,15 +167,14 @@ class Exchange:
         packed = pack(batch)
         if same_node and packed.nbytes > SHARED_BYTES:
             try:
-                return self._pool.write(packed, [name_of(lane)])
+                return self._pool.write(packed, name_of(lane))
             except PoolFull:
                 pass  # the line takes it, more slowly
         return packed.head, [bytes(buffer.memory()) for buffer in packed.buffers]
 
     def forget(self, lane: int) -> None:
-        """Take back what was meant for a lane that is gone: payloads, and weights."""
+        """Take back what was meant for a lane that is gone."""
         self._pool.forget(name_of(lane))
-        self._pool.forget(lane)
 
     def unwrap(self, wrapped: Any) -> Batch:
         """Items that have come along with an order."""

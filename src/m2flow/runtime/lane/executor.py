@@ -310,11 +310,10 @@ class LaneExecutor:
         out, sends = self._exchange.weights_out, order.sends
         assert out is not None and sends is not None, "an export for nobody"
         weights = self._host.workers[command.source].weights()
-        exports = out.lay_out(command.source, command.version, weights, sends)
-        num_bytes = sum(export.num_bytes for export in exports)
-        published = Published(command.source, num_bytes, time.time() - start)
+        export = out.lay_out(command.source, command.version, weights, sends.oldest)
+        published = Published(command.source, export.num_bytes, time.time() - start)
         finished = self._finished(order, command, start, published=published)
-        self._report([finished], exports)
+        self._report([finished], (export,))
 
     def _install(self, order: Execute, command: InstallWeights) -> None:
         """Install weights: those laid out elsewhere, or those of the source worker here."""
@@ -324,11 +323,7 @@ class LaneExecutor:
             weights, num_bytes = self._host.weights_of(command.source)
         else:
             weights, num_bytes = self._exchange.weights_in.collect(
-                command.source,
-                (command.target, target),
-                command.version,
-                order.exports,
-                self._deadline_seconds,
+                command.source, (command.target, target), order.exports, self._deadline_seconds
             )
         try:
             target.install(weights, command.version)

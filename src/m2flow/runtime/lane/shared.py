@@ -149,7 +149,7 @@ class SharedExchange(Exchange):
         lanes[self.lane] = self
         self._beside, self._asks = lanes, next(iter(lanes.values()))._peers
 
-    def _fetch(self, lane: int, key: Any, seconds: float, *, own: bool = False) -> Any:
+    def _fetch(self, lane: int, key: Any, seconds: float) -> Any:
         if lane in self._beside:
             return self._beside[lane]._provide(key)
         return self._asks.fetch(self._addresses[lane], key, timeout=seconds)

@@ -144,7 +144,7 @@ class PayloadServer:
         if self._pool is None or self._readers is None or asker.scope != "node":
             raise LinkUnavailable("there is no link 'shared' between these two processes")
         try:
-            return self._pool.write(packed, [asker.reader])
+            return self._pool.write(packed, asker.reader)
         except PoolFull:
             if self._readers.reclaim_from_dead():
                 return self._share(packed, asker, demanded=demanded)
