@@ -62,12 +62,12 @@ class Exchange:
         host: its address for other machines; None if all lanes are on this one.
         folder: the pool's; its name begins those of the files in shared memory.
         key: the pool's secret.
-        link: the one way that payloads are to take; None for what fits.
+        link: "stream" if nothing is to go through shared memory or by CUDA IPC; None for what fits.
         devices: what the process has of its GPU, if it runs on one: elements on a device then go
             by CUDA IPC where that is possible, and arrive there.
 
     Attributes:
-        link: the one way that payloads are to take, or None.
+        link: the one way that payloads take, or None.
         weights_out: lays weights out for other lanes; None in the launcher.
         weights_in: brings weights here.
     """
@@ -85,12 +85,14 @@ class Exchange:
     ) -> None:
         name = name_of(lane)
         self.lane, self.position, self.link = lane, position, link
+        assert link in (None, "stream"), f"no way that all payloads can take: {link!r}"
+        ipc = devices if link is None else None
         self._store = Store()
         self._addresses: Mapping[int, PeerAddress] = {}
         self._pool = SharedPool(f"{folder.name}-{position}-")
         self._devices = devices
         self._fetching: ThreadPoolExecutor | None = None
-        self._peers = Peers(node, key, name=name, devices=devices)
+        self._peers = Peers(node, key, name=name, devices=ipc)
         self._reader = self._peers.reader
         self._relay = Relay(self._fetch)
         self.weights_in = WeightsIn(lane, self._fetch, self._relay)
@@ -100,12 +102,12 @@ class Exchange:
             self.weights_out = WeightsOut(self._pool, lane)
             self._server = PayloadServer(
                 self._provide,
-                self._pool,
+                self._pool if link is None else None,
                 key,
                 host,
                 node=node,
                 name=name,
-                devices=devices,
+                devices=ipc,
             )
 
     @property
@@ -158,9 +160,8 @@ class Exchange:
 
     def _fetch(self, lane: int, key: Any, seconds: float) -> Any:
         """What a lane has."""
-        address, link = self._addresses[lane], self.link
         device = None if self._devices is None else self._devices.device
-        return self._peers.fetch(address, key, timeout=seconds, link=link, device=device)
+        return self._peers.fetch(self._addresses[lane], key, timeout=seconds, device=device)
 
     def wrap(self, batch: Batch, lane: int, *, same_node: bool) -> Any:
         """Items to be sent along with an order to a lane."""
