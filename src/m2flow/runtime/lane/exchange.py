@@ -13,17 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from m2flow.flow.batch import Batch
 from m2flow.runtime.lane.store import Store
 from m2flow.runtime.transport.cuda_ipc import CudaIPC
-from m2flow.runtime.transport.measure import measure, median_seconds
+from m2flow.runtime.transport.measure import measure
 from m2flow.runtime.transport.peering import PeerAddress
 from m2flow.runtime.transport.peers import Peers
 from m2flow.runtime.transport.server import PayloadServer
 from m2flow.runtime.transport.shared_memory import PoolFull, SharedHandle, SharedPool
-from m2flow.runtime.transport.table import REFERENCE, LinkTable, TransferCost
+from m2flow.runtime.transport.table import LinkTable
 from m2flow.runtime.transport.wire import pack, unpack
 from m2flow.runtime.weights.exports import WeightsKey
 from m2flow.runtime.weights.relay import Relay, RelayKey
@@ -197,8 +195,8 @@ class Exchange:
     # --- links ------------------------------------------------------------------------------------
 
     def measure(self, lanes: Iterable[int]) -> LinkTable:
-        """Measure the ways from other lanes to here, and within a lane."""
-        table = LinkTable({"lane": {REFERENCE: reference_cost()}})
+        """Measure the ways from other lanes to here."""
+        table = LinkTable()
         for lane in lanes:
             table = table.merged(measure(self._peers, self._addresses[lane]))
         return table
@@ -211,15 +209,3 @@ class Exchange:
         if self._server is not None:
             self._server.close()
         self._pool.close()
-
-
-def reference_cost() -> TransferCost:
-    """What handing a Batch on within a lane takes: put into the store and gathered again."""
-    batch = Batch({"tokens": torch.zeros(16, 64), "reward": torch.zeros(16)})
-
-    def hand_over() -> None:
-        store = Store()
-        store.put("flow", 0, 0, batch)
-        store.gather("flow", 0, [(0, batch.ids)])
-
-    return TransferCost(median_seconds(hand_over, repeats=200))

@@ -71,7 +71,7 @@ from m2flow.runtime.transport.lines import Line
 from m2flow.runtime.weights.exports import Export
 
 SILENCE_SECONDS = 2.0
-"""Longest that a streaming call goes on without a word, also where nobody waits for its items."""
+"""Longest that a call in pieces goes on without a word, also where nobody waits for its items."""
 
 
 class _Withdrawn(Exception):

@@ -78,12 +78,12 @@ def pairs_to_measure(places: Mapping[int, Location]) -> set[tuple[int, int]]:
     return set(found.values())
 
 
-def median_seconds(act: Callable[[], object], repeats: int = MOST_REPEATS) -> float:
+def median_seconds(act: Callable[[], object]) -> float:
     """The median time that an act takes once it is warm, within `SECONDS_PER_SIZE`."""
     act()
     taken: list[float] = []
-    began = time.perf_counter()
-    while len(taken) < repeats and (not taken or time.perf_counter() - began < SECONDS_PER_SIZE):
+    end = time.perf_counter() + SECONDS_PER_SIZE
+    while not taken or (len(taken) < MOST_REPEATS and time.perf_counter() < end):
         start = time.perf_counter()
         act()
         taken.append(time.perf_counter() - start)

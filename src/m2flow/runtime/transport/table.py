@@ -1,9 +1,9 @@
 """The ways between two lanes: the rule by which one is taken, and what each was measured to cost.
 
-Scopes say how near two lanes are: `lane` (one process), `node` (two lanes on one machine),
-`cluster` (two machines). What lies in the memory of GPUs and is to stay in it has scopes of its
-own: `gpu` (two lanes on one GPU) and `gpus` (two GPUs of a machine); between machines it goes
-through host memory. This module transfers nothing.
+Scopes say how near two lanes are: `node` (two lanes on one machine), `cluster` (two machines). What
+lies in the memory of GPUs and is to stay in it has scopes of its own: `gpu` (two lanes on one GPU)
+and `gpus` (two GPUs of a machine); between machines it goes through host memory. Within a lane a
+payload is a reference. This module transfers nothing.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from m2flow.runtime.transport.frame import JOINED_BYTES
 if TYPE_CHECKING:
     from rich.table import Table
 
-Scope: TypeAlias = Literal["lane", "gpu", "gpus", "node", "cluster"]
+Scope: TypeAlias = Literal["gpu", "gpus", "node", "cluster"]
 
-REFERENCE, SHARED, STREAM, CUDA_IPC = "reference", "shared", "stream", "cuda_ipc"
+SHARED, STREAM, CUDA_IPC = "shared", "stream", "cuda_ipc"
 
 STAGED = "staged"
 """Of device memory: through host memory, by whatever way the host part takes."""
 
 BETWEEN: Mapping[Scope, str] = {
-    "lane": "workers of a lane",
     "gpu": "lanes of a GPU",
     "gpus": "GPUs of a node",
     "node": "lanes of a node",
@@ -39,8 +38,6 @@ SHOWN_BYTES = (1 << 10, 1 << 20, 100 << 20)
 def way(scope: Scope, nbytes: int) -> str:
     """The way that a payload takes, if it is open. What fits into a message needs no other."""
     match scope:
-        case "lane":
-            return REFERENCE
         case "gpu" | "gpus":
             return CUDA_IPC
         case "node" if nbytes > JOINED_BYTES:

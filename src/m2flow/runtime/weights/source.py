@@ -8,7 +8,6 @@ until the next one is laid out, for lanes that are lost and come back.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,20 +16,6 @@ from torch import Tensor
 from m2flow.runtime.transport.shared_memory import PoolFull, SharedPool
 from m2flow.runtime.weights.exports import Export, WeightsKey
 from m2flow.runtime.weights.manifest import TensorManifest, describe, local_tensor
-from m2flow.runtime.weights.snapshot import Snapshot
-
-
-@dataclass(slots=True)
-class _PublishedWeights:
-    """What is kept for one worker that publishes.
-
-    Attributes:
-        snapshot: where the weights seen last, and their manifest, go in a snapshot.
-        versions: manifest and snapshot of each.
-    """
-
-    snapshot: Snapshot = field(default_factory=lambda: Snapshot(TensorManifest({})))
-    versions: dict[int, tuple[TensorManifest, Tensor]] = field(default_factory=dict)
 
 
 class WeightsOut:
@@ -43,7 +28,7 @@ class WeightsOut:
 
     def __init__(self, pool: SharedPool, lane: int) -> None:
         self._pool, self._lane = pool, lane
-        self._sources: dict[str, _PublishedWeights] = {}
+        self._versions: dict[tuple[str, int], tuple[TensorManifest, Tensor]] = {}
 
     def lay_out(self, source: str, version: int, weights: Mapping[str, Any], oldest: int) -> Export:
         """Keep a version as it is now, for those who ask; versions before the oldest may go.
@@ -51,14 +36,14 @@ class WeightsOut:
         Raises:
             ManifestError: the weights cannot be described.
         """
-        kept = self._sources.setdefault(source, _PublishedWeights())
-        kept.versions = {n: there for n, there in kept.versions.items() if n >= oldest}
+        for one in [one for one in self._versions if one[0] == source and one[1] < oldest]:
+            del self._versions[one]
         manifest = describe(weights)
-        if manifest != kept.snapshot.manifest:
-            kept.snapshot = Snapshot(manifest)
-        flat = self._memory(kept.snapshot.num_bytes)
-        kept.snapshot.take(flat, {name: local_tensor(weights[name]) for name in manifest.held})
-        kept.versions[version] = manifest, flat
+        flat = self._memory(manifest.snapshot_bytes)
+        with torch.no_grad():
+            for name, place in manifest.views(flat).items():
+                place.copy_(local_tensor(weights[name]))
+        self._versions[source, version] = manifest, flat
         return Export(source, version, self._lane, manifest.num_bytes)
 
     def _memory(self, num_bytes: int) -> Tensor:
@@ -69,8 +54,8 @@ class WeightsOut:
 
     def provide(self, key: WeightsKey) -> tuple[TensorManifest, Tensor]:
         """Return the manifest and the snapshot of a version; KeyError if this lane has none."""
-        return self._sources[key.source].versions[key.version]
+        return self._versions[key.source, key.version]
 
     def drop(self) -> None:
         """Drop the versions that an earlier run laid out."""
-        self._sources = {}
+        self._versions = {}

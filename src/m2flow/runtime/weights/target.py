@@ -17,7 +17,6 @@ from m2flow.runtime.weights.boxes import Box
 from m2flow.runtime.weights.exports import Export, WeightsKey
 from m2flow.runtime.weights.manifest import TensorManifest, merged, wanted_boxes
 from m2flow.runtime.weights.relay import Relay, RelayKey
-from m2flow.runtime.weights.snapshot import Snapshot
 from m2flow.runtime.weights.transfers import Assembler, TensorTransfer, transfers
 
 
@@ -75,7 +74,7 @@ class WeightsIn:
         route = self._routes.setdefault((source, name), _Route())
         found = {export.lane: self._version(export, seconds) for export in exports}
         route.know({lane: manifest for lane, (manifest, _) in found.items()}, worker)
-        tensors = {lane: Snapshot(manifest).views(flat) for lane, (manifest, flat) in found.items()}
+        tensors = {lane: manifest.views(flat) for lane, (manifest, flat) in found.items()}
         pieces = [(move, move.source.of(tensors[move.lane][move.name])) for move in route.plan]
         total = sum(export.num_bytes for export in exports)
         return route.assembler.assemble(route.wanted, route.whole, pieces), total
