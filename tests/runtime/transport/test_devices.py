@@ -255,8 +255,8 @@ def test_a_view_that_cannot_be_shared_is_copied_first() -> None:
     driver = Fussy()
     link = FakeIPC("GPU-a", driver)
     view = torch.arange(10, dtype=torch.uint8)[3:]
-    token = link.offer([view], BESIDE)
-    (got,) = link.take(token)
+    handles = link.offer([view], BESIDE)
+    (got,) = link.take(handles, HERE)
     assert torch.equal(got, view)
     assert got.data_ptr() != view.data_ptr()
 

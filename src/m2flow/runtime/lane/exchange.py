@@ -63,6 +63,8 @@ class Exchange:
         link: "stream" if nothing is to go through shared memory or by CUDA IPC; None for what fits.
         devices: what the process has of its GPU, if it runs on one: elements on a device then go
             by CUDA IPC where that is possible, and arrive there.
+        beside: the exchanges of lanes in the same process, which this one joins: what lies there is
+            taken by reference.
 
     Attributes:
         link: the one way that payloads take, or None.
@@ -80,6 +82,7 @@ class Exchange:
         key: bytes,
         link: str | None = None,
         devices: CudaIPC | None = None,
+        beside: dict[int, Exchange] | None = None,
     ) -> None:
         name = name_of(lane)
         self.lane, self.position, self.link = lane, position, link
@@ -92,11 +95,16 @@ class Exchange:
         self._fetching: ThreadPoolExecutor | None = None
         self._peers = Peers(node, key, name=name, devices=ipc)
         self._reader = self._peers.reader
+        self._beside = {} if beside is None else beside
+        # All of a process ask others on the first one's connections: with its own, each would need
+        # one to every lane there, and every connection a thread at its other end.
+        self._asks = next((one._peers for one in self._beside.values()), self._peers)
         self._relay = Relay(self._fetch)
         self.weights_in = WeightsIn(lane, self._fetch, self._relay)
         self.weights_out: WeightsOut | None = None
         self._server: PayloadServer | None = None
         if lane is not None:  # nobody asks the launcher for anything
+            self._beside[lane] = self
             self.weights_out = WeightsOut(self._pool, lane)
             self._server = PayloadServer(
                 self._provide,
@@ -158,8 +166,10 @@ class Exchange:
 
     def _fetch(self, lane: int, key: Any, seconds: float) -> Any:
         """What a lane has."""
+        if lane in self._beside:
+            return self._beside[lane]._provide(key)
         device = None if self._devices is None else self._devices.device
-        return self._peers.fetch(self._addresses[lane], key, timeout=seconds, device=device)
+        return self._asks.fetch(self._addresses[lane], key, timeout=seconds, device=device)
 
     def wrap(self, batch: Batch, lane: int, *, same_node: bool) -> Any:
         """Items to be sent along with an order to a lane."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from ray import cloudpickle
 
+from m2flow.engine.calls import call_name
 from m2flow.engine.messages import (
     LAUNCHER,
     AbortCall,
@@ -29,7 +30,6 @@ from m2flow.engine.messages import (
     FeedCall,
     InstallWeights,
     ItemsProduced,
-    LaneCommand,
     MoveFailed,
     MoveState,
     RunCall,
@@ -239,7 +239,7 @@ class LaneExecutor:
             graph, host = self._host.graphs[order.flow], self._host
             begun = not isinstance(error, _Unread)
             cause = error if begun else error.__cause__ or error
-            name_residents(cause, self.lane, _name_of(graph, command), host.workers, host.away)
+            name_residents(cause, self.lane, call_name(graph, command), host.workers, host.away)
             failed = CallFailed(command.call, self.lane, self._portable(cause), begun=begun)
             self._report([Report(failed)])
         finally:
@@ -423,19 +423,7 @@ class LaneExecutor:
         return error
 
 
-def _name_of(graph: FlowGraph, command: LaneCommand) -> str:
-    """What a call is, in words."""
-    match command:
-        case RunCall(node=index) | RunFinish(node=index):
-            return graph.nodes[index].name
-        case ExportWeights(source=source):
-            return f"publishing {source}"
-        case InstallWeights(target=target):
-            return f"installing weights in {target}"
-    return type(command).__name__
-
-
-def _workers_of(graph: FlowGraph, command: LaneCommand) -> list[str]:
+def _workers_of(graph: FlowGraph, command: CallCommand) -> list[str]:
     """The workers whose state a call needs."""
     match command:
         case RunCall(node=index, fused=fused):
@@ -448,4 +436,3 @@ def _workers_of(graph: FlowGraph, command: LaneCommand) -> list[str]:
             return [source]
         case InstallWeights(source=source, target=target, local=local):
             return [source, target] if local else [target]
-    return []

@@ -18,11 +18,8 @@ from m2flow.runtime.lane.actor import LaneAddress, LaneProcess
 from m2flow.runtime.lane.exchange import Exchange
 from m2flow.runtime.transport.groups import LaneGroups
 from m2flow.runtime.transport.lines import Line
-from m2flow.runtime.transport.peers import Peers
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from m2flow.runtime.transport.peering import PeerAddress
 
 _lines: dict[int, Line] = {}
@@ -53,7 +50,7 @@ class SharedProcess:
     def __init__(
         self, lanes: Sequence[tuple[int, LaneSpec]], folder: str, key: bytes, one_node: bool
     ) -> None:
-        self._beside: dict[int, SharedExchange] = {}
+        self._beside: dict[int, Exchange] = {}
         self._lanes = [
             SharedLane(lane, position, folder, key, one_node, self._beside)
             for position, lane in lanes
@@ -85,15 +82,14 @@ class SharedLane(LaneProcess):
         folder: str,
         key: bytes,
         one_node: bool,
-        beside: dict[int, SharedExchange],
+        beside: dict[int, Exchange],
     ) -> None:
         super().__init__(lane, position, folder, key, None, one_node)
         self._beside = beside
 
     def _make_exchange(self, node: str, host: str | None) -> Exchange:
-        exchange = SharedExchange(self.lane.id, self.position, node, host, self.folder, self.key)
-        exchange.stand_beside(self._beside)
-        return exchange
+        lane, position = self.lane.id, self.position
+        return Exchange(lane, position, node, host, self.folder, self.key, beside=self._beside)
 
     def _make_groups(self, num_lanes: int) -> LaneGroups:
         return NoGroups(self.position, num_lanes, self._meeting)
@@ -127,29 +123,3 @@ class NoGroups(LaneGroups):
 
 def _refuse(*_: Any) -> None:
     raise UserError("lanes that share a process have no collectives", key="lanes_per_process")
-
-
-class SharedExchange(Exchange):
-    """An exchange that takes what lies on a lane of its own process by reference."""
-
-    def __init__(
-        self, lane: int, position: int, node: str, host: str | None, folder: Path, key: bytes
-    ) -> None:
-        super().__init__(lane, position, node, host, folder, key)
-        self._beside: Mapping[int, SharedExchange] = {}
-        self._asks: Peers = self._peers
-
-    def stand_beside(self, lanes: dict[int, SharedExchange]) -> None:
-        """Join the exchanges of a process.
-
-        All of them ask other processes on the first one's connections: with its own, each would
-        need one to every lane there, and every connection a thread at its other end.
-        """
-        assert self.lane is not None
-        lanes[self.lane] = self
-        self._beside, self._asks = lanes, next(iter(lanes.values()))._peers
-
-    def _fetch(self, lane: int, key: Any, seconds: float) -> Any:
-        if lane in self._beside:
-            return self._beside[lane]._provide(key)
-        return self._asks.fetch(self._addresses[lane], key, timeout=seconds)

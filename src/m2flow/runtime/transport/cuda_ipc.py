@@ -35,18 +35,6 @@ class LinkRefused(M2FlowError):
     """CUDA IPC does not work between these two processes: use another way."""
 
 
-class IpcOffer(NamedTuple):
-    """Memory that another process may open.
-
-    Attributes:
-        gpu: where the memory is.
-        handles: of its pieces.
-    """
-
-    gpu: str
-    handles: tuple[Handle, ...]
-
-
 class CudaIPC:
     """The GPU of this process, whose memory it hands over by torch.multiprocessing's handles.
 
@@ -61,7 +49,7 @@ class CudaIPC:
         self._unable = False
         self._lock = threading.Lock()  # torch's own counting expects one thread at a time
 
-    def offer(self, pieces: Sequence[Tensor], asker: Location) -> IpcOffer:
+    def offer(self, pieces: Sequence[Tensor], asker: Location) -> tuple[Handle, ...]:
         """Handles of the pieces. Where sharing fails once, it is not tried again."""
         if self._unable:
             raise LinkRefused("its memory cannot be shared")
@@ -75,7 +63,7 @@ class CudaIPC:
             why = f"memory of GPU {self.gpu} cannot be shared: {_first_line(error)}"
             _log.warning("host memory is used from now on: %s", why)
             raise LinkRefused(why) from error
-        return IpcOffer(self.gpu, tuple(handles))
+        return tuple(handles)
 
     def _share(self, piece: Tensor, *, same_gpu: bool) -> Handle:
         with self._lock:
@@ -89,18 +77,18 @@ class CudaIPC:
         for handle in handles:
             self.let_go(handle)
 
-    def take(self, offer: IpcOffer) -> list[Tensor]:
-        """Open the pieces; copy those of another GPU."""
+    def take(self, handles: Sequence[Handle], holder: Location) -> list[Tensor]:
+        """Open the pieces that another process holds; copy those of another GPU."""
         opened: list[Tensor] = []
-        for handle in offer.handles:
+        for handle in handles:
             try:
                 opened.append(self.open(handle))
             except RuntimeError as error:
-                self.withdraw(offer.handles[len(opened) :])
+                self.withdraw(handles[len(opened) :])
                 opened.clear()  # the error is looked at for longer than they are needed
                 reason = f"its memory cannot be opened: {_first_line(error)}"
                 raise LinkRefused(reason) from None
-        return opened if offer.gpu == self.gpu else [piece.clone() for piece in opened]
+        return opened if holder.gpu == self.gpu else [piece.clone() for piece in opened]
 
     def owns(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies on this GPU."""

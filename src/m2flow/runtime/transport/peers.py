@@ -178,7 +178,7 @@ class Peers:
         assert self.devices is not None, "this process has said that it has no GPU"
         offer: DeviceOffer = pickle.loads(frame.head)
         head, *host = frame.buffers
-        pieces = self.devices.take(offer.ipc)
+        pieces = self.devices.take(offer.handles, offer.holder)
         buffers = together(offer.places, host, pieces)
         value = unpack(memoryview(head), buffers, device=device)
         return Received(value, CUDA_IPC)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from m2flow.runtime.transport.cargo import load
-from m2flow.runtime.transport.cuda_ipc import CudaIPC, IpcOffer, LinkRefused, scope_between
+from m2flow.runtime.transport.cuda_ipc import CudaIPC, Handle, LinkRefused, scope_between
 from m2flow.runtime.transport.frame import Frame, FrameStream
 from m2flow.runtime.transport.listening import LOOPBACK, Listener, this_machine
 from m2flow.runtime.transport.peering import FrameKind, Location, PeerAddress, TestPayload
@@ -143,12 +143,12 @@ class PayloadServer:
         if not cargo.pieces:
             return None
         try:
-            ipc = devices.offer(cargo.pieces, asker.location)
+            handles = devices.offer(cargo.pieces, asker.location)
         except LinkRefused:
             return None
-        offer = DeviceOffer(ipc, cargo.places, self._location)
+        offer = DeviceOffer(handles, cargo.places, self._location)
         memory = [cargo.host.head, *(buffer.memory() for buffer in cargo.host.buffers)]
-        return Frame(FrameKind.DEVICE, pickle.dumps(offer, 5), memory), _Offered(ipc=ipc)
+        return Frame(FrameKind.DEVICE, pickle.dumps(offer, 5), memory), _Offered(on_device=handles)
 
     # --- what an answer holds ---------------------------------------------------------------------
 
@@ -156,8 +156,8 @@ class PayloadServer:
         """Reclaim the memory behind an answer that nobody has read."""
         if held.handle is not None and self._pool is not None:
             self._pool.release(held.handle)
-        if held.ipc is not None and self._devices is not None:
-            self._devices.withdraw(held.ipc.handles)
+        if self._devices is not None:
+            self._devices.withdraw(held.on_device)
 
     def _test_payload(self, key: TestPayload) -> Any:
         if key.on_device and self._devices is not None:
@@ -169,12 +169,12 @@ class DeviceOffer(NamedTuple):
     """Head of an answer whose device part goes by CUDA IPC; its buffers are the host part.
 
     Attributes:
-        ipc: what the asker opens.
+        handles: of the pieces, which the asker opens.
         places: for each buffer of the payload, whether it is a piece.
         holder: who answers.
     """
 
-    ipc: IpcOffer
+    handles: tuple[Handle, ...]
     places: tuple[bool, ...]
     holder: Location
 
@@ -191,7 +191,7 @@ class _Offered(NamedTuple):
     """Memory that the last answer holds for the asker until the asker has read it."""
 
     handle: SharedHandle | None = None
-    ipc: IpcOffer | None = None
+    on_device: tuple[Handle, ...] = ()
 
 
 @cache
