@@ -260,6 +260,33 @@ class LaneGroups:
         dist.destroy_process_group()
 
 
+class NoGroups(LaneGroups):
+    """Process groups are of processes; lanes that share one have none, and say so when asked."""
+
+    def init(self, *_: Any, **__: Any) -> None:
+        """Meet nobody."""
+
+    def ensure(self, *_: Any, **__: Any) -> None:
+        """Make no group."""
+
+    def group(self, lanes: tuple[int, ...]) -> Any:
+        """Nothing, which is refused only when it is used."""
+        return None
+
+    def all_reduce(self, lanes: tuple[int, ...]) -> Any:
+        """A function that refuses to sum."""
+        return _refuse
+
+    def least(self, lanes: tuple[int, ...]) -> Any:
+        raise UserError(
+            "lanes that share a process cannot stream on a gang", key="lanes", value=lanes
+        )
+
+
+def _refuse(*_: Any) -> None:
+    raise UserError("lanes that share a process have no collectives", key="lanes_per_process")
+
+
 def remove_stores(current: Path) -> None:
     """Remove the files of worlds before the current one."""
     number = int(current.name.removeprefix(STORE))
