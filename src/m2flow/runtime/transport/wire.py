@@ -77,8 +77,6 @@ def unpack(
             for tensors that stood on one.
         device: where tensors go that stood on an accelerator; host memory when left out.
     """
-    if device is None:
-        return pickle.loads(head, buffers=map(_as_memory, buffers))
     before = getattr(_receiver, "device", None)
     _receiver.device = device
     try:
