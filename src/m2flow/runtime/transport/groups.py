@@ -191,18 +191,17 @@ class LaneGroups:
 
     def all_reduce(self, lanes: Lanes) -> Callable[[Sequence[Any]], None]:
         """A function that sums lists of tensors in place over these lanes, one bucket a dtype."""
-        return partial(sum_over, self.group(lanes))
+        return lambda tensors: sum_over(self.group(lanes), tensors)
 
     def least(self, lanes: Lanes) -> Callable[[int], int]:
         """A function that gives the least of the numbers that these lanes call it with."""
-        group = self.group(lanes)
 
         def least_of_lanes(number: int) -> int:
             import torch
             import torch.distributed as dist
 
             numbers = torch.tensor([number])  # on the CPU: an accelerator would have to be awaited
-            dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group)
+            dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=self.group(lanes))
             return int(numbers)
 
         return least_of_lanes
@@ -269,22 +268,8 @@ class NoGroups(LaneGroups):
     def ensure(self, *_: Any, **__: Any) -> None:
         """Make no group."""
 
-    def group(self, lanes: tuple[int, ...]) -> Any:
-        """Nothing, which is refused only when it is used."""
-        return None
-
-    def all_reduce(self, lanes: tuple[int, ...]) -> Any:
-        """A function that refuses to sum."""
-        return _refuse
-
-    def least(self, lanes: tuple[int, ...]) -> Any:
-        raise UserError(
-            "lanes that share a process cannot stream on a gang", key="lanes", value=lanes
-        )
-
-
-def _refuse(*_: Any) -> None:
-    raise UserError("lanes that share a process have no collectives", key="lanes_per_process")
+    def group(self, lanes: Lanes) -> Any:
+        raise UserError("lanes that share a process have no collectives", key="lanes_per_process")
 
 
 def remove_stores(current: Path) -> None:
