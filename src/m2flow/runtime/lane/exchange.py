@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
 from m2flow.runtime.lane.store import Store
 from m2flow.runtime.transport.cuda_ipc import CudaIPC
@@ -86,7 +87,8 @@ class Exchange:
     ) -> None:
         name = name_of(lane)
         self.lane, self.position, self.link = lane, position, link
-        assert link in (None, "stream"), f"no way that all payloads can take: {link!r}"
+        if link not in (None, "stream"):
+            raise UserError("no way for all payloads", key="link", value=link, expected='"stream"')
         ipc = devices if link is None else None
         self._store = Store()
         self._addresses: Mapping[int, PeerAddress] = {}
@@ -104,7 +106,8 @@ class Exchange:
         self.weights_out: WeightsOut | None = None
         self._server: PayloadServer | None = None
         if lane is not None:  # nobody asks the launcher for anything
-            self._beside[lane] = self
+            if beside is not None:
+                beside[lane] = self
             self.weights_out = WeightsOut(self._pool, lane)
             self._server = PayloadServer(
                 self._provide,
@@ -166,8 +169,9 @@ class Exchange:
 
     def _fetch(self, lane: int, key: Any, seconds: float) -> Any:
         """What a lane has."""
-        if lane in self._beside:
-            return self._beside[lane]._provide(key)
+        near = self if lane == self.lane else self._beside.get(lane)
+        if near is not None:
+            return near._provide(key)
         device = None if self._devices is None else self._devices.device
         return self._asks.fetch(self._addresses[lane], key, timeout=seconds, device=device)
 
