@@ -257,9 +257,7 @@ def exchanged(address: PeerAddress) -> float:
     """Median seconds of a Batch that a peer of this node has, asked for, received and dropped."""
     peers = Peers(None, AUTHKEY)
     try:
-        return statistics.median(
-            _repeat(lambda: peers.fetch(address, "batch", timeout=10, link="shared"))
-        )
+        return statistics.median(_repeat(lambda: peers.fetch(address, "batch", timeout=10)))
     finally:
         peers.close()
 

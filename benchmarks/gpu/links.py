@@ -23,14 +23,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import Target, arguments, conclude, table
 
 from m2flow.runtime.transport.cuda_ipc import devices_here
-from m2flow.runtime.transport.peering import LinkUnavailable, PeerAddress
+from m2flow.runtime.transport.peering import PeerAddress
 from m2flow.runtime.transport.peers import Peers
 from m2flow.runtime.transport.server import PayloadServer
 from m2flow.runtime.transport.shared_memory import SharedPool
 
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "100 MiB": 100 << 20}
 KEY = b"a secret of this benchmark alone"
-WAYS = ("cuda_ipc", "staged")
 START_SECONDS, FETCH_SECONDS = 120.0, 60.0
 
 
@@ -76,31 +75,34 @@ def measured(gpu: int, repeats: int) -> dict[str, dict[str, float]]:
     if not here.poll(START_SECONDS):
         raise TimeoutError(f"the other process did not start in {START_SECONDS:g} s")
     address = here.recv()
-    peers = Peers(None, KEY, name="the asker", devices=devices_here())
+    peers = {
+        "cuda_ipc": Peers(None, KEY, name="the asker", devices=devices_here()),
+        "staged": Peers(None, KEY, name="the asker", devices=None),
+    }
     spent = {}
     for size, num_bytes in SIZES.items():
         acts = _raw_copies(num_bytes, gpu)
         expected = _pattern(num_bytes, "cuda:0")
-        for way in WAYS:
-            act = _fetching(peers, address, way, num_bytes)
-            try:
-                got = act()
-            except LinkUnavailable as error:
-                print(f"{size}: {error}")
+        for way, asker in peers.items():
+            act = _fetching(asker, address, num_bytes)
+            got = act()
+            assert torch.equal(got.value, expected), f"{way} brought another tensor"
+            if (way == "cuda_ipc") != (got.link == "cuda_ipc"):
+                print(f"{size}: no {way}, but {got.link}")
                 continue
-            assert torch.equal(got, expected), f"{way} brought another tensor"
             del got
             acts[way] = act
         spent[size] = _medians(acts, repeats)
-    peers.close()
+    for asker in peers.values():
+        asker.close()
     here.close()
     process.join(10)
     process.kill()
     return spent
 
 
-def _fetching(peers: Peers, address: PeerAddress, way: str, num_bytes: int) -> Callable[[], Any]:
-    return lambda: peers.fetch(address, num_bytes, timeout=FETCH_SECONDS, link=way, device="cuda:0")
+def _fetching(peers: Peers, address: PeerAddress, num_bytes: int) -> Callable[[], Any]:
+    return lambda: peers.receive(address, num_bytes, timeout=FETCH_SECONDS, device="cuda:0")
 
 
 def _raw_copies(num_bytes: int, gpu: int) -> dict[str, Callable[[], Any]]:

@@ -146,7 +146,8 @@ def test_a_call_that_runs_out_of_memory_says_who_held_it(error: Exception, asked
     (failed,) = [event for event in line.said if isinstance(event, CallFailed)]
     assert type(failed.error) is type(error)
     told = str(failed.error)
-    assert told.startswith("worker.take ran out of memory on lane 3, which held worker 12.3 GB: ")
+    assert told.startswith("worker.take (step 0, call 1) ran out of memory on lane 3, which held ")
+    assert ", which held worker 12.3 GB: " in told
     assert told.endswith(asked)
     assert "away" not in told
 

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,13 +23,15 @@ from m2flow.engine.messages import InstallWeights
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import RunFailed
 from m2flow.runtime.driver.runner import StepResult
-from m2flow.runtime.transport.shared_memory import SharedPool, SharedReader
+from m2flow.runtime.transport.shared_memory import SharedPool
 from m2flow.runtime.weights import Box, ManifestError, Shard
-from m2flow.runtime.weights.exports import Export, ManifestKey, Sends, WeightsKey
+from m2flow.runtime.weights.exports import Export, WeightsKey
+from m2flow.runtime.weights.manifest import describe
 from m2flow.runtime.weights.publisher import Publisher
 from m2flow.runtime.weights.relay import Relay, RelayKey
-from m2flow.runtime.weights.source import WeightsOut, _PublishedWeights
+from m2flow.runtime.weights.source import WeightsOut
 from m2flow.runtime.weights.target import WeightsIn
+from m2flow.runtime.weights.transfers import transfers as plan_transfers
 
 ray = pytest.importorskip("ray")
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # lanes cannot import this module
@@ -245,25 +246,22 @@ def test_an_install_that_raises_ends_the_run(pool: Any) -> None:
 
 
 class Loopback:
-    """Both halves of one lane, and what was asked for."""
+    """Both halves of one lane."""
 
     def __init__(self) -> None:
         self.pool = SharedPool("test-publishing-")
-        self.out = WeightsOut(self.pool, 0, by_handle=True)
-        self.asked: list[Any] = []
-        self.there = WeightsIn(1, self.ask, SharedReader(), Relay(self.ask))
+        self.out = WeightsOut(self.pool, 0)
+        self.there = WeightsIn(1, self.ask, Relay(self.ask))
 
-    def ask(self, lane: int, key: Any, seconds: float, *, own: bool = False) -> Any:
-        self.asked.append(key)
+    def ask(self, lane: int, key: Any, seconds: float) -> Any:
         return self.out.provide(key)
 
-    def export(self, version: int, method: Any, oldest: int = 0, **more: Any) -> list[Export]:
-        sends = Sends({method: (1,)}, oldest, **more)
-        return list(self.out.lay_out("source", version, weights_of(version), sends))
+    def export(self, version: int, oldest: int = 0) -> Export:
+        return self.out.lay_out("source", version, weights_of(version), oldest)
 
-    def install(self, version: int, exports: Sequence[Export], name: str = "target") -> None:
-        got, _ = self.there.collect("source", (name, Worker()), version, exports, 1.0)
-        assert mark(got) == mark(weights_of(version))
+    def install(self, export: Export, name: str = "target") -> None:
+        got, _ = self.there.collect("source", (name, Worker()), [export], 1.0)
+        assert mark(got) == mark(weights_of(export.version))
 
 
 @pytest.fixture
@@ -273,43 +271,46 @@ def loopback() -> Iterator[Loopback]:
     both.pool.close()
 
 
-@pytest.mark.parametrize("method", ["shared", "copy"])
-def test_a_manifest_is_asked_for_once(loopback: Loopback, method: str) -> None:
+def test_transfers_are_planned_once(loopback: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[object] = []
+
+    def transfers(*known: Any) -> Any:
+        planned.append(known)
+        return plan_transfers(*known)
+
+    monkeypatch.setattr("m2flow.runtime.weights.target.transfers", transfers)
     for version in range(4):
-        loopback.install(version, loopback.export(version, method))
-    asked = [key for key in loopback.asked if isinstance(key, ManifestKey)]
-    assert len(asked) == 1
-    assert len(loopback.asked) == (1 if method == "shared" else 5)
+        loopback.install(loopback.export(version))
+    assert len(planned) == 1
 
 
 def test_a_late_reader_gets_the_version_that_it_asks_for(loopback: Loopback) -> None:
     """Though the source has gone on: what somebody still needs is kept."""
-    exports = [loopback.export(version, "copy") for version in range(3)]
-    loopback.install(2, exports[2])
-    loopback.install(1, exports[1], name="late")
-    loopback.install(2, exports[2], name="late")
+    exports = [loopback.export(version) for version in range(3)]
+    loopback.install(exports[2])
+    loopback.install(exports[1], name="late")
+    loopback.install(exports[2], name="late")
 
 
 def test_a_version_is_installed_as_a_whole_or_not_at_all(loopback: Loopback) -> None:
     """One of two lanes has lost its part: the target keeps the version before, bit by bit."""
     whole = weights_of(0)["fixed"]
     halves = [Shard(whole[:9], Box((0,), (9,)), (17,)), Shard(whole[9:], Box((9,), (8,)), (17,))]
-    lanes = [WeightsOut(loopback.pool, lane, by_handle=True) for lane in range(2)]
+    lanes = [WeightsOut(loopback.pool, lane) for lane in range(2)]
 
-    def ask(lane: int, key: Any, seconds: float, *, own: bool = False) -> Any:
-        if lane == 1 and isinstance(key, WeightsKey) and key.version == 1:
+    def ask(lane: int, key: WeightsKey, seconds: float) -> Any:
+        if lane == 1 and key.version == 1:
             raise ConnectionError("lane 1 is gone")
         return lanes[lane].provide(key)
 
-    there = WeightsIn(2, ask, SharedReader(), Relay(ask))
+    there = WeightsIn(2, ask, Relay(ask))
 
     def collect(version: int) -> Mapping[str, Tensor]:
         exports = [
-            export
+            lane.lay_out("source", version, {"x": half}, 0)
             for lane, half in zip(lanes, halves, strict=False)
-            for export in lane.lay_out("source", version, {"x": half}, Sends({"copy": (2,)}, 0))
         ]
-        return there.collect("source", ("target", Worker()), version, exports, 1.0)[0]
+        return there.collect("source", ("target", Worker()), exports, 1.0)[0]
 
     installed = collect(0)["x"]
     whole.zero_()
@@ -365,29 +366,23 @@ def test_a_relay_forgets_what_could_not_be_brought() -> None:
 
 def test_what_nobody_needs_is_let_go(loopback: Loopback) -> None:
     for version in range(3):
-        loopback.export(version, "copy", oldest=version)
+        loopback.export(version, oldest=version)
     with pytest.raises(KeyError):
         loopback.out.provide(WeightsKey("source", 1))
-    assert loopback.out.provide(WeightsKey("source", 2)).numel()
+    assert loopback.out.provide(WeightsKey("source", 2))[1].numel()
 
 
 def test_a_manifest_is_new_where_what_matters_is() -> None:
-    cache, weights = _PublishedWeights(), weights_of(0)
-    cache.see(weights)
-    snapshot = cache.snapshot
-    cache.see(weights_of(1))
-    assert cache.snapshot is snapshot, "new tensors of the same kind"
+    weights = weights_of(0)
+    known = describe(weights)
+    assert describe(weights_of(1)) == known, "new tensors of the same kind"
     for name, other in [
         ("tied", weights["matrix"].clone()),
         ("half", weights["half"].float()),
         ("half", weights["half"][1:]),
         ("fixed", Shard(weights["fixed"], Box((3,), (17,)), (20,))),
     ]:
-        token = cache.token
-        cache.see(weights | {name: other})
-        assert cache.token != token, name
-        cache.see(weights)
-        assert cache.token == token
+        assert describe(weights | {name: other}) != known, name
 
 
 def same_node(first: int, second: int) -> bool:
@@ -404,23 +399,23 @@ def publisher(link: str | None = None, num_lanes: int = 4) -> Publisher:
     return Publisher(same_node, plan, graphs, link)
 
 
-def publish(one: Publisher, version: int, lanes: Sequence[int]) -> Mapping[Any, tuple[int, ...]]:
-    """Export and install a version; how it was sent."""
-    (sends,) = one.export("source", version, (0,)).values()
-    one.laid_out([Export("source", version, 0, m, 7, 200 << 20) for m in sends.readers])
+def publish(one: Publisher, version: int, lanes: Sequence[int]) -> dict[int, int | None]:
+    """Export and install a version; by way of which lane each got it."""
+    one.export("source", version, (0,))
+    one.laid_out([Export("source", version, 0, 200 << 20)])
+    ways = {}
     for lane in lanes:
         command = InstallWeights(lane, "source", "target", version, (lane,), local=False)
         (found,) = one.install(command)
-        far = lane > 1 and found.method == "copy"
-        assert found.via == (lane // 2 * 2 if far else None), "the first lane of its node"
+        ways[lane] = found.via
         one.finished(lane)
-    return sends.readers
+    return ways
 
 
 def test_the_way_follows_from_where_the_lanes_are() -> None:
     one = publisher()
     assert one.explain() == {}
-    assert publish(one, 1, (1, 2, 3)) == {"shared": (1,), "copy": (2, 3)}
+    assert publish(one, 1, (1, 2, 3)) == {1: None, 2: 2, 3: 2}
     assert one.explain() == {
         "source publishes to target on a lane of its node by shared": (
             "210 MB (they read one snapshot in shared memory)"
@@ -429,24 +424,19 @@ def test_the_way_follows_from_where_the_lanes_are() -> None:
             "210 MB (each node is sent one copy)"
         ),
     }
-    three = publisher(num_lanes=6)
-    assert publish(three, 1, range(1, 6)) == {"shared": (1,), "copy": (2, 3, 4, 5)}
+    three = publisher(num_lanes=5)
+    assert publish(three, 1, range(1, 5)) == {1: None, 2: 2, 3: 2, 4: None}
 
 
 def test_weights_are_copied_where_all_payloads_take_one_link() -> None:
     one = publisher("stream")
-    assert publish(one, 1, (1, 2, 3)) == {"copy": (1, 2, 3)}
+    publish(one, 1, (1, 2, 3))
     assert set(one.explain().values()) == {"210 MB (all goes by stream)"}
 
 
 def test_versions_that_somebody_needs_are_kept() -> None:
     one = publisher()
-    one.export("source", 1, (0,))
-    one.laid_out([Export("source", 1, 0, m, 7, 100) for m in ("shared", "copy")])
-    for lane in (1, 2):
-        command = InstallWeights(lane, "source", "target", 1, (lane,), local=False)
-        one.install(command)
-        one.finished(lane)
+    publish(one, 1, (1, 2))
     assert one.export("source", 2, (0,))[0].oldest == 1, "lane 3 has not installed it"
     command = InstallWeights(3, "source", "target", 1, (3,), local=False)
     assert one.install(command)[0].version == 1
@@ -454,19 +444,17 @@ def test_versions_that_somebody_needs_are_kept() -> None:
     assert one.export("source", 3, (0,))[0].oldest == 2
 
 
-def test_a_lane_that_was_lost_takes_a_copy_until_the_next_version() -> None:
+def test_a_lane_that_was_lost_finds_its_version_until_the_next_one() -> None:
     """What it had taken over went with it, whether its installs had ended or not."""
     one = publisher()
     assert not one.has_published("source")
     assert one.copies("source", 1) is None
-    publish(one, 1, (2, 3))
-    one.lost(1)
-    command = InstallWeights(1, "source", "target", 1, (1,), local=False)
-    (again,) = one.install(command)
-    assert (again.method, again.via, again.version) == ("copy", None, 1)
-    one.finished(1)
+    publish(one, 1, (1, 2, 3))
+    one.lost(2)
+    command = InstallWeights(3, "source", "target", 1, (3,), local=False)
+    assert [again.via for again in one.install(command)] == [3], "not by the lane that is gone"
     (copy,) = one.copies("source", 1) or ()
-    assert (copy.method, copy.handle, copy.via) == ("copy", None, None)
+    assert (copy.version, copy.via) == (1, None)
     one.export("source", 2, (0,))
     assert one.has_published("source")
     assert one.copies("source", 1) is None, "the next one takes its place"
@@ -475,9 +463,9 @@ def test_a_lane_that_was_lost_takes_a_copy_until_the_next_version() -> None:
 
 def test_the_last_version_stays_for_a_lane_that_comes_back(loopback: Loopback) -> None:
     """Though all have read it from shared memory, and the source has gone on."""
-    (export,) = loopback.export(3, "shared")
-    loopback.install(3, [export])
-    loopback.install(3, [replace(export, method="copy", handle=None)], name="back")
-    loopback.export(4, "shared", oldest=4)
+    export = loopback.export(3)
+    loopback.install(export)
+    loopback.install(export, name="back")
+    loopback.export(4, oldest=4)
     with pytest.raises(KeyError):
         loopback.out.provide(WeightsKey("source", 3))

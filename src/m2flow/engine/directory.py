@@ -144,9 +144,8 @@ class Directory:
                 by_lanes.setdefault(lanes, []).extend(some)
         return by_lanes
 
-    def lose(self, lane: int) -> list[tuple[int, int]]:
-        """A lane is gone. (producer, item) of those that no other lane holds; they are RELEASED."""
-        gone = []
+    def lose(self, lane: int) -> None:
+        """A lane is gone. What no other lane holds is RELEASED."""
         for producer in range(SOURCE, len(self._homes) - 1):
             homes, copies = self._homes[producer], self._copies[producer]
             for item, lanes in list(copies.items()):
@@ -160,9 +159,6 @@ class Directory:
                     homes[item] = left[0] if left else RELEASED
                     if left[1:]:
                         copies[item] = left[1:]
-                    elif not left:
-                        gone.append((producer, item))
-        return gone
 
     def forget(self, producer: int, item: int) -> None:
         """An item that no lane holds is to be made again.

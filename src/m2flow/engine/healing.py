@@ -281,7 +281,7 @@ class Healer:
         others = tuple(lane for lane in gang if lane not in self._engine.lost)
         if others:
             self._engine.out.append(DropFolded(node.index, state.step, others))
-        units = state.ledgers[node.index].folded_by({replica})
+        units = state.ledgers[node.index].folded_by(replica)
         if units:
             self._do_again(state, node, units, unfolded=True)
 

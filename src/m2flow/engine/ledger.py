@@ -250,13 +250,13 @@ class StageLedger:
         for unit in units:
             self._doers[unit] = replica
 
-    def folded_by(self, replicas: Collection[int]) -> list[int]:
-        """Units of the current window that are done, and that these replicas have folded."""
+    def folded_by(self, replica: int) -> list[int]:
+        """Units of the current window that are done, and that a replica has folded in."""
         first = self.window * self._window_units
         return [
             unit
             for unit in range(first, min(first + self._window_units, len(self._doers)))
-            if self._status[unit] == DONE and self._doers[unit] in replicas
+            if self._status[unit] == DONE and self._doers[unit] == replica
         ]
 
     @property

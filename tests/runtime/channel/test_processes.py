@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import multiprocessing
 import os
 import pickle
@@ -10,13 +11,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import pytest
 import torch
 
 from m2flow.flow.batch import Batch, Ragged
 from m2flow.runtime.transport.channel import Channel, ChannelLost
-from m2flow.runtime.transport.channel.host import Operation
 from m2flow.runtime.transport.frame import Frame
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -54,6 +55,13 @@ def eventually(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def handle_to(channel: Channel, **changed: Any) -> Channel:
+    """A handle with a changed address."""
+    handle: Channel = pickle.loads(pickle.dumps(channel))
+    handle._address = dataclasses.replace(channel._address, **changed)
+    return handle
 
 
 # --- processes ------------------------------------------------------------------------------------
@@ -153,29 +161,23 @@ def test_a_forked_process_makes_connections_of_its_own() -> None:
 
 
 def test_a_handle_with_another_secret_is_not_let_in() -> None:
-    import dataclasses
-
     with Channel("guarded") as channel:
-        forged = dataclasses.replace(channel._address, secret=b"guess")
         with pytest.raises(ChannelLost, match="somebody else"):
-            Channel._handle(forged, SOON, on_ray=False).get()
+            handle_to(channel, secret=b"guess").get()
         assert "secret" not in repr(channel._address)
         channel.put(1)
         assert channel.get() == 1
 
 
 def test_another_machine_comes_in_over_the_network() -> None:
-    import dataclasses
-
     with Channel("far", listen="127.0.0.1", timeout=SOON) as channel:
-        far = dataclasses.replace(channel._address, machine="another")
-        handle = Channel._handle(far, SOON, on_ray=False)
+        handle = handle_to(channel, machine="another")
         handle.put(torch.ones(300_000))
         assert handle.get().sum() == 300_000
         handle.terminate()
-        nowhere = dataclasses.replace(far, endpoint=far.endpoint._replace(tcp=None))
+        nowhere = channel._address.endpoint._replace(tcp=None)
         with pytest.raises(ChannelLost, match="listen=ADDRESS"):
-            Channel._handle(nowhere, SOON, on_ray=False).get()
+            handle_to(channel, machine="another", endpoint=nowhere).get()
 
 
 # --- threads --------------------------------------------------------------------------------------
@@ -239,7 +241,7 @@ def test_a_slow_reader_does_not_hold_up_others() -> None:
         channel.put(b"x" * (8 << 20))
         slow = pickle.loads(pickle.dumps(channel))._connection()
         asked = {"key": None, "timeout": SOON, "weight": 1.0, "max_items": 1, "linger": SOON}
-        slow.send(Frame(Operation.GET, pickle.dumps(asked)))
+        slow.send(Frame("get", pickle.dumps(asked)))
         eventually(lambda: channel.stats().items == 0)
         channel.put("next")
         assert channel.get(timeout=SOON) == "next"

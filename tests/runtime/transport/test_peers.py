@@ -22,7 +22,7 @@ from m2flow.flow.batch import Batch, Ragged
 from m2flow.runtime.transport.frame import Frame, FrameStream
 from m2flow.runtime.transport.handshake import KeyRefused
 from m2flow.runtime.transport.listening import ListenerAddress
-from m2flow.runtime.transport.peering import LinkUnavailable, PeerAddress, PeerLost, TestPayload
+from m2flow.runtime.transport.peering import PeerAddress, PeerLost, TestPayload
 from m2flow.runtime.transport.peers import Peers
 from m2flow.runtime.transport.server import PayloadServer
 from m2flow.runtime.transport.shared_memory import SharedPool, sweep
@@ -111,10 +111,10 @@ def is_the_batch(got: Any) -> bool:
 def test_every_link_carries_every_kind_of_column(
     server: PayloadServer, peers: Peers, far: Peers
 ) -> None:
-    for who, link in ((peers, "shared"), (peers, "stream"), (far, "stream"), (peers, None)):
-        received = who.receive(server.address, "batch", timeout=5, link=link)
+    for who, link in ((peers, "shared"), (far, "stream")):
+        received = who.receive(server.address, "batch", timeout=5)
         assert is_the_batch(received.value)
-        assert received.link == (link or "shared")
+        assert received.link == link
 
 
 def test_the_answering_side_picks_the_link_by_size(
@@ -123,14 +123,14 @@ def test_the_answering_side_picks_the_link_by_size(
     def link(who: Peers, count: int) -> str:
         return who.receive(server.address, count, timeout=5).link
 
-    assert (link(peers, 10), link(peers, 1_000_000)) == ("inline", "shared")
-    assert (link(far, 10), link(far, 1_000_000)) == ("inline", "stream")
+    assert (link(peers, 10), link(peers, 1_000_000)) == ("stream", "shared")
+    assert (link(far, 10), link(far, 1_000_000)) == ("stream", "stream")
 
 
 def test_shared_payloads_give_their_blocks_back(
     server: PayloadServer, peers: Peers, pool: SharedPool
 ) -> None:
-    value = peers.fetch(server.address, "batch", timeout=5, link="shared")
+    value = peers.fetch(server.address, "batch", timeout=5)
     column = value["large"]
     del value
     assert pool.blocks_in_use() == 1
@@ -152,21 +152,17 @@ def test_a_value_made_in_the_pool_reaches_the_peer_without_a_copy(pool: SharedPo
 
 
 def test_a_full_pool_is_streamed_instead(server: PayloadServer, peers: Peers) -> None:
-    held = peers.fetch(server.address, TestPayload(30 << 20), timeout=5, link="shared")
+    held = peers.fetch(server.address, TestPayload(30 << 20), timeout=5)
     got = peers.receive(server.address, TestPayload(20 << 20), timeout=5)
     assert got.link == "stream"
     assert len(held) == 30 << 20
 
 
-def test_without_a_pool_or_on_another_node_shared_memory_is_refused(
-    server: PayloadServer, peers: Peers, far: Peers
-) -> None:
-    with pytest.raises(LinkUnavailable, match="shared"):
-        far.fetch(server.address, 3, timeout=5, link="shared")
-    with pytest.raises(LinkUnavailable, match="pigeon"):
-        peers.fetch(server.address, 3, timeout=5, link="pigeon")
+def test_without_a_pool_payloads_are_streamed(peers: Peers) -> None:
     bare = PayloadServer(provide, None, KEY)
-    assert is_the_batch(peers.fetch(bare.address, "batch", timeout=5))
+    received = peers.receive(bare.address, "batch", timeout=5)
+    assert is_the_batch(received.value)
+    assert received.link == "stream"
     bare.close()
 
 
@@ -189,10 +185,10 @@ def test_errors_come_back_as_themselves(server: PayloadServer, peers: Peers) -> 
 def test_a_timeout_leaves_the_peer_usable_and_nothing_held(
     server: PayloadServer, peers: Peers, pool: SharedPool
 ) -> None:
-    kept = peers.fetch(server.address, "batch", timeout=5, link="shared")
+    kept = peers.fetch(server.address, "batch", timeout=5)
     started = time.monotonic()
     with pytest.raises(TimeoutError, match="no answer about 'slow'"):
-        peers.fetch(server.address, "slow", timeout=0.1, link="shared")
+        peers.fetch(server.address, "slow", timeout=0.1)
     assert time.monotonic() - started < 0.4
     assert peers.fetch(server.address, 2, timeout=5).tolist() == [2, 2]
     deadline = time.monotonic() + 5
@@ -263,8 +259,7 @@ def test_many_threads_fetch_at_once(server: PayloadServer, peers: Peers, pool: S
         chance = random.Random(seed)
         for _ in range(30):
             count = chance.choice([1, 5, 20_000, 70_000])
-            link = chance.choice([None, "shared", "stream"])
-            got = peers.fetch(server.address, count, timeout=10, link=link)
+            got = peers.fetch(server.address, count, timeout=10)
             assert got.shape == (count,)
             assert (got == count).all()
 
@@ -278,7 +273,7 @@ def _lane(connection: Any, hold: bool) -> None:
     if hold:
         address, keep_connection = connection.recv()
         peers = Peers(None, KEY)
-        value = peers.fetch(address, "batch", timeout=5, link="shared")
+        value = peers.fetch(address, "batch", timeout=5)
         if not keep_connection:
             peers.close()
         connection.send(float(value["large"].sum()))
@@ -313,7 +308,7 @@ def start() -> Iterator[Any]:
 def test_a_killed_peer_is_lost_within_a_second(start: Any, peers: Peers, far: Peers) -> None:
     process, pipe = start(hold=False)
     address = pipe.recv()
-    kept = peers.fetch(address, "batch", timeout=5, link="shared")
+    kept = peers.fetch(address, "batch", timeout=5)
     assert far.fetch(address, 1, timeout=5).tolist() == [1]
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(peers.fetch, address, "slow", timeout=30)

@@ -12,7 +12,6 @@ import torch
 from rich.console import Console
 
 from m2flow.plan.file import to_json
-from m2flow.runtime.lane.exchange import reference_cost
 from m2flow.runtime.transport.measure import measure
 from m2flow.runtime.transport.peers import Peers
 from m2flow.runtime.transport.server import PayloadServer
@@ -23,7 +22,6 @@ from m2flow.runtime.transport.table import ASSUMED, BETWEEN, LinkTable, Transfer
 def test_what_fits_into_a_message_goes_with_it() -> None:
     ways = {scope: (way(scope, 1_000), way(scope, 1_000_000)) for scope in BETWEEN}
     assert ways == {
-        "lane": ("reference", "reference"),
         "gpu": ("cuda_ipc", "cuda_ipc"),
         "gpus": ("cuda_ipc", "cuda_ipc"),
         "node": ("stream", "shared"),
@@ -46,17 +44,17 @@ def test_a_cost_goes_through_what_was_measured() -> None:
 
 def test_the_printed_table_names_every_link() -> None:
     out = io.StringIO()
-    absent = LinkTable({"lane": {"reference": TransferCost(1e-6)}}, {"gpu": {"cuda_ipc": "broken"}})
-    Console(file=out, width=120).print(ASSUMED.merged(absent).render())
+    gpu = LinkTable({"gpu": {"cuda_ipc": TransferCost(1e-6)}})
+    Console(file=out, width=120).print(ASSUMED.merged(gpu).render())
     text = out.getvalue()
-    for word in ("reference", "shared", "stream", "broken", "not copied", "10 GB/s", "80 us"):
+    for word in ("cuda_ipc", "shared", "stream", "not copied", "10 GB/s", "80.7 us"):
         assert word in text, text
 
 
 def test_a_rate_without_bound_is_null_in_json() -> None:
-    text = to_json(LinkTable({"lane": {"reference": TransferCost(1e-6)}}))
+    text = to_json(LinkTable({"gpu": {"cuda_ipc": TransferCost(1e-6)}}))
     cost = {"latency_seconds": 1e-6, "bytes_per_second": None}
-    assert json.loads(text) == {"costs": {"lane": {"reference": cost}}, "absent": {}}
+    assert json.loads(text) == {"costs": {"gpu": {"cuda_ipc": cost}}}
 
 
 def test_measuring_a_node_and_a_cluster() -> None:
@@ -72,7 +70,3 @@ def test_measuring_a_node_and_a_cluster() -> None:
     assert taken < 3  # 0.2 s on a machine with nothing else to do
     for part in (peers, near, other, pool):
         part.close()
-
-
-def test_by_reference_costs_next_to_nothing() -> None:
-    assert reference_cost().seconds(1 << 40) < 1e-3

@@ -29,7 +29,6 @@ from m2flow.runtime.transport.sweeping import sweep
 
 if TYPE_CHECKING:  # they import torch
     from m2flow.runtime.lane.exchange import Exchange
-    from m2flow.runtime.transport.groups import LaneGroups
     from m2flow.runtime.transport.peering import PeerAddress
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -42,6 +41,10 @@ ALONE_SECONDS = 0.3
 
 SWITCH_SECONDS = 0.001
 """How long a thread may keep the interpreter while another one waits: peers wait for payloads."""
+
+
+lines: dict[int, Line] = {}
+"""Control lines of the lanes of this process, by lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class LaneProcess:
         key: the pool's secret.
         link: the one way that payloads are to take; None for the fastest.
         one_node: whether launcher and lanes are all on one machine; nothing listens to others then.
+        beside: where lanes share a process, the exchanges of those that are up (`shared`).
     """
 
     def __init__(
@@ -88,8 +92,9 @@ class LaneProcess:
         key: bytes,
         link: str | None,
         one_node: bool = False,
+        beside: dict[int, Exchange] | None = None,
     ) -> None:
-        self.one_node, self.key, self.link = one_node, key, link
+        self.one_node, self.key, self.link, self.beside = one_node, key, link, beside
         self.folder = Path(folder)
         self.become(lane, position)
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -129,7 +134,20 @@ class LaneProcess:
         node = ray.get_runtime_context().get_node_id()
         host = LOOPBACK if self.one_node else str(ray.util.get_node_ip_address())
         reached_at = None if self.one_node else host
-        self._exchange = self._make_exchange(node, reached_at)
+        from m2flow.runtime.lane.exchange import Exchange
+        from m2flow.runtime.transport.cuda_ipc import devices_here
+
+        self._exchange = Exchange(
+            self.lane.id,
+            self.position,
+            node,
+            reached_at,
+            self.folder,
+            self.key,
+            self.link,
+            None if self.lane.gpu is None else devices_here(),
+            self.beside,
+        )
         self._meeting: socket.socket | None = None
         if not self.one_node:  # held, so that nobody else takes the port
             self._meeting = socket.create_server((host, 0))
@@ -143,23 +161,6 @@ class LaneProcess:
             None if self._meeting is None else self._meeting.getsockname()[1],
         )
 
-    def _make_exchange(self, node: str, host: str | None) -> Exchange:
-        from m2flow.runtime.lane.exchange import Exchange
-        from m2flow.runtime.transport.cuda_ipc import devices_here
-
-        devices = None if self.lane.gpu is None else devices_here()
-        return Exchange(
-            self.lane.id, self.position, node, host, self.folder, self.key, self.link, devices
-        )
-
-    def _make_groups(self, num_lanes: int) -> LaneGroups:
-        from m2flow.runtime.transport.groups import LaneGroups
-
-        return LaneGroups(self.position, num_lanes, self._meeting)
-
-    def _opened(self, line: Line) -> None:
-        """The launcher has come."""
-
     def serve(self, peers: Mapping[int, PeerAddress], seconds: float) -> None:
         """Carry out orders until the launcher closes the lane, or is gone.
 
@@ -172,12 +173,13 @@ class LaneProcess:
 
         from m2flow.runtime.lane.context import LaneContext
         from m2flow.runtime.lane.executor import LaneExecutor
+        from m2flow.runtime.transport.groups import LaneGroups, NoGroups
 
         torch.set_num_threads(self.num_threads)  # a setting of the thread
         self._exchange.introduce(peers)
-        groups = self._make_groups(len(peers))
-        line = self._waiting.accept(seconds)
-        self._opened(line)
+        kind = LaneGroups if self.beside is None else NoGroups
+        groups = kind(self.position, len(peers), self._meeting)
+        line = lines[self.lane.id] = self._waiting.accept(seconds)
         device = "cpu" if self.lane.gpu is None else "cuda:0"
         host = str(ray.util.get_node_ip_address())
         context = LaneContext(

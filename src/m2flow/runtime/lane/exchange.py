@@ -13,19 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from m2flow.errors import UserError
 from m2flow.flow.batch import Batch
 from m2flow.runtime.lane.store import Store
 from m2flow.runtime.transport.cuda_ipc import CudaIPC
-from m2flow.runtime.transport.measure import measure, median_seconds
+from m2flow.runtime.transport.measure import measure
 from m2flow.runtime.transport.peering import PeerAddress
 from m2flow.runtime.transport.peers import Peers
 from m2flow.runtime.transport.server import PayloadServer
 from m2flow.runtime.transport.shared_memory import PoolFull, SharedHandle, SharedPool
-from m2flow.runtime.transport.table import REFERENCE, LinkTable, TransferCost
+from m2flow.runtime.transport.table import LinkTable
 from m2flow.runtime.transport.wire import pack, unpack
-from m2flow.runtime.weights.exports import ManifestKey, WeightsKey
+from m2flow.runtime.weights.exports import WeightsKey
 from m2flow.runtime.weights.relay import Relay, RelayKey
 from m2flow.runtime.weights.source import WeightsOut
 from m2flow.runtime.weights.target import WeightsIn
@@ -62,12 +61,14 @@ class Exchange:
         host: its address for other machines; None if all lanes are on this one.
         folder: the pool's; its name begins those of the files in shared memory.
         key: the pool's secret.
-        link: the one way that payloads are to take; None for what fits.
+        link: "stream" if nothing is to go through shared memory or by CUDA IPC; None for what fits.
         devices: what the process has of its GPU, if it runs on one: elements on a device then go
             by CUDA IPC where that is possible, and arrive there.
+        beside: the exchanges of lanes in the same process, which this one joins: what lies there is
+            taken by reference.
 
     Attributes:
-        link: the one way that payloads are to take, or None.
+        link: the one way that payloads take, or None.
         weights_out: lays weights out for other lanes; None in the launcher.
         weights_in: brings weights here.
     """
@@ -82,31 +83,40 @@ class Exchange:
         key: bytes,
         link: str | None = None,
         devices: CudaIPC | None = None,
+        beside: dict[int, Exchange] | None = None,
     ) -> None:
         name = name_of(lane)
         self.lane, self.position, self.link = lane, position, link
+        if link not in (None, "stream"):
+            raise UserError("no way for all payloads", key="link", value=link, expected='"stream"')
+        ipc = devices if link is None else None
         self._store = Store()
         self._addresses: Mapping[int, PeerAddress] = {}
         self._pool = SharedPool(f"{folder.name}-{position}-")
         self._devices = devices
         self._fetching: ThreadPoolExecutor | None = None
-        self._peers = Peers(node, key, name=name, devices=devices)
+        self._peers = Peers(node, key, name=name, devices=ipc)
         self._reader = self._peers.reader
+        self._beside = {} if beside is None else beside
+        # All of a process ask others on the first one's connections: with its own, each would need
+        # one to every lane there, and every connection a thread at its other end.
+        self._asks = next((one._peers for one in self._beside.values()), self._peers)
         self._relay = Relay(self._fetch)
-        self.weights_in = WeightsIn(lane, self._fetch, self._reader, self._relay)
+        self.weights_in = WeightsIn(lane, self._fetch, self._relay)
         self.weights_out: WeightsOut | None = None
         self._server: PayloadServer | None = None
         if lane is not None:  # nobody asks the launcher for anything
-            by_handle = link is None
-            self.weights_out = WeightsOut(self._pool, lane, by_handle=by_handle)
+            if beside is not None:
+                beside[lane] = self
+            self.weights_out = WeightsOut(self._pool, lane)
             self._server = PayloadServer(
                 self._provide,
-                self._pool,
+                self._pool if link is None else None,
                 key,
                 host,
                 node=node,
                 name=name,
-                devices=devices,
+                devices=ipc,
             )
 
     @property
@@ -131,7 +141,7 @@ class Exchange:
         match key:
             case ItemsKey(flow, step, producer, items):
                 return self._store.gather_alike(flow, step, [(producer, items)])
-            case WeightsKey() | ManifestKey() if self.weights_out is not None:
+            case WeightsKey() if self.weights_out is not None:
                 return self.weights_out.provide(key)
             case RelayKey():
                 return self._relay.bring(key)
@@ -157,28 +167,27 @@ class Exchange:
             self._fetching = ThreadPoolExecutor(FETCHES_AT_ONCE, "m2flow fetch")
         return self._fetching.submit(self.ask, lane, key, seconds)
 
-    def _fetch(self, lane: int, key: Any, seconds: float, *, own: bool = False) -> Any:
-        """What a lane has; with `own` in memory that no other lane reads."""
-        address, link = self._addresses[lane], self.link
-        if own and link is None and address.node == self._peers.node:
-            link = "stream"
+    def _fetch(self, lane: int, key: Any, seconds: float) -> Any:
+        """What a lane has."""
+        near = self if lane == self.lane else self._beside.get(lane)
+        if near is not None:
+            return near._provide(key)
         device = None if self._devices is None else self._devices.device
-        return self._peers.fetch(address, key, timeout=seconds, link=link, device=device)
+        return self._asks.fetch(self._addresses[lane], key, timeout=seconds, device=device)
 
     def wrap(self, batch: Batch, lane: int, *, same_node: bool) -> Any:
         """Items to be sent along with an order to a lane."""
         packed = pack(batch)
         if same_node and packed.nbytes > SHARED_BYTES:
             try:
-                return self._pool.write(packed, [name_of(lane)])
+                return self._pool.write(packed, name_of(lane))
             except PoolFull:
                 pass  # the line takes it, more slowly
         return packed.head, [bytes(buffer.memory()) for buffer in packed.buffers]
 
     def forget(self, lane: int) -> None:
-        """Take back what was meant for a lane that is gone: payloads, and weights."""
+        """Take back what was meant for a lane that is gone."""
         self._pool.forget(name_of(lane))
-        self._pool.forget(lane)
 
     def unwrap(self, wrapped: Any) -> Batch:
         """Items that have come along with an order."""
@@ -200,8 +209,8 @@ class Exchange:
     # --- links ------------------------------------------------------------------------------------
 
     def measure(self, lanes: Iterable[int]) -> LinkTable:
-        """Measure the ways from other lanes to here, and within a lane."""
-        table = LinkTable({"lane": {REFERENCE: reference_cost()}})
+        """Measure the ways from other lanes to here."""
+        table = LinkTable()
         for lane in lanes:
             table = table.merged(measure(self._peers, self._addresses[lane]))
         return table
@@ -214,15 +223,3 @@ class Exchange:
         if self._server is not None:
             self._server.close()
         self._pool.close()
-
-
-def reference_cost() -> TransferCost:
-    """What handing a Batch on within a lane takes: put into the store and gathered again."""
-    batch = Batch({"tokens": torch.zeros(16, 64), "reward": torch.zeros(16)})
-
-    def hand_over() -> None:
-        store = Store()
-        store.put("flow", 0, 0, batch)
-        store.gather("flow", 0, [(0, batch.ids)])
-
-    return TransferCost(median_seconds(hand_over, repeats=200))

@@ -19,6 +19,7 @@ from typing import Any
 
 from ray import cloudpickle
 
+from m2flow.engine.calls import call_name
 from m2flow.engine.messages import (
     LAUNCHER,
     AbortCall,
@@ -29,7 +30,6 @@ from m2flow.engine.messages import (
     FeedCall,
     InstallWeights,
     ItemsProduced,
-    LaneCommand,
     MoveFailed,
     MoveState,
     RunCall,
@@ -71,7 +71,7 @@ from m2flow.runtime.transport.lines import Line
 from m2flow.runtime.weights.exports import Export
 
 SILENCE_SECONDS = 2.0
-"""Longest that a streaming call goes on without a word, also where nobody waits for its items."""
+"""Longest that a call in pieces goes on without a word, also where nobody waits for its items."""
 
 
 class _Withdrawn(Exception):
@@ -241,7 +241,7 @@ class LaneExecutor:
             graph, host = self._host.graphs[order.flow], self._host
             begun = not isinstance(error, _Unread)
             cause = error if begun else error.__cause__ or error
-            name_residents(cause, self.lane, _name_of(graph, command), host.workers, host.away)
+            name_residents(cause, self.lane, call_name(graph, command), host.workers, host.away)
             failed = CallFailed(command.call, self.lane, self._portable(cause), begun=begun)
             self._report([Report(failed)])
         finally:
@@ -312,11 +312,10 @@ class LaneExecutor:
         out, sends = self._exchange.weights_out, order.sends
         assert out is not None and sends is not None, "an export for nobody"
         weights = self._host.workers[command.source].weights()
-        exports = out.lay_out(command.source, command.version, weights, sends)
-        num_bytes = sum(export.num_bytes for export in exports)
-        published = Published(command.source, num_bytes, time.time() - start)
+        export = out.lay_out(command.source, command.version, weights, sends.oldest)
+        published = Published(command.source, export.num_bytes, time.time() - start)
         finished = self._finished(order, command, start, published=published)
-        self._report([finished], exports)
+        self._report([finished], (export,))
 
     def _install(self, order: Execute, command: InstallWeights) -> None:
         """Install weights: those laid out elsewhere, or those of the source worker here."""
@@ -326,11 +325,7 @@ class LaneExecutor:
             weights, num_bytes = self._host.weights_of(command.source)
         else:
             weights, num_bytes = self._exchange.weights_in.collect(
-                command.source,
-                (command.target, target),
-                command.version,
-                order.exports,
-                self._deadline_seconds,
+                command.source, (command.target, target), order.exports, self._deadline_seconds
             )
         try:
             target.install(weights, command.version)
@@ -430,19 +425,7 @@ class LaneExecutor:
         return error
 
 
-def _name_of(graph: FlowGraph, command: LaneCommand) -> str:
-    """What a call is, in words."""
-    match command:
-        case RunCall(node=index) | RunFinish(node=index):
-            return graph.nodes[index].name
-        case ExportWeights(source=source):
-            return f"publishing {source}"
-        case InstallWeights(target=target):
-            return f"installing weights in {target}"
-    return type(command).__name__
-
-
-def _workers_of(graph: FlowGraph, command: LaneCommand) -> list[str]:
+def _workers_of(graph: FlowGraph, command: CallCommand) -> list[str]:
     """The workers whose state a call needs."""
     match command:
         case RunCall(node=index, fused=fused):
@@ -455,4 +438,3 @@ def _workers_of(graph: FlowGraph, command: LaneCommand) -> list[str]:
             return [source]
         case InstallWeights(source=source, target=target, local=local):
             return [source, target] if local else [target]
-    return []

@@ -44,9 +44,6 @@ from m2flow.runtime.lane.reports import (
 from m2flow.runtime.lane.store import Store
 from m2flow.runtime.lane.streams import Agree, StageStream, alone
 
-SILENCE_SECONDS = 2.0
-"""Longest that a fused loop goes on from turn to turn without a sign of life."""
-
 NOTHING_TAKEN: Mapping[str, object] = MappingProxyType({"items": 0, "ids": ""})
 """What the spans of a streaming call say on lanes of its gang beside the first."""
 
@@ -78,7 +75,7 @@ class LaneHost:
         self.away = set[str]()
         """Workers whose state was put away."""
         self._agree = agree
-        self._spans: list[Span] = []
+        self._turns: dict[int, list[Span]] = {}
         self._streams: dict[int, StageStream] = {}
         self._logs: dict[int, Mapping[str, object]] = {}
         self.versions: dict[str, int] = {}
@@ -105,8 +102,8 @@ class LaneHost:
     def call(self, flow: str, command: RunCall) -> Iterator[ItemsProduced | None]:
         """Run a stage on this lane's share of a call; gives what is finished, as it is.
 
-        Of a streaming stage also None where it has stopped for a moment to hear if anything has
-        come. On a gang its first lane hands the items on.
+        Of a streaming stage and of a fused loop also None where it has stopped for a moment to hear
+        if anything has come. Of a stream on a gang its first lane hands the items on.
         """
         node = self.graphs[flow].nodes[command.node]
         worker = self.workers.get(node.worker)
@@ -152,23 +149,22 @@ class LaneHost:
 
     def _run_loop(
         self, flow: str, command: RunCall, first: StageNode, parts: Sequence[Part]
-    ) -> Iterator[ItemsProduced]:
+    ) -> Iterator[ItemsProduced | None]:
         """Send items around a loop that stands here until each has left; only those are kept.
 
-        Where none has left for long, an empty piece says that the call is alive.
+        None between two turns.
         """
         graph = self.graphs[flow]
         assert first.loop is not None
         spec = graph.loops[first.loop]
         members = [graph.nodes[index] for index in spec.members]
         wanted = [(part.producer, part.items) for part in parts]
-        heard = self.clock()
         for batch in self.store.gather_alike(flow, command.step, wanted):
             turn, judged = 0, False
             while len(batch):
                 turn += 1
                 for node in members:
-                    batch = self._turn(flow, command.step, node, batch)
+                    batch = self._turn(flow, command, node, batch)
                     judged |= spec.until in batch
                     last = node is members[-1] and turn == spec.max_turns
                     gone = batch.ids if last else _leaving(batch, spec.until)
@@ -177,7 +173,6 @@ class LaneHost:
                         self.store.put(flow, command.step, first.index, left)
                         self._keep_for_later(flow, command.step, first, left)
                         lengths = item_lengths(graph, first.index, left)
-                        heard = self.clock()
                         yield ItemsProduced(
                             command.call, self.lane, left.ids, left.nbytes, left.ids, lengths
                         )
@@ -187,16 +182,15 @@ class LaneHost:
                         break
                 if not judged and spec.max_turns is None:
                     raise unjudged(graph, first.loop)
-                if self.clock() - heard > SILENCE_SECONDS:
-                    heard = self.clock()
-                    yield ItemsProduced(command.call, self.lane, ())
+                yield None
 
-    def _turn(self, flow: str, step: int, node: StageNode, batch: Batch) -> Batch:
+    def _turn(self, flow: str, command: RunCall, node: StageNode, batch: Batch) -> Batch:
         """One member's part of a turn of a fused loop, with a span of its own."""
         start = self.clock()
         output = _named(node, batch, self._run(flow, node, [batch]))
-        facts = {"step": step, "items": len(batch), "ids": ids_text(batch.ids)}
-        self._spans.append(Span(self.lane, node.name, "call", start, self.clock(), facts))
+        facts = {"step": command.step, "items": len(batch), "ids": ids_text(batch.ids)}
+        span = Span(self.lane, node.name, "call", start, self.clock(), facts)
+        self._turns.setdefault(command.call, []).append(span)
         return output
 
     def finished(
@@ -210,7 +204,7 @@ class LaneHost:
     ) -> Report:
         """Report the end of a call: with a span of its own, or those of a fused loop's members."""
         facts = {**self._logs.pop(command.call, {}), **facts}
-        spans, self._spans = tuple(self._spans), []
+        spans = tuple(self._turns.pop(command.call, ()))
         if not spans:
             span = call_span(self.graphs[flow], command, self.lane, start, self.clock(), facts)
             spans = (span,)

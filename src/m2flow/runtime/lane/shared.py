@@ -10,32 +10,20 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
 
 from m2flow.engine.plan import LaneSpec
-from m2flow.errors import UserError
-from m2flow.runtime.lane.actor import LaneAddress, LaneProcess
+from m2flow.runtime.lane.actor import LaneAddress, LaneProcess, lines
 from m2flow.runtime.lane.exchange import Exchange
-from m2flow.runtime.transport.groups import LaneGroups
-from m2flow.runtime.transport.lines import Line
-from m2flow.runtime.transport.peers import Peers
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from m2flow.runtime.transport.peering import PeerAddress
-
-_lines: dict[int, Line] = {}
-"""Control lines of the lanes of this process, by lane."""
+from m2flow.runtime.transport.peering import PeerAddress
 
 
 def await_order(lane: int, seconds: float) -> bool:
     """Wait until an order has come for a lane of this process, but no longer than `seconds`.
 
     For a streaming stage that waits on the lane's own thread: returns True if the next yield takes
-    an order in. On a lane with a process of its own it waits for all of `seconds`.
+    an order in. In a process that is no lane's it waits for all of `seconds`.
     """
-    line = _lines.get(lane)
+    line = lines.get(lane)
     if line is None:
         time.sleep(seconds)
         return False
@@ -53,9 +41,9 @@ class SharedProcess:
     def __init__(
         self, lanes: Sequence[tuple[int, LaneSpec]], folder: str, key: bytes, one_node: bool
     ) -> None:
-        self._beside: dict[int, SharedExchange] = {}
+        beside: dict[int, Exchange] = {}
         self._lanes = [
-            SharedLane(lane, position, folder, key, one_node, self._beside)
+            LaneProcess(lane, position, folder, key, None, one_node, beside)
             for position, lane in lanes
         ]
 
@@ -73,83 +61,3 @@ class SharedProcess:
             serving = [threads.submit(one.serve, peers, seconds) for one in self._lanes]
         for served in serving:
             served.result()
-
-
-class SharedLane(LaneProcess):
-    """One of the lanes of a shared process."""
-
-    def __init__(
-        self,
-        lane: LaneSpec,
-        position: int,
-        folder: str,
-        key: bytes,
-        one_node: bool,
-        beside: dict[int, SharedExchange],
-    ) -> None:
-        super().__init__(lane, position, folder, key, None, one_node)
-        self._beside = beside
-
-    def _make_exchange(self, node: str, host: str | None) -> Exchange:
-        exchange = SharedExchange(self.lane.id, self.position, node, host, self.folder, self.key)
-        exchange.stand_beside(self._beside)
-        return exchange
-
-    def _make_groups(self, num_lanes: int) -> LaneGroups:
-        return NoGroups(self.position, num_lanes, self._meeting)
-
-    def _opened(self, line: Line) -> None:
-        _lines[self.lane.id] = line
-
-
-class NoGroups(LaneGroups):
-    """Process groups are of processes; lanes that share one have none, and say so when asked."""
-
-    def init(self, *_: Any, **__: Any) -> None:
-        """Meet nobody."""
-
-    def ensure(self, *_: Any, **__: Any) -> None:
-        """Make no group."""
-
-    def group(self, lanes: tuple[int, ...]) -> Any:
-        """Nothing, which is refused only when it is used."""
-        return None
-
-    def all_reduce(self, lanes: tuple[int, ...]) -> Any:
-        """A function that refuses to sum."""
-        return _refuse
-
-    def least(self, lanes: tuple[int, ...]) -> Any:
-        raise UserError(
-            "lanes that share a process cannot stream on a gang", key="lanes", value=lanes
-        )
-
-
-def _refuse(*_: Any) -> None:
-    raise UserError("lanes that share a process have no collectives", key="lanes_per_process")
-
-
-class SharedExchange(Exchange):
-    """An exchange that takes what lies on a lane of its own process by reference."""
-
-    def __init__(
-        self, lane: int, position: int, node: str, host: str | None, folder: Path, key: bytes
-    ) -> None:
-        super().__init__(lane, position, node, host, folder, key)
-        self._beside: Mapping[int, SharedExchange] = {}
-        self._asks: Peers = self._peers
-
-    def stand_beside(self, lanes: dict[int, SharedExchange]) -> None:
-        """Join the exchanges of a process.
-
-        All of them ask other processes on the first one's connections: with its own, each would
-        need one to every lane there, and every connection a thread at its other end.
-        """
-        assert self.lane is not None
-        lanes[self.lane] = self
-        self._beside, self._asks = lanes, next(iter(lanes.values()))._peers
-
-    def _fetch(self, lane: int, key: Any, seconds: float, *, own: bool = False) -> Any:
-        if lane in self._beside:
-            return self._beside[lane]._provide(key)
-        return self._asks.fetch(self._addresses[lane], key, timeout=seconds)

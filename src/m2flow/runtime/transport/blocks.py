@@ -1,8 +1,8 @@
 """The blocks of a shared-memory pool: files in /dev/shm, their pages, and who holds what.
 
 Blocks come in powers of two; small ones share a file. Every block has 64 flags at the beginning of
-its file; a hand-over (a lease) takes as many of them as it has readers, and is over when each holds
-the number of its turn. Pages are reserved before they are touched: a full /dev/shm is a `PoolFull`,
+its file; a hand-over to a reader (a lease) takes one of them, and is over when it holds the number
+of its turn. Pages are reserved before they are touched: a full /dev/shm is a `PoolFull`,
 not a SIGBUS. Nothing here locks: one thread at a time.
 """
 
@@ -14,7 +14,7 @@ import secrets
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +32,8 @@ SLAB_BYTES = 4 << 20
 OLDEST_LOOKED_AT = 4
 """So many hand-overs are asked whether they are over before another block is taken."""
 
-MAX_READERS = 64
+MAX_LEASES = 64
+"""Of a block at a time."""
 
 
 class PoolFull(M2FlowError):
@@ -40,20 +41,17 @@ class PoolFull(M2FlowError):
 
 
 class Lease(NamedTuple):
-    """One hand-over of one block.
+    """One hand-over of one block, to one reader.
 
     Attributes:
-        first, end: its flags, in the file.
-        turn: what a reader that is done writes into its flag.
-        done: the flags when all readers are.
-        names: whose they are; None where a reader has no name.
+        flag: where its flag stands in the file.
+        turn: what the reader writes there when it is done.
+        reader: its name, or None.
     """
 
-    first: int
-    end: int
+    flag: int
     turn: int
-    done: bytes
-    names: Sequence[Hashable]
+    reader: Hashable
 
 
 @dataclass(slots=True, eq=False)
@@ -78,26 +76,24 @@ class Block:
     views_here: bool = False
 
     def take_back(self) -> bool:
-        """End the leases that all readers have finished. Returns True if the block is free."""
+        """End the leases whose readers are done. Returns True if the block is free."""
         if self.leases:
             flags = self.segment.mapping
-            self.leases = [one for one in self.leases if flags[one.first : one.end] != one.done]
+            self.leases = [one for one in self.leases if flags[one.flag] != one.turn]
         return not self.leases and not self.views_here
 
-    def lease(self, names: Sequence[Hashable]) -> Lease | None:
-        """Assign a flag to each reader. Returns None if too few flags are left."""
+    def lease(self, reader: Hashable) -> Lease | None:
+        """Assign a flag to a reader. Returns None if no flag is left."""
         if self.leases:
             self.take_back()
-        first = self.leases[-1].end if self.leases else self.flags
-        readers = len(names)
-        end = first + readers
-        if end > self.flags + MAX_READERS:
+        flag = self.leases[-1].flag + 1 if self.leases else self.flags
+        if flag == self.flags + MAX_LEASES:
             return None
         # A flag is an answer to this hand-over alone: a late one to an earlier turn says nothing.
-        turn = self.turn = self.turn % 255 + 1
-        lease = Lease(first, end, turn, bytes((turn,)) * readers, names)
+        self.turn = self.turn % 255 + 1
+        lease = Lease(flag, self.turn, reader)
         self.leases.append(lease)
-        self.segment.mapping[first:end] = bytes(readers)
+        self.segment.mapping[flag] = 0
         return lease
 
 
@@ -256,7 +252,7 @@ class Blocks:
 
     def _new_segment(self, size: int, nbytes: int) -> BlockFile:
         count = max(1, SLAB_BYTES // size)
-        table = _whole_pages(count * MAX_READERS)
+        table = _whole_pages(count * MAX_LEASES)
         total = table + count * size
         name = f"{self._unique}{self._count}"
         self._count += 1
@@ -275,7 +271,7 @@ class Blocks:
         file = name.encode()
         segment = BlockFile(file, path, total, descriptor, mapping, memory, address, size, [])
         segment.blocks.extend(
-            Block(segment, table + i * size, i * MAX_READERS) for i in range(count)
+            Block(segment, table + i * size, i * MAX_LEASES) for i in range(count)
         )
         self.by_name[file] = segment
         insort(self.segments, segment, key=lambda one: one.address)

@@ -50,10 +50,7 @@ class Buffer:
         """Copy the elements in order into `target`, of `nbytes` bytes: one copy, whatever the
         source's strides or device. A tensor's storage can still be resized after it."""
         source = self.source
-        if self.address is not None:
-            assert target.nbytes == self.nbytes, (target.nbytes, self.nbytes)
-            copy_bytes(target.ctypes.data, self.address, self.nbytes)
-        elif isinstance(source, torch.Tensor):
+        if isinstance(source, torch.Tensor):
             torch.from_numpy(target).view(source.dtype).view(source.shape).copy_(source)
         elif isinstance(source, np.ndarray):
             np.copyto(target.view(source.dtype).reshape(source.shape), source)

@@ -13,6 +13,7 @@ cannot be opened by who tried to, who asks for host memory from then on.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -21,8 +22,10 @@ import torch
 from torch import Tensor
 
 from m2flow.errors import M2FlowError
-from m2flow.runtime.transport.peering import LinkUnavailable, Location
-from m2flow.runtime.transport.table import CUDA_IPC, Scope
+from m2flow.runtime.transport.peering import Location
+from m2flow.runtime.transport.table import Scope
+
+_log = logging.getLogger(__name__)
 
 Handle: TypeAlias = tuple[Any, ...]
 """All that another process needs to open a tensor; plain values."""
@@ -30,18 +33,6 @@ Handle: TypeAlias = tuple[Any, ...]
 
 class LinkRefused(M2FlowError):
     """CUDA IPC does not work between these two processes: use another way."""
-
-
-class IpcOffer(NamedTuple):
-    """Memory that another process may open.
-
-    Attributes:
-        gpu: where the memory is.
-        handles: of its pieces.
-    """
-
-    gpu: str
-    handles: tuple[Handle, ...]
 
 
 class CudaIPC:
@@ -55,22 +46,24 @@ class CudaIPC:
 
     def __init__(self, gpu: str, device: torch.device) -> None:
         self.gpu, self.device = gpu, device
-        self._unable: str | None = None
+        self._unable = False
         self._lock = threading.Lock()  # torch's own counting expects one thread at a time
 
-    def offer(self, pieces: Sequence[Tensor], asker: Location) -> IpcOffer:
+    def offer(self, pieces: Sequence[Tensor], asker: Location) -> tuple[Handle, ...]:
         """Handles of the pieces. Where sharing fails once, it is not tried again."""
-        if self._unable is not None:
-            raise LinkRefused(self._unable)
+        if self._unable:
+            raise LinkRefused("its memory cannot be shared")
         same_gpu = asker.gpu == self.gpu
         handles: list[Handle] = []
         try:
             handles.extend(self._share(piece, same_gpu=same_gpu) for piece in pieces)
         except RuntimeError as error:
             self.withdraw(handles)
-            self._unable = f"its memory cannot be shared: {_first_line(error)}"
-            raise LinkRefused(self._unable) from error
-        return IpcOffer(self.gpu, tuple(handles))
+            self._unable = True
+            why = f"memory of GPU {self.gpu} cannot be shared: {_first_line(error)}"
+            _log.warning("host memory is used from now on: %s", why)
+            raise LinkRefused(why) from error
+        return tuple(handles)
 
     def _share(self, piece: Tensor, *, same_gpu: bool) -> Handle:
         with self._lock:
@@ -84,18 +77,18 @@ class CudaIPC:
         for handle in handles:
             self.let_go(handle)
 
-    def take(self, offer: IpcOffer) -> list[Tensor]:
-        """Open the pieces; copy those of another GPU."""
+    def take(self, handles: Sequence[Handle], holder: Location) -> list[Tensor]:
+        """Open the pieces that another process holds; copy those of another GPU."""
         opened: list[Tensor] = []
-        for handle in offer.handles:
+        for handle in handles:
             try:
                 opened.append(self.open(handle))
             except RuntimeError as error:
-                self.withdraw(offer.handles[len(opened) :])
+                self.withdraw(handles[len(opened) :])
                 opened.clear()  # the error is looked at for longer than they are needed
                 reason = f"its memory cannot be opened: {_first_line(error)}"
                 raise LinkRefused(reason) from None
-        return opened if offer.gpu == self.gpu else [piece.clone() for piece in opened]
+        return opened if holder.gpu == self.gpu else [piece.clone() for piece in opened]
 
     def owns(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies on this GPU."""
@@ -153,32 +146,6 @@ def scope_between(one: Location, other: Location) -> Scope | None:
     if one.gpu is None or other.gpu is None or one.node != other.node:
         return None
     return "gpu" if one.gpu == other.gpu else "gpus"
-
-
-def uses_ipc(
-    asker: Location, holder: Location, *, refused: str | None, demanded: str | None = None
-) -> bool:
-    """Whether device memory goes by CUDA IPC; else it goes through host memory.
-
-    Args:
-        asker: who receives.
-        holder: who sends.
-        refused: why the asker cannot use CUDA IPC, or None.
-        demanded: the one way that is wanted; a way of host memory is one too.
-
-    Raises:
-        LinkUnavailable: CUDA IPC is demanded and does not work between the two.
-    """
-    if demanded not in (None, CUDA_IPC):
-        return False
-    if scope_between(asker, holder) is not None and refused is None:
-        return True
-    if demanded is None:
-        return False
-    why = refused or "they do not run on GPUs of one machine"
-    raise LinkUnavailable(
-        f"there is no link {CUDA_IPC!r} from {holder.name} to {asker.name}: {why}"
-    )
 
 
 def _second_storage(piece: Tensor) -> Tensor:

@@ -56,11 +56,6 @@ class Frame:
     head: Any = b""
     buffers: Sequence[Any] = ()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of head and buffers."""
-        return len(self.head) + sum(map(len, self.buffers))
-
     def pieces(self) -> deque[memoryview]:
         """What goes out, in order."""
         kind, head = self.kind.encode(), self.head

@@ -191,18 +191,17 @@ class LaneGroups:
 
     def all_reduce(self, lanes: Lanes) -> Callable[[Sequence[Any]], None]:
         """A function that sums lists of tensors in place over these lanes, one bucket a dtype."""
-        return partial(sum_over, self.group(lanes))
+        return lambda tensors: sum_over(self.group(lanes), tensors)
 
     def least(self, lanes: Lanes) -> Callable[[int], int]:
         """A function that gives the least of the numbers that these lanes call it with."""
-        group = self.group(lanes)
 
         def least_of_lanes(number: int) -> int:
             import torch
             import torch.distributed as dist
 
             numbers = torch.tensor([number])  # on the CPU: an accelerator would have to be awaited
-            dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=group)
+            dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=self.group(lanes))
             return int(numbers)
 
         return least_of_lanes
@@ -218,44 +217,29 @@ class LaneGroups:
             replicas: the lanes of each gang; gangs of equal size.
             device: "cpu", or "cuda" with or without a number.
         """
-        rows, columns = _rows(replicas), _columns(replicas)
-        kind = device.split(":", maxsplit=1)[0]
-
-        def make() -> Any:
-            return self._mesh(rows, columns, kind, ("replicate", "shard"))
-
-        return make
+        return partial(self._mesh, _rows(replicas), device, ("replicate", "shard"))
 
     def grid(self, replicas: Sequence[Lanes], grid: Grid, device: str = "cpu") -> Callable[[], Any]:
         """Return a function that makes the mesh of this lane's gang, for `Gang.grid`."""
-        kind = device.split(":", maxsplit=1)[0]
         (gang,) = (row for row in _rows(replicas) if self._lane in row)
-        rows = tuple(_grid_rows(gang, grid))
-        columns = tuple(zip(*rows, strict=True))
-        return lambda: self._mesh(rows, columns, kind, ("column", "row"))
+        return partial(self._mesh, tuple(_grid_rows(gang, grid)), device, ("column", "row"))
 
-    def _mesh(
-        self, rows: tuple[Lanes, ...], columns: tuple[Lanes, ...], kind: str, names: tuple[str, str]
-    ) -> Any:
-        """The mesh whose rows and columns have these groups: the same whenever it is asked for."""
-        if (rows, kind, names) not in self._meshes:
-            self._meshes[rows, kind, names] = self._make_mesh(rows, columns, kind, names)
-        return self._meshes[rows, kind, names]
-
-    def _make_mesh(
-        self, rows: tuple[Lanes, ...], columns: tuple[Lanes, ...], kind: str, names: tuple[str, str]
-    ) -> Any:
+    def _mesh(self, rows: tuple[Lanes, ...], device: str, names: tuple[str, str]) -> Any:
+        """The mesh with these rows of lanes: the same whenever it is asked for."""
         import torch
         from torch.distributed.device_mesh import DeviceMesh
 
-        (row,) = (row for row in rows if self._lane in row)
-        (column,) = (column for column in columns if self._lane in column)
-        return DeviceMesh.from_group(
-            [self.group(column), self.group(row)],
-            kind,
-            mesh=torch.tensor([self._ranks(lanes) for lanes in rows], dtype=torch.int),
-            mesh_dim_names=names,
-        )
+        kind = device.split(":", maxsplit=1)[0]
+        if (rows, kind, names) not in self._meshes:
+            (row,) = (row for row in rows if self._lane in row)
+            (column,) = (column for column in zip(*rows, strict=True) if self._lane in column)
+            self._meshes[rows, kind, names] = DeviceMesh.from_group(
+                [self.group(column), self.group(row)],
+                kind,
+                mesh=torch.tensor([self._ranks(lanes) for lanes in rows], dtype=torch.int),
+                mesh_dim_names=names,
+            )
+        return self._meshes[rows, kind, names]
 
     def group(self, lanes: Lanes) -> Any:
         """The process group of these lanes, which `ensure` has made."""
@@ -273,6 +257,19 @@ class LaneGroups:
         self._meshes.clear()
         self._timeout, self._world = None, ()
         dist.destroy_process_group()
+
+
+class NoGroups(LaneGroups):
+    """Process groups are of processes; lanes that share one have none, and say so when asked."""
+
+    def init(self, *_: Any, **__: Any) -> None:
+        """Meet nobody."""
+
+    def ensure(self, *_: Any, **__: Any) -> None:
+        """Make no group."""
+
+    def group(self, lanes: Lanes) -> Any:
+        raise UserError("lanes that share a process have no collectives", key="lanes_per_process")
 
 
 def remove_stores(current: Path) -> None:

@@ -1,8 +1,7 @@
 """What the ways between two lanes take, measured in a fraction of a second.
 
-Test payloads of two sizes are fetched by each way that there is between the two; medians of warm
-transfers. Between GPUs the payloads lie in their memory. A way that does not work is named, and
-why.
+Test payloads of two sizes are fetched by each way that payloads take between the two; medians of
+warm transfers. Between GPUs the payloads lie in their memory.
 """
 
 from __future__ import annotations
@@ -13,21 +12,15 @@ from functools import partial
 from itertools import combinations
 from statistics import median
 
-from m2flow.errors import M2FlowError
 from m2flow.runtime.transport.cuda_ipc import scope_between
-from m2flow.runtime.transport.peering import Location, PeerAddress, PeerLost, TestPayload
+from m2flow.runtime.transport.peering import Location, PeerAddress, TestPayload
 from m2flow.runtime.transport.peers import Peers
-from m2flow.runtime.transport.table import (
-    CUDA_IPC,
-    SHARED,
-    STAGED,
-    STREAM,
-    LinkTable,
-    Scope,
-    TransferCost,
-)
+from m2flow.runtime.transport.table import CUDA_IPC, STAGED, LinkTable, Scope, TransferCost
 
 SMALL, LARGE = 1 << 10, 16 << 20
+MESSAGE, BLOCK = 16 << 10, 64 << 10
+"""On one machine the first goes with the message, the second through shared memory."""
+
 MOST_REPEATS = 9
 SECONDS_PER_SIZE = 0.015
 """After so long a size is not measured again; it is measured twice at least, the first to warm."""
@@ -42,36 +35,31 @@ def measure(peers: Peers, address: PeerAddress) -> LinkTable:
     Raises:
         PeerLost, TimeoutError: the peer does not answer.
     """
-    near = address.node == peers.node
-    ways: dict[Scope, tuple[str, ...]] = (
-        {"node": (STREAM, SHARED)} if near else {"cluster": (STREAM,)}
-    )
+    costs: dict[Scope, Mapping[str, TransferCost]] = {}
+    if address.node == peers.node:
+        message, block = ((SMALL, MESSAGE), (BLOCK, LARGE))
+        costs["node"] = dict([_cost(peers, address, *message), _cost(peers, address, *block)])
+    else:
+        costs["cluster"] = dict([_cost(peers, address, SMALL, LARGE)])
     gpus = scope_between(peers.location, Location("", address.node, address.gpu))
     if gpus is not None:
-        ways[gpus] = (CUDA_IPC, STAGED)
-    costs: dict[Scope, dict[str, TransferCost]] = {}
-    absent: dict[Scope, dict[str, str]] = {}
-    for scope, kinds in ways.items():
-        for kind in kinds:
-            try:
-                cost = _cost(peers, address, kind, on_device=scope == gpus)
-                costs.setdefault(scope, {})[kind] = cost
-            except PeerLost:
-                raise
-            except (M2FlowError, FileNotFoundError) as error:
-                absent.setdefault(scope, {})[kind] = str(error).splitlines()[0]
-    return LinkTable(costs, absent)
+        link, cost = _cost(peers, address, SMALL, LARGE, on_device=True)
+        costs[gpus] = {link if link == CUDA_IPC else STAGED: cost}
+    return LinkTable(costs)
 
 
-def _cost(peers: Peers, address: PeerAddress, kind: str, *, on_device: bool) -> TransferCost:
+def _cost(
+    peers: Peers, address: PeerAddress, small: int, large: int, *, on_device: bool = False
+) -> tuple[str, TransferCost]:
+    """Which way payloads of such sizes take, and what it costs."""
     device = peers.devices.device if on_device and peers.devices is not None else None
 
-    def measured(nbytes: int) -> tuple[int, float]:
-        ask = partial(peers.fetch, address, TestPayload(nbytes, on_device))
-        transfer = partial(ask, timeout=TRANSFER_SECONDS, link=kind, device=device)
-        return nbytes, median_seconds(transfer)
+    def ask(nbytes: int) -> str:
+        key = TestPayload(nbytes, on_device)
+        return peers.receive(address, key, timeout=TRANSFER_SECONDS, device=device).link
 
-    return TransferCost.fitted(measured(SMALL), measured(LARGE))
+    taken = [(nbytes, median_seconds(partial(ask, nbytes))) for nbytes in (small, large)]
+    return ask(large), TransferCost.fitted(*taken)
 
 
 def pairs_to_measure(places: Mapping[int, Location]) -> set[tuple[int, int]]:
@@ -90,12 +78,12 @@ def pairs_to_measure(places: Mapping[int, Location]) -> set[tuple[int, int]]:
     return set(found.values())
 
 
-def median_seconds(act: Callable[[], None], repeats: int = MOST_REPEATS) -> float:
+def median_seconds(act: Callable[[], object]) -> float:
     """The median time that an act takes once it is warm, within `SECONDS_PER_SIZE`."""
     act()
     taken: list[float] = []
-    began = time.perf_counter()
-    while len(taken) < repeats and (not taken or time.perf_counter() - began < SECONDS_PER_SIZE):
+    end = time.perf_counter() + SECONDS_PER_SIZE
+    while not taken or (len(taken) < MOST_REPEATS and time.perf_counter() < end):
         start = time.perf_counter()
         act()
         taken.append(time.perf_counter() - start)

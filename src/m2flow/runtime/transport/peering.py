@@ -13,10 +13,6 @@ class PeerLost(M2FlowError):
     """The process at the other end is gone, or cannot be reached."""
 
 
-class LinkUnavailable(M2FlowError):
-    """The link that was demanded does not exist between these two processes."""
-
-
 class PeerAddress(NamedTuple):
     """Where a PayloadServer listens.
 
@@ -62,8 +58,8 @@ class TestPayload:
 class FrameKind:
     """Kinds of frames.
 
-    The asker says HELLO (its reader's name and location) once, then one REQUEST (key, demanded
-    link, why not to use CUDA IPC) at a time. The answer is an ERROR, a STREAM (a packed value), a
+    The asker says HELLO (its reader's name and location) once, then one REQUEST (key, whether not
+    to use CUDA IPC) at a time. The answer is an ERROR, a STREAM (a packed value), a
     SHARED handle, or a DEVICE offer. The last frame is DONE: what was received stays in use; or
     ABANDONED: the answer under way was never read, so what it holds is taken back. A connection
     that ends without either probably belonged to a process that died: see `ReadersOf`.

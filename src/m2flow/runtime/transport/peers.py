@@ -23,16 +23,10 @@ import torch
 
 from m2flow.runtime.transport.cargo import together
 from m2flow.runtime.transport.cuda_ipc import CudaIPC, LinkRefused
-from m2flow.runtime.transport.frame import JOINED_BYTES, Frame, FrameStream
+from m2flow.runtime.transport.frame import Frame, FrameStream
 from m2flow.runtime.transport.handshake import KeyRefused
 from m2flow.runtime.transport.listening import connect, this_machine
-from m2flow.runtime.transport.peering import (
-    FrameKind,
-    LinkUnavailable,
-    Location,
-    PeerAddress,
-    PeerLost,
-)
+from m2flow.runtime.transport.peering import FrameKind, Location, PeerAddress, PeerLost
 from m2flow.runtime.transport.server import DeviceOffer
 from m2flow.runtime.transport.shared_memory import SharedHandle, SharedReader
 from m2flow.runtime.transport.table import CUDA_IPC
@@ -68,7 +62,7 @@ class Peers:
     Attributes:
         location: where it runs.
         devices: what it has of its GPU, or None.
-        refused: why CUDA IPC does not work, by peer.
+        refused: peers to which CUDA IPC does not work.
         reader: of shared memory.
     """
 
@@ -83,7 +77,7 @@ class Peers:
         self.node = node or this_machine()
         self.devices = devices
         self.location = Location(name, self.node, None if devices is None else devices.gpu)
-        self.refused: dict[PeerAddress, str] = {}
+        self.refused: set[PeerAddress] = set()
         self.reader = SharedReader()
         self.name = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._key = key
@@ -103,7 +97,6 @@ class Peers:
         key: Any,
         *,
         timeout: float,
-        link: str | None = None,
         device: str | torch.device | None = None,
     ) -> Received:
         """The payload of a key, and how it came; by `shared`, it must not be changed in place.
@@ -112,30 +105,23 @@ class Peers:
             address: who has it.
             key: what its `provide` understands; picklable.
             timeout: seconds for all of it, connecting included.
-            link: demand this link, instead of the one that fits.
             device: where tensors go that stood on an accelerator.
 
         Raises:
             PeerLost: the peer is gone.
             TimeoutError: no answer in time; the peer may be asked again.
             KeyRefused: the keys differ.
-            LinkUnavailable: the demanded link does not exist here.
             Exception: whatever `provide` raised.
         """
-        request = self._request(address, key, link)
         stream = self._connection(address, timeout)
         stream.deadline = stream.clock() + timeout
         try:
-            frame = self._exchanged(stream, address, request, key)
+            frame = self._exchanged(stream, address, key)
             try:
                 return self._received(frame, device)
             except LinkRefused as error:
                 self._refuse(frame, address, error)
-                if link == CUDA_IPC:
-                    why = f"there is no link {link!r} to {self.location.name}: {error}"
-                    raise LinkUnavailable(why) from error
-            frame = self._exchanged(stream, address, self._request(address, key, link), key)
-            return self._received(frame, device)
+            return self._received(self._exchanged(stream, address, key), device)
         finally:
             if not stream.closed:
                 with self._lock:
@@ -153,18 +139,13 @@ class Peers:
             _say_farewell(self._idle)
         self.reader.close()
 
-    def _request(self, address: PeerAddress, key: Any, link: str | None) -> Frame:
-        packed = pack((key, link, self.refused.get(address)))
-        assert not packed.buffers, f"a key holds no tensors: {key!r}"
-        return Frame(FrameKind.REQUEST, packed.head)
-
-    def _exchanged(
-        self, stream: FrameStream, address: PeerAddress, request: Frame, key: Any
-    ) -> Frame:
+    def _exchanged(self, stream: FrameStream, address: PeerAddress, key: Any) -> Frame:
         """Send a request and wait for its answer. Where that fails, the stream is closed."""
         began = stream.clock()
         try:
-            stream.send(request)
+            packed = pack((key, address in self.refused))
+            assert not packed.buffers, f"a key holds no tensors: {key!r}"
+            stream.send(Frame(FrameKind.REQUEST, packed.head))
             return stream.receive()
         except TimeoutError:
             taken = stream.clock() - began
@@ -185,9 +166,7 @@ class Peers:
                 handle = SharedHandle.from_bytes(frame.head)
                 return Received(self.reader.read(handle, device=device), frame.kind)
             case FrameKind.STREAM:
-                value = unpack(frame.head, frame.buffers, device=device)
-                link = "inline" if frame.nbytes <= JOINED_BYTES else frame.kind
-                return Received(value, link)
+                return Received(unpack(frame.head, frame.buffers, device=device), frame.kind)
             case FrameKind.DEVICE:
                 return self._taken(frame, device)
         raise AssertionError(f"no answer is a {frame.kind}")
@@ -199,7 +178,7 @@ class Peers:
         assert self.devices is not None, "this process has said that it has no GPU"
         offer: DeviceOffer = pickle.loads(frame.head)
         head, *host = frame.buffers
-        pieces = self.devices.take(offer.ipc)
+        pieces = self.devices.take(offer.handles, offer.holder)
         buffers = together(offer.places, host, pieces)
         value = unpack(memoryview(head), buffers, device=device)
         return Received(value, CUDA_IPC)
@@ -209,7 +188,7 @@ class Peers:
         offer: DeviceOffer = pickle.loads(frame.head)
         text = "no %s from %s to %s, host memory is used from now on: %s"
         _log.warning(text, CUDA_IPC, offer.holder.name, self.location.name, str(error))
-        self.refused[address] = str(error)
+        self.refused.add(address)
 
     # --- connections ------------------------------------------------------------------------------
 

@@ -18,19 +18,13 @@ from typing import Any, NamedTuple
 import torch
 
 from m2flow.runtime.transport.cargo import load
-from m2flow.runtime.transport.cuda_ipc import CudaIPC, IpcOffer, LinkRefused, uses_ipc
+from m2flow.runtime.transport.cuda_ipc import CudaIPC, Handle, LinkRefused, scope_between
 from m2flow.runtime.transport.frame import Frame, FrameStream
 from m2flow.runtime.transport.listening import LOOPBACK, Listener, this_machine
-from m2flow.runtime.transport.peering import (
-    FrameKind,
-    LinkUnavailable,
-    Location,
-    PeerAddress,
-    TestPayload,
-)
+from m2flow.runtime.transport.peering import FrameKind, Location, PeerAddress, TestPayload
 from m2flow.runtime.transport.readers import ReadersOf
 from m2flow.runtime.transport.shared_memory import PoolFull, SharedHandle, SharedPool
-from m2flow.runtime.transport.table import CUDA_IPC, STAGED, Scope, way
+from m2flow.runtime.transport.table import SHARED, Scope, way
 from m2flow.runtime.transport.wire import Packed, pack
 
 
@@ -111,75 +105,50 @@ class PayloadServer:
 
     def _answer(self, request: Frame, asker: _Asker) -> tuple[Frame, _Offered]:
         try:
-            key, link, refused = pickle.loads(request.head)
+            key, refused = pickle.loads(request.head)
             value = self._test_payload(key) if isinstance(key, TestPayload) else self._provide(key)
             packed = value if isinstance(value, Packed) else pack(value)
-            if self._devices is not None:
-                answer = self._by_device(self._devices, packed, asker, link, refused)
-                if answer is not None:
-                    return answer
-            return self._by_host(packed, asker, link)
+            answer = None if refused else self._by_device(packed, asker)
+            return answer or self._by_host(packed, asker)
         except Exception as error:  # noqa: BLE001 - whatever it is belongs to who asked
             return _frame_of_error(error), _Offered()
 
     # --- host memory ------------------------------------------------------------------------------
 
-    def _by_host(self, packed: Packed, asker: _Asker, link: str | None) -> tuple[Frame, _Offered]:
-        if link == CUDA_IPC and self._devices is None:
-            raise LinkUnavailable(f"there is no link {link!r}: {self._location.name} has no GPU")
-        demanded = None if link in (STAGED, CUDA_IPC) else link
-        kind = demanded or self._choose(asker.scope, packed.nbytes)
-        if kind == FrameKind.SHARED:
-            handle = self._share(packed, asker, demanded=demanded is not None)
+    def _by_host(self, packed: Packed, asker: _Asker) -> tuple[Frame, _Offered]:
+        if self._pool is not None and way(asker.scope, packed.nbytes) == SHARED:
+            handle = self._share(self._pool, packed, asker.reader)
             if handle is not None:
                 return Frame(FrameKind.SHARED, handle.to_bytes()), _Offered(handle)
-            kind = FrameKind.STREAM
-        if kind != FrameKind.STREAM:
-            raise LinkUnavailable(f"there is no link {kind!r} here")
-        return Frame(
-            FrameKind.STREAM, packed.head, [one.memory() for one in packed.buffers]
-        ), _Offered()
+        memory = [one.memory() for one in packed.buffers]
+        return Frame(FrameKind.STREAM, packed.head, memory), _Offered()
 
-    def _share(self, packed: Packed, asker: _Asker, *, demanded: bool) -> SharedHandle | None:
-        if self._pool is None or self._readers is None or asker.scope != "node":
-            raise LinkUnavailable("there is no link 'shared' between these two processes")
+    def _share(self, pool: SharedPool, packed: Packed, reader: str) -> SharedHandle | None:
+        """Put a payload into shared memory; None if there is no room."""
         try:
-            return self._pool.write(packed, [asker.reader])
+            return pool.write(packed, reader)
         except PoolFull:
-            if self._readers.reclaim_from_dead():
-                return self._share(packed, asker, demanded=demanded)
-            if demanded:
-                raise
+            if self._readers is not None and self._readers.reclaim_from_dead():
+                return self._share(pool, packed, reader)
             return None
-
-    def _choose(self, scope: Scope, nbytes: int) -> str:
-        return FrameKind.STREAM if self._pool is None else way(scope, nbytes)
 
     # --- device memory ----------------------------------------------------------------------------
 
-    def _by_device(
-        self,
-        devices: CudaIPC,
-        packed: Packed,
-        asker: _Asker,
-        link: str | None,
-        refused: str | None,
-    ) -> tuple[Frame, _Offered] | None:
+    def _by_device(self, packed: Packed, asker: _Asker) -> tuple[Frame, _Offered] | None:
         """An answer whose device part stays on the device; None if all is to go by host memory."""
+        devices = self._devices
+        if devices is None or scope_between(asker.location, self._location) is None:
+            return None
         cargo = load(packed, devices.owns)
-        if not cargo.pieces or not uses_ipc(
-            asker.location, self._location, refused=refused, demanded=link
-        ):
+        if not cargo.pieces:
             return None
         try:
-            ipc = devices.offer(cargo.pieces, asker.location)
-        except LinkRefused as error:
-            if link == CUDA_IPC:
-                raise LinkUnavailable(f"there is no link {link!r} here: {error}") from error
+            handles = devices.offer(cargo.pieces, asker.location)
+        except LinkRefused:
             return None
-        offer = DeviceOffer(ipc, cargo.places, self._location)
+        offer = DeviceOffer(handles, cargo.places, self._location)
         memory = [cargo.host.head, *(buffer.memory() for buffer in cargo.host.buffers)]
-        return Frame(FrameKind.DEVICE, pickle.dumps(offer, 5), memory), _Offered(ipc=ipc)
+        return Frame(FrameKind.DEVICE, pickle.dumps(offer, 5), memory), _Offered(on_device=handles)
 
     # --- what an answer holds ---------------------------------------------------------------------
 
@@ -187,13 +156,11 @@ class PayloadServer:
         """Reclaim the memory behind an answer that nobody has read."""
         if held.handle is not None and self._pool is not None:
             self._pool.release(held.handle)
-        if held.ipc is not None and self._devices is not None:
-            self._devices.withdraw(held.ipc.handles)
+        if self._devices is not None:
+            self._devices.withdraw(held.on_device)
 
     def _test_payload(self, key: TestPayload) -> Any:
-        if key.on_device:
-            if self._devices is None:
-                raise LinkUnavailable(f"{self._location.name} has no GPU")
+        if key.on_device and self._devices is not None:
             return [self._devices.test_piece(key.nbytes)]
         return _zeros(key.nbytes)
 
@@ -202,12 +169,12 @@ class DeviceOffer(NamedTuple):
     """Head of an answer whose device part goes by CUDA IPC; its buffers are the host part.
 
     Attributes:
-        ipc: what the asker opens.
+        handles: of the pieces, which the asker opens.
         places: for each buffer of the payload, whether it is a piece.
         holder: who answers.
     """
 
-    ipc: IpcOffer
+    handles: tuple[Handle, ...]
     places: tuple[bool, ...]
     holder: Location
 
@@ -224,7 +191,7 @@ class _Offered(NamedTuple):
     """Memory that the last answer holds for the asker until the asker has read it."""
 
     handle: SharedHandle | None = None
-    ipc: IpcOffer | None = None
+    on_device: tuple[Handle, ...] = ()
 
 
 @cache

@@ -1,17 +1,15 @@
 """Hand-over on one node through shared memory that is used again and again.
 
 A `SharedPool` belongs to one process and writes; any process on the node reads, by a small
-`SharedHandle`. What is read are views of the pool's own memory: no copy, and no message when they
-die. Each reader has a byte beside the block, sets it when its last view is gone, and the owner
-takes the block back when it next needs one. What is read must not be changed in place: other
-readers, and for `pool.empty` the owner too, see the same memory.
+`SharedHandle`, which is good for one of them. What is read are views of the pool's own memory: no
+copy, and no message when they die. The reader has a byte beside the block, sets it when its last
+view is gone, and the owner takes the block back when it next needs one. What is read must not be
+changed in place: for `pool.empty` the owner, and further readers, see the same memory.
 
 Nothing leaks for ever: a reader that died is named in `forget`, a handle that never arrived in
-`release`. Readers without names cannot be told apart, so when one of them dies the block comes back
-by `release` alone, once the others are done too: name readers that may die. Closing the pool (or
-the end of its process) unlinks its files, and those of a process that was killed are unlinked by
-`sweep`. Files in /dev/shm are opened directly, because Python's `multiprocessing.shared_memory`
-unlinks in readers what the owner still needs.
+`release`. Closing the pool (or the end of its process) unlinks its files, and those of a process
+that was killed are unlinked by `sweep`. Files in /dev/shm are opened directly, because Python's
+`multiprocessing.shared_memory` unlinks in readers what the owner still needs.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from m2flow.runtime.transport.blocks import MAX_READERS, Block, Blocks, Lease, PoolFull
+from m2flow.runtime.transport.blocks import MAX_LEASES, Block, Blocks, Lease, PoolFull
 from m2flow.runtime.transport.buffers import Buffer, copy_bytes
 from m2flow.runtime.transport.frame import aligned
 from m2flow.runtime.transport.shared_reader import Region, SharedHandle, SharedReader
@@ -54,27 +52,24 @@ class SharedPool:
         """Bytes of memory that the pool takes."""
         return self._blocks.bytes_resident
 
-    def write(self, value: Any, readers: int | Sequence[Hashable] = 1) -> SharedHandle:
-        """Put a value (or one `Packed` already) where others can read it.
+    def write(self, value: Any, reader: Hashable = None) -> SharedHandle:
+        """Put a value (or one `Packed` already) where another process can read it, once.
 
         What lies in a tensor of `empty` is handed over where it is; all else is copied once.
 
         Args:
             value: what to hand over.
-            readers: how many will read it, or their names, for `forget`. At most 64.
+            reader: name of who will read it, for `forget`.
 
         Raises:
             PoolFull: there is no room.
         """
-        names = (None,) * readers if isinstance(readers, int) else tuple(readers)
-        if not 1 <= len(names) <= MAX_READERS:
-            raise ValueError(f"a value has 1 to {MAX_READERS} readers, not {len(names)}")
         packed = value if isinstance(value, Packed) else pack(value)
         buffers = packed.buffers
         leases: dict[Block, Lease] = {}
         target: Block | None = None
         with self._lock:
-            places = [self._located(buffer.address, names, leases) for buffer in buffers]
+            places = [self._located(buffer.address, reader, leases) for buffer in buffers]
             needed = sum(
                 aligned(buffer.nbytes)
                 for buffer, place in zip(buffers, places, strict=True)
@@ -86,8 +81,8 @@ class SharedPool:
                 except PoolFull:
                     _end(leases)
                     raise
-                lease = target.lease(names)
-                assert lease is not None, "a fresh block has room for 64 readers"
+                lease = target.lease(reader)
+                assert lease is not None, "a fresh block is not leased"
                 leases[target] = lease
         if target is not None:
             try:
@@ -103,7 +98,7 @@ class SharedPool:
             for buffer, place in zip(buffers, places, strict=True)
             if place is not None
         )
-        return SharedHandle(packed.head, regions, extents, len(names))
+        return SharedHandle(packed.head, regions, extents)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A tensor in the pool, its elements undefined: what is made in it needs no copy.
@@ -126,15 +121,13 @@ class SharedPool:
         return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
 
     def release(self, handle: SharedHandle) -> None:
-        """Reclaim the blocks of a handle that no reader holds, or will read."""
+        """Reclaim the blocks of a handle that nobody holds, or will read."""
         with self._lock:
-            for name, _, _, _, first, turn in handle.regions:
+            for name, _, _, _, flag, turn in handle.regions:
                 segment = self._blocks.by_name.get(name)
                 if segment is not None:
-                    block = segment.blocks[first // MAX_READERS]
-                    block.leases = [
-                        one for one in block.leases if (one.first, one.turn) != (first, turn)
-                    ]
+                    block = segment.blocks[flag // MAX_LEASES]
+                    block.leases = [one for one in block.leases if one[:2] != (flag, turn)]
 
     def forget(self, reader: Hashable) -> None:
         """Stop waiting for a reader that died, in everything written with its name."""
@@ -142,9 +135,8 @@ class SharedPool:
             for segment in self._blocks.segments:
                 for block in segment.blocks:
                     for lease in block.leases:
-                        for slot, name in enumerate(lease.names):
-                            if name is not None and name == reader:
-                                segment.mapping[lease.first + slot] = lease.turn
+                        if lease.reader == reader:
+                            segment.mapping[lease.flag] = lease.turn
 
     def blocks_in_use(self) -> int:
         """Blocks that some reader, or the owner, still holds."""
@@ -157,7 +149,7 @@ class SharedPool:
             self._blocks.close()
 
     def _located(
-        self, address: int | None, names: Sequence[Hashable], leases: dict[Block, Lease]
+        self, address: int | None, reader: Hashable, leases: dict[Block, Lease]
     ) -> tuple[Block, int] | None:
         """Lease the block in which a buffer of this pool lies.
 
@@ -167,7 +159,7 @@ class SharedPool:
             return None
         block, _ = found
         if block not in leases:
-            lease = block.lease(names)
+            lease = block.lease(reader)
             if lease is None:  # 64 readers hold it already
                 return None
             leases[block] = lease
@@ -191,7 +183,7 @@ def _copy(buffers: Sequence[Buffer], places: list[tuple[Block, int] | None], tar
 def _region(block: Block, lease: Lease) -> Region:
     segment = block.segment
     size = segment.block_bytes
-    return segment.name, segment.nbytes, block.start, size, lease.first, lease.turn
+    return segment.name, segment.nbytes, block.start, size, lease.flag, lease.turn
 
 
 def _end(leases: dict[Block, Lease]) -> None:

@@ -1,7 +1,7 @@
 """The reader's side of shared memory: what a handle says, and values as views of what it names.
 
-Each reader has a byte beside every block of a hand-over and sets it to the hand-over's turn when
-its last view of the block is gone: no message, and no lock.
+A reader has a byte beside every block of a hand-over and sets it to the hand-over's turn when its
+last view of the block is gone: no message, and no lock.
 """
 
 from __future__ import annotations
@@ -22,24 +22,22 @@ from m2flow.runtime.transport.wire import unpack
 
 Region: TypeAlias = tuple[bytes, int, int, int, int, int]
 """One block as a reader needs to know it: the file's name and its whole size; where the block
-begins in it, and its size; where the readers' bytes of this hand-over begin; what a reader writes
-there when it is done."""
+begins in it, and its size; where the byte of this hand-over stands; what the reader writes there
+when it is done."""
 
 
 class SharedHandle(NamedTuple):
-    """A value in shared memory, to be sent to its readers.
+    """A value in shared memory, to be sent to its reader.
 
     Attributes:
         head: `Packed.head`.
         regions: the blocks in which it lies.
         extents: for each buffer (region, first byte within it, bytes).
-        readers: how many will read it, each once, as reader 0, 1, ...
     """
 
     head: bytes
     regions: tuple[Region, ...]
     extents: tuple[tuple[int, int, int], ...]
-    readers: int
 
     def to_bytes(self) -> bytes:
         """The handle for a pipe or a socket."""
@@ -59,30 +57,22 @@ class SharedReader:
         self._look_at = 0
         self._lock = threading.Lock()
 
-    def read(
-        self,
-        handle: SharedHandle,
-        reader: int = 0,
-        *,
-        device: str | torch.device | None = None,
-    ) -> Any:
-        """The value behind a handle, without a copy; each reader reads it once.
+    def read(self, handle: SharedHandle, *, device: str | torch.device | None = None) -> Any:
+        """The value behind a handle, without a copy; to be read once.
 
         Args:
             handle: what `SharedPool.write` returned.
-            reader: which of its readers this is.
             device: as in `unpack`.
 
         Raises:
             FileNotFoundError: the owner has closed its pool.
         """
-        assert 0 <= reader < handle.readers, f"reader {reader} of {handle.readers}"
         blocks: list[Memory] = []
-        for segment, size, start, nbytes, flags, turn in handle.regions:
+        for segment, size, start, nbytes, flag, turn in handle.regions:
             mapping = self._map(segment, size)
             # An array of its own, which every view made from it keeps alive.
             block = np.ndarray((nbytes,), np.uint8, mapping, start)
-            weakref.finalize(block, _let_go, mapping, flags + reader, turn, os.getpid())
+            weakref.finalize(block, _let_go, mapping, flag, turn, os.getpid())
             blocks.append(block)
         buffers = [blocks[region][start : start + size] for region, start, size in handle.extents]
         return unpack(handle.head, buffers, device=device)

@@ -1,9 +1,9 @@
 """The ways between two lanes: the rule by which one is taken, and what each was measured to cost.
 
-Scopes say how near two lanes are: `lane` (one process), `node` (two lanes on one machine),
-`cluster` (two machines). What lies in the memory of GPUs and is to stay in it has scopes of its
-own: `gpu` (two lanes on one GPU) and `gpus` (two GPUs of a machine); between machines it goes
-through host memory. This module transfers nothing.
+Scopes say how near two lanes are: `node` (two lanes on one machine), `cluster` (two machines). What
+lies in the memory of GPUs and is to stay in it has scopes of its own: `gpu` (two lanes on one GPU)
+and `gpus` (two GPUs of a machine); between machines it goes through host memory. Within a lane a
+payload is a reference. This module transfers nothing.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from m2flow.runtime.transport.frame import JOINED_BYTES
 if TYPE_CHECKING:
     from rich.table import Table
 
-Scope: TypeAlias = Literal["lane", "gpu", "gpus", "node", "cluster"]
+Scope: TypeAlias = Literal["gpu", "gpus", "node", "cluster"]
 
-REFERENCE, SHARED, STREAM, CUDA_IPC = "reference", "shared", "stream", "cuda_ipc"
+SHARED, STREAM, CUDA_IPC = "shared", "stream", "cuda_ipc"
 
 STAGED = "staged"
 """Of device memory: through host memory, by whatever way the host part takes."""
 
 BETWEEN: Mapping[Scope, str] = {
-    "lane": "workers of a lane",
     "gpu": "lanes of a GPU",
     "gpus": "GPUs of a node",
     "node": "lanes of a node",
@@ -39,8 +38,6 @@ SHOWN_BYTES = (1 << 10, 1 << 20, 100 << 20)
 def way(scope: Scope, nbytes: int) -> str:
     """The way that a payload takes, if it is open. What fits into a message needs no other."""
     match scope:
-        case "lane":
-            return REFERENCE
         case "gpu" | "gpus":
             return CUDA_IPC
         case "node" if nbytes > JOINED_BYTES:
@@ -73,48 +70,37 @@ class TransferCost:
 
 @dataclass(frozen=True)
 class LinkTable:
-    """Costs by scope and kind.
-
-    Attributes:
-        costs: `costs[scope][kind]`.
-        absent: why a way does not exist here, as `absent[scope][kind]`.
-    """
+    """Costs by scope and kind: `costs[scope][kind]`."""
 
     costs: Mapping[Scope, Mapping[str, TransferCost]] = field(default_factory=dict)
-    absent: Mapping[Scope, Mapping[str, str]] = field(default_factory=dict)
 
     def merged(self, other: LinkTable) -> LinkTable:
         """This table with the other's scopes in place of its own."""
-        return LinkTable({**self.costs, **other.costs}, {**self.absent, **other.absent})
+        return LinkTable({**self.costs, **other.costs})
 
     def taken(self, scope: Scope, nbytes: int) -> TransferCost | None:
         """What the way costs that a payload takes; None if the table does not know it."""
         return self.costs.get(scope, {}).get(way(scope, nbytes))
 
     def render(self) -> Table:
-        """A table for people: costs, predicted seconds of three sizes, the way taken in bold.
-
-        Ways that are absent are rows that say why.
-        """
+        """A table for people: costs, and predicted seconds of three sizes, by the way of each."""
         from rich.table import Table
 
-        note = "In bold: the way that is taken."
-        table = Table(title="Links", title_justify="left", caption=note, caption_justify="left")
+        table = Table(title="Links", title_justify="left")
         table.add_column("between", no_wrap=True)
         table.add_column("link")
         for heading in ("latency", "rate", "1 KiB", "1 MiB", "100 MiB"):
             table.add_column(heading, justify="right")
         for scope, between in BETWEEN.items():
             for kind, cost in self.costs.get(scope, {}).items():
+                ways = [(way(scope, nbytes), nbytes) for nbytes in SHOWN_BYTES]
+                alone = len(self.costs[scope]) == 1
                 shown = [
-                    f"[bold]{text}[/bold]" if kind == way(scope, nbytes) else text
-                    for nbytes in SHOWN_BYTES
-                    for text in (_seconds(cost.seconds(nbytes)),)
+                    _seconds(cost.seconds(nbytes)) if alone or taken == kind else ""
+                    for taken, nbytes in ways
                 ]
-                latency, rate = _seconds(cost.latency_seconds), _rate(cost.bytes_per_second)
-                table.add_row(between, kind, latency, rate, *shown)
-            for kind, why in self.absent.get(scope, {}).items():
-                table.add_row(between, kind, "-", why)
+                rate = _rate(cost.bytes_per_second) if shown[-1] else ""
+                table.add_row(between, kind, _seconds(cost.latency_seconds), rate, *shown)
         return table
 
 

@@ -55,7 +55,10 @@ def pack(value: Any) -> Packed:
     Raises:
         UnsendableError: something in it cannot be pickled.
     """
-    head, buffers = _pack_by_reference(value)
+    try:
+        head, buffers = _pickled(StructurePickler, value)
+    except _PLAIN_PICKLE_FAILS:
+        head, buffers = _pack_by_value(value)
     return Packed(head, buffers, len(head) + sum([buffer.nbytes for buffer in buffers]))
 
 
@@ -74,8 +77,6 @@ def unpack(
             for tensors that stood on one.
         device: where tensors go that stood on an accelerator; host memory when left out.
     """
-    if device is None:
-        return pickle.loads(head, buffers=map(_as_memory, buffers))
     before = getattr(_receiver, "device", None)
     _receiver.device = device
     try:
@@ -151,24 +152,19 @@ def _by_value_pickler() -> type[Any]:
     return ByValuePickler
 
 
-def _pack_by_reference(value: Any) -> tuple[bytes, list[Buffer]]:
+def _pickled(pickler: type[Any], value: Any) -> tuple[bytes, list[Buffer]]:
     file, buffers = BytesIO(), list[Buffer]()
-    try:
-        StructurePickler(file, buffers).dump(value)
-        return file.getvalue(), buffers
-    except _PLAIN_PICKLE_FAILS:
-        return _pack_by_value(value)
+    pickler(file, buffers).dump(value)
+    return file.getvalue(), buffers
 
 
 def _pack_by_value(value: Any) -> tuple[bytes, list[Buffer]]:
-    file, buffers = BytesIO(), list[Buffer]()
     try:
-        _by_value_pickler()(file, buffers).dump(value)
+        return _pickled(_by_value_pickler(), value)
     except Exception as error:
         name = type(value).__name__
         where, kind, why = _culprit(value, name) or (name, name, str(error))
         raise UnsendableError(f"cannot send {where} (a {kind}): {why}") from error
-    return file.getvalue(), buffers
 
 
 def _culprit(value: Any, where: str, depth: int = 8) -> tuple[str, str, str] | None:

@@ -2,7 +2,8 @@
 
 Values may be plain tensors (the lane holds all of it), DTensors on any mesh, or `Shard`s. A
 manifest holds no tensor and can be sent anywhere. Two names of one tensor (tied embeddings) are one
-entry and an alias, so that the values travel once and arrive tied.
+entry and an alias, so that the values travel once and arrive tied. A *snapshot* has all that a lane
+holds in one piece of memory; where each tensor lies in it follows from the manifest.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from m2flow.errors import UserError, suggestion
+from m2flow.runtime.transport.frame import aligned
 from m2flow.runtime.weights.boxes import Box
 
 
@@ -80,6 +82,24 @@ class TensorManifest:
     def num_bytes(self) -> int:
         """Bytes held here, tied tensors counted once."""
         return sum(held.num_bytes for held in self.held.values())
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Size of a snapshot, in which each tensor is aligned."""
+        return sum(aligned(held.num_bytes) for held in self.held.values())
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Name -> the tensor's place in a snapshot, of the shape that the lane holds.
+
+        Args:
+            flat: uint8, of `snapshot_bytes`, aligned to the largest element.
+        """
+        views, start = {}, 0
+        for name, held in self.held.items():
+            part = flat[start : start + held.num_bytes]
+            views[name] = part.view(getattr(torch, held.dtype)).view(held.box.shape)
+            start += aligned(held.num_bytes)
+        return views
 
 
 def describe(weights: Mapping[str, Any]) -> TensorManifest:

@@ -1,52 +1,21 @@
 """`WeightsOut`: a lane's weights laid out for other lanes, each version as it was when exported.
 
-One snapshot serves readers in shared memory and those who ask. It is asked for from the threads of
-the payload server while the lane goes on. The last version stays until the next one is laid out,
-for lanes that are lost and come back.
+A snapshot lies in shared memory, where lanes of this node read it, and is sent to all others. It is
+asked for from the threads of the payload server while the lane goes on. The last version stays
+until the next one is laid out, for lanes that are lost and come back.
 """
 
 from __future__ import annotations
 
-import hashlib
-import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from m2flow.runtime.transport.shared_memory import PoolFull, SharedHandle, SharedPool
-from m2flow.runtime.weights.exports import Export, ManifestKey, Sends, WeightsKey
+from m2flow.runtime.transport.shared_memory import PoolFull, SharedPool
+from m2flow.runtime.weights.exports import Export, WeightsKey
 from m2flow.runtime.weights.manifest import TensorManifest, describe, local_tensor
-from m2flow.runtime.weights.snapshot import Snapshot
-
-
-@dataclass(slots=True)
-class _PublishedWeights:
-    """What is kept for one worker that publishes.
-
-    Attributes:
-        snapshot: where the weights seen last, and their manifest, go in a snapshot.
-        token: a hash of that manifest, by which lanes that have it know it again.
-        manifests: by token.
-        snapshots: by version.
-    """
-
-    snapshot: Snapshot = field(default_factory=lambda: Snapshot(TensorManifest({})))
-    token: int = 0
-    manifests: dict[int, TensorManifest] = field(default_factory=dict)
-    snapshots: dict[int, Tensor] = field(default_factory=dict)
-
-    def see(self, weights: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Name -> local tensor, tied ones once; raises ManifestError as `describe` does."""
-        manifest = describe(weights)
-        if manifest != self.snapshot.manifest:
-            self.snapshot = Snapshot(manifest)
-            digest = hashlib.blake2b(pickle.dumps(manifest), digest_size=8).digest()
-            self.token = int.from_bytes(digest, "little")
-            self.manifests[self.token] = manifest
-        return {name: local_tensor(weights[name]) for name in manifest.held}
 
 
 class WeightsOut:
@@ -55,60 +24,38 @@ class WeightsOut:
     Args:
         pool: memory for snapshots.
         lane: the lane.
-        by_handle: whether lanes of this node may read the pool's memory; else they ask.
     """
 
-    def __init__(self, pool: SharedPool, lane: int, *, by_handle: bool) -> None:
-        self._pool, self._lane, self._by_handle = pool, lane, by_handle
-        self._sources: dict[str, _PublishedWeights] = {}
+    def __init__(self, pool: SharedPool, lane: int) -> None:
+        self._pool, self._lane = pool, lane
+        self._versions: dict[tuple[str, int], tuple[TensorManifest, Tensor]] = {}
 
-    def lay_out(
-        self, source: str, version: int, weights: Mapping[str, Any], sends: Sends
-    ) -> tuple[Export, ...]:
-        """Keep a version as it is now, and say for each way of sending where it lies.
+    def lay_out(self, source: str, version: int, weights: Mapping[str, Any], oldest: int) -> Export:
+        """Keep a version as it is now, for those who ask; versions before the oldest may go.
 
         Raises:
             ManifestError: the weights cannot be described.
         """
-        kept = self._sources.setdefault(source, _PublishedWeights())
-        kept.snapshots = {
-            number: flat for number, flat in kept.snapshots.items() if number >= sends.oldest
-        }
-        tensors = kept.see(weights)
-        flat = self._taken(kept.snapshot, tensors)
-        size = kept.snapshot.manifest.num_bytes
-        kept.snapshots[version] = flat
-        exports = []
-        for method, readers in sends.readers.items():
-            handle = self._handle(flat, readers) if method == "shared" else None
-            exports.append(Export(source, version, self._lane, method, kept.token, size, handle))
-        return tuple(exports)
+        for one in [one for one in self._versions if one[0] == source and one[1] < oldest]:
+            del self._versions[one]
+        manifest = describe(weights)
+        flat = self._memory(manifest.snapshot_bytes)
+        with torch.no_grad():
+            for name, place in manifest.views(flat).items():
+                place.copy_(local_tensor(weights[name]))
+        self._versions[source, version] = manifest, flat
+        return Export(source, version, self._lane, manifest.num_bytes)
 
-    def _taken(self, snapshot: Snapshot, tensors: Mapping[str, Tensor]) -> Tensor:
-        size = (snapshot.num_bytes,)
+    def _memory(self, num_bytes: int) -> Tensor:
         try:
-            flat = self._pool.empty(size, torch.uint8)
+            return self._pool.empty((num_bytes,), torch.uint8)
         except PoolFull:
-            flat = torch.empty(size, dtype=torch.uint8)
-        snapshot.take(flat, tensors)
-        return flat
+            return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def _handle(self, flat: Tensor, readers: Sequence[int]) -> SharedHandle | None:
-        """Put a snapshot into shared memory for readers of this node; None where they must ask."""
-        if not self._by_handle:
-            return None
-        try:
-            return self._pool.write(flat, readers)
-        except PoolFull:
-            return None
-
-    def provide(self, key: WeightsKey | ManifestKey) -> Any:
-        """Return the snapshot or manifest of a key; KeyError if this lane has none."""
-        kept = self._sources[key.source]
-        if isinstance(key, ManifestKey):
-            return kept.manifests[key.manifest]
-        return kept.snapshots[key.version]
+    def provide(self, key: WeightsKey) -> tuple[TensorManifest, Tensor]:
+        """Return the manifest and the snapshot of a version; KeyError if this lane has none."""
+        return self._versions[key.source, key.version]
 
     def drop(self) -> None:
         """Drop the versions that an earlier run laid out."""
-        self._sources = {}
+        self._versions = {}

@@ -3,13 +3,13 @@
 The storages are emptied in place and filled again, so every reference to them stays good: tied
 parameters, views of a flat buffer, an optimizer's states, the shards of a DTensor. What comes back
 equals what left to the bit. On an accelerator the bytes wait in pinned host memory, on the CPU in a
-file. Between `offload` and `onload` the tensors must not be touched: they have no memory. Knows
-nothing of workers, plans or what the tensors mean.
+file. Between `offload` and `onload` the tensors must not be touched: they have no memory. One
+thread moves a state; others may compute meanwhile with other state. Knows nothing of workers, plans
+or what the tensors mean.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -27,9 +27,6 @@ _Away = list[tuple[UntypedStorage, int]]
 
 class MovableState:
     """State that `offload` puts away and `onload` brings back.
-
-    Both may be called from any thread, also while others compute with other state: large copies
-    run without Python's lock.
 
     Args:
         tensors: gives every tensor of the state, each time it is asked: plain tensors, parameters
@@ -51,7 +48,6 @@ class MovableState:
         else:
             self._shelf = HostMemoryShelf(self._device)
         self._away: _Away | None = None
-        self._lock = threading.Lock()
 
     @property
     def is_resident(self) -> bool:
@@ -77,12 +73,11 @@ class MovableState:
                 shard with another library. The state is resident and good, as after any other
                 error.
         """
-        with self._lock:
-            if self._away is not None:
-                return
-            away = self._kept or self._put()
-            self._empty(away)
-            self._away = away
+        if self._away is not None:
+            return
+        away = self._kept or self._put()
+        self._empty(away)
+        self._away = away
         self._shelf.settle()
 
     def _put(self) -> _Away:
@@ -102,21 +97,17 @@ class MovableState:
             Exception: memory ran out, or the bytes could not be read. The state is still away, and
                 `onload` may be tried again.
         """
-        with self._lock:
-            if self._away is None:
-                return
-            try:
-                with self._shelf.filling():
-                    for storage, num_bytes in self._away:
-                        self._shelf.grow(storage, num_bytes)
-                    self._shelf.take([storage for storage, _ in self._away])
-            except BaseException:
-                self._empty(self._away)
-                raise
-            self._kept = self._away if self._frozen else None
-            self._away = None
-            if not self._frozen:
-                self._shelf.clear()
+        if self._away is None:
+            return
+        try:
+            self._shelf.take(self._away)
+        except BaseException:
+            self._empty(self._away)
+            raise
+        self._kept = self._away if self._frozen else None
+        self._away = None
+        if not self._frozen:
+            self._shelf.clear()
 
     @contextmanager
     def present(self) -> Iterator[None]:

@@ -17,7 +17,6 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -76,18 +75,12 @@ class FileShelf:
         """The storages have been emptied: give their memory back to the system."""
         return_free_memory()
 
-    def filling(self) -> AbstractContextManager[None]:
-        """Surrounds giving memory back to the storages and filling it; on leaving, it is done."""
-        return nullcontext()
-
-    def grow(self, storage: UntypedStorage, num_bytes: int) -> None:
-        """Give an empty storage its memory again, with anything in it; inside `filling`."""
-        storage.resize_(num_bytes)
-        _use_huge_pages(storage)
-
-    def take(self, storages: Sequence[UntypedStorage]) -> None:
-        """Copy the bytes back into the storages they came from, inside `filling`; keeps them."""
-        file = self._open()
+    def take(self, away: Sequence[tuple[UntypedStorage, int]]) -> None:
+        """Give storages their memory, of so many bytes, and its content again; keeps the bytes."""
+        for storage, num_bytes in away:
+            storage.resize_(num_bytes)
+            _use_huge_pages(storage)
+        file, storages = self._open(), [storage for storage, _ in away]
         _transfer(lambda buffer, start: os.preadv(file, [buffer], start), storages)
 
     def clear(self) -> None:

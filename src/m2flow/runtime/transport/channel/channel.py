@@ -17,25 +17,12 @@ import pickle
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from m2flow.errors import UserError
-from m2flow.runtime.transport.channel.errors import (
-    ChannelClosed,
-    ChannelEmpty,
-    ChannelError,
-    ChannelFull,
-    ChannelLost,
-    ChannelTimeout,
-)
-from m2flow.runtime.transport.channel.host import (
-    ChannelAddress,
-    Host,
-    HostActor,
-    Operation,
-    node_address,
-)
-from m2flow.runtime.transport.channel.state import ChannelStats, Key, Outcome
+from m2flow.runtime.transport.channel.errors import ChannelClosed, ChannelLost, ChannelTimeout
+from m2flow.runtime.transport.channel.host import ChannelAddress, Host, HostActor, node_address
+from m2flow.runtime.transport.channel.state import ChannelStats, Key
 from m2flow.runtime.transport.frame import Frame, FrameStream
 from m2flow.runtime.transport.listening import connect, this_machine
 
@@ -55,22 +42,6 @@ NAMESPACE = "m2flow-channels"
 """The Ray namespace in which channels have their names."""
 
 
-class _HostReply(NamedTuple):
-    """The host's answer: the outcome, the seconds waited, how many buffers each item has, what the
-    channel holds if that was asked for or is of use, and the buffers."""
-
-    outcome: Outcome
-    waited: float
-    counts: Sequence[int]
-    stats: Any
-    buffers: Sequence[Any]
-
-    def items(self) -> list[Any]:
-        """The items that came; their tensors are views of the memory in which they came."""
-        rest = iter(self.buffers)
-        return [_unpacked(*islice(rest, count)) for count in self.counts]
-
-
 class Channel:
     """A new channel, hosted by a thread of this process, and the first handle to it.
 
@@ -87,6 +58,8 @@ class Channel:
     `on_ray` makes one that does not depend on the process that made it.
     """
 
+    _end: Callable[[], None] | None
+
     def __init__(
         self,
         name: str | None = None,
@@ -98,7 +71,8 @@ class Channel:
     ) -> None:
         name = _checked_name(name, max_items, max_bytes, timeout)
         host = Host(name, max_items, max_bytes, listen or node_address())
-        self._set_up(host.address, timeout, host.stop)
+        self.__setstate__((host.address, timeout, False))
+        self._end = host.stop
 
     @classmethod
     def on_ray(
@@ -144,28 +118,19 @@ class Channel:
                 value=name,
                 hint="Channel.on_ray(name) makes one",
             ) from None
-        address = ray.get(actor.address.remote(), timeout=START_SECONDS)
-        return cls._handle(address, timeout, on_ray=True)
-
-    @classmethod
-    def _handle(cls, address: ChannelAddress, timeout: float, on_ray: bool) -> Channel:
         channel = cls.__new__(cls)
-        channel._set_up(address, timeout, None, on_ray)
+        address = ray.get(actor.address.remote(), timeout=START_SECONDS)
+        channel.__setstate__((address, timeout, True))
         return channel
 
-    def _set_up(
-        self,
-        address: ChannelAddress,
-        timeout: float,
-        end: Callable[[], None] | None,
-        on_ray: bool = False,
-    ) -> None:
-        self._address, self._timeout, self._end, self._on_ray = address, timeout, end, on_ray
+    def __getstate__(self) -> tuple[ChannelAddress, float, bool]:
+        return self._address, self._timeout, self._on_ray
+
+    def __setstate__(self, handle: tuple[ChannelAddress, float, bool]) -> None:
+        self._address, self._timeout, self._on_ray = handle
+        self._end = None
         self._idle: list[FrameStream] = []
         self._pid = os.getpid()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Channel._handle, (self._address, self._timeout, self._on_ray)
 
     def __repr__(self) -> str:
         return f"Channel({self.name!r}, at {self._address.endpoint.tcp or 'this machine'})"
@@ -205,7 +170,7 @@ class Channel:
                 key="max_bytes",
                 hint="make the channel larger or the item smaller",
             )
-        self._ask(Operation.PUT, key, timeout, buffers, weight=weight)
+        self._ask("put", key, timeout, buffers, weight=weight)
 
     def put_nowait(self, item: Any, weight: float = 1.0, key: Key = None) -> None:
         """`put` that raises `ChannelFull` where it would wait."""
@@ -256,10 +221,11 @@ class Channel:
         _require(most_weight > 0, "no such weight", "weight", weight, "more than 0")
         _require(most_items >= 1, "no such batch", "max_items", max_items, "1 or more")
         longest = math.inf if linger is None else linger
-        answer = self._ask(
-            Operation.GET, key, timeout, weight=most_weight, max_items=most_items, linger=longest
+        counts, buffers = self._ask(
+            "get", key, timeout, weight=most_weight, max_items=most_items, linger=longest
         )
-        return answer.items()
+        rest = iter(buffers)
+        return [_unpacked(*islice(rest, count)) for count in counts]
 
     def items(self, key: Key = None, timeout: float | None = None) -> Iterator[Any]:
         """Take items of a key one by one until the channel is closed and they are all taken."""
@@ -277,12 +243,13 @@ class Channel:
 
     def stats(self) -> ChannelStats:
         """What the channel holds, has seen, and who waits."""
-        found: ChannelStats = self._ask(Operation.STATS).stats
+        found, _ = self._ask("stats")
+        assert isinstance(found, ChannelStats)
         return found
 
     def close(self) -> None:
         """Take nothing more: putters get `ChannelClosed` at once, getters when nothing is left."""
-        self._ask(Operation.CLOSE)
+        self._ask("close")
 
     def terminate(self) -> None:
         """End the host, with all that is left in it; other handles get `ChannelLost`.
@@ -313,8 +280,14 @@ class Channel:
         timeout: float | None = None,
         buffers: Sequence[Any] = (),
         **settings: float,
-    ) -> _HostReply:
-        """Send a request and return the host's answer; raise the error of a request that failed."""
+    ) -> tuple[Any, Sequence[Any]]:
+        """Send a request; return what the host says and the buffers that come with it.
+
+        Of items it says how many buffers each has; their tensors will be views of these.
+
+        Raises:
+            ChannelError: the request failed, or the host did not answer.
+        """
         _require(
             type(key) in (str, int, type(None)), "no such key", "key", key, "string or integer"
         )
@@ -327,10 +300,8 @@ class Channel:
         try:
             stream.send(Frame(kind, head, buffers))
             frame = stream.receive()
-            waited, counts, stats = pickle.loads(frame.head)
-            answer = _HostReply(Outcome(frame.kind), waited, counts, stats, frame.buffers)
-            if answer.counts:
-                stream.send(Frame(Operation.TOOK))
+            if frame.buffers:
+                stream.send(Frame("took"))
         except BaseException as error:
             stream.close()
             if isinstance(error, TimeoutError):
@@ -343,9 +314,10 @@ class Channel:
                 raise self._lost(error) from error
             raise
         self._idle.append(stream)
-        if answer.outcome is not Outcome.DONE:
-            raise self._failed(answer, kind, key, sum(map(len, buffers)))
-        return answer
+        said = pickle.loads(frame.head)
+        if frame.kind == "error":
+            raise said
+        return said, frame.buffers
 
     def _connection(self) -> FrameStream:
         """Return an idle connection: each waiting request has a connection of its own."""
@@ -372,23 +344,6 @@ class Channel:
             f"cannot be reached ({error}); it has ended, or the network is down, or it listens on "
             "its own machine only: give it listen=ADDRESS"
         )
-
-    def _failed(self, answer: _HostReply, kind: str, key: Key, num_bytes: int) -> ChannelError:
-        where = f"channel {self.name!r}" + ("" if key is None else f", key {key!r}")
-        if answer.outcome is Outcome.CLOSED:
-            rest = "it takes no more items" if kind == Operation.PUT else "and nothing is left"
-            return ChannelClosed(f"{where}: closed, {rest}")
-        stats, most = answer.stats, self._address
-        held = (
-            f"after {answer.waited:.3g} s; the channel holds {stats.items} of {most.max_items} "
-            f"items, {stats.bytes:,} of {most.max_bytes:,} bytes, under keys {list(stats.keys)}; "
-            f"{stats.waiting_putters} other putters and {stats.waiting_getters} getters wait"
-        )
-        if answer.outcome is Outcome.FULL:
-            return ChannelFull(f"{where}: no room for {num_bytes:,} bytes {held}")
-        found = stats.keys.get(key, 0)
-        missing = "no item" if not found else f"only {found} items, not a whole batch,"
-        return ChannelEmpty(f"{where}: {missing} {held}")
 
 
 def _checked_name(name: str | None, max_items: int, max_bytes: int, timeout: float) -> str:

@@ -1,10 +1,10 @@
 """The host of a channel: moves frames between connections and a `ChannelState`.
 
-Each connection has a thread, and one request at a time. A client says nothing while its request
-waits, so if its connection can be read then, it has gone, and the request is dropped. Items that
-were handed over are acknowledged by one more frame, which has no answer; a client that vanishes
-before that gives them back. The buffers of a frame are the items' as they came: the host unpickles
-settings, never an item.
+Each connection has a thread, and one request at a time: a put, a get, stats or close. A client says
+nothing while its request waits, so if its connection can be read then, it has gone, and the request
+is dropped. Items that were handed over are acknowledged by one more frame, `took`, which has no
+answer; a client that vanishes before that gives them back. The buffers of a frame are the items' as
+they came: the host unpickles settings, never an item.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from m2flow.runtime.transport.channel.errors import (
+    ChannelClosed,
+    ChannelEmpty,
+    ChannelError,
+    ChannelFull,
+)
 from m2flow.runtime.transport.channel.state import ChannelRequest, ChannelState, Outcome
 from m2flow.runtime.transport.frame import Frame, FrameStream, LineClosed
 from m2flow.runtime.transport.listening import Listener, ListenerAddress, this_machine
@@ -43,12 +49,6 @@ class ChannelAddress:
     secret: bytes = field(repr=False)
     max_items: int
     max_bytes: int
-
-
-class Operation:
-    """Kinds of requests. TOOK acknowledges items, and has no answer."""
-
-    PUT, GET, TOOK, STATS, CLOSE = "put", "get", "took", "stats", "close"
 
 
 class Host:
@@ -86,25 +86,25 @@ class Host:
 
     def _handle(self, client: _Client, frame: Frame) -> None:
         """Do what a frame asks for, and answer."""
-        if frame.kind == Operation.TOOK:
+        if frame.kind == "took":
             self._change(self._state.acknowledge, client.request)
             client.request = ChannelRequest()  # its items are let go of
             return
         said, began = pickle.loads(frame.head), time.monotonic()
         request = client.request = ChannelRequest(said["key"], wake=client.wake)
         match frame.kind:
-            case Operation.PUT:
+            case "put":
                 request.weight, request.body = said["weight"], frame.buffers
                 request.num_bytes = sum(map(len, frame.buffers))
                 self._await(client, began + said["timeout"])
-            case Operation.GET:
+            case "get":
                 request.weight, request.max_items = said["weight"], said["max_items"]
                 request.enough_at = began + said["linger"]
                 self._await(client, began + said["timeout"])
-            case Operation.CLOSE:
+            case "close":
                 with self._lock:
                     self._state.close(began)
-        client.stream.send(self._answer(request, time.monotonic() - began))
+        client.stream.send(self._answer(frame.kind, request, time.monotonic() - began))
         if not request.items:
             client.request = ChannelRequest()  # else the connection would keep an item
 
@@ -137,17 +137,35 @@ class Host:
         with self._lock:
             act(request, time.monotonic())
 
-    def _answer(self, request: ChannelRequest, waited: float) -> Frame:
-        """Build the answer to a request: its outcome, its items, and the channel's statistics where
-        the client asked for them or an error is to show them."""
-        stats = None
-        if request.outcome in (None, Outcome.FULL, Outcome.EMPTY):
+    def _answer(self, kind: str, request: ChannelRequest, waited: float) -> Frame:
+        """Build the answer to a request: its items, the channel's statistics, or an error."""
+        if request.outcome not in (None, Outcome.DONE):
+            return Frame("error", pickle.dumps(self._failed(kind, request, waited), 5))
+        said: object = [len(item.body) for item in request.items]
+        if kind == "stats":
             with self._lock:
-                stats = self._state.stats()
-        outcome = request.outcome or Outcome.DONE
-        counts = [len(item.body) for item in request.items]
+                said = self._state.stats()
         buffers = [buffer for item in request.items for buffer in item.body]
-        return Frame(outcome.value, pickle.dumps((waited, counts, stats), 5), buffers)
+        return Frame("done", pickle.dumps(said, 5), buffers)
+
+    def _failed(self, kind: str, request: ChannelRequest, waited: float) -> ChannelError:
+        key, most = request.key, self.address
+        where = f"channel {most.name!r}" + ("" if key is None else f", key {key!r}")
+        if request.outcome is Outcome.CLOSED:
+            rest = "it takes no more items" if kind == "put" else "and nothing is left"
+            return ChannelClosed(f"{where}: closed, {rest}")
+        with self._lock:
+            stats = self._state.stats()
+        held = (
+            f"after {waited:.3g} s; the channel holds {stats.items} of {most.max_items} "
+            f"items, {stats.bytes:,} of {most.max_bytes:,} bytes, under keys {list(stats.keys)}; "
+            f"{stats.waiting_putters} other putters and {stats.waiting_getters} getters wait"
+        )
+        if request.outcome is Outcome.FULL:
+            return ChannelFull(f"{where}: no room for {request.num_bytes:,} bytes {held}")
+        found = stats.keys.get(key, 0)
+        missing = "no item" if not found else f"only {found} items, not a whole batch,"
+        return ChannelEmpty(f"{where}: {missing} {held}")
 
 
 @dataclass(slots=True)
