@@ -77,7 +77,7 @@ def _predicted(plan: Plan, run: SimulatedRun, counted: Sequence[int]) -> Predict
     return Prediction(
         seconds=Seconds(statistics.fmean(each)),
         spread=Seconds(statistics.pstdev(each)),
-        idle={lane.lane: min(1.0, lane.share(lane.waiting + lane.idle)) for lane in spent},
+        idle={lane.lane: min(1.0, lane.share(lane.terms["waiting"])) for lane in spent},
         terms={term: Seconds(sum(one.terms[term] for one in spent) / count) for term in TERMS},
         stages={name: Seconds(seconds / count) for name, seconds in stages.items()},
         peak_bytes={lane: Bytes(size) for lane, size in run.peak_bytes.items()},

@@ -26,7 +26,7 @@ from m2flow.engine.plan import Plan, StagePlan
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 from m2flow.plan.profile import Profile, Quantiles, StageCost, WorkerCost
 from m2flow.plan.units import Bytes, Items
-from m2flow.simulation.timing import Admitted, Timing, Transfer
+from m2flow.simulation.timing import Admitted, Timing
 
 HANDED_ON = 4
 """A stage that knows lengths hands its items on once they are 1 / HANDED_ON of those at work: many
@@ -255,12 +255,13 @@ class ProfileTiming(Timing):
         lanes, kind = self._gangs[worker][lane], self._lanes[lane].kind
         return self.profile.worker(worker, lanes, kind, name)
 
-    def transfer(self, transfer: Transfer) -> float:
-        link = self.profile.links.get(self._place((transfer.source,), transfer.target))
-        if link is None:
-            return 0.0
-        size = self._stages[transfer.producer].output_bytes
-        return link.seconds(Bytes(size * len(transfer.items)))
+    def transfer(self, producer: int, source: int, target: int, items: int) -> float:
+        link = self.profile.links.get(self._place((source,), target))
+        return (
+            0.0
+            if link is None
+            else link.seconds(Bytes(self._stages[producer].output_bytes * items))
+        )
 
     def item_bytes(self, node: StageNode) -> int:
         return self._stages[node.index].output_bytes

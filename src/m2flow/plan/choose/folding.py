@@ -17,7 +17,7 @@ from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.chunks import unit_items
 from m2flow.plan.prediction import Prediction
 from m2flow.plan.profile import Piecewise, Profile, StageCost
-from m2flow.plan.units import Bytes, Seconds, times
+from m2flow.plan.units import Bytes, Seconds
 
 FEWEST = 16
 """Lanes that are left when equal lanes are folded, at least."""
@@ -83,7 +83,7 @@ def folded_profile(profile: Profile, graph: FlowGraph, fold: int) -> Profile:
             name: replace(stage, costs=tuple(cost(name, one) for one in stage.costs))
             for name, stage in profile.stages.items()
         },
-        event_overhead=times(fold, profile.event_overhead),
+        event_overhead=Seconds(fold * profile.event_overhead),
     )
 
 
@@ -123,7 +123,7 @@ def unfolded(
     return replace(
         prediction,
         idle=spread(prediction.idle, 1.0),
-        terms={name: times(fold, each) for name, each in prediction.terms.items()},
+        terms={name: Seconds(fold * each) for name, each in prediction.terms.items()},
         stages={name: Seconds(fold * each) for name, each in prediction.stages.items()},
         peak_bytes={lane: Bytes(int(size)) for lane, size in peaks.items() if size},
         spans=tuple(
