@@ -12,9 +12,10 @@ from itertools import pairwise
 
 from m2flow.engine.plan import Placement, Plan, StagePlan
 from m2flow.flow.graph import StageNode
-from m2flow.plan.choose.judge import sized
-from m2flow.plan.choose.problem import Option, PlanningProblem
+from m2flow.plan.choose.judge import shape, sized
+from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.memory import too_large
+from m2flow.plan.profile import WorkerCost
 
 AUTO = "auto"
 """Mode of a plan that was chosen freely."""
@@ -30,7 +31,7 @@ class Spot:
         replicas: how many.
     """
 
-    option: Option
+    option: WorkerCost
     first: int
     replicas: int
 
@@ -171,43 +172,32 @@ def _cut(ids: list[int], size: int) -> list[tuple[int, ...]]:
 
 
 def draft_of(problem: PlanningProblem, plan: Plan) -> Draft | None:
-    """The draft of a plan whose workers each stand on neighbouring lanes; None of another one."""
+    """The draft that stands for a plan; None where no draft does."""
     spots = []
     for worker in problem.workers:
         spot = plan.placements[worker]
-        size = len(spot.replicas[0])
-        option = next(
-            (
-                option
-                for option in problem.options[worker]
-                if (option.layout, option.lanes) == (spot.layout, size)
-                and set(spot.lanes) <= set(problem.ids[option.kind])
-            ),
-            None,
-        )
-        if option is None or any(len(gang) != size for gang in spot.replicas):
-            return None
-        ids = problem.ids[option.kind]
-        first = min(ids.index(lane) for lane in spot.lanes)
-        if set(ids[first : first + len(spot.lanes)]) != set(spot.lanes):
-            return None
-        spots.append(Spot(option, first, len(spot.replicas)))
+        first, layout = spot.lanes[0], (spot.layout, len(spot.replicas[0]))
+        for option in problem.options[worker]:
+            ids = problem.ids[option.kind]
+            if (option.layout, option.lanes) == layout and first in ids:
+                spots.append(Spot(option, ids.index(first), len(spot.replicas)))
+    if len(spots) < len(problem.workers):
+        return None
     pieces, running = [], []
     for node in problem.graph.nodes:
         stage, window = plan.stages.get(node.name, StagePlan()), problem.windows[node.index]
         calls = -(-window // min(stage.chunk or window, window))
-        replicas = len(plan.placements[node.worker].replicas)
-        pieces.append(calls / replicas)
+        pieces.append(calls / len(plan.placements[node.worker].replicas))
         running.append(stage.max_running)
-    names = tuple(node.name for node in reversed(problem.graph.nodes))
-    return Draft(
+    draft = Draft(
         tuple(spots),
         tuple(pieces),
         tuple(running),
-        plan.order == names,
+        bool(plan.order),
         plan.fuse_loops,
         plan.max_staleness,
     )
+    return draft if shape(to_plan(problem, draft)) == shape(plan) else None
 
 
 def structure(problem: PlanningProblem, draft: Draft) -> str:

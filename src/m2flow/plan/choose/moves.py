@@ -9,8 +9,9 @@ from itertools import pairwise, product
 
 from m2flow.flow.graph import StageNode
 from m2flow.plan.choose.draft import Draft, Spot, chunk_of, spot_of
-from m2flow.plan.choose.problem import Option, PlanningProblem
+from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.choose.structures import cut, running_limits
+from m2flow.plan.profile import WorkerCost
 
 PIECES = (0.125, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
 """Calls of a replica and window that are tried."""
@@ -118,7 +119,7 @@ def _spots(problem: PlanningProblem, draft: Draft, worker: int) -> Iterator[Draf
         yield draft.with_spot(worker, replace(spot, replicas=replicas))
 
 
-def _placed(draft: Draft, worker: int, option: Option, low: int, high: int) -> Iterator[Draft]:
+def _placed(draft: Draft, worker: int, option: WorkerCost, low: int, high: int) -> Iterator[Draft]:
     replicas = (high - low) // option.lanes
     if replicas >= 1:
         spot = Spot(option, low, replicas)

@@ -158,6 +158,5 @@ def _memory(chosen: Candidate) -> str:
 
 def _timeline(chosen: Candidate) -> Gantt:
     """The predicted step, lanes that are alike in one row."""
-    plan, spans = chosen.plan, chosen.prediction.spans
-    end = max([float(chosen.prediction.seconds), *(span.end for span in spans)])
-    return folded(lay_out(spans, (0.0, end), [lane.id for lane in plan.lanes]), COLUMNS)
+    found, lanes = chosen.prediction, [lane.id for lane in chosen.plan.lanes]
+    return folded(lay_out(found.spans, found.window, lanes), COLUMNS)
