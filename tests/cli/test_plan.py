@@ -123,7 +123,7 @@ def test_the_json_is_a_plan_that_can_be_run(tiny: Path, m2flow: M2flow) -> None:
     validate(plan, flow_of(read_recipe(tiny)).trace(), 4)
     assert plan.deadline_seconds == 77
     assert plan.predicted_seconds == document["decision"]["predicted"]["seconds"]
-    assert document["decision"]["profile"]["source"] == "analytic"
+    assert document["decision"]["source"] == "analytic"
     Path("plan.json").write_text(outcome.out)
     assert m2flow("plan", tiny, "--plan", "plan.json", "--explain").code == 0
 

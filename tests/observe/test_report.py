@@ -174,8 +174,7 @@ def test_the_script_has_every_piece_of_the_timeline(
     steps = pictured_steps(read_run(tmp_path / "run").trace)
     spans = [span for step in steps for span in step.spans]
     expected, _ = where_the_time_went(spans, (steps[0].start, steps[-1].end))
-    account = {**expected.stages, "switching": expected.switching, "links": expected.transfer}
-    account |= {"publishing": expected.publishing, "waiting": expected.waiting}
+    account = {**expected.stages, **expected.beside}
     spent: dict[str, float] = {}
     for _, seconds, term in told["rows"][0]["pieces"]:
         name = told["terms"][term]["name"].partition(":")[0]

@@ -41,10 +41,9 @@ def lanes(*specs: LaneSpec) -> dict[str, Any]:
 
 
 def test_a_plan_that_fits() -> None:
-    validate(GOOD, GRPO)
     validate(GOOD, GRPO, 8)
-    validate(replace(GOOD, lanes=(LaneSpec(0), LaneSpec(1))), GRPO)
-    validate(replace(GOOD, **placed(gen=GANG)), GRPO)
+    validate(replace(GOOD, lanes=(LaneSpec(0), LaneSpec(1))), GRPO, 8)
+    validate(replace(GOOD, **placed(gen=GANG)), GRPO, 8)
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -163,28 +162,28 @@ def test_refused(change: dict[str, Any], parts: tuple[str, ...]) -> None:
 
 def test_cores_of_other_machines_and_of_reserved_lanes_may_be_the_same() -> None:
     one, apart = LaneSpec(0, "gpu", (0, 1), 0), LaneSpec(1, "gpu", (0, 1), 0, node=1)
-    validate(replace(GOOD, lanes=(one, apart)), GRPO)
+    validate(replace(GOOD, lanes=(one, apart)), GRPO, 8)
     own = LaneSpec(2, "gpu", (0, 1), 0, reserved_for="score")
     spots = {**PLACED, "score": Placement(((2,),))}
     plan = replace(GOOD, lanes=(one, apart, own), placements=spots)
     validate(plan, GRPO, 8, {"score"})
-    validate(replace(plan, lanes=(*plan.lanes, replace(own, id=3))), GRPO)
+    validate(replace(plan, lanes=(*plan.lanes, replace(own, id=3))), GRPO, 8)
     with pytest.raises(PlanError, match=r"lanes \[0, 3\] overlap on core 0"):
-        validate(replace(plan, lanes=(*plan.lanes, replace(one, id=3))), GRPO)
+        validate(replace(plan, lanes=(*plan.lanes, replace(one, id=3))), GRPO, 8)
 
 
 def test_an_isolated_worker_needs_lanes_of_its_own() -> None:
     with pytest.raises(PlanError, match=r"placements\.score: .*process of its own, and lane 0"):
-        validate(GOOD, GRPO, isolated={"score"})
+        validate(GOOD, GRPO, 8, isolated={"score"})
     alone = Plan("eager", (LaneSpec(0),), dict.fromkeys(GRPO.workers, ONE))
-    validate(alone, GRPO, isolated={"score"})
+    validate(alone, GRPO, 8, isolated={"score"})
 
 
 def test_a_target_that_only_evaluates_is_legal_and_must_be_placed() -> None:
     graph = GRAPHS["watched"]
     plan = Plan("custom", (LaneSpec(0),), dict.fromkeys(graph.workers, ONE))
     with pytest.raises(PlanError, match=r"placements\.judge: has no placement"):
-        validate(plan, graph)
+        validate(plan, graph, 8)
     validate(replace(plan, placements={**plan.placements, "judge": ONE}), graph, 8)
 
 
@@ -192,13 +191,13 @@ def test_a_worker_that_never_trains_has_nothing_to_publish() -> None:
     edge = WeightEdge("score", "gen")
     graph = replace(GRPO, weight_edges=(WeightEdge("critic", "gen"), edge))
     with pytest.raises(PlanError, match=r"critic: publishes its weights to gen, but no stage"):
-        validate(GOOD, graph)
+        validate(GOOD, graph, 8)
 
 
 def test_memory_of_other_lanes_does_not_count() -> None:
     limits = (LaneSpec(0), LaneSpec(1, memory_bytes=10))
     spots = {**PLACED, "score": Placement(((0,),), state_bytes=11)}
-    validate(replace(GOOD, lanes=limits, placements=spots), GRPO)
+    validate(replace(GOOD, lanes=limits, placements=spots), GRPO, 8)
 
 
 def test_mini_batches_must_be_of_one_size() -> None:
@@ -221,7 +220,7 @@ def test_a_streaming_function_cannot_stand_on_a_gang() -> None:
     graph = Splitting().trace()
     plan = Plan("custom", (LaneSpec(0), LaneSpec(1)), {"split": GANG})
     with pytest.raises(PlanError, match=r"placements\.split: is a streaming function.*single lane"):
-        validate(plan, graph)
+        validate(plan, graph, 8)
 
 
 def test_a_sticky_worker_cannot_be_a_gang_and_a_step_must_fit_its_edge() -> None:
@@ -229,7 +228,7 @@ def test_a_sticky_worker_cannot_be_a_gang_and_a_step_must_fit_its_edge() -> None
     plan = Plan("custom", (LaneSpec(0), LaneSpec(1)), dict.fromkeys(graph.workers, ONE))
     validate(plan, graph, 8)
     with pytest.raises(PlanError, match=r"placements\.policy: is sticky"):
-        validate(replace(plan, placements={**plan.placements, "policy": GANG}), graph)
+        validate(replace(plan, placements={**plan.placements, "policy": GANG}), graph, 8)
     narrow = replace(plan, edges={"policy.act->whiten": EdgePlan(6)})
     validate(narrow, graph, 6)
     with pytest.raises(PlanError, match=r"edges\.policy\.act->whiten.*at least 8"):

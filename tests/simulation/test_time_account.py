@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.engine.spans import Span
-from m2flow.simulation.time_account import PRECEDENCE, TERMS, where_the_time_went
+from m2flow.simulation.time_account import PRECEDENCE, TERM_OF, TERMS, where_the_time_went
 
 spans_on_a_grid = st.lists(
     st.builds(
@@ -51,9 +51,8 @@ def test_the_account_agrees_with_looking_at_every_second(
     window = (start, start + length)
     expected = account_by_seconds(spans, window)
     for lane in where_the_time_went(spans, window):
-        found: dict[str, float] = dict(lane.stages)
-        found |= {"switch": lane.switching, "transfer": lane.transfer, "idle": lane.idle}
-        found |= {"publish": lane.publishing, "wait": lane.waiting}
+        found = {**lane.stages, "idle": lane.idle}
+        found |= {kind: lane.beside[term] for kind, term in TERM_OF.items()}
         positive = {(lane.lane, key): value for key, value in found.items() if value}
         assert positive == {key: value for key, value in expected.items() if key[0] == lane.lane}
         assert sum(found.values()) == lane.seconds == length
@@ -68,8 +67,8 @@ def test_work_hides_what_overlaps_it() -> None:
     ]
     (lane,) = where_the_time_went(spans, (0.0, 20.0))
     assert lane.stages == {"generate": 9.0, "score": 1.0}
-    assert (lane.transfer, lane.waiting, lane.idle) == (0.0, 2.0, 8.0)
-    assert lane.share(lane.working) == 0.5
+    assert (lane.beside["links"], lane.beside["waiting"], lane.idle) == (0.0, 2.0, 8.0)
+    assert lane.share(lane.terms["compute"]) == 0.5
 
 
 def test_no_spans_no_account() -> None:

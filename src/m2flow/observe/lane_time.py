@@ -146,7 +146,7 @@ def time_note(trace: Trace) -> str:
 
 def _spent(total: LaneTime) -> dict[str, float]:
     """Seconds by stage, and by the terms of `FILLS`; idleness is told beside them."""
-    return dict(total.stages) | {**total.terms, "waiting": total.waiting}
+    return {**total.stages, **total.beside}
 
 
 def _row(name: str, total: LaneTime, columns: Mapping[str, str]) -> str:

@@ -64,7 +64,7 @@ class Timeline:
         totals = []
         for lane in sorted(self._totals):
             absent = max(0.0, self._seconds - self._totals[lane].seconds)
-            totals.append(self._totals[lane] + LaneTime(lane, absent, idle=absent))
+            totals.append(self._totals[lane] + LaneTime(lane, absent))
         return totals
 
     def trace(self) -> Trace:

@@ -29,9 +29,9 @@ def window_units(node: StageNode, num_items: int) -> int:
 
 
 def call_items(node: StageNode, stage: StagePlan, num_items: int) -> int:
-    """Items of the largest call of a stage, in a step of `num_items` source items."""
+    """Items that a call of a stage holds at most, in a step of `num_items` source items."""
     units = window_units(node, num_items)
-    return min(stage.chunk or units, units) * unit_items(node, num_items)
+    return min(stage.max_running or stage.chunk or units, units) * unit_items(node, num_items)
 
 
 def cut(node: StageNode, num_items: int, calls: int) -> StagePlan:

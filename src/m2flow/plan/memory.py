@@ -8,8 +8,9 @@ round there stage by stage.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 from m2flow.engine.plan import Plan
 from m2flow.errors import PlanError
@@ -57,17 +58,20 @@ def needs(plan: Plan, graph: FlowGraph) -> list[Need]:
     return found
 
 
+def too_large(plan: Plan, graph: FlowGraph) -> Iterator[Need]:
+    """Yield the needs for which their lane has too little memory."""
+    limits = {lane.id: inf if (room := lane.memory_bytes) is None else room for lane in plan.lanes}
+    return (need for need in needs(plan, graph) if need.num_bytes > limits[need.lane])
+
+
 def check_memory(plan: Plan, graph: FlowGraph) -> None:
     """Refuse a plan whose lanes cannot hold what a command needs.
 
     Raises:
         PlanError: names the worker, its bytes and the lane.
     """
-    limits = {lane.id: lane.memory_bytes for lane in plan.lanes}
-    for need in needs(plan, graph):
-        limit = limits[need.lane]
-        if limit is None or need.num_bytes <= limit:
-            continue
+    for need in too_large(plan, graph):
+        limit = next(lane.memory_bytes for lane in plan.lanes if lane.id == need.lane)
         what = "its state does"
         if need.working_bytes:
             working = f"{need.working_bytes} bytes that a call takes"

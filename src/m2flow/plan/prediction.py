@@ -9,6 +9,7 @@ from m2flow.engine.plan import Plan, StagePlan
 from m2flow.engine.spans import Span
 from m2flow.plan.profile import Profile
 from m2flow.plan.units import Bytes, Seconds
+from m2flow.simulation.time_account import Window
 
 MINOR = 0.01
 """A stage that takes a smaller share of the lanes' work makes no difference between plans."""
@@ -27,7 +28,8 @@ class Prediction:
         stages: seconds of lanes that each stage takes a step.
         peak_bytes: for each lane with a limit of memory.
         staleness: mean version lag of the items.
-        spans: of the last step, from second 0 on, for a picture.
+        spans: of the last step, for a picture.
+        window: seconds between which the last step ran.
         num_events: events that the engine has handled for it.
     """
 
@@ -39,6 +41,7 @@ class Prediction:
     peak_bytes: Mapping[int, Bytes] = field(default_factory=dict)
     staleness: float = 0.0
     spans: tuple[Span, ...] = ()
+    window: Window = (0.0, 0.0)
     num_events: int = 0
 
 

@@ -8,19 +8,17 @@ distributions, the same for every plan that is compared.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import pairwise
 
 from m2flow.engine.plan import Plan
-from m2flow.engine.spans import Span
 from m2flow.flow.graph import FlowGraph
 from m2flow.plan.prediction import Prediction
 from m2flow.plan.profile import Profile
 from m2flow.plan.simulate_timing import ProfileTiming
 from m2flow.plan.units import Bytes, Seconds
 from m2flow.simulation.driver import SimulatedRun, Simulation
-from m2flow.simulation.time_account import TERMS, Window, where_the_time_went
+from m2flow.simulation.time_account import TERMS, where_the_time_went
 
 
 def simulate(
@@ -77,21 +75,12 @@ def _predicted(plan: Plan, run: SimulatedRun, counted: Sequence[int]) -> Predict
     return Prediction(
         seconds=Seconds(statistics.fmean(each)),
         spread=Seconds(statistics.pstdev(each)),
-        idle={lane.lane: min(1.0, lane.share(lane.waiting + lane.idle)) for lane in spent},
+        idle={lane.lane: min(1.0, lane.share(lane.terms["waiting"])) for lane in spent},
         terms={term: Seconds(sum(one.terms[term] for one in spent) / count) for term in TERMS},
         stages={name: Seconds(seconds / count) for name, seconds in stages.items()},
         peak_bytes={lane: Bytes(size) for lane, size in run.peak_bytes.items()},
         staleness=sum(lag * n for lag, n in run.staleness.items()) / lags if lags else 0.0,
-        spans=tuple(_shifted(run.spans, (marks[-2], marks[-1]))),
+        spans=tuple(x for x in run.spans if x.end > marks[-2] and x.start < marks[-1]),
+        window=(marks[-2], marks[-1]),
         num_events=run.num_events,
     )
-
-
-def _shifted(spans: Iterable[Span], window: Window) -> list[Span]:
-    """Spans of a window, cut to it and counted from its start."""
-    start, end = window
-    return [
-        replace(span, start=max(span.start, start) - start, end=min(span.end, end) - start)
-        for span in sorted(spans, key=lambda span: (span.start, span.lane))
-        if span.end > start and span.start < end
-    ]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 from m2flow.engine.messages import (
     Event,
@@ -24,9 +23,9 @@ from m2flow.engine.messages import (
 )
 from m2flow.engine.plan import Plan, StagePlan
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
-from m2flow.plan.profile import Profile, Quantiles, StageCost, WorkerCost
+from m2flow.plan.profile import Profile, StageCost
 from m2flow.plan.units import Bytes, Items
-from m2flow.simulation.timing import Admitted, Timing, Transfer
+from m2flow.simulation.timing import Admitted, Timing
 
 HANDED_ON = 4
 """A stage that knows lengths hands its items on once they are 1 / HANDED_ON of those at work: many
@@ -59,14 +58,6 @@ def drawn(seed: int, what: int, stage: int, step: int, item: int) -> float:
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
         x ^= x >> 31
     return (x >> 11) / (1 << 53)
-
-
-class _Maker(NamedTuple):
-    """The stage whose items have lengths, and how many items descend from each of them."""
-
-    node: StageNode
-    lengths: Quantiles
-    expands: int
 
 
 class ProfileTiming(Timing):
@@ -104,10 +95,6 @@ class ProfileTiming(Timing):
         self._visits: dict[tuple[int, int, int], int] = {}
         self._price = cache(self._publish_price)
 
-    def cost(self, node: StageNode, lane: int) -> StageCost:
-        """What a stage takes on the replica that a lane belongs to."""
-        return self._costs[node.index][lane]
-
     def _costs_of(self, node: StageNode) -> dict[int, StageCost]:
         """What a stage takes, by lane."""
         found: dict[int, StageCost] = {}
@@ -133,9 +120,9 @@ class ProfileTiming(Timing):
         It is the length with which the item, or what it descends from, was made; else the longest
         of those that a reader will make of it.
         """
-        maker = self._maker(producer)
+        maker, expands = self._maker(producer)
         if maker is not None:
-            return self.length(maker.node, step, item // maker.expands)
+            return self.length(maker, step, item // expands)
         for node in self.graph.nodes:
             if producer in node.inputs and self._stages[node.index].lengths is not None:
                 made = range(item * node.expands, (item + 1) * node.expands)
@@ -154,7 +141,8 @@ class ProfileTiming(Timing):
         lanes: Sequence[int],
         shares: Sequence[Sequence[int]],
     ) -> float:
-        cost, items = self.cost(node, lanes[0]), [item for share in shares for item in share]
+        cost = self._costs[node.index][lanes[0]]
+        items = [item for share in shares for item in share]
         seconds = cost.call(Items(len(items)))
         if not cost.spread or not 0 < len(items) <= MANY_ITEMS:
             return seconds
@@ -167,25 +155,25 @@ class ProfileTiming(Timing):
         An item that descends from one with a length takes as much more as the item is longer: long
         answers come late, and take long in every later stage too.
         """
-        maker = self._maker(node.inputs[0])
-        if maker is None or not maker.lengths.deviation:
+        maker, expands = self._maker(node.inputs[0])
+        lengths = None if maker is None else self._stages[maker.index].lengths
+        if maker is None or lengths is None or not lengths.deviation:
             return UNIT_VARIANCE * (self._drawn(WEIGHT, node, step, item) - 0.5)
-        length = self.length(maker.node, step, item // maker.expands)
-        return (length - maker.lengths.mean) / maker.lengths.deviation
+        return (self.length(maker, step, item // expands) - lengths.mean) / lengths.deviation
 
-    def _maker_of(self, producer: int) -> _Maker | None:
-        """Find the stage that gave a producer's items, or what they descend from, their lengths."""
+    def _maker_of(self, producer: int) -> tuple[StageNode | None, int]:
+        """Find the stage that gave a producer's items, or what they descend from, their lengths,
+        and how many of these items descend from each that the stage made."""
         expands = 1
         while producer != SOURCE:
             node = self.graph.nodes[producer]
-            lengths = self._stages[node.index].lengths
-            if lengths is not None:
-                return _Maker(node, lengths, expands)
+            if self._stages[producer].lengths is not None:
+                return node, expands
             producer, expands = node.inputs[0], expands * node.expands
-        return None
+        return None, expands
 
     def admit(self, node: StageNode, step: int, lane: int, items: Sequence[int]) -> Admitted:
-        layout, count = self.cost(node, lane), len(items)
+        layout, count = self._costs[node.index][lane], len(items)
         outputs = [item * node.expands + k for item in items for k in range(node.expands)]
         if layout.round is not None and node.index in self._in_pieces:
             pause = layout.admit.at(count) if layout.admit else 0.0
@@ -208,11 +196,11 @@ class ProfileTiming(Timing):
         return Admitted(0.0, needs)
 
     def round(self, node: StageNode, lane: int, running: int) -> float:
-        pace = self.cost(node, lane).round
+        pace = self._costs[node.index][lane].round
         return 1.0 if pace is None or node.index not in self._in_pieces else pace.at(running)
 
     def slots(self, node: StageNode, lane: int) -> int | None:
-        return self.cost(node, lane).slots if node.index in self._in_pieces else None
+        return self._costs[node.index][lane].slots if node.index in self._in_pieces else None
 
     def control(self, events: Sequence[Event]) -> float:
         reported = sum(not isinstance(event, StepSubmitted | Tick) for event in events)
@@ -223,7 +211,7 @@ class ProfileTiming(Timing):
 
     def finish(self, node: StageNode, command: RunFinish) -> float:
         replicas = len(self.plan.placements[node.worker].replicas)
-        return self.cost(node, command.lanes[0]).finish_seconds(replicas)
+        return self._costs[node.index][command.lanes[0]].finish_seconds(replicas)
 
     def publish(self, command: ExportWeights | InstallWeights, lane: int) -> float:
         """The whole price is the install's: lanes that take weights do so side by side."""
@@ -246,21 +234,17 @@ class ProfileTiming(Timing):
         return "node" if any(self._lanes[lane].node == here for lane in sources) else "cluster"
 
     def move(self, worker: str, what: str, lane: int) -> float:
-        cost = self.worker(worker, lane)
+        name, kind = self.plan.placements[worker].layout, self._lanes[lane].kind
+        cost = self.profile.worker(worker, self._gangs[worker][lane], kind, name)
         return 0.0 if cost is None else cost.onload if what == "onload" else cost.offload
 
-    def worker(self, worker: str, lane: int) -> WorkerCost | None:
-        """What a worker's state takes on a lane; None where the profile does not know."""
-        name = self.plan.placements[worker].layout
-        lanes, kind = self._gangs[worker][lane], self._lanes[lane].kind
-        return self.profile.worker(worker, lanes, kind, name)
-
-    def transfer(self, transfer: Transfer) -> float:
-        link = self.profile.links.get(self._place((transfer.source,), transfer.target))
-        if link is None:
-            return 0.0
-        size = self._stages[transfer.producer].output_bytes
-        return link.seconds(Bytes(size * len(transfer.items)))
+    def transfer(self, producer: int, source: int, target: int, items: int) -> float:
+        link = self.profile.links.get(self._place((source,), target))
+        return (
+            0.0
+            if link is None
+            else link.seconds(Bytes(self._stages[producer].output_bytes * items))
+        )
 
     def item_bytes(self, node: StageNode) -> int:
         return self._stages[node.index].output_bytes

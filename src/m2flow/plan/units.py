@@ -1,8 +1,7 @@
 """Seconds, bytes and items as types of their own, which a type checker keeps apart.
 
 A number becomes a quantity where it is named (`Seconds(0.2)`), and one quantity never stands for
-another. What is computed from several of them goes through the functions below, whose names say
-what is multiplied or divided by what: a price per item cannot pass for the price of a step.
+another. What is computed from several of them is named again.
 """
 
 from __future__ import annotations
@@ -20,18 +19,3 @@ Items = NewType("Items", int)
 
 BytesPerSecond = NewType("BytesPerSecond", float)
 """A rate of transfer."""
-
-
-def add(*parts: Seconds) -> Seconds:
-    """Durations one after the other."""
-    return Seconds(sum(parts))
-
-
-def times(count: float, each: Seconds) -> Seconds:
-    """So many times a duration."""
-    return Seconds(count * each)
-
-
-def transfer(size: Bytes, rate: BytesPerSecond) -> Seconds:
-    """How long so many bytes are on their way at a rate."""
-    return Seconds(size / rate)

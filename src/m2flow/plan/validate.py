@@ -20,7 +20,7 @@ from m2flow.plan.profile.hardware import DEVICES
 def validate(
     plan: Plan,
     graph: FlowGraph,
-    num_items: int | None = None,
+    num_items: int,
     isolated: Collection[str] = (),
     layouts: Mapping[str, Collection[Layout]] = MappingProxyType({}),
 ) -> None:
@@ -29,8 +29,7 @@ def validate(
     Args:
         plan: the plan.
         graph: the graph.
-        num_items: source items of a step, where they are known: mini-batches and edges are then
-            checked against them.
+        num_items: source items of a step.
         isolated: workers that must stand on lanes reserved for them, but for an eager run.
         layouts: those that workers declare, as far as the caller knows; the layouts of other
             workers are not checked.
@@ -68,8 +67,7 @@ def validate(
         _check_known("order", name, names)
     for node in graph.nodes:
         _check_gang(node, plan.placements[node.worker])
-        if num_items is not None:
-            _check_minibatches(node, num_items)
+        _check_minibatches(node, num_items)
     _check_edges(plan, graph, num_items)
     if plan.max_staleness < 0:
         raise PlanError("must not be negative", key="max_staleness", value=plan.max_staleness)
@@ -197,7 +195,7 @@ def _check_gang(node: StageNode, placement: Placement) -> None:
         )
 
 
-def _check_edges(plan: Plan, graph: FlowGraph, num_items: int | None) -> None:
+def _check_edges(plan: Plan, graph: FlowGraph, num_items: int) -> None:
     known = {
         graph.edge_name(producer, consumer): (producer, consumer)
         for producer, consumer in graph.edges
@@ -211,11 +209,11 @@ def _check_edges(plan: Plan, graph: FlowGraph, num_items: int | None) -> None:
         if loop is not None and loop == graph.nodes[known[name][0]].loop:
             raise PlanError("goes around inside a loop, which has no limit", key=f"edges.{name}")
     limits = {known[name]: edge for name, edge in plan.edges.items()}
-    whole = set() if num_items is None else whole_step_edges(graph, limits, num_items)
+    whole = whole_step_edges(graph, limits, num_items)
     for name, edge in plan.edges.items():
         producer, consumer = known[name]
-        needed = _room_needed(graph, producer, consumer, num_items or 1)
-        if num_items is not None and (producer, consumer) in whole:
+        needed = _room_needed(graph, producer, consumer, num_items)
+        if (producer, consumer) in whole:
             needed = num_items * graph.nodes[consumer].fanout
         if edge.max_items is not None and edge.max_items < needed:
             raise PlanError(

@@ -37,7 +37,7 @@ from m2flow.errors import RunFailed
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 from m2flow.simulation.lanes import VirtualLanes
 from m2flow.simulation.stream import VirtualStream
-from m2flow.simulation.timing import Timing, Transfer
+from m2flow.simulation.timing import Timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class Simulation:
         start = 0.0
         for lane, inputs in zip(command.lanes, command.inputs, strict=True):
             begin = self._lanes.begin(lane, command, self._sent_at)
-            start = max(start, self._bring(node, command.step, lane, inputs, begin))
+            start = max(start, self._bring(command.step, lane, inputs, begin))
         if node.streaming:
             lane = command.lanes[0]
             pace = partial(self._timing.round, node, lane)
@@ -253,7 +253,7 @@ class Simulation:
             return
         start = max(self.now, stream.began)  # not before the call begins
         ready = max(
-            self._bring(stream.node, stream.step, lane, inputs, start)
+            self._bring(stream.step, lane, inputs, start)
             for lane, inputs in zip(command.lanes, command.inputs, strict=True)
         )
         self._stream(stream, _items_of(command.inputs[0]), start, ready - start)
@@ -341,7 +341,7 @@ class Simulation:
                 facts["call"] = call
         return facts
 
-    def _bring(self, node: StageNode, step: int, lane: int, inputs: Inputs, start: float) -> float:
+    def _bring(self, step: int, lane: int, inputs: Inputs, start: float) -> float:
         """Bring items to a lane that lie on others; when all are there.
 
         A lane does this before its call, not beside the one before. Source items have come along
@@ -352,8 +352,7 @@ class Simulation:
         end, items = start, 0
         for part in (part for parts in inputs for part in parts):
             if part.lane not in (lane, LAUNCHER):
-                transfer = Transfer(node, step, part.producer, part.lane, lane, part.items)
-                end += self._timing.transfer(transfer)
+                end += self._timing.transfer(part.producer, part.lane, lane, len(part.items))
                 items += len(part.items)
         if items:
             facts = {"step": step, "items": items}

@@ -69,13 +69,6 @@ class VirtualStream:
         """Nothing is at work, and nothing waits to be handed on."""
         return not self._heap and not self.unsaid
 
-    def play(self, now: float) -> None:
-        """Let all grow up to a moment."""
-        if now > self.at:
-            if self._heap and (pace := self._pace(len(self._heap))) > 0:
-                self._grown += (now - self.at) / pace
-            self.at = now
-
     def take(
         self,
         now: float,
@@ -86,8 +79,9 @@ class VirtualStream:
     ) -> None:
         """Take input items in; nothing grows meanwhile."""
         self.taken += items
-        self.play(now)
-        self.at += pause
+        if now > self.at and self._heap and (pace := self._pace(len(self._heap))) > 0:
+            self._grown += (now - self.at) / pace
+        self.at = max(now, self.at) + pause
         self._waiting.extend(zip(outputs, needs, strict=True))
         self._fill_slots()
         self.ticket += 1

@@ -66,33 +66,30 @@ class Piece:
 class LaneTime:
     """Where the `seconds` of one lane went.
 
-    All fields after `seconds` are seconds, and add up to it.
+    Attributes:
+        lane: its number.
+        seconds: of the window.
+        stages: seconds inside each stage.
+        beside: seconds by the terms of `TERM_OF`.
     """
 
     lane: int
     seconds: float
     stages: Mapping[str, float] = field(default_factory=dict)
-    switching: float = 0.0
-    transfer: float = 0.0
-    publishing: float = 0.0
-    waiting: float = 0.0
-    idle: float = 0.0
+    beside: Mapping[str, float] = field(
+        default_factory=lambda: dict.fromkeys(TERM_OF.values(), 0.0)
+    )
 
     @property
-    def working(self) -> float:
-        """Seconds inside stages."""
-        return sum(self.stages.values())
+    def idle(self) -> float:
+        """Seconds of which no span tells."""
+        return max(0.0, self.seconds - sum(self.stages.values()) - sum(self.beside.values()))
 
     @property
     def terms(self) -> dict[str, float]:
         """Seconds by `TERMS`."""
-        return {
-            "compute": self.working,
-            "switching": self.switching,
-            "publishing": self.publishing,
-            "links": self.transfer,
-            "waiting": self.waiting + self.idle,
-        }
+        found = {"compute": sum(self.stages.values()), **self.beside}
+        return found | {"waiting": found["waiting"] + self.idle}
 
     def share(self, seconds: float) -> float:
         """`seconds` as a share of the lane's window; 0 for an empty window."""
@@ -100,11 +97,12 @@ class LaneTime:
 
     def __add__(self, other: LaneTime) -> LaneTime:
         """The account of two windows; the lane is the first one's."""
-        stages = {name: self.stages.get(name, 0.0) for name in (*self.stages, *other.stages)}
-        stages |= {name: stages[name] + seconds for name, seconds in other.stages.items()}
-        names = ("seconds", "switching", "transfer", "publishing", "waiting", "idle")
-        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return LaneTime(self.lane, stages=stages, **sums)
+        stages = {
+            name: self.stages.get(name, 0.0) + other.stages.get(name, 0.0)
+            for name in dict.fromkeys((*self.stages, *other.stages))
+        }
+        beside = {name: seconds + other.beside[name] for name, seconds in self.beside.items()}
+        return LaneTime(self.lane, self.seconds + other.seconds, stages, beside)
 
 
 def where_the_time_went(
@@ -179,18 +177,8 @@ def _append(found: list[Piece], piece: Piece) -> None:
 
 def _account(lane: int, own: Sequence[Piece], window: Window) -> LaneTime:
     stages: dict[str, float] = {}
-    other = dict.fromkeys(TERM_OF.values(), 0.0)
+    beside = dict.fromkeys(TERM_OF.values(), 0.0)
     for piece in own:
-        spent = stages if piece.kind in WORK else other
+        spent = stages if piece.kind in WORK else beside
         spent[piece.term] = spent.get(piece.term, 0.0) + piece.seconds
-    length = window[1] - window[0]
-    return LaneTime(
-        lane,
-        length,
-        stages,
-        switching=other["switching"],
-        transfer=other["links"],
-        publishing=other["publishing"],
-        waiting=other["waiting"],
-        idle=max(0.0, length - sum(piece.seconds for piece in own)),
-    )
+    return LaneTime(lane, window[1] - window[0], stages, beside)

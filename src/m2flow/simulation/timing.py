@@ -22,18 +22,6 @@ class Admitted:
     needs: Sequence[float]
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Items that one call reads and that lie on another lane."""
-
-    node: StageNode
-    step: int
-    producer: int
-    source: int
-    target: int
-    items: Sequence[int]
-
-
 class Timing:
     """Nothing takes time and nothing is known; a subclass overrides what does and what is.
 
@@ -91,8 +79,8 @@ class Timing:
         """Offload or onload of a worker on one lane."""
         return 0.0
 
-    def transfer(self, transfer: Transfer) -> float:
-        """Items come from one lane to another."""
+    def transfer(self, producer: int, source: int, target: int, items: int) -> float:
+        """So many items of a producer come from one lane to another."""
         return 0.0
 
     def item_bytes(self, node: StageNode) -> int:

@@ -17,7 +17,8 @@ from itertools import product
 from m2flow.engine.plan import LaneSpec, Placement, Plan, StagePlan
 from m2flow.errors import RunFailed, UserError
 from m2flow.flow.graph import SOURCE, StageNode
-from m2flow.plan.choose.problem import Option, PlanningProblem
+from m2flow.plan.choose.problem import PlanningProblem
+from m2flow.plan.profile import WorkerCost
 from m2flow.plan.simulate import simulate
 from m2flow.plan.units import Items
 from m2flow.plan.validate import validate
@@ -25,7 +26,7 @@ from m2flow.plan.validate import validate
 SHARES = (0.5, 1, 2, 4)
 """Calls of a replica and window that are tried."""
 
-Spots = Mapping[str, tuple[Option, tuple[int, ...]]]
+Spots = Mapping[str, tuple[WorkerCost, tuple[int, ...]]]
 """Each worker's layout and lanes."""
 
 

@@ -46,6 +46,7 @@ def predicted(seconds: float, *spans: Span, count: int = 2) -> Prediction:
         {"compute": Seconds(count * seconds - waiting), "waiting": waiting},
         {},
         spans=spans,
+        window=(0.0, seconds),
     )
 
 

@@ -118,15 +118,14 @@ def test_seconds_do_not_pass_for_items(tmp_path: Path) -> None:
     (tmp_path / "units.py").write_text(Path(units.__file__).read_text())
     script = tmp_path / "mixed.py"
     script.write_text(
-        "from units import Bytes, BytesPerSecond, Items, Seconds, add, times, transfer\n"
-        "good: Seconds = add(Seconds(1.0), times(3, Seconds(2.0)))\n"
+        "from units import Bytes, BytesPerSecond, Items, Seconds\n"
+        "good: Seconds = Seconds(1.0 + 3 * Seconds(2.0))\n"
         "one: Seconds = Items(3)\n"
         "two: Seconds = 4.66 / 36\n"
         "three: Items = Bytes(3)\n"
-        "four = transfer(Bytes(3), Bytes(4))\n"
-        "five = transfer(Items(3), BytesPerSecond(2.0))\n"
+        "four: BytesPerSecond = Bytes(4) / Seconds(2.0)\n"
     )
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(script)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     wrong = {int(line.split(":")[1]) for line in answer.stdout.splitlines() if ": error:" in line}
-    assert wrong == {3, 4, 5, 6, 7}, answer.stdout
+    assert wrong == {3, 4, 5, 6}, answer.stdout

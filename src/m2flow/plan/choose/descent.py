@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import chain, count, islice
@@ -111,9 +110,8 @@ class Descent:
         return self._found[shape][0]
 
     def _ranked(self, drafts: Iterable[Draft]) -> list[tuple[float, Draft]]:
-        """Each draft once, those that look best first."""
-        each = {key(self.problem, draft): draft for draft in drafts}
-        rated = [(estimate(self.problem, draft), draft) for draft in each.values()]
+        """Those that look best first."""
+        rated = [(estimate(self.problem, draft), draft) for draft in drafts]
         return sorted(rated, key=lambda entry: entry[0])
 
     def _fits(self, draft: Draft) -> bool:
@@ -125,10 +123,11 @@ class Descent:
 
     def _unlike(self, drafts: Iterable[Draft]) -> Iterator[Draft]:
         """Those that look best and fit, at most two of each structure."""
-        found = Counter[tuple[int, ...]]()
+        found: dict[tuple[int, ...], set[object]] = {}
         for _, draft in self._ranked(drafts):
             lanes = [spot.lanes for spot in draft.spots]
-            apart = tuple(map(lanes.index, lanes))
-            if found[apart] < 2 and self._fits(draft):
-                found[apart] += 1
+            alike = found.setdefault(tuple(map(lanes.index, lanes)), set())
+            shape = key(self.problem, draft)
+            if len(alike) < 2 and shape not in alike and self._fits(draft):
+                alike.add(shape)
                 yield draft

@@ -12,7 +12,10 @@ from itertools import pairwise
 
 from m2flow.engine.plan import Placement, Plan, StagePlan
 from m2flow.flow.graph import StageNode
-from m2flow.plan.choose.problem import Option, PlanningProblem
+from m2flow.plan.choose.judge import shape, sized
+from m2flow.plan.choose.problem import PlanningProblem
+from m2flow.plan.memory import too_large
+from m2flow.plan.profile import WorkerCost
 
 AUTO = "auto"
 """Mode of a plan that was chosen freely."""
@@ -28,7 +31,7 @@ class Spot:
         replicas: how many.
     """
 
-    option: Option
+    option: WorkerCost
     first: int
     replicas: int
 
@@ -108,36 +111,10 @@ def spot_of(problem: PlanningProblem, draft: Draft, node: StageNode) -> Spot:
     return draft.spots[problem.number[node.worker]]
 
 
-def working_of(problem: PlanningProblem, draft: Draft, worker: str) -> int:
-    """Bytes that a call of a worker takes at most on each lane beside its state."""
-    option = draft.spots[problem.number[worker]].option
-    found = 0
-    for node in problem.nodes_of[worker]:
-        running, chunk = draft.running[node.index], chunk_of(problem, draft, node)
-        held = chunk if running is None else max(chunk, running)
-        found = max(found, problem.working_bytes(node, option, running, held))
-    return found
-
-
 def obstacle(problem: PlanningProblem, draft: Draft) -> str | None:
     """Say where the memory of a lane is too small for a draft; None if it is nowhere."""
-    for worker, spot in zip(problem.workers, draft.spots, strict=True):
-        limit = problem.memory[spot.option.kind]
-        working = working_of(problem, draft, worker)
-        if limit is not None and spot.option.state_bytes + working > limit:
-            return f"{worker} does not fit on a lane"
-    for source, target in problem.weight_edges:
-        one, other = draft.spots[source], draft.spots[target]
-        limit = problem.memory[one.option.kind]
-        states = one.option.state_bytes + other.option.state_bytes
-        if limit is not None and states > limit and _overlap(one, other):
-            return f"{problem.workers[source]} does not fit beside {problem.workers[target]}"
-    return None
-
-
-def _overlap(one: Spot, other: Spot) -> bool:
-    same = one.option.kind == other.option.kind
-    return same and one.first < other.end and other.first < one.end
+    need = next(too_large(to_plan(problem, draft), problem.graph), None)
+    return None if need is None else f"{' beside '.join(need.workers)} does not fit on a lane"
 
 
 def stretches(problem: PlanningProblem, draft: Draft) -> Iterator[tuple[int, list[int]]]:
@@ -153,25 +130,18 @@ def stretches(problem: PlanningProblem, draft: Draft) -> Iterator[tuple[int, lis
 
 
 def to_plan(problem: PlanningProblem, draft: Draft) -> Plan:
-    """The engine's plan of a draft."""
+    """The engine's plan of a draft, with the sizes that the profile knows."""
     placements: dict[str, Placement] = {}
     for worker, spot in zip(problem.workers, draft.spots, strict=True):
         ids = problem.ids[spot.option.kind][spot.first : spot.end]
-        gangs = _gangs(problem, ids, spot.option.lanes)
-        option, beside = spot.option, 0
-        for companion in problem.companions[worker]:
-            state = problem.profile.worker(companion, option.lanes, option.kind)
-            size = state.state_bytes if state is not None else 0
-            placements[companion] = Placement(gangs, size, layout=option.layout)
-            beside += size
-        working = working_of(problem, draft, worker)
-        placements[worker] = Placement(gangs, option.state_bytes - beside, working, option.layout)
+        stands = Placement(_gangs(problem, ids, spot.option.lanes), layout=spot.option.layout)
+        placements |= dict.fromkeys((*problem.companions[worker], worker), stands)
     stages = {
         node.name: StagePlan(chunk_of(problem, draft, node), draft.running[node.index])
         for node in problem.graph.nodes
     }
     order = tuple(node.name for node in reversed(problem.graph.nodes))
-    return Plan(
+    plan = Plan(
         AUTO,
         problem.lanes,
         placements,
@@ -180,6 +150,7 @@ def to_plan(problem: PlanningProblem, draft: Draft) -> Plan:
         max_staleness=draft.staleness,
         fuse_loops=draft.fused,
     )
+    return sized(plan, problem.graph, problem.profile, problem.num_items)
 
 
 def _gangs(
@@ -201,43 +172,32 @@ def _cut(ids: list[int], size: int) -> list[tuple[int, ...]]:
 
 
 def draft_of(problem: PlanningProblem, plan: Plan) -> Draft | None:
-    """The draft of a plan whose workers each stand on neighbouring lanes; None of another one."""
+    """The draft that stands for a plan; None where no draft does."""
     spots = []
     for worker in problem.workers:
         spot = plan.placements[worker]
-        size = len(spot.replicas[0])
-        option = next(
-            (
-                option
-                for option in problem.options[worker]
-                if (option.layout, option.lanes) == (spot.layout, size)
-                and set(spot.lanes) <= set(problem.ids[option.kind])
-            ),
-            None,
-        )
-        if option is None or any(len(gang) != size for gang in spot.replicas):
-            return None
-        ids = problem.ids[option.kind]
-        first = min(ids.index(lane) for lane in spot.lanes)
-        if set(ids[first : first + len(spot.lanes)]) != set(spot.lanes):
-            return None
-        spots.append(Spot(option, first, len(spot.replicas)))
+        first, layout = spot.lanes[0], (spot.layout, len(spot.replicas[0]))
+        for option in problem.options[worker]:
+            ids = problem.ids[option.kind]
+            if (option.layout, option.lanes) == layout and first in ids:
+                spots.append(Spot(option, ids.index(first), len(spot.replicas)))
+    if len(spots) < len(problem.workers):
+        return None
     pieces, running = [], []
     for node in problem.graph.nodes:
         stage, window = plan.stages.get(node.name, StagePlan()), problem.windows[node.index]
         calls = -(-window // min(stage.chunk or window, window))
-        replicas = len(plan.placements[node.worker].replicas)
-        pieces.append(calls / replicas)
+        pieces.append(calls / len(plan.placements[node.worker].replicas))
         running.append(stage.max_running)
-    names = tuple(node.name for node in reversed(problem.graph.nodes))
-    return Draft(
+    draft = Draft(
         tuple(spots),
         tuple(pieces),
         tuple(running),
-        plan.order == names,
+        bool(plan.order),
         plan.fuse_loops,
         plan.max_staleness,
     )
+    return draft if shape(to_plan(problem, draft)) == shape(plan) else None
 
 
 def structure(problem: PlanningProblem, draft: Draft) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from m2flow.flow.graph import SOURCE, StageNode
 from m2flow.plan.choose.draft import Draft, Spot, chunk_of, spot_of, stretches
 from m2flow.plan.choose.problem import PlanningProblem
-from m2flow.plan.profile import StageCost
+from m2flow.plan.profile import StageCost, WorkerCost
 
 MANY = 24
 """Calls of a window that are laid out one by one."""
@@ -123,44 +123,46 @@ def _load(draft: Draft, busy: Sequence[float]) -> float:
 
 def _work(problem: PlanningProblem, draft: Draft, node: StageNode, spot: Spot) -> _StageSeconds:
     chunk, running = chunk_of(problem, draft, node), draft.running[node.index]
-    key = (node.index, spot.option, spot.replicas, chunk, running)
-    known = problem.work.get(key)
-    if known is None:
-        known = problem.work[key] = _worked_out(problem, node, spot, chunk, running)
-    return known
+    return problem.kept(_worked_out, node.index, spot.option, spot.replicas, chunk, running)
 
 
 def _worked_out(
-    problem: PlanningProblem, node: StageNode, spot: Spot, chunk: int, running: int | None
+    problem: PlanningProblem,
+    stage: int,
+    option: WorkerCost,
+    replicas: int,
+    chunk: int,
+    running: int | None,
 ) -> _StageSeconds:
-    window, cost = problem.windows[node.index], problem.cost(node, spot.option, running)
+    node, window = problem.graph.nodes[stage], problem.windows[stage]
+    cost = problem.cost(node, option, running)
     full, rest = divmod(window, chunk)
     sizes = [chunk] * full + [rest] * min(rest, 1)
     if running is not None:  # fed: each replica holds as much as it may all the time
-        sizes = [-(-window // spot.replicas)] * min(spot.replicas, window)
-    seconds = {n: problem.call_seconds(node, spot.option, running, n) for n in set(sizes)}
+        sizes = [-(-window // replicas)] * min(replicas, window)
+    seconds = {n: problem.call_seconds(node, option, running, n) for n in set(sizes)}
     calls = tuple(seconds[size] for size in sizes)
-    rounds = -(-len(calls) // spot.replicas)
-    lumps = max(1, MANY // spot.replicas)
+    rounds = -(-len(calls) // replicas)
+    lumps = max(1, MANY // replicas)
     if rounds > lumps:  # calls one after another are taken for fewer longer ones
-        calls = (sum(calls) / spot.replicas / lumps,) * (lumps * spot.replicas)
-    finish = float(cost.finish_seconds(spot.replicas)) if node.has_finish else 0.0
-    calls = (*calls[:-1], max(calls[-1], _longest(problem, node, cost, spot, calls[-1])))
-    even = node.minibatches * (problem.turns(node) * sum(calls) / spot.replicas + finish)
+        calls = (sum(calls) / replicas / lumps,) * (lumps * replicas)
+    finish = float(cost.finish_seconds(replicas)) if node.has_finish else 0.0
+    calls = (*calls[:-1], max(calls[-1], _longest(problem, node, cost, replicas, calls[-1])))
+    even = node.minibatches * (problem.turns(node) * sum(calls) / replicas + finish)
     return _StageSeconds(calls, finish, even)
 
 
 def _longest(
-    problem: PlanningProblem, node: StageNode, cost: StageCost, spot: Spot, seconds: float
+    problem: PlanningProblem, node: StageNode, cost: StageCost, replicas: int, seconds: float
 ) -> float:
     """Seconds of the longest call of a window, of which others take so many seconds."""
     count = problem.windows[node.index] * problem.unit_items[node.index]
     lengths = problem.profile.stage(node.name).lengths
     if cost.round is not None and lengths is not None:
-        each = max(1.0, count * node.expands / spot.replicas)
+        each = max(1.0, count * node.expands / replicas)
         pace = cost.round.at(min(each, cost.slots or each) / 2)
         return pace * lengths.at(1 - 0.5 / (count * node.expands))
-    deviation = cost.spread * sqrt(2 * log(spot.replicas) * spot.replicas / count)
+    deviation = cost.spread * sqrt(2 * log(replicas) * replicas / count)
     return seconds * (1 + min(1.0, deviation))
 
 

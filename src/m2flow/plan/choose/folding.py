@@ -8,7 +8,6 @@ that one of many replicas has longer items than any of few.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from m2flow.engine.plan import LaneSpec, Plan
@@ -17,7 +16,7 @@ from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.chunks import unit_items
 from m2flow.plan.prediction import Prediction
 from m2flow.plan.profile import Piecewise, Profile, StageCost
-from m2flow.plan.units import Bytes, Seconds, times
+from m2flow.plan.units import Seconds
 
 FEWEST = 16
 """Lanes that are left when equal lanes are folded, at least."""
@@ -83,7 +82,7 @@ def folded_profile(profile: Profile, graph: FlowGraph, fold: int) -> Profile:
             name: replace(stage, costs=tuple(cost(name, one) for one in stage.costs))
             for name, stage in profile.stages.items()
         },
-        event_overhead=times(fold, profile.event_overhead),
+        event_overhead=Seconds(fold * profile.event_overhead),
     )
 
 
@@ -106,26 +105,21 @@ def unfolded(
     """
     if fold == 1:
         return prediction
-    column: dict[int, int] = {}
-    for kind, ids in problem.ids.items():
-        for n, lane in enumerate(small.ids[kind]):
-            column |= dict.fromkeys(ids[n * fold : (n + 1) * fold], lane)
-    first = {small_lane: lane for lane, small_lane in reversed(column.items())}
-
-    def spread(values: Mapping[int, float], missing: float) -> dict[int, float]:
-        return {
-            lane.id: values.get(column[lane.id], missing) if lane.id in column else missing
-            for lane in plan.lanes
-            if lane.reserved_for is None
-        }
-
-    peaks = spread(prediction.peak_bytes, 0)
+    column = {
+        lane: part
+        for kind, ids in problem.ids.items()
+        for n, part in enumerate(small.ids[kind])
+        for lane in ids[n * fold : (n + 1) * fold]
+    }
+    first = {part: lane for lane, part in reversed(column.items())}
+    free = [lane.id for lane in plan.lanes if lane.reserved_for is None]
+    peaks = prediction.peak_bytes
     return replace(
         prediction,
-        idle=spread(prediction.idle, 1.0),
-        terms={name: times(fold, each) for name, each in prediction.terms.items()},
+        idle={lane: prediction.idle[column[lane]] if lane in column else 1.0 for lane in free},
+        terms={name: Seconds(fold * each) for name, each in prediction.terms.items()},
         stages={name: Seconds(fold * each) for name, each in prediction.stages.items()},
-        peak_bytes={lane: Bytes(int(size)) for lane, size in peaks.items() if size},
+        peak_bytes={x: peaks[part] for x, part in column.items() if part in peaks},
         spans=tuple(
             replace(span, lane=first[span.lane]) for span in prediction.spans if span.lane in first
         ),

@@ -92,7 +92,8 @@ def sized(plan: Plan, graph: FlowGraph, profile: Profile, num_items: int) -> Pla
     kind_of = {lane.id: lane.kind for lane in plan.lanes}
     for worker, spot in plan.placements.items():
         gang = spot.replicas[0]
-        state = profile.worker(worker, len(gang), kind_of[gang[0]], spot.layout)
+        on = worker, len(gang), kind_of[gang[0]]
+        state = profile.worker(*on, spot.layout) or profile.worker(*on)
         if state is not None:
             states[worker] = state.state_bytes
     for node in graph.nodes:

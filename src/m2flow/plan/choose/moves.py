@@ -5,12 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 from m2flow.flow.graph import StageNode
 from m2flow.plan.choose.draft import Draft, Spot, chunk_of, spot_of
-from m2flow.plan.choose.problem import Option, PlanningProblem
+from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.choose.structures import cut, running_limits
+from m2flow.plan.profile import WorkerCost
 
 PIECES = (0.125, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0)
 """Calls of a replica and window that are tried."""
@@ -86,25 +87,14 @@ def _next_pieces(problem: PlanningProblem, draft: Draft, node: StageNode) -> lis
 
 def _all_calls(problem: PlanningProblem, draft: Draft) -> Iterator[Draft]:
     """All stages in calls of half or of twice the size; those of one loop alike."""
-    for factor in (2.0, 4.0, 0.5):
-        yield replace(draft, pieces=tuple(_bounded(factor * p) for p in draft.pieces))
-        plain = [
-            _bounded(factor * pieces) if not node.streaming else pieces
-            for node, pieces in zip(problem.graph.nodes, draft.pieces, strict=True)
-        ]
-        yield replace(draft, pieces=tuple(plain))
-        for loop in problem.graph.loops:
-            yield replace(
-                draft,
-                pieces=tuple(
-                    _bounded(factor * pieces) if n in loop.members else pieces
-                    for n, pieces in enumerate(draft.pieces)
-                ),
-            )
-
-
-def _bounded(pieces: float) -> float:
-    return min(max(pieces, PIECES[0]), PIECES[-1])
+    nodes = problem.graph.nodes
+    plain = [node.index for node in nodes if not node.streaming]
+    together = (range(len(nodes)), plain, *(loop.members for loop in problem.graph.loops))
+    for factor, some in product((2.0, 4.0, 0.5), together):
+        pieces = list(draft.pieces)
+        for n in some:
+            pieces[n] = min(max(factor * pieces[n], PIECES[0]), PIECES[-1])
+        yield replace(draft, pieces=tuple(pieces))
 
 
 # --- lanes ----------------------------------------------------------------------------------------
@@ -129,7 +119,7 @@ def _spots(problem: PlanningProblem, draft: Draft, worker: int) -> Iterator[Draf
         yield draft.with_spot(worker, replace(spot, replicas=replicas))
 
 
-def _placed(draft: Draft, worker: int, option: Option, low: int, high: int) -> Iterator[Draft]:
+def _placed(draft: Draft, worker: int, option: WorkerCost, low: int, high: int) -> Iterator[Draft]:
     replicas = (high - low) // option.lanes
     if replicas >= 1:
         spot = Spot(option, low, replicas)

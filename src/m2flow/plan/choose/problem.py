@@ -6,36 +6,18 @@ kept by what it was asked for, so that ten thousand drafts can be compared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from m2flow.engine.plan import LaneSpec
 from m2flow.errors import UserError
 from m2flow.flow.graph import SOURCE, FlowGraph, StageNode
 from m2flow.plan.chunks import unit_items, window_units
-from m2flow.plan.profile import Profile, StageCost
-from m2flow.plan.units import Items
+from m2flow.plan.profile import Profile, StageCost, WorkerCost
+from m2flow.plan.units import Bytes, Items, Seconds
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Option:
-    """A layout of a worker on lanes of one kind; one object for each in a problem.
-
-    Attributes:
-        layout: its name.
-        lanes: lanes of a replica.
-        kind: kind of the lanes.
-        state_bytes: of the worker and those that stand with it, on each lane.
-        switch: seconds to bring and to take away these states.
-    """
-
-    layout: str
-    lanes: int
-    kind: str
-    state_bytes: int
-    switch: float
+T = TypeVar("T")
 
 
 class PlanningProblem:
@@ -50,7 +32,8 @@ class PlanningProblem:
         memory: for each kind the least memory of its lanes; None for no limit.
         workers: those that stages run on.
         companions: for each worker those that only take its weights; they stand with it.
-        options: for each worker the layouts in which all of its stages have a price.
+        options: for each worker its state, and that of those that stand with it, in each layout in
+            which all of its stages have a price; one object for each.
         weight_edges: (source, target) of those between workers that stages run on, by number.
         near: for each stage the workers, by number, of its neighbours in the graph.
 
@@ -87,10 +70,7 @@ class PlanningProblem:
             if producer != SOURCE:
                 self.near[producer].add(self.number[graph.nodes[consumer].worker])
                 self.near[consumer].add(self.number[graph.nodes[producer].worker])
-        self.work: dict[tuple[object, ...], Any] = {}
-        self.fineness: dict[tuple[object, ...], float] = {}
-        self._cost = cache(profile.cost)
-        self._seconds: dict[tuple[int, Option, int | None, int], float] = {}
+        self._kept: dict[tuple[object, ...], Any] = {}
 
     def _least_memory(self, kind: str) -> int | None:
         known = [x.memory_bytes for x in self.lanes if x.kind == kind]
@@ -100,7 +80,7 @@ class PlanningProblem:
         edges = [edge for edge in self.graph.weight_edges if edge.source == worker]
         return tuple(dict.fromkeys(e.target for e in edges if e.target not in self.workers))
 
-    def _options(self, worker: str) -> tuple[Option, ...]:
+    def _options(self, worker: str) -> tuple[WorkerCost, ...]:
         nodes = [node for node in self.graph.nodes if node.worker == worker]
         costs = [self.profile.stage(node.name).costs for node in nodes]
         single = any(node.sticky or (node.streaming and node.is_function) for node in nodes)
@@ -113,8 +93,14 @@ class PlanningProblem:
                 continue
             beside = [self.profile.worker(x, lanes, kind) for x in self.companions[worker]]
             states = [state, *(one for one in beside if one is not None)]
-            size, switch = sum(x.state_bytes for x in states), sum(x.switch for x in states)
-            found.append(Option(layout, lanes, kind, size, switch))
+            found.append(
+                replace(
+                    state,
+                    state_bytes=Bytes(sum(x.state_bytes for x in states)),
+                    onload=Seconds(sum(x.onload for x in states)),
+                    offload=Seconds(sum(x.offload for x in states)),
+                )
+            )
         if not found:
             raise UserError(
                 "has no layout in the profile that these lanes can carry",
@@ -127,31 +113,32 @@ class PlanningProblem:
             )
         return tuple(found)
 
-    def cost(self, node: StageNode, option: Option, running: int | None) -> StageCost:
+    def kept(self, function: Callable[..., T], *asked: Hashable) -> T:
+        """What a function says of this problem; it is asked the same only once."""
+        key = function, *asked
+        if key not in self._kept:
+            self._kept[key] = function(self, *asked)
+        found: T = self._kept[key]
+        return found
+
+    def cost(self, node: StageNode, option: WorkerCost, running: int | None) -> StageCost:
         """What a stage takes in a layout under a running limit."""
-        return self._cost(node.name, option.layout, option.lanes, option.kind, running)
+        return self.kept(_cost, node.index, option, running)
 
     def call_seconds(
-        self, node: StageNode, option: Option, running: int | None, units: int
+        self, node: StageNode, option: WorkerCost, running: int | None, units: int
     ) -> float:
         """A call on so many units, with what it costs beside the stage.
 
         Of a streaming stage that may hold fewer units the calls that it would take one after
         another.
         """
-        key = (node.index, option, running, units)
-        if key not in self._seconds:
-            cost, each = self.cost(node, option, running), self.unit_items[node.index]
-            beside = float(self.profile.dispatch)
-            if running is not None and running < units:
-                seconds = cost.call(Items(running * each)) * units / running
-            else:
-                seconds = cost.call(Items(units * each))
-            self._seconds[key] = seconds + beside
-        return self._seconds[key]
+        cost, each = self.cost(node, option, running), self.unit_items[node.index]
+        held = units if running is None else min(units, running)
+        return cost.call(Items(held * each)) * units / held + self.profile.dispatch
 
     def working_bytes(
-        self, node: StageNode, option: Option, running: int | None, units: int
+        self, node: StageNode, option: WorkerCost, running: int | None, units: int
     ) -> int:
         """What a call on so many units takes on each lane beside the state."""
         held = units if running is None else min(units, running)
@@ -165,3 +152,10 @@ class PlanningProblem:
         loop = self.graph.loops[node.loop]
         known = self.profile.stage(self.graph.nodes[loop.members[0]].name).turns
         return float(loop.max_turns or 1) if known is None else max(1.0, known.mean)
+
+
+def _cost(
+    problem: PlanningProblem, stage: int, option: WorkerCost, running: int | None
+) -> StageCost:
+    name = problem.graph.nodes[stage].name
+    return problem.profile.cost(name, option.layout, option.lanes, option.kind, running)

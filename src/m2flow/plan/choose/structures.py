@@ -13,8 +13,9 @@ from math import ceil, inf
 
 from m2flow.flow.graph import SOURCE, StageNode
 from m2flow.plan.choose.draft import Draft, Spot
-from m2flow.plan.choose.problem import Option, PlanningProblem
+from m2flow.plan.choose.problem import PlanningProblem
 from m2flow.plan.chunks import PIECES
+from m2flow.plan.profile import WorkerCost
 
 EVERYWHERE = -1
 """The block of the workers that stand on all lanes."""
@@ -67,16 +68,14 @@ def _standing(
         for worker in workers:  # in the order of the flow
             if worker not in block_of:
                 block_of[worker] = _beside(problem, worker, block_of)
-        parts = [
+        rest, *parts = (
             [worker for worker in workers if block_of[worker] == block]
-            for block in range(max(blocks, default=0) + 1)
-        ]
-        rest = [worker for worker in workers if block_of[worker] == EVERYWHERE]
-        blocks_with_work = [part for part in parts if part]
+            for block in sorted({EVERYWHERE, *block_of.values()})
+        )
         leanest = (False,) if problem.memory[kind] is None else (False, True)
-        for deal, lean in product(_deals(problem, kind, blocks_with_work, lanes), leanest):
-            spots = _spots(problem, kind, blocks_with_work, deal, lean)
-            everywhere = _spots(problem, kind, [rest], [lanes], lean) if rest else {}
+        for deal, lean in product(_deals(problem, kind, parts, lanes), leanest):
+            spots = _spots(problem, kind, parts, deal, lean)
+            everywhere = _spots(problem, kind, [rest], [lanes], lean)
             if spots is not None and everywhere is not None:
                 yield spots | everywhere
 
@@ -119,7 +118,9 @@ def work_seconds(problem: PlanningProblem, worker: int, kind: str) -> float:
     return min(_lane_seconds(problem, worker, option, 1) for option in options)
 
 
-def _lane_seconds(problem: PlanningProblem, worker: int, option: Option, replicas: int) -> float:
+def _lane_seconds(
+    problem: PlanningProblem, worker: int, option: WorkerCost, replicas: int
+) -> float:
     total = 0.0
     for node in problem.nodes_of[problem.workers[worker]]:
         running = _least_limit(problem, node, option)
@@ -135,7 +136,8 @@ def _lane_seconds(problem: PlanningProblem, worker: int, option: Option, replica
 def _deals(
     problem: PlanningProblem, kind: str, parts: Sequence[Sequence[int]], lanes: int
 ) -> Iterator[list[int]]:
-    """Yield the lanes of each block: in proportion to work, then with a few lanes moved."""
+    """Yield the lanes of each block: one by one to the block with the most work a lane, then with
+    a few lanes moved."""
     least = [
         max(
             min(o.lanes for o in problem.options[problem.workers[n]] if o.kind == kind)
@@ -149,7 +151,9 @@ def _deals(
         yield []
         return
     work = [sum(work_seconds(problem, n, kind) for n in part) for part in parts]
-    deal = _by_work(work, least, lanes)
+    deal = list(least)
+    for _ in range(lanes - sum(deal)):
+        deal[max(range(len(deal)), key=lambda n: work[n] / deal[n])] += 1
     yield deal
     step = max(1, lanes // 16)
     for giver in range(len(deal)):
@@ -159,15 +163,6 @@ def _deals(
                 other[giver] -= step
                 other[taker] += step
                 yield other
-
-
-def _by_work(work: Sequence[float], least: Sequence[int], lanes: int) -> list[int]:
-    """Lanes in proportion to work, one by one to the group that has the most work a lane."""
-    deal = list(least)
-    for _ in range(lanes - sum(deal)):
-        neediest = max(range(len(deal)), key=lambda n: work[n] / deal[n])
-        deal[neediest] += 1
-    return deal
 
 
 def _spots(
@@ -196,7 +191,7 @@ def _spots(
 
 def best_option(
     problem: PlanningProblem, worker: int, kind: str, lanes: int, lean: bool
-) -> Option | None:
+) -> WorkerCost | None:
     """The layout in which a worker is done first on so many lanes, among those that fit there.
 
     With `lean`, among those whose state is smallest.
@@ -216,7 +211,7 @@ def best_option(
     )
 
 
-def fits_alone(problem: PlanningProblem, worker: int, option: Option) -> bool:
+def fits_alone(problem: PlanningProblem, worker: int, option: WorkerCost) -> bool:
     """Whether the smallest calls of a worker fit on a lane."""
     limit = problem.memory[option.kind]
     if limit is None:
@@ -229,13 +224,15 @@ def fits_alone(problem: PlanningProblem, worker: int, option: Option) -> bool:
     )
 
 
-def _least_limit(problem: PlanningProblem, node: StageNode, option: Option) -> int | None:
+def _least_limit(problem: PlanningProblem, node: StageNode, option: WorkerCost) -> int | None:
     """None where the stage has a price without a limit, else the largest limit that has one."""
     limits = running_limits(problem, node, option)
     return None if None in limits else max(limit for limit in limits if limit is not None)
 
 
-def running_limits(problem: PlanningProblem, node: StageNode, option: Option) -> set[int | None]:
+def running_limits(
+    problem: PlanningProblem, node: StageNode, option: WorkerCost
+) -> set[int | None]:
     """The running limits for which a streaming stage has prices in a layout."""
     costs = problem.profile.stage(node.name).costs
     return {
@@ -257,9 +254,7 @@ def cut(problem: PlanningProblem, spots: tuple[Spot, ...], staleness: int) -> It
                 calls = float(max(1, PIECES // node.minibatches))
                 finer = finer or calls > 1
             asked = node.index, spot.option, spot.replicas, limit, calls
-            if asked not in problem.fineness:
-                problem.fineness[asked] = _fine_enough(problem, node, spot, limit, calls)
-            pieces.append(problem.fineness[asked])
+            pieces.append(problem.kept(_fine_enough, *asked))
             running.append(limit)
         if pipelined and not finer:
             return
@@ -275,19 +270,28 @@ def _next_to_other_lanes(problem: PlanningProblem, node: StageNode, spots: Seque
 
 
 def _fine_enough(
-    problem: PlanningProblem, node: StageNode, spot: Spot, running: int | None, calls: float
+    problem: PlanningProblem,
+    stage: int,
+    option: WorkerCost,
+    replicas: int,
+    running: int | None,
+    calls: float,
 ) -> float:
     """Return how many calls to make a replica and window: `calls`, or more where memory needs it
     or they cost less."""
-    limit, window = problem.memory[spot.option.kind], problem.windows[node.index]
+    node, limit, window = (
+        problem.graph.nodes[stage],
+        problem.memory[option.kind],
+        problem.windows[stage],
+    )
     best, least = FINENESS[-1], inf
     for finer in (calls, *(n for n in FINENESS if n > calls)):
-        number = max(1, round(spot.replicas * finer))
+        number = max(1, round(replicas * finer))
         chunk = max(1, -(-window // number))
-        size = problem.working_bytes(node, spot.option, running, chunk)
-        rounds = ceil(ceil(window / chunk) / spot.replicas)
-        seconds = rounds * problem.call_seconds(node, spot.option, running, chunk)
-        fits = limit is None or spot.option.state_bytes + size <= limit
+        size = problem.working_bytes(node, option, running, chunk)
+        rounds = ceil(ceil(window / chunk) / replicas)
+        seconds = rounds * problem.call_seconds(node, option, running, chunk)
+        fits = limit is None or option.state_bytes + size <= limit
         if fits and seconds < least * (1 - CHEAPER):
             best, least = finer, seconds
         if number >= window:

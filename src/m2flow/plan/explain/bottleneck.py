@@ -11,7 +11,7 @@ from operator import add
 from m2flow.engine.spans import Span
 from m2flow.plan.explain.amounts import brief
 from m2flow.plan.prediction import Candidate
-from m2flow.simulation.time_account import extent, where_the_time_went
+from m2flow.simulation.time_account import where_the_time_went
 
 ALIKE = 0.05
 """Lanes whose idle shares differ by less than this are equally busy."""
@@ -42,7 +42,7 @@ def bottleneck(candidate: Candidate) -> Bottleneck | None:
     if not spans:
         return None
     lanes = [lane.id for lane in candidate.plan.lanes]
-    accounts = where_the_time_went(spans, (0.0, extent(spans)[1]), lanes)
+    accounts = where_the_time_went(spans, candidate.prediction.window, lanes)
     idle = {one.lane: one.share(one.terms["waiting"]) for one in accounts}
     least = min(idle.values())
     busiest = [one for one in accounts if idle[one.lane] <= least + ALIKE]

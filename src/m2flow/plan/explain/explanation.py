@@ -47,14 +47,6 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Origin:
-    """A profile's source ("measured" or "analytic"), and the key of what it depends on."""
-
-    source: str = "measured"
-    key: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Explanation:
     """Why a plan was chosen.
 
@@ -76,7 +68,7 @@ class Explanation:
         frontier: the best plan for each staleness that gains something; empty where none was
             allowed.
         race: plans that were tried in real steps, in the order of their verdicts.
-        profile: where the prices come from.
+        source: of the prices, "measured" or "analytic".
         assumptions: values that were assumed where nothing was measured, a line each.
         timeline: the predicted step.
     """
@@ -96,7 +88,7 @@ class Explanation:
     flips: tuple[Flip, ...] | None = None
     frontier: tuple[Alternative, ...] = ()
     race: tuple[Tried, ...] = ()
-    profile: Origin = field(default_factory=Origin)
+    source: str = "measured"
     assumptions: tuple[str, ...] = ()
     timeline: Gantt = NOTHING
 
@@ -140,7 +132,7 @@ def explained(
         flips=None if flips is None else tuple(flips),
         frontier=tuple(_alternative(one, decision) for one in decision.frontier) if ahead else (),
         race=profile.race if race is None else tuple(race),
-        profile=Origin(profile.source, profile.key),
+        source=profile.source,
         assumptions=profile.assumptions,
         timeline=_timeline(chosen),
     )
@@ -166,6 +158,5 @@ def _memory(chosen: Candidate) -> str:
 
 def _timeline(chosen: Candidate) -> Gantt:
     """The predicted step, lanes that are alike in one row."""
-    plan, spans = chosen.plan, chosen.prediction.spans
-    end = max([float(chosen.prediction.seconds), *(span.end for span in spans)])
-    return folded(lay_out(spans, (0.0, end), [lane.id for lane in plan.lanes]), COLUMNS)
+    found, lanes = chosen.prediction, [lane.id for lane in chosen.plan.lanes]
+    return folded(lay_out(found.spans, found.window, lanes), COLUMNS)

@@ -44,7 +44,7 @@ def summary(explanation: Explanation) -> list[str]:
     simulated = f"{explanation.considered} plans simulated with a profile that is"
     lines = [
         f"plan: {explanation.title}, {lanes} lanes, {_pace(explanation)}",
-        f"  of {simulated} {explanation.profile.source}, in {spent}",
+        f"  of {simulated} {explanation.source}, in {spent}",
         *_race(explanation),
         *_bounds(explanation),
         *_runners_up(explanation),

@@ -23,7 +23,7 @@ from statistics import fmean
 from m2flow.errors import UserError, suggestion
 from m2flow.flow.worker import ONE_LANE
 from m2flow.plan.race import Tried
-from m2flow.plan.units import Bytes, BytesPerSecond, Items, Seconds, add, transfer
+from m2flow.plan.units import Bytes, BytesPerSecond, Items, Seconds
 
 KEY_PARTS = ("model", "shapes", "hardware", "versions")
 NO_BYTES, NO_TIME = Bytes(0), Seconds(0.0)
@@ -256,7 +256,7 @@ class WorkerCost:
     @property
     def switch(self) -> Seconds:
         """To bring the state and to take it away again."""
-        return add(self.onload, self.offload)
+        return Seconds(self.onload + self.offload)
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ class LinkCost:
 
     def seconds(self, size: Bytes) -> Seconds:
         """One message of so many bytes."""
-        return add(self.latency, transfer(size, self.rate)) if size else Seconds(0.0)
+        return Seconds(self.latency + size / self.rate if size else 0.0)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from m2flow.plan.profile.hardware import (
     NVLINK_FRACTION,
     Device,
 )
-from m2flow.plan.profile.streaming import Streaming
+from m2flow.plan.profile.streaming import limited
 from m2flow.plan.profile.work import (
     FlowWork,
     LayoutWork,
@@ -121,10 +121,9 @@ class _Kind:
             else:
                 room, reserved = self._room(node, one), one.rounds.reserved_bytes
                 room = room if reserved is None else min(room, reserved)
-                streaming = Streaming(
-                    one.rounds, work.lengths, node.expands, most, self.device, room
+                yield from limited(
+                    cost, one.rounds, work.lengths, node.expands, most, self.device, room
                 )
-                yield from streaming.costs(cost)
 
     def fitting(self, node: StageNode) -> list[LayoutWork]:
         """Return, of each declared layout, the first way to run it that is possible and fits."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from m2flow.plan.profile import Piecewise, Quantiles, StageCost
+from m2flow.plan.profile import Quantiles, StageCost
 from m2flow.plan.profile.hardware import Device
 from m2flow.plan.profile.work import Rounds, curve, rising
 
@@ -79,78 +79,67 @@ def finish_times(
     return finished
 
 
-@dataclass(frozen=True)
-class Streaming:
-    """A streaming stage on one replica.
+def limited(
+    cost: StageCost,
+    rounds: Rounds,
+    lengths: Quantiles,
+    expands: int,
+    most: int,
+    device: Device,
+    room: float,
+) -> Iterator[StageCost]:
+    """Complete the price of a streaming stage for each of its limits that memory allows.
 
-    Attributes:
-        rounds: how its items grow.
+    A plan limits input items, a stage its output items. The stage's own limit, the largest, asks
+    nothing of a plan unless memory holds less.
+
+    Args:
+        cost: without rounds.
+        rounds: how output items grow.
         lengths: units that an output item grows by.
         expands: output items of an input item.
         most: input items that are priced, at most.
         device: of each lane.
         room: bytes of each lane for the units that items hold, no more than are reserved.
     """
+    bytes_of_one = rounds.unit_bytes * (rounds.start + lengths.mean)
+    squares = sum(lengths.at((n + 0.5) / LENGTHS) ** 2 for n in range(LENGTHS)) / LENGTHS
+    held = rounds.start + squares / (2 * lengths.mean)
+    counts = [n for n in rising(most) if n * expands <= MOST_PLAYED] or [1]
 
-    rounds: Rounds
-    lengths: Quantiles
-    expands: int
-    most: int
-    device: Device
-    room: float
+    def step(running: float, units: float) -> float:
+        return rounds.round(running, units).on(device)
 
-    def costs(self, cost: StageCost) -> Iterator[StageCost]:
-        """Complete a price for each limit of the stage that memory allows.
+    def admit(inputs: int) -> float:
+        return rounds.admit(inputs).on(device)
 
-        A plan limits input items, a stage its output items. The stage's own limit, the largest,
-        asks nothing of a plan unless memory holds less.
-        """
-        fitting = int(self.room / self._bytes_of_one())
-        own = max(self.rounds.limits)
-        limits = {max(1, min(one, fitting) // self.expands): one for one in self.rounds.limits}
-        for inputs in sorted(limits):
-            if limits[inputs] == own <= fitting:
-                yield self._limited(cost, own, None)
-            else:
-                yield self._limited(cost, inputs * self.expands, inputs)
-
-    def _bytes_of_one(self) -> float:
-        return self.rounds.unit_bytes * (self.rounds.start + self.lengths.mean)
-
-    def _limited(self, cost: StageCost, limit: int, max_running: int | None) -> StageCost:
-        counts = [n for n in rising(self.most) if n * self.expands <= MOST_PLAYED] or [1]
+    def priced(limit: int, max_running: int | None) -> StageCost:
+        def seconds(inputs: int) -> float:
+            """Until so many input items have all their outputs."""
+            count = inputs * expands
+            drawn = [lengths.at((n + 0.5) / count) for n in range(count)]
+            random.Random(0).shuffle(drawn)
+            return max(finish_times(drawn, step, limit, rounds.start, admit(inputs)))
 
         def working(items: int) -> float:
-            beside = cost.working.at(items) if cost.working else 0.0
-            if self.rounds.reserved_bytes is not None:
-                return beside + self.room
-            return beside + min(items * self.expands, limit) * self._bytes_of_one()
+            units = min(items * expands, limit) * bytes_of_one
+            units = units if rounds.reserved_bytes is None else room
+            return units + (cost.working.at(items) if cost.working else 0.0)
 
         return replace(
             cost,
-            seconds=curve(lambda count: self._seconds(count, limit), counts),
+            seconds=curve(seconds, counts),
             max_running=max_running,
             slots=limit,
-            round=self._round(limit),
-            admit=curve(self._admit, rising(self.most)),
-            working=curve(working, rising(self.most)),
+            round=curve(lambda running: step(running, running * held), rising(limit)),
+            admit=curve(admit, rising(most)),
+            working=curve(working, rising(most)),
         )
 
-    def _seconds(self, inputs: int, limit: int) -> float:
-        """Return the seconds until so many input items have all their outputs."""
-        count = inputs * self.expands
-        lengths = [self.lengths.at((n + 0.5) / count) for n in range(count)]
-        random.Random(0).shuffle(lengths)
-        return max(finish_times(lengths, self._step, limit, self.rounds.start, self._admit(inputs)))
-
-    def _step(self, running: float, units: float) -> float:
-        return self.rounds.round(running, units).on(self.device)
-
-    def _admit(self, inputs: int) -> float:
-        return self.rounds.admit(inputs).on(self.device)
-
-    def _round(self, limit: int) -> Piecewise:
-        """Price a unit of each item at work, by how many are."""
-        squares = sum(self.lengths.at((n + 0.5) / LENGTHS) ** 2 for n in range(LENGTHS)) / LENGTHS
-        held = self.rounds.start + squares / (2 * self.lengths.mean)
-        return curve(lambda running: self._step(running, running * held), rising(limit))
+    fitting, own = int(room / bytes_of_one), max(rounds.limits)
+    limits = {max(1, min(one, fitting) // expands): one for one in rounds.limits}
+    for inputs in sorted(limits):
+        if limits[inputs] == own <= fitting:
+            yield priced(own, None)
+        else:
+            yield priced(inputs * expands, inputs)
