@@ -202,6 +202,10 @@ MEANING = {
     "third more arithmetic; `null`: on accelerators",
     "training.optimizer_on_host": "keep master copies and moments in host memory, where the CPU "
     "steps them: 6 bytes of an accelerator for each 16-bit parameter in place of 18",
+    "training.moments": "`8bit` keeps the optimizer's moments in 8 bits: 2 bytes of a parameter in "
+    "place of 8; needs torchao (`pip install 'm2flow[torchao]'`)",
+    "training.rounding": "`stochastic` steps bfloat16 weights themselves, rounded at random so "
+    "that the mean is exact, and keeps no float32 copies; needs torchao",
     "training.recompute_logprobs": "take the ratio against the trainer's own log-probabilities at "
     "the start of the step; the policy that sampled keeps its weight (decoupled PPO)",
     "evaluation.every": "steps between evaluations; there is one at step 0 and at the end too",

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.algorithms.advantages import group_advantages
@@ -27,6 +27,7 @@ def loop_advantages(rewards: list[float], size: int, normalize: bool, eps: float
     return advantages
 
 
+@settings(max_examples=1000)
 @given(
     groups=st.lists(
         st.lists(st.floats(-5, 5, width=32), min_size=4, max_size=4), min_size=1, max_size=5

@@ -6,29 +6,35 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from m2flow.algorithms.kl import KLEstimator, kl_per_token
 
-LOGPROBS = st.floats(-8, 0)
+LOGPROBS = st.floats(-8, 0, width=32) | st.floats(-300, 0, width=32)
+MOST = 20.0
+"""The exponent of k3 is cut there, and has no gradient beyond."""
 
 
-@given(policy=LOGPROBS, reference=LOGPROBS)
-def test_agrees_with_the_formulas(policy: float, reference: float) -> None:
+@settings(max_examples=1000)
+@given(policy=LOGPROBS, reference=LOGPROBS, dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_agrees_with_the_formulas(policy: float, reference: float, dtype: torch.dtype) -> None:
+    """And with their derivatives; in float32 too, however far the policies are apart."""
     log_ratio = reference - policy  # Schulman's log r
+    assume(abs(log_ratio - MOST) > 1e-4)
+    cut = min(log_ratio, MOST)
     expected = {
-        "k1": -log_ratio,
-        "k2": log_ratio**2 / 2,
-        "k3": math.exp(log_ratio) - 1 - log_ratio,
+        "k1": (-log_ratio, 1.0),
+        "k2": (log_ratio**2 / 2, -log_ratio),
+        "k3": (math.exp(cut) - 1 - cut, 1 - math.exp(cut) if log_ratio < MOST else 0.0),
     }
-    for estimator, value in expected.items():
-        found = kl_per_token(
-            torch.tensor(policy, dtype=torch.float64),
-            torch.tensor(reference, dtype=torch.float64),
-            estimator,  # type: ignore[arg-type]
-        )
-        assert float(found) == pytest.approx(value, abs=1e-9)
+    within = {"abs": 1e-6, "rel": 1e-6} if dtype is torch.float64 else {"abs": 1e-5, "rel": 1e-5}
+    for estimator, (value, slope) in expected.items():
+        logprob = torch.tensor(policy, dtype=dtype, requires_grad=True)
+        found = kl_per_token(logprob, torch.tensor(reference, dtype=dtype), estimator)  # type: ignore[arg-type]
+        (gradient,) = torch.autograd.grad(found, logprob)
+        assert float(found.detach()) == pytest.approx(value, **within)
+        assert float(gradient) == pytest.approx(slope, **within)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])

@@ -282,6 +282,14 @@ def test_the_gap_is_that_to_the_policy_that_drew(
     assert figures["ratio"] == pytest.approx(1)
     assert figures["logprob_gap"] == pytest.approx(0.25)
     assert figures["behaviour_kl"] == pytest.approx(math.exp(0.25) - 1 - 0.25)
+    assert trainer.largest_gap == pytest.approx(0.25)
+    apart_T = torch.linspace(-0.4, 0.3, own_T.numel(), dtype=own_T.dtype)
+    trained_T = torch.repeat_interleave(~rollouts.idle_rows(), rollouts.pairs.completion_lengths_B)
+    again_T = trainer.logprobs(rollouts)
+    trainer.fold(replace(rollouts, behaviour_logprobs_T=again_T + apart_T))
+    trainer.finish()
+    largest = float(apart_T[trained_T].abs().max())
+    assert trainer.largest_gap == pytest.approx(largest), "of any piece, and of this step alone"
 
 
 def test_resumed_trainer_goes_on_as_if_it_had_not_stopped(

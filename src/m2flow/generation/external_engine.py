@@ -2,7 +2,8 @@
 
 Such an engine brings process groups, threads and allocators of its own along, and may crash; beside
 the lane it disturbs nobody, its end is an error within a second, and it ends with its owner.
-Weights travel through a file in shared memory and are installed between steps: requests that are
+Weights travel through a file in shared memory, unless an engine has a better way, and are installed
+between steps: requests that are
 running go on, their keys and values computed again with the new ones.
 
 What a request draws depends on its prompt, its seed and the weights as with the native engine, but
@@ -258,10 +259,15 @@ class ExternalEngine(ABC):
         Raises:
             RunFailed: the engine has ended, which it does where an update fails.
         """
-        from safetensors.torch import save_file
-
         if self._end is not None:
             raise self._ended()
+        self._hand_over(weights, version)
+        self.version = version
+
+    def _hand_over(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Have the engine install weights, by a file in shared memory."""
+        from safetensors.torch import save_file
+
         kept = {name: x.detach().cpu().contiguous() for name, x in weights.items()}
         if _tied(weights):  # a file of tensors holds none twice
             kept.pop("lm_head.weight")
@@ -271,7 +277,6 @@ class ExternalEngine(ABC):
             self._ask("install", str(file), version)
         finally:
             file.unlink(missing_ok=True)
-        self.version = version
 
     def weight_boxes(self) -> Mapping[str, Any] | None:
         """None: all weights are taken whole."""

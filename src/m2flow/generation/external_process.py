@@ -7,7 +7,8 @@ folders and ends at once, whatever the engine is doing. What is said on the conn
 
   to it     ("start", settings, version)  ("submit", requests)  ("abort", ids)
             ("install", file, version)  ("sleep",)  ("wake",)
-  from it   ("done",) for each of start, install, sleep and wake   ("finished", completions)
+            ("start_update",)  ("update", piece)...  ("finish_update", version), of vLLM on a GPU
+  from it   ("done",) for each of these but submit and abort   ("finished", completions)
             ("working",) now and then while it draws and nothing is finished
             ("failed", text), after which it ends: an update that fails leaves some weights new and
             some old, and nothing may be drawn with them

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from m2flow.generation import vllm_transfer
 from m2flow.generation.external_engine import SEEDS, ExternalEngine, Started
 from m2flow.generation.records import Request
 
@@ -15,11 +18,15 @@ BATCHED_TOKENS = 2048
 
 
 class VLLMEngine(ExternalEngine):
-    """Generation by vLLM on one lane."""
+    """Generation by vLLM on one lane.
+
+    On an accelerator weights are handed over there, by vLLM's weight transfer.
+    """
 
     package, label = "vllm", "vLLM"
 
     def _settings(self, started: Started) -> dict[str, Any]:
+        self._device, self._tied = started.device, bool(started.config.tie_word_embeddings)
         settings: dict[str, Any] = {
             "model": started.folder,
             "dtype": started.dtype,
@@ -27,7 +34,7 @@ class VLLMEngine(ExternalEngine):
             "skip_tokenizer_init": not started.reads_text,
             "logprobs_mode": "processed_logprobs",  # of what is drawn from, temperature included
             "disable_log_stats": True,
-            "tied_embeddings": bool(started.config.tie_word_embeddings),
+            "tied_embeddings": self._tied,
         }
         if started.device == "cpu":
             settings["enforce_eager"] = True  # compiling takes a minute, and gains little
@@ -36,11 +43,32 @@ class VLLMEngine(ExternalEngine):
             settings["max_num_batched_tokens"] = max(BATCHED_TOKENS, self._context)
         else:
             settings["enable_sleep_mode"] = True
+            settings["weight_transfer_config"] = vllm_transfer.BACKEND
         if started.cache_bytes is not None:
             settings["kv_cache_memory_bytes"] = started.cache_bytes
             # vLLM would demand so much of all memory to be free, however little it then takes.
             settings["gpu_memory_utilization"] = 0.01
         return settings
+
+    def _hand_over(self, weights: Mapping[str, Tensor], version: int) -> None:
+        if self._device == "cpu":
+            super()._hand_over(weights, version)
+        else:
+            self._transfer(weights, version)
+
+    def _transfer(self, weights: Mapping[str, Tensor], version: int) -> None:
+        if self._tied:  # vLLM keeps the head's own copy, which would stay as it was
+            weights = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
+        try:
+            self._ask("start_update")
+            for update in vllm_transfer.updates(weights, self._device):
+                self._ask("update", update)
+            self._ask("finish_update", version)
+        except BaseException:
+            if self._end is None:
+                self._given_up("was left with a part of an update")
+            raise
+        vllm_transfer.collect()
 
     def _environment(self, device: str) -> dict[str, str]:
         environment = {

@@ -7,6 +7,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from m2flow.generation.external_process import WORKING_SECONDS, Orders
+from m2flow.generation.vllm_transfer import INIT
 
 
 def serve(connection: Connection, orders: Orders) -> None:
@@ -25,6 +26,9 @@ class _VllmWorkerProcess:
 
         self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**settings))
         self._engine.set_weight_version(str(version))
+        if settings.get("weight_transfer_config") is not None:
+            init = {"init_info": INIT}
+            self._engine.collective_rpc("init_weight_transfer_engine", kwargs=init)
         connection.send(("done",))
 
     def serve(self) -> None:
@@ -68,6 +72,26 @@ class _VllmWorkerProcess:
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
         iterator = list(weights.items())
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
+        self._installed(version)
+
+    def _start_update(self) -> None:
+        """Take a whole update in: a step in the middle of it would draw with half of the weights.
+
+        Whatever fails ends this process.
+        """
+        self._engine.collective_rpc("start_weight_update")
+        self._connection.send(("done",))
+        order, said = self._orders.get()
+        while order == "update":
+            self._engine.collective_rpc("update_weights", kwargs={"update_info": said})
+            self._connection.send(("done",))
+            order, said = self._orders.get()
+        if order != "finish_update":
+            raise RuntimeError(f"{order!r} in the middle of an update of the weights")
+        self._engine.collective_rpc("finish_weight_update")
+        self._installed(said)
+
+    def _installed(self, version: int) -> None:
         # Without the running ones nothing is dropped while any request runs, and prompts that are
         # asked again would start from keys and values of the old weights.
         if not self._engine.reset_prefix_cache(reset_running_requests=True):

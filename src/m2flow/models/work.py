@@ -30,16 +30,25 @@ HOSTED = (MASTERS, MOMENTS)
 """What goes to host memory with the optimizer."""
 
 
-def trained_bytes(number_bytes: int = WEIGHT_BYTES) -> dict[str, int]:
+EIGHT_BIT_BYTES = 1 + 4 / 256
+"""Of a moment in 8 bits, in blocks of 256 with a scale of float32 (Dettmers et al. 2021)."""
+
+
+def trained_bytes(
+    number_bytes: int = WEIGHT_BYTES, *, moments_8bit: bool = False, masters: bool = True
+) -> dict[str, float]:
     """Return the bytes of a trained parameter by what they are for.
 
     Args:
         number_bytes: of a number that is computed with. Beside 16 bits weight, gradient and the two
             moments of Adam are in single precision; else all of them have as many.
+        moments_8bit: whether moments have 8 bits all the same.
+        masters: whether weights of 16 bits have a copy in single precision.
     """
     wide = max(4, number_bytes)
-    beside = {"gradients": wide, MOMENTS: 2 * wide}
-    return {"weights": number_bytes, **({MASTERS: wide} if number_bytes < wide else {}), **beside}
+    beside = {"gradients": wide, MOMENTS: 2 * (EIGHT_BIT_BYTES if moments_8bit else wide)}
+    copied = {MASTERS: wide} if number_bytes < wide and masters else {}
+    return {"weights": number_bytes, **copied, **beside}
 
 
 TRAINED_BYTES = sum(trained_bytes().values())

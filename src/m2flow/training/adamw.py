@@ -7,7 +7,7 @@ one count, which the caller keeps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -64,6 +64,29 @@ class AdamWStep:
                 amsgrad=False,
                 maximize=False,
             )
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What the moments are made of."""
+        for moments in self.state.values():
+            yield from moments.values()
+
+    def bytes_to_come(self, parameter: Tensor) -> int:
+        """Bytes of a parameter's moments that its first step will make; 0 once it has."""
+        return 0 if parameter in self.state else 2 * parameter.nbytes
+
+    def saved(self, parameter: Tensor) -> Mapping[str, Tensor]:
+        """A parameter's moments by name, none before its first step; they share its memory."""
+        return self.state.get(parameter, {})
+
+    def blank(self, parameter: Tensor) -> Tensor:
+        """Memory that a moment can be read into, to be given to `load`."""
+        return torch.empty_like(parameter)
+
+    def load(self, parameter: Tensor, moments: dict[str, Tensor]) -> None:
+        """Take over a parameter's moments; without any they begin anew."""
+        self.state.pop(parameter, None)
+        if moments:
+            self.state[parameter] = moments
 
     def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
         if parameter not in self.state:

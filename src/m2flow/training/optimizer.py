@@ -10,7 +10,8 @@ Parameters of 16 bits are for computing only. Their gradients are added up in fl
 does not stop growing at 256 times its terms, and the optimizer steps a float32 master copy, from
 which the parameters are rounded: at a learning rate of 1e-6 most steps are smaller than the spacing
 of bfloat16 numbers and would be lost. Micikevicius et al., "Mixed Precision Training",
-arXiv 1710.03740, section 3.1.
+arXiv 1710.03740, section 3.1. With stochastic rounding there is no copy: a step is rounded up or
+down with the probability that makes the mean exact.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from m2flow.errors import RunFailed
+from m2flow.errors import RunFailed, UserError
 from m2flow.runtime.weights.boxes import Box
 from m2flow.runtime.weights.manifest import Shard
 from m2flow.training.adamw import AdamWStep
 from m2flow.training.schedule import Schedule
 from m2flow.training.sharded import WHOLE, Shards, whole
+from m2flow.training.torchao_adamw import TorchaoAdamW
 
 AllReduce = Callable[[list[Tensor]], None]
 """Sums each tensor of the list, in place, over the data-parallel replicas."""
@@ -52,6 +54,10 @@ class AdamWConfig:
     With `on_host`, moments and master copies of all parameters stay in host memory, and the CPU
     steps them (Ren et al., "ZeRO-Offload", arXiv 2101.06840): an accelerator then keeps 6 bytes of
     a 16-bit parameter in place of 18.
+
+    The two others need torchao. With `moments_8bit` moments take 2 bytes of a parameter in place of
+    8. With `stochastic_rounding` bfloat16 parameters are stepped themselves and have no master
+    copies, which excludes `on_host`.
     """
 
     learning_rate: float = 1e-4
@@ -61,6 +67,8 @@ class AdamWConfig:
     schedule: Schedule = field(default_factory=Schedule)
     max_grad_norm: float | None = 1.0
     on_host: bool = False
+    moments_8bit: bool = False
+    stochastic_rounding: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,10 @@ class SumOptimizer:
             are left alone.
         config: every figure of the optimizer.
         shards: how the model is divided.
+
+    Raises:
+        UserError: the configuration asks for torchao, which is not installed, or for stochastic
+            rounding, and no parameter is bfloat16.
     """
 
     def __init__(
@@ -109,12 +121,10 @@ class SumOptimizer:
         self._config = config
         self._shards = shards
         self._pieces = [shards.piece(p) for _, p in self._named]
-        self._masters = [_master(piece, config.on_host) for piece in self._pieces]
+        self._masters = [_master(piece, config) for piece in self._pieces]
         self._hooks: list[RemovableHandle] = []
         self._flats = self._flat_gradients()
-        self._adamw = AdamWStep(
-            self._masters, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
-        )
+        self._adamw = _adamw(self._masters, config)
         self.num_steps = 0
         """Optimizer steps taken."""
 
@@ -186,19 +196,19 @@ class SumOptimizer:
         yield from (master for _, master in self._copied())
         yield from self._flats
         yield from self._host_flats
-        for quantities in self._adamw.state.values():
-            yield from quantities.values()
+        yield from self._adamw.tensors()
 
     def bytes_to_come(self) -> int:
         """Bytes of the moments that the first step will make here; 0 once it has."""
         pairs = zip(self._masters, self._pieces, strict=True)
         here = [master for master, piece in pairs if master.device == piece.device]
-        return sum(2 * one.nbytes for one in here if one not in self._adamw.state)
+        return sum(self._adamw.bytes_to_come(one) for one in here)
 
     def parts(self) -> dict[str, Shard]:
         """This lane's parts of the optimizer's state, to be written; they share its memory.
 
-        Names are `<quantity>/<parameter>`, and `num_steps` for their number, a scalar. Master
+        Moments of 8 bits are given in float32, in host memory. Names are
+        `<quantity>/<parameter>`, and `num_steps` for their number, a scalar. Master
         copies of 16-bit parameters are the quantity `master`.
         """
         found = {NUM_STEPS: _scalar(self.num_steps)}
@@ -215,9 +225,9 @@ class SumOptimizer:
     def load(self, names: Iterable[str], fill: Callable[[dict[str, Shard]], None]) -> None:
         """Go on from state that was saved, of a model with the same parameters. Not collective.
 
-        It does not matter how either model is or was divided, or in which of them parameters have
-        16 bits: without master copies they are made of the parameters as they are now, which the
-        caller has loaded.
+        It does not matter how either model is or was divided, in which of them parameters have 16
+        bits, or moments 8: without master copies they are made of the parameters as they are now,
+        which the caller has loaded.
 
         Args:
             names: those that `parts` had.
@@ -232,7 +242,8 @@ class SumOptimizer:
         moments: dict[str, dict[str, Tensor]] = {}
         for (name, parameter), _, master in self._all():
             saved = sorted(by_name[name] - {_STEP})
-            values = {q: master if q == MASTER else torch.empty_like(master) for q in saved}
+            blank = self._adamw.blank
+            values = {q: master if q == MASTER else blank(master) for q in saved}
             for quantity, value in values.items():
                 parts[f"{quantity}/{name}"] = self._shards.placed(value, parameter)
             moments[name] = {q: value for q, value in values.items() if q != MASTER}
@@ -242,9 +253,7 @@ class SumOptimizer:
             for (name, _), piece, master in self._all():
                 if MASTER not in by_name[name] and master is not piece:
                     master.copy_(piece)
-                self._adamw.state.pop(master, None)
-                if moments[name]:
-                    self._adamw.state[master] = moments[name]
+                self._adamw.load(master, moments[name])
         self._round()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -261,8 +270,8 @@ class SumOptimizer:
     def _quantities(self) -> Iterator[tuple[str, Tensor, nn.Parameter, Tensor]]:
         """Each tensor of the state here: its name and value, of which parameter, its piece."""
         for (name, parameter), piece, master in self._all():
-            values = {} if master is piece else {MASTER: master}
-            for quantity, value in (values | self._adamw.state.get(master, {})).items():
+            values = {MASTER: master} if _is_copy(master, piece) else {}
+            for quantity, value in (values | dict(self._adamw.saved(master))).items():
                 yield f"{quantity}/{name}", value, parameter, piece
 
     def _all(self) -> Iterator[tuple[tuple[str, nn.Parameter], Tensor, Tensor]]:
@@ -272,7 +281,7 @@ class SumOptimizer:
     def _copied(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Pieces that have a master copy, with it."""
         pairs = zip(self._pieces, self._masters, strict=True)
-        return ((piece, master) for piece, master in pairs if master is not piece)
+        return ((piece, master) for piece, master in pairs if _is_copy(master, piece))
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -286,7 +295,8 @@ class SumOptimizer:
         for number, (name, parameter) in enumerate(self._named):
             master, shards = self._masters[number], self._shards
             copies, is_term = shards.copies(parameter), shards.is_term(name)
-            kind = _BufferKind(master.dtype, self._pieces[number].device, copies, is_term)
+            dtype = _wide(master)
+            kind = _BufferKind(dtype, self._pieces[number].device, copies, is_term)
             by_kind.setdefault(kind, []).append(number)
         self._kinds = list(by_kind)
         flats, self._gradients = [], dict[int, Tensor]()
@@ -346,16 +356,52 @@ def _scalar(number: int) -> Shard:
     return Shard(torch.tensor(number), Box.whole(()), ())
 
 
-def _master(piece: Tensor, on_host: bool) -> Tensor:
+def _adamw(masters: list[Tensor], config: AdamWConfig) -> AdamWStep:
+    if config.stochastic_rounding and all(one.dtype is not torch.bfloat16 for one in masters):
+        raise UserError(
+            "no trained weights are bfloat16, and no others are rounded",
+            key="training.rounding",
+            value="stochastic",
+            hint="set model.dtype to bfloat16, or take it out",
+        )
+    betas, eps, weight_decay = config.betas, config.eps, config.weight_decay
+    if not config.moments_8bit and not config.stochastic_rounding:
+        return AdamWStep(masters, betas=betas, eps=eps, weight_decay=weight_decay)
+    return TorchaoAdamW(
+        masters,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        moments_8bit=config.moments_8bit,
+        stochastic_rounding=config.stochastic_rounding,
+    )
+
+
+def _master(piece: Tensor, config: AdamWConfig) -> Tensor:
     """What the optimizer steps for a piece: a float32 copy of one of 16 bits, else the piece.
 
-    On the host a copy of any.
+    On the host a copy of any. With stochastic rounding another tensor in a bfloat16 piece's memory,
+    which may have a gradient of float32.
     """
-    narrow = piece.is_floating_point() and piece.dtype.itemsize < torch.float32.itemsize
-    dtype = torch.float32 if narrow else piece.dtype
-    if on_host:
+    dtype = _wide(piece)
+    if config.on_host:
         return piece.detach().to("cpu", dtype, copy=True)
-    return piece.detach().to(dtype) if narrow else piece
+    if config.stochastic_rounding and piece.dtype is torch.bfloat16:
+        same = piece.detach()
+        same.grad_dtype = None  # any
+        return same
+    return piece if piece.dtype == dtype else piece.detach().to(dtype)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """The dtype of a tensor's gradients and master copy."""
+    narrow = tensor.is_floating_point() and tensor.dtype.itemsize < torch.float32.itemsize
+    return torch.float32 if narrow else tensor.dtype
+
+
+def _is_copy(master: Tensor, piece: Tensor) -> bool:
+    """Whether what is stepped has memory of its own."""
+    return master is not piece and master.dtype is not torch.bfloat16
 
 
 def _add_to(total: Tensor, shards: Shards, parameter: Tensor) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from m2flow.algorithms.finite import check_finite
@@ -83,6 +84,7 @@ class PolicyTrainer(SummingTrainer):
         super().__init__(model, config.optimizer, names, shards, again)
         self.algorithm = algorithm
         self.config = config
+        self._largest_gap: float | Tensor = 0.0
 
     def fold(self, rollouts: TokenRollouts) -> None:
         """Accumulate the gradient of some rollouts of the mini-batch at hand.
@@ -140,6 +142,7 @@ class PolicyTrainer(SummingTrainer):
             NotFinite: the loss or a gradient is NaN or infinite; no step was taken.
         """
         steps_before = self.optimizer.num_steps
+        self.largest_gap, self._largest_gap = float(self._largest_gap), 0.0
         totals, figures = self.step(all_reduce)
         trained, tokens = totals["tokens_trained"], totals["tokens"]
         means = {name: totals[name] / trained for name in self.algorithm.figures} if trained else {}
@@ -151,6 +154,14 @@ class PolicyTrainer(SummingTrainer):
             **{name: totals[name] for name in _TOTALS if name.startswith(("tokens", "samples"))},
             "steps": float(self.optimizer.num_steps - steps_before),
         }
+
+    largest_gap = 0.0
+    """Of the tokens that this lane trained on in the last step, the largest absolute difference of
+    log-probabilities to those that they were drawn with."""
+
+    def discard(self) -> None:
+        super().discard()
+        self._largest_gap = 0.0
 
     def logprobs(self, rollouts: TokenRollouts | TokenPairs) -> Tensor:
         """[T] log-probabilities of all completion tokens under the present weights; no gradient.
@@ -191,6 +202,9 @@ class PolicyTrainer(SummingTrainer):
             reference_logprobs_T=column(rollouts.reference_logprobs_T),
             entropy_T=figures.entropy_T,
         )
+        if behaviour_T.numel():
+            gap = (figures.logprobs_T.detach() - behaviour_T).abs().max()
+            self._largest_gap = torch.maximum(gap, torch.as_tensor(self._largest_gap).to(gap))
         self.learn(terms, microbatch, tokens_trained=microbatch.target_ids_T.numel())
 
     def _check(self, rollouts: TokenRollouts) -> None:

@@ -83,6 +83,16 @@ def test_an_optimizer_on_the_host_is_counted_there() -> None:
     assert account.host_bytes == pytest.approx(18 * PARAMETERS + 16 * PARAMETERS)
 
 
+def test_moments_of_8_bits_and_weights_without_copies_are_counted_as_they_are() -> None:
+    """8 bits and a scale of 4 bytes for each 256 of them."""
+    _, (account,) = account_of("training.moments=8bit", "training.rounding=stochastic")
+    assert account.holdings[1].state == {
+        "weights": 2 * PARAMETERS / 8,
+        "gradients": 4 * PARAMETERS / 8,
+        "moments": 2 * (1 + 4 / 256) * PARAMETERS / 8,
+    }
+
+
 def test_a_cache_that_is_said_is_the_cache_that_is_counted() -> None:
     _, (account,) = account_of("generation.cache_gb=20")
     assert account.holdings[0].call["keys and values"] == pytest.approx(20e9, abs=2)

@@ -249,6 +249,21 @@ def test_what_does_not_go_together_is_refused(algorithm: dict[str, Any], key: st
     assert refusal({"algorithm": algorithm}).key == key
 
 
+@pytest.mark.parametrize(
+    ("dtype", "training", "key"),
+    [
+        ("bfloat16", {"rounding": "stochastic", "optimizer_on_host": True}, "training.rounding"),
+        ("float32", {"rounding": "stochastic", "moments": "8bit"}, "training.rounding"),
+        ("float64", {"moments": "8bit"}, "training.moments"),
+    ],
+)
+def test_what_torchao_does_not_step_is_refused(dtype: str, training: Any, key: str) -> None:
+    with pytest.raises(ValidationError, match=key):
+        ReasoningRecipe.model_validate({"model": {"dtype": dtype}, "training": training})
+    good = {key: value for key, value in training.items() if key != "optimizer_on_host"}
+    ReasoningRecipe.model_validate({"model": {"dtype": "bfloat16"}, "training": good})
+
+
 def test_every_setting_of_ppo_is_read() -> None:
     algorithm = {"name": "ppo", "gamma": 0.9, "lam": 0.5, "scale": "none", "clip_high": 0.1}
     data = {

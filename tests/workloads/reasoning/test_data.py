@@ -41,9 +41,13 @@ def test_real_files_read_whole(shared_data: Path, name: str, rows: int) -> None:
         assert verify(problem.answer, f"#### {problem.answer}") == 1.0
 
 
-@pytest.mark.parametrize("column", ["question", "problem", "prompt"])
-def test_column_aliases(tmp_path: Path, column: str) -> None:
-    path = write(tmp_path, f'{{"id": 1, "{column}": "How many?", "answer": 7}}')
+@pytest.mark.parametrize(
+    ("column", "answer"),
+    [("question", "answer"), ("problem", "answer"), ("prompt", "answer"), ("Problem", "Answer")],
+)
+def test_column_aliases(tmp_path: Path, column: str, answer: str) -> None:
+    """AIME 2024 is published with the last, AIME 2025 with the second; answers are numbers."""
+    path = write(tmp_path, f'{{"id": 1, "{column}": "How many?", "{answer}": 7}}')
     [problem] = read_problems(path, template="Q: {question} A:")
     assert problem.prompt == "Q: How many? A:"
     assert problem.answer == "7"

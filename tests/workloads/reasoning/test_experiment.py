@@ -366,6 +366,14 @@ def test_figures_of_samples_by_hand() -> None:
     assert figures["length/truncated_share"] == pytest.approx(2 / 6)
 
 
+def test_groups_whose_judged_answers_have_one_reward_teach_nothing() -> None:
+    """An answer that nobody could judge has a reward of 0, which is none."""
+    output = OUTPUT.with_columns(failure=["", "it raised", "", "", "", ""])
+    figures = sample_figures(output, group_size=2)
+    assert figures["reward/zero_variance_share"] == 1.0
+    assert figures["reward/failed_share"] == pytest.approx(1 / 6)
+
+
 def test_figures_of_a_step(tiny_recipe: MakeRecipe) -> None:
     result = StepResult(
         step=0,

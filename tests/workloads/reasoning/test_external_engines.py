@@ -102,6 +102,19 @@ def test_without_vllm_nothing_is_started(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+def test_without_torchao_nothing_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("m2flow.training.torchao_adamw.importlib.util.find_spec", lambda _: None)
+    words = {**TINY, "generation": {"max_new_tokens": 6}}
+    recipe = ReasoningRecipe.model_validate({**words, "training": {"moments": "8bit"}})
+    wanted = r"training\.moments: torchao is not installed; pip install 'm2flow\[torchao\]'"
+    for start in (lambda: train(recipe, run_dir=tmp_path / "run"), lambda: describe(recipe)):
+        with pytest.raises(UserError, match=wanted):
+            start()
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [

@@ -6,6 +6,7 @@ import pickle
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -318,6 +319,32 @@ def test_the_pieces_of_a_mini_batch_do_not_matter(
     assert any(not before[name].equal(start[name]) for name in before)
     for name in before:
         assert torch.allclose(before[name], after[name], rtol=1e-4, atol=1e-6)
+
+
+def test_the_largest_gap_to_the_engine_is_that_of_all_lanes(
+    samples: Batch, warmed: ModelSource, recipe: Any
+) -> None:
+    """One token that the engine got wrong is lost in a mean."""
+
+    def as_with_another(tensors: Any, largest: float) -> None:
+        for found in tensors:
+            if found.shape == (2,):
+                assert found[0] == 0, "the other lane's place"
+                found[0] = largest
+
+    learner = loaded(Learner(warmed, recipe))
+    logprobs = learner.logprobs(samples)["old_logprobs"]
+    row = int(samples["advantage"].abs().argmax())
+    wrong = [values.clone() for values in logprobs.rows()]
+    wrong[row][0] -= 3.0
+    changed = samples.with_columns(behaviour_logprobs=Ragged(torch.cat(wrong), logprobs.lengths))
+    for other, expected in ((0.0, 3.0), (4.0, 4.0)):
+        place = {"rank": 1, "size": 2, "all_reduce": partial(as_with_another, largest=other)}
+        one = loaded(Learner(warmed, recipe), **place)
+        one.train(changed)
+        figures = one.train_finish()
+        assert figures["engine_gap_max"] == pytest.approx(expected, abs=1e-4)
+        assert figures["engine_gap"] < 1
 
 
 def test_good_answers_become_likelier(samples: Batch, warmed: ModelSource, recipe: Any) -> None:

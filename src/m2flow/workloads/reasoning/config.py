@@ -362,6 +362,9 @@ class TrainingSection(Section):
     With `gradient_checkpointing` activations are computed again in the backward pass, which takes a
     third more arithmetic and leaves the memory to longer micro-batches; null: on accelerators.
     With `optimizer_on_host` the optimizer's state is in host memory, and the CPU takes its steps.
+
+    Two settings, which need torchao, change the result: `moments: 8bit` keeps the optimizer's
+    moments in 8 bits, and `rounding: stochastic` steps bfloat16 weights without float32 copies.
     """
 
     tokens_per_microbatch: Count = 2048
@@ -370,6 +373,25 @@ class TrainingSection(Section):
     recompute_logprobs: Flag = False
     gradient_checkpointing: Flag | None = None
     optimizer_on_host: Flag = False
+    moments: Literal["float32", "8bit"] = "float32"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    @property
+    def of_torchao(self) -> str | None:
+        """A key that asks for torchao; None where none does."""
+        asking = {"moments": self.moments == "8bit", "rounding": self.rounding == "stochastic"}
+        return next((f"training.{key}" for key, asks in asking.items() if asks), None)
+
+    @model_validator(mode="after")
+    def _has_master_copies(self) -> TrainingSection:
+        if self.rounding == "stochastic" and self.optimizer_on_host:
+            raise UserError(
+                "stochastic rounding leaves no float32 weights that could be in host memory",
+                key="training.rounding",
+                value=self.rounding,
+                expected="nearest where training.optimizer_on_host is true",
+            )
+        return self
 
     def checkpoints_on(self, device: str) -> bool:
         """Whether activations are computed again, on a device or kind of lane."""
@@ -576,6 +598,18 @@ class ReasoningRecipe(common.Recipe):
                 value="float64",
                 expected="float32 or bfloat16, or generation.engine: native",
             )
+        for key, needless, dtypes in (
+            ("rounding", "nearest", ("float32", "float64")),
+            ("moments", "float32", ("float64",)),
+        ):
+            value = getattr(self.training, key)
+            if value != needless and self.model.dtype in dtypes:
+                raise UserError(
+                    f"torchao steps no weights of {self.model.dtype} so",
+                    key=f"training.{key}",
+                    value=value,
+                    hint="set model.dtype to bfloat16, or take it out",
+                )
         optimizer, optimizer_steps = self.optimizer, self.optimizer_steps
         if optimizer.schedule != "constant" and optimizer.warmup_steps >= optimizer_steps:
             raise UserError(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from m2flow.algorithms.advantages import equal_groups
 from m2flow.flow import Batch
 from m2flow.workloads.reasoning.workers.further_draws import NUMBER, TRIED, rates
 
@@ -18,8 +19,9 @@ def sample_figures(output: Batch, group_size: int) -> dict[str, float]:
     """Figures of scored samples whose groups are consecutive."""
     failed = [bool(why) for why in output["failure"]]
     every = torch.tensor(output["reward"], dtype=torch.float64)
-    rewards = every[~torch.tensor(failed)]
-    groups = every.view(-1, group_size)
+    judged_B = ~torch.tensor(failed)
+    rewards = every[judged_B]
+    equal = equal_groups(every, group_size, judged_B)[::group_size]
     truncated = sum(reason != "stop" for reason in output["finish_reason"])
     tokens = sum(output["num_tokens"])
     of_models = {
@@ -32,9 +34,7 @@ def sample_figures(output: Batch, group_size: int) -> dict[str, float]:
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)),
         "accuracy/mean": float((rewards >= 1.0).double().mean()),
-        "reward/zero_variance_share": float(
-            (groups.max(1).values == groups.min(1).values).double().mean()
-        ),
+        "reward/zero_variance_share": float(equal.double().mean()),
         "reward/failed_share": sum(failed) / len(output),
         "samples": float(len(output)),
         "tokens/generated": float(tokens),

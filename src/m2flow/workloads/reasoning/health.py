@@ -73,6 +73,20 @@ CHECKS = (
         "both in one dtype, or weigh the difference with training.recompute_logprobs",
     ),
     HealthCheck(
+        "train/engine_gap_max",
+        lambda gap, _, __: gap >= 5,
+        "generation gives one token a log-probability that is {value:.2g} from training's: whether "
+        "it draws from fewer tokens (generation.top_p, top_k) or computes otherwise, shows with "
+        "generation.engine: native and generation.dtype as model.dtype",
+    ),
+    HealthCheck(
+        "train/engine_kl",
+        lambda kl, _, __: kl >= 0.1,
+        "the policy that draws is not the one that learns (KL {value:.2g} a token): bound the "
+        "weight of such tokens with training.recompute_logprobs and algorithm.gap_cap, or compute "
+        "both in one dtype",
+    ),
+    HealthCheck(
         "train/ratio_outliers",
         lambda share, _, __: share >= 0.1,
         "{value:.0%} of the tokens have become more than twice or less than half as likely since "

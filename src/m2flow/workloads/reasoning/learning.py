@@ -66,6 +66,8 @@ def trainer_config(
             ),
             max_grad_norm=optimizer.max_grad_norm,
             on_host=recipe.training.optimizer_on_host,
+            moments_8bit=recipe.training.moments == "8bit",
+            stochastic_rounding=recipe.training.rounding == "stochastic",
         ),
         tokens_per_microbatch=recipe.training.tokens_per_microbatch,
         sharing=recipe.training.sharing,

@@ -20,7 +20,6 @@ from m2flow.models.shape import WEIGHT_BYTES, ModelShape, read_model
 from m2flow.models.work import (
     HOST_STEP_BYTES,
     HOSTED,
-    TRAINED_BYTES,
     decoding,
     drawing_parts,
     forward_pass,
@@ -354,13 +353,16 @@ class RecipeWork:
             return WorkerWork(())
         each: Mapping[str, float] = {"weights": self._trained_number}
         hosted: Mapping[str, float] = {}
+        training = self.recipe.training
+        moments_8bit, masters = training.moments == "8bit", training.rounding == "nearest"
+        trained = trained_bytes(self._trained_number, moments_8bit=moments_8bit, masters=masters)
         if "train" in methods and (rank := self.recipe.model.lora_rank):
             adapters = self.model.adapter_parameters(rank) / self.model.parameters
             # Divided as what they stand on, or nearly so.
-            each = {**each, "adapters and their optimizer": TRAINED_BYTES * adapters}
+            each = {**each, "adapters and their optimizer": sum(trained.values()) * adapters}
         elif "train" in methods:
-            each = trained_bytes(self._trained_number)
-            if self.recipe.training.optimizer_on_host:
+            each = trained
+            if training.optimizer_on_host:
                 hosted = {what: each[what] for what in HOSTED if what in each}
                 each = {what: size for what, size in each.items() if what not in hosted}
         divisions = list(self._divisions())

@@ -55,6 +55,10 @@ class Reasoning:
 
     def check_here(self, recipe: ReasoningRecipe) -> None:
         check_installed(recipe.generation.engine)
+        if key := recipe.training.of_torchao:
+            from m2flow.training.torchao_adamw import check_installed as check_torchao
+
+            check_torchao(key)
 
     def lacking(self, recipe: ReasoningRecipe) -> Sequence[str]:
         found = lacking(recipe)

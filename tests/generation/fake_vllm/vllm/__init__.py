@@ -2,8 +2,9 @@
 
 It computes with transformers, a whole forward pass for each token, and has the traps of the real
 one: a tied head is a copy that is replaced by its own name alone, keys and values of prompts
-outlive the weights, seed -1 is no seed. `test_external_engines.py` holds both to the
-same.
+outlive the weights, seed -1 is no seed, an update of the weights that was begun must be finished
+before anything is drawn. Memory of a GPU is a file here, which both sides map.
+`test_external_engines.py` holds both to the same.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ class EngineArgs:
     skip_tokenizer_init: bool
     logprobs_mode: str
     disable_log_stats: bool
-    enforce_eager: bool
-    enable_chunked_prefill: bool
-    max_num_batched_tokens: int
     kv_cache_memory_bytes: int
     gpu_memory_utilization: float
+    enforce_eager: bool = False
+    enable_chunked_prefill: bool = True
+    max_num_batched_tokens: int | None = None
+    enable_sleep_mode: bool = False
+    weight_transfer_config: dict[str, str] | None = None

@@ -63,10 +63,24 @@ class Learner(Trained):
         figures, first = super()._step(), self._steps == 0
         self._steps = (self._steps + 1) % (self.minibatches * self.recipe.algorithm.epochs)
         fresh = not self.recipe.max_staleness and self.recipe.generation.tokens_per_step is None
-        if first and fresh and "logprob_gap" in figures:
+        if not (first and fresh):
+            return figures
+        largest = self._largest(self.trainer.largest_gap)  # collective
+        if "logprob_gap" in figures:
+            figures["engine_gap_max"] = largest
             figures["engine_gap"] = figures["logprob_gap"]
             figures["engine_kl"] = figures["behaviour_kl"]
         return figures
+
+    def _largest(self, figure: float) -> float:
+        """The largest of a figure of all lanes; collective."""
+        import torch
+
+        found = torch.zeros(self.place.size, dtype=torch.float64, device=self.place.device)
+        found[self.place.rank] = figure
+        if self.place.size > 1:
+            self.place.all_reduce([found])
+        return float(found.max())
 
     def discard(self) -> None:
         super().discard()

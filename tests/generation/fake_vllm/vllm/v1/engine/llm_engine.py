@@ -12,6 +12,7 @@ from torch import Tensor
 from m2flow.algorithms.sampling import likeliest
 from m2flow.models.causal_lm import load_tokenizer
 from vllm import EngineArgs, SamplingParams
+from vllm.distributed.weight_transfer import WeightTransfer
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput, WeightVersionSpan
 
 
@@ -31,7 +32,8 @@ class LLMEngine:
 
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
         assert args.logprobs_mode == "processed_logprobs"
-        assert not args.enable_chunked_prefill, "with seeds it ends vLLM on a CPU"
+        on_cpu = args.enforce_eager
+        assert not (on_cpu and args.enable_chunked_prefill), "with seeds it ends vLLM on a CPU"
         self.tokenizer = None if args.skip_tokenizer_init else load_tokenizer(args.model)
         self.model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
         self.model.config.tie_word_embeddings = False
@@ -39,12 +41,14 @@ class LLMEngine:
         self.running: dict[str, Running] = {}
         self.cached: dict[tuple[int, ...], Tensor] = {}
         self.version = "default"
+        self.transfer = WeightTransfer(args.weight_transfer_config, self._load)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
         return cls(args)
 
     def set_weight_version(self, version: str) -> None:
+        print(f"called set_weight_version {version}", flush=True)
         self.version = version
 
     def has_unfinished_requests(self) -> bool:
@@ -62,11 +66,18 @@ class LLMEngine:
         for name in names:
             self.running.pop(name, None)
 
-    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
-        assert method == "reload_weights"
+    def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
+        print(f"called {method}", flush=True)
+        if method == "reload_weights":
+            assert kwargs is not None
+            self._load(kwargs["weights_iterator"])
+        else:
+            getattr(self.transfer, method)(**(kwargs or {}))
+
+    def _load(self, weights: list[tuple[str, Tensor]]) -> None:
         own = dict(self.model.named_parameters())
         with torch.no_grad():
-            for name, weight in kwargs["weights_iterator"]:
+            for name, weight in weights:
                 own[name].copy_(weight)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -77,6 +88,7 @@ class LLMEngine:
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
+        assert not self.transfer.active, "a step in the middle of an update"
         done = []
         for name, one in list(self.running.items()):
             ids = (*one.prompt, *one.tokens)
