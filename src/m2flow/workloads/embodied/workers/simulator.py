@@ -83,12 +83,15 @@ class Simulator(Worker):
         names = ("seed", "initial_state", "single", "film")
         self._recordings.begin(numbers, *(rollouts[name].tolist() for name in names))
         self._begin_episodes(numbers)
-        return self._seen(rollouts.only(*WHO), self._recordings.rows_of(numbers))
+        now = self._recordings.now(self._recordings.rows_of(numbers))
+        return rollouts.only(*WHO).with_columns(**now)
 
     def _begin_episodes(self, numbers: Sequence[int]) -> None:
         """The next episode of each rollout; its seed follows from the rollout's."""
         from m2flow.algorithms.sampling import derive_seed
 
+        if not numbers:
+            return
         rows, of = self._recordings.rows_of(numbers), self._recordings.of
         told = [self._recordings.told[number] for number in numbers]
         before = (of["ended"][rows] + of["failed"][rows]).tolist()
@@ -108,27 +111,30 @@ class Simulator(Worker):
         numbers, recordings = acted["rollout"].tolist(), self._recordings
         rows = recordings.rows_of(numbers)
         decided = {name: acted[name] for name in ACTED[1:] if name in acted}
+        ended = False
         for places, outcome in self._pool.step(numbers, acted["action"]):
             mine, some = rows, decided
             if len(places) < len(numbers):
                 mine = recordings.rows_of([numbers[place] for place in places])
                 some = {name: column[places] for name, column in decided.items()}
-            over = recordings.add(mine, some, outcome)
-            for place in over.nonzero()[0].tolist():
+            over = recordings.add(mine, some, outcome).nonzero()[0].tolist()
+            ended |= bool(over)
+            for place in over:
                 if not outcome.failed[place]:
                     terminated = bool(outcome.terminated[place])
                     recordings.end(numbers[places[place]], terminated=terminated)
         self._film(numbers)
         done = recordings.over(rows, self.horizon)
-        again = (recordings.waiting(rows) & ~done).nonzero()[0].tolist()
         columns = {"turn": acted["turn"] + 1, "done": torch.from_numpy(done)}
-        if done.any():
+        left = [number for number, over in zip(numbers, done.tolist(), strict=True) if over]
+        if left:
             columns |= self._told(numbers, done.tolist())
-        if again:
+        if ended:
+            again = (recordings.waiting(rows) & ~done).nonzero()[0].tolist()
             self._begin_episodes([numbers[place] for place in again])
-        seen = self._seen(acted.only(*WHO), rows).with_columns(**columns)
-        over = [number for number, is_over in zip(numbers, done, strict=True) if is_over]
-        recordings.forget(over)
+        seen = acted.only(*WHO).with_columns(**recordings.now(rows), **columns)
+        if left:
+            recordings.forget(left)
         return seen
 
     def _told(self, numbers: Sequence[int], done: Sequence[bool]) -> dict[str, Any]:
@@ -162,10 +168,6 @@ class Simulator(Worker):
                 film.append(self._pool.render(number))
             except UserError:
                 told[number].film = None
-
-    def _seen(self, who: Batch, rows: Any) -> Batch:
-        """Rollouts with what there is to see now."""
-        return who.with_columns(**self._recordings.now(rows))
 
     def discard(self) -> None:
         """Forget the rollouts that run: they begin again, here or elsewhere."""
