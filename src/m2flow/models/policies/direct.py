@@ -25,7 +25,6 @@ from m2flow.models.policies.distributions import (
     CategoricalHead,
     GaussianHead,
     normal_entropy,
-    normal_logprob,
 )
 from m2flow.models.policies.protocol import (
     Evaluation,
@@ -223,20 +222,22 @@ def _gaussian(
     head: GaussianHead, features_BF: Tensor, tokens_BKA: Tensor
 ) -> tuple[Tensor, Tensor, HeadPullback]:
     mean_BKA = _linear(head.mean, features_BF).view(-1, head.chunk, head.size)
-    log_std_BKA = head.log_std.expand_as(mean_BKA)
-    narrow_KA = (-head.log_std).exp()
-    away_BKA = (tokens_BKA - mean_BKA) * narrow_KA
+    log_std = head.log_std
+    narrow_KA = (-log_std).exp()
+    away_BKA = (tokens_BKA - mean_BKA).mul_(narrow_KA)
+    square_BKA = away_BKA * away_BKA
 
     def back(logprobs_BKA: Tensor, entropy_BKA: Tensor | None) -> Tensor:
-        wider_BKA = logprobs_BKA * (away_BKA.square() - 1.0)
+        wider_BKA = (square_BKA - 1.0).mul_(logprobs_BKA)
         if entropy_BKA is not None:
-            wider_BKA = wider_BKA + entropy_BKA
-        _gradient(head.log_std).add_(wider_BKA.sum(0))
-        mean_BF = (logprobs_BKA * away_BKA * narrow_KA).flatten(1)
-        return _linear_back(head.mean, features_BF, mean_BF)
+            wider_BKA += entropy_BKA
+        _gradient(log_std).add_(wider_BKA.sum(0))
+        mean_BKA = (logprobs_BKA * away_BKA).mul_(narrow_KA)
+        return _linear_back(head.mean, features_BF, mean_BKA.flatten(1))
 
-    logprobs_BKA = normal_logprob(tokens_BKA, mean_BKA, log_std_BKA)
-    return logprobs_BKA, normal_entropy(log_std_BKA), back
+    # `normal_logprob`, with what does not depend on the row computed once.
+    logprobs_BKA = torch.sub(-(log_std + 0.5 * LOG_2PI), square_BKA, alpha=0.5)
+    return logprobs_BKA, normal_entropy(log_std).expand_as(mean_BKA), back
 
 
 def _categorical(
