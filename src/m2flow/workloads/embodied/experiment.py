@@ -189,7 +189,7 @@ def spec_of(recipe: EmbodiedRecipe) -> EnvironmentSpec:
     section = recipe.environment
     if section.python is not None:
         return _spec_elsewhere(recipe, section.python)
-    simulated = section.name, section.options
+    simulated = section.name, section.arguments
     # Refuses where nothing can draw. MuJoCo reads them when it is imported, by the maker.
     rendering.use_here(variables_of(*simulated), required=False)
     environment = maker(*simulated)()
@@ -213,7 +213,7 @@ def _spec_elsewhere(recipe: EmbodiedRecipe, python: str) -> EnvironmentSpec:
             expected="0 beside environment.python",
         )
     section = recipe.environment
-    elsewhere = make_environments(section.name, 1, processes=1, python=python, **section.options)
+    elsewhere = make_environments(section.name, 1, processes=1, python=python, **section.arguments)
     elsewhere.close()
     return elsewhere.spec
 

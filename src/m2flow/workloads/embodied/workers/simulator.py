@@ -65,7 +65,7 @@ class Simulator(Worker):
             processes=min(count, self._processes()),
             python=self.environment.python,
             copy=False,  # the recordings copy what they are shown
-            **self.environment.options,
+            **self.environment.arguments,
         )
 
     def _processes(self) -> int:
