@@ -166,6 +166,7 @@ KEYS_OF_ALGORITHMS = {
     "normalize_std": ("grpo",),
     "reward": ("grpo",),
     "success_bounds": ("grpo",),
+    "further_draws": ("grpo",),
     "aggregation": ("grpo",),
     "polyak": ("sac",),
     "target_entropy": ("sac",),
@@ -177,7 +178,9 @@ KEYS_OF_ALGORITHMS = {
 class EmbodiedAlgorithmSection(Section):
     """PPO with the policy's own value head, GRPO over rollouts that begin alike, or SAC.
 
-    Of GRPO's groups those are dropped whose share of successes is outside `success_bounds`. In the
+    Of GRPO's groups those are dropped whose share of successes is outside `success_bounds`, after
+    other starts were tried in their place `further_draws` times at most; without bounds, those are
+    tried again whose episodes are all worth the same. In the
     first `value_warmup_steps` steps of PPO the critic alone learns, and the policy stands still.
     """
 
@@ -196,6 +199,7 @@ class EmbodiedAlgorithmSection(Section):
     normalize_std: Flag = True
     reward: Literal["success", "return"] = "success"
     success_bounds: tuple[Share, Share] | None = None
+    further_draws: Natural = 0
     aggregation: Literal["token-mean", "sequence-mean-token-mean"] = "token-mean"
     polyak: Share = 0.005
     target_entropy: Annotated[float, Field(strict=True)] | None = None

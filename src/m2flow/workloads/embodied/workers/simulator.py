@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from m2flow.environments.registry import FAMILIES
 from m2flow.errors import UserError
@@ -11,10 +11,16 @@ from m2flow.flow import Batch, Place, Worker, stage
 from m2flow.workloads.embodied.config import EnvironmentSection
 from m2flow.workloads.embodied.workers.columns import (
     ACTED,
+    OBSERVATION,
     WHO,
+    observations_of,
 )
 from m2flow.workloads.embodied.workers.film import encoded
+from m2flow.workloads.embodied.workers.further_draws import RESTS
 from m2flow.workloads.embodied.workers.pool import EnvironmentPool
+
+if TYPE_CHECKING:
+    from m2flow.environments.protocol import StepOutcome
 
 LIGHT = ("envpool", "gymnasium", "table")
 """Families whose simulators run in the lane's own process, unless it is said otherwise."""
@@ -54,6 +60,7 @@ class Simulator(Worker):
 
         self._pool = EnvironmentPool(self._made)
         self._recordings = Recordings()
+        self._resting: set[int] = set()
         self._bytes: int | None = None
 
     def _made(self, count: int) -> Any:
@@ -78,11 +85,18 @@ class Simulator(Worker):
 
     @stage(sticky=True)
     def begin(self, rollouts: Batch) -> Batch:
-        """Begin each rollout; its first observation."""
+        """Begin each rollout; its first observation. One that rests has one, and no simulator."""
         numbers = rollouts["rollout"].tolist()
         names = ("seed", "initial_state", "single", "film")
         self._recordings.begin(numbers, *(rollouts[name].tolist() for name in names))
-        self._begin_episodes(numbers)
+        rests = rollouts[RESTS].tolist() if RESTS in rollouts else [False] * len(numbers)
+        resting = [row for row, rest in enumerate(rests) if rest]
+        if resting:
+            told = observations_of(rollouts.select(resting))
+            resters = [numbers[row] for row in resting]
+            self._recordings.see(self._recordings.rows_of(resters), told)
+            self._resting |= set(resters)
+        self._begin_episodes([one for one, rest in zip(numbers, rests, strict=True) if not rest])
         now = self._recordings.now(self._recordings.rows_of(numbers))
         return rollouts.only(*WHO).with_columns(**now)
 
@@ -112,7 +126,7 @@ class Simulator(Worker):
         rows = recordings.rows_of(numbers)
         decided = {name: acted[name] for name in ACTED[1:] if name in acted}
         ended = False
-        for places, outcome in self._pool.step(numbers, acted["action"]):
+        for places, outcome in self._stepped(numbers, acted["action"]):
             mine, some = rows, decided
             if len(places) < len(numbers):
                 mine = recordings.rows_of([numbers[place] for place in places])
@@ -137,6 +151,26 @@ class Simulator(Worker):
             recordings.forget(left)
         return seen
 
+    def _stepped(
+        self, numbers: Sequence[int], action_BKA: Any
+    ) -> Iterator[tuple[list[int], StepOutcome]]:
+        """What a chunk of actions did: positions of rollouts, and what happened there."""
+        if not self._resting:
+            yield from self._pool.step(numbers, action_BKA)
+            return
+        resting = [place for place, number in enumerate(numbers) if number in self._resting]
+        busy = [place for place, number in enumerate(numbers) if number not in self._resting]
+        if busy:
+            for places, outcome in self._pool.step([numbers[p] for p in busy], action_BKA[busy]):
+                yield [busy[place] for place in places], outcome
+        if resting:
+            from m2flow.environments.protocol import StepOutcome
+
+            rows = self._recordings.rows_of([numbers[place] for place in resting])
+            now = self._recordings.now(rows)
+            seen = {name.removeprefix(OBSERVATION): part for name, part in now.items()}
+            yield resting, StepOutcome.none(seen, len(resting), action_BKA.shape[1])
+
     def _told(self, numbers: Sequence[int], done: Sequence[bool]) -> dict[str, Any]:
         """What rollouts that are over leave behind, as columns; nothing of those that go on."""
         import torch
@@ -145,7 +179,10 @@ class Simulator(Worker):
         for number, over in zip(numbers, done, strict=True):
             if over:
                 recordings.stop(number)
-                self._pool.release(number)
+                if number in self._resting:
+                    self._resting.discard(number)
+                else:
+                    self._pool.release(number)
         told = [
             recordings.told[number] if over else None
             for number, over in zip(numbers, done, strict=True)
@@ -173,6 +210,7 @@ class Simulator(Worker):
         """Forget the rollouts that run: they begin again, here or elsewhere."""
         self._pool.release_all()
         self._recordings.forget(list(self._recordings.told))
+        self._resting = set()
 
     def offload(self) -> None:
         if self.saves:
