@@ -218,12 +218,17 @@ MEANING = {
 EMBODIED = {
     "model": "of vision-language-action kinds: a published checkpoint's folder, or `tiny` for a "
     "small model of the same structure, made on the spot; the latter too where nothing is said",
+    "states": "by key with dots: what takes the place of the recipe's own values with "
+    "`model: states`, such as a small policy of states in place of the published one",
     "tiny": "by key with dots: what takes the place of the recipe's own values with `model: tiny`; "
     "the command line still wins",
     "rollouts_per_step": "rollouts of a step, each in an environment of its own",
     "environment.name": "the simulator: `family:task` (`envpool`, `gymnasium`, `libero`, "
     "`maniskill`, `metaworld`, `table`), or a class of your own, `my_module:MyEnvironment`",
     "environment.options": "the environment's own settings, such as `pixels` and `motion`",
+    "environment.reward": "a function of your own in place of the simulator's reward, "
+    "`my_module:my_function`, given the environment and what a step did "
+    "([how](../how-to/own-environment.md#a-reward-of-your-own))",
     "environment.processes": "processes of each lane in which simulators run, so that a crash or a "
     "hang costs an episode; 0 for the lane's own; none: one a core for heavy simulators",
     "environment.python": "interpreter of those processes, where the simulator is installed in a "
@@ -281,6 +286,10 @@ EMBODIED = {
     "algorithm.group_size": "`grpo`: rollouts that begin alike",
     "algorithm.normalize_std": "`grpo`: divide advantages by the group's standard deviation",
     "algorithm.reward": "`grpo`: what episodes are compared by",
+    "algorithm.further_draws": "`grpo`: how often another start is tried in place of one whose "
+    "group teaches nothing: its share of successes is outside `success_bounds`, or without bounds "
+    "its episodes are all worth the same "
+    "([why so](../decisions/0091-groups-of-episodes-drawn-again.md))",
     "algorithm.success_bounds": "`grpo`: groups whose share of successes (once in the episode) is "
     "below the first or above the second are dropped from the loss, such as `[0.1, 0.9]`; `null` "
     "keeps all",

@@ -16,9 +16,11 @@ from m2flow.algorithms.sampling import (
     _shift_right,
     _signed,
     derive_seed,
+    derive_seeds,
     likeliest,
     sample_tokens,
     uniform,
+    uniform_of_few,
 )
 
 int64s = st.integers(-(2**63), 2**63 - 1)
@@ -222,3 +224,15 @@ def test_uniform_is_the_same_by_torch_alone(seeds: list[int], position: int) -> 
     state = seed_B + (torch.tensor(position) + 1) * _signed(_INCREMENT)
     drawn_B = _shift_right(_finalise_tensor(state), 11).to(torch.float64) * 2.0**-53
     assert torch.equal(drawn_B, uniform(seed_B, torch.tensor(position)))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**20)), max_size=8))
+def test_seeds_derived_at_once_are_those_derived_alone(cases: list[tuple[int, int]]) -> None:
+    firsts, lasts = [a for a, _ in cases], [b for _, b in cases]
+    assert derive_seeds(firsts, 2, last=lasts) == [derive_seed(a, 2, b) for a, b in cases]
+
+
+@given(st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=8), st.integers(1, 5))
+def test_a_few_draws_are_those_of_many_bit_for_bit(seeds: list[int], count: int) -> None:
+    many = uniform(torch.tensor(seeds)[:, None], torch.arange(count))
+    assert uniform_of_few(seeds, count) == many.flatten().tolist()

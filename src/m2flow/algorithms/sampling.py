@@ -9,7 +9,7 @@ Legend: B batch, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -30,6 +30,12 @@ def derive_seed(*parts: int) -> int:
     Order and number of the parts matter: (1, 2), (2, 1) and (1, 2, 0) give unrelated seeds.
     """
     return _mixed(_mixed_first(len(parts), parts[:-1]), parts[-1:]) & _MASK_63
+
+
+def derive_seeds(first: Iterable[int], *rest: int, last: Iterable[int]) -> list[int]:
+    """`derive_seed(one, *rest, its last)` for each of many, such as the turn of each rollout."""
+    count, given = 2 + len(rest), zip(first, last, strict=True)
+    return [_mixed(_mixed_first(count, (a, *rest)), (b,)) & _MASK_63 for a, b in given]
 
 
 @lru_cache(maxsize=1 << 14)
@@ -83,6 +89,21 @@ def _uniform_on_cpu(state: Tensor) -> Tensor:
     bits *= _MULTIPLIER_2
     bits ^= bits >> 31
     found: Tensor = torch.from_numpy(((bits >> 11) * 2.0**-53).reshape(state.shape))
+    return found
+
+
+def uniform_of_few(seeds: Sequence[int], count: int) -> list[float]:
+    """What `uniform` gives for positions 0 .. count - 1 of each seed, one seed after the other.
+
+    By Python's own whole numbers: for a dozen draws a sixth of the time.
+    """
+    found = []
+    for seed in seeds:
+        for position in range(1, count + 1):  # `_finalise_int` written out, as in `_mixed`
+            state = seed + position * _INCREMENT & _MASK_64
+            state = (state ^ (state >> 30)) * _MULTIPLIER_1 & _MASK_64
+            state = (state ^ (state >> 27)) * _MULTIPLIER_2 & _MASK_64
+            found.append(((state ^ (state >> 31)) >> 11) * 2.0**-53)
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,11 +40,13 @@ class Environment(ABC):
     """One episode at a time; see the module docstring.
 
     `spec` (with `num_envs=1`) is set by `__init__`, which may leave the simulator itself to the
-    first `reset`. `looks_back` says that an observation depends on when the ones before were made:
-    an episode that is replayed is then observed at the same steps.
+    first `reset`. `info` is what the simulator tells of the last step beside all that: no policy
+    sees it, a reward function may. `looks_back` says that an observation depends on when the ones
+    before were made: an episode that is replayed is then observed at the same steps.
     """
 
     spec: EnvironmentSpec
+    info: Mapping[str, Any] = MappingProxyType({})
     looks_back: bool = False
 
     @abstractmethod

@@ -96,7 +96,7 @@ class GymnasiumEnvironment(Environment):
         )
 
     def reset(self, seed: int, initial_state: int | None) -> None:
-        self._last, _ = self._made.reset(seed=seed_of(seed, initial_state))
+        self._last, self.info = self._made.reset(seed=seed_of(seed, initial_state))
         self._shades.clear()
         self._unseen = True
 
@@ -110,7 +110,7 @@ class GymnasiumEnvironment(Environment):
             taken = np.minimum(np.maximum(action.reshape(space.shape), low), high)
             taken = taken.astype(space.dtype)
         self._last, reward, terminated, truncated, info = self._made.step(taken)
-        self._unseen = True
+        self._unseen, self.info = True, info
         success = bool(info) and any(bool(info.get(key, False)) for key in SUCCESS_KEYS)
         return Transition(float(reward), bool(terminated), bool(truncated), success)
 

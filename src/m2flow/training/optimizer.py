@@ -161,14 +161,14 @@ class SumOptimizer:
         for flat, kind in zip(self._flats, self._kinds, strict=True):
             if kind.is_term:
                 self._shards.sum_terms([flat])
-        squared_norm = torch.stack(
-            [
-                torch.linalg.vector_norm(flat).double().square() / kind.copies
-                for flat, kind in zip(self._flats, self._kinds, strict=True)
-            ]
-        ).sum()
+        squares = [
+            torch.linalg.vector_norm(flat).double().square() / kind.copies
+            for flat, kind in zip(self._flats, self._kinds, strict=True)
+        ]
+        squared_norm = squares[0] if len(squares) == 1 else torch.stack(squares).sum()
         self._shards.sum_over_gang([sums, squared_norm])
-        norm, loss, divisor = (float(x) for x in (squared_norm.sqrt(), sums[0], sums[denominator]))
+        norm = math.sqrt(float(squared_norm)) if squared_norm >= 0 else math.nan
+        loss, divisor = float(sums[0]), float(sums[denominator])
         grad_norm = norm / divisor if divisor else 0.0
         learning_rate = self._config.learning_rate * self._config.schedule.factor(self.num_steps)
         finite = math.isfinite(norm) and math.isfinite(loss)
@@ -326,12 +326,15 @@ class SumOptimizer:
 
     def _assert_views(self) -> None:
         starts = {flat.untyped_storage().data_ptr() for flat in self._flats}
-        for (name, parameter), piece, master in self._all():
+        for number, ((name, parameter), piece, master) in enumerate(self._all()):
+            given = parameter.grad
             if master is not piece:
-                assert parameter.grad is None, f"something made a gradient of {name} of its own"
+                assert given is None, f"something made a gradient of {name} of its own"
                 continue
-            assert parameter.grad is not None, f"something took the gradient of {name}"
-            gradient = self._shards.piece(parameter.grad)
+            if given is self._gradients[number]:
+                continue  # asked first, for storages take long to ask for
+            assert given is not None, f"something took the gradient of {name}"
+            gradient = self._shards.piece(given)
             assert not piece.numel() or gradient.untyped_storage().data_ptr() in starts, (
                 f"something replaced the gradient of {name}"
             )

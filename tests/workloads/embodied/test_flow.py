@@ -48,6 +48,8 @@ FILTERED = {
     },
 }  # fmt: skip
 
+DRAWN_AGAIN = {**FILTERED, "algorithm": {**FILTERED["algorithm"], "further_draws": 2}}
+
 
 @pytest.fixture(scope="module", autouse=True)
 def importable() -> Iterator[None]:
@@ -86,7 +88,11 @@ def trained(
         return results, run.worker_call("learner", "weights")
 
 
-@pytest.mark.parametrize("changes", [{}, GROUPS, FILTERED], ids=["ppo", "grpo", "filtered"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, GROUPS, FILTERED, DRAWN_AGAIN],
+    ids=["ppo", "grpo", "filtered", "drawn again"],
+)
 def test_every_plan_computes_the_same(pool: Any, changes: dict[str, Any]) -> None:
     some = recipe(**changes)
     wanted, weights = trained(some, "eager")

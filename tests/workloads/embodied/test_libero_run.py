@@ -89,12 +89,15 @@ def test_recipes_run_on_the_real_simulator(name: str, tmp_path: Path) -> None:
     last = rows[-1]
     assert last["episodes/failed"] == 0
     assert last["environment_steps"] == recipe.rollouts_per_step * recipe.rollout.horizon
-    assert last["reward/mean"] in (0.0, 1.0)
+    moved = changed_weights(recipe, run)
+    assert last["train/grad_norm"] > 0
+    assert any("lora_" in name or "model." in name for name in moved)
     if recipe.algorithm.name == "ppo":
-        assert last["train/grad_norm"] > 0, "a value head learns that nothing was earned"
-        moved = changed_weights(recipe, run)
-        assert any("value_head" in name for name in moved)
-        assert any("lora_" in name or "model." in name for name in moved), "and so does the policy"
+        assert last["reward/mean"] in (0.0, 1.0)
+        assert any("value_head" in name for name in moved), "it learns that nothing was earned"
+    else:
+        assert recipe.policy.chunk == 8
+        assert last["reward/mean"] < 0, "distances from the hand to the object"
     assert (run / "films" / "step_000002_0.webp").stat().st_size > 500
     assert "data:image/webp;base64," in (run / "report.html").read_text()
     asked = Examination(run / "checkpoints" / "latest", None, limit=2, lanes=parse_lanes("cpu:1"))

@@ -92,6 +92,22 @@ def test_states_are_learned_from_and_evaluated_by_seeds(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["openvla-ppo-maniskill", "openvla-grpo-maniskill"])
+def test_recipes_run_by_state(name: str, tmp_path: Path) -> None:
+    recipe: Any = read_recipe(RECIPES / f"{name}.yaml", ["model=states", "steps=2", "mode=eager"])
+    assert [part.name for part in EmbodiedExperiment(recipe).spec.observations] == ["state"]
+    run = train(recipe, run_dir=tmp_path / "run")
+    row = last_row(run)
+    assert row["environment_steps"] == 8 * 50
+    assert row["episodes/failed"] == 0
+    assert row["reward/mean"] > 0
+    assert row["train/grad_norm"] > 0
+    assert any(weight.startswith("actor.") for weight in changed_weights(recipe, run))
+    assert (run / "films" / "step_000002_0.webp").stat().st_size > 500
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(
     find_spec("timm") is None or find_spec("peft") is None, reason="needs the extra vla"
 )

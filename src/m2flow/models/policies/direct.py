@@ -19,21 +19,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from m2flow.algorithms.sampling import uniform
+from m2flow.algorithms.sampling import uniform, uniform_of_few
 from m2flow.models.policies.distributions import (
     LOG_2PI,
     CategoricalHead,
     GaussianHead,
     normal_entropy,
-    normal_logprob,
 )
 from m2flow.models.policies.protocol import (
     Evaluation,
     Observations,
     PolicyOutput,
     Pullback,
+    normal_of,
     seed_tensor,
-    standard_normal,
 )
 
 
@@ -44,11 +43,12 @@ class StateLayers(Protocol):
     layers: nn.Sequential
 
 
+_tanh_backward = torch.ops.aten.tanh_backward.default
+
 HeadPullback = Callable[[Tensor, Tensor | None], Tensor]
 """Gradients of log-probabilities and entropies [B, K, D] to that of the features [B, F]."""
 
 
-@torch.no_grad()
 def act(
     actor: StateLayers,
     head: nn.Module,
@@ -57,6 +57,8 @@ def act(
     greedy: bool,
 ) -> PolicyOutput | None:
     """See `Policy.act`, of a critic apart; None for a head that is not known here.
+
+    To be called where no gradient is asked for.
 
     Args:
         actor: on the CPU.
@@ -117,16 +119,23 @@ def judge(
 
 def _forward(encoder: StateLayers, observations: Observations) -> list[Tensor]:
     """The encoder's input, and what each of its layers gives, [B, width] each."""
-    seen = [encoder.norm(observations["state"])]
-    for layer in encoder.layers:
-        if isinstance(layer, nn.Linear):
-            seen.append(_tanh(_linear(layer, seen[-1])))
+    state = observations["state"]
+    seen = [state if isinstance(encoder.norm, nn.Identity) else encoder.norm(state)]
+    for layer in _linear_layers(encoder):
+        seen.append(_tanh(_linear(layer, seen[-1])))
     return seen
+
+
+def _linear_layers(encoder: StateLayers) -> list[nn.Linear]:
+    return [layer for layer in encoder.layers._modules.values() if isinstance(layer, nn.Linear)]
 
 
 def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
     """The layer itself, at half the time that its module takes for a few rows."""
-    return torch.addmm(layer.bias, x, layer.weight.t())
+    own = layer._parameters  # `layer.weight` asks for it by a call
+    bias, weight = own["bias"], own["weight"]
+    assert bias is not None and weight is not None
+    return torch.addmm(bias, x, weight.t())
 
 
 def _tanh(x: Tensor) -> Tensor:
@@ -139,10 +148,10 @@ def _tanh(x: Tensor) -> Tensor:
 
 
 def _backward(encoder: StateLayers, seen: list[Tensor], gradient_BF: Tensor) -> None:
-    layers = [layer for layer in encoder.layers if isinstance(layer, nn.Linear)]
+    layers = _linear_layers(encoder)
     for number in range(len(layers) - 1, -1, -1):
         before, after = seen[number], seen[number + 1]
-        gradient_BF = torch.ops.aten.tanh_backward(gradient_BF, after)
+        gradient_BF = _tanh_backward(gradient_BF, after)
         gradient_BF = _linear_back(layers[number], before, gradient_BF, further=number > 0)
 
 
@@ -150,15 +159,28 @@ def _linear_back(
     layer: nn.Linear, given_BF: Tensor, gradient_BG: Tensor, *, further: bool = True
 ) -> Tensor:
     """Add the layer's gradients; that of what it was given, if it goes `further`."""
-    _gradient(layer.weight).addmm_(gradient_BG.t(), given_BF)
+    weight = layer.weight
+    _gradient(weight).addmm_(gradient_BG.t(), given_BF)
     _gradient(layer.bias).add_(gradient_BG.sum(0))
-    return gradient_BG @ layer.weight if further else gradient_BG
+    return torch.mm(gradient_BG, weight) if further else gradient_BG
 
 
 def _gradient(parameter: Tensor) -> Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
+
+
+FEW = 64
+"""Draws that Python makes sooner than NumPy."""
+
+
+def _drawn(seeds: Sequence[int], count: int) -> Any:
+    """Uniform numbers of so many positions of each seed, an array float64 [B, count]."""
+    if len(seeds) * count <= FEW:
+        return np.array(uniform_of_few(seeds, count)).reshape(len(seeds), count)
+    seed_B1 = seed_tensor(seeds, torch.device("cpu"))[:, None]
+    return uniform(seed_B1, torch.arange(count)).numpy()
 
 
 def _draw_gaussian(
@@ -169,9 +191,9 @@ def _draw_gaussian(
     log_std_KA, low_A, high_A = (x.detach().numpy() for x in (head.log_std, head.low, head.high))
     tokens_BKA = mean_BKA
     if not greedy:
-        seed_B = seed_tensor(seeds, features_BF.device)
-        noise = standard_normal(seed_B, head.chunk * head.size).numpy().reshape(mean_BKA.shape)
-        tokens_BKA = mean_BKA + np.exp(log_std_KA) * noise.astype(np.float32)
+        noise = normal_of(torch.from_numpy(_drawn(seeds, head.chunk * head.size)))
+        noise_BKA = noise.numpy().reshape(mean_BKA.shape).astype(np.float32)
+        tokens_BKA = mean_BKA + np.exp(log_std_KA) * noise_BKA
     away_BKA = (tokens_BKA - mean_BKA) * np.exp(-log_std_KA)
     logprobs_BKA = -0.5 * (away_BKA * away_BKA) - (log_std_KA + np.float32(0.5 * LOG_2PI))
     return np.minimum(np.maximum(tokens_BKA, low_A), high_A), tokens_BKA, logprobs_BKA
@@ -182,16 +204,14 @@ def _draw_categorical(
 ) -> tuple[Any, Any, Any]:
     """Actions, which are the tokens, these, and log-probabilities, as arrays."""
     away_RN = _linear(head.logits, features_BF).view(-1, head.count).numpy()
-    away_RN -= away_RN.max(1, keepdims=True)
+    away_RN -= np.maximum.reduce(away_RN, 1, keepdims=True)
+    sum_RN = np.add.accumulate(np.exp(away_RN), 1, np.float64)
+    total_R = sum_RN[:, -1]
     if greedy:
         tokens_R = away_RN.argmax(1)
-        total_R = np.exp(away_RN).sum(1)
     else:
-        seed_B1 = seed_tensor(seeds, features_BF.device)[:, None]
-        drawn_R = uniform(seed_B1, torch.arange(head.chunk)).numpy().ravel()
-        sum_RN = np.exp(away_RN).cumsum(1, dtype=np.float64)
-        total_R = sum_RN[:, -1]
-        tokens_R = (sum_RN <= (drawn_R * total_R)[:, None]).sum(1)
+        bound_R = _drawn(seeds, head.chunk).ravel() * total_R
+        tokens_R = np.add.reduce(sum_RN <= bound_R[:, None], 1)
         np.minimum(tokens_R, head.count - 1, out=tokens_R)
     logprobs_R = away_RN[np.arange(len(tokens_R)), tokens_R] - np.log(total_R)
     tokens_BK1 = tokens_R.reshape(-1, head.chunk, 1)
@@ -202,20 +222,22 @@ def _gaussian(
     head: GaussianHead, features_BF: Tensor, tokens_BKA: Tensor
 ) -> tuple[Tensor, Tensor, HeadPullback]:
     mean_BKA = _linear(head.mean, features_BF).view(-1, head.chunk, head.size)
-    log_std_BKA = head.log_std.expand_as(mean_BKA)
-    narrow_KA = (-head.log_std).exp()
-    away_BKA = (tokens_BKA - mean_BKA) * narrow_KA
+    log_std = head.log_std
+    narrow_KA = (-log_std).exp()
+    away_BKA = (tokens_BKA - mean_BKA).mul_(narrow_KA)
+    square_BKA = away_BKA * away_BKA
 
     def back(logprobs_BKA: Tensor, entropy_BKA: Tensor | None) -> Tensor:
-        wider_BKA = logprobs_BKA * (away_BKA.square() - 1.0)
+        wider_BKA = (square_BKA - 1.0).mul_(logprobs_BKA)
         if entropy_BKA is not None:
-            wider_BKA = wider_BKA + entropy_BKA
-        _gradient(head.log_std).add_(wider_BKA.sum(0))
-        mean_BF = (logprobs_BKA * away_BKA * narrow_KA).flatten(1)
-        return _linear_back(head.mean, features_BF, mean_BF)
+            wider_BKA += entropy_BKA
+        _gradient(log_std).add_(wider_BKA.sum(0))
+        mean_BKA = (logprobs_BKA * away_BKA).mul_(narrow_KA)
+        return _linear_back(head.mean, features_BF, mean_BKA.flatten(1))
 
-    logprobs_BKA = normal_logprob(tokens_BKA, mean_BKA, log_std_BKA)
-    return logprobs_BKA, normal_entropy(log_std_BKA), back
+    # `normal_logprob`, with what does not depend on the row computed once.
+    logprobs_BKA = torch.sub(-(log_std + 0.5 * LOG_2PI), square_BKA, alpha=0.5)
+    return logprobs_BKA, normal_entropy(log_std).expand_as(mean_BKA), back
 
 
 def _categorical(

@@ -186,5 +186,9 @@ def standard_normal(seed_B: Tensor, count: int, first: int = 0) -> Tensor:
         for the positions from `first` on.
     """
     position_C = torch.arange(first, first + count, device=seed_B.device)
-    uniform_BC = uniform(seed_B.unsqueeze(1), position_C)
-    return torch.special.ndtri(uniform_BC + 2.0**-54)  # half a step: 0 would give -inf
+    return normal_of(uniform(seed_B.unsqueeze(1), position_C))
+
+
+def normal_of(uniform: Tensor) -> Tensor:
+    """Standard normal numbers from uniform ones in [0, 1), float64."""
+    return torch.special.ndtri(uniform + 2.0**-54)  # half a step: 0 would give -inf

@@ -62,7 +62,7 @@ def demonstrations(recipe: EmbodiedRecipe) -> tuple[dict[str, Any], Tensor]:
         observations with a row for each turn, and actions [turns, K, A]: what was done in the next
         K steps; behind the end of an episode the last action is repeated.
     """
-    environment = make_environment(recipe.environment.name, **recipe.environment.options)
+    environment = make_environment(recipe.environment.name, **recipe.environment.arguments)
     expert, chunk = expert_of(recipe, environment), recipe.policy.chunk
     seen: dict[str, list[Any]] = {}
     actions: list[Tensor] = []

@@ -30,13 +30,21 @@ class EnvironmentSection(Section):
 
     `processes` simulators run in so many processes of each lane; None for one a core where the
     simulator is a heavy one, 0 for none: it then runs in the lane's own process. `python` is their
-    interpreter, where the simulator's packages clash with m2flow's.
+    interpreter, where the simulator's packages clash with m2flow's. `reward` is "module:function":
+    given the environment and what a step did, it says the step's reward in the simulator's place.
     """
 
     name: str
     options: Options = Field(default_factory=dict)
     processes: Natural | None = None
     python: str | None = None
+    reward: str | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the environment is made with beside its name."""
+        given = {} if self.reward is None else {"reward_function": self.reward}
+        return {**self.options, **given}
 
     @model_validator(mode="after")
     def _another_interpreter_has_processes(self) -> EnvironmentSection:
@@ -80,6 +88,9 @@ VISION_LANGUAGE_ACTION = ("openvla", "openvla-oft", "pi0")
 
 TINY = "tiny"
 """What `model` names in the place of a folder: a small model of the same structure."""
+
+STATES = "states"
+"""The same: a small policy of the environment's state, which needs no pictures."""
 
 
 class PolicySection(Section):
@@ -155,6 +166,7 @@ KEYS_OF_ALGORITHMS = {
     "normalize_std": ("grpo",),
     "reward": ("grpo",),
     "success_bounds": ("grpo",),
+    "further_draws": ("grpo",),
     "aggregation": ("grpo",),
     "polyak": ("sac",),
     "target_entropy": ("sac",),
@@ -166,7 +178,9 @@ KEYS_OF_ALGORITHMS = {
 class EmbodiedAlgorithmSection(Section):
     """PPO with the policy's own value head, GRPO over rollouts that begin alike, or SAC.
 
-    Of GRPO's groups those are dropped whose share of successes is outside `success_bounds`. In the
+    Of GRPO's groups those are dropped whose share of successes is outside `success_bounds`, after
+    other starts were tried in their place `further_draws` times at most; without bounds, those are
+    tried again whose episodes are all worth the same. In the
     first `value_warmup_steps` steps of PPO the critic alone learns, and the policy stands still.
     """
 
@@ -185,6 +199,7 @@ class EmbodiedAlgorithmSection(Section):
     normalize_std: Flag = True
     reward: Literal["success", "return"] = "success"
     success_bounds: tuple[Share, Share] | None = None
+    further_draws: Natural = 0
     aggregation: Literal["token-mean", "sequence-mean-token-mean"] = "token-mean"
     polyak: Share = 0.005
     target_entropy: Annotated[float, Field(strict=True)] | None = None
@@ -251,13 +266,14 @@ class EmbodiedRecipe(common.Recipe):
     """A whole run.
 
     With `model: tiny` what `tiny` says, by key with dots, takes the place of the recipe's own
-    values; what the command line says still wins.
+    values, and with `model: states` what `states` says; what the command line says still wins.
     """
 
     workload: Literal["embodied"] = "embodied"
     name: str = "embodied"
     model: str | None = None
     tiny: Options = Field(default_factory=dict)
+    states: Options = Field(default_factory=dict)
     rollouts_per_step: Count = 16
     environment: EnvironmentSection
     policy: PolicySection = PolicySection()
@@ -271,10 +287,11 @@ class EmbodiedRecipe(common.Recipe):
 
     @classmethod
     def stand_ins(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        if data.get("model") != TINY or not isinstance(data.get("tiny"), dict):
+        chosen = data.get("model")
+        if chosen not in (TINY, STATES) or not isinstance(data.get(chosen), dict):
             return {}
         # Once: what the run's own config.yaml says is not replaced again.
-        return {**data["tiny"], "tiny": {}} if data["tiny"] else {}
+        return {**data[chosen], TINY: {}, STATES: {}} if data[chosen] else {}
 
     @property
     def group_size(self) -> int:
@@ -308,7 +325,15 @@ class EmbodiedRecipe(common.Recipe):
 
     @model_validator(mode="after")
     def _model_is_of_the_kind(self) -> EmbodiedRecipe:
-        if self.model is not None and self.policy.kind not in VISION_LANGUAGE_ACTION:
+        published = self.policy.kind in VISION_LANGUAGE_ACTION
+        if self.model == STATES and published:
+            raise UserError(
+                "the recipe has no stand-in by state: it says nothing under `states`",
+                key="model",
+                value=STATES,
+                expected=f"a folder, or {TINY}",
+            )
+        if self.model not in (None, STATES) and not published:
             raise UserError(
                 f"a policy of kind {self.policy.kind} is made from its sizes",
                 key="model",
@@ -330,7 +355,8 @@ class EmbodiedRecipe(common.Recipe):
             raise UserError(
                 "the recipe is for a published checkpoint, which it does not name",
                 key="model",
-                expected=f"model=FOLDER, or model={TINY} for a small one made on the spot",
+                expected=f"model=FOLDER, or model={TINY} for a small one made on the spot"
+                + (f", or model={STATES} for a policy without pictures" if self.states else ""),
             )
 
     @model_validator(mode="after")

@@ -25,6 +25,7 @@ from m2flow.workloads.common.workload import RunProgress
 from m2flow.workloads.embodied.cloning import clone, expert_of, write
 from m2flow.workloads.embodied.config import EmbodiedRecipe
 from m2flow.workloads.embodied.flow import EmbodiedGRPO, EmbodiedPPO, EmbodiedSAC, recipe_flow
+from m2flow.workloads.embodied.workers.further_draws import SPARES, TRIED
 from m2flow.workloads.embodied.workers.source import WEIGHTS, PolicySource
 
 if TYPE_CHECKING:
@@ -89,8 +90,11 @@ class EmbodiedExperiment:
         numbers = range(first, first + count)
         filmed = self.recipe.evaluation.films if evaluated else 0
         single = evaluated or not self.recipe.rollout.automatic_reset
+        draws = 0 if evaluated else self.recipe.algorithm.further_draws
+        spares = {SPARES: [self._spares(n, draws) for n in numbers]} if draws else {}
         return Batch(
             {
+                **spares,
                 "rollout": torch.tensor(numbers),
                 "seed": torch.tensor([derive_seed(self.recipe.seed, kind, n) for n in numbers]),
                 "initial_state": torch.tensor([self._state(n, count, evaluated) for n in numbers]),
@@ -116,9 +120,27 @@ class EmbodiedExperiment:
         if evaluated:
             place = number - EVALUATED
             return place * states // count if count < states else place % states
+        return self._walked(8, number, states)
+
+    def _walked(self, kind: int, number: int, states: int) -> int:
+        """The state at a place of a walk that comes to each once before it comes to any twice."""
         epoch, place = divmod(number, states)
-        random = torch.Generator().manual_seed(derive_seed(self.recipe.seed, 8, epoch))
+        random = torch.Generator().manual_seed(derive_seed(self.recipe.seed, kind, epoch))
         return int(torch.randperm(states, generator=random)[place])
+
+    def _spares(self, number: int, draws: int) -> tuple[tuple[int, int], ...]:
+        """Seed and initial state of the starts that may take a start's place, in order.
+
+        Their states are of a walk of their own, whether the ones before are used or not.
+        """
+        states = self.spec.num_initial_states
+        return tuple(
+            (
+                derive_seed(self.recipe.seed, 9, number, draw),
+                -1 if states is None else self._walked(10, number * draws + draw, states),
+            )
+            for draw in range(draws)
+        )
 
     # --- the figures ------------------------------------------------------------------------------
 
@@ -130,6 +152,9 @@ class EmbodiedExperiment:
         if self.recipe.algorithm.success_bounds is not None:
             dropped = sum(map(bool, result.output["dropped"]))
             figures["groups/dropped"] = float(dropped // self.recipe.group_size)
+        if self.recipe.algorithm.further_draws:
+            again = sum(result.output[TRIED])
+            figures["groups/drawn_again"] = float(again // self.recipe.group_size)
         for name, value in result.metrics.items():
             figures[METRIC_NAMES.get(name, f"train/{name}")] = value
         return figures
@@ -189,7 +214,7 @@ def spec_of(recipe: EmbodiedRecipe) -> EnvironmentSpec:
     section = recipe.environment
     if section.python is not None:
         return _spec_elsewhere(recipe, section.python)
-    simulated = section.name, section.options
+    simulated = section.name, section.arguments
     # Refuses where nothing can draw. MuJoCo reads them when it is imported, by the maker.
     rendering.use_here(variables_of(*simulated), required=False)
     environment = maker(*simulated)()
@@ -213,7 +238,7 @@ def _spec_elsewhere(recipe: EmbodiedRecipe, python: str) -> EnvironmentSpec:
             expected="0 beside environment.python",
         )
     section = recipe.environment
-    elsewhere = make_environments(section.name, 1, processes=1, python=python, **section.options)
+    elsewhere = make_environments(section.name, 1, processes=1, python=python, **section.arguments)
     elsewhere.close()
     return elsewhere.spec
 

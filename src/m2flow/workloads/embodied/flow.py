@@ -14,9 +14,12 @@ from m2flow.workloads.embodied.workers import (
     PolicySource,
     Simulator,
     begin_alike,
+    begin_others,
     critic_advantage,
+    first_drawn,
     group_advantage,
     outcome,
+    put_in,
 )
 
 
@@ -29,9 +32,12 @@ class EmbodiedFlow(Flow):
     group_size: int = 1
 
     def rolled_out(self, starts: Stream, group_size: int) -> Stream:
-        """Whole rollouts, with all of their turns."""
-        seen = self.simulator.begin(begin_alike(starts, group_size=group_size))
-        return loop(self.actor.act, self.simulator.step)(seen)
+        """Whole rollouts of each start, with all of their turns."""
+        return self.rolled_on(begin_alike(starts, group_size=group_size))
+
+    def rolled_on(self, begun: Stream) -> Stream:
+        """A whole rollout of each."""
+        return loop(self.actor.act, self.simulator.step)(self.simulator.begin(begun))
 
     def sync(self) -> None:
         self.learner.publish(self.actor)
@@ -53,20 +59,30 @@ class EmbodiedPPO(EmbodiedFlow):
 
 
 class EmbodiedGRPO(EmbodiedFlow):
-    """Compare the episodes of a group, which begin alike, with each other."""
+    """Compare the episodes of a group, which begin alike, with each other.
+
+    Where a group teaches nothing another start is tried in its place, up to `further_draws` times.
+    """
 
     normalize_std: bool = True
     reward: str = "success"
     success_bounds: tuple[float, float] | None = None
+    further_draws: int = 0
 
     def step(self, starts: Stream) -> Stream:
-        rollouts = group_advantage(
-            self.rolled_out(starts, self.group_size),
-            group_size=self.group_size,
-            normalize_std=self.normalize_std,
-            reward=self.reward,
-            success_bounds=self.success_bounds,
-        )
+        judging: dict[str, Any] = {
+            "group_size": self.group_size,
+            "reward": self.reward,
+            "success_bounds": self.success_bounds,
+        }
+        begun = begin_alike(starts, group_size=self.group_size)
+        rollouts = self.rolled_on(begun)
+        if self.further_draws:
+            rollouts = first_drawn(rollouts)
+        for draw in range(self.further_draws):
+            others = begin_others(rollouts, begun, draw=draw, **judging)
+            rollouts = put_in(rollouts, others, self.rolled_on(others))
+        rollouts = group_advantage(rollouts, normalize_std=self.normalize_std, **judging)
         return self.learner.train(rollouts)
 
 
@@ -116,4 +132,5 @@ def recipe_flow(
         normalize_std=algorithm.normalize_std,
         reward=algorithm.reward,
         success_bounds=algorithm.success_bounds,
+        further_draws=algorithm.further_draws,
     )

@@ -78,11 +78,14 @@ class PolicyUpdate:
         for epoch in range(update.epochs):
             members = None if turns is None else self._members(turns, version, epoch)
             for number in range(update.minibatches):
-                sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+                sums = None
                 if examples is not None and members is not None:
                     for index in members[number].split(update.turns_per_microbatch):
                         if index.numel():
-                            sums = sums + self._learn(examples.rows(index, device), scale)
+                            added = self._learn(examples.rows(index, device), scale)
+                            sums = added if sums is None else sums + added
+                if sums is None:
+                    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
                 found.append(self._skips.figures(partial(self._step, sums, all_reduce)))
         figures = means_of(found)
         if algorithm.name == "ppo":

@@ -155,7 +155,7 @@ def wanted_of_few(
             loss += coefficient * missed
             values_T = torch.from_numpy(away_T * np.float32(coefficient / scale))
     slope_TKD = some.back(torch.from_numpy(slope_N), shape)
-    sums = torch.tensor([loss, *figures, missed, count, count, turns], dtype=torch.float64)
+    sums = torch.from_numpy(np.array([loss, *figures, missed, count, count, turns], np.float64))
     return Wanted(slope_TKD, sure_TKD, values_T, sums)
 
 

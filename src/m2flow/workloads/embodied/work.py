@@ -131,6 +131,8 @@ class EmbodiedRecipeWork:
             f"{self._processes} simulators work at a time on a {self.device.kind} lane",
             f"every rollout has {self._turns} turns",
         ]
+        if self.recipe.algorithm.further_draws:
+            found.append("every further draw is of all groups: the most that it can take")
         if self.body is not None:
             found.append(
                 f"{self.body.tokens} tokens of an observation, "

@@ -61,6 +61,8 @@ class Embodied:
     def profile_key(self, recipe: EmbodiedRecipe) -> Mapping[str, Mapping[str, object]]:
         found = recipe.model_dump(mode="json", include=set(SHAPES))
         shapes: dict[str, object] = {"algorithm": recipe.algorithm.name, "group": recipe.group_size}
+        if recipe.algorithm.further_draws:
+            shapes["further_draws"] = recipe.algorithm.further_draws
         for name, value in found.items():
             inner = value.items() if isinstance(value, dict) else ()
             shapes |= {f"{name}.{key}": setting for key, setting in inner} or {name: value}

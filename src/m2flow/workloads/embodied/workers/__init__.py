@@ -1,6 +1,7 @@
 """The workers of embodied flows, and their stages that need none."""
 
 from m2flow.workloads.embodied.workers.actor import Actor
+from m2flow.workloads.embodied.workers.further_draws import begin_others, first_drawn, put_in
 from m2flow.workloads.embodied.workers.learner import EmbodiedLearner
 from m2flow.workloads.embodied.workers.simulator import Simulator
 from m2flow.workloads.embodied.workers.source import PolicySource
@@ -17,7 +18,10 @@ __all__ = [
     "PolicySource",
     "Simulator",
     "begin_alike",
+    "begin_others",
     "critic_advantage",
+    "first_drawn",
     "group_advantage",
     "outcome",
+    "put_in",
 ]

@@ -33,11 +33,10 @@ class Actor(Worker):
         """A chunk of actions for each rollout. What is drawn follows from its seed and its turn."""
         import torch
 
-        from m2flow.algorithms.sampling import derive_seed
+        from m2flow.algorithms.sampling import derive_seeds
 
-        pairs = zip(seen["seed"].tolist(), seen["turn"].tolist(), strict=True)
-        seeds = [derive_seed(seed, 2, turn) for seed, turn in pairs]
-        greedy = bool(seen["greedy"][0])
+        seeds = derive_seeds(seen["seed"].tolist(), 2, last=seen["turn"].tolist())
+        greedy = seen["greedy"].tolist()[0]
         with torch.inference_mode():
             decided = self.policy.act(self._here(observations_of(seen)), seeds=seeds, greedy=greedy)
         found = {

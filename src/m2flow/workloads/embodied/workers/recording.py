@@ -156,31 +156,32 @@ class Recordings:
             bool [B]: an episode is over, or was given up.
         """
         failed, of = outcome.failed.numpy(), self.of
-        good: Any = slice(None)
-        mine = rows
+        reward, steps = outcome.reward.numpy(), outcome.steps.numpy()
+        success, once = outcome.success.numpy(), outcome.success_once.numpy()
+        ends = outcome.terminated.numpy() | outcome.truncated.numpy()
+        over, mine = ends, rows
         if failed.any():
             numbers, good = _numbers(rows), np.flatnonzero(~failed)
-            self._fail(numbers[failed], outcome.reward.shape[1])
-            mine = numbers[good]
+            self._fail(numbers[failed], reward.shape[1])
+            mine, over = numbers[good], ends | failed
+            decided = {name: column[good] for name, column in decided.items()}
+            reward, steps, ends, success, once = (
+                column[good] for column in (reward, steps, ends, success, once)
+            )
         where = _where(mine, of["turns"][mine])
-        terminated, truncated = outcome.terminated.numpy()[good], outcome.truncated.numpy()[good]
-        reward, steps = outcome.reward[good], outcome.steps[good]
-        ends = terminated | truncated
         for name, column in decided.items():
-            self._write(name, where, column[good])
+            self._write(name, where, column)
         self._write("reward", where, reward)
         self._write("steps", where, steps)
-        self._write("ends", where, torch.from_numpy(ends))
-        self._write("cut", where, torch.zeros(ends.shape, dtype=torch.bool))
+        self._write("ends", where, ends)
+        self._write("cut", where, np.zeros_like(ends))
         of["turns"][mine] += 1
         self.see(rows, outcome.observation)
-        of["steps"][mine] += steps.numpy()
-        of["length"][mine] += steps.numpy()
-        of["reward"][mine] += reward.numpy().sum(1)
-        of["success"][mine] = outcome.success.numpy()[good]
-        of["success_once"][mine] |= outcome.success_once.numpy()[good]
-        over = failed.copy()
-        over[good] = ends
+        of["steps"][mine] += steps
+        of["length"][mine] += steps
+        of["reward"][mine] += reward.sum(1)
+        of["success"][mine] = success
+        of["success_once"][mine] |= once
         return over
 
     def end(self, number: int, *, terminated: bool) -> None:
@@ -285,18 +286,25 @@ class Recordings:
         return table
 
     def _write(self, name: str, where: Any, column: Any) -> None:
-        """Write a turn of some rollouts."""
-        table, rows = self._tables.get(name), len(self.of["kept"])
+        """Write a turn of some rollouts, of a tensor or an array."""
+        array, rows = self._arrays.get(name), len(self.of["kept"])
         last = where[1] if isinstance(where[1], int) else int(where[1].max())
+        if array is None or last >= array.shape[1] or rows > array.shape[0]:
+            array = self._widen(name, last, torch.as_tensor(column))
+        array[where] = column if isinstance(column, np.ndarray) else _array(column)
+
+    def _widen(self, name: str, last: int, column: Tensor) -> Any:
+        """Make the table, with room for that turn of all rollouts; its memory."""
+        table = self._tables.get(name)
         assert not isinstance(table, list)
-        if table is None or last >= table.shape[1] or rows > table.shape[0]:
-            while last >= self._capacity:
-                self._capacity *= 2
-            wider = torch.empty((rows, self._capacity, *column.shape[1:]), dtype=column.dtype)
-            if table is not None:
-                wider[: table.shape[0], : table.shape[1]] = table
-            self._tables[name], self._arrays[name] = wider, _array(wider)
-        self._arrays[name][where] = _array(column)
+        while last >= self._capacity:
+            self._capacity *= 2
+        size = (len(self.of["kept"]), self._capacity, *column.shape[1:])
+        wider = torch.empty(size, dtype=column.dtype)
+        if table is not None:
+            wider[: table.shape[0], : table.shape[1]] = table
+        self._tables[name], self._arrays[name] = wider, _array(wider)
+        return self._arrays[name]
 
     def _write_sentences(self, name: str, rows: Any, at: Any, column: Sequence[str]) -> None:
         table = self._tables.setdefault(name, [])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from m2flow.environments.registry import FAMILIES
 from m2flow.errors import UserError
@@ -11,10 +11,16 @@ from m2flow.flow import Batch, Place, Worker, stage
 from m2flow.workloads.embodied.config import EnvironmentSection
 from m2flow.workloads.embodied.workers.columns import (
     ACTED,
+    OBSERVATION,
     WHO,
+    observations_of,
 )
 from m2flow.workloads.embodied.workers.film import encoded
+from m2flow.workloads.embodied.workers.further_draws import RESTS
 from m2flow.workloads.embodied.workers.pool import EnvironmentPool
+
+if TYPE_CHECKING:
+    from m2flow.environments.protocol import StepOutcome
 
 LIGHT = ("envpool", "gymnasium", "table")
 """Families whose simulators run in the lane's own process, unless it is said otherwise."""
@@ -54,6 +60,7 @@ class Simulator(Worker):
 
         self._pool = EnvironmentPool(self._made)
         self._recordings = Recordings()
+        self._resting: set[int] = set()
         self._bytes: int | None = None
 
     def _made(self, count: int) -> Any:
@@ -65,7 +72,7 @@ class Simulator(Worker):
             processes=min(count, self._processes()),
             python=self.environment.python,
             copy=False,  # the recordings copy what they are shown
-            **self.environment.options,
+            **self.environment.arguments,
         )
 
     def _processes(self) -> int:
@@ -78,17 +85,27 @@ class Simulator(Worker):
 
     @stage(sticky=True)
     def begin(self, rollouts: Batch) -> Batch:
-        """Begin each rollout; its first observation."""
+        """Begin each rollout; its first observation. One that rests has one, and no simulator."""
         numbers = rollouts["rollout"].tolist()
         names = ("seed", "initial_state", "single", "film")
         self._recordings.begin(numbers, *(rollouts[name].tolist() for name in names))
-        self._begin_episodes(numbers)
-        return self._seen(rollouts.only(*WHO), self._recordings.rows_of(numbers))
+        rests = rollouts[RESTS].tolist() if RESTS in rollouts else [False] * len(numbers)
+        resting = [row for row, rest in enumerate(rests) if rest]
+        if resting:
+            told = observations_of(rollouts.select(resting))
+            resters = [numbers[row] for row in resting]
+            self._recordings.see(self._recordings.rows_of(resters), told)
+            self._resting |= set(resters)
+        self._begin_episodes([one for one, rest in zip(numbers, rests, strict=True) if not rest])
+        now = self._recordings.now(self._recordings.rows_of(numbers))
+        return rollouts.only(*WHO).with_columns(**now)
 
     def _begin_episodes(self, numbers: Sequence[int]) -> None:
         """The next episode of each rollout; its seed follows from the rollout's."""
         from m2flow.algorithms.sampling import derive_seed
 
+        if not numbers:
+            return
         rows, of = self._recordings.rows_of(numbers), self._recordings.of
         told = [self._recordings.told[number] for number in numbers]
         before = (of["ended"][rows] + of["failed"][rows]).tolist()
@@ -108,28 +125,51 @@ class Simulator(Worker):
         numbers, recordings = acted["rollout"].tolist(), self._recordings
         rows = recordings.rows_of(numbers)
         decided = {name: acted[name] for name in ACTED[1:] if name in acted}
-        for places, outcome in self._pool.step(numbers, acted["action"]):
+        ended = False
+        for places, outcome in self._stepped(numbers, acted["action"]):
             mine, some = rows, decided
             if len(places) < len(numbers):
                 mine = recordings.rows_of([numbers[place] for place in places])
                 some = {name: column[places] for name, column in decided.items()}
-            over = recordings.add(mine, some, outcome)
-            for place in over.nonzero()[0].tolist():
+            over = recordings.add(mine, some, outcome).nonzero()[0].tolist()
+            ended |= bool(over)
+            for place in over:
                 if not outcome.failed[place]:
                     terminated = bool(outcome.terminated[place])
                     recordings.end(numbers[places[place]], terminated=terminated)
         self._film(numbers)
         done = recordings.over(rows, self.horizon)
-        again = (recordings.waiting(rows) & ~done).nonzero()[0].tolist()
         columns = {"turn": acted["turn"] + 1, "done": torch.from_numpy(done)}
-        if done.any():
+        left = [number for number, over in zip(numbers, done.tolist(), strict=True) if over]
+        if left:
             columns |= self._told(numbers, done.tolist())
-        if again:
+        if ended:
+            again = (recordings.waiting(rows) & ~done).nonzero()[0].tolist()
             self._begin_episodes([numbers[place] for place in again])
-        seen = self._seen(acted.only(*WHO), rows).with_columns(**columns)
-        over = [number for number, is_over in zip(numbers, done, strict=True) if is_over]
-        recordings.forget(over)
+        seen = acted.only(*WHO).with_columns(**recordings.now(rows), **columns)
+        if left:
+            recordings.forget(left)
         return seen
+
+    def _stepped(
+        self, numbers: Sequence[int], action_BKA: Any
+    ) -> Iterator[tuple[list[int], StepOutcome]]:
+        """What a chunk of actions did: positions of rollouts, and what happened there."""
+        if not self._resting:
+            yield from self._pool.step(numbers, action_BKA)
+            return
+        resting = [place for place, number in enumerate(numbers) if number in self._resting]
+        busy = [place for place, number in enumerate(numbers) if number not in self._resting]
+        if busy:
+            for places, outcome in self._pool.step([numbers[p] for p in busy], action_BKA[busy]):
+                yield [busy[place] for place in places], outcome
+        if resting:
+            from m2flow.environments.protocol import StepOutcome
+
+            rows = self._recordings.rows_of([numbers[place] for place in resting])
+            now = self._recordings.now(rows)
+            seen = {name.removeprefix(OBSERVATION): part for name, part in now.items()}
+            yield resting, StepOutcome.none(seen, len(resting), action_BKA.shape[1])
 
     def _told(self, numbers: Sequence[int], done: Sequence[bool]) -> dict[str, Any]:
         """What rollouts that are over leave behind, as columns; nothing of those that go on."""
@@ -139,7 +179,10 @@ class Simulator(Worker):
         for number, over in zip(numbers, done, strict=True):
             if over:
                 recordings.stop(number)
-                self._pool.release(number)
+                if number in self._resting:
+                    self._resting.discard(number)
+                else:
+                    self._pool.release(number)
         told = [
             recordings.told[number] if over else None
             for number, over in zip(numbers, done, strict=True)
@@ -163,14 +206,11 @@ class Simulator(Worker):
             except UserError:
                 told[number].film = None
 
-    def _seen(self, who: Batch, rows: Any) -> Batch:
-        """Rollouts with what there is to see now."""
-        return who.with_columns(**self._recordings.now(rows))
-
     def discard(self) -> None:
         """Forget the rollouts that run: they begin again, here or elsewhere."""
         self._pool.release_all()
         self._recordings.forget(list(self._recordings.told))
+        self._resting = set()
 
     def offload(self) -> None:
         if self.saves:

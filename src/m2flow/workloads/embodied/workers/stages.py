@@ -6,8 +6,9 @@ from typing import Any
 
 from m2flow.flow import Batch, Ragged, stage
 from m2flow.workloads.embodied.workers.columns import TURN, lengths_of
+from m2flow.workloads.embodied.workers.further_draws import COMPARED, TRIED, teaches
 
-OUTCOME = ("episodes", "failed", "steps_taken", "reward", "film", "dropped")
+OUTCOME = ("episodes", "failed", "steps_taken", "reward", "film", "dropped", TRIED)
 """Columns that a step hands back for metrics and samples."""
 
 
@@ -84,7 +85,7 @@ def group_advantage(
 
     from m2flow.algorithms.advantages import group_advantages
 
-    name = {"success": "success_once", "return": "return"}[reward]
+    name = COMPARED[reward]
     episodes: list[Any] = [some[0] if some else None for some in rollouts["episodes"]]
     advantages, dropped = [0.0] * len(episodes), [False] * len(episodes)
     for first in range(0, len(episodes), group_size):
@@ -96,8 +97,7 @@ def group_advantage(
             for row, advantage in zip(rows, better, strict=True):
                 advantages[row] = advantage
         if success_bounds is not None:
-            share = sum(episodes[n]["success_once"] for n in rows) / max(1, len(rows))
-            kept = len(rows) > 1 and success_bounds[0] <= share <= success_bounds[1]
+            kept = teaches([episodes[n] for n in group], reward, success_bounds)
             dropped[first : first + group_size] = [not kept] * group_size
     lengths = lengths_of(rollouts)
     spread = torch.tensor(advantages, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
@@ -108,15 +108,32 @@ def group_advantage(
 
 @stage
 def outcome(rollouts: Batch) -> Batch:
-    """What is left of a rollout when it has been learned from."""
+    """What is left of a rollout when it has been learned from.
+
+    Episodes, failures and steps are those of the starts given up before it too, `tried` is how many
+    of these there were.
+    """
     taken = rollouts[f"{TURN}steps"]
+    tried = rollouts[TRIED] if TRIED in rollouts else [()] * len(rollouts)
     rewards = [
         sum(one["return"] for one in some) / len(some) if some else 0.0
         for some in rollouts["episodes"]
     ]
     nothing = [False] * len(rewards)
     return rollouts.with_columns(
-        steps_taken=[int(row.sum()) for row in taken.rows()],
+        episodes=[
+            [one for episodes, _, _ in some for one in episodes] + own
+            for some, own in zip(tried, rollouts["episodes"], strict=True)
+        ],
+        failed=[
+            int(own) + sum(failed for _, failed, _ in some)
+            for some, own in zip(tried, rollouts["failed"], strict=True)
+        ],
+        steps_taken=[
+            int(own.sum()) + sum(steps for _, _, steps in some)
+            for some, own in zip(tried, taken.rows(), strict=True)
+        ],
+        tried=[len(some) for some in tried],
         reward=rewards,
         dropped=list(rollouts["dropped"]) if "dropped" in rollouts else nothing,
     ).only(*OUTCOME)

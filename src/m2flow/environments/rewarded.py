@@ -1,0 +1,113 @@
+"""`RewardedEnvironment`: an environment whose reward is a function of the user's.
+
+    def nearness(environment, did):
+        return did.reward - distance(environment.info["hand"], environment.info["cube"])
+
+The function is named by its dotted path, "my_module:nearness". It is asked after each step, given
+the environment and what the step did, and its number takes the place of the environment's own. All
+else, success and ends among it, stays the environment's. It must be pure. What it raises, or a
+number that is not finite, costs the episode, as if the simulator had. No torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from m2flow.environments.environment import Array, Environment, Transition
+from m2flow.errors import UserError, suggestion
+
+KEY = "environment.reward"
+
+StepReward = Callable[[Environment, Transition], float]
+
+
+class RewardedEnvironment(Environment):
+    """See the module docstring.
+
+    Args:
+        inner: the environment.
+        reward: the function.
+    """
+
+    def __init__(self, inner: Environment, reward: StepReward) -> None:
+        self._inner, self._reward = inner, reward
+        self.spec = replace(inner.spec)
+        self.looks_back = inner.looks_back
+
+    def __getattr__(self, name: str) -> Any:
+        """What the environment has beside the protocol, such as an `expert`."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    @property
+    def info(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """The environment's own."""
+        return self._inner.info
+
+    def reset(self, seed: int, initial_state: int | None) -> None:
+        self._inner.reset(seed, initial_state)
+
+    def step(self, action: Array) -> Transition:
+        did = self._inner.step(action)
+        return did._replace(reward=float(self._reward(self._inner, did)))
+
+    def observe(self) -> Mapping[str, Array]:
+        return self._inner.observe()
+
+    def instruction(self) -> str:
+        return self._inner.instruction()
+
+    def render(self) -> Array:
+        return self._inner.render()
+
+    def state(self) -> Any:
+        return self._inner.state()
+
+    def restore(self, state: Any) -> None:
+        self._inner.restore(state)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def reward_at(path: str) -> StepReward:
+    """The function of that dotted path.
+
+    Raises:
+        UserError: there is no such function, or it does not take two arguments.
+    """
+    module, _, name = path.partition(":")
+    if not (module and name):
+        raise UserError("names no function", key=KEY, value=path, expected="module:function")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module + ".").startswith(error.name + "."):
+            raise  # a module of the user's that imports what is not there
+        hint = "Python finds modules beside the recipe with PYTHONPATH=."
+        raise UserError("there is no such module", key=KEY, value=module, hint=hint) from error
+    function: Any = getattr(found, name, None)
+    if not callable(function):
+        names = [key for key, value in vars(found).items() if inspect.isfunction(value)]
+        raise UserError(
+            f"{module} has no such function",
+            key=KEY,
+            value=name,
+            hint=suggestion(name, names) if names else None,
+        )
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise UserError(
+            "takes other arguments",
+            key=KEY,
+            value=path,
+            expected="def reward(environment, transition) -> float",
+        ) from error
+    rewarding: StepReward = function
+    return rewarding
