@@ -16,10 +16,6 @@ from m2flow.workloads.embodied.workers.columns import (
 from m2flow.workloads.embodied.workers.film import encoded
 from m2flow.workloads.embodied.workers.pool import EnvironmentPool
 
-LIGHT = ("envpool", "gymnasium", "table")
-"""Families whose simulators run in the lane's own process, unless it is said otherwise."""
-
-
 FIGURES = {"steps": 0, "ends": False, "cut": False}
 """Figures of a turn that are Python values, and what they are like."""
 
@@ -71,9 +67,8 @@ class Simulator(Worker):
     def _processes(self) -> int:
         if self.environment.processes is not None:
             return self.environment.processes
-        family = self.environment.name.partition(":")[0]
-        light = family in LIGHT or family not in FAMILIES
-        here = light and self.environment.python is None
+        family = FAMILIES.get(self.environment.name.partition(":")[0])
+        here = (family is None or family.light) and self.environment.python is None
         return 0 if here else self.place.num_threads
 
     @stage(sticky=True)
