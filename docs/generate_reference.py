@@ -137,8 +137,8 @@ MEANING = {
     "generation.top_p": "draw from the fewest tokens that together have at least this probability",
     "generation.min_p": "draw from tokens at least so many times as likely as the likeliest",
     "generation.max_running": "sequences decoded together by a replica at most",
-    "generation.engine": "what draws answers: `native`, or `vllm` in a process of its own on one "
-    "lane ([engines](../how-to/engines.md))",
+    "generation.engine": "what draws answers: `native`, or an engine of another package in a "
+    "process of its own on one lane ([engines](../how-to/engines.md))",
     "generation.dtype": "what generation computes in; `null`: as `model.dtype`",
     "generation.cache_gb": "memory for keys and values on each lane, in 10^9 bytes; requests that "
     "find no room wait, and what they had drawn is computed again. `null`: half of the memory of "

@@ -332,6 +332,7 @@ def test_long_answers_of_a_large_model_have_a_plan(m2flow: M2flow) -> None:
         "generation.max_new_tokens=16384",
     )  # fmt: skip
     assert re.match(r"plan: \w+, 8 lanes, \d+ s a step", outcome.out)
+    assert {"collocated", "disaggregated", "hybrid"} <= set(re.findall(r"\w+", outcome.out))
 
 
 def test_more_lanes_are_not_slower_with_long_answers(m2flow: M2flow) -> None:

@@ -125,6 +125,18 @@ def test_the_running_limit_is_kept() -> None:
     assert found.stages["gen.generate"] == pytest.approx(4 * 10 * 0.04)
 
 
+def test_slots_of_the_stage_s_own_are_kept() -> None:
+    """They were left out: rounds then took no longer for sixteen samples than for four."""
+    profile = grpo_profile(Quantiles((10.0,)))
+    known = profile.stages["gen.generate"]
+    slotted = replace(known.costs[0], round=line(0.0, 0.1), slots=4)
+    profile = replace(
+        profile, stages={**profile.stages, "gen.generate": replace(known, costs=(slotted,))}
+    )
+    found = simulate(GRPO, ON_ONE_LANE, profile, 4)
+    assert found.stages["gen.generate"] == pytest.approx(4 * 10 * 0.1)
+
+
 def test_what_is_taken_in_stops_the_others() -> None:
     profile = grpo_profile(Quantiles((10.0,)))
     known = profile.stages["gen.generate"]
@@ -434,6 +446,29 @@ def test_publishing_is_priced_with_the_kinds_at_both_ends() -> None:
     for price, *kinds in ((1.0, "gpu", "gpu"), (2.0, "gpu", "cpu"), (3.0, "cpu", "gpu")):
         ends = (kinds[0], kinds[1])
         assert profile.publish_seconds("a", "b", "node", 1, 1, ends) == price
+
+
+def test_a_plan_publishes_at_the_price_of_the_kinds_that_it_takes() -> None:
+    prices = [
+        PublishCost("learner", "gen", "node", Seconds(price), source_kind=one, target_kind=other)
+        for price, one, other in ((1.0, "cpu", "cpu"), (2.0, "cpu", "gpu"), (3.0, "gpu", "cpu"))
+    ]
+    known = grpo_profile(publish=tuple(prices))
+    both = {
+        name: replace(one, costs=(*one.costs, *(replace(x, kind="gpu") for x in one.costs)))
+        for name, one in known.stages.items()
+    }
+    states = {
+        name: (*some, *(replace(x, kind="gpu") for x in some))
+        for name, some in known.workers.items()
+    }
+    profile = replace(known, stages=both, workers=states)
+    lanes = (LaneSpec(0), LaneSpec(1, "gpu"))
+    for learner, gen, price in ((0, 1, 2.0), (1, 0, 3.0)):
+        spots = dict.fromkeys(GRPO.workers, Placement(((0,),)))
+        spots |= {"learner": Placement(((learner,),)), "gen": Placement(((gen,),))}
+        found = simulate(GRPO, Plan("custom", lanes, spots), profile, 4)
+        assert found.terms["publishing"] == pytest.approx(price)
 
 
 # --- speed ----------------------------------------------------------------------------------------

@@ -6,24 +6,38 @@ import selectors
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from ray.exceptions import RayActorError
 
-from m2flow.engine.messages import CallFailed, CallFinished, ItemsProduced, LaneLost
+from m2flow.engine.messages import (
+    CallFailed,
+    CallFinished,
+    CompleteStep,
+    ItemsProduced,
+    LaneLost,
+    Part,
+)
 from m2flow.engine.plan import LaneSpec
+from m2flow.flow import Batch
 from m2flow.runtime.driver import carrier as carrier_module
 from m2flow.runtime.driver import pool as pool_module
+from m2flow.runtime.driver import processes as processes_module
 from m2flow.runtime.driver.carrier import RayCarrier, first_cause_first
 from m2flow.runtime.driver.pool import LanePool
+from m2flow.runtime.driver.processes import LaneProcesses
 from m2flow.runtime.lane.orders import LaneEnded, Reports, to_bytes
 from m2flow.runtime.lane.reports import Report
 from m2flow.runtime.transport import lines
 from m2flow.runtime.transport.lines import LauncherLine, Line
 from m2flow.runtime.transport.peering import PeerLost
+from tests.plan.small_graphs import GRPO
 
 
 def test_of_a_gang_the_lane_that_failed_first_in_time_is_the_cause() -> None:
@@ -100,10 +114,67 @@ def test_a_lane_that_is_silent_and_gone_has_ended(
     assert "its machine is gone" in str(ended)
 
 
+def test_ray_is_asked_about_lanes_on_other_machines(
+    pool_of: PoolOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line to a lane of this machine ends with its process, and Ray need not be asked."""
+    pool, _ = pool_of(0, 1)
+    there = {"here": pool._lines[0], "elsewhere": pool._lines[1]}
+    monkeypatch.setattr(processes_module, "connect", lambda line, *_, **__: there[line])
+
+    def get(serving: Any, timeout: float) -> None:
+        raise RayActorError(error_msg=f"{serving} died: its machine is gone")
+
+    monkeypatch.setattr(processes_module.ray, "get", get)
+    actor = Mock()
+    actor.serve.remote.return_value = "the actor"
+    processes: Any = LaneProcesses.__new__(LaneProcesses)
+    processes.node, processes._key, processes._serving = "here", b"key", {}
+    processes.addresses = {
+        lane: SimpleNamespace(peer=None, line=node, node=node) for lane, node in enumerate(there)
+    }
+    processes.actors = dict.fromkeys((0, 1), actor)
+    lines_to: dict[int, LauncherLine] = {}
+    processes._serve([0, 1], lines_to, 0.0)
+    assert lines_to[0].on_silence() is None
+    assert lines_to[1].on_silence() == "the actor died: its machine is gone"
+
+
 def test_whoever_has_fetched_something_wakes_the_control_loop(pool_of: PoolOf) -> None:
     pool, _ = pool_of(0)
     pool.wake()
     assert pool.receive(60.0) == []
+
+
+class Pending(Future[Batch]):
+    """What nobody may wait for."""
+
+    def result(self, timeout: float | None = None) -> Batch:
+        assert self.done(), "the control loop waited for it"
+        return super().result(timeout)
+
+
+@pytest.mark.timeout(60)
+def test_collecting_what_a_step_returns_waits_for_nothing() -> None:
+    """The control loop once stood still until the last lane had handed its items over."""
+    pieces, woken = [Pending(), Pending()], list[bool]()
+    coming = iter(pieces)
+    carrier: Any = RayCarrier.__new__(RayCarrier)
+    carrier.graphs, carrier.plan = {"step": GRPO}, SimpleNamespace(deadline_seconds=1.0)
+    carrier._sources, carrier._released = {("step", 0): {}}, {}
+    carrier.pool = SimpleNamespace(
+        exchange=SimpleNamespace(fetch_later=lambda *_: next(coming)),
+        wake=lambda: woken.append(True),
+    )
+    (last,) = GRPO.output_nodes
+    parts = (Part(last, (1,), lane=0), Part(last, (0,), lane=1))
+    output = carrier.collect("step", CompleteStep(0, 1, output=parts))
+    for piece, item in zip(pieces, (1, 0), strict=True):
+        assert not output.done()
+        assert not woken
+        piece.set_result(Batch({"x": [item]}, [item]))
+    assert output.result()["x"] == [0, 1]
+    assert woken
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import ray
+from packaging.requirements import Requirement
 
 from m2flow.errors import RunFailed
 from m2flow.runtime.driver import ahead
@@ -71,6 +73,15 @@ def test_a_cluster_of_ones_own_asks_for_a_token(
     RayCluster(()).close()
     assert told == [("token", 64, 0)]
     assert len(made.folders) == 1
+
+
+def test_a_ray_that_knows_no_tokens_does_not_fit() -> None:
+    """An older one would start, and let in whoever calls."""
+    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    wanted = [Requirement(one) for one in declared["project"]["dependencies"]]
+    (ray_wanted,) = [one for one in wanted if one.name == "ray"]
+    assert "2.52.0" in ray_wanted.specifier
+    assert "2.51.9" not in ray_wanted.specifier
 
 
 def test_a_start_that_times_out_is_tried_again(starts: Callable[[int], Starts]) -> None:

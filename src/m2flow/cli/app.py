@@ -291,6 +291,7 @@ def evaluate(
 ) -> None:
     """Accuracy and pass@k of a model on problems with known answers, or success of a policy."""
     from m2flow.cli.examining import figure_lines, markdown_table
+    from m2flow.generation.supported import EXTERNAL
     from m2flow.plan import parse_lanes
     from m2flow.workloads.common import Examination, workload_named
     from m2flow.workloads.common.resume import recipe_of, run_of
@@ -299,8 +300,9 @@ def evaluate(
         raise UserError("is no temperature", key="--temperature", value=temperature)
     if on_bad_row not in ("fail", "skip"):
         raise UserError("is unknown", key="--on-bad-row", value=on_bad_row, expected="fail or skip")
-    if engine not in ("native", "vllm", "sglang"):
-        expected = "native, vllm or sglang"
+    engines = ("native", *EXTERNAL)
+    if engine not in engines:
+        expected = " or ".join(engines)
         raise UserError("is unknown", key="--engine", value=engine, expected=expected)
     if stop and not all(stop):
         raise UserError("is empty", key="--stop", expected="a string that ends an answer")

@@ -37,6 +37,8 @@ class Family:
         renderer: what draws its pictures, "mujoco" or "vulkan"; see `rendering.py`.
         pixels: height and width of its pictures where the option `pixels` is not given.
         draws_always: it needs the renderer for observations without pictures too.
+        light: it runs in the lane's own process, unless a recipe says otherwise, and whatever draws
+            its pictures is its own matter.
     """
 
     adaptor: tuple[str, str]
@@ -45,12 +47,18 @@ class Family:
     renderer: str = "mujoco"
     pixels: int = 0
     draws_always: bool = False
+    light: bool = False
 
 
 FAMILIES = {
-    "envpool": Family(("m2flow.environments.envpool", "EnvPoolEnvironment"), "envpool", "envpool"),
+    "envpool": Family(
+        ("m2flow.environments.envpool", "EnvPoolEnvironment"), "envpool", "envpool", light=True
+    ),
     "gymnasium": Family(
-        ("m2flow.environments.gymnasium", "GymnasiumEnvironment"), "gymnasium", "embodied"
+        ("m2flow.environments.gymnasium", "GymnasiumEnvironment"),
+        "gymnasium",
+        "embodied",
+        light=True,
     ),
     "libero": Family(
         ("m2flow.environments.libero", "LiberoEnvironment"), "libero", "libero", pixels=256
@@ -67,7 +75,9 @@ FAMILIES = {
         "metaworld",
         "metaworld",
     ),
-    "table": Family(("m2flow.environments.table", "TableEnvironment"), "numpy", "embodied"),
+    "table": Family(
+        ("m2flow.environments.table", "TableEnvironment"), "numpy", "embodied", light=True
+    ),
 }
 
 
@@ -129,9 +139,8 @@ def maker(name: str, options: dict[str, Any]) -> Callable[[], Environment]:
 
 def needs_renderer(name: str, options: Mapping[str, Any]) -> bool:
     """Whether the observations of that environment need a back end for rendering."""
-    head = name.partition(":")[0]
-    family = FAMILIES.get(head)
-    if family is None or head in ("envpool", "gymnasium", "table"):  # or draw themselves
+    family = FAMILIES.get(name.partition(":")[0])
+    if family is None or family.light:
         return False
     return family.draws_always or bool(options.get("pixels", family.pixels))
 

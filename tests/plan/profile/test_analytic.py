@@ -310,10 +310,14 @@ def test_lengths_have_the_tail_of_the_distribution() -> None:
     assert lengths.mean == pytest.approx(600, rel=0.02)
 
 
-def test_a_simulated_plan_takes_what_was_played() -> None:
-    """Drawn lengths under `round` and `admit` against even ones played answer by answer."""
+@pytest.mark.parametrize("limit", [16, 256])
+def test_a_simulated_plan_takes_what_was_played(limit: int) -> None:
+    """Drawn lengths under `round` and `admit` against even ones played answer by answer.
+
+    The search ranks by the latter: with a limit of the stage's own the two lay far apart.
+    """
     graph, cluster = grpo(), parse_cluster("1x4xH100")
-    profile = analytic_profile(graph, cluster, works(limits=(256,)), 32)
+    profile = analytic_profile(graph, cluster, works(limits=(limit,)), 32)
     plan = build_plan(
         "disaggregated",
         graph,

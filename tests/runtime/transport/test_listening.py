@@ -153,9 +153,11 @@ def test_a_handshake_that_drips_meets_its_own_deadline() -> None:
 
 
 def test_a_process_without_descriptors_accepts_again_when_it_has_some(door: Door) -> None:
-    """The thread that accepts had died of EMFILE, and nobody was let in any more."""
-    caller = socket.socket(socket.AF_UNIX)
-    caller.settimeout(SOON)
+    """The thread that accepts had died of EMFILE, and nobody was let in any more.
+
+    Two call: an `accept` that waits already has the descriptor of the first.
+    """
+    callers = [socket.socket(socket.AF_UNIX) for _ in range(2)]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
@@ -163,13 +165,15 @@ def test_a_process_without_descriptors_accepts_again_when_it_has_some(door: Door
     try:
         with pytest.raises(OSError, match="Too many open files"):
             os.dup(0)
-        caller.connect("\0" + door.endpoint.unix)
+        for caller in callers:
+            caller.connect("\0" + door.endpoint.unix)
         time.sleep(3 * listening.RETRY_SECONDS)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    prove(caller, KEY, accepting=False, seconds=SOON)
-    door.came.get(timeout=SOON).close()
-    caller.close()
+    for caller in callers:
+        prove(caller, KEY, accepting=False, seconds=SOON)
+        door.came.get(timeout=SOON).close()
+        caller.close()
 
 
 def test_on_one_machine_nothing_listens_to_others() -> None:

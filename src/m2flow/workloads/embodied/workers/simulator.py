@@ -22,10 +22,6 @@ from m2flow.workloads.embodied.workers.pool import EnvironmentPool
 if TYPE_CHECKING:
     from m2flow.environments.protocol import StepOutcome
 
-LIGHT = ("envpool", "gymnasium", "table")
-"""Families whose simulators run in the lane's own process, unless it is said otherwise."""
-
-
 FIGURES = {"steps": 0, "ends": False, "cut": False}
 """Figures of a turn that are Python values, and what they are like."""
 
@@ -78,9 +74,8 @@ class Simulator(Worker):
     def _processes(self) -> int:
         if self.environment.processes is not None:
             return self.environment.processes
-        family = self.environment.name.partition(":")[0]
-        light = family in LIGHT or family not in FAMILIES
-        here = light and self.environment.python is None
+        family = FAMILIES.get(self.environment.name.partition(":")[0])
+        here = (family is None or family.light) and self.environment.python is None
         return 0 if here else self.place.num_threads
 
     @stage(sticky=True)
