@@ -322,7 +322,8 @@ def place_on(groups: LaneGroups, replicas: Any, spill: Path, layout: str = "") -
         return None
     everyone = tuple(lane for lanes in replicas for lane in lanes)
     lane = dist.get_rank()
-    return Place(lane, everyone.index(lane), len(everyone), gang=gang, spill=spill)
+    place = Place(lane, everyone.index(lane), len(everyone), gang=gang, spill=spill)
+    return replace(place, all_reduce=groups.all_reduce(everyone))
 
 
 def saved_by_pair(groups: LaneGroups, folder: Path, root: Path) -> Any:
