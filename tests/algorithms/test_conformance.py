@@ -109,7 +109,7 @@ def oracle(name: str, step: dict[str, Any]) -> tuple[float, list[list[float]], f
             share *= keep
             exponent = mean(logs) if name == "gspo" else log
             ratio = math.exp(min(max(exponent, -MOST), MOST))
-            assume(all(abs(ratio - bound) > 1e-5 for bound in (1 - low, 1 + high)))
+            assume(all(abs(ratio - bound) > 1e-5 for bound in (1 - low, 1 + high) if bound > 0))
             assume(abs(abs(exponent) - MOST) > 1e-4)
             bounded = min(max(ratio, 1 - low), 1 + high)
             if name == "cispo":

@@ -7,7 +7,6 @@ import math
 import os
 import struct
 import threading
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -61,19 +60,11 @@ def frame(*ids: int, step: int = 3, version: int = 3, stage: str = "policy.sampl
     return Rollouts(step, stage, version, Batch({"y": torch.tensor(ids) * 10}, ids))
 
 
-def wait_for(writer: JournalWriter) -> None:
-    """Until all is written that was added."""
-    deadline = time.monotonic() + 10
-    while writer._waiting_bytes:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def written(folder: Path, *frames: Rollouts, max_bytes: int = PLENTY) -> JournalWriter:
     writer = JournalWriter(JournalPlace("step", str(folder), max_bytes))
     for one in frames:
         writer.add(one)
-    wait_for(writer)
+    assert writer.flush(10)
     return writer
 
 
@@ -269,12 +260,12 @@ def test_a_full_journal_waits_for_the_next_checkpoint(tmp_path: Path) -> None:
     assert "the journal is full (`journal_gb`)" in writer.take_trouble()
     assert of_step(tmp_path) == {3: [1, 2]}
     writer.add(frame(1, step=4, version=4))
-    wait_for(writer)
+    assert writer.flush(10)
     assert writer.take_trouble() == "", "said once"
     assert of_step(tmp_path, 4) == {}
     Journal(tmp_path, PLENTY).forget_before(5)
     writer.add(frame(1, step=5, version=5))
-    wait_for(writer)
+    assert writer.flush(10)
     assert of_step(tmp_path, 5) == {5: [1]}
     writer.close()
 
@@ -294,7 +285,7 @@ def test_a_thread_that_is_behind_holds_up_nobody(
     for item in range(5):
         writer.add(frame(item))  # 8 bytes
     go_on.set()
-    wait_for(writer)
+    assert writer.flush(10)
     assert of_step(tmp_path) == {3: [0, 1]}
     writer.add(frame(6))
     writer.close()

@@ -52,6 +52,8 @@ class JournalWriter:
         self._waiting_bytes, self._limit = 0, waiting_bytes
         self._lock = threading.Lock()
         self._frames: queue.SimpleQueue[tuple[Rollouts, int] | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
         self._thread: threading.Thread | None = None
         self._troubles: list[str] = []
         self._refused: set[str] = set()
@@ -67,6 +69,7 @@ class JournalWriter:
             if self._off or full or frame.stage in self._refused:
                 return
             self._waiting_bytes += size
+            self._idle.clear()
             self._frames.put((frame, size))
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -80,6 +83,10 @@ class JournalWriter:
             return ""
         with self._lock:
             return self._troubles.pop(0)
+
+    def flush(self, seconds: float | None = None) -> bool:
+        """Wait until all is written that was added; whether it is."""
+        return self._idle.wait(seconds)
 
     def close(self, seconds: float = 5.0) -> None:
         """Write what waits, and end the thread."""
@@ -96,6 +103,8 @@ class JournalWriter:
                 self._keep(frame)
             with self._lock:
                 self._waiting_bytes -= size
+                if not self._waiting_bytes and self._frames.empty():
+                    self._idle.set()
         self._close_file()
 
     def _keep(self, frame: Rollouts) -> None:
