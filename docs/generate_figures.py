@@ -279,14 +279,22 @@ def faults() -> Table:
         "each minute",
     }
     back = target("recovery", "seconds until back, the longest")
-    effective = target("recovery", "effective time at a tenth of the steps disturbed")
+    disturbed = {
+        "a third of a second": "the steps disturbed",
+        "a third of a second, with a spare process": "the steps disturbed, with a spare",
+        "2.1 s": "long steps disturbed",
+        "2.1 s, with a spare process": "long steps disturbed, with a spare",
+    }
     left = "most of the last third over most of the second: launcher's memory, all memory, handles"
     return f"what | {left}, processes", [
         *((words, grown(name)) for name, words in minutes.items()),
         ("a lane of the quick start is killed: seconds until new work", f"{back:.1f} at most"),
-        (
-            "time for steps undisturbed, over that with a lane killed every tenth step of 0.35 s",
-            f"{effective:.2f}",
+        *(
+            (
+                f"time undisturbed, over that with a lane killed every tenth step of {steps}",
+                f"{target('recovery', f'effective time at a tenth of {what}'):.2f}",
+            )
+            for steps, what in disturbed.items()
         ),
         (
             f"{schedules['schedules']:,} simulated schedules, with {lost:,} lanes lost",
