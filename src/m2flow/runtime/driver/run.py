@@ -269,7 +269,7 @@ class Run(FlowOnLanes):
         from m2flow.runtime.transport.peering import PeerLost
 
         coming = self._pending_snapshot
-        if coming is None or not coming.is_over:
+        if coming is None or not coming.advance():
             return
         self._pending_snapshot = None
         try:

@@ -45,14 +45,13 @@ class SnapshotOnItsWay:
             bring((worker,), "save", gang)
             self._saving[worker] = [self._save(worker, lane) for lane in gang]
         self.seconds = 0.0
-        """The longest that a lane was busy with a worker's state; known once `is_over`."""
+        """The longest that a lane was busy with a worker's state; known once `advance` says yes."""
 
     def _save(self, worker: str, lane: int) -> Future[MethodResult]:
         return self._pool.ask_later(lane, lambda asked: Save(asked, worker, self._numbers[worker]))
 
-    @property
-    def is_over(self) -> bool:
-        """Whether `files` need not wait."""
+    def advance(self) -> bool:
+        """Have fetched what lanes have saved meanwhile; whether `files` need not wait."""
         for worker, lanes in self._saving.items():
             if worker not in self._fetching and all(one.done() for one in lanes):
                 self._fetching[worker] = self._fetched(worker, lanes)

@@ -82,7 +82,7 @@ class Publisher:
     def _relay(self, edge: _Edge, lane: int, reader: int) -> int | None:
         """The lane that brings weights to a reader's node; None where the reader does itself.
 
-        A lane that was lost is none: others would miss it until it is back.
+        A lane that was lost is none under this plan: others would wait for it while it comes back.
         """
         if self._same_node(lane, reader):
             return None
