@@ -18,6 +18,7 @@ from m2flow.environments import rendering
 from m2flow.environments.environment import Environment
 from m2flow.environments.gymnasium import GymnasiumEnvironment, is_gymnasium
 from m2flow.environments.rewarded import RewardedEnvironment, reward_at
+from m2flow.environments.user_module import user_module
 from m2flow.errors import UserError, suggestion
 
 KEY = "environment"
@@ -160,17 +161,14 @@ def variables_of(name: str, options: Mapping[str, Any]) -> Mapping[str, str]:
 def _maker_of_class(
     name: str, module: str, attribute: str, options: dict[str, Any]
 ) -> Callable[[], Environment]:
-    try:
-        loaded = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module + ".").startswith(error.name + "."):
-            raise  # a module of the user's that imports what is not there
+    loaded = user_module(module)
+    if loaded is None:
         raise UserError(
             "there is neither a family nor a module of this name",
             key=KEY,
             value=module,
             hint=suggestion(module, FAMILIES),
-        ) from error
+        )
     found = getattr(loaded, attribute, None)
     if found is None:
         classes = [key for key, value in vars(loaded).items() if inspect.isclass(value)]

@@ -11,13 +11,13 @@ number that is not finite, costs the episode, as if the simulator had. No torch.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from m2flow.environments.environment import Array, Environment, Transition
+from m2flow.environments.user_module import user_module
 from m2flow.errors import UserError, suggestion
 
 KEY = "environment.reward"
@@ -84,13 +84,10 @@ def reward_at(path: str) -> StepReward:
     module, _, name = path.partition(":")
     if not (module and name):
         raise UserError("names no function", key=KEY, value=path, expected="module:function")
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module + ".").startswith(error.name + "."):
-            raise  # a module of the user's that imports what is not there
+    found = user_module(module)
+    if found is None:
         hint = "Python finds modules beside the recipe with PYTHONPATH=."
-        raise UserError("there is no such module", key=KEY, value=module, hint=hint) from error
+        raise UserError("there is no such module", key=KEY, value=module, hint=hint)
     function: Any = getattr(found, name, None)
     if not callable(function):
         names = [key for key, value in vars(found).items() if inspect.isfunction(value)]
