@@ -6,13 +6,14 @@ its own process when it comes to the moment that a test has named; a file tells 
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ from m2flow import Batch, Flow, Stream, Worker, stage
 from m2flow.engine.plan import LaneSpec, Placement, Plan
 from m2flow.errors import ProcessEnded, RunFailed
 from m2flow.runtime.driver import processes as processes_module
+from m2flow.runtime.driver import recovery
 from m2flow.runtime.driver.journal import Journal
 from m2flow.runtime.driver.launch import Run
 from m2flow.runtime.driver.placing import nodes_for
 from m2flow.runtime.driver.pool import LanePool
-from m2flow.runtime.driver.recovery import LOST
+from m2flow.runtime.driver.recovery import LOST, Recovery
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.runtime.driver.spares import Spares
 from tests.runtime.local_cluster import local_cluster
@@ -303,6 +305,47 @@ def test_a_run_that_loses_a_lane_gives_what_an_undisturbed_one_gives(
         "asked",
     ):  # then no step was under way, and the next one tells
         assert [span.lane for span in spans] == [loss.lane]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_steps_wait_for_a_snapshot_only_where_they_overlap(
+    staleness: int, pool: LanePool, monkeypatch: pytest.MonkeyPatch, undisturbed: list[Any]
+) -> None:
+    noted: list[str] = []
+
+    def noting(name: str) -> None:
+        method = getattr(Recovery, name)
+
+        def note(self: Recovery, *args: Any) -> None:
+            noted.append(name)
+            method(self, *args)
+
+        monkeypatch.setattr(Recovery, name, note)
+
+    monkeypatch.setattr(recovery, "SHARE", math.inf)
+    for name in ("pause", "begin", "keep"):
+        noting(name)
+    with start(replace(APART, max_staleness=staleness), Death(), pool) as run:
+        for result in run.steps(prompts(step) for step in range(STEPS)):
+            assert run.worker_call("learner", "state") >= 0
+            assert staleness or result.metrics == undisturbed[4 + result.step][2]
+    assert noted.count("begin") >= 1
+    assert noted.count("keep") == noted.count("begin")
+    assert ("pause" in noted) is bool(staleness)
+
+
+@pytest.mark.timeout(60)
+def test_whoever_asks_a_worker_waits_for_no_snapshot_behind_results_still_to_be_taken(
+    pool: LanePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "SHARE", math.inf)
+    monkeypatch.setattr(Recovery, "can_keep", False)
+    with start(APART, Death(), pool) as run:
+        states = [
+            run.worker_call("learner", "state")
+            for _ in run.steps(prompts(step) for step in range(STEPS))
+        ]
+    assert len(states) == STEPS
 
 
 @pytest.mark.parametrize(("moment", "version"), [("generate", 1), ("score", 2), ("install", 3)])

@@ -12,7 +12,7 @@ import torch
 
 from m2flow.errors import RunFailed
 from m2flow.flow.batch import Batch
-from m2flow.runtime.driver.recovery import Recovery
+from m2flow.runtime.driver.recovery import SHARE, Recovery
 from m2flow.runtime.driver.snapshots import SnapshotOnItsWay
 from m2flow.runtime.lane.orders import DropStep, MethodResult, Order, Save
 
@@ -24,7 +24,7 @@ def test_snapshots_take_a_bounded_share_of_the_time() -> None:
         now += 0.25
         recovery.gave(step)
         if recovery.is_due:
-            recovery.begin()
+            recovery.begin(step + 1)
             now += 0.03
             busy += 0.03
             recovery.keep({}, 0.03)
@@ -44,7 +44,7 @@ def test_steps_go_on_while_a_snapshot_comes() -> None:
 
     steps(0, 1)
     assert recovery.is_due
-    recovery.begin()
+    recovery.begin(2)
     steps(2, 3)
     assert not recovery.is_due, "one is on its way"
     assert recovery.back_to(RunFailed("lost")).step == 0
@@ -52,12 +52,37 @@ def test_steps_go_on_while_a_snapshot_comes() -> None:
     recovery.keep({"learner": {}}, 0.0)
     assert recovery.back_to(RunFailed("lost")).step == 2
     assert recovery.since_snapshot() == (batches[2:4], [])
-    recovery.begin()
+    recovery.begin(4)
     steps(4)
     recovery.give_up()
     assert recovery.back_to(RunFailed("lost")).step == 2
     assert recovery.since_snapshot() == (batches[2:5], [])
     assert recovery.is_due, "of one that will not come another is taken"
+
+
+def test_a_snapshot_counts_once_the_results_before_it_were_given() -> None:
+    recovery = Recovery(0, [], 0, 10**9, heals=True, clock=lambda: 1.0)
+    recovery.gave(0)
+    recovery.begin(2)
+    assert not recovery.can_keep, "step 1 is over, and its result on its way"
+    recovery.gave(1)
+    assert recovery.can_keep
+
+
+def test_a_pause_for_a_snapshot_is_counted_as_its_time() -> None:
+    now = 0.0
+    recovery = Recovery(0, [], 0, 10**9, heals=True, clock=lambda: now)
+    recovery.gave(0)
+    recovery.pause()
+    now = 3.0  # steps that were in flight end, and none follows
+    recovery.begin(1)
+    recovery.keep({}, 0.01)
+    assert recovery.snapshot_seconds == 0.01, "for so long a lane was busy"
+    recovery.gave(1)
+    now += 0.99 * 3.0 / SHARE
+    assert not recovery.is_due
+    now += 0.02 * 3.0 / SHARE
+    assert recovery.is_due
 
 
 class _Pool:

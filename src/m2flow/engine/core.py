@@ -384,7 +384,7 @@ class Engine:
         self._finish_units(state, node, units)
         for producer, some in state.consumed(node, items, lanes):
             self._state.release(state, producer, some, also=lanes)
-        if self._state.heals:
+        if state.directory.makes_again:
             self._healer.check_outputs(state, node, units)
 
     def _finish_units(self, state: StepState, node: StageNode, units: Sequence[int]) -> None:

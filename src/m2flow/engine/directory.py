@@ -160,6 +160,11 @@ class Directory:
                     if left[1:]:
                         copies[item] = left[1:]
 
+    @property
+    def makes_again(self) -> bool:
+        """Whether items were to be made again at any time of the step."""
+        return bool(self._again)
+
     def forget(self, producer: int, item: int) -> None:
         """An item that no lane holds is to be made again.
 

@@ -147,6 +147,8 @@ class Recovery:
         self._snapshot: SavedStates | None = SavedStates(first_step)
         self._batches: list[Batch] = []
         self._begun: int | None = None
+        self._paused_at: float | None = None
+        self._pause_seconds = 0.0
         self._clock = clock
         self._taken_at, self._seconds = clock(), num_bytes / BYTES_PER_SECOND
         self._why_not: str | None = None
@@ -186,9 +188,20 @@ class Recovery:
             return False
         return self._seconds <= SHARE * (self._clock() - self._taken_at)
 
-    def begin(self) -> None:
-        """A snapshot of all steps that were given is on its way."""
-        self._begun = self.given
+    def pause(self) -> None:
+        """No further step is begun until those in flight are over, so that a snapshot can begin."""
+        self._paused_at = self._clock()
+
+    def begin(self, step: int) -> None:
+        """A snapshot of all steps before this one is on its way."""
+        self._begun = step
+        self._pause_seconds = 0.0 if self._paused_at is None else self._clock() - self._paused_at
+        self._paused_at = None
+
+    @property
+    def can_keep(self) -> bool:
+        """Whether the results of all steps before the snapshot that was begun were given."""
+        return self._begun is not None and self.given >= self._begun
 
     def keep(self, files: Mapping[str, Files], seconds: float) -> None:
         """The snapshot that was begun is here; a lane was busy with it for so long."""
@@ -196,7 +209,7 @@ class Recovery:
         assert self._begun is not None
         self._batches = self._batches[self._begun - self._snapshot.step :]
         self._snapshot, self._begun = SavedStates(self._begun, files), None
-        self._taken_at, self._seconds = self._clock(), seconds
+        self._taken_at, self._seconds = self._clock(), max(seconds, self._pause_seconds)
         self.snapshot_seconds += seconds
 
     def give_up(self, why_not: str | None = None) -> None:
@@ -217,6 +230,7 @@ class Recovery:
                 f"{error}\nthe only copy of what was learnt was lost with it: {self._why_not}; "
                 "`--resume` goes on from the last checkpoint"
             ) from error
+        self._paused_at = None
         return self._snapshot
 
     def since_snapshot(self) -> tuple[list[Batch], list[Batch]]:

@@ -108,12 +108,13 @@ class Run(FlowOnLanes):
                 return
 
     def _until_a_pause(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Batches, as long as nothing is to be done between two steps."""
-        while not (
-            self._recovery.is_due
-            or (self.pilot and self.pilot.wants_to_look)
-            or self._lanes_come_back
-        ):
+        """Batches, until something is to be done between two steps for which the next one waits."""
+        while not ((self.pilot and self.pilot.wants_to_look) or self._lanes_come_back):
+            if self._recovery.is_due:
+                if not self._saves_at_once:
+                    self._recovery.pause()
+                    return
+                self._begin_snapshot()
             batch = next(batches, None)
             if batch is None:
                 return
@@ -252,24 +253,38 @@ class Run(FlowOnLanes):
         heals = self._supervision is not None and self._supervision.heals
         return Recovery(first_step, unsaved, num_bytes, free, heals)
 
+    @property
+    def _saves_at_once(self) -> bool:
+        """Whether the states to be saved are resident, and between two steps.
+
+        The result of the step before may still be on its way here.
+        """
+        limited = any(
+            self._residency.limited(lane) for gang in self._savers().values() for lane in gang
+        )
+        return not limited and not self._runners[STEP].num_open
+
+    def _savers(self) -> dict[str, tuple[int, ...]]:
+        """Workers whose states a snapshot holds, and the lanes of the replica that saves."""
+        spots = self._placements
+        return {name: spots[name].replicas[0] for name in filter(self._saves, spots)}
+
     def _begin_snapshot(self) -> None:
         """Have workers save their states, and go on meanwhile."""
         from m2flow.runtime.driver.snapshots import SnapshotOnItsWay
 
         assert self._pool is not None
-        spots = self._placements
-        gangs = {name: spots[name].replicas[0] for name in filter(self._saves, spots)}
-        self._recovery.begin()
         self._pending_snapshot = SnapshotOnItsWay(
-            self._pool, gangs, self._bring, self.plan.deadline_seconds
+            self._pool, self._savers(), self._bring, self.plan.deadline_seconds
         )
+        self._recovery.begin(self._runners[STEP].next_step)
 
     def _look_for_snapshot(self) -> None:
         """Keep the snapshot that is on its way, if it is here."""
         from m2flow.runtime.transport.peering import PeerLost
 
         coming = self._pending_snapshot
-        if coming is None or not coming.advance():
+        if coming is None or not self._recovery.can_keep or not coming.advance():
             return
         self._pending_snapshot = None
         try:
@@ -283,7 +298,7 @@ class Run(FlowOnLanes):
 
     def _settle(self) -> None:
         super()._settle()
-        while self._pending_snapshot is not None:
+        while self._pending_snapshot is not None and self._recovery.can_keep:
             self._look_for_snapshot()
             if self._pending_snapshot is not None:
                 self._active.advance()

@@ -213,6 +213,11 @@ class Runner:
         return bool(self._open or self._collecting)
 
     @property
+    def num_open(self) -> int:
+        """Steps in flight that have not ended."""
+        return len(self._open)
+
+    @property
     def first_open(self) -> tuple[int, float | None]:
         """The oldest step whose result was not taken, or else the next one, and since when."""
         if self._collecting:
