@@ -2,8 +2,9 @@
 
 Whole commands, `m2flow train` on two lanes, from a model that is already there. A run that is
 disturbed has the process of a lane killed (SIGKILL) after every tenth step; which lane, a seed
-says. It ends with all steps done. Beside it stand runs that nobody disturbs, with snapshots and
-without, in turn; one of them twice under two names, which is the noise floor. Seconds are told as:
+says. It ends with all steps done. A spare process waits, as by default, or does not
+(`spare_lanes=0`). Beside them stand runs that nobody disturbs, with snapshots and without, in turn;
+one of them twice under two names, which is the noise floor. Seconds are told as:
 
 * back: from the kill to the time at which the next step that had not been done before could begin,
   steps that are taken again included: the end of that step, less what a step takes undisturbed;
@@ -54,19 +55,19 @@ UNDISTURBED, TWIN, BARE = "undisturbed", "undisturbed, twin", "without snapshots
 KILLED, SPARED = "lanes killed", "lanes killed, a spare"
 LONG_UNDISTURBED, LONG_TWIN = "long steps", "long steps, twin"
 LONG_KILLED, LONG_SPARED = "long steps, lanes killed", "long steps, lanes killed, a spare"
-SPARE = "spare_lanes=1"
+NO_SPARE = "spare_lanes=0"
 RUNS: Mapping[str, tuple[str, ...]] = {
     UNDISTURBED: (),
-    KILLED: (),
+    KILLED: (NO_SPARE,),
     TWIN: (),
-    SPARED: (SPARE,),
+    SPARED: (),
     BARE: ("lane_restarts=0",),
 }
 LONG_RUNS: Mapping[str, tuple[str, ...]] = {
     LONG_UNDISTURBED: LONG,
-    LONG_KILLED: LONG,
+    LONG_KILLED: (*LONG, NO_SPARE),
     LONG_TWIN: LONG,
-    LONG_SPARED: (*LONG, SPARE),
+    LONG_SPARED: LONG,
 }
 """What differs, in the order in which they take turns."""
 

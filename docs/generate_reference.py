@@ -78,7 +78,7 @@ MEANING = {
     "elastic": "whether the run goes on without a lane that cannot be started again, and takes it "
     "in again when it can be had ([how](../how-to/resume.md#lanes-that-do-not-come-back))",
     "spare_lanes": "processes that wait on each machine, with their imports done, to be a lane of "
-    "cores that is lost; a lane of a GPU is started afresh",
+    "cores that is lost; none with `lane_restarts: 0`, and a lane of a GPU is started afresh",
     "journal_gb": "10**9 bytes of finished rollouts that are kept on disk until a checkpoint holds "
     "their step, so that `--resume` does not make them again; 0 for none",
     "max_skipped_updates": "optimizer steps in a row that are left out because a loss or gradient "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from m2flow.engine.plan import LaneSpec
 from m2flow.observe.progress import Quiet
 from m2flow.plan import build_plan, with_memory
 from m2flow.runtime.driver.pilot import Pilot
-from m2flow.workloads.common import launching, read_recipe
+from m2flow.workloads.common import launching, read_recipe, start
 from m2flow.workloads.common.computed import computed_profile, whose_figures
 from m2flow.workloads.common.launching import launched, with_working_memory
 from m2flow.workloads.common.planning import flow_of
@@ -80,3 +81,21 @@ def test_what_the_recipe_says_of_lanes_reaches_the_launch(monkeypatch: pytest.Mo
         experiment, plan, None, Quiet(), checkpoint=None, first_step=0, also={}
     )
     assert {name: settings[name] for name in said} == said
+
+
+@pytest.mark.parametrize(
+    ("said", "spares"), [((), 1), (("spare_lanes=0",), 0), (("lane_restarts=0",), 0)]
+)
+def test_a_process_is_spare_where_lanes_are_started_again(
+    said: tuple[str, ...], spares: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def lanes_ahead(_lanes: object, _modules: object, count: int) -> AbstractContextManager[None]:
+        asked.append(count)
+        return nullcontext()
+
+    monkeypatch.setattr("m2flow.runtime.driver.ahead.LanesAhead", lanes_ahead)
+    recipe = read_recipe(Path(__file__).parents[3] / "recipes" / "quickstart.yaml", said)
+    with start._lanes_ahead(recipe, "auto", GPUS, ()):
+        assert asked == [spares]

@@ -118,7 +118,7 @@ class Recipe(Section):
     load_deadline_seconds: Positive = 1800.0
     lane_restarts: Natural = 3
     elastic: Flag = False
-    spare_lanes: Natural = 0
+    spare_lanes: Natural = 1
     grace_seconds: Positive = 20.0
     journal_gb: NonNegative = 2.0
     max_skipped_updates: Natural = 3

@@ -121,7 +121,8 @@ def _lanes_ahead(
         return
     from m2flow.runtime.driver.ahead import LanesAhead
 
-    with LanesAhead(lanes, modules, recipe.spare_lanes) as ahead:
+    spares = recipe.spare_lanes if recipe.lane_restarts else 0
+    with LanesAhead(lanes, modules, spares) as ahead:
         yield ahead
 
 
