@@ -125,8 +125,11 @@ def test_a_recipe_that_is_not_there(tiny: Path, refused: Refused) -> None:
     assert "there is no such recipe" in refused("train", "nowhere/at/all.yaml")
 
 
-def test_a_recipe_of_m2flow_by_name(tiny: Path, m2flow: Callable[..., Any]) -> None:
+def test_a_recipe_of_m2flow_by_name(
+    tiny: Path, m2flow: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a folder without recipes; a file of that name comes first, and may stand on a name."""
+    monkeypatch.setenv("COLUMNS", "100")  # lines are cut to the width of the terminal
     listed = m2flow("recipes").out
     assert {"quickstart", "gsm8k"} <= {line.split()[0] for line in listed.splitlines()}
     assert "A small model learns to think before it answers" in listed

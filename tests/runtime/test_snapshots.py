@@ -125,14 +125,14 @@ def test_a_snapshot_is_over_once_all_that_lanes_have_saved_is_here() -> None:
     snapshot, pool = _begun({"policy": (0, 1), "critic": (1,)})
     assert [lane for lane, _ in pool.asked] == [0, 1, 1]
     pool.answer(0, 0.1)
-    assert not snapshot.advance()
     assert not pool.fetches, "the other lane of the gang has not saved"
     pool.answer(1, 0.3)
+    assert len(pool.fetches) == 1, "nobody needs to look"
     pool.answer(2, 0.2)
-    assert not snapshot.advance()
+    assert not snapshot.is_over
     for number, fetch in enumerate(pool.fetches):
         fetch.set_result(Batch({"files": [{"state": torch.tensor([number], dtype=torch.uint8)}]}))
-    assert snapshot.advance()
+    assert snapshot.is_over
     assert pool.woken == 2, "or nobody would look"
     files = snapshot.files()
     assert {name: content["state"].tolist() for name, content in files.items()} == {
@@ -150,7 +150,7 @@ def test_a_snapshot_that_does_not_come_says_why(why: str) -> None:
         pool.answer(0, OSError("no space left"), raised=True)
     elif why == "lost":
         pool.answers[0].set_exception(RunFailed("lane 0 was lost"))
-    assert snapshot.advance()
+    assert snapshot.is_over
     kind = {"raised": OSError, "lost": RunFailed, "late": TimeoutError}[why]
     with pytest.raises(kind):
         snapshot.files()

@@ -284,7 +284,7 @@ class Run(FlowOnLanes):
         from m2flow.runtime.transport.peering import PeerLost
 
         coming = self._pending_snapshot
-        if coming is None or not self._recovery.can_keep or not coming.advance():
+        if coming is None or not self._recovery.can_keep or not coming.is_over:
             return
         self._pending_snapshot = None
         try:

@@ -11,6 +11,7 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from m2flow.flow.batch import Batch
 from m2flow.runtime.driver.pool import LanePool
@@ -41,24 +42,30 @@ class SnapshotOnItsWay:
         self._numbers = {worker: number for number, worker in enumerate(gangs)}
         self._saving: dict[str, list[Future[MethodResult]]] = {}
         self._fetching: dict[str, Future[Batch]] = {}
+        self.seconds = 0.0
+        """The longest that a lane was busy with a worker's state; known once `is_over` says yes."""
         for worker, gang in gangs.items():
             bring((worker,), "save", gang)
             self._saving[worker] = [self._save(worker, lane) for lane in gang]
-        self.seconds = 0.0
-        """The longest that a lane was busy with a worker's state; known once `advance` says yes."""
+        for worker, lanes in self._saving.items():
+            for lane in lanes:
+                lane.add_done_callback(partial(self._fetch_if_saved, worker))
 
     def _save(self, worker: str, lane: int) -> Future[MethodResult]:
         return self._pool.ask_later(lane, lambda asked: Save(asked, worker, self._numbers[worker]))
 
-    def advance(self) -> bool:
-        """Have fetched what lanes have saved meanwhile; whether `files` need not wait."""
-        for worker, lanes in self._saving.items():
-            if worker not in self._fetching and all(one.done() for one in lanes):
-                self._fetching[worker] = self._fetched(worker, lanes)
+    @property
+    def is_over(self) -> bool:
+        """Whether `files` need not wait."""
         under_way = len(self._fetching) < len(self._gangs) or not all(
             one.done() for one in self._fetching.values()
         )
         return not under_way or time.monotonic() > self._deadline
+
+    def _fetch_if_saved(self, worker: str, _: Future[MethodResult]) -> None:
+        lanes = self._saving[worker]
+        if worker not in self._fetching and all(one.done() for one in lanes):
+            self._fetching[worker] = self._fetched(worker, lanes)
 
     def _fetched(self, worker: str, lanes: Sequence[Future[MethodResult]]) -> Future[Batch]:
         """What brings a worker's files here, now that they are saved, or could not be."""
@@ -67,14 +74,13 @@ class SnapshotOnItsWay:
             for answer in answers:
                 if answer.raised:
                     raise pickle.loads(answer.value)
+            self.seconds = max(self.seconds, *(pickle.loads(one.value) for one in answers))
+            key = ItemsKey("", STATES, self._numbers[worker], (0,))
+            left = max(0.0, self._deadline - time.monotonic())
+            files = self._pool.exchange.fetch_later(self._gangs[worker][0], key, left)
         except Exception as error:  # noqa: BLE001 - raised by the future
-            failed: Future[Batch] = Future()
-            failed.set_exception(error)
-            return failed
-        self.seconds = max(self.seconds, *(pickle.loads(answer.value) for answer in answers))
-        key = ItemsKey("", STATES, self._numbers[worker], (0,))
-        left = max(0.0, self._deadline - time.monotonic())
-        files = self._pool.exchange.fetch_later(self._gangs[worker][0], key, left)
+            files = Future()
+            files.set_exception(error)
         files.add_done_callback(lambda _: self._pool.wake())
         return files
 
