@@ -278,12 +278,12 @@ def faults() -> Table:
         "soak_embodied": "an embodied run for 30 minutes, a lane or a process of simulators killed "
         "each minute",
     }
-    back = target("recovery", "seconds until back, the longest")
+    back = target("recovery", "seconds until back with a spare, the longest")
     disturbed = {
-        "a third of a second": "the steps disturbed",
-        "a third of a second, with a spare process": "the steps disturbed, with a spare",
-        "2.1 s": "long steps disturbed",
-        "2.1 s, with a spare process": "long steps disturbed, with a spare",
+        "a third of a second": "the steps disturbed, with a spare",
+        "a third of a second, with `spare_lanes=0`": "the steps disturbed",
+        "2.1 s": "long steps disturbed, with a spare",
+        "2.1 s, with `spare_lanes=0`": "long steps disturbed",
     }
     left = "most of the last third over most of the second: launcher's memory, all memory, handles"
     return f"what | {left}, processes", [
@@ -303,6 +303,56 @@ def faults() -> Table:
     ]
 
 
+def generation() -> Table:
+    """Tokens a second of the native engine beside others."""
+    found = read("generation")["results"]
+    others = {"generate": "`generate`", "continuous": "continuous batching", "vllm": "vLLM"}
+    rows = []
+    for model in ("0.8 M", "0.1 B"):
+        if model in found:
+            native = found[model]["native"]
+            ratios = (found[model][other]["native_is_so_many_times_as_fast"] for other in others)
+            rows.append(
+                (model, f"{native['tokens_per_s']:,.0f}", *(f"{one:.2f}" for one in ratios),
+                 f"{native['share_of_the_limit']:.0%}", f"{found[model]['noise_floor']:.0%}")
+            )  # fmt: skip
+    header = "parameters | tokens/s | times as fast as transformers' "
+    return f"{header}{' | its '.join(others.values())} | of the limit | noise".replace(
+        "its vLLM", "as vLLM's CPU build"
+    ), rows
+
+
+def training() -> Table:
+    """Mini-batches of the packed trainer beside those of a padded loop."""
+    rows = []
+    for model, found in read("training")["results"].items():
+        packed, unshared = found["packed"], found["packed, no prefix"]
+        rows.append(
+            (model, f"{packed['tokens/s']:,.0f}", f"{packed['times the padded loop']:.2f}",
+             f"{unshared['times the padded loop']:.2f}", f"{unshared['of the matrix rate']:.0%}")
+        )  # fmt: skip
+    header = "parameters | tokens/s | times as fast as a padded loop | a group's prompt computed"
+    return f"{header} for each answer | then of a matrix product", rows
+
+
+def peers_sb3() -> Table:
+    """Environment steps a second beside Stable-Baselines3's."""
+    rows = []
+    for name, found in read("peers_sb3")["results"].items():
+        if ":" not in name:
+            continue
+        ours = {row: one for row, one in found["rows"].items() if row.startswith("m2flow")}
+        peer = found["rows"][found["peer"]]
+        best = max(ours, key=lambda row: ours[row]["ratio"])
+        rows.append(
+            (f"`{name}`", f"{ours[best]['steps_per_s']:,.0f} ({best.removeprefix('m2flow, ')})",
+             f"{peer['steps_per_s']:,.0f}", f"{ours[best]['ratio']:.2f}",
+             f"{ours[best]['cpu_s_per_million']:,.0f}", f"{peer['cpu_s_per_million']:,.0f}")
+        )  # fmt: skip
+    header = "environment | m2flow, steps/s | Stable-Baselines3 | times as fast"
+    return f"{header} | CPU seconds for a million steps | Stable-Baselines3", rows
+
+
 SCRIPTS = {"soak_embodied": "soak"}
 """The script of a benchmark that is not named for it."""
 
@@ -316,6 +366,9 @@ TABLES: dict[str, tuple[Callable[[], Table], Sequence[str]]] = {
     "peers": (peers, ("peers_trl",)),
     "overhead": (overhead, ("overhead", "peers_trl")),
     "mechanisms": (mechanisms, ("links", "mechanisms", "engine_scale", "start_up", "timeline")),
+    "generation": (generation, ("generation",)),
+    "training": (training, ("training",)),
+    "peers_sb3": (peers_sb3, ("peers_sb3",)),
     "learning": (learning, ("learning",)),
     "faults": (faults, ("soak", "soak_embodied", "recovery", "crash_schedules")),
 }  # fmt: skip
