@@ -50,7 +50,8 @@ def test_lanes_find_an_environment_in_the_folder_of_the_command(tmp_path: Path) 
     done = subprocess.run(
         [command, "train", "corridor.yaml", "--run-dir", "run", *few],
         cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(Path(m2flow.__file__).parents[1])},
         capture_output=True,
         text=True,
         timeout=120,
