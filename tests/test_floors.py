@@ -29,7 +29,7 @@ PACKAGE = PROJECT / "src" / "m2flow"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = {
-    **dict.fromkeys(("errors", "flow", "engine", "algorithms"), 0),
+    **dict.fromkeys(("errors", "user_code", "flow", "engine", "algorithms"), 0),
     "simulation": 1,
     "plan": 2,
     "runtime": 3,

@@ -67,8 +67,8 @@ def test_what_the_simulator_tells_is_there_for_it() -> None:
     ("path", "said"),
     [
         ("leaning", r"environment\.reward: names no function.*module:function"),
-        ("no_such_module:leaning", r"environment\.reward: there is no such module"),
-        (f"{HERE}:leening", r"environment\.reward: .*no such function.*leaning"),
+        ("no_such_module:leaning", r"environment\.reward: there is no module no_such_module"),
+        (f"{HERE}:leening", r"environment\.reward: .*has no leening.*leaning"),
         (f"{HERE}:too_many", r"environment\.reward: takes other arguments"),
     ],
 )

@@ -180,7 +180,7 @@ def test_what_a_tool_does_wrong_costs_its_own_call() -> None:
         ("search", {"corpus": "/none/c.jsonl"}, "the corpus cannot be read: No such file"),
         ("search", {}, "cannot use these options: .*corpus"),
         ("search", {"corpus": __file__}, "is no passage"),
-        ("no_module:f", {}, "cannot be imported"),
+        ("no_module:f", {}, "there is no module no_module"),
         ("json:dumps", {"x": 1}, "a function has no options"),
         ("json:__doc__", {}, "is no function"),
     ],

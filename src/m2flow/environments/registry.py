@@ -18,8 +18,8 @@ from m2flow.environments import rendering
 from m2flow.environments.environment import Environment
 from m2flow.environments.gymnasium import GymnasiumEnvironment, is_gymnasium
 from m2flow.environments.rewarded import RewardedEnvironment, reward_at
-from m2flow.environments.user_module import user_module
 from m2flow.errors import UserError, suggestion
+from m2flow.user_code import user_module
 
 KEY = "environment"
 REWARD = "reward_function"

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from m2flow.environments.environment import Array, Environment, Transition
-from m2flow.environments.user_module import user_module
-from m2flow.errors import UserError, suggestion
+from m2flow.errors import UserError
+from m2flow.user_code import user_function
 
 KEY = "environment.reward"
 
@@ -81,22 +81,7 @@ def reward_at(path: str) -> StepReward:
     Raises:
         UserError: there is no such function, or it does not take two arguments.
     """
-    module, _, name = path.partition(":")
-    if not (module and name):
-        raise UserError("names no function", key=KEY, value=path, expected="module:function")
-    found = user_module(module)
-    if found is None:
-        hint = "Python finds modules beside the recipe with PYTHONPATH=."
-        raise UserError("there is no such module", key=KEY, value=module, hint=hint)
-    function: Any = getattr(found, name, None)
-    if not callable(function):
-        names = [key for key, value in vars(found).items() if inspect.isfunction(value)]
-        raise UserError(
-            f"{module} has no such function",
-            key=KEY,
-            value=name,
-            hint=suggestion(name, names) if names else None,
-        )
+    function = user_function(path, KEY)
     try:
         inspect.signature(function).bind(None, None)
     except TypeError as error:

@@ -16,11 +16,9 @@ service: many of them are awaited at once.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import math
 import queue
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
-from m2flow.errors import UserError, suggestion
+from m2flow.errors import UserError
+from m2flow.user_code import FUNCTION, user_function
 
 SHORT_NAMES = {
     "addition": "m2flow.rewards.addition:addition_reward",
@@ -100,14 +99,12 @@ class WeightedReward:
     Attributes:
         function: dotted path `module:function`, a name in SHORT_NAMES, or the function itself.
         weight: its factor.
-        folder: searched for the module beside what Python searches; "" for nothing more.
         deadline_seconds: longest that one call may take.
         concurrency: calls of a coroutine function that wait at a time.
     """
 
     function: Function
     weight: float = 1.0
-    folder: str = ""
     deadline_seconds: float = 60.0
     concurrency: int = 64
 
@@ -127,40 +124,18 @@ class WeightedReward:
         if not isinstance(self.function, str):
             return self.function
         path = SHORT_NAMES.get(self.function, self.function)
-        module_name, colon, attribute = path.partition(":")
-        if not (module_name and colon and attribute):
-            raise self._refused(
-                "names no function", expected=f"module:function, or {', '.join(SHORT_NAMES)}"
-            )
-        if self.folder and self.folder not in sys.path:
-            sys.path.append(self.folder)
-        try:
-            module = importlib.import_module(module_name)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise self._refused(f"{module_name} cannot be imported ({reason})") from error
-        function = getattr(module, attribute, None)
-        if function is None:
-            names = [name for name, value in vars(module).items() if callable(value)]
-            hint = suggestion(attribute, names) if names else None
-            raise self._refused(f"{module_name} has no {attribute}", hint=hint)
-        if not callable(function):
-            raise self._refused(
-                f"{attribute} is no function that can be called and returns a number",
-                expected=_SIGNATURE,
-            )
+        expected = f"{FUNCTION}, or {', '.join(SHORT_NAMES)}; {_SIGNATURE}"
+        function = user_function(path, "reward", expected)
         if not _takes_four(function):
-            raise self._refused(
-                f"{attribute}{inspect.signature(function)} does not take four arguments",
+            raise UserError(
+                f"{path.partition(':')[2]}{inspect.signature(function)} does not take four "
+                "arguments",
+                key="reward",
+                value=self.name,
                 expected=_SIGNATURE,
             )
         getattr(function, "prepare", _nothing)()
         return cast("Reward | BatchReward", function)
-
-    def _refused(
-        self, message: str, *, expected: str | None = None, hint: str | None = None
-    ) -> UserError:
-        return UserError(message, key="reward", value=self.name, expected=expected, hint=hint)
 
 
 def _takes_four(function: Callable[..., Any]) -> bool:

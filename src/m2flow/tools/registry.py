@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from m2flow.errors import UserError, suggestion
 from m2flow.tools.tool import Tool
+from m2flow.user_code import user_function
 
 _OWN = {
     "calculator": ("m2flow.tools.calculator", "Calculator"),
@@ -21,19 +21,18 @@ _OWN = {
 NAMES = tuple(_OWN)
 
 
-def make_tools(named: Sequence[tuple[str, Mapping[str, Any]]], folder: str = "") -> list[Tool]:
+def make_tools(named: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Tool]:
     """The tools of a recipe.
 
     Args:
         named: of each its name, or the path `module:function` of a function, and its options.
-        folder: searched for modules beside what Python searches; "" for nothing more.
 
     Raises:
         UserError: there is no such tool, an option is wrong, or two have one name.
     """
     found: list[Tool] = []
     for name, options in named:
-        found += _made(name, options, folder)
+        found += _made(name, options)
     names = [tool.name for tool in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -59,10 +58,10 @@ def check_name(name: str) -> None:
         )
 
 
-def _made(name: str, options: Mapping[str, Any], folder: str) -> list[Tool]:
+def _made(name: str, options: Mapping[str, Any]) -> list[Tool]:
     check_name(name)
     if name not in _OWN:
-        return [_function(name, options, folder)]
+        return [_function(name, options)]
     module, attribute = _OWN[name]
     make: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     try:
@@ -74,18 +73,9 @@ def _made(name: str, options: Mapping[str, Any], folder: str) -> list[Tool]:
     return made if isinstance(made, list) else [made]
 
 
-def _function(path: str, options: Mapping[str, Any], folder: str) -> Tool:
+def _function(path: str, options: Mapping[str, Any]) -> Tool:
     from m2flow.tools.function import FunctionTool
 
     if options:
         raise UserError("a function has no options", key=f"tools.{path}", value=dict(options))
-    if folder and folder not in sys.path:
-        sys.path.append(folder)
-    module, _, attribute = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"cannot be imported: {error}", key="tools", value=path) from None
-    if not callable(function):
-        raise UserError("is no function", key="tools", value=path)
-    return FunctionTool(function)
+    return FunctionTool(user_function(path, "tools"))

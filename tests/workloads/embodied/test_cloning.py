@@ -60,7 +60,7 @@ def test_a_cloned_policy_does_as_it_was_shown(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"environment": {"name": "gymnasium:CartPole-v1"}}, "has no expert of its own"),
-        ({"warmup": {"steps": 1, "expert": "no_such:thing"}}, "warmup.expert: cannot be imported"),
+        ({"warmup": {"steps": 1, "expert": "no_such:thing"}}, "warmup.expert: there is no module"),
     ],
 )
 def test_who_cannot_show_anything_is_refused(changes: dict[str, Any], words: str) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,7 @@ def test_the_page_leads_to_a_policy_that_finds_the_door(
     found = re.findall(r"```(python|yaml)\n(.*?)```", PAGE.read_text(), re.DOTALL)
     blocks = dict(reversed(found))  # the first of each
     (tmp_path / "corridor.py").write_text(blocks["python"])
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     recipe = read_recipe(yaml.safe_load(blocks["yaml"]))
     experiment = EmbodiedExperiment(recipe)  # type: ignore[arg-type]
     held_out = experiment.held_out()
@@ -35,3 +38,22 @@ def test_the_page_leads_to_a_policy_that_finds_the_door(
         after = experiment.evaluation(run.run_method("evaluate", held_out))
     assert before["eval/success"] < 0.8
     assert after["eval/success"] > 0.95
+
+
+def test_lanes_find_an_environment_in_the_folder_of_the_command(tmp_path: Path) -> None:
+    found = re.findall(r"```(python|yaml)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    blocks = dict(reversed(found))
+    (tmp_path / "corridor.py").write_text(blocks["python"])
+    (tmp_path / "corridor.yaml").write_text(blocks["yaml"])
+    few = ["steps=1", "evaluation.episodes=0", "--mode", "collocated", "lanes=cpu:1"]
+    command = Path(sys.executable).with_name("m2flow")
+    done = subprocess.run(
+        [command, "train", "corridor.yaml", "--run-dir", "run", *few],
+        cwd=tmp_path,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(Path(m2flow.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr

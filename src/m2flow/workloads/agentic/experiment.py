@@ -10,9 +10,9 @@ from m2flow.flow import Batch
 from m2flow.runtime.driver.runner import StepResult
 from m2flow.tools import ToolCall
 from m2flow.training.rollouts import TokenPairs
+from m2flow.user_code import user_function
 from m2flow.workloads.agentic.config import AgenticRecipe
 from m2flow.workloads.agentic.dialect import dialect_of
-from m2flow.workloads.agentic.endpoint.agents import agent_named
 from m2flow.workloads.agentic.flow import Agent, HostedAgent, recipe_flow
 from m2flow.workloads.agentic.tasks import TASKS, TaskWithTurns
 from m2flow.workloads.agentic.workers.tool_user import toolbox_of
@@ -52,7 +52,7 @@ class AgenticExperiment(ReasoningExperiment):
             self._schemas, self.tools = box.schemas(), tuple(box.tools)
             box.close()
         else:
-            agent_named(recipe.agent.function, str(Path.cwd()))
+            user_function(recipe.agent.function, "agent.function")
             episode = episode.model_copy(update={"dialect": "chat"})
         self.turn_rewards = loaded(recipe.turn_reward or ())
         super().__init__(recipe, model)

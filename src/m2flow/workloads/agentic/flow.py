@@ -104,7 +104,7 @@ def recipe_flow(
         checkpoint: go on from here.
     """
     algorithm, policy = recipe.algorithm, saved(recipe, model, checkpoint)
-    generation, episode, folder = recipe.generation, recipe.episode, str(Path.cwd())
+    generation, episode = recipe.generation, recipe.episode
     drawing = {
         "samples_per_prompt": recipe.samples_per_prompt,
         **{name: getattr(generation, name) for name in DRAWING},
@@ -126,10 +126,10 @@ def recipe_flow(
         "credit": episode.credit,
     }
     if recipe.agent is not None:
-        host = AgentHost(policy, episode, recipe.agent, folder, **drawing)
+        host = AgentHost(policy, episode, recipe.agent, **drawing)
         return HostedAgent(generator=host, **settings)
     return Agent(
         generator=TurnGenerator(policy, episode, tools, **drawing),
-        tools=ToolUser(model, episode, tools, recipe.tools, folder),
+        tools=ToolUser(model, episode, tools, recipe.tools),
         **settings,
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from m2flow.environments.environment import Environment
 from m2flow.environments.registry import make_environment
 from m2flow.errors import UserError
 from m2flow.models.policies.protocol import Policy
+from m2flow.user_code import user_function
 from m2flow.workloads.common.workload import RunProgress
 from m2flow.workloads.embodied.config import EmbodiedRecipe
 
@@ -40,19 +39,7 @@ def expert_of(recipe: EmbodiedRecipe, environment: Environment) -> Expert:
                 expected="module:function, or warmup.steps: 0",
             )
         return lambda one: one.expert()
-    module, _, function = named.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        found: Expert = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"cannot be imported: {error}",
-            key="warmup.expert",
-            value=named,
-            expected="module:function",
-        ) from error
-    return found
+    return user_function(named, "warmup.expert")
 
 
 def demonstrations(recipe: EmbodiedRecipe) -> tuple[dict[str, Any], Tensor]:

@@ -152,13 +152,12 @@ def rewards_of(recipe: ReasoningRecipe, table: Table = TASKS) -> tuple[WeightedR
 
 
 def loaded(parts: Sequence[RewardPart]) -> tuple[WeightedReward, ...]:
-    """The functions that parts of a recipe name, the folder at hand searched too.
+    """The functions that parts of a recipe name.
 
     Raises:
         UserError: a function cannot be imported.
     """
-    folder = str(Path.cwd())
-    found = tuple(WeightedReward(**part.model_dump(), folder=folder) for part in parts)
+    found = tuple(WeightedReward(**part.model_dump()) for part in parts)
     for reward in found:
         reward.load()
     return found

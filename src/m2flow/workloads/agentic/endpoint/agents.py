@@ -13,10 +13,8 @@ threads, or as coroutines of one thread; what one raises costs its trajectory al
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import queue
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -25,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from m2flow.errors import UserError
 from m2flow.workloads.agentic.endpoint.server import MODEL
 
 
@@ -42,34 +39,6 @@ class Endpoint:
     base_url: str
     key: str
     model: str = MODEL
-
-
-def agent_named(path: str, folder: str = "") -> Callable[..., Any]:
-    """The function of an agent.
-
-    Args:
-        path: `module:function`.
-        folder: searched for the module beside what Python searches; "" for nothing more.
-
-    Raises:
-        UserError: it cannot be imported.
-    """
-    if folder and folder not in sys.path:
-        sys.path.append(folder)
-    module, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"cannot be imported: {error}",
-            key="agent.function",
-            value=path,
-            expected="module:function",
-        ) from None
-    if not callable(function):
-        raise UserError("is no function", key="agent.function", value=path)
-    made: Callable[..., Any] = function
-    return made
 
 
 class Agents:

@@ -16,8 +16,9 @@ from typing import Any
 
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Place, Ragged, stage
+from m2flow.user_code import user_function
 from m2flow.workloads.agentic.config import AgentPart, EpisodeSection
-from m2flow.workloads.agentic.endpoint.agents import Agents, Endpoint, agent_named
+from m2flow.workloads.agentic.endpoint.agents import Agents, Endpoint
 from m2flow.workloads.agentic.endpoint.conversation import Conversation, RefusedRequest
 from m2flow.workloads.agentic.endpoint.server import ConversationServer
 from m2flow.workloads.agentic.episodes import Turn, begin_episodes
@@ -34,7 +35,6 @@ class AgentHost(TurnGenerator):
     Args:
         model, episode, settings: as for `TurnGenerator`.
         agent: the function, and its limits.
-        folder: searched for the function's module.
     """
 
     def __init__(
@@ -42,17 +42,16 @@ class AgentHost(TurnGenerator):
         model: ModelSource,
         episode: EpisodeSection,
         agent: AgentPart,
-        folder: str = "",
         **settings: Any,
     ) -> None:
         super().__init__(model, episode, (), **settings)
-        self.agent, self.folder = agent, folder
+        self.agent = agent
 
     def load(self, place: Place) -> None:
         super().load(place)
         from m2flow.workloads.agentic.dialect import ChatDialect
 
-        self._function = agent_named(self.agent.function, self.folder)
+        self._function = user_function(self.agent.function, "agent.function")
         self.tokenizer = self.model.tokenizer()
         self.dialect = ChatDialect(self.tokenizer, self.episode.max_tokens)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from m2flow.flow import Place
 from m2flow.tools import Toolbox, ToolCall, ToolResult, make_tools
@@ -12,20 +11,19 @@ from m2flow.workloads.agentic.workers.caller import Caller
 from m2flow.workloads.reasoning.workers import ModelSource
 
 
-def toolbox_of(parts: Sequence[ToolPart], episode: EpisodeSection, folder: str = "") -> Toolbox:
+def toolbox_of(parts: Sequence[ToolPart], episode: EpisodeSection) -> Toolbox:
     """The tools of a recipe.
 
     Args:
         parts: their names and options.
         episode: deadline, and how many calls are carried out at a time.
-        folder: searched for functions of the user's; "" for the folder at hand.
 
     Raises:
         UserError: a tool does not exist or cannot work here.
     """
     named = [(part.tool, part.options) for part in parts]
     return Toolbox(
-        make_tools(named, folder or str(Path.cwd())),
+        make_tools(named),
         episode.tool_deadline_seconds,
         episode.tool_concurrency,
     )
@@ -37,7 +35,6 @@ class ToolUser(Caller):
     Args:
         model, episode, tools: as for `Caller`.
         parts: the tools.
-        folder: searched for functions of the user's.
     """
 
     def __init__(
@@ -46,14 +43,13 @@ class ToolUser(Caller):
         episode: EpisodeSection,
         tools: Sequence[str],
         parts: Sequence[ToolPart],
-        folder: str = "",
     ) -> None:
         super().__init__(model, episode, tools)
-        self.parts, self.folder = tuple(parts), folder
+        self.parts = tuple(parts)
 
     def load(self, place: Place) -> None:
         super().load(place)
-        self._box = toolbox_of(self.parts, self.episode, self.folder)
+        self._box = toolbox_of(self.parts, self.episode)
 
     def answers(self, calls: Sequence[ToolCall], seeds: Sequence[int]) -> list[ToolResult]:
         return self._box.carry_out(calls)

@@ -1,0 +1,69 @@
+"""Code of the user's that a recipe names: rewards, tools, agents, experts, environments.
+
+A module is looked for where Python looks, and then in the folder in which the command was given.
+Lanes look there, too: Ray tells them the launcher's folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from m2flow.errors import UserError, suggestion
+
+FUNCTION = "module:function"
+
+
+def user_module(name: str) -> ModuleType | None:
+    """Import a module; None where there is none of that name.
+
+    Raises:
+        Exception: what the module raised, a module among it that it imports and that is not there.
+    """
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.append(folder)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        return None
+
+
+def user_function(path: str, key: str, expected: str = FUNCTION) -> Callable[..., Any]:
+    """The function of a dotted path.
+
+    Args:
+        path: `module:function`.
+        key: of the recipe, for errors.
+        expected: what the key takes, for errors.
+
+    Raises:
+        UserError: there is no such module or function, or the module cannot be imported.
+    """
+
+    def refused(message: str, hint: str | None = None) -> UserError:
+        return UserError(message, key=key, value=path, expected=expected, hint=hint)
+
+    module_name, _, name = path.partition(":")
+    if not (module_name and name):
+        raise refused("names no function")
+    try:
+        module = user_module(module_name)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise refused(f"{module_name} cannot be imported ({reason})") from error
+    if module is None:
+        raise refused(f"there is no module {module_name}, neither in {Path.cwd()} nor installed")
+    function = getattr(module, name, None)
+    if function is None:
+        names = [key for key, value in vars(module).items() if callable(value)]
+        raise refused(f"{module_name} has no {name}", suggestion(name, names) if names else None)
+    if not callable(function):
+        raise refused(f"{name} is no function")
+    made: Callable[..., Any] = function
+    return made
