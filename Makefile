@@ -28,8 +28,13 @@ quickstart-embodied: $(VENV)/.installed ## install, then train a policy from pix
 
 dev: $(VENV)/.installed-dev ## install with the tools for development
 
+# Tests that only compute run in two processes; the others start lanes or measure, and run alone.
+COMPUTING := $(addprefix tests/,algorithms engine flow fuzz generation models observe plan rewards simulation tools training)
+
 test: lint ## lint, then the tests (ARGS="-m slow" for the slow ones)
-	$(BIN)/python -m pytest $(ARGS)
+	$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),failed=0; \
+	  $(BIN)/python -m pytest -n 2 --dist loadfile $(COMPUTING) || failed=$$?; \
+	  $(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING)) || failed=$$?; exit $$failed)
 
 # pip brings the client and axe; the browser is the system's, or Debian's where we may install it.
 # Without a browser the tests fail (M2FLOW_NEEDS_BROWSER) instead of being skipped.
