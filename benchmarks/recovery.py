@@ -3,8 +3,9 @@
 Whole commands, `m2flow train` on two lanes, from a model that is already there. A run that is
 disturbed has the process of a lane killed (SIGKILL) after every tenth step; which lane, a seed
 says. It ends with all steps done. A spare process waits, as by default, or does not
-(`spare_lanes=0`). Beside them stand runs that nobody disturbs, with snapshots and without, in turn;
-one of them twice under two names, which is the noise floor. Seconds are told as:
+(`spare_lanes=0`). Beside them stand runs that nobody disturbs, with snapshots and without (they
+cannot heal at all, so no spare process waits either), in turn; one of them twice under two names,
+which is the noise floor. Seconds are told as:
 
 * back: from the kill to the time at which the next step that had not been done before could begin,
   steps that are taken again included: the end of that step, less what a step takes undisturbed;

@@ -306,7 +306,11 @@ def faults() -> Table:
 def generation() -> Table:
     """Tokens a second of the native engine beside others."""
     found = read("generation")["results"]
-    others = {"generate": "`generate`", "continuous": "continuous batching", "vllm": "vLLM"}
+    others = {
+        "generate": "transformers' `generate`",
+        "continuous": "its continuous batching",
+        "vllm": "vLLM's CPU build",
+    }
     rows = []
     for model in ("0.8 M", "0.1 B"):
         if model in found:
@@ -316,10 +320,8 @@ def generation() -> Table:
                 (model, f"{native['tokens_per_s']:,.0f}", *(f"{one:.2f}" for one in ratios),
                  f"{native['share_of_the_limit']:.0%}", f"{found[model]['noise_floor']:.0%}")
             )  # fmt: skip
-    header = "parameters | tokens/s | times as fast as transformers' "
-    return f"{header}{' | its '.join(others.values())} | of the limit | noise".replace(
-        "its vLLM", "as vLLM's CPU build"
-    ), rows
+    header = f"parameters | tokens/s | times as fast as {' | as '.join(others.values())}"
+    return f"{header} | of the limit | noise", rows
 
 
 def training() -> Table:

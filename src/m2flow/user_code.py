@@ -1,7 +1,7 @@
 """Code of the user's that a recipe names: rewards, tools, agents, experts, environments.
 
 A module is looked for where Python looks, and then in the folder in which the command was given.
-Lanes look there, too: Ray tells them the launcher's folder.
+Lanes look there, too: Ray tells them the folder in which the launcher was connected to it.
 """
 
 from __future__ import annotations

@@ -18,14 +18,20 @@ from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "own-environment.md"
 
 
+def write_the_page(folder: Path) -> None:
+    """The environment and the recipe, which are the page's first blocks, as files."""
+    found = re.findall(r"```(python|yaml)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    blocks = dict(reversed(found))  # the first of each
+    (folder / "corridor.py").write_text(blocks["python"])
+    (folder / "corridor.yaml").write_text(blocks["yaml"])
+
+
 def test_the_page_leads_to_a_policy_that_finds_the_door(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = re.findall(r"```(python|yaml)\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    blocks = dict(reversed(found))  # the first of each
-    (tmp_path / "corridor.py").write_text(blocks["python"])
+    write_the_page(tmp_path)
     monkeypatch.chdir(tmp_path)
-    recipe = read_recipe(yaml.safe_load(blocks["yaml"]))
+    recipe = read_recipe(yaml.safe_load(Path("corridor.yaml").read_text()))
     experiment = EmbodiedExperiment(recipe)  # type: ignore[arg-type]
     held_out = experiment.held_out()
     assert held_out is not None
@@ -41,10 +47,7 @@ def test_the_page_leads_to_a_policy_that_finds_the_door(
 
 
 def test_lanes_find_an_environment_in_the_folder_of_the_command(tmp_path: Path) -> None:
-    found = re.findall(r"```(python|yaml)\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    blocks = dict(reversed(found))
-    (tmp_path / "corridor.py").write_text(blocks["python"])
-    (tmp_path / "corridor.yaml").write_text(blocks["yaml"])
+    write_the_page(tmp_path)
     few = ["steps=1", "evaluation.episodes=0", "--mode", "collocated", "lanes=cpu:1"]
     command = Path(sys.executable).with_name("m2flow")
     done = subprocess.run(
