@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from m2flow.generation import attention
+from m2flow.generation import attention, kv_cache
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Completion, Request, SamplingParams
 from tests.generation.small_models import (
@@ -23,6 +23,11 @@ from tests.generation.small_models import (
 
 TOLERANCE = {"gemma2": 1e-5}
 """transformers has the softmax of Gemma 2 in float32 whatever the model's dtype is."""
+
+
+@pytest.fixture(autouse=True)
+def _rows_attend_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "CPU_SPAN", 2)
 
 
 def prompts(count: int, seed: int = 3) -> list[list[int]]:

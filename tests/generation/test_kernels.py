@@ -6,13 +6,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from m2flow.generation import kernels
 from m2flow.generation.kernels import linear, padded_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 15, 16, 40])
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear_is_the_plain_product(dtype: torch.dtype, rows: int, bias: bool) -> None:
+@pytest.mark.parametrize("smallest", [0, kernels._ONEDNN_MIN_WEIGHTS])
+def test_linear_is_the_plain_product(
+    dtype: torch.dtype, rows: int, bias: bool, smallest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_ONEDNN_MIN_WEIGHTS", smallest)
     generator = torch.Generator().manual_seed(rows)
     x, weight, shift = (
         torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.errors import M2FlowError, UserError
-from m2flow.generation import prefixes
+from m2flow.generation import kv_cache, prefixes
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Begun, Completion, Request, SamplingParams
+from m2flow.generation.running import closed
 from tests.generation.small_models import CONTEXT, VOCAB_SIZE, drain, forward_logprobs, small_model
 
 MODEL = small_model()
@@ -82,6 +83,7 @@ def assert_empty(engine: NativeEngine) -> None:
     naps=st.sets(st.integers(0, 30), max_size=2),
     aborted=st.sets(st.integers(0, len(POOL) - 1), max_size=3),
     cells=st.none() | st.integers(CONTEXT, 5 * CONTEXT),
+    span=st.integers(1, 20),
 )
 def test_draws_do_not_depend_on_what_else_runs(
     order: list[int],
@@ -91,10 +93,12 @@ def test_draws_do_not_depend_on_what_else_runs(
     naps: set[int],
     aborted: set[int],
     cells: int | None,
+    span: int,
 ) -> None:
     """Any order and pace of submission, any limits of rows and memory, naps: the same tokens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefixes, "MAX_TOKENS", prefill_tokens)
+        patch.setattr(kv_cache, "CPU_SPAN", span)
         _draw_all(order, max_running, feed, naps, aborted, cells)
 
 
@@ -218,6 +222,43 @@ def test_a_freed_slot_is_taken_in_the_same_step() -> None:
     engine.submit([request(i, new=4) for i in range(3)])
     assert [len(engine.step()) for _ in range(10)] == [0, 0, 0, 1, 0, 0, 1, 0, 0, 1]
     assert_empty(engine)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 99), min_size=1, max_size=40),
+    gone=st.sets(st.integers(0, 39)),
+    span=st.integers(1, 20),
+)
+def test_gaps_close_and_no_row_moves_up(lengths: list[int], gone: set[int], span: int) -> None:
+    rows = [row for row in range(len(lengths)) if row in gone]
+    order = closed(lengths, rows, span)
+    assert sorted(order) == [row for row in range(len(lengths)) if row not in gone]
+    assert all(row >= place for place, row in enumerate(order))
+
+
+def test_rows_of_like_length_stay_side_by_side() -> None:
+    """Every span computes over the columns of its longest row, and new rows come last."""
+    rng = random.Random(7)
+    lengths: list[int] = []
+    wanted: list[int] = []
+    computed = needed = moves = ended = 0
+    for _ in range(2000):
+        gone = [
+            row for row, (now, end) in enumerate(zip(lengths, wanted, strict=True)) if now >= end
+        ]
+        order = closed(lengths, gone, 16)
+        moves += sum(row != place for place, row in enumerate(order))
+        ended += len(gone)
+        new = 64 - len(order)
+        lengths = [lengths[row] for row in order] + [32] * new
+        wanted = [wanted[row] for row in order]
+        wanted += [32 + min(512, round(rng.lognormvariate(4.5, 1.0))) for _ in range(new)]
+        spans = [lengths[start : start + 16] for start in range(0, 64, 16)]
+        computed += sum(16 * max(span) for span in spans)
+        needed += sum(lengths)
+        lengths = [length + 1 for length in lengths]
+    assert computed < 1.4 * needed, "64 times the longest is more than 3 times what is needed"
+    assert moves <= 4 * ended
 
 
 def test_memory_does_not_grow_from_one_round_to_the_next() -> None:

@@ -166,8 +166,8 @@ class Decoder:
         num_rows, num_heads = token_N.shape[0], num_running * a.kv_heads
 
         def attend(layer: int, qkv_YSD: Tensor) -> Tensor:
-            query_XGD, kv_X2D = qkv_YSD.narrow(0, 0, num_heads).split((a.group, 2), dim=1)
-            cache.append(layer, kv_X2D.flatten(1))
+            query_XGD, kv_XTD = qkv_YSD.narrow(0, 0, num_heads).split((a.group, 2), dim=1)
+            cache.append(layer, kv_XTD)
             out_YGD = qkv_YSD.new_empty(num_rows * a.kv_heads, a.group, a.head_dim)
             cache.attend(
                 layer,

@@ -1,8 +1,9 @@
 """Matrix products and norms at the sizes of decoding: the fastest that torch offers for each.
 
 On the CPU `F.linear` calls MKL for float32, which leaves AVX-512 unused on processors that are not
-Intel's; oneDNN uses it and is about twice as fast from 16 rows up. oneDNN compiles a kernel for
-each number of rows, so callers round theirs with `padded_rows`.
+Intel's; oneDNN uses it, and lays the weights out anew in each call. With large weights it is up to
+twice as fast from 16 rows up (AMD with AVX-512, by generation), with small ones slower. oneDNN
+compiles a kernel for each number of rows, so callers round theirs with `padded_rows`.
 
 Legend: N rows, I input features, O output features, E normalised channels.
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 
 # Below, a compiled kernel costs more to look up than it saves (measured; crossing at 8 to 16).
 _ONEDNN_MIN_ROWS = 16
+_ONEDNN_MIN_WEIGHTS = 1 << 18  # measured; crossing at 100 to 400 thousand
 _ROW_STEP = 8
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(
     torch.ops.mkldnn, "_linear_pointwise"
@@ -37,6 +39,7 @@ def linear(input_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) ->
     if (
         _HAS_ONEDNN
         and input_NI.shape[0] >= _ONEDNN_MIN_ROWS
+        and weight_OI.numel() >= _ONEDNN_MIN_WEIGHTS
         and input_NI.dtype is torch.float32
         and input_NI.device.type == "cpu"
     ):

@@ -23,6 +23,7 @@ from torch import Tensor
 from m2flow.errors import UserError
 from m2flow.generation.causal_lms import OTHER_ENGINE, check_causal_lm
 from m2flow.generation.decoder import Prefilled
+from m2flow.generation.kv_cache import Span
 from m2flow.models.norms import widen_norms
 from m2flow.runtime.weights.boxes import Box
 
@@ -207,6 +208,9 @@ class OwnSlots:
         budget: bytes that they may take; None for what is needed.
     """
 
+    span: int | None = None
+    """Rows that attend together: all."""
+
     def __init__(self, forward: OwnForward, budget: int | None = None) -> None:
         self._forward = forward
         self.max_cells = None if budget is None else budget // forward.cell_bytes
@@ -272,8 +276,9 @@ class OwnSlots:
     def keep(self, rows: int) -> None:
         """Rows from this one on are free; the next `ensure` takes them away."""
 
-    def view(self, position_B: Tensor, columns: int, shortest: int = 0) -> tuple[Any, Tensor]:
+    def view(self, position_B: Tensor, spans: Sequence[Span]) -> tuple[Any, Tensor]:
         """The cache for one decode step, and which columns each row sees [B, columns]."""
+        columns = max(span.longest for span in spans)
         column_C = torch.arange(columns, device=position_B.device)
         seen_BC = column_C >= columns - 1 - position_B[:, None]
         return self._cache, seen_BC.long()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from m2flow.generation.architecture import Architecture
+from m2flow.generation.kv_cache import Span
 from m2flow.generation.paged_attention import PAGE, PageReader
 
 NOBODY = 0
@@ -43,6 +44,9 @@ class PagedCache:
 
     has_windows = False
     """Rows of one step may have windows: the reader leaves out what is not seen."""
+
+    span: int | None = None
+    """Rows that attend together: all, and each reads its own pages."""
 
     def __init__(
         self,
@@ -139,18 +143,18 @@ class PagedCache:
             some_UCKW = kv_UKPW[:, :, :columns].index_select(0, prompts).transpose(1, 2)
             flat_NZ.index_copy_(0, token_N, some_UCKW.reshape(len(token_N), -1))
 
-    def view(self, position_B: Tensor, columns: int, shortest: int = 0) -> PagedView:
+    def view(self, position_B: Tensor, spans: Sequence[Span]) -> PagedView:
         """What one decode step needs: where each row's next token goes, and what rows attend to.
 
         Args:
             position_B: int64, tokens in each row so far: the column that this step fills.
-            columns: that no row has more of after this step.
-            shortest: as for slots; of no use here.
+            spans: that no row has more columns than the longest of after this step.
         """
         table_BM = self._table_RM.narrow(0, 0, len(position_B))
         place_B1 = (position_B // self._page).unsqueeze(1)
         page_B = table_BM.gather(1, place_B1).squeeze(1).long()
         token_B = page_B * self._page + position_B % self._page
+        columns = max(span.longest for span in spans)
         return PagedView(self._kv_LPSKW, self._read, table_BM, position_B, token_B, columns)
 
     def _needed(self, length: int) -> int:
@@ -203,9 +207,9 @@ class PagedView:
         self._table_BM, self._token_B, self._columns = table_BM, token_B, columns
         self._length_B = (position_B + 1).int()
 
-    def append(self, layer: int, kv_XW: Tensor) -> None:
+    def append(self, layer: int, kv_XTD: Tensor) -> None:
         """Write this step's keys and values of a layer."""
-        kv_BZ = kv_XW.reshape(len(self._token_B), -1)
+        kv_BZ = kv_XTD.reshape(len(self._token_B), -1)
         self._flat_LNZ[layer].index_copy_(0, self._token_B, kv_BZ)
 
     def attend(

@@ -17,7 +17,7 @@ from torch import Tensor
 from m2flow.algorithms.sampling import sample_tokens
 from m2flow.generation.captured import COLUMN_STEP, Size, padded_columns, padded_count
 from m2flow.generation.kernels import padded_rows
-from m2flow.generation.kv_cache import KVCache
+from m2flow.generation.kv_cache import KVCache, Span, spans
 from m2flow.generation.own_forward import OwnSlots
 from m2flow.generation.pages import PagedCache
 from m2flow.generation.sequence import RunningSequence
@@ -68,22 +68,20 @@ class RunningBatch:
         self.sequences += sequences
 
     def remove(self, rows: Sequence[int]) -> list[RunningSequence]:
-        """Takes rows out; the last ones move into the gaps, so that the batch stays dense."""
+        """Takes rows out; later ones move into the gaps, so that the batch stays dense."""
         if not rows:
             return []
         leaving = [self.sequences[row] for row in rows]
-        gone, kept = set(rows), len(self) - len(rows)
-        targets = [row for row in rows if row < kept]
-        sources = [row for row in range(kept, len(self)) if row not in gone]
-        if targets:
+        order = closed(self.lengths, rows, self._cache.span or len(self))
+        moved = [(source, target) for target, source in enumerate(order) if source != target]
+        if moved:
+            sources, targets = zip(*moved, strict=True)
             columns = max(self.sequences[row].length for row in sources)
             self._cache.move(sources, targets, min(columns, self._cache.columns))
             index = torch.tensor([targets, sources], device=self._device)
             self._state[:, index[0]] = self._state[:, index[1]]
-            for source, target in zip(sources, targets, strict=True):
-                self.sequences[target] = self.sequences[source]
-        self._cache.keep(kept)
-        del self.sequences[kept:]
+        self.sequences = [self.sequences[row] for row in order]
+        self._cache.keep(len(self))
         return leaving
 
     def decode_inputs(self) -> tuple[Tensor, Tensor, Any]:
@@ -95,7 +93,7 @@ class RunningBatch:
         self._cache.ensure(lengths, keep=len(self))
         token_N, position_N = self._state[: _POSITION + 1, : padded_rows(len(self))]
         position_B = position_N.narrow(0, 0, len(self))
-        view = self._cache.view(position_B, max(lengths), min(lengths))
+        view = self._cache.view(position_B, spans(lengths, self._cache.span))
         return token_N, position_N, view
 
     def pad(self) -> Size:
@@ -117,7 +115,8 @@ class RunningBatch:
     def padded_inputs(self, size: Size) -> tuple[Tensor, Tensor, Any]:
         """The same as `decode_inputs` for a size that `pad` has made; at fixed addresses."""
         token_N, position_N = self._state[: _POSITION + 1, : size.rows]
-        return token_N, position_N, self._cache.view(position_N, size.columns, size.passed)
+        span = Span(size.rows, size.passed, size.columns)
+        return token_N, position_N, self._cache.view(position_N, [span])
 
     def draw(self, logits_BV: Tensor, first: int = 0) -> tuple[list[int], list[float]]:
         """Samples the next token of the rows from `first` on; it is what they feed next.
@@ -141,3 +140,21 @@ class RunningBatch:
         position_B.add_(1)
         drawn_B.add_(1)
         return new_token_B.tolist(), logprob_B.tolist()
+
+
+def closed(lengths: Sequence[int], gone: Sequence[int], span: int) -> list[int]:
+    """Which row comes to stand at each place when some are gone, none later than it stood.
+
+    New rows come last, so the spans stay in the order of age, and by it of length, when a gap is
+    filled by the longest row of the next span: one move a span. In the last span the last row moves
+    into the gap.
+    """
+    order = list(range(len(lengths)))
+    for gap in sorted(gone, reverse=True):
+        while (after := gap // span * span + span) < len(order):
+            next_span = range(after, min(after + span, len(order)))
+            source = max(next_span, key=lambda place: lengths[order[place]])
+            order[gap], gap = order[source], source
+        order[gap] = order[-1]
+        order.pop()
+    return order
