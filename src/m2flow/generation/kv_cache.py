@@ -35,7 +35,7 @@ Band = tuple[int, Tensor]
 sees a token, and -inf elsewhere."""
 
 
-class Span(NamedTuple):
+class RowSpan(NamedTuple):
     """Neighbouring rows that attend together.
 
     Attributes:
@@ -49,11 +49,11 @@ class Span(NamedTuple):
     longest: int
 
 
-def spans(lengths: Sequence[int], rows: int | None) -> list[Span]:
+def row_spans(lengths: Sequence[int], rows: int | None) -> list[RowSpan]:
     """Of rows of so many columns, so many rows each; None for one span of all."""
     rows = rows or len(lengths)
     cut = (lengths[start : start + rows] for start in range(0, len(lengths), rows))
-    return [Span(len(some), min(some), max(some)) for some in cut]
+    return [RowSpan(len(some), min(some), max(some)) for some in cut]
 
 
 class KVCache:
@@ -163,7 +163,7 @@ class KVCache:
     def keep(self, rows: int) -> None:
         """Slots from this one on are free; their content is written over."""
 
-    def view(self, position_B: Tensor, spans: Sequence[Span]) -> CacheView:
+    def view(self, position_B: Tensor, spans: Sequence[RowSpan]) -> CacheView:
         """What one decode step needs: where each row's next token goes, and what rows attend to.
 
         Args:
@@ -177,7 +177,7 @@ class KVCache:
         bands = [self._bands(*one) for one in zip(spans, heads, strict=True)]
         return CacheView(self._kv_LTRKCD, index_XT.flatten(), bands)
 
-    def _bands(self, span: Span, position_S: Tensor) -> dict[int | None, Band]:
+    def _bands(self, span: RowSpan, position_S: Tensor) -> dict[int | None, Band]:
         """What a span's rows see, for each window of a layer."""
         column_C = self._column.narrow(0, 0, span.longest)
         position_S1 = position_S.unsqueeze(1)

@@ -23,7 +23,7 @@ from torch import Tensor
 from m2flow.errors import UserError
 from m2flow.generation.causal_lms import OTHER_ENGINE, check_causal_lm
 from m2flow.generation.decoder import Prefilled
-from m2flow.generation.kv_cache import Span
+from m2flow.generation.kv_cache import RowSpan
 from m2flow.models.norms import widen_norms
 from m2flow.runtime.weights.boxes import Box
 
@@ -276,7 +276,7 @@ class OwnSlots:
     def keep(self, rows: int) -> None:
         """Rows from this one on are free; the next `ensure` takes them away."""
 
-    def view(self, position_B: Tensor, spans: Sequence[Span]) -> tuple[Any, Tensor]:
+    def view(self, position_B: Tensor, spans: Sequence[RowSpan]) -> tuple[Any, Tensor]:
         """The cache for one decode step, and which columns each row sees [B, columns]."""
         columns = max(span.longest for span in spans)
         column_C = torch.arange(columns, device=position_B.device)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from m2flow.generation.architecture import Architecture
-from m2flow.generation.kv_cache import Span
+from m2flow.generation.kv_cache import RowSpan
 from m2flow.generation.paged_attention import PAGE, PageReader
 
 NOBODY = 0
@@ -143,7 +143,7 @@ class PagedCache:
             some_UCKW = kv_UKPW[:, :, :columns].index_select(0, prompts).transpose(1, 2)
             flat_NZ.index_copy_(0, token_N, some_UCKW.reshape(len(token_N), -1))
 
-    def view(self, position_B: Tensor, spans: Sequence[Span]) -> PagedView:
+    def view(self, position_B: Tensor, spans: Sequence[RowSpan]) -> PagedView:
         """What one decode step needs: where each row's next token goes, and what rows attend to.
 
         Args:

@@ -17,7 +17,7 @@ from torch import Tensor
 from m2flow.algorithms.sampling import sample_tokens
 from m2flow.generation.captured import COLUMN_STEP, Size, padded_columns, padded_count
 from m2flow.generation.kernels import padded_rows
-from m2flow.generation.kv_cache import KVCache, Span, spans
+from m2flow.generation.kv_cache import KVCache, RowSpan, row_spans
 from m2flow.generation.own_forward import OwnSlots
 from m2flow.generation.pages import PagedCache
 from m2flow.generation.sequence import RunningSequence
@@ -93,7 +93,7 @@ class RunningBatch:
         self._cache.ensure(lengths, keep=len(self))
         token_N, position_N = self._state[: _POSITION + 1, : padded_rows(len(self))]
         position_B = position_N.narrow(0, 0, len(self))
-        view = self._cache.view(position_B, spans(lengths, self._cache.span))
+        view = self._cache.view(position_B, row_spans(lengths, self._cache.span))
         return token_N, position_N, view
 
     def pad(self) -> Size:
@@ -115,7 +115,7 @@ class RunningBatch:
     def padded_inputs(self, size: Size) -> tuple[Tensor, Tensor, Any]:
         """The same as `decode_inputs` for a size that `pad` has made; at fixed addresses."""
         token_N, position_N = self._state[: _POSITION + 1, : size.rows]
-        span = Span(size.rows, size.passed, size.columns)
+        span = RowSpan(size.rows, size.passed, size.columns)
         return token_N, position_N, self._cache.view(position_N, [span])
 
     def draw(self, logits_BV: Tensor, first: int = 0) -> tuple[list[int], list[float]]:
