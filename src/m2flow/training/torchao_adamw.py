@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from m2flow.algorithms.sampling import derive_seed
 from m2flow.errors import UserError
 from m2flow.training.adamw import MOMENTS, AdamWStep
 
 _COUNT = "step"
-_PARAMETERS = 1 << 32
-"""More than a model has: the seed of a step's parameter is that of no other."""
 
 
 def check_installed(key: str) -> None:
@@ -87,7 +86,8 @@ class TorchaoAdamW(AdamWStep):
         for index, (parameter, optimizer) in enumerate(self._optimizers.items()):
             optimizer.param_groups[0]["lr"].fill_(learning_rate)
             optimizer.state[parameter][_COUNT].fill_(number - 1)  # which it adds 1 to
-            self._take(parameter, seed=number * _PARAMETERS + index)
+            # Mixed, since a CPU's generator heeds the low 32 bits of its seed alone.
+            self._take(parameter, seed=derive_seed(number, index))
 
     def tensors(self) -> Iterator[Tensor]:
         """What the moments are made of."""
