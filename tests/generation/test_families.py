@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from m2flow.generation import attention, kv_cache
+from m2flow.generation import attention, kernels, kv_cache
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Completion, Request, SamplingParams
 from tests.generation.small_models import (
@@ -26,8 +26,9 @@ TOLERANCE = {"gemma2": 1e-5}
 
 
 @pytest.fixture(autouse=True)
-def _rows_attend_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_with_many_rows_and_large_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "CPU_SPAN", 2)
+    monkeypatch.setattr(kernels, "_MIN_PREPACKED", 0)
 
 
 def prompts(count: int, seed: int = 3) -> list[list[int]]:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from m2flow.errors import M2FlowError, UserError
-from m2flow.generation import kv_cache, prefixes
+from m2flow.generation import kernels, kv_cache, prefixes
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Begun, Completion, Request, SamplingParams
 from m2flow.generation.running import closed
@@ -358,6 +358,36 @@ def test_running_requests_go_on_with_installed_weights_over_the_old_cache() -> N
     torch.testing.assert_close(
         done.logprobs[:3], forward_logprobs(MODEL, one, done)[:3], atol=1e-10, rtol=0
     )
+
+
+def test_weights_laid_out_for_products_are_the_installed_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After an install, too; asleep an engine does without them, and its bytes tell of them."""
+    plain = NativeEngine(OTHER.config)
+    bytes_alone = plain.state_bytes()
+    plain.install(OTHER.state_dict(), 1)
+    plain.submit(POOL)
+    expected = drain(plain)
+    monkeypatch.setattr(kernels, "_MIN_PREPACKED", 0)
+    engine = NativeEngine(OTHER.config)
+    matrices = [
+        parameter.numel() * torch.float32.itemsize
+        for parameter in OTHER.parameters()
+        if parameter.dim() == 2
+    ]
+    assert engine.state_bytes() == bytes_alone + sum(matrices)
+    for model, version in ((MODEL, 0), (OTHER, 1)):
+        engine.install(model.state_dict(), version)
+        engine.submit(POOL)
+        found = drain(engine)
+        engine.sleep()
+        assert engine.state_bytes() == bytes_alone + sum(matrices)
+        assert engine._decoder.weights._prepacked is None  # type: ignore[union-attr]
+        engine.wake()
+    for index, completion in found.items():
+        assert completion.token_ids.tolist() == expected[index].token_ids.tolist()
+        torch.testing.assert_close(completion.logprobs, expected[index].logprobs)
 
 
 def test_a_new_request_does_not_start_from_a_prompt_of_older_weights() -> None:

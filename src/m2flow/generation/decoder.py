@@ -189,7 +189,7 @@ class Decoder:
         hidden_NE = self.weights.embedding.index_select(0, ids_N)
         if a.embedding_scale != 1.0:
             hidden_NE.mul_(self._embedding_scale)
-        for index, layer in enumerate(self.weights.layers):
+        for index, layer in enumerate(self.weights.prepacked.layers):
             normed_NE = rms_norm(hidden_NE, layer.attention_norm, a.norm_epsilon)
             qkv_YSD = linear(normed_NE, layer.qkv, layer.qkv_bias).view(shape)
             query_key = qkv_YSD.narrow(1, 0, a.group + 1)
@@ -250,7 +250,9 @@ class Decoder:
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """Logits after each row, in float32 or wider."""
         normed_NE = rms_norm(hidden_NE, self.weights.norm, self.architecture.norm_epsilon)
-        logits_NV = capped(linear(normed_NE, self.weights.head), self.architecture.logit_cap)
+        logits_NV = capped(
+            linear(normed_NE, self.weights.prepacked.head), self.architecture.logit_cap
+        )
         return logits_NV if logits_NV.dtype is torch.float64 else logits_NV.float()
 
 

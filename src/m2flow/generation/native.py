@@ -225,6 +225,8 @@ class NativeEngine:
         if not self._state.is_resident:
             return
         self._rest()
+        if isinstance(self._decoder, Decoder):
+            self._decoder.weights.unpack()
         self._state.offload()
 
     def wake(self) -> None:
@@ -233,7 +235,8 @@ class NativeEngine:
 
     def state_bytes(self) -> int:
         """Bytes that weights and caches hold on the device, or will hold again after `wake`."""
-        return self._state.nbytes()
+        more = self._decoder.weights.prepacked_bytes if isinstance(self._decoder, Decoder) else 0
+        return self._state.nbytes() + more
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from self._decoder.tensors()

@@ -14,12 +14,14 @@ the whole, of which the part is taken.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from m2flow.generation.architecture import Architecture
+from m2flow.generation.kernels import is_prepacked, prepacked
 from m2flow.generation.tensor_parallel import WHOLE, TensorParallel
 from m2flow.runtime.weights.boxes import Box
 
@@ -47,6 +49,16 @@ class LayerWeights:
     router: Tensor | None = None
     attention_out_norm: Tensor | None = None
     mlp_out_norm: Tensor | None = None
+
+
+_MATRICES = ("qkv", "out", "gate_up", "down")
+
+
+class Prepacked(NamedTuple):
+    """What products are made with: layers and head, their large matrices laid out for `linear`."""
+
+    layers: list[LayerWeights]
+    head: Tensor
 
 
 @dataclass(frozen=True)
@@ -136,6 +148,7 @@ class DecoderWeights:
         ]
         self._places = _places(self)
         self._parts = _parts(self._places, whole, parallel)
+        self._prepacked: Prepacked | None = None
 
     def install(self, weights: Mapping[str, Tensor]) -> None:
         """Copies every parameter to its place; see `NativeEngine.install`."""
@@ -150,9 +163,31 @@ class DecoderWeights:
         ]
         if missing or unknown or wrong:
             raise ValueError(f"weights do not fit: {missing=}, {unknown=}, {wrong=}")
+        self.unpack()
         for name, places in self._places.items():
             for place in places:
                 place.fill(self._parts[name].box.of(weights[name]))
+
+    @property
+    def prepacked(self) -> Prepacked:
+        """The layers and the head for products; made on first use, and kept until `unpack`."""
+        if self._prepacked is None:
+            layers = [
+                replace(layer, **{name: prepacked(vars(layer)[name]) for name in _MATRICES})
+                for layer in self.layers
+            ]
+            self._prepacked = Prepacked(layers, prepacked(self.head))
+        return self._prepacked
+
+    def unpack(self) -> None:
+        """Give up what `prepacked` has made."""
+        self._prepacked = None
+
+    @property
+    def prepacked_bytes(self) -> int:
+        """What `prepacked` takes beside the weights, whether or not it is made."""
+        matrices = [vars(layer)[name] for layer in self.layers for name in _MATRICES]
+        return sum(one.nbytes for one in (*matrices, self.head) if is_prepacked(one))
 
     def boxes(self) -> dict[str, Box]:
         """Hugging Face parameter name -> the part of it that is here."""
