@@ -116,9 +116,10 @@ class PlanningProblem:
     def kept(self, function: Callable[..., T], *asked: Hashable) -> T:
         """What a function says of this problem; it is asked the same only once."""
         key = function, *asked
-        if key not in self._kept:
-            self._kept[key] = function(self, *asked)
-        found: T = self._kept[key]
+        try:
+            found: T = self._kept[key]
+        except KeyError:
+            found = self._kept[key] = function(self, *asked)
         return found
 
     def cost(self, node: StageNode, option: WorkerCost, running: int | None) -> StageCost:

@@ -181,7 +181,7 @@ def _spots(
     found, first = {}, 0
     for part, lanes in zip(parts, deal, strict=True):
         for worker in part:
-            option = best_option(problem, worker, kind, lanes, lean)
+            option = problem.kept(best_option, worker, kind, lanes, lean)
             if option is None:
                 return None
             found[worker] = Spot(option, first, lanes // option.lanes)
