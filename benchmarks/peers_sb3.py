@@ -5,7 +5,8 @@ a process of its own (Stable-Baselines3 in its own environment, made on first us
 blocks of steps: while one works, the others wait. Stable-Baselines3 steps its environments one
 after the other in its own process, with torch on every core (its default) and on one (faster for
 such small networks), or each in a process; m2flow is held against the fastest of the three. m2flow
-runs in one process without lanes, on one lane, and on a lane for each core.
+runs in one process without lanes, the same with its environments in a process for each core, on one
+lane, and on a lane for each core.
 
 What a side's processor seconds for a million environment steps are is told beside it: what a busy
 machine disturbs least.
@@ -61,6 +62,8 @@ def rows(cores: int) -> list[Row]:
     """All sides."""
     ours = [
         Row("m2flow, eager", "peers.m2flow_control_side", {"mode": "eager", "lanes": 1}),
+        Row("m2flow, processes", "peers.m2flow_control_side",
+            {"mode": "eager", "lanes": 1, "processes": cores}),
         *(
             Row(f"m2flow, {lanes} lane{'s' * (lanes > 1)}", "peers.m2flow_control_side",
                 {"mode": "collocated", "lanes": lanes})

@@ -13,14 +13,18 @@ from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 
 
 def recipe_of(settings: ControlSettings) -> EmbodiedRecipe:
-    """The settings as a recipe; `extra` has its mode and the number of its lanes."""
+    """The settings as a recipe; `extra` has its mode, its lanes and processes of simulators."""
     return EmbodiedRecipe.model_validate(
         {
             "seed": settings.seed,
             "mode": settings.extra["mode"],
             "lanes": f"cpu:{settings.extra['lanes']}",
             "rollouts_per_step": settings.environments,
-            "environment": {"name": settings.environment, "options": settings.options},
+            "environment": {
+                "name": settings.environment,
+                "options": settings.options,
+                "processes": settings.extra.get("processes"),
+            },
             "policy": {"hidden": settings.hidden, "normalize_state": False},
             "rollout": {"horizon": settings.horizon},
             "algorithm": {"name": "ppo", "gamma": settings.gamma, "lam": settings.lam},
