@@ -28,6 +28,7 @@ TOLERANCE = {"gemma2": 1e-5}
 @pytest.fixture(autouse=True)
 def _as_with_many_rows_and_large_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "CPU_SPAN", 2)
+    monkeypatch.setattr(kv_cache, "WORTH", 0)
     monkeypatch.setattr(kernels, "_MIN_PREPACKED", 0)
 
 

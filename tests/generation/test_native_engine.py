@@ -99,6 +99,7 @@ def test_draws_do_not_depend_on_what_else_runs(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefixes, "MAX_TOKENS", prefill_tokens)
         patch.setattr(kv_cache, "CPU_SPAN", span)
+        patch.setattr(kv_cache, "WORTH", 0)
         _draw_all(order, max_running, feed, naps, aborted, cells)
 
 
@@ -234,6 +235,18 @@ def test_gaps_close_and_no_row_moves_up(lengths: list[int], gone: set[int], span
     order = closed(lengths, rows, span)
     assert sorted(order) == [row for row in range(len(lengths)) if row not in gone]
     assert all(row >= place for place, row in enumerate(order))
+
+
+def test_rows_attend_by_themselves_where_that_is_worth_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_cache, "CPU_SPAN", 4)
+    monkeypatch.setattr(kv_cache, "WORTH", 16 * 100)  # 100 cells of 2 heads of 8 channels
+    cache = engine_with()._cache
+    long, near, short = [200, 180, 190, 170], [171, 150, 176, 160], [20, 30, 10]
+    assert cache.spans(long + near) == [(8, 150, 200)], "24 columns of 4 rows are no 100 cells"
+    assert cache.spans(long + short) == [(4, 170, 200), (3, 10, 30)]
+    assert cache.spans(long + near + short) == [(8, 150, 200), (3, 10, 30)]
 
 
 def test_rows_of_like_length_stay_side_by_side() -> None:

@@ -28,7 +28,10 @@ from m2flow.generation.attention import decode_attention
 _ROUND_COLUMNS = 64
 
 CPU_SPAN = 16
-"""Rows that attend together on the CPU, over the columns of the longest of them."""
+"""Rows on the CPU that can attend by themselves, over the columns of the longest of them."""
+
+WORTH = 1 << 14
+"""Numbers of keys that must be left out, for rows to attend by themselves: the cost of a call."""
 
 Band = tuple[int, Tensor]
 """The first column that rows read, and a mask [S, 1, C] of it and those after it: 0 where the row
@@ -48,12 +51,20 @@ class RowSpan(NamedTuple):
     shortest: int
     longest: int
 
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> RowSpan:
+        """Rows of so many columns."""
+        return cls(len(lengths), min(lengths), max(lengths))
 
-def row_spans(lengths: Sequence[int], rows: int | None) -> list[RowSpan]:
-    """Of rows of so many columns, so many rows each; None for one span of all."""
-    rows = rows or len(lengths)
-    cut = (lengths[start : start + rows] for start in range(0, len(lengths), rows))
-    return [RowSpan(len(some), min(some), max(some)) for some in cut]
+    def joined(self, other: RowSpan) -> RowSpan:
+        """These rows and others after them."""
+        shortest, longest = min(self.shortest, other.shortest), max(self.longest, other.longest)
+        return RowSpan(self.rows + other.rows, shortest, longest)
+
+    @property
+    def cells(self) -> int:
+        """Rows times columns that are read."""
+        return self.rows * self.longest
 
 
 class KVCache:
@@ -67,9 +78,9 @@ class KVCache:
 
     Attributes:
         layout: number of the present layout: where a slot lies is the same while it is.
-        span: rows that attend together; None for all. Each span computes over the columns of its
-            longest row, so it pays to have rows of like length side by side. On the CPU, where the
-            launch of a kernel is cheap.
+        span: so many rows can attend by themselves, over the columns of the longest of them, so
+            that it pays to have rows of like length side by side; None: all attend together. On
+            the CPU, where the launch of a kernel is cheap.
     """
 
     def __init__(
@@ -176,6 +187,21 @@ class KVCache:
         heads = position_X.split([span.rows * kv_heads for span in spans])
         bands = [self._bands(*one) for one in zip(spans, heads, strict=True)]
         return CacheView(self._kv_LTRKCD, index_XT.flatten(), bands)
+
+    def spans(self, lengths: Sequence[int]) -> list[RowSpan]:
+        """How rows of so many columns attend: as few spans as are worth their calls."""
+        rows = self.span or len(lengths)
+        worth = WORTH // (self._architecture.kv_heads * self._architecture.head_dim)
+        found: list[RowSpan] = []
+        for start in range(0, len(lengths), rows):
+            further = RowSpan.of(lengths[start : start + rows])
+            if found:
+                both = found[-1].joined(further)
+                if both.cells - found[-1].cells - further.cells < worth:
+                    further = both
+                    found.pop()
+            found.append(further)
+        return found
 
     def _bands(self, span: RowSpan, position_S: Tensor) -> dict[int | None, Band]:
         """What a span's rows see, for each window of a layer."""

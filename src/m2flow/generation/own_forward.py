@@ -209,7 +209,7 @@ class OwnSlots:
     """
 
     span: int | None = None
-    """Rows that attend together: all."""
+    """All rows attend together."""
 
     def __init__(self, forward: OwnForward, budget: int | None = None) -> None:
         self._forward = forward
@@ -282,6 +282,10 @@ class OwnSlots:
         column_C = torch.arange(columns, device=position_B.device)
         seen_BC = column_C >= columns - 1 - position_B[:, None]
         return self._cache, seen_BC.long()
+
+    def spans(self, lengths: Sequence[int]) -> list[RowSpan]:
+        """One, of all rows."""
+        return [RowSpan.of(lengths)]
 
 
 def _filled(cache: Any) -> Iterator[Any]:

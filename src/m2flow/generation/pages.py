@@ -46,7 +46,7 @@ class PagedCache:
     """Rows of one step may have windows: the reader leaves out what is not seen."""
 
     span: int | None = None
-    """Rows that attend together: all, and each reads its own pages."""
+    """All rows attend together, and each reads its own pages."""
 
     def __init__(
         self,
@@ -156,6 +156,10 @@ class PagedCache:
         token_B = page_B * self._page + position_B % self._page
         columns = max(span.longest for span in spans)
         return PagedView(self._kv_LPSKW, self._read, table_BM, position_B, token_B, columns)
+
+    def spans(self, lengths: Sequence[int]) -> list[RowSpan]:
+        """One, of all rows."""
+        return [RowSpan.of(lengths)]
 
     def _needed(self, length: int) -> int:
         return -(-length // self._page)

@@ -17,7 +17,7 @@ from torch import Tensor
 from m2flow.algorithms.sampling import sample_tokens
 from m2flow.generation.captured import COLUMN_STEP, Size, padded_columns, padded_count
 from m2flow.generation.kernels import padded_rows
-from m2flow.generation.kv_cache import KVCache, RowSpan, row_spans
+from m2flow.generation.kv_cache import KVCache, RowSpan
 from m2flow.generation.own_forward import OwnSlots
 from m2flow.generation.pages import PagedCache
 from m2flow.generation.sequence import RunningSequence
@@ -93,7 +93,7 @@ class RunningBatch:
         self._cache.ensure(lengths, keep=len(self))
         token_N, position_N = self._state[: _POSITION + 1, : padded_rows(len(self))]
         position_B = position_N.narrow(0, 0, len(self))
-        view = self._cache.view(position_B, row_spans(lengths, self._cache.span))
+        view = self._cache.view(position_B, self._cache.spans(lengths))
         return token_N, position_N, view
 
     def pad(self) -> Size:
