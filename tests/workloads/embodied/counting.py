@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -18,10 +23,22 @@ class Counting(Environment):
         length: steps of an episode, after which it is truncated.
         stops: a wrong choice terminates.
         fails_at: the simulator raises at this step of episodes whose seed is even; 0 for never.
+        dies_at: its process kills itself at the beginning of so many episodes; once, for which it
+            leaves the file `dead`.
     """
 
-    def __init__(self, length: int = 8, stops: bool = False, fails_at: int = 0) -> None:
+    begun: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        length: int = 8,
+        stops: bool = False,
+        fails_at: int = 0,
+        dies_at: int = 0,
+        dead: str = "",
+    ) -> None:
         self._length, self._stops, self._fails_at = length, stops, fails_at
+        self._dies_at, self._dead = dies_at, Path(dead)
         self.spec = EnvironmentSpec(
             "counting", 1, (ObservationSpec("state", (2,)),), ActionSpec.discrete(2), length
         )
@@ -31,6 +48,11 @@ class Counting(Environment):
         self._random = np.random.default_rng(seed if initial_state is None else initial_state)
         self._taken = self._right = 0
         self._draw()
+        Counting.begun += 1
+        if Counting.begun == self._dies_at:
+            with suppress(FileExistsError):
+                self._dead.touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def _draw(self) -> None:
         self._number = float(self._random.uniform(-1, 1))

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import m2flow
 from m2flow.errors import UserError
 from m2flow.flow import Batch, Ragged
+from m2flow.workloads.common import train
 from m2flow.workloads.common.reading import read_recipe
 from m2flow.workloads.embodied.experiment import EmbodiedExperiment
 from m2flow.workloads.embodied.workers.further_draws import (
@@ -49,10 +51,12 @@ def importable() -> Iterator[None]:
         yield
 
 
-def trained(mode: str, lanes: Any = "cpu:1", **algorithm: Any) -> tuple[Any, list[Any], Any]:
+def trained(
+    mode: str, lanes: Any = "cpu:1", options: Any = None, **algorithm: Any
+) -> tuple[Any, list[Any], Any]:
     """The experiment, what two steps gave, and the weights after them."""
     changes = {f"algorithm.{key}": value for key, value in algorithm.items()}
-    some = read_recipe(RECIPE, changes)
+    some = read_recipe(RECIPE, changes | {"environment.options": options or {}})
     experiment = EmbodiedExperiment(some)
     count = some.items_per_step
     with m2flow.launch(experiment.flow(), items_per_step=count, mode=mode, lanes=lanes) as run:
@@ -77,6 +81,48 @@ def test_the_batch_is_full_and_the_same_under_every_plan() -> None:
                 assert ours.output["tried"] == theirs.output["tried"]
             for name, tensor in weights.items():
                 torch.testing.assert_close(tensor, others[name], atol=1e-4, rtol=1e-4)
+
+
+def test_a_lane_that_dies_in_a_further_draw_changes_nothing(tmp_path: Path) -> None:
+    """What it held of earlier draws is run again beside the draw in which it died."""
+    pytest.importorskip("ray")
+    experiment, wanted, weights = trained("eager")
+    again = experiment.metrics(wanted[0])["groups/drawn_again"] * GROUP
+    dead = tmp_path / "dead"
+    options = {"dies_at": int(GROUPS * GROUP + again), "dead": str(dead)}
+    _, found, others = trained("disaggregated", "cpu:2", options)
+    assert dead.exists(), "nobody died, and the test shows nothing"
+    for ours, theirs in zip(wanted, found, strict=True):
+        assert ours.output["episodes"] == theirs.output["episodes"]
+        assert ours.output["tried"] == theirs.output["tried"]
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, others[name], atol=1e-4, rtol=1e-4)
+
+
+def test_a_run_that_goes_on_draws_the_same(tmp_path: Path) -> None:
+    recipe = {**RECIPE, "mode": "eager", "steps": 4, "checkpoint": {"every": 2}}
+    whole = train(recipe, run_dir=tmp_path / "whole")
+    train(recipe, {"steps": 2}, run_dir=tmp_path / "parts")
+    parts = train(recipe, run_dir=tmp_path / "parts", resume=True)
+    assert_same_weights(whole, parts, exactly=True)
+
+
+@pytest.mark.slow
+def test_a_plan_that_is_chosen_draws_the_same(tmp_path: Path) -> None:
+    recipe = {**RECIPE, "steps": 4, "checkpoint": {"every": 4}}
+    here = train({**recipe, "mode": "eager"}, run_dir=tmp_path / "here")
+    there = train({**recipe, "mode": "auto", "lanes": "cpu:2"}, run_dir=tmp_path / "there")
+    assert_same_weights(here, there, exactly=False)
+
+
+def assert_same_weights(one: Path, other: Path, *, exactly: bool) -> None:
+    ours, theirs = (
+        load_file(run / "checkpoints" / "latest" / "policy.safetensors") for run in (one, other)
+    )
+    assert ours.keys() == theirs.keys()
+    near = 0.0 if exactly else 1e-4
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], atol=near, rtol=near, msg=name)
 
 
 def test_what_was_given_up_is_counted() -> None:
@@ -145,6 +191,7 @@ def rollouts(successes: list[int], turns: list[int], mark: float) -> Batch:
 def test_rows_of_groups_that_teach_nothing_are_replaced() -> None:
     begun = Batch(
         {
+            "rollout": torch.arange(4),
             "seed": torch.arange(4),
             "initial_state": torch.tensor([5, 5, 6, 6]),
             "spares": [((11, 8), (12, -1))] * 2 + [((13, 9), (14, -1))] * 2,
@@ -165,6 +212,8 @@ def test_rows_of_groups_that_teach_nothing_are_replaced() -> None:
     assert [len(some) for some in again["tried"]] == [0, 0, 1, 1]
     assert [some[0][2] for some in again["tried"][2:]] == [0, 3], "steps of what was given up"
     last = begin_others(again, begun, draw=1, **judging)
+    numbers = [*begun["rollout"].tolist(), *others["rollout"].tolist(), *last["rollout"].tolist()]
+    assert len(set(numbers)) == 12, "draws can be run beside each other"
     assert last["initial_state"].tolist() == [5, 5, 14, 14], "a seed stands for its state"
 
 

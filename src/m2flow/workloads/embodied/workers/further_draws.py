@@ -20,6 +20,10 @@ SPARES, RESTS, TRIED = "spares", "rests", "tried"
 """Columns: (seed, initial state) of the further starts of each; whether a rollout stays as it is;
 what was given up of it: episodes, how many failed, environment steps."""
 
+NUMBERS = 1 << 48
+"""More than there are rollouts: those of each further draw have numbers of their own, since after
+the loss of a lane several draws of a step can be run again beside each other."""
+
 COMPARED = {"success": "success_once", "return": "return"}
 """What `algorithm.reward` names, to the figure of an episode."""
 
@@ -85,6 +89,7 @@ def begin_others(
             seeds[row] = derive_seed(seed, 3, member)
             states[row] = seed % (1 << 31) if state < 0 else state
     return begun.with_columns(
+        rollout=begun["rollout"] + (draw + 1) * NUMBERS,
         seed=torch.tensor(seeds),
         initial_state=torch.tensor(states),
         **{RESTS: torch.tensor(rests)},
