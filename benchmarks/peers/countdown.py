@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from m2flow.rewards.reward import WeightedReward
@@ -84,8 +83,7 @@ def reward(name: str) -> WeightedReward:
     from m2flow.workloads.reasoning.tasks import reward_of_task
 
     if name == "countdown":
-        folder = str(Path(__file__).parents[1])
-        return WeightedReward("peers.countdown:countdown_reward", folder=folder)
+        return WeightedReward("peers.countdown:countdown_reward")
     return WeightedReward(reward_of_task(name))
 
 
