@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -141,6 +143,23 @@ def test_a_snapshot_is_over_once_all_that_lanes_have_saved_is_here() -> None:
     }
     assert snapshot.seconds == 0.3
     assert [lane for lane, order in pool.sent if isinstance(order, DropStep)] == [0, 1]
+
+
+def test_what_has_come_is_let_go_of_at_once() -> None:
+    """It lies in memory that is shared with the lane, and is mapped for as long as it is known."""
+    snapshot, pool = _begun({"policy": (0,)})
+    pool.answer(0, 0.1)
+    content = torch.zeros(1, dtype=torch.uint8)
+    pool.fetches.pop().set_result(Batch({"files": [{"state": content}]}))
+    known = weakref.ref(content)
+    del content
+    gc.disable()
+    try:
+        files = snapshot.files()
+        assert known() is None, "without a search for circles"
+    finally:
+        gc.enable()
+    assert files["policy"]["state"].tolist() == [0]
 
 
 @pytest.mark.parametrize("why", ["raised", "lost", "late"])

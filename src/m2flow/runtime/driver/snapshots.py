@@ -63,8 +63,8 @@ class SnapshotOnItsWay:
         return not under_way or time.monotonic() > self._deadline
 
     def _fetch_if_saved(self, worker: str, _: Future[MethodResult]) -> None:
-        lanes = self._saving[worker]
-        if worker not in self._fetching and all(one.done() for one in lanes):
+        lanes = self._saving.get(worker, [])
+        if lanes and worker not in self._fetching and all(one.done() for one in lanes):
             self._fetching[worker] = self._fetched(worker, lanes)
 
     def _fetched(self, worker: str, lanes: Sequence[Future[MethodResult]]) -> Future[Batch]:
@@ -104,6 +104,12 @@ class SnapshotOnItsWay:
             self.drop()
 
     def drop(self) -> None:
-        """Have the lanes let go of what they keep for it."""
+        """Let go of what has come, and have the lanes let go of what they keep for it.
+
+        Futures know whom to tell and are known here: without this, the memory that is shared with
+        a lane would stay until somebody looks for such circles.
+        """
+        self._saving.clear()
+        self._fetching.clear()
         for lane in self._pool.lanes:
             self._pool.send(lane.id, DropStep("", STATES))
