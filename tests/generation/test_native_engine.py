@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from m2flow.errors import M2FlowError, UserError
 from m2flow.generation import kernels, kv_cache, prefixes
+from m2flow.generation.decoder import Decoder
 from m2flow.generation.native import NativeEngine
 from m2flow.generation.records import Begun, Completion, Request, SamplingParams
 from m2flow.generation.running import closed
@@ -394,9 +396,11 @@ def test_weights_laid_out_for_products_are_the_installed_ones(
         engine.install(model.state_dict(), version)
         engine.submit(POOL)
         found = drain(engine)
+        assert isinstance(engine._decoder, Decoder)
+        copy = weakref.ref(engine._decoder.weights.prepacked.layers[0].qkv)
         engine.sleep()
+        assert copy() is None, "it takes no memory"
         assert engine.state_bytes() == bytes_alone + sum(matrices)
-        assert engine._decoder.weights._prepacked is None  # type: ignore[union-attr]
         engine.wake()
     for index, completion in found.items():
         assert completion.token_ids.tolist() == expected[index].token_ids.tolist()

@@ -28,7 +28,9 @@ class StageSpec:
         accumulates: folds items into state; `finish` runs at each mini-batch boundary.
         expands: how many items one item becomes; a number, or the name of the keyword argument or
             Worker attribute that holds it.
-        sticky: an item must return to the lane that holds its state.
+        sticky: an item must return to the lane that holds its state. Where stages of a step begin
+            state of an item again, each time wants a name of its own: after the loss of a lane
+            they may be run beside each other.
         minibatches: how many mini-batches a step is cut into by item index (accumulating stages
             only); a number, or a name as for `expands`.
         length: a column of the input that says how long an item is expected to take, in any

@@ -2,7 +2,7 @@
 
 On the CPU `F.linear` calls MKL for float32, which leaves AVX-512 unused on processors that are not
 Intel's. oneDNN uses it, over weights that are laid out for it beforehand (`prepacked`): large ones
-are 1.1 to 2.5 times as fast by it, small ones slower. oneDNN compiles a kernel for each number of
+are up to 2.5 times as fast by it, small ones slower. oneDNN compiles a kernel for each number of
 rows, so callers round theirs with `padded_rows`.
 
 Legend: N rows, I input features, O output features, E normalised channels.

@@ -226,7 +226,7 @@ class NativeEngine:
             return
         self._rest()
         if isinstance(self._decoder, Decoder):
-            self._decoder.weights.unpack()
+            self._decoder.weights.drop_prepacked()
         self._state.offload()
 
     def wake(self) -> None:
@@ -234,7 +234,8 @@ class NativeEngine:
         self._state.onload()
 
     def state_bytes(self) -> int:
-        """Bytes that weights and caches hold on the device, or will hold again after `wake`."""
+        """Bytes on the device, now or again after `wake`: of weights, with copies of them that are
+        laid out for products, and of caches."""
         more = self._decoder.weights.prepacked_bytes if isinstance(self._decoder, Decoder) else 0
         return self._state.nbytes() + more
 

@@ -163,14 +163,14 @@ class DecoderWeights:
         ]
         if missing or unknown or wrong:
             raise ValueError(f"weights do not fit: {missing=}, {unknown=}, {wrong=}")
-        self.unpack()
+        self.drop_prepacked()
         for name, places in self._places.items():
             for place in places:
                 place.fill(self._parts[name].box.of(weights[name]))
 
     @property
     def prepacked(self) -> Prepacked:
-        """The layers and the head for products; made on first use, and kept until `unpack`."""
+        """The layers and the head for products; made on first use, and kept until dropped."""
         if self._prepacked is None:
             layers = [
                 replace(layer, **{name: prepacked(vars(layer)[name]) for name in _MATRICES})
@@ -179,7 +179,7 @@ class DecoderWeights:
             self._prepacked = Prepacked(layers, prepacked(self.head))
         return self._prepacked
 
-    def unpack(self) -> None:
+    def drop_prepacked(self) -> None:
         """Give up what `prepacked` has made."""
         self._prepacked = None
 

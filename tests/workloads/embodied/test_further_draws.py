@@ -64,6 +64,22 @@ def trained(
         return experiment, results, run.worker_call("learner", "weights")
 
 
+def saved(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / "latest" / "policy.safetensors")
+
+
+def assert_same_results(found: list[Any], wanted: list[Any]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        for name in ("episodes", "tried"):
+            assert one.output[name] == other.output[name], name
+
+
+def assert_same_weights(found: Any, wanted: Any, near: float = 1e-4) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, atol=near, rtol=near)
+
+
 def test_the_batch_is_full_and_the_same_under_every_plan() -> None:
     pytest.importorskip("ray")
     from m2flow.engine.plan import LaneSpec
@@ -76,11 +92,8 @@ def test_the_batch_is_full_and_the_same_under_every_plan() -> None:
     with LanePool([LaneSpec(0), LaneSpec(1)]) as pool:
         for mode in ("collocated", "disaggregated", "hybrid"):
             _, found, others = trained(mode, pool)
-            for ours, theirs in zip(wanted, found, strict=True):
-                assert ours.output["episodes"] == theirs.output["episodes"]
-                assert ours.output["tried"] == theirs.output["tried"]
-            for name, tensor in weights.items():
-                torch.testing.assert_close(tensor, others[name], atol=1e-4, rtol=1e-4)
+            assert_same_results(found, wanted)
+            assert_same_weights(others, weights)
 
 
 def test_a_lane_that_dies_in_a_further_draw_changes_nothing(tmp_path: Path) -> None:
@@ -92,11 +105,8 @@ def test_a_lane_that_dies_in_a_further_draw_changes_nothing(tmp_path: Path) -> N
     options = {"dies_at": int(GROUPS * GROUP + again), "dead": str(dead)}
     _, found, others = trained("disaggregated", "cpu:2", options)
     assert dead.exists(), "nobody died, and the test shows nothing"
-    for ours, theirs in zip(wanted, found, strict=True):
-        assert ours.output["episodes"] == theirs.output["episodes"]
-        assert ours.output["tried"] == theirs.output["tried"]
-    for name, tensor in weights.items():
-        torch.testing.assert_close(tensor, others[name], atol=1e-4, rtol=1e-4)
+    assert_same_results(found, wanted)
+    assert_same_weights(others, weights)
 
 
 def test_a_run_that_goes_on_draws_the_same(tmp_path: Path) -> None:
@@ -104,7 +114,7 @@ def test_a_run_that_goes_on_draws_the_same(tmp_path: Path) -> None:
     whole = train(recipe, run_dir=tmp_path / "whole")
     train(recipe, {"steps": 2}, run_dir=tmp_path / "parts")
     parts = train(recipe, run_dir=tmp_path / "parts", resume=True)
-    assert_same_weights(whole, parts, exactly=True)
+    assert_same_weights(saved(parts), saved(whole), near=0.0)
 
 
 @pytest.mark.slow
@@ -112,17 +122,7 @@ def test_a_plan_that_is_chosen_draws_the_same(tmp_path: Path) -> None:
     recipe = {**RECIPE, "steps": 4, "checkpoint": {"every": 4}}
     here = train({**recipe, "mode": "eager"}, run_dir=tmp_path / "here")
     there = train({**recipe, "mode": "auto", "lanes": "cpu:2"}, run_dir=tmp_path / "there")
-    assert_same_weights(here, there, exactly=False)
-
-
-def assert_same_weights(one: Path, other: Path, *, exactly: bool) -> None:
-    ours, theirs = (
-        load_file(run / "checkpoints" / "latest" / "policy.safetensors") for run in (one, other)
-    )
-    assert ours.keys() == theirs.keys()
-    near = 0.0 if exactly else 1e-4
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], atol=near, rtol=near, msg=name)
+    assert_same_weights(saved(there), saved(here))
 
 
 def test_what_was_given_up_is_counted() -> None:
