@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,16 @@ class Target:
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks share."""
+    """A parser with the options that all benchmarks share.
+
+    Raises:
+        SystemExit: m2flow, here and in commands that are run, is not that of this checkout, whose
+            commit the results would name.
+    """
+    found = find_spec("m2flow")
+    if found is None or not Path(str(found.origin)).resolve().is_relative_to(ROOT.resolve()):
+        place = None if found is None else found.origin
+        raise SystemExit(f"m2flow: {place} is not of this checkout: set PYTHONPATH={ROOT / 'src'}")
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="the same measurement, shorter")
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
